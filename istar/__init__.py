@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = {
+_MODULE_BY_NAME = {
     "Spectrum": "istar.regularizers",
     "SigReg": "istar.regularizers",
     "SimCtg": "istar.regularizers",
@@ -94,10 +94,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    """Import the module of a public name when the name is first used."""
+    if name not in _MODULE_BY_NAME:
         raise AttributeError(f"module 'istar' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    return getattr(importlib.import_module(_MODULE_BY_NAME[name]), name)
 
 
 def __dir__() -> list[str]:
+    """Return all names of the package, including the public names that have not been imported yet."""
     return sorted({*globals(), *__all__})

@@ -30,19 +30,19 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         OSError: if the file cannot be written; the error names `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    temporary_path = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with temporary.open("xb") as file:
+        with temporary_path.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        temporary_path.replace(path)
         _sync_folder(path.parent)
     except OSError as error:
         # The original error names the temporary file or, if the disk is full, no file.
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        temporary_path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -56,17 +56,17 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         OSError: if the folder cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    temporary.mkdir()
+    temporary_folder = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    temporary_folder.mkdir()
     try:
-        yield temporary
+        yield temporary_folder
         try:
-            temporary.rename(path)
+            temporary_folder.rename(path)
         except OSError:
             if not path.is_dir():
                 raise
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(temporary_folder, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -87,11 +87,11 @@ _TEMPORARY_NAME = re.compile(r"\..+\.[0-9a-f]{32}")
 
 def _sync_folder(folder: Path) -> None:
     """Flush a folder's entries to disk, so that a rename survives a crash of the machine."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    file_descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        os.fsync(file_descriptor)
     finally:
-        os.close(descriptor)
+        os.close(file_descriptor)
 
 
 @contextmanager

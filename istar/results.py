@@ -31,9 +31,10 @@ class RunRecord:
     config: dict[str, Any]  # resolved config, with the keys of the command line
     # Name of the headline `metric`, its `value` on the validation set, and the best `epoch` (counted from 1).
     headline: dict[str, Any] = field(default_factory=dict)
-    # What that epoch was chosen by: the `set` (a validation set or `held_out`), the name of the `metric`, its `value`.
+    # How the best epoch was chosen: the `set` (a validation set or `held_out`), the name of the `metric`, and its
+    # `value`.
     selection: dict[str, Any] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)  # all validation metrics of that epoch, as fractions
+    metrics: dict[str, float] = field(default_factory=dict)  # all validation metrics of the best epoch, as fractions
     metrics_before: dict[str, float] = field(default_factory=dict)  # the same before training
     # The same metrics for a prediction that ignores the input: the majority class or the mean label of the training
     # set, or the frequencies of its tokens.
@@ -95,8 +96,8 @@ def identity_hash(config: Mapping[str, Any], data: str, model: str) -> str:
     # Imported here because istar.config imports torch, which readers of results do not need.
     from istar.config.groups import Config, identity_values
 
-    values = {"format": FORMAT, "config": identity_values(Config, config), "data": data, "model": model}
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+    identity = {"format": FORMAT, "config": identity_values(Config, config), "data": data, "model": model}
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def installed_versions() -> dict[str, str]:
@@ -116,10 +117,10 @@ def read_start_time(folder: Path) -> str | None:
     """
     try:
         with (folder / CONFIG).open(encoding="utf-8") as file:
-            line = file.readline()
-    except (OSError, ValueError):
+            first_line = file.readline()
+    except (OSError, ValueError):  # the file is missing or is not UTF-8
         return None
-    return line.removeprefix(_START_COMMENT).strip() if line.startswith(_START_COMMENT) else None
+    return first_line.removeprefix(_START_COMMENT).strip() if first_line.startswith(_START_COMMENT) else None
 
 
 def write(record: RunRecord, folder: Path) -> None:
@@ -135,11 +136,11 @@ def read(folder: Path) -> RunRecord:
     """
     path = folder / RESULT
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        file_format = values.get("format") if isinstance(values, dict) else None
+        content = json.loads(path.read_text(encoding="utf-8"))
+        file_format = content.get("format") if isinstance(content, dict) else None
         if isinstance(file_format, int) and file_format != FORMAT:
             raise UserError(f"{path} has format {file_format}; this version reads {FORMAT}")
-        return RunRecord(**values)
+        return RunRecord(**content)
     except FileNotFoundError as error:
         raise UserError(f"{folder} holds no {RESULT}: the run is not finished, or this is not a run folder") from error
     except (ValueError, TypeError) as error:
@@ -148,4 +149,4 @@ def read(folder: Path) -> RunRecord:
 
 def write_predictions(path: Path, predictions: Iterable[Mapping[str, Any]]) -> None:
     """Write predictions as JSON lines, one example per line, atomically."""
-    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in predictions))
+    write_text(path, "".join(json.dumps(prediction, ensure_ascii=False) + "\n" for prediction in predictions))

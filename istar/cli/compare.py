@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the parser of `istar`."""
+    """Add the command `istar compare` to `commands`, the subparsers of the parser of `istar`."""
     parser = commands.add_parser("compare", help="compare the geometry of several models on one page")
     add = parser.add_argument
-    models = (
+    models_help = (
         "folder of istar measure, model, or run, as [label=]<folder or hub id>[@revision]; two or more; or folders of "
         "istar measure --revisions or --checkpoints alone, which are compared over their training"
     )
-    add("models", nargs="+", help=models)
-    text = "text to measure models over that are no folders of istar measure, and for CKA; repeatable"
-    add("--text", action="append", default=[], help=text)
+    add("models", nargs="+", help=models_help)
+    text_help = "text to measure models over that are no folders of istar measure, and for CKA; repeatable"
+    add("--text", action="append", default=[], help=text_help)
     add("--length", type=int, default=128, help="maximum tokens per block, the same for all models (default: 128)")
     add("--max-tokens", type=int, help="maximum number of tokens of each text")
     add("--documents", type=int, default=1_000, help="documents for CKA; 0 leaves CKA out (default: 1000)")
@@ -40,93 +40,110 @@ def run(options: argparse.Namespace) -> None:
     check_minima(options, documents=0, length=1, max_tokens=1)
     from istar.geometry import compare, compare_page, corpus
 
-    choices = compare.parse_compared_models(options.models)
-    if any(choice.has_trajectory for choice in choices):
-        _compare_trajectories(options, choices)
+    model_arguments = compare.parse_compared_models(options.models)
+    if any(argument.has_trajectory for argument in model_arguments):
+        _compare_trajectories(options, model_arguments)
         return
     compare_page.check_output_folder(options.out)
     sources = corpus.parse_sources(options.text)
-    console, progress = make_console(), make_console(stderr=True)
-    subjects = _measure_models(choices, sources, options, progress)
-    similarities = _compute_similarities(subjects, sources, options, progress)
-    page = compare_page.write_page(subjects, options.out, similarities, options.typed)
-    console.print(compare.make_terminal_table(subjects))
-    for sentence in compare.describe_differences(subjects):
+    console, progress_console = make_console(), make_console(stderr=True)
+    measured_models = _measure_models(model_arguments, sources, options, progress_console)
+    similarities = _compute_similarities(measured_models, sources, options, progress_console)
+    page_path = compare_page.write_page(measured_models, options.out, similarities, options.typed)
+    console.print(compare.make_terminal_table(measured_models))
+    for sentence in compare.describe_differences(measured_models):
         console.print(f"warning: {sentence}", highlight=False, soft_wrap=True, markup=False)
-    console.out(f"{page}, and figures, tables, {compare.TABLE_FILE} beside it", highlight=False)
+    console.out(f"{page_path}, and figures, tables, {compare.TABLE_FILE} beside it", highlight=False)
 
 
-def _compare_trajectories(options: argparse.Namespace, choices: Sequence["ModelArgument"]) -> None:
+def _compare_trajectories(options: argparse.Namespace, model_arguments: Sequence["ModelArgument"]) -> None:
     """Compare models over their training: print the table of their trajectories, and write the page."""
     from istar.geometry import trajectory_comparison
 
     if options.text:
         raise UserError("--text does not go with folders of trainings, which are measured already; leave it out")
     trajectory_comparison.check_output_folder(options.out)
-    trajectories = trajectory_comparison.read_trainings(choices)
-    page = trajectory_comparison.write_page(trajectories, options.out, options.typed)
+    trajectories = trajectory_comparison.read_trainings(model_arguments)
+    page_path = trajectory_comparison.write_page(trajectories, options.out, options.typed)
     console = make_console()
     console.print(trajectory_comparison.make_terminal_table(trajectories))
     for sentence in trajectory_comparison.describe_differences(trajectories):
         console.print(f"warning: {sentence}", highlight=False, soft_wrap=True, markup=False)
-    console.out(f"{page}, and figures, tables, {trajectory_comparison.TABLE_FILE} beside it", highlight=False)
+    console.out(f"{page_path}, and figures, tables, {trajectory_comparison.TABLE_FILE} beside it", highlight=False)
 
 
 def _measure_models(
-    choices: Sequence["ModelArgument"], sources: Sequence["Source"], options: argparse.Namespace, progress: "Console"
+    model_arguments: Sequence["ModelArgument"],
+    sources: Sequence["Source"],
+    options: argparse.Namespace,
+    progress_console: "Console",
 ) -> list["MeasuredModel"]:
-    """Read the measures of models that are measured already, and measure the others into folders beside `--out`."""
+    """Return the measures of all models; models that are not measured yet are measured into folders beside `--out`."""
     from istar.geometry import compare, measures_file
 
     file_name = measures_file.JSON_FILE
-    unmeasured = [choice for choice in choices if not choice.is_measured]
-    if unmeasured and not sources:
+    unmeasured_models = [argument for argument in model_arguments if not argument.is_measured]
+    if unmeasured_models and not sources:
         raise UserError(
-            f"{unmeasured[0].name} holds no {file_name}; give a folder of istar measure, or --text to measure it"
+            f"{unmeasured_models[0].name} holds no {file_name}; give a folder of istar measure, or --text to measure it"
         )
     measurements = [
-        measures_file.read(Path(choice.name) / file_name)
-        if choice.is_measured
-        else _measure_model(choice, sources, options, progress)
-        for choice in choices
+        measures_file.read(Path(argument.name) / file_name)
+        if argument.is_measured
+        else _measure_model(argument, sources, options, progress_console)
+        for argument in model_arguments
     ]
-    return compare.label_models(choices, measurements)
+    return compare.label_models(model_arguments, measurements)
 
 
 def _measure_model(
-    choice: "ModelArgument", sources: Sequence["Source"], options: argparse.Namespace, progress: "Console"
+    model_argument: "ModelArgument",
+    sources: Sequence["Source"],
+    options: argparse.Namespace,
+    progress_console: "Console",
 ) -> "Measurements":
-    """Measure a model, and write its page into a folder beside `--out`."""
+    """Measure a model, write its page into a folder beside `--out`, and return its measurements."""
     # These need transformers, which takes seconds to import, and finished folders do not need them.
     from istar.geometry import measure, model_page
     from istar.geometry.stream import Pass
 
-    out = options.out.with_name(f"{options.out.name}-measures") / choice.default_label
-    model_page.check_output_folder(out, choice.model_name, choice.revision)
-    progress.print(f"measuring {choice.model_name}", highlight=False, soft_wrap=True, markup=False)
+    out = options.out.with_name(f"{options.out.name}-measures") / model_argument.default_label
+    model_page.check_output_folder(out, model_argument.model_name, model_argument.revision)
+    progress_console.print(f"measuring {model_argument.model_name}", highlight=False, soft_wrap=True, markup=False)
     settings = Pass(options.length, limit=options.max_tokens)
-    measured = measure.measure_model(
-        choice.model_name, sources, settings, out, choice.revision, console=progress, command=options.typed
+    measurements = measure.measure_model(
+        model_argument.model_name,
+        sources,
+        settings,
+        out,
+        model_argument.revision,
+        console=progress_console,
+        command=options.typed,
     )
-    model_page.write(measured, out)
-    return measured
+    model_page.write(measurements, out)
+    return measurements
 
 
 def _compute_similarities(
-    subjects: Sequence["MeasuredModel"], sources: Sequence["Source"], options: argparse.Namespace, progress: "Console"
+    measured_models: Sequence["MeasuredModel"],
+    sources: Sequence["Source"],
+    options: argparse.Namespace,
+    progress_console: "Console",
 ) -> list["Similarity"]:
-    """Compute CKA between the layers of each pair of models over documents of the texts; return [] without texts."""
+    """Return the CKA between the layers of each pair of models over documents of the texts; [] without texts."""
     if not sources or not options.documents:
         return []
     from istar.config import ModelConfig
     from istar.geometry import similarity
 
     documents = similarity.read_first_documents([source.path for source in sources], options.documents)
-    models = [
+    labels_and_configs = [
         (
-            subject.label,
-            ModelConfig(name=subject.measurements.model["name"], revision=subject.measurements.model["revision"]),
+            measured_model.label,
+            ModelConfig(
+                name=measured_model.measurements.model["name"], revision=measured_model.measurements.model["revision"]
+            ),
         )
-        for subject in subjects
+        for measured_model in measured_models
     ]
-    return similarity.compute_similarities(models, documents, options.length, progress)
+    return similarity.compute_similarities(labels_and_configs, documents, options.length, progress_console)

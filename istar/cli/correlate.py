@@ -9,28 +9,30 @@ from istar.errors import UserError
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the parser of `istar`."""
+    """Add the command `istar correlate` to `commands`, the subparsers of the parser of `istar`."""
     parser = commands.add_parser(
         "correlate", help="correlate measures of the geometry with task scores over the course of a training"
     )
     add = parser.add_argument
     add("geometry", type=Path, help="trajectory.csv, or another table with a row per revision or step")
-    scores = (
+    scores_help = (
         "CSV with a column revision or step, and a column for each task; or results of lm-evaluation-harness or MTEB"
     )
-    add("scores", type=Path, help=f"{scores}, as a .json file or a folder of such files")
+    add("scores", type=Path, help=f"{scores_help}, as a .json file or a folder of such files")
     add("--out", type=Path, default=Path("correlation"), help="output folder (default: correlation)")
     add("--by", choices=("revision", "step"), help="column that joins the tables (default: the one that both have)")
     for name in ("measure", "layer", "source"):
         add(f"--{name}", action="append", default=[], help=f"use only this {name}; repeatable")
     add("--task", action="append", default=[], help="use only this task, or those that begin with it; repeatable")
     add("--omit", action="append", default=[], help="leave out this revision or step; repeatable")
-    given = "columns of either table to hold constant in partial correlations, separated by commas, such as step,lr"
-    add("--given", default="", help=f"{given}; of the same name in both, that of the measures counts")
+    given_help = (
+        "columns of either table to hold constant in partial correlations, separated by commas, such as step,lr"
+    )
+    add("--given", default="", help=f"{given_help}; of the same name in both, that of the measures counts")
     add("--model", default="", help="model of all scores, if they name it differently from the measures, or not at all")
     add("--pool", action="store_true", help="correlate over the checkpoints of all models together")
-    blocks = "intervals from blocks of so many neighbouring checkpoints, or auto; for checkpoints of one training"
-    add("--blocks", help=f"{blocks} (default: single checkpoints)")
+    blocks_help = "intervals from blocks of so many neighbouring checkpoints, or auto; for checkpoints of one training"
+    add("--blocks", help=f"{blocks_help} (default: single checkpoints)")
     add("--resamples", type=int, default=2_000, help="number of bootstrap resamples (default: 2000)")
     add("--seed", type=int, default=0, help="seed of the bootstrap (default: 0)")
     parser.set_defaults(command=run, extra="train")
@@ -64,9 +66,9 @@ def run(options: argparse.Namespace) -> None:
     console = make_console()
     for table in correlation_tables.make_terminal_tables(sheet):
         console.print(table)
-    choices = correlation_tables.describe_shown_rows(correlations, selection)
+    shown_row_notes = correlation_tables.describe_shown_rows(correlations, selection)
     for line in (
-        *choices,
+        *shown_row_notes,
         *correlation_tables.describe_undefined(sheet),
         *correlations.remarks,
         ", ".join(map(str, paths)),

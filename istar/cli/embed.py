@@ -11,7 +11,7 @@ _FORMS = ("raw", "centered", "scaled_centered", "all_but_the_top", "all_but_the_
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the parser of `istar`."""
+    """Add the command `istar embed` to `commands`, the subparsers of the parser of `istar`."""
     parser = commands.add_parser(
         "embed", help="measure embedding matrices, raw and post-processed, and their word similarity"
     )
@@ -22,16 +22,16 @@ def add_parser(commands: Any) -> None:
     add("--revision", help="branch, tag or commit on the hub")
     add("--matrix", choices=("input", "output"), default="input", help="which embedding matrix (default: input)")
     add("--form", choices=_FORMS, help="how to post-process the matrix of one model (default: raw)")
-    forms = "forms of a page, separated by commas (default for several models: all but the last form of --form)"
-    add("--forms", type=_parse_forms, help=forms)
-    components = "number of directions that all_but_the_top removes (default: a hundredth of the dimensions)"
-    add("--components", type=int, help=components)
+    forms_help = "forms of a page, separated by commas (default for several models: all but the last form of --form)"
+    add("--forms", type=_parse_forms, help=forms_help)
+    components_help = "number of directions that all_but_the_top removes (default: a hundredth of the dimensions)"
+    add("--components", type=int, help=components_help)
     add("--save", choices=("matrix", "model"), help="write the processed matrix, alone or within its model")
     add("--wordsim", action="append", default=[], type=Path, help="word similarity benchmark file; repeatable")
-    policy = "for words of several tokens: leave them out, or average their tokens (default: single_token)"
-    add("--policy", choices=("single_token", "mean"), default="single_token", help=policy)
-    text = "text in which tokens are counted, as for istar measure; repeatable"
-    add("--text", action="append", default=[], help=text)
+    policy_help = "for words of several tokens: leave them out, or average their tokens (default: single_token)"
+    add("--policy", choices=("single_token", "mean"), default="single_token", help=policy_help)
+    text_help = "text in which tokens are counted, as for istar measure; repeatable"
+    add("--text", action="append", default=[], help=text_help)
     parser.set_defaults(command=run, extra="train")
 
 
@@ -59,8 +59,8 @@ def _measure_one_matrix(options: argparse.Namespace) -> None:
 
     embed_page.refuse_page_folder(options.out)
     config = ModelConfig(name=options.models[0], revision=options.revision)
-    choice = embed.MatrixSettings(options.matrix, options.form or "raw", options.components, options.policy)
-    embedding = embed.measure_embeddings(config, choice, options.wordsim, corpus.parse_sources(options.text))
+    settings = embed.MatrixSettings(options.matrix, options.form or "raw", options.components, options.policy)
+    embedding = embed.measure_embeddings(config, settings, options.wordsim, corpus.parse_sources(options.text))
     make_folder(options.out)
     paths = embed.write_results(embedding, options.out)
     if options.save == "matrix":
@@ -85,25 +85,25 @@ def _measure_several_matrices(options: argparse.Namespace) -> None:
     if options.components is not None and not any(form.startswith("all_but_the_top") for form in forms):
         raise UserError("--components needs an all_but_the_top form, but --forms has none; remove --components")
     embed_page.check_output_folder(options.out)
-    chosen = compare.parse_models(options.models)
-    embed_models.check_labels(chosen)
+    model_arguments = compare.parse_models(options.models)
+    embed_models.check_labels(model_arguments)
     benchmarks = embed_models.read_benchmarks(options.wordsim)
     sources = corpus.parse_sources(options.text)
     settings = embed_models.EmbeddingSettings(options.matrix, forms, options.components, options.policy)
-    console, progress = make_console(), make_console(stderr=True)
-    subjects = []
-    for choice in chosen:
-        progress.print(f"measuring {choice.model_name}", highlight=False, soft_wrap=True, markup=False)
-        subjects.append(embed_models.measure_model(choice, settings, benchmarks, sources))
-    words = embed_models.count_words(sources)
-    sheets = embed_page.make_tables(subjects, words)
-    page = embed_page.write_page(subjects, sheets, words, options.out, options.typed)
+    console, progress_console = make_console(), make_console(stderr=True)
+    measured_models = []
+    for argument in model_arguments:
+        progress_console.print(f"measuring {argument.model_name}", highlight=False, soft_wrap=True, markup=False)
+        measured_models.append(embed_models.measure_model(argument, settings, benchmarks, sources))
+    word_counts = embed_models.count_words(sources)
+    sheets = embed_page.make_tables(measured_models, word_counts)
+    page_path = embed_page.write_page(measured_models, sheets, word_counts, options.out, options.typed)
     for name in ("table1", "table2"):
         if name in sheets:
             console.print(embed_tables.make_terminal_table(sheets[name]))
             for note in sheets[name].notes:
                 console.print(note, highlight=False, soft_wrap=True, markup=False)
-    console.out(f"{page}, and figures, tables, CSV files and {embed_page.JSON} beside it", highlight=False)
+    console.out(f"{page_path}, and figures, tables, CSV files and {embed_page.JSON} beside it", highlight=False)
 
 
 _OPTIONS_FOR_ONE_MATRIX = {

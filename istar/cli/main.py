@@ -47,15 +47,15 @@ def train_main(arguments: Sequence[str] | None = None, command: str = "istar tra
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    """Create the parser of the command `istar` with all its subcommands."""
+    """Return the parser of the command `istar` with all its subcommands."""
     parser = argparse.ArgumentParser(
         prog="istar", description="Train models, measure their geometry, and compare and report runs."
     )
     parser.add_argument("--version", action="version", version=f"istar {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="command", dest="name")
-    commands.add_parser("train", help="train or fine-tune a model: istar train task=rte reg=istar reg.lambda=-1")
-    for command in (results, report, watch, measure, compare, embed, correlate, power, plan, quantize):
-        command.add_parser(commands)
+    subparsers = parser.add_subparsers(required=True, metavar="command", dest="name")
+    subparsers.add_parser("train", help="train or fine-tune a model: istar train task=rte reg=istar reg.lambda=-1")
+    for subcommand_module in (results, report, watch, measure, compare, embed, correlate, power, plan, quantize):
+        subcommand_module.add_parser(subparsers)
     return parser
 
 

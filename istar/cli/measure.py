@@ -17,28 +17,37 @@ _DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the parser of `istar`."""
+    """Add the command `istar measure` to `commands`, the subparsers of the parser of `istar`."""
     parser = commands.add_parser("measure", help="measure the geometry of a model's layers on texts")
     add = parser.add_argument
     add("model", nargs="?", help="hub id, or a folder that save_pretrained wrote")
-    text = "text: a file (one document per line, .jsonl or .parquet) or folder; name=<path> names it; repeatable"
-    add("--text", action="append", help=f"{text}; at least one is required")
+    text_help = "text: a file (one document per line, .jsonl or .parquet) or folder; name=<path> names it; repeatable"
+    add("--text", action="append", help=f"{text_help}; at least one is required")
     add("--out", type=Path, default=Path("geometry"), help="output folder (default: geometry)")
     add("--revision", help="branch, tag or commit on the hub")
     add("--revisions", help="several revisions to measure one after another, separated by commas")
     add("--checkpoints", help="instead of a model: a pattern 'folder/*' of saved models, runs or .ckpt files")
     add("--steps", type=Path, help="CSV table with the columns checkpoint and step, for checkpoints that record none")
     add("--length", type=int, default=0, help="maximum tokens per block (default: the model's maximum, at most 512)")
-    documents = "separate: each document alone, as in the papers; packed: documents joined into full blocks"
-    add("--documents", choices=("separate", "packed"), default="separate", help=f"{documents} (default: separate)")
-    special = "whether statistics include the states of special tokens and separators, which the model always sees"
-    add("--special-tokens", choices=("include", "exclude"), default="exclude", help=f"{special} (default: exclude)")
+    documents_help = "separate: each document alone, as in the papers; packed: documents joined into full blocks"
+    add("--documents", choices=("separate", "packed"), default="separate", help=f"{documents_help} (default: separate)")
+    special_tokens_help = (
+        "whether statistics include the states of special tokens and separators, which the model always sees"
+    )
+    add(
+        "--special-tokens",
+        choices=("include", "exclude"),
+        default="exclude",
+        help=f"{special_tokens_help} (default: exclude)",
+    )
     add("--batch-tokens", type=int, help="maximum tokens per batch (default: 2048 on a CPU, 16384 on a GPU)")
     add("--max-tokens", type=int, help="maximum number of tokens of each text")
     add("--sample", type=int, default=5_000, help="token types to keep for TwoNN; 0: no TwoNN (default: 5000)")
     add("--seed", type=int, default=0, help="seed of that sample (default: 0)")
-    measures = "basic, or all: also IsoScore by sentence, kurtosis of tokens, massive activations, Gride; see --list"
-    add("--measures", choices=("basic", "all"), default="basic", help=f"{measures} (default: basic)")
+    measures_help = (
+        "basic, or all: also IsoScore by sentence, kurtosis of tokens, massive activations, Gride; see --list"
+    )
+    add("--measures", choices=("basic", "all"), default="basic", help=f"{measures_help} (default: basic)")
     add("--groups", type=int, default=10, help="groups of documents for standard errors; 0: none (default: 10)")
     add("--no-intra", action="store_true", help="leave out IntraSim, whose memory grows with the number of words")
     add("--dtype", choices=_DTYPES, default="float32", help="data type of the weights (default: float32)")
@@ -62,16 +71,16 @@ def run(options: argparse.Namespace) -> None:
     from istar.geometry import corpus, stream
 
     settings = stream.Pass(
-        options.length,
-        options.batch_tokens,
-        options.sample,
-        options.seed,
-        options.max_tokens,
-        not options.no_intra,
-        options.documents,
-        options.special_tokens,
-        options.measures,
-        options.groups,
+        length=options.length,
+        batch_tokens=options.batch_tokens,
+        sample=options.sample,
+        seed=options.seed,
+        limit=options.max_tokens,
+        intra=not options.no_intra,
+        documents=options.documents,
+        special_tokens=options.special_tokens,
+        measures=options.measures,
+        groups=options.groups,
     )
     if settings.groups == 1:
         raise UserError("--groups 1 gives no standard errors; expected at least 2, or 0 to compute none")
@@ -94,18 +103,18 @@ def _measure_model(options: argparse.Namespace, sources: Sequence["Source"], set
     if options.steps is not None:
         raise UserError("--steps is for several checkpoints; expected --checkpoints or --revisions with it")
     model_page.check_output_folder(options.out, options.model, options.revision)
-    progress = make_console(stderr=True) if rank == 0 else None
+    progress_console = make_console(stderr=True) if rank == 0 else None
     hardware = options.dtype, options.device
-    measured = measure.measure_model(
-        options.model, sources, settings, options.out, options.revision, *hardware, progress, options.typed
+    measurements = measure.measure_model(
+        options.model, sources, settings, options.out, options.revision, *hardware, progress_console, options.typed
     )
     if rank > 0:
         return
     console = make_console()
-    console.print(measures_file.terminal_table(measured))
-    page = model_page.write(measured, options.out)
+    console.print(measures_file.terminal_table(measurements))
+    page_path = model_page.write(measurements, options.out)
     console.out(
-        f"{page}, and figures, tables, {measures_file.CSV_FILE} and {measures_file.JSON_FILE} beside it",
+        f"{page_path}, and figures, tables, {measures_file.CSV_FILE} and {measures_file.JSON_FILE} beside it",
         highlight=False,
     )
 
@@ -119,21 +128,21 @@ def _measure_trajectory(options: argparse.Namespace, sources: Sequence["Source"]
         raise UserError(f"--{given_options[0]} and --{given_options[1]} do not go together; give one of them")
     steps = None if options.steps is None else saved_checkpoints.read_steps(options.steps)
     if options.checkpoints is not None:
-        stops = saved_checkpoints.find_checkpoints(options.checkpoints, steps)
+        checkpoints = saved_checkpoints.find_checkpoints(options.checkpoints, steps)
     elif options.model is None:
         raise UserError("--revisions are of a model, which is missing; expected a hub id")
     else:
-        stops = saved_checkpoints.parse_revisions(options.model, options.revisions, steps)
-    model = options.model or saved_checkpoints.common_name(stops)
+        checkpoints = saved_checkpoints.parse_revisions(options.model, options.revisions, steps)
+    model = options.model or saved_checkpoints.common_name(checkpoints)
     plan = trajectory.TrajectoryPlan(
         model, sources, settings, options.out, options.dtype, options.device, options.typed
     )
-    trajectory_page.check_output_folder(plan, stops)
+    trajectory_page.check_output_folder(plan, checkpoints)
     make_folder(options.out)
-    followed = trajectory.measure_checkpoints(plan, stops, make_console(stderr=True))
-    if followed.measurements:
+    measured_trajectory = trajectory.measure_checkpoints(plan, checkpoints, make_console(stderr=True))
+    if measured_trajectory.measurements:
         console = make_console()
-        console.print(trajectory.make_terminal_table(plan, stops, followed))
-        page = trajectory_page.write_page(plan, stops, followed)
-        console.out(f"{page}, and figures, {measures_file.TRAJECTORY_FILE} beside it", highlight=False)
-    trajectory.raise_on_failures(followed)
+        console.print(trajectory.make_terminal_table(plan, checkpoints, measured_trajectory))
+        page_path = trajectory_page.write_page(plan, checkpoints, measured_trajectory)
+        console.out(f"{page_path}, and figures, {measures_file.TRAJECTORY_FILE} beside it", highlight=False)
+    trajectory.raise_on_failures(measured_trajectory)

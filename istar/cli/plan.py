@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the parser of `istar`."""
+    """Add the command `istar plan` to `commands`, the subparsers of the parser of `istar`."""
     parser = commands.add_parser(
         "plan",
         help="write the plan of an experiment before its runs: istar plan sweep=table1 task=rte model=bert --out plan",
@@ -24,16 +24,16 @@ def add_parser(commands: Any) -> None:
         "`istar report --plan` names the departures of the runs from it.",
     )
     add = parser.add_argument
-    overrides = "sweep=<name>, and overrides as for istar train -m, before all options"
-    add("overrides", nargs="+", metavar="override", help=overrides)
+    overrides_help = "sweep=<name>, and overrides as for istar train -m, before all options"
+    add("overrides", nargs="+", metavar="override", help=overrides_help)
     add("--out", type=Path, default=Path("plan"), help="folder for plan.yaml and plan.md (default: plan)")
-    hypothesis = "a hypothesis, as a sentence; repeatable (default: made from the methods)"
-    add("--hypothesis", action="append", default=[], help=hypothesis)
+    hypothesis_help = "a hypothesis, as a sentence; repeatable (default: made from the methods)"
+    add("--hypothesis", action="append", default=[], help=hypothesis_help)
     add("--test", choices=("t", "sign-flip"), default="t", help="paired test against Base (default: t)")
-    alpha = "probability of any false difference among all comparisons, by Holm's correction (default: 0.05)"
-    add("--alpha", type=float, default=0.05, help=alpha)
-    sd = "standard deviation of the paired differences, in the metric's unit, for the smallest difference"
-    add("--sd", type=float, help=sd)
+    alpha_help = "probability of any false difference among all comparisons, by Holm's correction (default: 0.05)"
+    add("--alpha", type=float, default=0.05, help=alpha_help)
+    sd_help = "standard deviation of the paired differences, in the metric's unit, for the smallest difference"
+    add("--sd", type=float, help=sd_help)
     add("--power", type=float, default=0.8, help="probability of finding that difference (default: 0.8)")
     add("--force", action="store_true", help="write a new plan if there is one, which is kept under another name")
     parser.set_defaults(command=run, extra="train")
@@ -82,9 +82,9 @@ def run(options: argparse.Namespace) -> None:
         ),
         **fields,
     }
-    path = plan_file.write(plan, options.out, options.force)
+    plan_path = plan_file.write(plan, options.out, options.force)
     num_runs = fields["budget"]["runs"]
-    text = f"{path}: {num_runs} run{'s' * (num_runs != 1)}, and {plan_file.TEXT} beside it"
+    text = f"{plan_path}: {num_runs} run{'s' * (num_runs != 1)}, and {plan_file.TEXT} beside it"
     make_console().out(text, highlight=False)
 
 

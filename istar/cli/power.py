@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the parser of `istar`."""
+    """Add the command `istar power` to `commands`, the subparsers of the parser of `istar`."""
     parser = commands.add_parser(
         "power",
         help="how many seeds a comparison needs: istar power --sd 2.1 --difference 1.0",
@@ -43,17 +43,18 @@ def run(options: argparse.Namespace) -> None:
     if options.runs is not None:
         console.print(_make_spread_table(options))
     elif options.pairs is not None:
-        text = power.smallest_difference_sentence(options.sd, options.pairs, options.alpha, options.power)
-        console.out(text, highlight=False)
+        answer = power.smallest_difference_sentence(options.sd, options.pairs, options.alpha, options.power)
+        console.out(answer, highlight=False)
     else:
-        text = power.pairs_needed_sentence(options.difference, options.sd, options.alpha, options.power)
-        console.out(text, highlight=False)
+        answer = power.pairs_needed_sentence(options.difference, options.sd, options.alpha, options.power)
+        console.out(answer, highlight=False)
 
 
 def _make_spread_table(options: argparse.Namespace) -> "Table":
-    """Return a table of the standard deviation of each method's differences from Base, with the requested answer.
+    """Return a table of the standard deviation of each method's differences from Base, with the answer to the question.
 
-    The answer is the number of seeds for `--difference`, or the minimum detectable difference for the seeds.
+    With `--difference`, the answer is the number of seeds that this difference needs. Otherwise it is the minimum
+    detectable difference, for the number of seeds in `--pairs` or for those of the runs.
     """
     from rich.table import Table
 
@@ -65,13 +66,13 @@ def _make_spread_table(options: argparse.Namespace) -> "Table":
     power.smallest_difference(1.0, 2 if options.pairs is None else options.pairs, options.alpha, options.power)
     if options.difference is not None:
         check_positive(abs(options.difference), "the size of the difference")
-    spreads = compute_differences_from_base(options.runs)
+    method_differences = compute_differences_from_base(options.runs)
     if options.difference is not None:
-        answer = f"seeds for a\ndifference of {options.difference:g}"
+        answer_header = f"seeds for a\ndifference of {options.difference:g}"
     elif options.pairs is not None:
-        answer = f"smallest difference\nwith {options.pairs} seeds"
+        answer_header = f"smallest difference\nwith {options.pairs} seeds"
     else:
-        answer = "smallest difference\nwith these seeds"
+        answer_header = "smallest difference\nwith these seeds"
     table = Table(
         title=f"Differences from Base over the same seeds (alpha {options.alpha:g}, power {options.power:g})",
         caption="sd: standard deviation (ddof = 1) of the paired differences, with its 95% interval; in percentage "
@@ -82,11 +83,17 @@ def _make_spread_table(options: argparse.Namespace) -> "Table":
     )
     for column in ("model", "task, metric", "method"):
         table.add_column(column)
-    for column in ("seeds", "sd", "95% interval", answer):
+    for column in ("seeds", "sd", "95% interval", answer_header):
         table.add_column(column, justify="right")
-    for spread in spreads:
-        cells = _make_spread_cells(list(spread.by_seed.values()), options)
-        table.add_row(spread.model, f"{spread.task}, {spread.metric}", spread.method, str(len(spread.by_seed)), *cells)
+    for seed_differences in method_differences:
+        cells = _make_spread_cells(list(seed_differences.by_seed.values()), options)
+        table.add_row(
+            seed_differences.model,
+            f"{seed_differences.task}, {seed_differences.metric}",
+            seed_differences.method,
+            str(len(seed_differences.by_seed)),
+            *cells,
+        )
     return table
 
 

@@ -9,7 +9,7 @@ from istar.errors import UserError, did_you_mean
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the parser of `istar`."""
+    """Add the command `istar results` to `commands`, the subparsers of the parser of `istar`."""
     parser = commands.add_parser("results", help="show the runs in a folder as a table")
     parser.add_argument("folder", type=Path, help="folder that holds the runs, as run.root")
     parser.add_argument("--out", type=Path, help="also write all columns to a .csv, .parquet or .json file")
@@ -26,8 +26,8 @@ def run(options: argparse.Namespace) -> None:
     if options.sort not in runs.frame:
         hint = did_you_mean(options.sort, map(str, runs.frame))
         raise UserError(f"--sort {options.sort}: there is no such column{hint}")
-    is_number = runs.frame[options.sort].dtype.kind in "if"
-    sorted_frame = runs.frame.sort_values(options.sort, ascending=not is_number, na_position="last", kind="stable")
+    is_numeric = runs.frame[options.sort].dtype.kind in "if"
+    sorted_frame = runs.frame.sort_values(options.sort, ascending=not is_numeric, na_position="last", kind="stable")
     console = make_console()
     console.print(run_tables.build_runs_table(sorted_frame))
     for error in runs.read_errors.values():

@@ -73,7 +73,7 @@ class NoRegConfig:
         return default
 
     def resolve(self, precision: str) -> None:
-        """Replace None by a value in the settings that depend on the precision of the trainer, if there are any."""
+        """Set those settings that are None and depend on the precision of the trainer. By default, there are none."""
 
 
 @dataclass
@@ -82,13 +82,13 @@ class WeightDecayConfig(NoRegConfig):
 
     name: str = "weight_decay"
     weight: float = field(default=0.1, metadata={"key": "lambda"})
-    """Weight decay of AdamW, above 0, in place of optim.weight_decay; not of biases and gains."""
+    """Weight decay of AdamW, above 0, which replaces optim.weight_decay. It does not apply to biases and gains."""
 
     def __post_init__(self) -> None:
         _check_lower_bound("reg.lambda", self.weight, minimum=0)
 
     def weight_decay(self, default: float) -> float:
-        """Return the weight decay of the placebo, whatever the default."""
+        """Return the weight decay of the placebo, which replaces the default."""
         return self.weight
 
 
@@ -134,17 +134,17 @@ class CosRegConfig(NoRegConfig):
     """Leave out points whose norm is more than this number times the median norm of the layer's points in the batch,
     such as attention sinks; None leaves out none."""
     schedule: str = "constant"
-    """Lambda over the training: constant, warmup (constant after its rise), linear or cosine (decay to 0)."""
+    """Lambda over the course of training: constant, warmup (constant after its rise), linear or cosine (decay to 0)."""
     warmup: float = 0.0
     """Fraction of the optimizer steps, in [0, 1], over which lambda rises linearly from 0; not for constant."""
     target_score: float | str | None = None
-    """Target of the score: the penalty is the absolute value of lambda times the squared deviation of the score from
-    it. With keep, it is the score at the beginning of the training. None is the penalty without a target."""
+    """Target of the score. With a target, the penalty is the absolute value of lambda times the squared deviation of
+    the score from the target. keep takes the score at the beginning of training as the target. None sets no target."""
     side: str = "both"
     """Deviations from the target that are penalized: both, above (only of scores above the target) or below."""
     target_batches: int = 1
-    """Number of micro-batches, from the first, whose mean score is the target of keep; with more than
-    trainer.accumulate_grad_batches, the model has been updated before the last of them."""
+    """Number of micro-batches, counted from the first, whose mean score is the target if target_score=keep. If it is
+    larger than trainer.accumulate_grad_batches, the model is updated before the last of these micro-batches."""
 
     kind: ClassVar[type[Penalty]] = CosReg
     """The class of the penalty."""
@@ -179,10 +179,10 @@ class CosRegConfig(NoRegConfig):
 
     def build(self) -> Penalty:
         """Build the penalty."""
-        return self.kind(self.weight, **self._common_arguments())
+        return self.kind(self.weight, **self._make_common_arguments())
 
-    def _common_arguments(self) -> dict[str, Any]:
-        """Return the arguments that all penalties have."""
+    def _make_common_arguments(self) -> dict[str, Any]:
+        """Return the arguments that the classes of all penalties have."""
         set_point = None
         if self.target_score is not None:
             set_point = SetPoint(self.target_score, self.side, self.target_batches)
@@ -204,10 +204,10 @@ class CosRegConfig(NoRegConfig):
         """Return a function of the step and the number of steps that returns lambda, or None if lambda is constant."""
         if self.schedule == "constant":
             return None
-        return lambda step, steps: weight_at(step, steps, self.weight, self.schedule, self.warmup)
+        return lambda step, num_steps: weight_at(step, num_steps, self.weight, self.schedule, self.warmup)
 
     def _check_schedule(self) -> None:
-        """Raise a UserError for an unknown schedule, or a warmup that does not fit it."""
+        """Raise a UserError if the schedule is unknown, or the warmup is invalid or does not fit the schedule."""
         check_one_of("reg.schedule", self.schedule, SCHEDULES)
         if not 0 <= self.warmup <= 1:
             raise UserError(f"reg.warmup={self.warmup:g} is outside [0, 1]; it is a fraction of the optimizer steps")
@@ -258,13 +258,13 @@ class IStarConfig(CosRegConfig):
     shrinkage covariance), or unbiased_by_sentence (for tokens that depend on the others of their sentence; needs 4
     sentences in each micro-batch)."""
     refresh_every_n_steps: int | None = None
-    """Optimizer steps between two computations of the shrinkage covariance within an epoch, besides the one at the
-    beginning of each epoch; None computes it then alone."""
+    """Optimizer steps between two computations of the shrinkage covariance within an epoch, in addition to the one at
+    the beginning of each epoch. None computes it only at the beginning of each epoch."""
     compute: str | None = None
     """Dtype of the penalty's matrix products with the points: float32 or bfloat16. None follows trainer.precision."""
     within: str | None = None
-    """label: the score of the covariance within the classes of a classification task, of points that are centered on
-    the mean of their class; Sigma_S is that within classes, too. None is the score of the whole cloud."""
+    """label computes the score within the classes of a classification task: from points that are centered on the mean
+    of their class, for Sigma_S as well. None computes the score of all points together."""
 
     kind: ClassVar[type[Penalty]] = IStar
 
@@ -293,12 +293,12 @@ class IStarConfig(CosRegConfig):
 
     def build(self) -> Penalty:
         """Build the penalty."""
-        return IStar(self.weight, self.zeta, **self._common_arguments())
+        return IStar(self.weight, self.zeta, **self._make_common_arguments())
 
-    def _common_arguments(self) -> dict[str, Any]:
+    def _make_common_arguments(self) -> dict[str, Any]:
         """Return the arguments that `IStar` and its subclasses have."""
         options = {"estimator": self.estimator, "compute": self.compute or "float32", "within": self.within}
-        return {**super()._common_arguments(), **options}
+        return {**super()._make_common_arguments(), **options}
 
     def resolve(self, precision: str) -> None:
         """Set `compute`, if it is None, to the dtype that fits the trainer's precision."""
@@ -329,7 +329,7 @@ class IStarConfig(CosRegConfig):
         return self.estimator != "shrinkage" or self.zeta == AUTO
 
     def _check_points_have_sentences(self) -> None:
-        """Raise a UserError if the penalty has points that belong to no sentence."""
+        """Raise a UserError if some points of the penalty, such as padding, belong to no sentence."""
         if self.target != HIDDEN_STATES:
             raise UserError(
                 f"reg.target={self.target} has no sentences; reg.estimator={self.estimator} needs "
@@ -364,7 +364,9 @@ class VicRegConfig(CosRegConfig):
 
     def build(self) -> Penalty:
         """Build the penalty."""
-        return VicReg(self.weight, self.variance_weight, self.covariance_weight, self.gamma, **self._common_arguments())
+        return VicReg(
+            self.weight, self.variance_weight, self.covariance_weight, self.gamma, **self._make_common_arguments()
+        )
 
 
 @dataclass
@@ -402,7 +404,7 @@ class UniformityConfig(CosRegConfig):
 
     def build(self) -> Penalty:
         """Build the penalty."""
-        return Uniformity(self.weight, self.temperature, **self._common_arguments())
+        return Uniformity(self.weight, self.temperature, **self._make_common_arguments())
 
 
 @dataclass
@@ -438,7 +440,7 @@ class SimCtgConfig(CosRegConfig):
 
     def build(self) -> Penalty:
         """Build the penalty."""
-        return SimCtg(self.weight, self.margin, **self._common_arguments())
+        return SimCtg(self.weight, self.margin, **self._make_common_arguments())
 
 
 @dataclass
@@ -459,7 +461,7 @@ class SigRegConfig(CosRegConfig):
 
     def build(self) -> Penalty:
         """Build the penalty."""
-        return SigReg(self.weight, self.directions, self.seed, **self._common_arguments())
+        return SigReg(self.weight, self.directions, self.seed, **self._make_common_arguments())
 
 
 @dataclass
@@ -481,7 +483,7 @@ class SpectrumConfig(CosRegConfig):
 
     def build(self) -> Penalty:
         """Build the penalty."""
-        return Spectrum(self.weight, self.decay, self.rate, **self._common_arguments())
+        return Spectrum(self.weight, self.decay, self.rate, **self._make_common_arguments())
 
 
 @dataclass
@@ -496,7 +498,7 @@ class RandomDirectionConfig(IStarConfig):
 
     def build(self) -> Penalty:
         """Build the penalty."""
-        return RandomDirection(self.weight, self.zeta, seed=self.seed, **self._common_arguments())
+        return RandomDirection(self.weight, self.zeta, seed=self.seed, **self._make_common_arguments())
 
 
 PENALTIES: dict[str, type[NoRegConfig]] = {
@@ -532,7 +534,10 @@ def _parse_zeta(value: Any) -> float | str:
 
 
 def _parse_number(key: str, value: Any, alternatives: str) -> float:
-    """Return the value of a key as a float; raise a UserError, which names the alternatives, if it is not a number."""
+    """Return the value of a key as a float, or raise a UserError if it is not a number.
+
+    `alternatives` are the accepted values as they follow "neither" in the message, such as `a number nor keep`.
+    """
     try:
         return float(str(value))  # float(True) is 1.0; float("True") raises.
     except ValueError:
@@ -548,7 +553,7 @@ def _check_lower_bound(key: str, value: float, minimum: float, is_exclusive: boo
 
 
 def _check_layers(layers: Any) -> None:
-    """Raise a UserError unless layers are a known name or a list of layer numbers."""
+    """Raise a UserError unless `layers` is one of `NAMED_LAYERS` or a list of layer numbers."""
     if isinstance(layers, str):
         check_one_of("reg.layers", layers, NAMED_LAYERS)
     elif not (isinstance(layers, list) and layers and all(type(layer) is int for layer in layers)):

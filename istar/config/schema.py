@@ -28,22 +28,22 @@ _GROUPS: dict[str, Any] = {group.name: group.type for group in fields(Config) if
 """The dataclass of each config group, except for `reg` and `logger`, which have several options."""
 _LOGGERS: dict[str, Any] = {"csv": LoggerConfig, "tensorboard": TensorBoardConfig, "wandb": WandbConfig}
 
-_MODELS = {(False, True): "tiny", (True, True): "tiny_decoder", (True, False): "gpt2"}
-"""The default of `model` by whether a task needs a decoder, and whether its data are generated, where it differs from
-that of config.yaml. Generated data have small models with random weights."""
+_DEFAULT_MODELS = {(False, True): "tiny", (True, True): "tiny_decoder", (True, False): "gpt2"}
+"""The default of `model` for tasks whose default is not that of config.yaml, by whether the task needs a decoder and
+whether its data are generated. For generated data, small models with random weights suffice."""
 
 
 def config_folder() -> Path:
     """Return the folder of config.yaml: `istar/conf` in an installed package, `conf` in a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "conf"
-    return installed if installed.is_dir() else package.parent / "conf"
+    package_folder = Path(__file__).resolve().parents[1]
+    installed_folder = package_folder / "conf"
+    return installed_folder if installed_folder.is_dir() else package_folder.parent / "conf"
 
 
 def sweep_folder() -> Path:
     """Return the folder of the options of `sweep`: `istar/conf/sweep` if istar is installed, `sweep` in a checkout."""
-    installed = config_folder() / "sweep"
-    return installed if installed.is_dir() else config_folder().parent / "sweep"
+    installed_folder = config_folder() / "sweep"
+    return installed_folder if installed_folder.is_dir() else config_folder().parent / "sweep"
 
 
 def register() -> None:
@@ -57,9 +57,9 @@ def register() -> None:
     for name in PENALTIES:
         store.store(group="reg", name=name, node={"defaults": [f"/schema/{name}@_here_"]})
     for name, spec in TASKS.items():
-        model = _MODELS.get((spec.kind == "causal_lm", spec.hub is None))
-        override = [] if model is None else [{"override /model@_global_.model": model}]
-        store.store(group="task", name=name, node={"defaults": ["/schema/task@_here_", *override], "name": name})
+        default_model = _DEFAULT_MODELS.get((spec.kind == "causal_lm", spec.hub is None))
+        model_override = [] if default_model is None else [{"override /model@_global_.model": default_model}]
+        store.store(group="task", name=name, node={"defaults": ["/schema/task@_here_", *model_override], "name": name})
 
 
 def register_sweeps() -> None:
@@ -85,10 +85,10 @@ def load(config: DictConfig) -> Config:
         "logger": _select_class("logger", _LOGGERS, values),
     }
     _check_known_keys("", values, ["seed", *class_by_group])
-    configs = {
+    config_by_group = {
         name: _build_dataclass(name, config_class, values[name]) for name, config_class in class_by_group.items()
     }
-    return Config(seed=values["seed"], **configs)
+    return Config(seed=values["seed"], **config_by_group)
 
 
 def load_sweep(config: DictConfig) -> SweepConfig:
@@ -103,10 +103,11 @@ def load_sweep(config: DictConfig) -> SweepConfig:
 def to_dict(config: Any) -> dict[str, Any]:
     """Convert a config to plain data, with the keys of the command line (`lambda`, not `weight`)."""
     values = {f.name: getattr(config, f.name) for f in fields(config)}
-    further_keys = values.pop(_further_keys_field(config) or "", {})
-    own_keys = {_cli_key(f): values[f.name] for f in fields(config) if f.name in values}
+    further_values = values.pop(_find_further_keys_field(config) or "", {})
+    value_by_key = {_get_cli_key(f): values[f.name] for f in fields(config) if f.name in values}
     return {
-        key: to_dict(value) if is_dataclass(value) else value for key, value in {**own_keys, **further_keys}.items()
+        key: to_dict(value) if is_dataclass(value) else value
+        for key, value in {**value_by_key, **further_values}.items()
     }
 
 
@@ -141,21 +142,21 @@ def _explain_unknown_key(key: str) -> str:
     """Return a message about an unknown key that names the option that has this key, or else the most similar key."""
     group = key.partition(".")[0]
     owning_options = [
-        name for name, config_class in {**PENALTIES, **_LOGGERS}.items() if key in _cli_keys(group, config_class)
+        name for name, config_class in {**PENALTIES, **_LOGGERS}.items() if key in _list_cli_keys(group, config_class)
     ]
     if owning_options:
         return f"{key} belongs to {group}={' or '.join(owning_options)}, which is not selected"
-    known_keys = _all_known_keys()
-    same_name_in_group = [name for name in known_keys if name.partition(".")[2] == key]
+    known_keys = _list_known_keys()
+    keys_with_same_name = [name for name in known_keys if name.partition(".")[2] == key]
     hint = (
-        f"; did you mean {same_name_in_group[0]}?"
-        if same_name_in_group
+        f"; did you mean {keys_with_same_name[0]}?"
+        if keys_with_same_name
         else did_you_mean(key, [*known_keys, *_GROUPS, "reg", "logger"])
     )
     return f"{key}: there is no such key{hint}; `python train.py --cfg job` lists all"
 
 
-def _all_known_keys() -> list[str]:
+def _list_known_keys() -> list[str]:
     """Return the keys of all groups, including those of options that are not selected."""
     classes_by_group = [
         *_GROUPS.items(),
@@ -165,32 +166,34 @@ def _all_known_keys() -> list[str]:
     ]
     return [
         "seed",
-        *(key for group, config_class in classes_by_group for key in _cli_keys(group, config_class)),
+        *(key for group, config_class in classes_by_group for key in _list_cli_keys(group, config_class)),
     ]
 
 
-def _cli_keys(group: str, config_class: Any) -> list[str]:
+def _list_cli_keys(group: str, config_class: Any) -> list[str]:
     """Return the keys of a config dataclass on the command line, such as `optim.lr`."""
-    return [f"{group}.{_cli_key(f)}" for f in fields(config_class) if not f.metadata.get("further_keys")]
+    return [f"{group}.{_get_cli_key(f)}" for f in fields(config_class) if not f.metadata.get("further_keys")]
 
 
-def _cli_key(field: "Field[Any]") -> str:
+def _get_cli_key(field: "Field[Any]") -> str:
     """Return a field's key on the command line, which differs for `lambda` because that is a Python keyword."""
     return str(field.metadata.get("key", field.name))
 
 
-_NODES: dict[Any, type] = {str: StringNode, int: IntegerNode, float: FloatNode, bool: BooleanNode}
+_NODE_CLASSES: dict[Any, type] = {str: StringNode, int: IntegerNode, float: FloatNode, bool: BooleanNode}
 
 
 def _make_schema_node(config_class: Any) -> DictConfig:
     """Return an OmegaConf node with the typed keys of a dataclass; it accepts other keys if a field holds them."""
-    further_field = _further_keys_field(config_class)
-    node = OmegaConf.create({_cli_key(f): _make_value_node(f) for f in fields(config_class) if f.name != further_field})
+    further_field = _find_further_keys_field(config_class)
+    node = OmegaConf.create(
+        {_get_cli_key(f): _make_value_node(f) for f in fields(config_class) if f.name != further_field}
+    )
     OmegaConf.set_struct(node, further_field is None)
     return node
 
 
-def _further_keys_field(config_class: Any) -> str | None:
+def _find_further_keys_field(config_class: Any) -> str | None:
     """Return the name of the field of a config dataclass that holds the keys without a field; None if there is none."""
     return next((f.name for f in fields(config_class) if f.metadata.get("further_keys")), None)
 
@@ -203,8 +206,8 @@ def _make_value_node(field: "Field[Any]") -> Any:
     value_types = tuple(value_type for value_type in value_types if value_type is not type(None))
     if len(value_types) > 1 or value_types == (Any,):
         return AnyNode(default)
-    if value_types[0] in _NODES:
-        return _NODES[value_types[0]](value=default, is_optional=is_optional)
+    if value_types[0] in _NODE_CLASSES:
+        return _NODE_CLASSES[value_types[0]](value=default, is_optional=is_optional)
     node = OmegaConf.create(default)
     if isinstance(default, dict):
         OmegaConf.set_struct(node, False)  # accept keys that the default lacks, unlike the group around it
@@ -221,8 +224,8 @@ def _to_plain_data(config: DictConfig) -> dict[str, Any]:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         # Listing the missing keys is slow, so it is done only after this error.
-        missing = sorted(OmegaConf.missing_keys(config))[0]
-        raise UserError(f"{missing} is not set; give it on the command line: {missing}=<value>") from error
+        missing_key = sorted(OmegaConf.missing_keys(config))[0]
+        raise UserError(f"{missing_key} is not set; give it on the command line: {missing_key}=<value>") from error
     except OmegaConfBaseException as error:  # an interpolation such as ${foo} of a key that does not exist
         raise UserError(explain(error)) from error
     return values  # type: ignore[return-value]
@@ -237,15 +240,15 @@ def _select_class(group: str, class_by_name: dict[str, Any], values: dict[str, A
 
 def _check_known_keys(prefix: str, keys: Iterable[str], known: Iterable[str]) -> None:
     """Raise a UserError if a key is unknown; the message names it with the prefix."""
-    unknown = sorted(set(keys) - set(known))
-    if unknown:
-        raise UserError(_explain_unknown_key(prefix + unknown[0]))
+    unknown_keys = sorted(set(keys) - set(known))
+    if unknown_keys:
+        raise UserError(_explain_unknown_key(prefix + unknown_keys[0]))
 
 
 def _build_dataclass(group: str, config_class: type[T], values: dict[str, Any]) -> T:
     """Convert the values of a config group to its dataclass."""
-    further_field = _further_keys_field(config_class)
-    field_name_by_key = {_cli_key(f): f.name for f in fields(config_class) if f.name != further_field}  # type: ignore[arg-type]
+    further_field = _find_further_keys_field(config_class)
+    field_name_by_key = {_get_cli_key(f): f.name for f in fields(config_class) if f.name != further_field}  # type: ignore[arg-type]
     arguments: dict[str, Any] = {name: values[key] for key, name in field_name_by_key.items()}
     if further_field is None:
         _check_known_keys(f"{group}.", values, field_name_by_key)

@@ -76,13 +76,13 @@ def redundant_arguments(arguments: Mapping[str, Any]) -> list[str]:
     from lightning import Trainer
 
     parameters = inspect.signature(Trainer).parameters
-    names = []
+    redundant_names = []
     for name, value in arguments.items():
         default_values = [parameters[name].default, _MEANING_OF_NONE.get(name)]
         # 1 and 1.0 are equal, but limit one batch and all batches.
         if any(type(value) is type(default) and value == default for default in default_values):
-            names.append(name)
-    return names
+            redundant_names.append(name)
+    return redundant_names
 
 
 def is_batch_limit(value: Any) -> bool:

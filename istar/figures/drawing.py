@@ -87,7 +87,7 @@ def render(plot: Plot, suffixes: Sequence[str] = SUFFIXES) -> dict[str, bytes]:
 
 
 def render_with_spots(plot: Plot, suffixes: Sequence[str] = SUFFIXES) -> tuple[dict[str, bytes], list[Spot]]:
-    """Render a plot and return its files by suffix, see `render`, and the positions and values of its points."""
+    """Render a plot, and return the content of its files by suffix as `render` does, and the spots of its points."""
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         # The font may lack the glyphs of a name in another script. The PNG shows boxes for them; the SVG keeps text.
         warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)
@@ -99,24 +99,24 @@ def render_with_spots(plot: Plot, suffixes: Sequence[str] = SUFFIXES) -> tuple[d
         layout.execute(figure)
         figure.set_layout_engine("none")
         files = {suffix: _render_format(figure, suffix) for suffix in suffixes}
-        # Axes with equal units get their final limits when they are drawn.
+        # Spots are found after drawing, because axes with equal units get their final limits when they are drawn.
         return files, find_spots(figure, plot)
 
 
 def _render_format(figure: Figure, suffix: str) -> bytes:
     """Return a figure as SVG, PDF or PNG, without the date and the name of the software."""
-    file = io.BytesIO()
+    buffer = io.BytesIO()
     # The writers of SVG and PDF set the figure's resolution to 72 dots per inch and leave it so.
     figure.dpi = PNG_DPI if suffix == "png" else _POINTS_PER_INCH
     if suffix == "png":
-        FigureCanvasAgg(figure).print_png(file, metadata={"Software": None})
+        FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})
     elif suffix == "pdf":
-        FigureCanvasPdf(figure).print_pdf(file, metadata={"CreationDate": None})
+        FigureCanvasPdf(figure).print_pdf(buffer, metadata={"CreationDate": None})
     else:
-        FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None})
+        FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
         # Names may contain control characters, which are not allowed in XML.
-        return re.sub(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]", b"", file.getvalue())
-    return file.getvalue()
+        return re.sub(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]", b"", buffer.getvalue())
+    return buffer.getvalue()
 
 
 def describe(plot: Plot) -> str:
@@ -137,50 +137,58 @@ def describe(plot: Plot) -> str:
 
 def _describe_line(line: Line, plot: Plot) -> str:
     """Describe a line in words: by its first and last point, or a distribution by its range and its highest bin."""
-    finite = [(x, y) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(x) and math.isfinite(y)]
-    if not finite:
+    finite_points = [(x, y) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(x) and math.isfinite(y)]
+    if not finite_points:
         return f"{line.label} without a number"
     if plot.kind == "scatter":
-        return f"{line.label}, {len(finite)} points"
+        return f"{line.label}, {len(finite_points)} points"
     if plot.kind == "heatmap":
         return f"{line.label} from {min(line.y):.2f} to {max(line.y):.2f}"
-    texts = [(plot.x_names.get(x, f"{x:.4g}").replace("\n", " "), f"{y:.4g}") for x, y in finite]
+    point_texts = [(plot.x_names.get(x, f"{x:.4g}").replace("\n", " "), f"{y:.4g}") for x, y in finite_points]
     if plot.kind == "ranks":
-        return f"{line.label} {finite[0][0]:.2f}"
+        return f"{line.label} {finite_points[0][0]:.2f}"
     if plot.kind == "columns":
-        return ", ".join(f"{line.label} {y} for {x}" for x, y in texts)
-    (first_x, first_y), (last_x, last_y) = texts[0], texts[-1]
+        return ", ".join(f"{line.label} {y} for {x}" for x, y in point_texts)
+    (first_x, first_y), (last_x, last_y) = point_texts[0], point_texts[-1]
     if plot.kind in ("histogram", "ridges"):
-        return f"{line.label} from {first_x} to {last_x}, most at {max(finite, key=lambda point: point[1])[0]:.4g}"
-    if len(finite) == 1:
+        highest_x, _ = max(finite_points, key=_get_y)
+        return f"{line.label} from {first_x} to {last_x}, most at {highest_x:.4g}"
+    if len(finite_points) == 1:
         return f"{line.label} {first_y} at {first_x}"
     return f"{line.label} from {first_y} at {first_x} to {last_y} at {last_x}"
 
 
+def _get_y(point: tuple[float, float]) -> float:
+    """Return the y of a point `(x, y)`."""
+    _, y = point
+    return y
+
+
 def _draw_figure(plot: Plot) -> Figure:
     """Draw all panels of a plot on a grid, with one legend below them."""
-    columns = 2 if len(plot.panels) == 4 else min(3, len(plot.panels))
-    rows = math.ceil(len(plot.panels) / columns)
+    num_columns = 2 if len(plot.panels) == 4 else min(3, len(plot.panels))
+    num_rows = math.ceil(len(plot.panels) / num_columns)
     # The rows of a heatmap, of ridges and of ranks are named on the y axis.
-    styles = _line_styles(plot) if plot.kind not in ("heatmap", "ranks") else {}
+    styles = _assign_line_styles(plot) if plot.kind not in ("heatmap", "ranks") else {}
     has_legend = len(styles) > 1 and plot.kind != "ridges"
-    legend_rows = math.ceil(len(styles) / _num_legend_columns(columns, list(styles))) if has_legend else 0
-    width = {1: 6.5, 2: 8.5, 3: 11.0}[columns]
-    height = rows * (3.0 if columns > 1 else 3.6) + 0.25 * legend_rows
+    num_legend_rows = math.ceil(len(styles) / _count_legend_columns(num_columns, list(styles))) if has_legend else 0
+    width = {1: 6.5, 2: 8.5, 3: 11.0}[num_columns]
+    height = num_rows * (3.0 if num_columns > 1 else 3.6) + 0.25 * num_legend_rows
     if plot.kind == "ranks":
         width = 8.5
         height = sum(1.4 + 0.3 * len(panel.lines) + 0.1 * len(panel.joined_ranges) for panel in plot.panels)
     if plot.kind == "ridges":
-        height = rows * max(1.2 + 0.5 * len(panel.lines) for panel in plot.panels)
+        height = num_rows * max(1.2 + 0.5 * len(panel.lines) for panel in plot.panels)
+    # Width and height are in inches.
     figure = Figure(figsize=(width, height), dpi=PNG_DPI, layout="constrained")
     handles: dict[str, Any] = {}
-    for axes, panel in itertools.zip_longest(figure.subplots(rows, columns, squeeze=False).flat, plot.panels):
+    for axes, panel in itertools.zip_longest(figure.subplots(num_rows, num_columns, squeeze=False).flat, plot.panels):
         if panel is None:
             axes.set_visible(False)
             continue
         _draw_panel(axes, plot, panel, styles)
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            # The error bars would cover the marker in the legend.
+            # Of points with error bars, the legend shows only the marker, which the error bars would cover.
             handles[label] = handle[0] if isinstance(handle, ErrorbarContainer) else handle
     if plot.share_axes:
         _share_limits(figure.axes[: len(plot.panels)], plot)
@@ -191,51 +199,52 @@ def _draw_figure(plot: Plot) -> Figure:
             [handles[label] for label in labels],
             labels,
             loc="outside lower center",
-            ncols=_num_legend_columns(columns, labels),
+            ncols=_count_legend_columns(num_columns, labels),
             markerscale=3 if plot.kind == "scatter" else 1,
         )
     return figure
 
 
-def _num_legend_columns(num_panel_columns: int, labels: Sequence[str]) -> int:
+def _count_legend_columns(num_panel_columns: int, labels: Sequence[str]) -> int:
     """Return how many columns of labels fit below the panels, so that the legend's rows are of nearly equal length."""
+    # A label needs the space of about six more characters for its marker and the gaps around it.
     max_characters = {1: 66, 2: 90, 3: 120}[num_panel_columns]
     max_columns = max(1, min(8, max_characters // (max(map(len, labels)) + 6)))
     return math.ceil(len(labels) / math.ceil(len(labels) / max_columns))
 
 
-def _line_styles(plot: Plot) -> dict[str, dict[str, Any]]:
+def _assign_line_styles(plot: Plot) -> dict[str, dict[str, Any]]:
     """Return the colour, marker and line style of each label as matplotlib's keyword arguments, by label.
 
     A label has the same style in all panels. The line of `plot.reference_label` is black.
     """
-    drawn = [line.label for panel in plot.panels for line in panel.lines]
-    labels = list(dict.fromkeys([*plot.labels, *drawn]))
+    drawn_labels = [line.label for panel in plot.panels for line in panel.lines]
+    labels = list(dict.fromkeys([*plot.labels, *drawn_labels]))
     if plot.ordered:
-        last = max(len(labels) - 1, 1)
-        colours = [SCALE[round(index * (len(SCALE) - 1) / last)] for index in range(len(labels))]
+        last_index = max(len(labels) - 1, 1)
+        colours = [SCALE[round(index * (len(SCALE) - 1) / last_index)] for index in range(len(labels))]
         return {label: {"color": colour, "marker": "o"} for label, colour in zip(labels, colours, strict=True)}
     styles: dict[str, dict[str, Any]] = {}
     if plot.reference_label in labels:
         labels.remove(plot.reference_label)
         styles[plot.reference_label] = {"color": INK, "marker": "s"}
-    for index, label in enumerate(sorted(labels, key=_trailing_number)):
+    for index, label in enumerate(sorted(labels, key=_parse_trailing_number)):
         styles[label] = {
-            "color": _setting_colour(label) or PALETTE[index % len(PALETTE)],
+            "color": _choose_setting_colour(label) or PALETTE[index % len(PALETTE)],
             "marker": _MARKERS[index % len(_MARKERS)],
             "linestyle": ("-", "--", ":")[index // len(PALETTE) % 3],
         }
     return styles
 
 
-def _setting_colour(label: str) -> str | None:
+def _choose_setting_colour(label: str) -> str | None:
     """Return the colour of a label `λ = <number>` or `ζ = <number>`, or None for any other label.
 
     A value has the same colour in every figure. The colour scale of λ diverges from 0: red for negative weights, blue
     for positive ones. That of ζ is sequential.
     """
     symbol = label.partition(" = ")[0]
-    value = _trailing_number(label)
+    value = _parse_trailing_number(label)
     if symbol not in ("λ", "ζ") or not math.isfinite(value):
         return None
     if symbol == "ζ":
@@ -246,7 +255,7 @@ def _setting_colour(label: str) -> str | None:
     return to_hex(matplotlib.colormaps["RdBu"](0.5 + math.copysign(0.2 + 0.3 * share, value)))
 
 
-def _trailing_number(label: str) -> float:
+def _parse_trailing_number(label: str) -> float:
     """Return the number at the end of a label as a sort key, or infinity, so that labels without one come last."""
     match = re.search(r"-?\d+(\.\d+)?(e-?\d+)?$", label)
     return float(match[0]) if match else math.inf
@@ -285,49 +294,52 @@ def _draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Mapping[str, Mappi
 
 
 def _set_y_range(axes: Axes, plot: Plot, panel: Panel) -> None:
-    """Show the whole range of a bounded measure or, if its values span little of it, say so in the label of the y axis.
+    """Set the limits of the y axis for a bounded measure; leave those of any other measure unchanged.
 
-    An axis that shows a part of a range from 0 still begins at 0, unless a value is negative.
+    The axis shows the whole range of the measure, unless the values span little of it. Then it shows the part with the
+    values, from 0 if the range begins at 0 and no value is negative, and the label of the axis says that it is a part.
     """
     bounds = panel.y_bounds or _BOUNDS.get(panel.y_label)
-    values = [y for line in panel.lines for y in line.y if math.isfinite(y)]
-    if bounds is None or not values:
+    finite_ys = [y for line in panel.lines for y in line.y if math.isfinite(y)]
+    if bounds is None or not finite_ys:
         return
     low, high = bounds
     margin = 0.03 * (high - low)
-    if max(values) - min(values) >= _MIN_SHARE_OF_BOUNDS * (high - low):
+    if max(finite_ys) - min(finite_ys) >= _MIN_SHARE_OF_BOUNDS * (high - low):
         # The values above columns need room below the title.
         top = 3 * margin if plot.kind == "columns" else margin
-        axes.set_ylim(min(low, min(values)) - margin, max(high, max(values)) + top)
+        axes.set_ylim(min(low, min(finite_ys)) - margin, max(high, max(finite_ys)) + top)
     else:
-        if low == 0 <= min(values):
+        if low == 0 <= min(finite_ys):
             axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.03)
         remark = f"(part of {low:g} to {high:g})"
         is_long = len(panel.y_label) + len(remark) > _MAX_Y_LABEL
-        axes.set_ylabel(f"{panel.y_label}{chr(10) if is_long else ' '}{remark}")
+        separator = "\n" if is_long else " "
+        axes.set_ylabel(f"{panel.y_label}{separator}{remark}")
 
 
 def _share_limits(panel_axes: Sequence[Axes], plot: Plot) -> None:
     """Give the axes of all panels the smallest x and y limits that contain those of each."""
-    limits = [(axes.get_xlim(), axes.get_ylim()) for axes in panel_axes]
+    x_limits = [axes.get_xlim() for axes in panel_axes]
+    y_limits = [axes.get_ylim() for axes in panel_axes]
     for axes in panel_axes:
-        axes.set_xlim(min(x[0] for x, _ in limits), max(x[1] for x, _ in limits))
-        axes.set_ylim(min(y[0] for _, y in limits), max(y[1] for _, y in limits))
+        axes.set_xlim(min(low for low, _ in x_limits), max(high for _, high in x_limits))
+        axes.set_ylim(min(low for low, _ in y_limits), max(high for _, high in y_limits))
         if plot.kind == "scatter":
             axes.set_aspect("equal", adjustable="box")
 
 
 def _draw_heatmap(axes: Axes, plot: Plot, panel: Panel) -> None:
     """Draw the lines of a panel as rows of coloured cells, from the bottom up, with a colour bar from 0 to 1."""
-    values = [line.y for line in panel.lines]
-    cells = axes.pcolormesh(values, cmap="viridis", vmin=0, vmax=1)
+    cell_rows = [line.y for line in panel.lines]
+    cells = axes.pcolormesh(cell_rows, cmap="viridis", vmin=0, vmax=1)
     axes.figure.colorbar(cells, ax=axes, shrink=0.9)
     axes.set_aspect("equal")
     axes.grid(visible=False)
-    names = [line.label for line in panel.lines]
-    for axis, labels in ((axes.xaxis, panel.column_names), (axes.yaxis, names)):
-        step = math.ceil(len(labels) / _MAX_TICKS)
-        axis.set_ticks([index + 0.5 for index in range(0, len(labels), step)], labels[::step])
+    row_names = [line.label for line in panel.lines]
+    for axis, labels in ((axes.xaxis, panel.column_names), (axes.yaxis, row_names)):
+        label_step = math.ceil(len(labels) / _MAX_TICKS)
+        axis.set_ticks([index + 0.5 for index in range(0, len(labels), label_step)], labels[::label_step])
     axes.tick_params(axis="x", rotation=90)
     axes.set_title(panel.task)
     axes.set_xlabel(plot.x_label)
@@ -339,9 +351,10 @@ def _draw_ranks(axes: Axes, plot: Plot, panel: Panel) -> None:
 
     The bars that join ranges are between the axis and the first row; the scale bar is below the last row.
     """
+    # The y axis points down: the methods are in rows 1, 2, ..., and smaller y are above them.
     num_methods = len(panel.lines)
-    step = 0.4
-    top = 1 - step * (len(panel.joined_ranges) + 1)
+    bar_spacing = 0.4
+    top = 1 - bar_spacing * (len(panel.joined_ranges) + 1)
     left = 1.0 - 0.06 * max(1, num_methods - 1)
     for line in panel.lines:
         color = INK if line.label == plot.reference_label else COLOURS[0]
@@ -349,14 +362,14 @@ def _draw_ranks(axes: Axes, plot: Plot, panel: Panel) -> None:
         axes.plot([left, x, x], [y, y, top], color=color, linewidth=1.1)
         axes.plot([x], [y], color=color, marker="o", markersize=5)
     for index, (low, high) in enumerate(panel.joined_ranges):
-        y = top + step * (index + 1)
+        y = top + bar_spacing * (index + 1)
         margin = 0.008 * num_methods
         axes.plot([low - margin, high + margin], [y, y], color=INK, linewidth=4, solid_capstyle="butt")
     if panel.scale_bar is not None:
-        length, name = panel.scale_bar
+        length, bar_label = panel.scale_bar
         axes.errorbar([1 + length / 2], [num_methods + 1], xerr=[length / 2], color=RED, capsize=4, elinewidth=1.6)
-        end = (1 + length, num_methods + 1)
-        axes.annotate(f"{name} {length:.2f}", end, (8, 0), textcoords="offset points", color=RED, va="center")
+        bar_end = (1 + length, num_methods + 1)
+        axes.annotate(f"{bar_label} {length:.2f}", bar_end, (8, 0), textcoords="offset points", color=RED, va="center")
     right = max(num_methods, 1 + (panel.scale_bar or (0.0, ""))[0])
     axes.set_xlim(left, right + 0.06 * max(1, num_methods - 1))
     axes.set_ylim(num_methods + 1.5, top)
@@ -389,11 +402,11 @@ def _mark_incomplete_and_collapsed_points(
     axes: Axes, lines: Sequence[Line], styles: Mapping[str, Mapping[str, Any]]
 ) -> None:
     """Draw a hollow marker where another point has more seeds, and a cross where all runs have collapsed."""
-    max_seeds = max((count for line in lines for count in line.num_seeds), default=0)
+    max_seeds = max((num_seeds for line in lines for num_seeds in line.num_seeds), default=0)
     for line in lines:
         style = {**styles[line.label], "linestyle": "", "zorder": 4}
-        for x, y, count in zip(line.x, line.y, line.num_seeds, strict=False):
-            if count < max_seeds:
+        for x, y, num_seeds in zip(line.x, line.y, line.num_seeds, strict=False):
+            if num_seeds < max_seeds:
                 axes.plot([x], [y], **{**style, "markerfacecolor": PAPER})
         for x, y, is_collapsed in zip(line.x, line.y, line.collapsed, strict=False):
             if is_collapsed:
@@ -410,10 +423,10 @@ def _set_scales(axes: Axes, plot: Plot, panel: Panel) -> None:
         axes.set_aspect("equal", adjustable="datalim")
     if plot.log_x and xs and xs[0] == 0:
         # The axis is linear from 0 to the smallest positive value and logarithmic from there.
-        smallest = next((x for x in xs if x > 0), 1.0)
-        axes.set_xscale("symlog", linthresh=smallest, linscale=0.5)
+        smallest_positive = next((x for x in xs if x > 0), 1.0)
+        axes.set_xscale("symlog", linthresh=smallest_positive, linscale=0.5)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.set_xlim(left=-0.2 * smallest)
+        axes.set_xlim(left=-0.2 * smallest_positive)
     elif plot.log_x:
         axes.set_xscale("log")
         _label_decades(axes.xaxis, 1)

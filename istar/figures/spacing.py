@@ -15,24 +15,24 @@ _NUM_FIRST_STEPS, _MIN_GROWTH = 4, 1.9
 def evenly_spaced(items: Sequence[T], count: int = MAX_ITEMS) -> list[T]:
     """Return at most `count` items, evenly spaced from the first to the last.
 
-    Of n items, the i-th of `count` is at index i (n - 1) / (count - 1), rounded to the nearest integer and up at a
-    half. The arithmetic is exact.
+    Of n items, item i of the result, counted from 0, is that at index i (n - 1) / (count - 1), rounded to the nearest
+    integer and up at a half. The arithmetic is exact.
     """
     if len(items) <= count:
         return list(items)
-    gaps = count - 1
-    return [items[(2 * index * (len(items) - 1) + gaps) // (2 * gaps)] for index in range(count)]
+    num_gaps = count - 1
+    return [items[(2 * index * (len(items) - 1) + num_gaps) // (2 * num_gaps)] for index in range(count)]
 
 
 def are_log_spaced(steps: Sequence[int]) -> bool:
     """Return whether training steps suit a logarithmic axis: each of the first four above 0 about doubles or more.
 
-    Steps at equal distances n, 2n, 3n, 4n do not. Only the first four count, because a logarithmic schedule may
-    continue at equal distances, as that of Pythia does after step 1000.
+    Steps at equal distances n, 2n, 3n, 4n do not suit one. Only the first four count, because a logarithmic schedule
+    may continue at equal distances, as that of Pythia does after step 1000.
     """
-    first = sorted(step for step in steps if step > 0)[:_NUM_FIRST_STEPS]
-    is_complete = len(first) == _NUM_FIRST_STEPS
-    return is_complete and all(step >= _MIN_GROWTH * previous for previous, step in itertools.pairwise(first))
+    first_steps = sorted(step for step in steps if step > 0)[:_NUM_FIRST_STEPS]
+    is_complete = len(first_steps) == _NUM_FIRST_STEPS
+    return is_complete and all(step >= _MIN_GROWTH * previous for previous, step in itertools.pairwise(first_steps))
 
 
 def stack_ridges(curves: Sequence[Sequence[float]]) -> list[list[float]]:

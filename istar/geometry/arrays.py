@@ -32,23 +32,23 @@ def summarize_rows(matrix: Tensor, counts: Tensor | None = None) -> dict[str, An
         coordinates by axis, `raw` and `centered`.
     """
     norms = torch.cat([row_norms(block) for block in upcast_blocks(matrix)])
-    frequencies, edges = np.histogram(norms.cpu().numpy(), bins=40)
-    ids = torch.linspace(0, len(matrix) - 1, min(MAX_ROWS, len(matrix)), dtype=torch.float64).round().long()
+    bin_counts, edges = np.histogram(norms.cpu().numpy(), bins=40)
+    row_ids = torch.linspace(0, len(matrix) - 1, min(MAX_ROWS, len(matrix)), dtype=torch.float64).round().long()
     summary: dict[str, Any] = {
-        "norms": {"edges": round_digits(edges), "counts": frequencies.tolist()},
-        "ids": ids.tolist(),
+        "norms": {"edges": round_digits(edges), "counts": bin_counts.tolist()},
+        "ids": row_ids.tolist(),
     }
     if counts is not None and len(counts) >= len(matrix):
-        summary["counts"] = counts.cpu()[ids].long().tolist()
+        summary["counts"] = counts.cpu()[row_ids].long().tolist()
     mean = torch.stack([block.sum(0) for block in upcast_blocks(matrix)]).sum(0) / len(matrix)
-    rows = matrix[ids.to(matrix.device)].to(mean)
+    projected_rows = matrix[row_ids.to(matrix.device)].to(mean)
     for form, origin in (("raw", torch.zeros_like(mean)), ("centered", mean)):
-        coordinates = (rows - origin) @ _first_singular_vectors(matrix, origin)
+        coordinates = (projected_rows - origin) @ _compute_first_singular_vectors(matrix, origin)
         summary[form] = [round_digits(column, 4) for column in coordinates.T.tolist()]
     return summary
 
 
-def _first_singular_vectors(matrix: Tensor, origin: Tensor) -> Tensor:
+def _compute_first_singular_vectors(matrix: Tensor, origin: Tensor) -> Tensor:
     """Return the first two right singular vectors `(d, 2)` of the rows of a matrix minus the origin."""
     scatter: Any = sum((block - origin).T @ (block - origin) for block in upcast_blocks(matrix))
     axes = torch.linalg.eigh(scatter)[1][:, [-1, -2][: len(scatter)]]
@@ -64,10 +64,10 @@ def trim_norm_histogram(layer: Layer) -> dict[str, list[float]]:
     """
     norms = layer.norms.compute()
     nonempty = np.flatnonzero(norms.histogram)
-    first, end = (int(nonempty[0]), int(nonempty[-1]) + 1) if len(nonempty) else (0, 0)
+    first_bin, end_bin = (int(nonempty[0]), int(nonempty[-1]) + 1) if len(nonempty) else (0, 0)
     return {
-        "edges": round_digits(norms.edges[first : end + 1]),
-        "counts": list(norms.histogram[first:end]),
+        "edges": round_digits(norms.edges[first_bin : end_bin + 1]),
+        "counts": list(norms.histogram[first_bin:end_bin]),
         "outside": [norms.below, norms.above],
     }
 

@@ -111,17 +111,17 @@ def parse_models(arguments: Sequence[str]) -> list[ModelArgument]:
     Raises:
         UserError: if one of them is given twice.
     """
-    parsed: list[ModelArgument] = []
+    models: list[ModelArgument] = []
     for argument in arguments:
         label, _, name = argument.rpartition("=")
         revision = None
         if not Path(name).exists():
             name, _, revision = name.partition("@")
-        parsed.append(ModelArgument(label, name, revision or None))
-    for index, model in enumerate(parsed):
-        if (model.name, model.revision) in [(other.name, other.revision) for other in parsed[:index]]:
+        models.append(ModelArgument(label, name, revision or None))
+    for index, model in enumerate(models):
+        if (model.name, model.revision) in [(other.name, other.revision) for other in models[:index]]:
             raise UserError(f"{arguments[index]} is given twice; give each model once")
-    return parsed
+    return models
 
 
 def label_models(arguments: Sequence[ModelArgument], measurements: Sequence[Measurements]) -> list[MeasuredModel]:
@@ -133,15 +133,19 @@ def label_models(arguments: Sequence[ModelArgument], measurements: Sequence[Meas
     Raises:
         UserError: if two models have the same label.
     """
-    pairs = zip(arguments, measurements, strict=True)
-    labels = [argument.label or _short_model_name(measured) for argument, measured in pairs]
-    repeated = _find_repeated(labels)
+    labels = [
+        argument.label or _shorten_model_name(model_measurements)
+        for argument, model_measurements in zip(arguments, measurements, strict=True)
+    ]
+    repeated_labels = _find_repeated(labels)
     for index, argument in enumerate(arguments):
-        if not argument.label and labels[index] in repeated:
+        if not argument.label and labels[index] in repeated_labels:
             labels[index] = f"{labels[index]} ({PurePath(argument.name).name})"
-    if duplicates := sorted(_find_repeated(labels)):
-        raise UserError(f"several models are called {duplicates[0]}; give them names, as in first=<model>")
-    return [MeasuredModel(label, measured) for label, measured in zip(labels, measurements, strict=True)]
+    if remaining_duplicates := sorted(_find_repeated(labels)):
+        raise UserError(f"several models are called {remaining_duplicates[0]}; give them names, as in first=<model>")
+    return [
+        MeasuredModel(label, model_measurements) for label, model_measurements in zip(labels, measurements, strict=True)
+    ]
 
 
 def _find_repeated(names: Iterable[str]) -> set[str]:
@@ -149,11 +153,11 @@ def _find_repeated(names: Iterable[str]) -> set[str]:
     return {name for name, count in Counter(names).items() if count > 1}
 
 
-def _short_model_name(measured: Measurements) -> str:
+def _shorten_model_name(measurements: Measurements) -> str:
     """Return the last part of a model's name, or the name of the run that holds it, with the revision if it has one."""
-    path = PurePath(measured.model["name"])
+    path = PurePath(measurements.model["name"])
     name = path.parent.name if path.name == "model" and path.parent.name else path.name
-    revision = measured.model.get("revision")
+    revision = measurements.model.get("revision")
     return f"{name} at {revision}" if revision else name
 
 
@@ -174,19 +178,23 @@ def describe_differences(models: Sequence[MeasuredModel]) -> list[str]:
     The values of such models cannot be compared.
     """
     sentences = []
-    first = models[0]
-    for other in models[1:]:
-        first_settings, settings = (dict(model.measurements.settings) for model in (first, other))
+    first_model = models[0]
+    for other_model in models[1:]:
+        first_settings, settings = (dict(model.measurements.settings) for model in (first_model, other_model))
         for name in ("texts", *_SETTINGS_WITHOUT_EFFECT):
             first_settings.pop(name, None)
             settings.pop(name, None)
-        if not have_same_texts(first, other):
-            sentences.append(f"{other.label} was measured over other texts than {first.label}.")
-        keys = sorted(first_settings.keys() | settings.keys())
-        changed = [key for key in keys if first_settings.get(key) != settings.get(key)]
-        if changed:
-            values = "; ".join(f"{key} {settings.get(key)} instead of {first_settings.get(key)}" for key in changed)
-            sentences.append(f"{other.label} was measured with other settings than {first.label}: {values}.")
+        if not have_same_texts(first_model, other_model):
+            sentences.append(f"{other_model.label} was measured over other texts than {first_model.label}.")
+        setting_names = sorted(first_settings.keys() | settings.keys())
+        changed_settings = [key for key in setting_names if first_settings.get(key) != settings.get(key)]
+        if changed_settings:
+            changes = "; ".join(
+                f"{key} {settings.get(key)} instead of {first_settings.get(key)}" for key in changed_settings
+            )
+            sentences.append(
+                f"{other_model.label} was measured with other settings than {first_model.label}: {changes}."
+            )
     return sentences
 
 
@@ -196,8 +204,8 @@ def make_layer_rows(models: Sequence[MeasuredModel]) -> Iterator[dict[str, Any]]
     A final normalization, which follows the last layer, has no relative depth.
     """
     for model in models:
-        for index, (tap, measures) in enumerate(model.measurements.all_texts.items()):
-            depth = math.nan if tap == FINAL_NORM else model.relative_depths[index]
+        for tap_index, (tap, measures) in enumerate(model.measurements.all_texts.items()):
+            depth = math.nan if tap == FINAL_NORM else model.relative_depths[tap_index]
             yield {"model": model.label, "layer": tap, "relative_depth": depth, **measures}
 
 
@@ -212,10 +220,10 @@ def summarize_models(models: Sequence[MeasuredModel]) -> pd.DataFrame:
     I(W) is that of the matrix nearest to the prediction. It is taken over both signs of the eigenvectors, because only
     this convention is comparable between models.
     """
-    return pd.DataFrame(_summary_row(model) for model in models)
+    return pd.DataFrame(_build_summary_row(model) for model in models)
 
 
-def _summary_row(model: MeasuredModel) -> dict[str, Any]:
+def _build_summary_row(model: MeasuredModel) -> dict[str, Any]:
     """Return the row of one model for `summarize_models`."""
     measurements = model.measurements
     measures_by_form: Mapping[str, Mapping[str, Any]] = measurements.matrices[model.prediction_matrix]

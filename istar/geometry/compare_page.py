@@ -160,22 +160,24 @@ def _make_page(
     ]
     error_methods = _describe_error_methods(models)
     for plot in (_make_difference_plot(models), *make_plots(models), make_similarity_plot(similarities)):
-        empty = "" if plot.panels else _MISSING_REASONS.get(plot.name, "Not measured for any of these models.")
-        text = [plot.caption]
+        empty_note = "" if plot.panels else _MISSING_REASONS.get(plot.name, "Not measured for any of these models.")
+        paragraphs = [plot.caption]
         if plot.name == "differences":
-            text, empty = ([plot.caption, *error_methods], "") if plot.panels else ([], " ".join(error_methods))
+            paragraphs, empty_note = (
+                ([plot.caption, *error_methods], "") if plot.panels else ([], " ".join(error_methods))
+            )
         sections.append(
-            Section(plot.name, plot.title, text, sheets.get(plot.name), folder.render_pictures(plot), empty)
+            Section(plot.name, plot.title, paragraphs, sheets.get(plot.name), folder.render_pictures(plot), empty_note)
         )
     sections.append(Section("table-layers", sheets["layers"].title, (), sheets["layers"], is_wide=True))
     if command:
         sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[command]))
     labels = [model.label for model in models]
-    head = ("Models", ", ".join(labels), f"compared by istar {version('istar')}")
+    subject_line = ("Models", ", ".join(labels), f"compared by istar {version('istar')}")
     token_counts = sorted({int(model.last_layer_measures["tokens"]) for model in models})
-    tokens = f"{token_counts[0]:,}" + (f" to {token_counts[-1]:,}" if len(token_counts) > 1 else "")
-    summary = [(str(len(labels)), "models"), (tokens, "tokens")]
-    return Page(f"Geometry of {join_names(labels)}", head, KIND.generator, summary, sections)
+    token_range = f"{token_counts[0]:,}" + (f" to {token_counts[-1]:,}" if len(token_counts) > 1 else "")
+    summary = [(str(len(labels)), "models"), (token_range, "tokens")]
+    return Page(f"Geometry of {join_names(labels)}", subject_line, KIND.generator, summary, sections)
 
 
 def join_names(names: Sequence[str]) -> str:
@@ -194,10 +196,10 @@ def make_plots(models: Sequence[MeasuredModel]) -> list[Plot]:
         _make_partition_plot(models),
         _make_final_norm_plot(models),
     ]
-    return [_with_model_colours(plot, models) for plot in all_plots]
+    return [_fix_model_colours(plot, models) for plot in all_plots]
 
 
-def _with_model_colours(plot: Plot, models: Sequence[MeasuredModel]) -> Plot:
+def _fix_model_colours(plot: Plot, models: Sequence[MeasuredModel]) -> Plot:
     """Return the plot with a fixed colour for each model, which does not depend on which models have a line in it.
 
     No model is drawn in black, because black stands for runs without a penalty.
@@ -217,8 +219,9 @@ def _make_layer_plot(models: Sequence[MeasuredModel], name: str) -> Plot:
         for model in models:
             depths, num_groups = model.relative_depths, model.num_groups
             lines.append(make_measure_line(model.label, depths, model.layer_measures, measure, num_groups))
-            if (final := model.final_norm_measures) is not None:
-                lines.append(make_measure_line(model.label, (_FINAL_NORM_POSITION,), [final], measure, num_groups))
+            if model.final_norm_measures is not None:
+                position, final_measures = (_FINAL_NORM_POSITION,), [model.final_norm_measures]
+                lines.append(make_measure_line(model.label, position, final_measures, measure, num_groups))
         if lines := [line for line in lines if any(map(math.isfinite, line.y))]:
             y_bounds = measure_bounds(measure, [model.measurements for model in models])
             panels.append(make_panel(MEASURE_TITLES[measure], lines, y_bounds=y_bounds))
@@ -229,34 +232,34 @@ def _make_layer_plot(models: Sequence[MeasuredModel], name: str) -> Plot:
 
 
 def _describe_error_methods(models: Sequence[MeasuredModel]) -> list[str]:
-    """Return a sentence for each model but the first: how the errors of its differences from the first are computed.
+    """Return a sentence for each model but the first on how the errors of its differences from the first are computed.
 
     For a model that cannot be compared with the first, the sentence says why.
     """
-    first, *others = models
+    first_model, *other_models = models
     sentences = []
-    for other in others:
-        reason = model_differences.explain_no_differences(first, other)
-        text = _ERROR_METHOD_TEXTS[model_differences.choose_error_method(first, other)]
-        sentences.append(reason or text.format(first=first.label, other=other.label))
+    for other_model in other_models:
+        reason = model_differences.explain_no_differences(first_model, other_model)
+        method_text = _ERROR_METHOD_TEXTS[model_differences.choose_error_method(first_model, other_model)]
+        sentences.append(reason or method_text.format(first=first_model.label, other=other_model.label))
     return sentences
 
 
 def _make_difference_plot(models: Sequence[MeasuredModel]) -> Plot:
     """Return a plot of the differences of each model's last layer from that of the first model, with 95% intervals."""
-    first, *others = models
+    first_model, *other_models = models
     differences = filter(itemgetter("is_last"), model_differences.compute_all_differences(models))
     difference_by_key = {(row["model"], row["measure"]): row for row in differences}
     panels = []
     for measure in _PLOTTED_DIFFERENCES:
-        if not any(compared == measure for _, compared in difference_by_key):
+        if not any(compared_measure == measure for _, compared_measure in difference_by_key):
             continue
         # A point at 0 stands for the first model, so that the legend names all models.
-        lines = [Line(first.label, (0.0,), (0.0,))]
-        for position, other in enumerate(others, start=1):
-            if row := difference_by_key.get((other.label, measure)):
-                half_length = (row["high"] - row["low"]) / 2
-                lines.append(Line(other.label, (float(position),), (row["difference"],), y_error=(half_length,)))
+        lines = [Line(first_model.label, (0.0,), (0.0,))]
+        for position, other_model in enumerate(other_models, start=1):
+            if row := difference_by_key.get((other_model.label, measure)):
+                half_width = (row["high"] - row["low"]) / 2
+                lines.append(Line(other_model.label, (float(position),), (row["difference"],), y_error=(half_width,)))
         panels.append(
             replace(
                 make_panel(f"difference of {MEASURE_TITLES[measure]}", lines), horizontal_line=(0.0, "no difference")
@@ -265,20 +268,20 @@ def _make_difference_plot(models: Sequence[MeasuredModel]) -> Plot:
     title, caption = _DIFFERENCE_TEXTS
     tick_names = {float(position): "" for position in range(len(models))}
     plot = Plot("differences", title, caption, "points", "", tuple(panels), x_names=tick_names)
-    return _with_model_colours(plot, models)
+    return _fix_model_colours(plot, models)
 
 
 def _make_difference_table(models: Sequence[MeasuredModel]) -> Sheet:
     """Return the table of differences from the first model.
 
-    The page shows those of the last layers, and the CSV file those of all compared layers.
+    The page shows the differences at the last layers, and the CSV file those at all compared layers.
     """
     rows = model_differences.compute_all_differences(models)
-    groups: dict[str, list[list[Entry]]] = {}
+    rows_by_model: dict[str, list[list[Entry]]] = {}
     for row in filter(itemgetter("is_last"), rows):
         numbers = [row[name] for name in ("value", "value_of_first", "difference", "low", "high")]
         entries = [Entry(MEASURE_TITLES[row["measure"]]), *map(number_entry, numbers), Entry(row["method"])]
-        groups.setdefault(row["model"], []).append(entries)
+        rows_by_model.setdefault(row["model"], []).append(entries)
     title, _ = _DIFFERENCE_TEXTS
     return Sheet(
         "differences",
@@ -287,7 +290,7 @@ def _make_difference_table(models: Sequence[MeasuredModel]) -> Sheet:
         "how its error was computed. The CSV also has the errors and, for models with the same number of layers, the "
         "differences of each layer.",
         ("measure", "model", "first\nmodel", "difference", "95%\nfrom", "95%\nto", "error"),
-        groups,
+        rows_by_model,
         pd.DataFrame(rows),
     )
 
@@ -299,12 +302,14 @@ def _make_spectrum_plot(models: Sequence[MeasuredModel]) -> Plot:
         lines = []
         for model in models:
             spectrum_by_layer = model.measurements.spectra.get(model.measurements.combined_key, {})
-            values = spectrum_by_layer.get(_last_layer_name(model), {}).get(form, [])
+            singular_values = spectrum_by_layer.get(_get_last_layer_name(model), {}).get(form, [])
             # Divided by the root of the number of tokens, a singular value is the root mean square along its direction.
             scale = math.sqrt(model.last_layer_measures["tokens"])
-            positive = [value / scale for value in values if value > 1e-4 * max(values)]
-            if positive:
-                lines.append(Line(model.label, tuple(map(float, range(1, len(positive) + 1))), tuple(positive)))
+            scaled_values = [value / scale for value in singular_values if value > 1e-4 * max(singular_values)]
+            if scaled_values:
+                lines.append(
+                    Line(model.label, tuple(map(float, range(1, len(scaled_values) + 1))), tuple(scaled_values))
+                )
         if lines:
             panels.append(make_panel("root mean square", lines, FORM_TITLES[form]))
     return Plot(
@@ -327,12 +332,12 @@ def _make_norm_distribution_plot(models: Sequence[MeasuredModel]) -> Plot:
     lines = []
     for model in models:
         histogram_by_layer = model.measurements.norms.get(model.measurements.combined_key, {})
-        histogram = histogram_by_layer.get(_last_layer_name(model))
+        histogram = histogram_by_layer.get(_get_last_layer_name(model))
         if histogram and histogram["counts"]:
             below, above = histogram.get("outside", (0, 0))
-            cumulative = list(itertools.accumulate(histogram["counts"], initial=below))
-            num_tokens = cumulative[-1] + above
-            percentages = tuple(100 * count / num_tokens for count in cumulative)
+            cumulative_counts = list(itertools.accumulate(histogram["counts"], initial=below))
+            num_tokens = cumulative_counts[-1] + above
+            percentages = tuple(100 * count / num_tokens for count in cumulative_counts)
             lines.append(Line(model.label, tuple(histogram["edges"]), percentages))
     return Plot(
         "state_norms",
@@ -345,7 +350,7 @@ def _make_norm_distribution_plot(models: Sequence[MeasuredModel]) -> Plot:
     )
 
 
-def _last_layer_name(model: MeasuredModel) -> str:
+def _get_last_layer_name(model: MeasuredModel) -> str:
     """Return the name under which the measures of the last layer's output are stored, such as `layer_12`."""
     return list(model.measurements.all_texts)[len(model.layer_measures) - 1]
 
@@ -398,19 +403,26 @@ def _make_final_norm_plot(models: Sequence[MeasuredModel]) -> Plot:
 def make_similarity_plot(similarities: Sequence["Similarity"]) -> Plot:
     """Return heatmaps of CKA between the layers of two models, with a panel for each pair of models."""
     panels = []
-    for pair in similarities:
-        rows = zip(pair.first_taps, pair.values, strict=True)
+    for similarity in similarities:
+        rows = zip(similarity.first_taps, similarity.values, strict=True)
         lines = [Line(format_tap_name(tap), tuple(map(float, range(len(values)))), values) for tap, values in rows]
-        column_names = tuple(map(format_tap_name, pair.second_taps))
+        column_names = tuple(map(format_tap_name, similarity.second_taps))
         panels.append(
-            Panel("", f"{pair.second} (columns)", tuple(lines), "", f"{pair.first} (rows)", column_names=column_names)
+            Panel(
+                "",
+                f"{similarity.second} (columns)",
+                tuple(lines),
+                "",
+                f"{similarity.first} (rows)",
+                column_names=column_names,
+            )
         )
-    documents = f"{similarities[0].documents:,}" if similarities else "some"
+    num_documents = f"{similarities[0].documents:,}" if similarities else "some"
     return Plot(
         "similarity",
         "Similarity of the layers (CKA)",
-        f"Debiased linear CKA of the layers of two models: the mean states of {documents} documents at a place in one "
-        "model (rows) and in the other (columns, named in the title). 1: equal but for rotation, translation and "
+        f"Debiased linear CKA of the layers of two models: the mean states of {num_documents} documents at a place in "
+        "one model (rows) and in the other (columns, named in the title). 1: equal but for rotation, translation and "
         "scale; 0: unrelated, and slightly negative by chance.",
         "heatmap",
         "",
@@ -422,23 +434,23 @@ def _make_similarity_table(similarities: Sequence["Similarity"]) -> Sheet:
     """Return the table that names, for each layer of one model, the most similar layer of the other."""
     layer_pairs = [
         {
-            "first": pair.first,
-            "second": pair.second,
+            "first": similarity.first,
+            "second": similarity.second,
             "layer": first_tap,
             "other_layer": second_tap,
             "cka": value,
             "is_best": value == max(values),
         }
-        for pair in similarities
-        for first_tap, values in zip(pair.first_taps, pair.values, strict=True)
-        for second_tap, value in zip(pair.second_taps, values, strict=True)
+        for similarity in similarities
+        for first_tap, values in zip(similarity.first_taps, similarity.values, strict=True)
+        for second_tap, value in zip(similarity.second_taps, values, strict=True)
     ]
     frame = pd.DataFrame(layer_pairs)
-    shown = frame[frame["is_best"]].drop(columns="is_best")
-    entries = [[_make_cell(value) for value in row] for row in shown.itertuples(index=False)]
+    best_pairs = frame[frame["is_best"]].drop(columns="is_best")
+    cells = [[_make_cell(value) for value in row] for row in best_pairs.itertuples(index=False)]
     header = ("first", "second", "layer of the first", "most similar of the second", "CKA")
     caption = "For each layer of a model, the layer of the other model with the largest CKA; the CSV has all pairs."
-    return Sheet("similarity", "Most similar layers", caption, header, {"": entries}, frame.drop(columns="is_best"))
+    return Sheet("similarity", "Most similar layers", caption, header, {"": cells}, frame.drop(columns="is_best"))
 
 
 _MODEL_HEADERS = {
@@ -454,15 +466,15 @@ _MODEL_HEADERS = {
 def _make_model_table(models: Sequence[MeasuredModel]) -> Sheet:
     """Return the table of all models, with measures of their last layers in a row for each model."""
     summary = compare.summarize_models(models)
-    shown = summary.drop(columns="weights")
+    shown_summary = summary.drop(columns="weights")
     return Sheet(
         "models",
         "All models",
         "Measures of each model's last layer over all its texts; I(W), with both signs of the eigenvectors, and norm "
         "ratio of the embedding matrix nearest to the prediction; norms of the final normalization's gain and bias. A "
         "dash marks what a model does not have.",
-        tuple(_MODEL_HEADERS.get(name, MEASURE_TITLES.get(name, name)) for name in map(str, shown)),
-        {"": [[_make_cell(value) for value in row] for row in shown.itertuples(index=False)]},
+        tuple(_MODEL_HEADERS.get(name, MEASURE_TITLES.get(name, name)) for name in map(str, shown_summary)),
+        {"": [[_make_cell(value) for value in row] for row in shown_summary.itertuples(index=False)]},
         summary,
     )
 
@@ -472,9 +484,9 @@ _LAYER_COLUMNS = ("layer", "relative_depth", "tokens")
 
 def _make_layer_table(models: Sequence[MeasuredModel]) -> Sheet:
     """Return the table of all layers, with a row for each layer of each model."""
-    frame = compare.make_layer_table(models)
-    measures = [name for name in MEASURE_TITLES if name in frame]
-    groups = {
+    layer_frame = compare.make_layer_table(models)
+    measures = [name for name in MEASURE_TITLES if name in layer_frame]
+    rows_by_model = {
         model.label: [
             [
                 *(_make_cell(row[column]) for column in _LAYER_COLUMNS),
@@ -489,7 +501,7 @@ def _make_layer_table(models: Sequence[MeasuredModel]) -> Sheet:
     }
     header = tuple(map(column_header, (*_LAYER_COLUMNS, *measures)))
     caption = "Measures of the hidden states of each layer over all texts; the CSV has the standard errors."
-    return Sheet("layers", "All layers", caption, header, groups, frame)
+    return Sheet("layers", "All layers", caption, header, rows_by_model, layer_frame)
 
 
 def _make_cell(value: object) -> Entry:

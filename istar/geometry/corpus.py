@@ -48,21 +48,21 @@ def parse_sources(texts: Sequence[str]) -> list[Source]:
     Raises:
         UserError: if a path does not exist, two sources have the same name, or one of several is named `combined`.
     """
-    parsed = []
+    sources = []
     for text in texts:
-        name, equals_sign, value = text.partition("=")
+        name, equals_sign, path_text = text.partition("=")
         # A file whose own name contains "=" is taken as a path.
-        path = Path(value if equals_sign and not Path(text).exists() else text)
+        path = Path(path_text if equals_sign and not Path(text).exists() else text)
         if not path.exists():
             raise UserError(f"--text {text}: there is no {path}; expected a file or folder of text, or name=<path>")
-        parsed.append(Source(name if path != Path(text) else path.stem, path))
-    names = [source.name for source in parsed]
+        sources.append(Source(name if path != Path(text) else path.stem, path))
+    names = [source.name for source in sources]
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"--text: two sources are named {name}; rename one with name=<file>")
     if COMBINED in names and len(names) > 1:
         raise UserError(f"--text: {COMBINED} is the name of all texts together; rename that source with name=<file>")
-    return parsed
+    return sources
 
 
 @dataclass
@@ -79,8 +79,8 @@ class Reading:
 
     def add(self, other: "Reading") -> None:
         """Add the counts and times of another text."""
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
+        for field_name, amount in vars(other).items():
+            setattr(self, field_name, getattr(self, field_name) + amount)
 
 
 def count_sentences(text: str) -> int:
@@ -132,8 +132,8 @@ class Blocks:
             raise UserError(
                 f"a block of {length} tokens has no room for text beside the special tokens; choose a greater length"
             )
-        end = find_separator_id(tokenizer)
-        self._separator = [] if end is None else [end]
+        separator_id = find_separator_id(tokenizer)
+        self._separator = [] if separator_id is None else [separator_id]
 
     def __call__(self, texts: Iterable[str], reading: Reading | None = None) -> Iterator[Block]:
         """Yield the blocks of the documents in their order, and count the documents that were read in `reading`."""
@@ -150,7 +150,7 @@ class Blocks:
 
     def _tokenize_documents(self, texts: Iterable[str], reading: Reading) -> Iterator[Block]:
         """Yield the tokens of each whole document, and count the document in `reading` when it is yielded."""
-        # The tokenizer reads ahead.
+        # The tokenizer reads several texts ahead, so the sizes of each wait here until its tokens are yielded.
         sizes: deque[tuple[int, int, int]] = deque()
 
         def record_sizes() -> Iterator[str]:
@@ -159,13 +159,13 @@ class Blocks:
                 sizes.append((len(text), count_sentences(text), len(text.encode())))
                 yield text
 
-        for index, ids in enumerate(tokenize(record_sizes(), self._tokenizer)):
+        for document_index, token_ids in enumerate(tokenize(record_sizes(), self._tokenizer)):
             num_characters, num_sentences, num_bytes = sizes.popleft()
             reading.documents += 1
             reading.characters += num_characters
             reading.sentences += num_sentences
             reading.bytes += num_bytes
-            yield Block(ids, [False] * len(ids), index)
+            yield Block(token_ids, [False] * len(token_ids), document_index)
 
     def _cut(self, documents: Iterable[Block]) -> Iterator[Block]:
         """Cut each document into pieces that fit into a block."""
@@ -176,19 +176,19 @@ class Blocks:
 
     def _pack(self, documents: Iterable[Block]) -> Iterator[Block]:
         """Join the documents, cut the result into pieces, and number the runs of `RUN_LENGTH` pieces."""
-        for index, (tokens, is_special, *_) in enumerate(self._join(documents)):
-            yield Block(tokens, is_special, index // RUN_LENGTH)
+        for piece_number, (tokens, is_special, *_) in enumerate(self._join(documents)):
+            yield Block(tokens, is_special, piece_number // RUN_LENGTH)
 
     def _join(self, documents: Iterable[Block]) -> Iterator[Block]:
         """Join the documents with separators, and cut the result into pieces, all of them full except the last."""
-        rest = Block([], [])
+        remainder = Block([], [])
         for tokens, is_special, *_ in documents:
-            rest.tokens.extend([*tokens, *self._separator])
-            rest.is_special.extend([*is_special, *[True] * len(self._separator)])
-            full = len(rest.tokens) // self._text_length * self._text_length
-            yield from self._cut([Block(rest.tokens[:full], rest.is_special[:full])])
-            del rest.tokens[:full], rest.is_special[:full]
-        yield from self._cut([rest])
+            remainder.tokens.extend([*tokens, *self._separator])
+            remainder.is_special.extend([*is_special, *[True] * len(self._separator)])
+            full_length = len(remainder.tokens) // self._text_length * self._text_length
+            yield from self._cut([Block(remainder.tokens[:full_length], remainder.is_special[:full_length])])
+            del remainder.tokens[:full_length], remainder.is_special[:full_length]
+        yield from self._cut([remainder])
 
 
 def sorted_windows(blocks: Iterable[T], block_length: Callable[[T], int]) -> Iterator[list[T]]:
@@ -203,7 +203,7 @@ def sorted_windows(blocks: Iterable[T], block_length: Callable[[T], int]) -> Ite
 def split_into_batches(
     blocks: Iterable[T], block_length: Callable[[T], int], device: torch.device, num_tokens: int | None = None
 ) -> Iterator[list[T]]:
-    """Yield consecutive blocks in batches of at most `num_tokens` tokens with padding, but of at least one block.
+    """Yield batches of consecutive blocks, each of at most `num_tokens` tokens with padding, or of a single block.
 
     Args:
         blocks: blocks, of which neighbours have similar lengths.

@@ -85,7 +85,7 @@ def _correlate_model(model: str, joined: JoinedData, selection: Selection) -> It
 
     # Only a few combinations of the number of points and the block length occur.
     @lru_cache(maxsize=20)
-    def cached_weights(num_points: int, block_length: int) -> np.ndarray:
+    def draw_weights(num_points: int, block_length: int) -> np.ndarray:
         """Return the bootstrap weights for this number of points."""
         return _bootstrap_weights(num_points, selection.resamples, selection.seed, block_length)
 
@@ -93,19 +93,23 @@ def _correlate_model(model: str, joined: JoinedData, selection: Selection) -> It
     @lru_cache(maxsize=100)
     def resample(values: tuple[float, ...], block_length: int) -> ResampledSeries:
         """Return the bootstrap resamples of a series."""
-        return ResampledSeries(np.array(values), cached_weights(len(values), block_length))
+        return ResampledSeries(np.array(values), draw_weights(len(values), block_length))
 
     model_scores = joined.scores[joined.scores["model"] == model]
-    score_by_point = {name: _value_by_point(model_scores[model_scores["name"] == name]) for name in joined.task_names}
+    scores_by_task = {
+        name: _get_value_by_point(model_scores[model_scores["name"] == name]) for name in joined.task_names
+    }
     model_measures = joined.measures[joined.measures["model"] == model]
     if selection.block_length is not None:
-        score_by_point = {name: _sort_by_step(scores, model, joined) for name, scores in score_by_point.items()}
-    for key, group in model_measures.groupby(["source", "layer", "name"], sort=False):
-        source, layer, measure = map(str, key)
-        measure_values = _value_by_point(group)
-        for task, scores in score_by_point.items():
-            points = [point for point in scores if point in measure_values]
-            x, y = tuple(measure_values[point] for point in points), tuple(scores[point] for point in points)
+        scores_by_task = {
+            name: _sort_by_step(score_by_point, model, joined) for name, score_by_point in scores_by_task.items()
+        }
+    for group_key, measure_rows in model_measures.groupby(["source", "layer", "name"], sort=False):
+        source, layer, measure = map(str, group_key)
+        measure_by_point = _get_value_by_point(measure_rows)
+        for task, score_by_point in scores_by_task.items():
+            points = [point for point in score_by_point if point in measure_by_point]
+            x, y = tuple(measure_by_point[point] for point in points), tuple(score_by_point[point] for point in points)
             row: dict[str, Any] = {
                 "model": model,
                 "source": source,
@@ -121,26 +125,27 @@ def _correlate_model(model: str, joined: JoinedData, selection: Selection) -> It
             yield row
 
 
-def _value_by_point(rows: pd.DataFrame) -> dict[Any, float]:
+def _get_value_by_point(rows: pd.DataFrame) -> dict[Any, float]:
     """Return the values of rows by their points, which are revisions or steps."""
     return rows.set_index("point")["value"].to_dict()
 
 
-def _sort_by_step(values: dict[Any, float], model: str, joined: JoinedData) -> dict[Any, float]:
+def _sort_by_step(score_by_point: dict[Any, float], model: str, joined: JoinedData) -> dict[Any, float]:
     """Return scores in the order of their checkpoints' steps, without those of checkpoints that have no measures.
 
     Raises:
         UserError: if the step of a checkpoint is not known.
     """
-    measured = set(joined.measures.loc[joined.measures["model"] == model, "point"])
-    common = [point for point in values if point in measured]
-    for point in common:
+    measured_points = set(joined.measures.loc[joined.measures["model"] == model, "point"])
+    common_points = [point for point in score_by_point if point in measured_points]
+    for point in common_points:
         if (model, point) not in joined.step_by_point:
             raise UserError(
                 f"--blocks needs the order of the checkpoints, but {point} has no step; expected a column step, or "
                 "revisions such as step1000"
             )
-    return {point: values[point] for point in sorted(common, key=lambda point: joined.step_by_point[model, point])}
+    sorted_points = sorted(common_points, key=lambda point: joined.step_by_point[model, point])
+    return {point: score_by_point[point] for point in sorted_points}
 
 
 def _correlate_series(
@@ -158,17 +163,17 @@ def _correlate_series(
         selection: settings of the bootstrap.
     """
     note = _explain_undefined(np.array(x), np.array(y))
-    columns = (f"{name}{end}" for name in STATISTICS for end in ("", "_low", "_high"))
-    undefined: dict[str, Any] = dict.fromkeys(columns, math.nan)
+    columns = (f"{name}{suffix}" for name in STATISTICS for suffix in ("", "_low", "_high"))
+    undefined_values: dict[str, Any] = dict.fromkeys(columns, math.nan)
     if selection.block_length is None:
-        correlations = undefined if note else correlate_with_intervals(resample(x, 1), resample(y, 1))
+        correlations = undefined_values if note else correlate_with_intervals(resample(x, 1), resample(y, 1))
         return {**correlations, "note": note}
     if note:
-        return {**undefined, "block_length": math.nan, "note": note}
+        return {**undefined_values, "block_length": math.nan, "note": note}
     block_length, note = _choose_block_length(x, y, selection.block_length)
     results: dict[str, Any] = correlate_with_intervals(resample(x, block_length or 1), resample(y, block_length or 1))
     if not note:
-        # The rule of `istar.statistics.correlation.block_bootstrap_correlation`.
+        # `istar.statistics.correlation.block_bootstrap_correlation` gives no interval in the same case.
         is_varied = (resample(x, block_length).num_untied_pairs > 0) & (resample(y, block_length).num_untied_pairs > 0)
         if 2 * is_varied.sum() <= len(is_varied):
             note = "no interval: a series is constant in half of the resamples or more"
@@ -177,16 +182,16 @@ def _correlate_series(
     return {**results, "block_length": block_length or math.nan, "note": note}
 
 
-def _choose_block_length(x: tuple[float, ...], y: tuple[float, ...], length: int) -> tuple[int, str]:
+def _choose_block_length(x: tuple[float, ...], y: tuple[float, ...], requested_length: int) -> tuple[int, str]:
     """Return the block length of the bootstrap and an empty string, or 0 and the reason why there is no interval.
 
-    A `length` of 0 stands for the automatic block length of the two series.
+    A `requested_length` of 0 stands for the automatic block length of the two series.
     """
     if len(x) < MIN_BLOCK_POINTS:
         return 0, f"no interval: blocks need {MIN_BLOCK_POINTS} common points"
-    if length > len(x) // 2:
-        return 0, f"no interval: blocks of {length} need {2 * length} common points"
-    return length or automatic_block_length(x, y), ""
+    if requested_length > len(x) // 2:
+        return 0, f"no interval: blocks of {requested_length} need {2 * requested_length} common points"
+    return requested_length or automatic_block_length(x, y), ""
 
 
 def _correlate_partially(
@@ -204,7 +209,7 @@ def _correlate_partially(
     is_known = np.isfinite(covariates).all(axis=1)
     row: dict[str, Any] = {"given": ", ".join(covariate_names), "partial_n": int(is_known.sum())}
     for method in PARTIAL_METHODS:
-        columns = [f"partial_{method}{end}" for end in ("", "_low", "_high", "_p")]
+        columns = [f"partial_{method}{suffix}" for suffix in ("", "_low", "_high", "_p")]
         row |= dict.fromkeys(columns, math.nan)
         if not note or note.startswith("no interval"):
             try:
@@ -276,10 +281,10 @@ class ResampledSeries:
 def correlate_with_intervals(measure: ResampledSeries, task: ResampledSeries) -> dict[str, float]:
     """Compute Pearson, Spearman and Kendall, each with the ends of its 95% percentile bootstrap interval."""
     results: dict[str, float] = {}
-    tails = ((1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2)
-    for (name, function), resampled in zip(STATISTICS.items(), correlate_resamples(measure, task), strict=True):
-        defined = resampled[np.isfinite(resampled)]
-        low, high = np.quantile(defined, tails) if len(defined) else (math.nan, math.nan)
+    tail_probabilities = ((1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2)
+    for (name, function), resampled_values in zip(STATISTICS.items(), correlate_resamples(measure, task), strict=True):
+        finite_values = resampled_values[np.isfinite(resampled_values)]
+        low, high = np.quantile(finite_values, tail_probabilities) if len(finite_values) else (math.nan, math.nan)
         value = function(measure.values, task.values).statistic
         results |= {name: float(value), f"{name}_low": float(low), f"{name}_high": float(high)}
     return results

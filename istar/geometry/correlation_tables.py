@@ -23,7 +23,7 @@ _MEASURE_TITLES = {
 
 
 def write_tables(results: CorrelationResults, table: Sheet, out: Path) -> list[Path]:
-    """Write all correlations and the shown table as `correlation.csv`, `table.csv` and `table.md`; return the paths."""
+    """Write all correlations to `correlation.csv`, and `table` to `table.csv` and `table.md`; return the paths."""
     text_by_name = {
         "correlation.csv": pd.DataFrame(results.rows).to_csv(index=False),
         "table.csv": sheets.to_csv(table),
@@ -38,12 +38,16 @@ def make_sheet(results: CorrelationResults, selection: Selection) -> Sheet:
     """Return the table of correlations, in the form of Table 1 of *Anisotropy is Not Inherent to Transformers*.
 
     If the user has selected no measures, layers or sources, the table has for each model the measures that the paper
-    reports, or all measures if the model has none of these. The paper's I(W) has the signs as computed; the table has
-    the one over both signs.
+    reports, or all measures if the model has none of these. The paper's I(W) has the eigenvectors' signs as computed;
+    the table's I(W) is over both signs.
     """
     rows = results.rows
     if not selection.has_row_filter:
-        rows = [row for group in _group_by_model(results).values() for row in _select_headline_rows(group) or group]
+        rows = [
+            row
+            for model_rows in _group_by_model(results).values()
+            for row in _select_headline_rows(model_rows) or model_rows
+        ]
     leading_columns = ["task", "model", *STATISTICS, "source", "layer", "measure", "n"]
     frame = pd.DataFrame(rows)
     frame = frame[[*leading_columns, *frame.columns.difference(leading_columns, sort=False)]]
@@ -51,16 +55,16 @@ def make_sheet(results: CorrelationResults, selection: Selection) -> Sheet:
     has_notes = any(_join_notes(row) for row in rows)
     header = ["task", "measure", "layer", "n", *(_make_statistic_title(name) for name in statistics)]
     header += ["note"] if has_notes else []
-    groups: dict[str, list[list[Entry]]] = {}
+    cells_by_model: dict[str, list[list[Entry]]] = {}
     for row in rows:
         note_cells = [Entry(_join_notes(row))] if has_notes else []
-        groups.setdefault(row["model"], []).append([*_make_cells(row, statistics), *note_cells])
+        cells_by_model.setdefault(row["model"], []).append([*_make_cells(row, statistics), *note_cells])
     return Sheet(
         "correlation",
         "Geometry and tasks",
         _make_caption(selection),
         tuple(header),
-        groups,
+        cells_by_model,
         frame,
         (*describe_shown_rows(results, selection), *results.remarks),
     )
@@ -81,16 +85,20 @@ def choose_headline_places(rows: Sequence[Mapping[str, Any]]) -> HeadlinePlaces:
     first text.
     """
     places = list(dict.fromkeys((row["source"], row["layer"]) for row in rows))
-    matrices = [place for name in ("output", "input") for place in places if place[1] == f"{name}_embeddings"]
-    positions = {place: position for place in places if (position := _layer_position(place[1])) is not None}
-    sources = list(dict.fromkeys(source for source, _ in positions))
-    source = "combined" if "combined" in sources else next(iter(sources), "")
-    layers = [place for place in positions if place[0] == source]
-    last_layer = max(layers, key=lambda place: positions[place], default=None)
+    matrices = [
+        (source, layer) for side in ("output", "input") for source, layer in places if layer == f"{side}_embeddings"
+    ]
+    position_by_place = {
+        (source, layer): position for source, layer in places if (position := _parse_layer_position(layer)) is not None
+    }
+    sources = list(dict.fromkeys(source for source, _ in position_by_place))
+    chosen_source = "combined" if "combined" in sources else next(iter(sources), "")
+    layers = [(source, layer) for source, layer in position_by_place if source == chosen_source]
+    last_layer = max(layers, key=lambda place: position_by_place[place], default=None)
     return HeadlinePlaces(next(iter(matrices), None), last_layer)
 
 
-def _layer_position(layer: str) -> float | None:
+def _parse_layer_position(layer: str) -> float | None:
     """Return the position of a layer in the model: infinity for the final normalization, None if it is no layer."""
     if layer == "final_norm":
         return math.inf
@@ -104,9 +112,9 @@ def _select_headline_rows(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
     I(W) over both signs of the eigenvectors can be compared between matrices; with the signs as computed it cannot.
     """
     places = choose_headline_places(rows)
-    selected = {(places.matrix, "partition_isotropy_both")}
-    selected |= {(places.last_layer, measure) for measure in ("isoscore", "inter_sim", "intra_sim")}
-    return [row for row in rows if ((row["source"], row["layer"]), row["measure"]) in selected]
+    headline_keys = {(places.matrix, "partition_isotropy_both")}
+    headline_keys |= {(places.last_layer, measure) for measure in ("isoscore", "inter_sim", "intra_sim")}
+    return [row for row in rows if ((row["source"], row["layer"]), row["measure"]) in headline_keys]
 
 
 def _group_by_model(results: CorrelationResults) -> dict[str, list[dict[str, Any]]]:
@@ -131,22 +139,24 @@ def describe_shown_rows(results: CorrelationResults, selection: Selection) -> li
             measures = measures_by_place.setdefault((row["source"], row["layer"]), [])
             if row["measure"] not in measures:
                 measures.append(row["measure"])
-        parts = [
-            f"{', '.join(map(_make_measure_title, measures))} of {_with_spaces(layer)}"
+        place_texts = [
+            f"{', '.join(map(_make_measure_title, measures))} of {_replace_underscores(layer)}"
             f"{f' over {source}' * bool(source)}"
             for (source, layer), measures in measures_by_place.items()
         ]
-        shown = "; ".join(parts) or "all measures, because it has none of an embedding matrix or a numbered layer"
-        sentences.append(f"{model or 'the model'}: {shown}")
+        shown_measures = (
+            "; ".join(place_texts) or "all measures, because it has none of an embedding matrix or a numbered layer"
+        )
+        sentences.append(f"{model or 'the model'}: {shown_measures}")
     return sentences
 
 
 def _make_measure_title(measure: str) -> str:
     """Return the title of a measure in the table."""
-    return _with_spaces(_MEASURE_TITLES.get(measure, measure))
+    return _replace_underscores(_MEASURE_TITLES.get(measure, measure))
 
 
-def _with_spaces(name: str) -> str:
+def _replace_underscores(name: str) -> str:
     """Return a name with spaces for underscores."""
     return name.replace("_", " ")
 
@@ -155,12 +165,12 @@ def _make_cells(row: Mapping[str, Any], statistics: Sequence[str]) -> list[Entry
     """Return the cells of one row of correlations; undefined statistics are dashes."""
     names = (row["task"], _make_measure_title(row["measure"]), row["layer"])
     numbers = (str(row["n"]), *(_format_with_interval(row, name) for name in statistics))
-    return [*(Entry(_with_spaces(name)) for name in names), *(Entry(text, number=True) for text in numbers)]
+    return [*(Entry(_replace_underscores(name)) for name in names), *(Entry(text, number=True) for text in numbers)]
 
 
-def _format_with_interval(row: Mapping[str, Any], name: str) -> str:
+def _format_with_interval(row: Mapping[str, Any], statistic: str) -> str:
     """Return a statistic of a row as text, with its interval if it has one; a dash if it is undefined."""
-    value, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
+    value, low, high = (row[f"{statistic}{suffix}"] for suffix in ("", "_low", "_high"))
     if math.isnan(value):
         return "-"
     return f"{value:.2f}" if math.isnan(low) else f"{value:.2f} [{low:.2f}, {high:.2f}]"
@@ -187,7 +197,7 @@ def _make_caption(selection: Selection) -> str:
     )
     if selection.covariates:
         caption += (
-            f" Partial: with {', '.join(map(_with_spaces, selection.covariates))} held constant, and Fisher's "
+            f" Partial: with {', '.join(map(_replace_underscores, selection.covariates))} held constant, and Fisher's "
             "intervals, which assume independent points."
         )
     return caption
@@ -201,6 +211,7 @@ def make_terminal_tables(sheet: Sheet) -> list[Table]:
         for header in ("task", "measure"):
             table.add_column(header, overflow="fold")
         table.add_column("n", justify="right", overflow="fold")
+        # The first four columns are the task, the measure, the layer and n.
         statistic_headers = [header for header in sheet.header[4:] if header != "note"]
         for header in statistic_headers:
             table.add_column(header, justify="right", overflow="fold", min_width=13)

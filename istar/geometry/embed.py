@@ -220,13 +220,13 @@ def make_frequency_table(counts: np.ndarray, tokens: Sequence[str | None]) -> pd
         counts: number of occurrences by token id.
         tokens: tokens by token id.
     """
-    ids = _sort_by_frequency(counts)
-    shares = counts[ids] / counts.sum()
+    token_ids = _sort_by_frequency(counts)
+    shares = counts[token_ids] / counts.sum()
     return pd.DataFrame({
-        "rank": np.arange(1, len(ids) + 1),
-        "id": ids,
-        "token": [json.dumps(tokens[token_id]) for token_id in ids],
-        "count": counts[ids],
+        "rank": np.arange(1, len(token_ids) + 1),
+        "id": token_ids,
+        "token": [json.dumps(tokens[token_id]) for token_id in token_ids],
+        "count": counts[token_ids],
         "share": shares,
         "cumulative_share": shares.cumsum(),
     })  # fmt: skip
@@ -251,15 +251,15 @@ def find_unused_tokens(tokens: Sequence[str | None]) -> list[int]:
     fewer than 2,000 tokens, the result is empty.
     """
     pattern = re.compile(r"[\[<]unused_?\d+[\]>]")
-    placeholders = [token_id for token_id, token in enumerate(tokens) if token and pattern.fullmatch(token)]
-    known = [token_id for token_id, token in enumerate(tokens) if token is not None]
-    return placeholders or (known[-BIN_SIZE:] if len(known) >= 2 * BIN_SIZE else [])
+    placeholder_ids = [token_id for token_id, token in enumerate(tokens) if token and pattern.fullmatch(token)]
+    known_ids = [token_id for token_id, token in enumerate(tokens) if token is not None]
+    return placeholder_ids or (known_ids[-BIN_SIZE:] if len(known_ids) >= 2 * BIN_SIZE else [])
 
 
 def measure_unused_similarity(
     matrix_by_form: Mapping[str, Tensor], tokens: Sequence[str | None], special_ids: set[int], counts: np.ndarray | None
 ) -> pd.DataFrame:
-    """Compute the mean cosine of unused tokens with the others, in bins of 1,000 (*Too Much in Common*, Figure 3).
+    """Compute the mean cosine of unused tokens with used ones, in bins of 1,000 (*Too Much in Common*, Figure 3).
 
     The bins are by token id, as in the paper: vocabularies such as BERT's are ordered by frequency. If `counts` is
     given, there are also bins by rank of frequency, and one bin of the tokens that do not occur.
@@ -277,7 +277,9 @@ def measure_unused_similarity(
     if not unused_ids:
         return pd.DataFrame()
     excluded = special_ids.union(unused_ids)
-    used_ids = np.array([i for i, token in enumerate(tokens) if token is not None and i not in excluded], dtype=int)
+    used_ids = np.array(
+        [token_id for token_id, token in enumerate(tokens) if token is not None and token_id not in excluded], dtype=int
+    )
     cosines_by_column: dict[str, np.ndarray] = {}
     for form, matrix in matrix_by_form.items():
         mean_direction = unit_vectors(matrix[unused_ids].double())[0].mean(0)
@@ -285,30 +287,30 @@ def measure_unused_similarity(
             unit_vectors(block)[0] @ mean_direction for block in upcast_blocks(matrix)
         ]).numpy()  # fmt: skip
     rows: list[dict[str, Any]] = []
-    for order, first, last, ids in _iterate_bins(used_ids, counts):
-        if len(ids):
-            occurrences = None if counts is None else int(counts[ids].sum())
-            row = {"order": order, "first": first, "last": last, "tokens": len(ids), "occurrences": occurrences}
-            rows.append({**row, **{name: cosines[ids].mean() for name, cosines in cosines_by_column.items()}})
+    for order, first, last, bin_ids in _iterate_bins(used_ids, counts):
+        if len(bin_ids):
+            occurrences = None if counts is None else int(counts[bin_ids].sum())
+            row = {"order": order, "first": first, "last": last, "tokens": len(bin_ids), "occurrences": occurrences}
+            rows.append({**row, **{name: cosines[bin_ids].mean() for name, cosines in cosines_by_column.items()}})
     return pd.DataFrame(rows)
 
 
 def _iterate_bins(
-    ids: np.ndarray, counts: np.ndarray | None
+    token_ids: np.ndarray, counts: np.ndarray | None
 ) -> Iterator[tuple[str, int | None, int | None, np.ndarray]]:
     """Divide token ids into bins by id and, if `counts` is given, also by rank of frequency.
 
     Yields:
         For each bin: what it is ordered by, its first and last position in that order, and its token ids.
     """
-    for start in range(0, int(ids.max(initial=-1)) + 1, BIN_SIZE):
-        yield "index", start, start + BIN_SIZE - 1, ids[(ids >= start) & (ids < start + BIN_SIZE)]
+    for start in range(0, int(token_ids.max(initial=-1)) + 1, BIN_SIZE):
+        yield "index", start, start + BIN_SIZE - 1, token_ids[(token_ids >= start) & (token_ids < start + BIN_SIZE)]
     if counts is None:
         return
-    ranked_ids = ids[_sort_by_frequency(counts[ids])]
+    ranked_ids = token_ids[_sort_by_frequency(counts[token_ids])]
     for start in range(0, len(ranked_ids), BIN_SIZE):
         yield "frequency", start + 1, min(start + BIN_SIZE, len(ranked_ids)), ranked_ids[start : start + BIN_SIZE]
-    yield "not in the text", None, None, ids[counts[ids] == 0]
+    yield "not in the text", None, None, token_ids[counts[token_ids] == 0]
 
 
 def write_results(results: EmbeddingResults, out: Path) -> list[Path]:
@@ -320,8 +322,8 @@ def write_results(results: EmbeddingResults, out: Path) -> list[Path]:
         UserError: if the folder holds the measures of another model.
     """
     _remove_earlier_results(results, out)
-    text = json.dumps({**results.metadata, "figures": results.measures_by_form}, indent=1)
-    write_text(out / "embeddings.json", text + "\n")
+    json_text = json.dumps({**results.metadata, "figures": results.measures_by_form}, indent=1)
+    write_text(out / "embeddings.json", json_text + "\n")
     rows = [{**results.metadata, "form": form, **measures} for form, measures in results.measures_by_form.items()]
     tables = {
         "embeddings": pd.DataFrame(rows).drop(columns="singular_values"),
@@ -329,15 +331,15 @@ def write_results(results: EmbeddingResults, out: Path) -> list[Path]:
         "unused": results.unused_similarity,
         "frequency": results.token_frequencies,
     }
-    written = [out / "embeddings.json"]
+    written_paths = [out / "embeddings.json"]
     for name, table in tables.items():
         path = out / f"{name}.csv"
         if table.empty:
             path.unlink(missing_ok=True)
         else:
             write_text(path, table.convert_dtypes().to_csv(index=False))
-            written.append(path)
-    return written
+            written_paths.append(path)
+    return written_paths
 
 
 def _remove_earlier_results(results: EmbeddingResults, out: Path) -> None:
@@ -347,9 +349,10 @@ def _remove_earlier_results(results: EmbeddingResults, out: Path) -> None:
         UserError: if the folder holds the measures of another model, or the model that is measured.
     """
     try:
-        earlier = json.loads((out / "embeddings.json").read_text(encoding="utf-8"))
-        earlier_model, earlier_weights = ModelName(earlier["model"], earlier["revision"]), earlier.get("weights")
-    except (OSError, ValueError, TypeError, KeyError):  # missing or foreign
+        earlier_metadata = json.loads((out / "embeddings.json").read_text(encoding="utf-8"))
+        earlier_model = ModelName(earlier_metadata["model"], earlier_metadata["revision"])
+        earlier_weights = earlier_metadata.get("weights")
+    except (OSError, ValueError, TypeError, KeyError):  # there is no such file, or `istar embed` did not write it
         return
     name, weights = results.metadata["model"], results.metadata["weights"]
     model = ModelName(name, results.metadata["revision"])
@@ -426,8 +429,8 @@ def make_remarks(results: EmbeddingResults) -> list[str]:
     """Return remarks on the results for the user, one line each, such as the benchmarks that are left out and why."""
     remarks = list(results.notes)
     if not results.word_similarity.empty:
-        undefined = results.word_similarity[results.word_similarity["note"] != ""]
-        remarks += [f"undefined: {row.benchmark}, {row.form}: {row.note}" for row in undefined.itertuples()]
+        undefined_rows = results.word_similarity[results.word_similarity["note"] != ""]
+        remarks += [f"undefined: {row.benchmark}, {row.form}: {row.note}" for row in undefined_rows.itertuples()]
     if results.metadata["tied"]:
         remarks.append("the output embeddings are tied to the input embeddings: processing one processes both")
     if not results.token_frequencies.empty:

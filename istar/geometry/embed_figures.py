@@ -50,6 +50,7 @@ def make_projection_plot(models: Sequence[ModelEmbeddings]) -> Plot:
     panels: list[Panel] = []
     for model in models:
         model_panels, explanation = make_projection_panels(model.projected_rows, model.label)
+        # The explanation of the colours is listed once, with the first panel.
         panels += [
             replace(panel, model=model.label, fixed_settings=explanation.removesuffix("."))
             for panel in model_panels[:1]
@@ -96,7 +97,7 @@ def make_sphere_plot(spheres: Sequence[Spectrum]) -> Plot:
 
     It is Figure 2 (a) of *Too Much in Common*.
     """
-    lines = [Line(_sphere_label(sphere), sphere.x, sphere.y) for sphere in spheres]
+    lines = [Line(_make_sphere_label(sphere), sphere.x, sphere.y) for sphere in spheres]
     return Plot(
         "figure2_spheres",
         "Figure 2, spheres",
@@ -113,7 +114,7 @@ def make_sphere_spectrum_plot(spheres: Sequence[Spectrum]) -> Plot:
 
     It is Figure 2 (b) of *Too Much in Common*.
     """
-    lines = [Line(_sphere_label(sphere), (1.0, 2.0, 3.0), sphere.singular_values) for sphere in spheres]
+    lines = [Line(_make_sphere_label(sphere), (1.0, 2.0, 3.0), sphere.singular_values) for sphere in spheres]
     return Plot(
         "figure2_singular_values",
         "Figure 2, singular values",
@@ -142,7 +143,7 @@ def make_unused_plot(models: Sequence[ModelEmbeddings]) -> Plot:
                     indices = tuple((bins["first"].astype(int) // embed.BIN_SIZE).astype(float))
                     lines.append(Line(model.label, indices, tuple(bins["cosine_raw"])))
         if lines:
-            label = _only_label(lines)
+            label = _get_only_label(lines)
             panels.append(make_panel("mean cosine", lines, f"{label}, {title}" if label else title))
     return Plot(
         "figure3_unused",
@@ -192,7 +193,7 @@ def make_norm_plot(models: Sequence[ModelEmbeddings]) -> Plot:
         "curve is scaled to its own maximum.",
         "ridges",
         "norm",
-        (make_panel("density", lines, _only_label(lines)),) if lines else (),
+        (make_panel("density", lines, _get_only_label(lines)),) if lines else (),
     )
 
 
@@ -228,9 +229,9 @@ def make_frequency_norm_plot(models: Sequence[ModelEmbeddings]) -> Plot:
         if not model.token_frequencies.empty:
             norms = model.token_frequencies["norm"].to_numpy()
             edges = np.unique(np.geomspace(1, len(norms) + 1, _RANK_BINS + 1).round().astype(int))
-            bins = list(itertools.pairwise(edges))
-            middles = tuple(float(np.sqrt(low * (high - 1))) for low, high in bins)
-            means = tuple(float(norms[low - 1 : high - 1].mean()) for low, high in bins)
+            rank_bins = list(itertools.pairwise(edges))
+            middles = tuple(float(np.sqrt(low * (high - 1))) for low, high in rank_bins)
+            means = tuple(float(norms[low - 1 : high - 1].mean()) for low, high in rank_bins)
             lines.append(Line(model.label, middles, means))
     return Plot(
         "frequency_norms",
@@ -240,27 +241,30 @@ def make_frequency_norm_plot(models: Sequence[ModelEmbeddings]) -> Plot:
         "smaller norms.",
         "line",
         "rank",
-        (make_panel("average norm", lines, _only_label(lines)),) if lines else (),
+        (make_panel("average norm", lines, _get_only_label(lines)),) if lines else (),
         log_x=True,
     )
 
 
-def _sphere_label(sphere: Spectrum) -> str:
+def _make_sphere_label(sphere: Spectrum) -> str:
     """Return the label of a sphere, which states how far its center is from the origin."""
     return f"center at {sphere.shift:g}"
 
 
-def _only_label(lines: Sequence[Line]) -> str:
+def _get_only_label(lines: Sequence[Line]) -> str:
     """Return the label of a line that is the only one and so has no legend; empty for several lines."""
     return lines[0].label if len(lines) == 1 else ""
 
 
-def _spread_ranks(count: int) -> np.ndarray:
-    """Return at most 200 of the ranks 1 to `count`, evenly spaced on a logarithmic axis up to rounding."""
-    return np.unique(np.geomspace(1, count, _MAX_RANK_POINTS).round().astype(int))
+def _spread_ranks(num_ranks: int) -> np.ndarray:
+    """Return at most 200 of the ranks 1 to `num_ranks`, evenly spaced on a logarithmic axis up to rounding."""
+    return np.unique(np.geomspace(1, num_ranks, _MAX_RANK_POINTS).round().astype(int))
 
 
 def _make_density_line(label: str, norms: np.ndarray) -> Line | None:
-    """Return a line with the kernel estimate_density estimate of norms, or None if all norms are equal."""
+    """Return a line with the estimate of `estimate_density` for norms, or None if the norms have no estimate."""
     estimate = estimate_density(norms)
-    return None if estimate is None else Line(label, tuple(estimate[0].tolist()), tuple(estimate[1].tolist()))
+    if estimate is None:
+        return None
+    positions, densities = estimate
+    return Line(label, tuple(positions.tolist()), tuple(densities.tolist()))

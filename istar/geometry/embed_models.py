@@ -78,27 +78,29 @@ def measure_model(
     counts = embed.count_tokens(texts, tokenizer, len(tokens)) if texts else None
     special_ids = set(tokenizer.all_special_ids)
     measures_by_form: dict[str, dict[str, Any]] = {}
-    norms: dict[str, np.ndarray] = {}
+    norms_by_form: dict[str, np.ndarray] = {}
     notes: list[str] = []
     similarities, unused_similarity = [], pd.DataFrame()
     for form in dict.fromkeys((*settings.similarity_forms, *embed.PAPER_FORMS)):
         components = settings.components if form.startswith("all_but_the_top") else None
-        processed = embed.FORM_FUNCTIONS[form](matrix.values, components)
-        measures_by_form[form] = measure_matrix(processed)
+        form_matrix = embed.FORM_FUNCTIONS[form](matrix.values, components)
+        measures_by_form[form] = measure_matrix(form_matrix)
         if form in ("raw", "centered"):
-            norms[form] = _compute_row_norms(processed)
+            norms_by_form[form] = _compute_row_norms(form_matrix)
         if form in settings.similarity_forms:
-            similarity, notes = embed.measure_word_similarity(benchmarks, {form: processed}, tokenizer, settings.policy)
+            similarity, notes = embed.measure_word_similarity(
+                benchmarks, {form: form_matrix}, tokenizer, settings.policy
+            )
             similarities.append(similarity)
-            cosines = embed.measure_unused_similarity({form: processed}, tokens, special_ids, counts)
+            form_unused_similarity = embed.measure_unused_similarity({form: form_matrix}, tokens, special_ids, counts)
             if unused_similarity.empty:
-                unused_similarity = cosines
+                unused_similarity = form_unused_similarity
             else:
-                unused_similarity[f"cosine_{form}"] = cosines[f"cosine_{form}"]
+                unused_similarity[f"cosine_{form}"] = form_unused_similarity[f"cosine_{form}"]
     token_frequencies = pd.DataFrame()
     if counts is not None:
         token_frequencies = embed.make_frequency_table(counts, tokens)
-        token_frequencies["norm"] = norms["raw"][token_frequencies["id"]]
+        token_frequencies["norm"] = norms_by_form["raw"][token_frequencies["id"]]
     return ModelEmbeddings(
         argument.default_label,
         {**embed.make_metadata(config, matrix), "components": settings.components},
@@ -108,7 +110,7 @@ def measure_model(
         unused_similarity,
         token_frequencies,
         summarize_rows(matrix.values, None if counts is None else torch.from_numpy(counts)),
-        norms,
+        norms_by_form,
     )
 
 
@@ -142,18 +144,18 @@ def count_words(texts: Iterable[Source]) -> pd.DataFrame:
     """Count the words of texts, and return a row for each word, the most frequent first.
 
     The columns are those of `embed.make_frequency_table`. A word is a run of letters, digits and underscores, and any
-    other character except whitespace is a word by itself. Upper and lower case are kept apart.
+    other character except whitespace is a word by itself. Words that differ only in case count as different words.
     """
     counter: Counter[str] = Counter()
     for source in texts:
         for document in read_documents(source.path):
             counter.update(_WORD_PATTERN.findall(document))
-    words = sorted(counter.items(), key=lambda item: (-item[1], item[0]))
-    counts = np.array([count for _, count in words], dtype=np.int64)
+    words = sorted(counter, key=lambda word: (-counter[word], word))
+    counts = np.array([counter[word] for word in words], dtype=np.int64)
     shares = counts / max(1, counts.sum())
     return pd.DataFrame({
         "rank": np.arange(1, len(words) + 1),
-        "word": [word for word, _ in words],
+        "word": words,
         "count": counts,
         "share": shares,
         "cumulative_share": shares.cumsum(),
@@ -169,5 +171,7 @@ def _sort_by_benchmark(similarity: pd.DataFrame) -> pd.DataFrame:
     """Group rows by benchmark, with the benchmarks in the order of their first row; the forms keep their order."""
     if similarity.empty:
         return similarity
-    rank = {name: index for index, name in enumerate(similarity["benchmark"].drop_duplicates())}
-    return similarity.sort_values("benchmark", key=lambda names: names.map(rank), kind="stable", ignore_index=True)
+    rank_by_name = {name: rank for rank, name in enumerate(similarity["benchmark"].drop_duplicates())}
+    return similarity.sort_values(
+        "benchmark", key=lambda names: names.map(rank_by_name), kind="stable", ignore_index=True
+    )

@@ -79,8 +79,8 @@ def write_page(
     """
     check_output_folder(out)
     contents = folder.page_files(_make_page(models, sheets, words, command), sheets)
-    records = [{"label": model.label, **model.metadata, "figures": model.measures_by_form} for model in models]
-    contents[JSON] = (json.dumps({"models": records}, indent=1) + "\n").encode()
+    model_records = [{"label": model.label, **model.metadata, "figures": model.measures_by_form} for model in models]
+    contents[JSON] = (json.dumps({"models": model_records}, indent=1) + "\n").encode()
     for name, table in _make_csv_tables(models, words).items():
         if not table.empty:
             contents[f"{name}.csv"] = table.convert_dtypes().to_csv(index=False).encode()
@@ -118,14 +118,14 @@ def _make_csv_tables(models: Sequence[ModelEmbeddings], words: pd.DataFrame) -> 
         tables = (model.word_similarity, model.unused_similarity, model.token_frequencies)
         for name, table in zip(tables_by_name, tables, strict=True):
             if not table.empty:
-                labelled = table.copy()
-                labelled.insert(0, "label", model.label)
-                tables_by_name[name].append(labelled)
-    joined = {
+                labelled_table = table.copy()
+                labelled_table.insert(0, "label", model.label)
+                tables_by_name[name].append(labelled_table)
+    joined_tables = {
         name: pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
         for name, tables in tables_by_name.items()
     }
-    return {"embeddings": pd.DataFrame(rows).drop(columns="singular_values"), **joined, "words": words}
+    return {"embeddings": pd.DataFrame(rows).drop(columns="singular_values"), **joined_tables, "words": words}
 
 
 def _make_page(
@@ -135,17 +135,19 @@ def _make_page(
     sections = [Section("reading", "How to read this", _READING_NOTES)]
     sections += [_make_table_section(sheets, name, title) for name, title in _TABLE_TITLES.items()]
     for plot in embed_figures.make_plots(models, words, make_spectra()):
-        empty = "" if plot.panels else _MISSING_REASONS[plot.name]
-        coverage = sheets.get("figure4_coverage") if plot.name == "figure4_frequencies" else None
-        sections.append(Section(plot.name, plot.title, [plot.caption], coverage, folder.render_pictures(plot), empty))
+        empty_note = "" if plot.panels else _MISSING_REASONS[plot.name]
+        coverage_sheet = sheets.get("figure4_coverage") if plot.name == "figure4_frequencies" else None
+        sections.append(
+            Section(plot.name, plot.title, [plot.caption], coverage_sheet, folder.render_pictures(plot), empty_note)
+        )
     if command:
         sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[command]))
     labels = [model.label for model in models]
-    head = ("Models", ", ".join(labels), f"measured by istar {version('istar')}")
+    subject_line = ("Models", ", ".join(labels), f"measured by istar {version('istar')}")
     num_rows = sum(model.measures_by_form["raw"]["rows"] for model in models)
     title = f"Embedding matrices of {join_names(labels) if len(labels) > 1 else labels[0]}"
     summary = [(str(len(labels)), "models"), (f"{num_rows:,}", "embeddings")]
-    return Page(title, head, KIND.generator, summary, sections)
+    return Page(title, subject_line, KIND.generator, summary, sections)
 
 
 _TABLE_TITLES = {

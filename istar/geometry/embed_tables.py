@@ -128,13 +128,13 @@ def make_coverage_table(models: Sequence[ModelEmbeddings], words: pd.DataFrame) 
 
 
 def make_terminal_table(sheet: Sheet) -> Table:
-    """Return the terminal table of a sheet; if the sheet has rows_by_group, their names are in the first column."""
+    """Return the terminal table of a sheet. The first column has the names of the groups, if the sheet has any."""
     has_groups = any(sheet.rows_by_group)
     table = Table(title=sheet.title, title_justify="left", padding=(0, 0, 0, 1))
-    for column, name in enumerate((sheet.group_header, *sheet.header) if has_groups else sheet.header):
-        is_text = column < sheet.num_row_headers + has_groups
+    for column_index, header in enumerate((sheet.group_header, *sheet.header) if has_groups else sheet.header):
+        is_text = column_index < sheet.num_row_headers + has_groups
         table.add_column(
-            name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text or name == "source"
+            header, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text or header == "source"
         )
     for group, rows in sheet.rows_by_group.items():
         for index, row in enumerate(rows):
@@ -147,15 +147,15 @@ def make_terminal_table(sheet: Sheet) -> Table:
 def _make_isotropy_rows(model: ModelEmbeddings) -> Iterator[_Row]:
     """Yield the rows of a model in the table of isotropy and norms, measured and published."""
 
-    def isotropy_values(signs: str) -> dict[str, float]:
+    def collect_isotropy(signs: str) -> dict[str, float]:
         """Return I(W) of each form by the column's name, for a sign convention."""
         measure = f"partition_isotropy_{signs}"
         return {column: model.measures_by_form[form][measure] for column, (_, form) in _ISOTROPY_COLUMNS.items()}
 
-    measured = isotropy_values("as_computed")
+    measured = collect_isotropy("as_computed")
     measured |= {column: model.measures_by_form["raw"][measure] for column, (_, measure) in _NORM_COLUMNS.items()}
     yield _Row(model.label, form="", source=_MEASURED, values=measured)
-    yield _Row(model.label, form="", source=_BOTH_SIGNS, values=isotropy_values("both"))
+    yield _Row(model.label, form="", source=_BOTH_SIGNS, values=collect_isotropy("both"))
     paper_model = _find_paper_model(model)
     if paper_model is not None:
         published = dict(published_embeddings.read_isotropy_and_norms(paper_model))
@@ -170,30 +170,30 @@ def _make_average_rows(model: ModelEmbeddings) -> Iterator[_Row]:
     if similarity.empty:
         return
     has_all_benchmarks = set(similarity["benchmark"]) == set(BENCHMARK_TITLES)
-    raw: dict[str, float] = {}
+    raw_means: dict[str, float] = {}
     published_raw: Mapping[str, float] = {}
-    for form, group in similarity.groupby("form", sort=False):
+    for form, form_rows in similarity.groupby("form", sort=False):
         # A benchmark whose correlation is undefined makes the average undefined.
-        means = {score: 100 * float(group[f"{score}_pearson"].mean(skipna=False)) for score in _SCORE_HEADERS}
-        raw = raw or means
-        measured = _with_gains(means, raw) | {"benchmarks": float(len(group))}
+        means = {score: 100 * float(form_rows[f"{score}_pearson"].mean(skipna=False)) for score in _SCORE_HEADERS}
+        raw_means = raw_means or means
+        measured = _add_gains(means, raw_means) | {"benchmarks": float(len(form_rows))}
         yield _Row(model.label, str(form), _MEASURED, measured)
         paper_model = _find_wordsim_paper_model(model, str(form))
         published = published_embeddings.read_average_similarity(paper_model, str(form)) if has_all_benchmarks else {}
         if published:
             published_raw = published_raw or published
-            yield from _make_published_rows(model.label, str(form), measured, _with_gains(published, published_raw))
+            yield from _make_published_rows(model.label, str(form), measured, _add_gains(published, published_raw))
 
 
 def _make_benchmark_rows(model: ModelEmbeddings) -> Iterator[_Row]:
     """Yield the rows of a model in the table of word similarity by benchmark, measured and published."""
     if model.word_similarity.empty:
         return
-    for form, group in model.word_similarity.groupby("form", sort=False):
+    for form, form_rows in model.word_similarity.groupby("form", sort=False):
         measured: dict[str, float] = {}
         published: dict[str, float] = {}
         paper_model = _find_wordsim_paper_model(model, str(form))
-        for row in group.to_dict("records"):
+        for row in form_rows.to_dict("records"):
             paper_scores = published_embeddings.read_benchmark_similarity(paper_model, str(form), str(row["benchmark"]))
             for score in _SCORE_HEADERS:
                 column = f"{row['benchmark']}/{score}"
@@ -205,9 +205,9 @@ def _make_benchmark_rows(model: ModelEmbeddings) -> Iterator[_Row]:
             yield from _make_published_rows(model.label, str(form), measured, published)
 
 
-def _with_gains(scores: Mapping[str, float], raw: Mapping[str, float]) -> dict[str, float]:
+def _add_gains(scores: Mapping[str, float], raw_scores: Mapping[str, float]) -> dict[str, float]:
     """Return scores together with their differences from the scores of the raw matrix."""
-    return {**scores, **{f"{score}_gain": scores[score] - raw[score] for score in _SCORE_HEADERS}}
+    return {**scores, **{f"{score}_gain": scores[score] - raw_scores[score] for score in _SCORE_HEADERS}}
 
 
 def _make_published_rows(
@@ -258,8 +258,8 @@ def _describe_left_out(models: Sequence[ModelEmbeddings]) -> tuple[str, ...]:
     notes = [f"{model.label}: {note}" for model in models for note in model.notes]
     for model in models:
         if not model.word_similarity.empty:
-            undefined = model.word_similarity[model.word_similarity["note"] != ""]
-            notes += [f"{model.label}: {row.benchmark}, {row.form}: {row.note}" for row in undefined.itertuples()]
+            undefined_rows = model.word_similarity[model.word_similarity["note"] != ""]
+            notes += [f"{model.label}: {row.benchmark}, {row.form}: {row.note}" for row in undefined_rows.itertuples()]
     return tuple(notes)
 
 
@@ -296,16 +296,18 @@ def _make_sheet(
         notes: sentences below the table.
     """
     has_forms = any(row.form for row in rows)
-    groups: dict[str, list[list[Entry]]] = {}
+    rows_by_model: dict[str, list[list[Entry]]] = {}
     records = []
     for row in rows:
         keys = {"form": row.form, "source": row.source} if has_forms else {"source": row.source}
         records.append({"model": row.model, **keys, **{column: row.values.get(column, math.nan) for column in headers}})
         form_cells = [Entry(_FORM_NAMES[row.form])] if has_forms else []
         number_cells = [_make_number_cell(row, column, format_number) for column in headers]
-        groups.setdefault(row.model, []).append([*form_cells, Entry(row.source), *number_cells])
+        rows_by_model.setdefault(row.model, []).append([*form_cells, Entry(row.source), *number_cells])
     header = (*(("form",) if has_forms else ()), "source", *headers.values())
-    return Sheet(name, title, caption, header, groups, pd.DataFrame(records), notes, num_row_headers=1 + has_forms)
+    return Sheet(
+        name, title, caption, header, rows_by_model, pd.DataFrame(records), notes, num_row_headers=1 + has_forms
+    )
 
 
 def _make_number_cell(row: _Row, column: str, format_number: Callable[[float], str]) -> Entry:
@@ -334,19 +336,21 @@ def _mark_best(sheet: Sheet, rows: Sequence[_Row], columns: list[str]) -> Sheet:
         columns: names of the table's number columns, which are its last ones.
     """
     num_leading_columns = len(sheet.header) - len(columns)
-    marked: dict[str, list[list[Entry]]] = {}
-    for model_label, cells in sheet.rows_by_group.items():
+    marked_rows_by_model: dict[str, list[list[Entry]]] = {}
+    for model_label, model_cells in sheet.rows_by_group.items():
         model_rows = [row for row in rows if row.model == model_label]
-        marked[model_label] = [list(row) for row in cells]
+        marked_rows_by_model[model_label] = [list(row) for row in model_cells]
         for source in (_MEASURED, _PUBLISHED):
             for score in _SCORE_HEADERS:
                 values = [row.values.get(score, math.nan) if row.source == source else math.nan for row in model_rows]
                 best = max((value for value in values if not math.isnan(value)), default=None)
                 for index, value in enumerate(values):
                     if value == best:
-                        column = num_leading_columns + columns.index(score)
-                        marked[model_label][index][column] = Entry(cells[index][column].text, bold=True, number=True)
-    return Sheet(**{**vars(sheet), "rows_by_group": marked})
+                        column_index = num_leading_columns + columns.index(score)
+                        marked_rows_by_model[model_label][index][column_index] = Entry(
+                            model_cells[index][column_index].text, bold=True, number=True
+                        )
+    return Sheet(**{**vars(sheet), "rows_by_group": marked_rows_by_model})
 
 
 def _format_score(value: float) -> str:

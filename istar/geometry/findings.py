@@ -74,72 +74,76 @@ def describe_findings(measured: Measurements) -> list[str]:
     return [*sentences, *_warn_of_too_few_tokens(measured)]
 
 
-def _find_extreme(layers: Layers, name: str, largest: bool = True) -> tuple[str, float]:
-    """Return the layer with the largest or smallest finite value of a measure, and the value; NaN if none is finite."""
-    values = {tap: measures.get(name, math.nan) for tap, measures in layers.items()}
-    finite = {tap: value for tap, value in values.items() if math.isfinite(value)}
-    if not finite:
+def _find_extreme(layers: Layers, name: str, find_largest: bool = True) -> tuple[str, float]:
+    """Return the layer with the largest or smallest finite value of a measure, and the value.
+
+    If no value is finite, the layer is an empty string and the value NaN.
+    """
+    value_by_tap = {tap: measures.get(name, math.nan) for tap, measures in layers.items()}
+    finite_by_tap = {tap: value for tap, value in value_by_tap.items() if math.isfinite(value)}
+    if not finite_by_tap:
         return "", math.nan
-    tap = (max if largest else min)(finite, key=lambda tap: finite[tap])
-    return tap, finite[tap]
+    tap = (max if find_largest else min)(finite_by_tap, key=lambda tap: finite_by_tap[tap])
+    return tap, finite_by_tap[tap]
 
 
 def _find_dominant_dimension(layers: Layers) -> Iterator[Finding]:
     """Yield a finding if a single dimension holds a large share of a layer's variance."""
     tap, share = _find_extreme(layers, "largest_variance_share")
     if share >= VARIANCE_SHARE:
-        yield Finding(
-            f"One dimension holds {share:.0%} of the variance of {_layer_phrase(tap)}.", share / VARIANCE_SHARE
-        )
+        yield Finding(f"One dimension holds {share:.0%} of the variance of {_name_layer(tap)}.", share / VARIANCE_SHARE)
 
 
 def _find_common_direction(layers: Layers) -> Iterator[Finding]:
     """Yield a finding if the average cosine of two tokens is large in a layer."""
     tap, cosine = _find_extreme(layers, "inter_sim")
     if cosine >= INTER_SIM:
-        sentence = f"All states of {_layer_phrase(tap)} share a direction: two random tokens have an average cosine of "
+        sentence = f"All states of {_name_layer(tap)} share a direction: two random tokens have an average cosine of "
         yield Finding(f"{sentence}{cosine:.2f}.", cosine / INTER_SIM)
 
 
 def _find_few_directions(layers: Layers) -> Iterator[Finding]:
     """Yield a finding if IsoScore is small in a layer."""
-    tap, score = _find_extreme(layers, "isoscore", largest=False)
+    tap, score = _find_extreme(layers, "isoscore", find_largest=False)
     if score <= ISOSCORE:
         directions = layers[tap]["participation_ratio"]
         yield Finding(
-            f"The variance of {_layer_phrase(tap)} is concentrated: IsoScore {score:.3f}, as if it were spread over "
+            f"The variance of {_name_layer(tap)} is concentrated: IsoScore {score:.3f}, as if it were spread over "
             f"{directions:.1f} directions.",
-            # A score of 0 would be infinitely unusual.
+            # The lower bound keeps the excess finite for a score of 0.
             ISOSCORE / max(score, 1e-3),
         )
 
 
 def _find_offset_dimension(measured: Measurements) -> Iterator[Finding]:
     """Yield a finding if the mean of a dimension is many typical standard deviations from 0."""
-    by_tap = measured.extremes.get(measured.combined_key, {})
-    offsets = {
+    extremes_by_tap = measured.extremes.get(measured.combined_key, {})
+    offset_by_place = {
         (tap, int(extreme["dimension"])): abs(extreme["mean_by_typical_deviation"])
-        for tap, extremes in by_tap.items()
+        for tap, extremes in extremes_by_tap.items()
         for extreme in extremes
         if math.isfinite(extreme["mean_by_typical_deviation"])
     }
-    if not offsets:
+    if not offset_by_place:
         return
-    (tap, dimension), offset = max(offsets.items(), key=lambda item: item[1])
+    tap, dimension = max(offset_by_place, key=lambda place: offset_by_place[place])
+    offset = offset_by_place[tap, dimension]
     if offset >= OFFSET:
         sentence = (
-            f"The mean of dimension {dimension} of {_layer_phrase(tap)} is {offset:.0f} typical standard deviations "
+            f"The mean of dimension {dimension} of {_name_layer(tap)} is {offset:.0f} typical standard deviations "
         )
         yield Finding(f"{sentence}from 0.", offset / OFFSET)
 
 
 def _find_norm_growth(layers: Layers) -> Iterator[Finding]:
     """Yield a finding if the average norm differs by a large factor between layers."""
-    (low_tap, low), (high_tap, high) = (_find_extreme(layers, "average_norm", largest) for largest in (False, True))
+    (low_tap, low), (high_tap, high) = (
+        _find_extreme(layers, "average_norm", find_largest) for find_largest in (False, True)
+    )
     if low > 0 and high >= NORM_GROWTH * low:
         yield Finding(
-            f"The average norm is {high / low:.0f} times as large in {_layer_phrase(high_tap)} as in "
-            f"{_layer_phrase(low_tap)}: {high:.3g} and {low:.3g}.",
+            f"The average norm is {high / low:.0f} times as large in {_name_layer(high_tap)} as in "
+            f"{_name_layer(low_tap)}: {high:.3g} and {low:.3g}.",
             high / low / NORM_GROWTH,
         )
 
@@ -149,7 +153,7 @@ def _find_heavy_tails(layers: Layers) -> Iterator[Finding]:
     tap, kurtosis = _find_extreme(layers, "largest_kurtosis")
     if kurtosis >= KURTOSIS:
         sentence = (
-            f"A dimension of {_layer_phrase(tap)} has rare, very large values: its excess kurtosis is {kurtosis:,.0f}."
+            f"A dimension of {_name_layer(tap)} has rare, very large values: its excess kurtosis is {kurtosis:,.0f}."
         )
         # The root makes the excess of a fourth moment comparable with that of the other measures.
         yield Finding(sentence, math.sqrt(kurtosis / KURTOSIS))
@@ -157,15 +161,15 @@ def _find_heavy_tails(layers: Layers) -> Iterator[Finding]:
 
 def _find_rogue_dimensions(layers: Layers) -> Iterator[Finding]:
     """Yield a finding if the average cosine of a layer falls far without five dimensions."""
-    drops = {
+    drop_by_tap = {
         tap: {"drop": measures.get("sample_inter_sim", math.nan) - measures.get(_WITHOUT_TOP_5, math.nan)}
         for tap, measures in layers.items()
     }
-    tap, drop = _find_extreme(drops, "drop")
+    tap, drop = _find_extreme(drop_by_tap, "drop")
     if drop >= ROGUE_DROP:
         before, after = layers[tap]["sample_inter_sim"], layers[tap][_WITHOUT_TOP_5]
         yield Finding(
-            f"Five dimensions carry much of the common direction of {_layer_phrase(tap)}: without them, the average "
+            f"Five dimensions carry much of the common direction of {_name_layer(tap)}: without them, the average "
             f"cosine of a sample of tokens falls from {before:.2f} to {after:.2f}.",
             drop / ROGUE_DROP,
         )
@@ -173,13 +177,14 @@ def _find_rogue_dimensions(layers: Layers) -> Iterator[Finding]:
 
 def _find_massive_activations(measured: Measurements) -> Iterator[Finding]:
     """Yield a finding on the largest massive activation of all layers, if there is any."""
-    by_tap = measured.massive.get(measured.combined_key, {})
-    largest = {tap: activations[0] for tap, activations in by_tap.items() if activations}
-    if not largest:
+    activations_by_tap = measured.massive.get(measured.combined_key, {})
+    largest_by_tap = {tap: activations[0] for tap, activations in activations_by_tap.items() if activations}
+    if not largest_by_tap:
         return
-    tap = max(largest, key=lambda tap: largest[tap].get("ratio") or 0.0)
-    activation = largest[tap]
-    ratio, subject = activation.get("ratio") or MASSIVE_RATIO, _layer_phrase(tap)
+    tap = max(largest_by_tap, key=lambda tap: largest_by_tap[tap].get("ratio") or 0.0)
+    activation = largest_by_tap[tap]
+    # The ratio is missing if the median is 0, and in files of earlier versions.
+    ratio, subject = activation.get("ratio") or MASSIVE_RATIO, _name_layer(tap)
     yield Finding(
         f"{subject[0].upper()}{subject[1:]} has massive activations: {activation['value']:,.0f} in dimension "
         f"{activation['dimension']} at position {activation['position']} is {ratio:,.0f} times the median magnitude.",
@@ -189,18 +194,20 @@ def _find_massive_activations(measured: Measurements) -> Iterator[Finding]:
 
 def _find_large_first_token(measured: Measurements) -> Iterator[Finding]:
     """Yield a finding if the first token of the model's input has a far larger norm than the others in a layer."""
-    ratios = {}
+    measures_by_tap = {}
     for tap, columns in measured.by_position.get(measured.combined_key, {}).items():
+        # The comparison needs tokens at position 0, which are a bin of their own, and in another bin.
         if len(columns["first"]) < 2 or columns["first"][0] != 0:
             continue
-        sum_of_other_norms = sum(map(math.prod, zip(columns["norm"][1:], columns["tokens"][1:], strict=True)))
+        other_bins = zip(columns["norm"][1:], columns["tokens"][1:], strict=True)
+        sum_of_other_norms = sum(average_norm * num_tokens for average_norm, num_tokens in other_bins)
         if sum_of_other_norms > 0:
-            ratios[tap] = {"ratio": columns["norm"][0] / (sum_of_other_norms / sum(columns["tokens"][1:]))}
-    tap, ratio = _find_extreme(ratios, "ratio")
+            measures_by_tap[tap] = {"ratio": columns["norm"][0] / (sum_of_other_norms / sum(columns["tokens"][1:]))}
+    tap, ratio = _find_extreme(measures_by_tap, "ratio")
     if ratio >= FIRST_POSITION:
         yield Finding(
             f"The first token of the model's input has {ratio:.0f} times the average norm of the others in "
-            f"{_layer_phrase(tap)}.",
+            f"{_name_layer(tap)}.",
             ratio / FIRST_POSITION,
         )
 
@@ -219,7 +226,7 @@ def _find_shifted_embeddings(measured: Measurements) -> Iterator[Finding]:
 
 def _describe_no_findings(layers: Layers) -> str:
     """Return a sentence that no layer is unusual, with the range of IsoScore and the largest InterSim."""
-    low, high = (_find_extreme(layers, "isoscore", largest)[1] for largest in (False, True))
+    low, high = (_find_extreme(layers, "isoscore", find_largest)[1] for find_largest in (False, True))
     cosine = _find_extreme(layers, "inter_sim")[1]
     return (
         f"No layer is unusual: IsoScore is {low:.2f} to {high:.2f}, and the average cosine of two tokens is at most "
@@ -229,15 +236,15 @@ def _describe_no_findings(layers: Layers) -> str:
 
 def _warn_of_too_few_tokens(measured: Measurements) -> Iterator[str]:
     """Yield a warning if there are too few tokens per dimension for IsoScore and the ranks."""
-    tokens = next(iter(measured.all_texts.values()))["tokens"]
-    dimensions = measured.matrices["input"]["raw"]["dimensions"]
-    if tokens < TOKENS_PER_DIMENSION * dimensions:
+    num_tokens = next(iter(measured.all_texts.values()))["tokens"]
+    num_dimensions = measured.matrices["input"]["raw"]["dimensions"]
+    if num_tokens < TOKENS_PER_DIMENSION * num_dimensions:
         yield (
-            f"There are only {tokens:,.0f} tokens for {dimensions:,} dimensions: IsoScore and the ranks are too low; "
-            "measure longer texts."
+            f"There are only {num_tokens:,.0f} tokens for {num_dimensions:,} dimensions: IsoScore and the ranks are "
+            "too low; measure longer texts."
         )
 
 
-def _layer_phrase(tap: str) -> str:
+def _name_layer(tap: str) -> str:
     """Return the name of a layer as in a sentence: "layer 3", but "the embeddings" with an article."""
     return format_tap_name(tap) if tap.startswith("layer_") else f"the {format_tap_name(tap)}"

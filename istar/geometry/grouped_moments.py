@@ -74,8 +74,8 @@ class _Grouped(ABC, Generic[T]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the tensors that `state_dict` returned."""
-        for part, values in zip(self._parts, state["parts"], strict=True):
-            set_tensors(part, values)
+        for part, tensors in zip(self._parts, state["parts"], strict=True):
+            set_tensors(part, tensors)
         self._waiting = [[points.to(self._device) for points in waiting] for waiting in state["waiting"]]
 
     @torch.no_grad()

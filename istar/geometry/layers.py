@@ -161,15 +161,15 @@ class Layer:
 
     def merge(self, other: "Layer") -> None:
         """Add the points of another accumulator, group by group."""
-        for name, accumulator in self._accumulators().items():
-            accumulator.merge(other._accumulators()[name])
+        for name, accumulator in self._get_accumulators().items():
+            accumulator.merge(other._get_accumulators()[name])
 
     @property
     def moments(self) -> FourthMoments:
         """Moments of all points, merged from those of the groups at each access."""
         return self._moments.total()
 
-    def _accumulators(self) -> dict[str, Any]:
+    def _get_accumulators(self) -> dict[str, Any]:
         """Return the accumulators of this layer by attribute name, which is also their key in the saved state."""
         return {name: value for name, value in vars(self).items() if name != "settings" and value is not None}
 
@@ -181,12 +181,12 @@ class Layer:
                 if isinstance(accumulator, GroupedMoments | GroupedSentences)
                 else get_tensors(accumulator)
             )
-            for name, accumulator in self._accumulators().items()
+            for name, accumulator in self._get_accumulators().items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the tensors that `state_dict` returned."""
-        for name, accumulator in self._accumulators().items():
+        for name, accumulator in self._get_accumulators().items():
             if isinstance(accumulator, GroupedMoments | GroupedSentences):
                 accumulator.load_state_dict(state[name])
             else:
@@ -218,7 +218,7 @@ class Layer:
         norms = self.norms.compute()
         measures: dict[str, float | Tensor] = {
             "tokens": float(moments.count),
-            **_covariance_measures(moments, spectra["centered"]),
+            **_compute_covariance_measures(moments, spectra["centered"]),
             "inter_sim": self.cosine.compute(),
             "mean_direction_norm": self.cosine.mean_direction_norm(),
             "average_norm": norms.average,
@@ -241,7 +241,7 @@ class Layer:
             measures["intra_sim"] = self.types.inter_sim().nanmean()
             measures["adjusted_intra_sim"] = measures["intra_sim"] - measures["inter_sim"]
         if self._sentences is not None:
-            measures[SCORE_BY_SENTENCE] = _sentence_score_or_nan(self._sentences.total())
+            measures[SCORE_BY_SENTENCE] = _compute_sentence_score(self._sentences.total())
         if self._kurtosis is not None:
             token_kurtosis = self._kurtosis.compute()
             measures |= {"token_kurtosis": token_kurtosis.average, "largest_token_kurtosis": token_kurtosis.largest}
@@ -249,7 +249,7 @@ class Layer:
         if massive is not None:
             measures |= {"massive_activations": massive.count, "largest_activation_ratio": massive.largest_ratio}
         replicates = self.compute_replicates() if replicates is None else replicates
-        return {**{name: float(value) for name, value in measures.items()}, **_jackknife_errors(replicates)}
+        return {**{name: float(value) for name, value in measures.items()}, **_compute_jackknife_errors(replicates)}
 
     def find_massive_activations(self) -> MassiveActivationsSummary | None:
         """Return the massive activations, or None if the settings leave them out."""
@@ -276,43 +276,44 @@ class Layer:
         """
         if self._groups is None:
             return {}
-        names = [
+        measure_names = [
             "tokens",
             *MEASURES_WITH_ERROR,
             *(COVARIANCE_MEASURES_WITH_ERROR if self.settings.scatter_by_group else ()),
         ]
         try:
-            estimates = list(self._measures_without_each_group()) if (self._groups.count > 0).all() else []
-        except UserError:
+            estimates = list(self._compute_without_each_group()) if (self._groups.count > 0).all() else []
+        except UserError:  # a measure is not defined without one of the groups
             estimates = []
-        replicates = {name: [measures[name] for measures in estimates] for name in names}
+        replicates = {name: [measures[name] for measures in estimates] for name in measure_names}
         if self._sentences is not None and self.settings.scatter_by_group:
-            scores = [_sentence_score_or_nan(moments) for moments in self._sentences.without_each()]
+            scores = [_compute_sentence_score(moments) for moments in self._sentences.without_each()]
             has_empty_group = any(part.sentences == 0 for part in self._sentences.parts())
             is_defined = not has_empty_group and all(map(math.isfinite, scores))
             replicates[SCORE_BY_SENTENCE] = scores if is_defined else []
         return replicates
 
-    def _measures_without_each_group(self) -> Iterator[dict[str, float]]:
+    def _compute_without_each_group(self) -> Iterator[dict[str, float]]:
         """Yield, for each group, the measures that have a standard error, computed from all other groups."""
         assert self._groups is not None
-        indices = torch.arange(self._groups.groups)
+        group_indices = torch.arange(self._groups.groups)
         without_each = self._moments.without_each() if self.settings.scatter_by_group else itertools.repeat(None)
-        for index, moments in zip(indices, without_each, strict=False):
-            rest = self._groups.regroup((indices == index).long(), 2).compute()[0]
+        for left_out_index, moments in zip(group_indices, without_each, strict=False):
+            # All other groups become group 0, and the one that is left out becomes group 1.
+            other_points = self._groups.regroup((group_indices == left_out_index).long(), 2).compute()[0]
             measures: dict[str, float | Tensor] = {
-                "tokens": rest.count,
-                "inter_sim": rest.inter_sim,
-                "average_norm": rest.average_norm,
+                "tokens": other_points.count,
+                "inter_sim": other_points.inter_sim,
+                "average_norm": other_points.average_norm,
             }
             if moments is not None:
                 mean_vector = torch.linalg.vector_norm(moments.mean)
-                measures |= _covariance_measures(moments, singular_values(moments))
-                measures |= {"mean_vector_norm": mean_vector, "norm_ratio": mean_vector / rest.average_norm}
+                measures |= _compute_covariance_measures(moments, singular_values(moments))
+                measures |= {"mean_vector_norm": mean_vector, "norm_ratio": mean_vector / other_points.average_norm}
             yield {name: float(value) for name, value in measures.items()}
 
 
-def _jackknife_errors(replicates: Mapping[str, list[float]]) -> dict[str, float]:
+def _compute_jackknife_errors(replicates: Mapping[str, list[float]]) -> dict[str, float]:
     """Return the jackknife standard error of each measure as `<name>_error`, or NaN for a measure without replicates.
 
     `replicates` is a result of `Layer.compute_replicates`.
@@ -320,7 +321,7 @@ def _jackknife_errors(replicates: Mapping[str, list[float]]) -> dict[str, float]
     return {f"{name}_error": jackknife_error(values) for name, values in replicates.items() if name != "tokens"}
 
 
-def _covariance_measures(moments: FourthMoments, centered_spectrum: Tensor) -> dict[str, Tensor | float]:
+def _compute_covariance_measures(moments: FourthMoments, centered_spectrum: Tensor) -> dict[str, Tensor | float]:
     """Compute the measures of the covariance of points from their moments and their centered singular values `(d,)`."""
     score = isoscore(moments)
     return {
@@ -331,7 +332,7 @@ def _covariance_measures(moments: FourthMoments, centered_spectrum: Tensor) -> d
     }
 
 
-def _sentence_score_or_nan(moments: SentenceMoments) -> float:
+def _compute_sentence_score(moments: SentenceMoments) -> float:
     """Return IsoScore by sentence, or NaN if there are too few sentences."""
     try:
         return moments.score().item()
@@ -356,11 +357,11 @@ def _summarize_bins(groups: GroupedPoints) -> dict[str, list[float]]:
     The columns are the bin's smallest and largest value, `first` and `last`, the number of `tokens`, their average
     `norm`, and `inter_sim`, which is NaN for a single token.
     """
-    bins = [(log2_bin_range(index), summary) for index, summary in enumerate(groups.compute()) if summary.count]
+    bins = [(*log2_bin_range(index), summary) for index, summary in enumerate(groups.compute()) if summary.count]
     return {
-        "first": [value_range[0] for value_range, _ in bins],
-        "last": [value_range[1] for value_range, _ in bins],
-        "tokens": [summary.count for _, summary in bins],
-        "norm": [summary.average_norm for _, summary in bins],
-        "inter_sim": [summary.inter_sim for _, summary in bins],
+        "first": [first for first, _, _ in bins],
+        "last": [last for _, last, _ in bins],
+        "tokens": [summary.count for *_, summary in bins],
+        "norm": [summary.average_norm for *_, summary in bins],
+        "inter_sim": [summary.inter_sim for *_, summary in bins],
     }

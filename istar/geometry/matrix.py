@@ -42,30 +42,30 @@ def read_matrix(config: ModelConfig, side: Side = "input") -> Matrix:
         UserError: if the model cannot be found or read, or has no such matrix.
     """
     model = _build_without_weights(config)
-    weight = _embedding_weight(model, side)
+    weight = _get_embedding_weight(model, side)
     if weight is None:
         raise UserError(f"{config.name} is a {type(model).__name__}, which has no {side} embeddings; choose another")
-    tied = _embedding_weight(model, "input") is _embedding_weight(model, "output")
+    tied = _get_embedding_weight(model, "input") is _get_embedding_weight(model, "output")
     # A tied matrix has two names, and a file may hold it under either.
     names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight]
-    stored = _read_tensor(config, _possible_stored_names(names, model.base_model_prefix))
-    if stored is None:
-        loaded = load_pretrained(config, type(model), dtype=torch.float32)
-        return Matrix(loaded.get_parameter(names[0]).detach(), side, names[0], None, tied)
-    values, tensor, path = stored
+    stored_tensor = _read_tensor(config, _list_stored_names(names, model.base_model_prefix))
+    if stored_tensor is None:
+        loaded_model = load_pretrained(config, type(model), dtype=torch.float32)
+        return Matrix(loaded_model.get_parameter(names[0]).detach(), side, names[0], None, tied)
+    values, tensor_name, path = stored_tensor
     if values.shape != weight.shape:
         raise UserError(
-            f"{path}: {tensor} has the shape {tuple(values.shape)}; expected {tuple(weight.shape)}, as in config.json; "
-            "the two files are not of one model"
+            f"{path}: {tensor_name} has the shape {tuple(values.shape)}; expected {tuple(weight.shape)}, as in "
+            "config.json; the two files are not of one model"
         )
-    return Matrix(values.float(), side, tensor, path.name, tied)
+    return Matrix(values.float(), side, tensor_name, path.name, tied)
 
 
 def read_untied_output(config: ModelConfig) -> Matrix | None:
     """Read a model's output embeddings; return None if it has none or they are tied to the input embeddings."""
     model = _build_without_weights(config)
-    weight = _embedding_weight(model, "output")
-    is_tied = weight is not None and weight is _embedding_weight(model, "input")
+    weight = _get_embedding_weight(model, "output")
+    is_tied = weight is not None and weight is _get_embedding_weight(model, "input")
     return None if weight is None or is_tied else read_matrix(config, "output")
 
 
@@ -74,7 +74,7 @@ def _build_without_weights(config: ModelConfig) -> PreTrainedModel:
     return build_meta_model(load_pretrained(config, AutoConfig))
 
 
-def _embedding_weight(model: PreTrainedModel, side: Side) -> Any:
+def _get_embedding_weight(model: PreTrainedModel, side: Side) -> Any:
     """Return the parameter of a model's input or output embeddings, or None if it has none."""
     try:
         layer: Any = model.get_input_embeddings() if side == "input" else model.get_output_embeddings()
@@ -83,8 +83,8 @@ def _embedding_weight(model: PreTrainedModel, side: Side) -> Any:
     return getattr(layer, "weight", None)
 
 
-def _possible_stored_names(names: list[str], base_prefix: str) -> list[str]:
-    """Return the names under which files may hold a parameter: with and without the base model's prefix, and former."""
+def _list_stored_names(names: list[str], base_prefix: str) -> list[str]:
+    """Return a parameter's possible names in a file: with or without the base model's prefix, current or former."""
     prefix = f"{base_prefix}."
     variants = [variant for name in names for variant in (name, name.removeprefix(prefix), prefix + name)]
     return [*variants, *(_FORMER_NAMES[name] for name in variants if name in _FORMER_NAMES)]
@@ -96,21 +96,23 @@ def _read_tensor(config: ModelConfig, names: list[str]) -> tuple[Tensor, str, Pa
     Returns:
         The tensor, its name and its file; None if no file has any of them.
     """
-    index = find_file(config, INDEX)
-    if index is None:
+    index_path = find_file(config, INDEX)
+    if index_path is None:
         path = find_file(config, WEIGHTS)
     else:
-        shards = _read_index(index)
-        tensor = next((name for name in names if name in shards), None)
-        path = None if tensor is None else find_file(config, shards[tensor])
-        if tensor is not None and path is None:
-            raise UserError(f"{config.name} lacks {shards[tensor]}, which {INDEX} names as the file of {tensor}")
+        file_by_tensor = _read_index(index_path)
+        tensor_name = next((name for name in names if name in file_by_tensor), None)
+        path = None if tensor_name is None else find_file(config, file_by_tensor[tensor_name])
+        if tensor_name is not None and path is None:
+            raise UserError(
+                f"{config.name} lacks {file_by_tensor[tensor_name]}, which {INDEX} names as the file of {tensor_name}"
+            )
     if path is None:
         return None
     try:
         with safe_open(path, "pt") as file:
-            tensor = next((name for name in names if name in file.keys()), None)  # noqa: SIM118
-            return None if tensor is None else (file.get_tensor(tensor), tensor, path)
+            tensor_name = next((name for name in names if name in file.keys()), None)  # noqa: SIM118
+            return None if tensor_name is None else (file.get_tensor(tensor_name), tensor_name, path)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is damaged, or not a safetensors file: {shorten(error)}") from error
 

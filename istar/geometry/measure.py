@@ -122,20 +122,20 @@ def measure_model(
     model = model.to(_find_device(device))
     # An encoder has no head, so the output embeddings are read separately. This is done before the pass, which may take
     # hours, so that a failure shows early.
-    output = read_untied_output(config)
+    output_matrix = read_untied_output(config)
     settings = _resolve_length(settings, model)
     weights = hash_weights(model)
-    hashes = {source.name: stream.compute_identity(source.path)[:16] for source in sources}
+    text_hashes = {source.name: stream.compute_identity(source.path)[:16] for source in sources}
     # The identity includes the paths and the contents of the texts.
-    identity = stream.compute_identity(weights, settings, [source.path for source in sources], *hashes.values())
+    identity = stream.compute_identity(weights, settings, [source.path for source in sources], *text_hashes.values())
     reader = Stream(model, tokenizer, settings, out / ".pass", identity)
     summaries = reader(sources, _Summary.from_statistics, console)
-    embeddings = {"input": model.get_input_embeddings().weight.detach()}
-    if output is not None:
-        embeddings["output"] = output.values.to(model.device)
+    matrix_by_side = {"input": model.get_input_embeddings().weight.detach()}
+    if output_matrix is not None:
+        matrix_by_side["output"] = output_matrix.values.to(model.device)
     # The last summary is that of all texts together.
-    counts = list(summaries.values())[-1].token_counts if summaries else None
-    measured = Measurements(
+    token_counts = list(summaries.values())[-1].token_counts if summaries else None
+    measurements = Measurements(
         model={
             "name": name,
             "revision": revision,
@@ -147,7 +147,7 @@ def measure_model(
         settings={**asdict(settings), "texts": {source.name: str(source.path) for source in sources}},
         sources={source: summary.measures for source, summary in summaries.items()},
         spectra={source: summary.spectra for source, summary in summaries.items()},
-        matrices={side: _measure_forms(matrix) for side, matrix in embeddings.items()},
+        matrices={side: _measure_forms(matrix) for side, matrix in matrix_by_side.items()},
         final_norm=_measure_final_norm(model),
         norms={source: summary.norms for source, summary in summaries.items()},
         extremes={source: summary.extremes for source, summary in summaries.items()},
@@ -159,13 +159,13 @@ def measure_model(
             for source, summary in summaries.items()
         },
         replicates={source: summary.replicates for source, summary in summaries.items()},
-        text_hashes=hashes,
-        rows={side: arrays.summarize_rows(matrix, counts) for side, matrix in embeddings.items()},
+        text_hashes=text_hashes,
+        rows={side: arrays.summarize_rows(matrix, token_counts) for side, matrix in matrix_by_side.items()},
         readings={source: asdict(reading) for source, reading in reader.readings.items()},
         processes=reader.num_processes,
         command=command,
     )
-    return replace(measured, seconds=time.monotonic() - start + reader.earlier_seconds)
+    return replace(measurements, seconds=time.monotonic() - start + reader.earlier_seconds)
 
 
 def hash_weights(model: PreTrainedModel) -> str:
@@ -249,7 +249,7 @@ def _find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError) as error:  # no such device, or this build of torch does not support it
         raise UserError(f"--device {name} is not available; expected auto, cpu, or a device such as cuda:0") from error
     return device
 
@@ -260,13 +260,13 @@ def _resolve_length(settings: Pass, model: PreTrainedModel) -> Pass:
     Raises:
         UserError: if the length is greater than the model's longest input.
     """
-    longest = _longest_input(model)
-    if longest is not None and settings.length > longest:
-        raise UserError(f"--length {settings.length} is too long; the model takes at most {longest} tokens")
-    return replace(settings, length=settings.length or min(longest or _MAX_DEFAULT_LENGTH, _MAX_DEFAULT_LENGTH))
+    max_length = _find_max_input_length(model)
+    if max_length is not None and settings.length > max_length:
+        raise UserError(f"--length {settings.length} is too long; the model takes at most {max_length} tokens")
+    return replace(settings, length=settings.length or min(max_length or _MAX_DEFAULT_LENGTH, _MAX_DEFAULT_LENGTH))
 
 
-def _longest_input(model: PreTrainedModel) -> int | None:
+def _find_max_input_length(model: PreTrainedModel) -> int | None:
     """Return the maximum number of tokens of a model's input, or None if inputs may have any length."""
     config = model.config.get_text_config()
     # Falcon's config has `max_position_embeddings` even if its attention uses ALiBi and its inputs have no limit.

@@ -87,13 +87,13 @@ class Measurements:
 def file_contents(measured: Measurements) -> dict[str, str]:
     """Return the contents of `measures.json` and `measures.csv` by file name."""
     # JSON has no NaN.
-    text = json.dumps(_replace_nested(asdict(measured), _is_undefined, None), indent=1, allow_nan=False)
+    json_text = json.dumps(_replace_nested(asdict(measured), _is_undefined, None), indent=1, allow_nan=False)
     # Put each list of numbers on one line. JSON strings contain no line breaks, so the pattern matches no string.
-    text = re.sub(r"\[\n[-+\d.enul,\s]+\]", lambda match: " ".join(match[0].split()), text)
-    frame = layer_frame(measured)
-    frame.insert(0, "model", measured.model["name"])
-    frame.insert(1, "revision", measured.model["revision"])
-    return {JSON_FILE: text + "\n", CSV_FILE: frame.to_csv(index=False)}
+    json_text = re.sub(r"\[\n[-+\d.enul,\s]+\]", lambda match: " ".join(match[0].split()), json_text)
+    csv_frame = layer_frame(measured)
+    csv_frame.insert(0, "model", measured.model["name"])
+    csv_frame.insert(1, "revision", measured.model["revision"])
+    return {JSON_FILE: json_text + "\n", CSV_FILE: csv_frame.to_csv(index=False)}
 
 
 def write(measured: Measurements, out: Path) -> None:
@@ -124,7 +124,7 @@ def _is_undefined(value: Any) -> bool:
 
 
 def _replace_nested(value: Any, is_replaced: Callable[[Any], bool], substitute: Any) -> Any:
-    """Return a copy of nested dictionaries and lists in which a substitute replaces certain values."""
+    """Return a copy of nested dictionaries and lists, with `substitute` for each value that `is_replaced` accepts."""
     if isinstance(value, dict):
         return {key: _replace_nested(item, is_replaced, substitute) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -139,16 +139,16 @@ def read(path: Path) -> Measurements:
         UserError: if the file cannot be read, is damaged, or has another version of the format.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if values["format"] != FORMAT_VERSION:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+        if contents["format"] != FORMAT_VERSION:
             raise UserError(
-                f"{path} has format {values['format']}, of another version of istar; expected {FORMAT_VERSION}; delete "
-                "the file and measure the model again"
+                f"{path} has format {contents['format']}, of another version of istar; expected {FORMAT_VERSION}; "
+                "delete the file and measure the model again"
             )
         for name in _NUMBER_FIELDS:
-            if values.get(name) is not None:
-                values[name] = _replace_nested(values[name], lambda value: value is None, math.nan)
-        return Measurements(**values)
+            if contents.get(name) is not None:
+                contents[name] = _replace_nested(contents[name], lambda value: value is None, math.nan)
+        return Measurements(**contents)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path} holds no measures of istar: {shorten(error)}; measure the model again") from error
 
@@ -156,17 +156,17 @@ def read(path: Path) -> Measurements:
 def terminal_table(measured: Measurements) -> Table:
     """Return a terminal table of the main measures of each layer, over all texts together."""
     measures_by_tap = measured.all_texts
-    tokens = next(iter(measures_by_tap.values()))["tokens"]
-    title = f"{measured.model['name']} · {tokens:,.0f} tokens"
-    matrices = [
+    num_tokens = next(iter(measures_by_tap.values()))["tokens"]
+    title = f"{measured.model['name']} · {num_tokens:,.0f} tokens"
+    matrix_texts = [
         f"{side} embeddings {form.replace('_', '-')} {measures['partition_isotropy_both']:.4g}"
         for side, forms in measured.matrices.items()
         for form, measures in forms.items()
     ]
     names = [name for name in TABLE_HEADERS if any(name in measures for measures in measures_by_tap.values())]
-    rows = {tap: [measures.get(name, math.nan) for name in names] for tap, measures in measures_by_tap.items()}
-    caption = f"I(W), both signs: {'; '.join(matrices)}."
-    return number_table(title, "layer", [TABLE_HEADERS[name] for name in names], rows, caption)
+    values_by_tap = {tap: [measures.get(name, math.nan) for name in names] for tap, measures in measures_by_tap.items()}
+    caption = f"I(W), both signs: {'; '.join(matrix_texts)}."
+    return number_table(title, "layer", [TABLE_HEADERS[name] for name in names], values_by_tap, caption)
 
 
 def number_table(

@@ -59,20 +59,20 @@ def independent_difference(
 
 
 def explain_no_differences(first: MeasuredModel, other: MeasuredModel) -> str:
-    """Return a sentence on why no differences with intervals exist for two models, or an empty string if they do."""
-    start = f"No differences between {other.label} and {first.label}: "
+    """Return a sentence on why no differences with intervals exist for two models, or an empty string if they exist."""
+    sentence_start = f"No differences between {other.label} and {first.label}: "
     if not have_same_texts(first, other):
-        return f"{start}they were measured over different texts."
-    settings = [model.measurements.settings for model in (first, other)]
-    changed = [name for name in _TOKEN_SETTINGS if settings[0].get(name) != settings[1].get(name)]
-    if changed:
-        return f"{start}they were measured over different tokens of the texts ({', '.join(changed)})."
+        return f"{sentence_start}they were measured over different texts."
+    first_settings, other_settings = (model.measurements.settings for model in (first, other))
+    changed_settings = [name for name in _TOKEN_SETTINGS if first_settings.get(name) != other_settings.get(name)]
+    if changed_settings:
+        return f"{sentence_start}they were measured over different tokens of the texts ({', '.join(changed_settings)})."
     for model in (first, other):
         if not any(
             math.isfinite(model.last_layer_measures.get(f"{name}_error", math.nan)) for name in JACKKNIFE_MEASURES
         ):
             return (
-                f"{start}{model.label} has no standard errors; measure it with --groups over at least as many "
+                f"{sentence_start}{model.label} has no standard errors; measure it with --groups over at least as many "
                 "documents as groups."
             )
     return ""
@@ -85,11 +85,13 @@ def choose_error_method(first: MeasuredModel, other: MeasuredModel) -> ErrorMeth
     on the tokenizer. With a limit of tokens, the tokenizer decides how many documents are read; documents are taken to
     be the same only if each group has the same number of tokens.
     """
-    settings = [model.measurements.settings for model in (first, other)]
-    if first.num_groups != other.num_groups or settings[0].get("documents") != "separate":
+    settings = first.measurements.settings
+    if first.num_groups != other.num_groups or settings.get("documents") != "separate":
         return "independent"
-    tokens = [_replicates_at(model, 0).get("tokens", []) for model in (first, other)]
-    if not all(tokens) or (settings[0].get("limit") is not None and tokens[0] != tokens[1]):
+    # Numbers of tokens without each group.
+    first_tokens, other_tokens = (_get_replicates_at(model, 0).get("tokens", []) for model in (first, other))
+    has_replicates = bool(first_tokens and other_tokens)
+    if not has_replicates or (settings.get("limit") is not None and first_tokens != other_tokens):
         return "independent"
     return "paired"
 
@@ -105,13 +107,13 @@ def compute_differences(first: MeasuredModel, other: MeasuredModel) -> Iterator[
         return
     error_method = choose_error_method(first, other)
     layer_names = list(other.measurements.all_texts)
-    last = len(other.layer_measures) - 1
+    last_index = len(other.layer_measures) - 1
     if len(first.layer_measures) == len(other.layer_measures):
         # The final normalization follows the layers.
-        pairs = [(index, index) for index in range(min(len(first.measurements.all_texts), len(layer_names)))]
+        index_pairs = [(index, index) for index in range(min(len(first.measurements.all_texts), len(layer_names)))]
     else:
-        pairs = [(len(first.layer_measures) - 1, last)]
-    for first_index, other_index in pairs:
+        index_pairs = [(len(first.layer_measures) - 1, last_index)]
+    for first_index, other_index in index_pairs:
         for name in JACKKNIFE_MEASURES:
             difference = _compare_measure(first, other, first_index, other_index, name, error_method)
             if difference is None:
@@ -120,10 +122,10 @@ def compute_differences(first: MeasuredModel, other: MeasuredModel) -> Iterator[
                 "model": other.label,
                 "first": first.label,
                 "layer": layer_names[other_index],
-                "is_last": other_index == last,
+                "is_last": other_index == last_index,
                 "measure": name,
-                "value": _measures_at(other, other_index)[name],
-                "value_of_first": _measures_at(first, first_index)[name],
+                "value": _get_measures_at(other, other_index)[name],
+                "value_of_first": _get_measures_at(first, first_index)[name],
                 "difference": difference.value,
                 "error": difference.error,
                 "low": difference.value - difference.half_width,
@@ -145,10 +147,13 @@ def _compare_measure(
 
     The indices count the embeddings, the layers and the final normalization of each model.
     """
-    first_measures, other_measures = _measures_at(first, first_index), _measures_at(other, other_index)
+    first_measures, other_measures = _get_measures_at(first, first_index), _get_measures_at(other, other_index)
     values = first_measures.get(name, math.nan), other_measures.get(name, math.nan)
     if error_method == "paired":
-        replicates = _replicates_at(first, first_index).get(name, []), _replicates_at(other, other_index).get(name, [])
+        replicates = (
+            _get_replicates_at(first, first_index).get(name, []),
+            _get_replicates_at(other, other_index).get(name, []),
+        )
         difference = paired_difference(*values, *replicates) if all(replicates) else None
     else:
         errors = first_measures.get(f"{name}_error", math.nan), other_measures.get(f"{name}_error", math.nan)
@@ -158,12 +163,12 @@ def _compare_measure(
     return difference
 
 
-def _measures_at(model: MeasuredModel, index: int) -> Mapping[str, float]:
+def _get_measures_at(model: MeasuredModel, index: int) -> Mapping[str, float]:
     """Return the measures at one layer of a model, over all texts together, by the index of the layer."""
     return list(model.measurements.all_texts.values())[index]
 
 
-def _replicates_at(model: MeasuredModel, index: int) -> Mapping[str, list[float]]:
+def _get_replicates_at(model: MeasuredModel, index: int) -> Mapping[str, list[float]]:
     """Return the values without each group by measure, at the layer with this index; empty if they are not stored."""
     replicates_by_layer = model.measurements.replicates.get(model.measurements.combined_key, {})
     return replicates_by_layer.get(list(model.measurements.all_texts)[index], {})

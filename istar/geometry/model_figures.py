@@ -53,6 +53,7 @@ MEASURE_TITLES = {
 FORM_TITLES = {"raw": "raw", "centered": "centered", "post_processed": "post-processed"}
 """Titles of the forms of an embedding matrix."""
 _MAX_LABEL, _MAX_TICKS = 32, 6
+"""Most characters of the label of a text in a legend, and most numbered ticks on an axis of layers."""
 _LAYER_PLOTS = {
     "isotropy": ("isoscore", "isoscore_unbiased", "isoscore_by_sentence"),
     "directions": ("inter_sim", "intra_sim", "adjusted_intra_sim"),
@@ -236,13 +237,13 @@ def measure_bounds(name: str, measurements: Iterable[Measurements]) -> tuple[flo
 
 def plot_layers(measured: Measurements) -> list[Plot]:
     """Return the plots of the measures by layer, with one line for each text."""
-    tick_names = _tick_names(list(measured.all_texts))
+    tick_names = _make_tick_names(list(measured.all_texts))
     plots = []
-    for name, keys in _LAYER_PLOTS.items():
+    for name, measure_names in _LAYER_PLOTS.items():
         panels = [
-            make_panel(MEASURE_TITLES[key], lines, y_bounds=measure_bounds(key, [measured]))
-            for key in keys
-            if (lines := _layer_lines(measured, key))
+            make_panel(MEASURE_TITLES[measure_name], lines, y_bounds=measure_bounds(measure_name, [measured]))
+            for measure_name in measure_names
+            if (lines := _make_layer_lines(measured, measure_name))
         ]
         plots.append(
             Plot(
@@ -260,8 +261,12 @@ def plot_layers(measured: Measurements) -> list[Plot]:
 
 def find_missing_measures(plot: Plot) -> list[str]:
     """Return the titles of the measures that are missing in a plot of `plot_layers`: no layer has a finite value."""
-    plotted = {panel.y_label for panel in plot.panels}
-    return [MEASURE_TITLES[key] for key in _LAYER_PLOTS.get(plot.name, ()) if MEASURE_TITLES[key] not in plotted]
+    plotted_titles = {panel.y_label for panel in plot.panels}
+    return [
+        MEASURE_TITLES[measure_name]
+        for measure_name in _LAYER_PLOTS.get(plot.name, ())
+        if MEASURE_TITLES[measure_name] not in plotted_titles
+    ]
 
 
 def format_tap_name(tap: str) -> str:
@@ -269,11 +274,11 @@ def format_tap_name(tap: str) -> str:
     return tap.replace("_", " ")
 
 
-def _layer_lines(measured: Measurements, key: str) -> list[Line]:
+def _make_layer_lines(measured: Measurements, measure_name: str) -> list[Line]:
     """Return a line over the layers for each text, with 95% intervals; texts without a finite value have none."""
     labels = _shorten_labels(list(measured.sources))
     lines = [
-        make_measure_line(label, range(len(taps)), list(taps.values()), key, num_document_groups(measured))
+        make_measure_line(label, range(len(taps)), list(taps.values()), measure_name, num_document_groups(measured))
         for label, taps in zip(labels, measured.sources.values(), strict=True)
     ]
     return [line for line in lines if any(map(math.isfinite, line.y))]
@@ -302,9 +307,13 @@ def make_measure_line(
 
 
 def plot_single_dimensions(measured: Measurements) -> Plot:
-    """Plot InterSim without single dimensions, and their shares of InterSim and of the variance, over all texts."""
-    # Shares of an InterSim near 0 mean nothing.
-    shown = [
+    """Return a plot of what single dimensions contribute over all texts, by layer.
+
+    Its panels are InterSim without the dimensions that contribute most, and the shares of the top dimensions of
+    InterSim and of the variance.
+    """
+    # Shares of an InterSim that is near 0, or NaN, mean nothing.
+    shown_measures = [
         {name: value for name, value in measures.items() if "cosine_share" not in name}
         if not measures.get("inter_sim", math.nan) >= _MIN_INTER_SIM_FOR_SHARES
         else measures
@@ -314,11 +323,12 @@ def plot_single_dimensions(measured: Measurements) -> Plot:
     panels = []
     for y_label, labels in {"InterSim of the sample": _SAMPLE_COSINE_LABELS, **share_labels}.items():
         lines = [
-            make_measure_line(label, range(len(shown)), shown, name, num_groups=0) for name, label in labels.items()
+            make_measure_line(label, range(len(shown_measures)), shown_measures, name, num_groups=0)
+            for name, label in labels.items()
         ]
         if lines := [line for line in lines if any(map(math.isfinite, line.y))]:
             panels.append(make_panel(y_label, lines))
-    tick_names = _tick_names(list(measured.all_texts))
+    tick_names = _make_tick_names(list(measured.all_texts))
     return Plot(
         "single_dimensions",
         *_TITLES_AND_CAPTIONS["single_dimensions"],
@@ -331,26 +341,27 @@ def plot_single_dimensions(measured: Measurements) -> Plot:
 
 
 def plot_positions(measured: Measurements) -> Plot:
-    """Plot norm and InterSim of the tokens by position over all texts, with a line for each layer."""
+    """Return a plot of norm and InterSim of the tokens by position over all texts, with a line for each layer."""
     return _plot_bins("positions", "position of the token", measured.by_position.get(measured.combined_key, {}))
 
 
 def plot_frequency(measured: Measurements) -> Plot:
-    """Plot norm and InterSim of the tokens by frequency over all texts, with a line for each layer."""
+    """Return a plot of norm and InterSim of the tokens by frequency over all texts, with a line for each layer."""
     x_label = "occurrences of the token's type"
     return _plot_bins("frequency", x_label, measured.by_frequency.get(measured.combined_key, {}))
 
 
-def _plot_bins(name: str, x_label: str, by_tap: Mapping[str, Mapping[str, Sequence[float]]]) -> Plot:
-    """Plot norm and InterSim of the tokens by bin, each bin at its smallest value, with a line for each layer.
+def _plot_bins(name: str, x_label: str, columns_by_tap: Mapping[str, Mapping[str, Sequence[float]]]) -> Plot:
+    """Return a plot of norm and InterSim of the tokens by bin, with a line for each layer.
 
-    `by_tap` has the results of `Layer.summarize_by_position` or `Layer.summarize_by_frequency`.
+    A bin is at its smallest value on the x axis. `columns_by_tap` has the results of `Layer.summarize_by_position` or
+    `Layer.summarize_by_frequency`.
     """
     panels = []
     for column, y_label in (("norm", MEASURE_TITLES["average_norm"]), ("inter_sim", MEASURE_TITLES["inter_sim"])):
         lines = [
-            Line(format_tap_name(tap), tuple(by_tap[tap]["first"]), tuple(by_tap[tap][column]))
-            for tap in evenly_spaced(list(by_tap))
+            Line(format_tap_name(tap), tuple(columns_by_tap[tap]["first"]), tuple(columns_by_tap[tap][column]))
+            for tap in evenly_spaced(list(columns_by_tap))
         ]
         if lines := [line for line in lines if any(map(math.isfinite, line.y))]:
             panels.append(make_panel(y_label, lines))
@@ -358,11 +369,11 @@ def _plot_bins(name: str, x_label: str, by_tap: Mapping[str, Mapping[str, Sequen
 
 
 def plot_scales(measured: Measurements) -> Plot:
-    """Plot the intrinsic dimension by scale over all texts, with a line for each layer and 95% intervals."""
-    by_tap = measured.gride.get(measured.combined_key, {})
+    """Return a plot of the intrinsic dimension over all texts by scale, a line with 95% intervals for each layer."""
+    scales_by_tap = measured.gride.get(measured.combined_key, {})
     lines = []
-    for tap in evenly_spaced([tap for tap, scales in by_tap.items() if scales]):
-        columns = {name: [scale[name] for scale in by_tap[tap]] for name in ("n1", "value", "error")}
+    for tap in evenly_spaced([tap for tap, scales in scales_by_tap.items() if scales]):
+        columns = {name: [scale[name] for scale in scales_by_tap[tap]] for name in ("n1", "value", "error")}
         half_widths = tuple(NORMAL_QUANTILE * error for error in columns["error"])
         lines.append(Line(format_tap_name(tap), tuple(columns["n1"]), tuple(columns["value"]), y_error=half_widths))
     panels = (make_panel("Gride dimension", lines),) if lines else ()
@@ -382,7 +393,7 @@ def _shorten_labels(names: Sequence[str]) -> list[str]:
     return labels
 
 
-def _tick_names(taps: Sequence[str]) -> dict[float, str]:
+def _make_tick_names(taps: Sequence[str]) -> dict[float, str]:
     """Return tick labels by position: the names of the embeddings and the final normalization, and some layer numbers.
 
     At most six layers have a label.
@@ -400,13 +411,13 @@ def _tick_names(taps: Sequence[str]) -> dict[float, str]:
 
 
 def plot_spectra(measured: Measurements) -> Plot:
-    """Plot the singular values of the hidden states over all texts, raw and centered, with a line for each layer."""
-    by_tap = measured.spectra.get(measured.combined_key, {})
+    """Return a plot of the singular values of the hidden states over all texts, raw and centered, by layer."""
+    spectra_by_tap = measured.spectra.get(measured.combined_key, {})
     panels = []
     for form in ("raw", "centered"):
         lines = [
-            make_spectrum_line(format_tap_name(tap), by_tap[tap][form], STATE_ROUNDING)
-            for tap in evenly_spaced(list(by_tap))
+            make_spectrum_line(format_tap_name(tap), spectra_by_tap[tap][form], STATE_ROUNDING)
+            for tap in evenly_spaced(list(spectra_by_tap))
         ]
         if lines:
             panels.append(make_panel("singular value", lines, FORM_TITLES[form]))
@@ -424,7 +435,7 @@ def plot_spectra(measured: Measurements) -> Plot:
 
 
 def plot_matrix_spectra(measured: Measurements) -> Plot:
-    """Plot the singular values of the embedding matrices, with a line for each form."""
+    """Return a plot of the singular values of the embedding matrices, with a line for each form."""
     panels = []
     for side, forms in measured.matrices.items():
         lines = [
@@ -452,7 +463,7 @@ def make_spectrum_line(label: str, values: Sequence[float], rounding: float) -> 
 
 
 def plot_partition(measured: Measurements) -> Plot:
-    """Plot I(W) of the embedding matrices by form, for both conventions of the signs."""
+    """Return a plot of I(W) of the embedding matrices by form, for both conventions of the signs."""
     panels = []
     for side, forms in measured.matrices.items():
         xs = tuple(range(len(forms)))
@@ -467,7 +478,7 @@ def plot_partition(measured: Measurements) -> Plot:
 
 
 def plot_projection(measured: Measurements) -> Plot:
-    """Plot rows of the embedding matrices in two dimensions."""
+    """Return a plot of rows of the embedding matrices in two dimensions."""
     panels, explanation = [], ""
     for side, rows in measured.rows.items():
         matrix_panels, explanation = make_projection_panels(rows, f"{side} embeddings")
@@ -483,7 +494,7 @@ def make_projection_panels(rows: Mapping[str, Any], title: str) -> tuple[list[Pa
     `rows` is a result of `arrays.summarize_rows`. A matrix with a single dimension has no panels.
     """
     panels = []
-    groups, explanation = _colour_groups(rows)
+    groups, explanation = _group_by_colour(rows)
     for form in ("raw", "centered"):
         if len(rows[form]) < 2:
             continue
@@ -496,14 +507,14 @@ def make_projection_panels(rows: Mapping[str, Any], title: str) -> tuple[list[Pa
     return panels, explanation
 
 
-def _colour_groups(rows: Mapping[str, Any]) -> tuple[dict[str, list[int]], str]:
+def _group_by_colour(rows: Mapping[str, Any]) -> tuple[dict[str, list[int]], str]:
     """Group projected rows by their tokens' frequencies, or by ids if most of the tokens do not occur in the texts.
 
     Returns:
         Indices of the rows by the group's label, and an explanation of the colours for the caption.
     """
     ids, counts = rows["ids"], np.array(rows.get("counts") or [])
-    caption = f"{len(ids):,} rows, evenly spaced by token id; the colour is the"
+    caption_start = f"{len(ids):,} rows, evenly spaced by token id; the colour is the"
     num_occurring = np.count_nonzero(counts)
     if len(counts) and num_occurring >= len(ids) / 2:
         labels = ("most frequent quarter", "second", "third", "rarest quarter")
@@ -512,34 +523,34 @@ def _colour_groups(rows: Mapping[str, Any]) -> tuple[dict[str, list[int]], str]:
         groups = {label: quarter.tolist() for label, quarter in zip(labels, quarters, strict=True)}
         if num_occurring < len(ids):
             groups["not in the texts"] = by_frequency[num_occurring:].tolist()
-        return groups, f"{caption} token's frequency in these texts."
-    fifths = [part.tolist() for part in np.array_split(np.arange(len(ids)), 5) if len(part)]
-    groups = {f"ids {ids[part[0]]:,} to {ids[part[-1]]:,}": part for part in fifths}
+        return groups, f"{caption_start} token's frequency in these texts."
+    fifths = [fifth.tolist() for fifth in np.array_split(np.arange(len(ids)), 5) if len(fifth)]
+    groups = {f"ids {ids[fifth[0]]:,} to {ids[fifth[-1]]:,}": fifth for fifth in fifths}
     return groups, (
-        f"{caption} id, which stands for the rank by frequency: most tokenizers number tokens in the order in which "
-        "they learned them, frequent ones first."
+        f"{caption_start} id, which stands for the rank by frequency: most tokenizers number tokens in the order in "
+        "which they learned them, frequent ones first."
     )
 
 
 def plot_state_norms(measured: Measurements) -> Plot:
-    """Plot the distribution of the hidden states' norms over all texts, with a line for each layer."""
-    by_tap = measured.norms.get(measured.combined_key, {})
+    """Return a plot of the distribution of the hidden states' norms over all texts, with a line for each layer."""
+    histogram_by_tap = measured.norms.get(measured.combined_key, {})
     lines = []
-    for tap in evenly_spaced(list(by_tap)):
-        edges, counts = by_tap[tap]["edges"], by_tap[tap]["counts"]
+    for tap in evenly_spaced(list(histogram_by_tap)):
+        edges, counts = histogram_by_tap[tap]["edges"], histogram_by_tap[tap]["counts"]
         if counts:
-            total = sum(counts) + sum(by_tap[tap].get("outside", ()))
+            num_tokens = sum(counts) + sum(histogram_by_tap[tap].get("outside", ()))
             # An empty bin on either side lets the line start and end at zero.
             factor = edges[1] / edges[0]
             middles = [math.sqrt(low * high) for low, high in itertools.pairwise(edges)]
             xs = (middles[0] / factor, *middles, middles[-1] * factor)
-            lines.append(Line(format_tap_name(tap), xs, (0.0, *(100 * count / total for count in counts), 0.0)))
+            lines.append(Line(format_tap_name(tap), xs, (0.0, *(100 * count / num_tokens for count in counts), 0.0)))
     panels = (make_panel("tokens, percent", lines),) if lines else ()
     return Plot("state_norms", *_TITLES_AND_CAPTIONS["state_norms"], "ridges", "norm", panels, log_x=True, ordered=True)
 
 
 def plot_row_norms(measured: Measurements) -> Plot:
-    """Plot the distribution of the norms of the embedding matrices' rows."""
+    """Return a plot of the distribution of the norms of the embedding matrices' rows."""
     panels = []
     for side, rows in measured.rows.items():
         edges, counts = rows["norms"]["edges"], rows["norms"]["counts"]
@@ -552,7 +563,7 @@ def plot_row_norms(measured: Measurements) -> Plot:
 
 
 def plot_spheres(spheres: Sequence[Sphere]) -> Plot:
-    """Plot the toy example of two spheres with their measures."""
+    """Return a plot of the toy example of two spheres with their measures."""
     panels = []
     for sphere in spheres:
         measures = (

@@ -100,7 +100,7 @@ def _describe_intervals(measured: Measurements) -> str:
 
 
 def check_output_folder(out: Path, name: str, revision: str | None = None) -> None:
-    """Raise an error if `write` would refuse the output folder, so that it comes before the model is measured.
+    """Raise an error if `write` would refuse the output folder, so that the error comes before the model is measured.
 
     Args:
         out: output folder.
@@ -151,7 +151,7 @@ def write(measured: Measurements, out: Path) -> Path:
         measures_file.write(measured, out)
     except OSError as error:
         raise UserError(f"--out {out} cannot be written: {shorten(error)}") from error
-    examples = make_spheres()
+    spheres = make_spheres()
     sheet_builders = (
         _build_layer_sheet,
         _build_massive_sheet,
@@ -162,16 +162,16 @@ def write(measured: Measurements, out: Path) -> Path:
         _build_settings_sheet,
     )
     tables = [build(measured) for build in sheet_builders]
-    sheets = {sheet.name: sheet for sheet in (*tables, _build_sphere_sheet(examples))}
-    plots = {plot.name: plot for plot in _make_plots(measured, examples)}
+    sheets = {sheet.name: sheet for sheet in (*tables, _build_sphere_sheet(spheres))}
+    plots = {plot.name: plot for plot in _make_plots(measured, spheres)}
     contents = {name: text.encode() for name, text in measures_file.file_contents(measured).items()}
     contents |= folder.page_files(_make_page(measured, sheets, plots), sheets)
     folder.replace_folder(out, contents, KIND)
     return out / folder.INDEX
 
 
-def _make_plots(measured: Measurements, examples: Sequence[Sphere]) -> list[Plot]:
-    """Return all plots of a model's page in their order; `examples` are the spheres of the last one."""
+def _make_plots(measured: Measurements, spheres: Sequence[Sphere]) -> list[Plot]:
+    """Return all plots of a model's page in their order; `spheres` are those of the last plot."""
     return [
         *model_figures.plot_layers(measured),
         model_figures.plot_scales(measured),
@@ -184,24 +184,24 @@ def _make_plots(measured: Measurements, examples: Sequence[Sphere]) -> list[Plot
         model_figures.plot_matrix_spectra(measured),
         model_figures.plot_projection(measured),
         model_figures.plot_row_norms(measured),
-        model_figures.plot_spheres(examples),
+        model_figures.plot_spheres(spheres),
     ]
 
 
 def _make_page(measured: Measurements, sheets: Mapping[str, Sheet], plots: Mapping[str, Plot]) -> Page:
     """Return a model's page, with its tables and plots given by name."""
-    hint = "" if measured.settings.get("measures") == "all" else " Some measures need --measures all."
+    measures_hint = "" if measured.settings.get("measures") == "all" else " Some measures need --measures all."
 
-    def plot_section(name: str, sheet_name: str = "") -> Section:
+    def make_plot_section(name: str, sheet_name: str = "") -> Section:
         """Return the section of a plot, with a table below it if `sheet_name` is not empty."""
         plot = plots[name]
-        empty_note = "" if plot.panels else f"Not measured.{hint}"
+        empty_note = "" if plot.panels else f"Not measured.{measures_hint}"
         if missing := model_figures.find_missing_measures(plot):
-            empty_note = f"Not measured, or not defined in any layer: {', '.join(missing)}.{hint}"
+            empty_note = f"Not measured, or not defined in any layer: {', '.join(missing)}.{measures_hint}"
         sheet = sheets[sheet_name] if sheet_name else None
         return Section(name, plot.title, [plot.caption], sheet, folder.render_pictures(plot), empty_note)
 
-    def table_section(name: str, empty_note: str = "") -> Section:
+    def make_table_section(name: str, empty_note: str = "") -> Section:
         """Return the section of a table, with a note if the table has no rows."""
         paragraphs = () if sheets[name].rows else (empty_note,)
         return Section(f"table-{name}", sheets[name].title, paragraphs, sheets[name])
@@ -220,25 +220,27 @@ def _make_page(measured: Measurements, sheets: Mapping[str, Sheet], plots: Mappi
             _shorten_sheet(sheets["layers"], measured.combined_key),
             is_wide=True,
         ),
-        *map(plot_section, ("isotropy", "directions")),
-        *map(plot_section, ("dimension", "scales", "spectrum", "spectra")),
-        *map(plot_section, ("single_dimensions", "outliers")),
-        table_section("massive", f"Not measured.{hint}" if hint else "No layer has massive activations."),
-        table_section("extremes", "Not measured."),
-        *map(plot_section, ("norms", "state_norms", "positions", "frequency")),
-        plot_section("partition", "matrices"),
-        *map(plot_section, ("matrix_spectra", "projection", "row_norms")),
-        table_section("final_norm", _NO_NORM),
-        plot_section("spheres", "spheres"),
-        table_section("texts", "Not recorded."),
-        table_section("settings"),
-        Section("reproduce", "This page", ("This page and its files:",), commands=[_recorded_command(measured)]),
+        *map(make_plot_section, ("isotropy", "directions")),
+        *map(make_plot_section, ("dimension", "scales", "spectrum", "spectra")),
+        *map(make_plot_section, ("single_dimensions", "outliers")),
+        make_table_section(
+            "massive", f"Not measured.{measures_hint}" if measures_hint else "No layer has massive activations."
+        ),
+        make_table_section("extremes", "Not measured."),
+        *map(make_plot_section, ("norms", "state_norms", "positions", "frequency")),
+        make_plot_section("partition", "matrices"),
+        *map(make_plot_section, ("matrix_spectra", "projection", "row_norms")),
+        make_table_section("final_norm", _NO_NORM),
+        make_plot_section("spheres", "spheres"),
+        make_table_section("texts", "Not recorded."),
+        make_table_section("settings"),
+        Section("reproduce", "This page", ("This page and its files:",), commands=[_get_command(measured)]),
     ]
     name, revision = measured.model["name"], measured.model["revision"]
     details = f"weights {measured.weights}, measured by istar {version('istar')}"
     subject_line = ("Model", name, f"at revision {revision}, {details}" if revision else details)
     title = f"Geometry of {PurePath(name).name or name}"
-    return Page(title, subject_line, KIND.generator, _key_figures(measured), sections)
+    return Page(title, subject_line, KIND.generator, _make_key_figures(measured), sections)
 
 
 def _describe_input(settings: Mapping[str, Any]) -> str:
@@ -255,21 +257,21 @@ def _shorten_sheet(sheet: Sheet, group: str) -> Sheet:
     return replace(sheet, rows_by_group={group: sheet.rows_by_group[group]}, notes=notes)
 
 
-def _key_figures(measured: Measurements) -> list[tuple[str, str]]:
+def _make_key_figures(measured: Measurements) -> list[tuple[str, str]]:
     """Return the key figures at the top of a model's page as (number, label)."""
-    taps = measured.all_texts
+    measures_by_tap = measured.all_texts
     texts = measured.settings["texts"]
-    matrix = measured.matrices["input"]["raw"]
+    matrix_measures = measured.matrices["input"]["raw"]
     return [
-        (f"{next(iter(taps.values()))['tokens']:,.0f}", "tokens"),
+        (f"{next(iter(measures_by_tap.values()))['tokens']:,.0f}", "tokens"),
         (str(len(texts)), "text" if len(texts) == 1 else "texts"),
-        (str(sum(tap.startswith("layer_") for tap in taps)), "layers"),
-        (f"{matrix['dimensions']:,}", "dimensions"),
-        (f"{matrix['rows']:,}", "tokens in the vocabulary"),
+        (str(sum(tap.startswith("layer_") for tap in measures_by_tap)), "layers"),
+        (f"{matrix_measures['dimensions']:,}", "dimensions"),
+        (f"{matrix_measures['rows']:,}", "tokens in the vocabulary"),
     ]
 
 
-def _recorded_command(measured: Measurements) -> str:
+def _get_command(measured: Measurements) -> str:
     """Return the command line that was recorded, or else the shortest one that measures the same texts."""
     if measured.command:
         return measured.command
@@ -277,24 +279,24 @@ def _recorded_command(measured: Measurements) -> str:
     return f"istar measure {shlex.quote(measured.model['name'])} {texts}"
 
 
-def _make_sheet(name: str, title: str, caption: str, shown: pd.DataFrame, frame: pd.DataFrame) -> Sheet:
-    """Return a table that shows the data frame `shown`, and has the unrounded numbers of `frame` in its CSV file."""
-    header = tuple(_HEADERS.get(column, column) for column in map(str, shown))
-    return Sheet(name, title, caption, header, {"": _make_entries(shown)}, frame)
+def _make_sheet(name: str, title: str, caption: str, shown_frame: pd.DataFrame, csv_frame: pd.DataFrame) -> Sheet:
+    """Return a table that shows the data frame `shown_frame`; its CSV file has the unrounded numbers of `csv_frame`."""
+    header = tuple(_HEADERS.get(column, column) for column in map(str, shown_frame))
+    return Sheet(name, title, caption, header, {"": _make_entries(shown_frame)}, csv_frame)
 
 
 def _build_layer_sheet(measured: Measurements) -> Sheet:
     """Return the table of all measures by text and layer."""
     frame = measures_file.layer_frame(measured)
-    columns = ["layer", "tokens", *(key for key in MEASURE_TITLES if key in frame)]
+    measure_names = [name for name in MEASURE_TITLES if name in frame]
     num_groups = model_figures.num_document_groups(measured)
-    shown = pd.DataFrame(
+    shown_frame = pd.DataFrame(
         {
             "layer": format_tap_name(tap),
             "tokens": measures["tokens"],
             **{
                 name: number_entry(measures.get(name, math.nan), interval_half_width(measures, name, num_groups))
-                for name in columns[2:]
+                for name in measure_names
             },
         }
         for taps in measured.sources.values()
@@ -305,10 +307,12 @@ def _build_layer_sheet(measured: Measurements) -> Sheet:
         "All layers",
         "Measures of the hidden states by text and layer; a dash marks an undefined one. The CSV has the standard "
         "errors, and docs/measures.md defines the measures.",
-        shown,
+        shown_frame,
         frame,
     )
-    rows_by_text = {str(source): _make_entries(rows) for source, rows in shown.groupby(frame["source"], sort=False)}
+    rows_by_text = {
+        str(source): _make_entries(rows) for source, rows in shown_frame.groupby(frame["source"], sort=False)
+    }
     return replace(sheet, rows_by_group=rows_by_text, group_header="text") if len(rows_by_text) > 1 else sheet
 
 
@@ -323,8 +327,8 @@ def _build_massive_sheet(measured: Measurements) -> Sheet:
     ]
     # A median of 0, and files of earlier versions, have no ratio.
     frame = pd.DataFrame(rows, columns=["source", *columns[:4], "token", *columns[4:]]).astype({"ratio": float})
-    shown = frame.loc[frame["source"] == measured.combined_key, columns]
-    shown = shown.groupby("layer", sort=False).head(_num_rows_per_layer(shown))
+    shown_frame = frame.loc[frame["source"] == measured.combined_key, columns]
+    shown_frame = shown_frame.groupby("layer", sort=False).head(_choose_rows_per_layer(shown_frame))
     return _make_sheet(
         "massive",
         "Massive activations",
@@ -332,22 +336,22 @@ def _build_massive_sheet(measured: Measurements) -> Sheet:
         "layer: the largest of each layer, with the dimension, the magnitude divided by the median, and the token and "
         "its position in the model's input, counted from 0. All texts together; the CSV has each text, and at most "
         "100 activations of each layer.",
-        shown.assign(
-            layer=shown["layer"].map(format_tap_name),
-            dimension=shown["dimension"].map(_integer_entry),
-            position=shown["position"].map(_integer_entry),
-            text=shown["text"].map(lambda text: Entry(text, code=True)),
+        shown_frame.assign(
+            layer=shown_frame["layer"].map(format_tap_name),
+            dimension=shown_frame["dimension"].map(_make_integer_entry),
+            position=shown_frame["position"].map(_make_integer_entry),
+            text=shown_frame["text"].map(lambda text: Entry(text, code=True)),
         ),
         frame,
     )
 
 
-def _num_rows_per_layer(shown: pd.DataFrame) -> int:
+def _choose_rows_per_layer(shown_frame: pd.DataFrame) -> int:
     """Return how many rows of each layer a table shows, so that it stays short."""
-    return _MAX_ROWS_OF_TAP if shown["layer"].nunique() <= _MAX_TAPS_IN_FULL else 1
+    return _MAX_ROWS_OF_TAP if shown_frame["layer"].nunique() <= _MAX_TAPS_IN_FULL else 1
 
 
-def _integer_entry(value: int) -> Entry:
+def _make_integer_entry(value: int) -> Entry:
     """Return a table cell with an integer without thousands separators, such as the index of a dimension."""
     return Entry(str(int(value)), number=True)
 
@@ -362,16 +366,16 @@ def _build_extremes_sheet(measured: Measurements) -> Sheet:
         for extreme in extremes
     ]
     frame = pd.DataFrame(rows, columns=["source", *columns])
-    shown = frame.loc[frame["source"] == measured.combined_key, columns]
-    shown = shown.groupby("layer", sort=False).head(_num_rows_per_layer(shown))
-    dimensions = shown["dimension"].map(_integer_entry)
+    shown_frame = frame.loc[frame["source"] == measured.combined_key, columns]
+    shown_frame = shown_frame.groupby("layer", sort=False).head(_choose_rows_per_layer(shown_frame))
+    dimensions = shown_frame["dimension"].map(_make_integer_entry)
     return _make_sheet(
         "extremes",
         "The most extreme dimensions",
         "Dimensions of each layer whose mean over the tokens is the farthest from 0: mean and standard deviation, the "
         "mean divided by the median deviation of all dimensions (an outlier is above 5), and the share of the summed "
         "variance. All texts together; the CSV has each text, with three dimensions of each layer.",
-        shown.assign(layer=shown["layer"].map(format_tap_name), dimension=dimensions),
+        shown_frame.assign(layer=shown_frame["layer"].map(format_tap_name), dimension=dimensions),
         frame,
     )
 
@@ -399,22 +403,22 @@ def _build_matrix_sheet(measured: Measurements) -> Sheet:
 def _build_final_norm_sheet(measured: Measurements) -> Sheet:
     """Return the table of the measures of the final normalization's gain and bias."""
     measures = measured.final_norm or {}
-    names = [name for name in _FINAL_NORM_MEANINGS if name in measures]
-    frame = pd.DataFrame({"figure": names, "value": [measures[name] for name in names]}, dtype=object)
+    measure_names = [name for name in _FINAL_NORM_MEANINGS if name in measures]
+    frame = pd.DataFrame({"figure": measure_names, "value": [measures[name] for name in measure_names]}, dtype=object)
     return _make_sheet(
         "final_norm",
         "The final normalization",
         "Gain g and bias b of the normalization behind the last layer, over d dimensions.",
         frame.assign(figure=frame["figure"].map(format_tap_name), meaning=frame["figure"].map(_FINAL_NORM_MEANINGS)),
-        frame.assign(value=frame["value"].map(_to_text)),
+        frame.assign(value=frame["value"].map(_format_value)),
     )
 
 
-def _build_sphere_sheet(examples: Sequence[Sphere]) -> Sheet:
+def _build_sphere_sheet(spheres: Sequence[Sphere]) -> Sheet:
     """Return the table of the measures of the two example spheres."""
-    frame = pd.DataFrame(examples).drop(columns=["x", "y"]).rename(columns={"name": "sphere"})
-    shown = frame.rename(columns={"inter_sim": "average\ncosine", "isoscore": "IsoScore"})
-    return _make_sheet("spheres", "Two spheres", "Measures of the two spheres.", shown, frame)
+    frame = pd.DataFrame(spheres).drop(columns=["x", "y"]).rename(columns={"name": "sphere"})
+    shown_frame = frame.rename(columns={"inter_sim": "average\ncosine", "isoscore": "IsoScore"})
+    return _make_sheet("spheres", "Two spheres", "Measures of the two spheres.", shown_frame, frame)
 
 
 def _build_settings_sheet(measured: Measurements) -> Sheet:
@@ -424,19 +428,19 @@ def _build_settings_sheet(measured: Measurements) -> Sheet:
     values |= {"weights": measured.weights}
     values |= {name: value for name, value in measured.settings.items() if name != "texts"}
     values |= {f"text {name}": path for name, path in measured.settings["texts"].items()}
-    frame = pd.DataFrame({"setting": values.keys(), "value": map(_to_text, values.values())})
-    codes = frame["value"].map(lambda text: Entry(text, code=True))
+    frame = pd.DataFrame({"setting": values.keys(), "value": map(_format_value, values.values())})
+    value_entries = frame["value"].map(lambda text: Entry(text, code=True))
     return _make_sheet(
         "settings",
         "Settings",
         "Model, texts and settings of the pass. Equal weights have equal hashes.",
-        frame.assign(setting=frame["setting"].str.replace("_", " "), value=codes),
+        frame.assign(setting=frame["setting"].str.replace("_", " "), value=value_entries),
         frame,
     )
 
 
-def _to_text(value: Any) -> str:
-    """Return the text of a setting: sequences joined by commas, and `none` for None."""
+def _format_value(value: Any) -> str:
+    """Return a setting or a measure as text: a sequence joined by commas, and `none` for None."""
     if isinstance(value, Iterable) and not isinstance(value, str):
         return ", ".join(map(str, value))
     return "none" if value is None else str(value)
@@ -454,5 +458,5 @@ def _make_entry(value: Any) -> Entry:
     if isinstance(value, str):
         return Entry(value)
     if isinstance(value, Sequence):
-        return Entry(_to_text(value) or "none", number=True)
+        return Entry(_format_value(value) or "none", number=True)
     return number_entry(value)

@@ -34,12 +34,12 @@ def find_paper_model(label: str, name: str) -> str | None:
 
     The paper's name is either the model's label or the last part of its hub id or path.
     """
-    known = _read_table("table1", "model")
-    return next((candidate for candidate in (label, PurePath(name).name) if candidate in known), None)
+    paper_models = _read_table("table1", "model")
+    return next((candidate for candidate in (label, PurePath(name).name) if candidate in paper_models), None)
 
 
 def read_isotropy_and_norms(model: str) -> Mapping[str, float]:
-    """Return the isotropy and norms that *Too Much in Common* has of a model (Table 1).
+    """Return the isotropy and norms that *Too Much in Common* has for a model (Table 1).
 
     I(W) has the signs of the eigenvectors as computed.
     """
@@ -47,7 +47,7 @@ def read_isotropy_and_norms(model: str) -> Mapping[str, float]:
 
 
 def read_average_similarity(model: str, form: str) -> Mapping[str, float]:
-    """Return the average word similarity that *Too Much in Common* has of a model and form of the matrix (Table 2).
+    """Return the average word similarity that *Too Much in Common* has for a model and form of the matrix (Table 2).
 
     The keys are `cosine` and `inner_product`; the values are Pearson's r x 100. The mapping is empty if the paper has
     none.
@@ -56,7 +56,7 @@ def read_average_similarity(model: str, form: str) -> Mapping[str, float]:
 
 
 def read_benchmark_similarity(model: str, form: str, name: str) -> Mapping[str, float]:
-    """Return the word similarity on one benchmark that *Too Much in Common* has of a model and form (Table 3).
+    """Return the word similarity on one benchmark that *Too Much in Common* has for a model and form (Table 3).
 
     The keys are `cosine` and `inner_product`; the values are Pearson's r x 100. The mapping is empty if the paper has
     none.
@@ -65,7 +65,7 @@ def read_benchmark_similarity(model: str, form: str, name: str) -> Mapping[str, 
 
 
 @cache
-def _read_table(name: str, *index: str) -> dict[Any, dict[str, float]]:
-    """Return the rows of one of the tables of *Too Much in Common* by the values of the columns `index`."""
+def _read_table(name: str, *key_columns: str) -> dict[Any, dict[str, float]]:
+    """Return the rows of one of the tables of *Too Much in Common* by the values of the columns `key_columns`."""
     with files("istar.geometry").joinpath("paper", f"{name}.csv").open(encoding="utf-8") as file:
-        return pd.read_csv(file, index_col=list(index)).astype(float).to_dict("index")  # type: ignore[return-value]
+        return pd.read_csv(file, index_col=list(key_columns)).astype(float).to_dict("index")  # type: ignore[return-value]

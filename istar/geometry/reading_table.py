@@ -29,8 +29,8 @@ def build_reading_sheet(measured: Measurements) -> Sheet:
     )
     frame.insert(5, "bytes_per_document", frame["bytes"].astype(float) / frame["documents"].astype(float))
     rows = [
-        [Entry(str(row[0])), *(number_entry(float(value)) for value in row[1:])]
-        for row in frame.itertuples(index=False)
+        [Entry(str(text)), *(number_entry(float(number)) for number in numbers)]
+        for text, *numbers in frame.itertuples(index=False)
     ]
     return Sheet(
         "texts",
@@ -50,8 +50,11 @@ def _describe_total_time(measured: Measurements) -> list[str]:
     """Return a sentence on how long everything took and on which device, or no sentence if the time is unknown."""
     if measured.seconds is None:
         return []
-    shared = f", in {measured.processes} processes, over which the forward passes are summed" * (measured.processes > 1)
+    process_note = f", in {measured.processes} processes, over which the forward passes are summed" * (
+        measured.processes > 1
+    )
     return [
-        f"Everything took {measured.seconds:,.1f} seconds on {measured.model['device']}{shared}: also the loading of "
-        "the model, its embedding matrices and the computation of the measures, but not the drawing of this page."
+        f"Everything took {measured.seconds:,.1f} seconds on {measured.model['device']}{process_note}: also "
+        "the loading of the model, its embedding matrices and the computation of the measures, but not the drawing of "
+        "this page."
     ]

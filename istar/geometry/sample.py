@@ -57,7 +57,7 @@ class Sample:
     def update(
         self, block_keys: Sequence[int], lengths: Sequence[int], tokens: Tensor, states: Mapping[str, Tensor]
     ) -> None:
-        """Add the tokens of blocks.
+        """Add the tokens of blocks, and keep a sample of all tokens so far.
 
         Args:
             block_keys: unique number of each block, at least 0 and below 2^64, from which its random numbers follow.
@@ -71,12 +71,12 @@ class Sample:
         generators = [np.random.Generator(np.random.Philox(key=[self.seed, key])) for key in block_keys]
         draws = [generator.random(length) for generator, length in zip(generators, lengths, strict=True)]
         random_numbers = torch.from_numpy(np.concatenate(draws))
-        bound = self.random_numbers[-1] if len(self.random_numbers) == self.size else torch.inf
-        candidates = (random_numbers < bound).nonzero().squeeze(1)
+        upper_bound = self.random_numbers[-1] if len(self.random_numbers) == self.size else torch.inf
+        candidates = (random_numbers < upper_bound).nonzero().squeeze(1)
         if len(candidates):
             # Copy from the device only what the batch alone would keep.
-            candidates = candidates[_first_of_each_type(random_numbers[candidates], tokens[candidates], self.size)]
-            points = {tap: state[candidates.to(state.device)].cpu() for tap, state in states.items()}
+            candidates = candidates[_find_first_of_each_type(random_numbers[candidates], tokens[candidates], self.size)]
+            points = {tap: tap_states[candidates.to(tap_states.device)].cpu() for tap, tap_states in states.items()}
             self._add(random_numbers[candidates], tokens[candidates], points)
 
     def merge(self, other: "Sample") -> None:
@@ -97,13 +97,13 @@ class Sample:
         if it is not defined.
         """
         points = self.points[tap]
-        functions: dict[str, Callable[[], Tensor]] = {
+        function_by_name: dict[str, Callable[[], Tensor]] = {
             "sample_inter_sim": lambda: average_cosine(points),
-            "sample_inter_sim_without_top_1": lambda: _without_top(points, 1),
-            "sample_inter_sim_without_top_5": lambda: _without_top(points, 5),
+            "sample_inter_sim_without_top_1": lambda: _compute_cosine_without_top(points, 1),
+            "sample_inter_sim_without_top_5": lambda: _compute_cosine_without_top(points, 5),
             "sample_inter_sim_standardized": lambda: standardized_cosine(points),
         }
-        return {name: _float_or_nan(function) for name, function in functions.items()}
+        return {name: _float_or_nan(function) for name, function in function_by_name.items()}
 
     def estimate_gride(self, tap: str) -> list[ScaleDimension]:
         """Estimate the intrinsic dimension at a tap by scale with Gride, from at most `GRIDE_POINTS` points.
@@ -127,22 +127,22 @@ class Sample:
     def _add(self, random_numbers: Tensor, types: Tensor, points: Mapping[str, Tensor]) -> None:
         """Add tokens with their random numbers, types and hidden states, and keep a sample of all tokens."""
         random_numbers, types = torch.cat([self.random_numbers, random_numbers]), torch.cat([self.types, types])
-        kept = _first_of_each_type(random_numbers, types, self.size)
-        self.random_numbers, self.types = random_numbers[kept], types[kept]
-        self.points = {tap: torch.cat([previous, points[tap]])[kept] for tap, previous in self.points.items()}
+        kept_indices = _find_first_of_each_type(random_numbers, types, self.size)
+        self.random_numbers, self.types = random_numbers[kept_indices], types[kept_indices]
+        self.points = {tap: torch.cat([previous, points[tap]])[kept_indices] for tap, previous in self.points.items()}
 
 
-def _first_of_each_type(random_numbers: Tensor, types: Tensor, size: int) -> Tensor:
+def _find_first_of_each_type(random_numbers: Tensor, types: Tensor, size: int) -> Tensor:
     """Return the indices of the tokens with the smallest number of their type, at most `size`, in ascending order."""
     order = random_numbers.argsort(stable=True)
-    _, firsts = np.unique(types[order].numpy(), return_index=True)
-    return order[torch.from_numpy(np.sort(firsts)[:size])]
+    _, first_positions = np.unique(types[order].numpy(), return_index=True)
+    return order[torch.from_numpy(np.sort(first_positions)[:size])]
 
 
-def _without_top(points: Tensor, k: int) -> Tensor:
-    """Compute InterSim of points `(n, d)` without the k dimensions that contribute most to it."""
+def _compute_cosine_without_top(points: Tensor, num_dimensions: int) -> Tensor:
+    """Compute InterSim of points `(n, d)` without the `num_dimensions` dimensions that contribute most."""
     contributions = CosineContributions(points.shape[1]).update(points)
-    return cosine_without_dimensions(points, contributions.top_dimensions(k))
+    return cosine_without_dimensions(points, contributions.top_dimensions(num_dimensions))
 
 
 def _float_or_nan(function: Callable[[], Tensor]) -> float:

@@ -82,15 +82,15 @@ def read_steps(path: Path) -> dict[str, int]:
         raise UserError(f"--steps {path} cannot be read: {shorten(error)}; expected a CSV file") from error
     steps: dict[str, int] = {}
     for row in rows:
-        name, step = (row.get("checkpoint") or "").strip(), (row.get("step") or "").strip()
-        if not name or not step.isdecimal():
+        name, step_text = (row.get("checkpoint") or "").strip(), (row.get("step") or "").strip()
+        if not name or not step_text.isdecimal():
             raise UserError(
-                f"--steps {path}: a row has the checkpoint {name!r} and the step {step!r}; expected the columns "
+                f"--steps {path}: a row has the checkpoint {name!r} and the step {step_text!r}; expected the columns "
                 "checkpoint and step, a name and a whole number in each row"
             )
         if name in steps:
             raise UserError(f"--steps {path}: {name} has two rows; expected one for each checkpoint")
-        steps[name] = int(step)
+        steps[name] = int(step_text)
     return steps
 
 
@@ -193,8 +193,8 @@ def _find_models_in(folder: Path) -> list[Path]:
 
     The result is empty for a run that has kept none, and for a folder that is a model itself.
     """
-    if kept := _find_model_subfolders(folder / KEPT_MODELS):
-        return kept
+    if kept_models := _find_model_subfolders(folder / KEPT_MODELS):
+        return kept_models
     is_model = any((path / "config.json").is_file() for path in (folder, folder / "model"))
     return [] if is_model else _find_model_subfolders(folder)
 
@@ -263,10 +263,10 @@ def _get_step(record: Any, key: str) -> int | None:
 
 
 def _check_same_training(pattern: str, checkpoints: Sequence[_FoundCheckpoint]) -> None:
-    """Refuse checkpoints of several trainings, and several checkpoints of which one records no step.
+    """Check that checkpoints are of one training and that, if there are several, each records its step.
 
     Raises:
-        UserError: if the checkpoints that match the glob pattern are such checkpoints.
+        UserError: if the checkpoints, which match the glob pattern, are of several trainings or lack a step.
     """
     trainings = [str(training) for training in dict.fromkeys(checkpoint.training for checkpoint in checkpoints)]
     if len(trainings) > 1:
@@ -275,19 +275,21 @@ def _check_same_training(pattern: str, checkpoints: Sequence[_FoundCheckpoint]) 
             f"checkpoints of one, such as --checkpoints {trainings[0]}; measure final models separately: istar measure "
             "<folder>"
         )
-    unknown = [str(checkpoint.path) for checkpoint in checkpoints if checkpoint.step is None and checkpoint.is_readable]
-    if unknown and len(checkpoints) > 1:
+    paths_without_step = [
+        str(checkpoint.path) for checkpoint in checkpoints if checkpoint.step is None and checkpoint.is_readable
+    ]
+    if paths_without_step and len(checkpoints) > 1:
         raise UserError(
-            f"--checkpoints {pattern}: no training step is recorded in {_join_first(unknown)}; give the steps in a "
-            "table: --steps steps.csv, with the columns checkpoint and step"
+            f"--checkpoints {pattern}: no training step is recorded in {_join_first(paths_without_step)}; give the "
+            "steps in a table: --steps steps.csv, with the columns checkpoint and step"
         )
 
 
 def _check_same_shape(pattern: str, checkpoints: Sequence[_FoundCheckpoint]) -> None:
-    """Refuse checkpoints of models of different types or sizes.
+    """Check that the models of checkpoints have the same type and size.
 
     Raises:
-        UserError: if the models that match the glob pattern differ.
+        UserError: if the models of the checkpoints, which match the glob pattern, differ.
     """
     path_by_shape: dict[str, Path] = {}
     for checkpoint in checkpoints:
@@ -297,10 +299,10 @@ def _check_same_shape(pattern: str, checkpoints: Sequence[_FoundCheckpoint]) -> 
             shape = ", ".join(f"{key} {config[key]}" for key in _SHAPE_KEYS if key in config)
             path_by_shape.setdefault(shape, checkpoint.path)
     if len(path_by_shape) > 1:
-        (first_shape, first), (other_shape, other) = list(path_by_shape.items())[:2]
+        (first_shape, first_path), (other_shape, other_path) = list(path_by_shape.items())[:2]
         raise UserError(
-            f"--checkpoints {pattern} matches different models: {first} ({first_shape}) and {other} ({other_shape}); "
-            "expected checkpoints of one training"
+            f"--checkpoints {pattern} matches different models: {first_path} ({first_shape}) and {other_path} "
+            f"({other_shape}); expected checkpoints of one training"
         )
 
 

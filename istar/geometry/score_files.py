@@ -74,10 +74,10 @@ def _to_table(scores: Sequence[Score]) -> pd.DataFrame:
     has_revisions = any(score.revision for score in scores)
     rows = []
     for score in scores:
-        name = Path(score.model).name
-        revision = score.revision or (_DEFAULT_REVISION if has_revisions else name)
-        error = "" if math.isnan(score.standard_error) else repr(score.standard_error)
-        rows.append((name if has_revisions else "", revision, score.task, repr(score.value), error))
+        model_name = Path(score.model).name
+        revision = score.revision or (_DEFAULT_REVISION if has_revisions else model_name)
+        error_text = "" if math.isnan(score.standard_error) else repr(score.standard_error)
+        rows.append((model_name if has_revisions else "", revision, score.task, repr(score.value), error_text))
     columns = ["model", "revision", "task", "score", "standard_error"]
     return pd.DataFrame(rows, index=[score.location for score in scores], columns=columns)
 
@@ -116,13 +116,13 @@ def parse_harness_scores(content: Mapping[str, Any], location: str) -> Iterator[
         content: content of the file.
         location: path of the file, for error messages.
     """
-    arguments = content.get("config", {}).get("model_args") if isinstance(content.get("config"), dict) else None
-    if isinstance(arguments, str):
-        pairs = (part.partition("=") for part in arguments.split(","))
-        arguments = {key.strip(): value.strip() for key, _, value in pairs}
-    arguments = arguments if isinstance(arguments, dict) else {}
-    model = arguments.get("pretrained") or content.get("model_name") or ""
-    revision = str(arguments.get("revision") or "")
+    model_args = content.get("config", {}).get("model_args") if isinstance(content.get("config"), dict) else None
+    if isinstance(model_args, str):
+        pairs = (part.partition("=") for part in model_args.split(","))
+        model_args = {key.strip(): value.strip() for key, _, value in pairs}
+    model_args = model_args if isinstance(model_args, dict) else {}
+    model = model_args.get("pretrained") or content.get("model_name") or ""
+    revision = str(model_args.get("revision") or "")
     for task, metrics in content["results"].items():
         # Since version 0.4 the name of each metric ends in a filter; numbers without a filter are not metrics.
         has_filters = any("," in key for key in metrics)
@@ -130,15 +130,15 @@ def parse_harness_scores(content: Mapping[str, Any], location: str) -> Iterator[
             metric, _, filter_name = key.partition(",")
             if metric.endswith("_stderr") or not _is_finite_number(value) or (has_filters and not filter_name):
                 continue
-            name = f"{task} {metric}" if filter_name in ("", "none") else f"{task} {metric} {filter_name}"
-            error = metrics.get(f"{metric}_stderr,{filter_name}" if has_filters else f"{metric}_stderr")
+            score_name = f"{task} {metric}" if filter_name in ("", "none") else f"{task} {metric} {filter_name}"
+            standard_error = metrics.get(f"{metric}_stderr,{filter_name}" if has_filters else f"{metric}_stderr")
             yield Score(
                 location,
                 str(model),
                 revision,
-                name,
+                score_name,
                 float(value),
-                float(error) if _is_finite_number(error) else math.nan,
+                float(standard_error) if _is_finite_number(standard_error) else math.nan,
             )
 
 
@@ -156,7 +156,7 @@ def parse_mteb_scores(content: Mapping[str, Any], path: Path) -> Iterator[Score]
     """
     try:
         metadata = json.loads((path.parent / _MODEL_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # there is no such file, or it is not JSON
         metadata = {"name": path.absolute().parent.parent.name, "revision": path.absolute().parent.name}
     metadata = metadata if isinstance(metadata, dict) else {}
     # The names of the folders have two underscores in place of a slash.
@@ -167,8 +167,8 @@ def parse_mteb_scores(content: Mapping[str, Any], path: Path) -> Iterator[Score]
         for subset in subsets if isinstance(subsets, list) else ():
             value: Any = subset.get("main_score") if isinstance(subset, dict) else None
             if _is_finite_number(value):
-                names = (split if split != "test" else "", subset.get("hf_subset", "default"))
-                suffixes = [str(name) for name in names if name not in ("", "default")]
+                split_and_subset = (split if split != "test" else "", subset.get("hf_subset", "default"))
+                suffixes = [str(name) for name in split_and_subset if name not in ("", "default")]
                 yield Score(str(path), model, revision, " ".join([content["task_name"], *suffixes]), float(value))
 
 
@@ -188,18 +188,18 @@ def read_csv_as_text(path: Path) -> pd.DataFrame:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file)
             header = [name.strip() for name in next(reader, [])]
-            rows = {}
-            for row in reader:
-                if any(row):
-                    rows[f"{path}, line {reader.line_num}"] = [cell.strip() for cell in row]
+            cells_by_location = {}
+            for cells in reader:
+                if any(cells):
+                    cells_by_location[f"{path}, line {reader.line_num}"] = [cell.strip() for cell in cells]
     except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"{path} cannot be read: {shorten(error)}; expected a CSV file") from error
     for name in header:
         if header.count(name) > 1:
             raise UserError(f"{path}: two columns are called {name!r}; expected distinct names")
-    if not rows:
+    if not cells_by_location:
         raise UserError(f"{path} has no rows; expected a header and at least one row")
-    for location, row in rows.items():
-        if len(row) != len(header):
-            raise UserError(f"{location}: the row has {len(row)} cells; expected {len(header)}, as the header")
-    return pd.DataFrame.from_dict(rows, orient="index", columns=header)
+    for location, cells in cells_by_location.items():
+        if len(cells) != len(header):
+            raise UserError(f"{location}: the row has {len(cells)} cells; expected {len(header)}, as the header")
+    return pd.DataFrame.from_dict(cells_by_location, orient="index", columns=header)

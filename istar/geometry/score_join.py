@@ -87,15 +87,17 @@ def join_measures_and_scores(measures_path: Path, scores_path: Path, selection: 
     """
     score_table, remarks = read_scores(scores_path)
     tables = {measures_path: read_csv_as_text(measures_path), scores_path: score_table}
-    by = selection.by or ("revision" if all("revision" in table for table in tables.values()) else "step")
+    key_column = selection.by or ("revision" if all("revision" in table for table in tables.values()) else "step")
     for path, table in tables.items():
-        _check_joinable(table, path, by)
-    keyed_tables = {path: _add_keys(table, by) for path, table in tables.items()}
+        _check_joinable(table, path, key_column)
+    keyed_tables = {path: _add_keys(table, key_column) for path, table in tables.items()}
     covariate_rows = _select_covariates(keyed_tables, selection.covariates)
-    skipped = [name for name in selection.covariates if name not in selection.measures]
-    measure_rows = _to_long_format(keyed_tables[measures_path], measures_path, "measures", selection.measures, skipped)
+    skipped_columns = [name for name in selection.covariates if name not in selection.measures]
+    measure_rows = _to_long_format(
+        keyed_tables[measures_path], measures_path, "measures", selection.measures, skipped_columns
+    )
     score_rows = _to_long_format(
-        keyed_tables[scores_path], scores_path, "scores", selected=(), skipped=selection.covariates
+        keyed_tables[scores_path], scores_path, "scores", selected_columns=(), skipped_columns=selection.covariates
     ).assign(source="", layer="")
     _check_known("--layer", selection.layers, measure_rows["layer"], measures_path)
     _check_known("--source", selection.sources, measure_rows["source"], measures_path)
@@ -105,12 +107,12 @@ def join_measures_and_scores(measures_path: Path, scores_path: Path, selection: 
         score_rows["model"] = selection.model
     labels = [rows[column] for rows in (measure_rows, score_rows) for column in ("revision", "step")]
     _check_known("--omit", selection.omit, pd.concat(labels), measures_path)
-    models, left_out = _find_common_models(
+    models, model_remarks = _find_common_models(
         measure_rows, score_rows, measures_path, scores_path, list(covariate_rows.values())
     )
     measure_rows, score_rows = (_drop_omitted(rows, selection) for rows in (measure_rows, score_rows))
-    remarks += left_out + _warn_of_equal_weights(measure_rows)
-    scores_by_step = _scores_by_step(score_rows, measure_rows)
+    remarks += model_remarks + _warn_of_equal_weights(measure_rows)
+    scores_by_step = _make_score_table(score_rows, measure_rows)
     if selection.pool:
         for rows in (measure_rows, score_rows, *covariate_rows.values()):
             rows["point"] = rows["model"] + " " + rows["point"].astype(str)
@@ -123,9 +125,9 @@ def join_measures_and_scores(measures_path: Path, scores_path: Path, selection: 
     measures, scores = _parse_values(measure_rows), _parse_values(score_rows)
     if measures.merge(scores, on=["model", "point"]).empty:
         # Revisions with different names may have the same step.
-        hint = "; --by step joins by the steps in the names" if by == "revision" else ""
+        hint = "; --by step joins by the steps in the names" if key_column == "revision" else ""
         raise UserError(
-            f"no {by} in common: the measures have {_join_first_names(measures['point'])}, the scores "
+            f"no {key_column} in common: the measures have {_join_first_names(measures['point'])}, the scores "
             f"{_join_first_names(scores['point'])}{hint}"
         )
     return JoinedData(
@@ -134,8 +136,8 @@ def join_measures_and_scores(measures_path: Path, scores_path: Path, selection: 
         scores,
         # Tasks without a number keep their rows, with zero points.
         list(score_rows["name"].unique()),
-        {name: _value_by_key(rows) for name, rows in covariate_rows.items()},
-        _step_by_point(measure_rows),
+        {name: _get_value_by_key(rows) for name, rows in covariate_rows.items()},
+        _parse_step_by_point(measure_rows),
         scores_by_step,
         remarks,
     )
@@ -174,7 +176,7 @@ _VALUE_PREFIX = "value: "
 
 
 def _to_long_format(
-    table: pd.DataFrame, path: Path, noun: str, selected: Sequence[str], skipped: Sequence[str]
+    table: pd.DataFrame, path: Path, noun: str, selected_columns: Sequence[str], skipped_columns: Sequence[str]
 ) -> pd.DataFrame:
     """Return one row for each cell that is no key, in the order of the file; the index says where the cell is.
 
@@ -182,39 +184,42 @@ def _to_long_format(
         table: table of `_add_keys`.
         path: file of the table, for error messages.
         noun: what the cells are, for error messages.
-        selected: columns of the cells; all if empty.
-        skipped: columns that are left out.
+        selected_columns: columns of the cells; all if empty.
+        skipped_columns: columns that are left out.
 
     Returns:
         The keys; `name`, the cell's column, or its task if the file has the columns `task` and `score`; and the `text`
         of the cell. With these columns, also `standard_error`, empty if the file has no such column.
     """
     columns = [name.removeprefix(_VALUE_PREFIX) for name in map(str, table) if name.startswith(_VALUE_PREFIX)]
-    columns = [name for name in columns if name not in skipped]
+    columns = [name for name in columns if name not in skipped_columns]
     if not columns:
         raise UserError(f"{path} has no column of {noun}; expected at least one")
-    _check_known("--measure", selected, columns, path)
+    _check_known("--measure", selected_columns, columns, path)
     keys = table[[*KEY_COLUMNS, "point"]]
     if {"task", "score"} <= set(columns):
         tasks, texts = table[f"{_VALUE_PREFIX}task"], table[f"{_VALUE_PREFIX}score"]
         errors = table.get(f"{_VALUE_PREFIX}standard_error", "")
         return keys.assign(name=tasks, text=texts, standard_error=errors)
     row_numbers = range(len(table))
-    parts = [keys.assign(name=name, text=table[_VALUE_PREFIX + name], row=row_numbers) for name in selected or columns]
-    return pd.concat(parts).sort_values("row", kind="stable").drop(columns="row")
+    frames = [
+        keys.assign(name=name, text=table[_VALUE_PREFIX + name], row=row_numbers)
+        for name in selected_columns or columns
+    ]
+    return pd.concat(frames).sort_values("row", kind="stable").drop(columns="row")
 
 
 def _select_covariates(tables: Mapping[Path, pd.DataFrame], names: Sequence[str]) -> dict[str, pd.DataFrame]:
     """Return the rows of each column that is held constant, with the `value` as a number.
 
-    If both files have a column of this name, that of the first file is used. `step` may also be the step that the name
-    of a revision states.
+    If both files have a column of this name, that of the file of measures, the first of `tables`, is used. `step` may
+    also be the step that the name of a revision states.
 
     Raises:
         UserError: if neither file has a column of this name.
     """
     rows_by_name = {}
-    first, second = tables
+    measures_path, scores_path = tables
     for name in names:
         for path, table in tables.items():
             column = name if name in KEY_COLUMNS else _VALUE_PREFIX + name
@@ -225,18 +230,21 @@ def _select_covariates(tables: Mapping[Path, pd.DataFrame], names: Sequence[str]
                 if name == "step":
                     labels = rows["step"].where(rows["step"] != "", rows["revision"])
                     rows["text"] = [str(_parse_step(label, str(location))) for location, label in labels.items()]
-                rows = rows if path == first else rows.assign(source="", layer="")
+                rows = rows if path == measures_path else rows.assign(source="", layer="")
                 rows_by_name[name] = _parse_values(rows, refuse_duplicates=False)
                 break
         else:
-            known = [column.removeprefix(_VALUE_PREFIX) for table in tables.values() for column in map(str, table)]
+            known_names = [
+                column.removeprefix(_VALUE_PREFIX) for table in tables.values() for column in map(str, table)
+            ]
             raise UserError(
-                f"--given {name}: neither {first} nor {second} has such a column of numbers{did_you_mean(name, known)}"
+                f"--given {name}: neither {measures_path} nor {scores_path} has such a column of numbers"
+                f"{did_you_mean(name, known_names)}"
             )
     return rows_by_name
 
 
-def _value_by_key(rows: pd.DataFrame) -> dict[tuple[Any, ...], float]:
+def _get_value_by_key(rows: pd.DataFrame) -> dict[tuple[Any, ...], float]:
     """Return the values of a column by model, source, layer and point.
 
     Raises:
@@ -256,13 +264,13 @@ def _parse_step(label: str, location: str) -> int:
     Raises:
         UserError: if the label states no step.
     """
-    step = _step_or_none(label)
+    step = _try_parse_step(label)
     if step is None:
         raise UserError(f"{location}: {shorten(label, 60)!r} is no step; expected a number, or a name such as step1000")
     return step
 
 
-def _step_or_none(label: str) -> int | None:
+def _try_parse_step(label: str) -> int | None:
     """Return the step that a label states, as a number or as `step<n>`, or None if it states no step."""
     try:
         return int(float(label))
@@ -270,46 +278,46 @@ def _step_or_none(label: str) -> int | None:
         return step_from_name(label)
 
 
-def _step_by_point(rows: pd.DataFrame) -> dict[tuple[str, Any], int]:
+def _parse_step_by_point(rows: pd.DataFrame) -> dict[tuple[str, Any], int]:
     """Return the step of each point that states one, by model and point."""
-    unique = rows.drop_duplicates(["model", "point"])
-    labels = unique["step"].where(unique["step"] != "", unique["revision"])
+    distinct_rows = rows.drop_duplicates(["model", "point"])
+    labels = distinct_rows["step"].where(distinct_rows["step"] != "", distinct_rows["revision"])
     step_by_point = {
-        (model, point): _step_or_none(label)
-        for model, point, label in zip(unique["model"], unique["point"], labels, strict=True)
+        (model, point): _try_parse_step(label)
+        for model, point, label in zip(distinct_rows["model"], distinct_rows["point"], labels, strict=True)
     }
     return {key: step for key, step in step_by_point.items() if step is not None}
 
 
-def _scores_by_step(score_rows: pd.DataFrame, measure_rows: pd.DataFrame) -> pd.DataFrame:
+def _make_score_table(score_rows: pd.DataFrame, measure_rows: pd.DataFrame) -> pd.DataFrame:
     """Return the table of scores by model, task and step, for `JoinedData.scores_by_step`.
 
     The step of a score is the one that its row states, or else that of the measures of the same point.
     """
-    step_by_point = {**_step_by_point(measure_rows), **_step_by_point(score_rows)}
+    step_by_point = {**_parse_step_by_point(measure_rows), **_parse_step_by_point(score_rows)}
     scores = _parse_values(score_rows)
-    errors = scores["standard_error"] if "standard_error" in scores else pd.Series("", scores.index)
+    standard_errors = scores["standard_error"] if "standard_error" in scores else pd.Series("", scores.index)
     table = pd.DataFrame({
         "model": scores["model"],
         "task": scores["name"],
         "step": [step_by_point.get(key) for key in zip(scores["model"], scores["point"], strict=True)],
         "score": scores["value"],
-        "standard_error": pd.to_numeric(errors, errors="coerce"),
+        "standard_error": pd.to_numeric(standard_errors, errors="coerce"),
     })  # fmt: skip
     table = table[table["model"].isin(set(measure_rows["model"]))]
     return table.dropna(subset=["step"]).sort_values("step", kind="stable")
 
 
-def _check_known(option: str, names: Iterable[str], known: Iterable[str], path: Path) -> None:
+def _check_known(option: str, names: Iterable[str], known_names: Iterable[str], path: Path) -> None:
     """Check that the names given to a command-line option are among those that a file has.
 
     Raises:
         UserError: if the file does not have one of the names.
     """
-    known = list(dict.fromkeys(known))
+    known_names = list(dict.fromkeys(known_names))
     for name in names:
-        if name not in known:
-            raise UserError(f"{option} {name}: {path} has no such value{did_you_mean(name, known)}")
+        if name not in known_names:
+            raise UserError(f"{option} {name}: {path} has no such value{did_you_mean(name, known_names)}")
 
 
 def _select_tasks(score_rows: pd.DataFrame, tasks: Sequence[str], path: Path) -> pd.DataFrame:
@@ -337,7 +345,8 @@ def _find_common_models(
 ) -> tuple[list[str], list[str]]:
     """Return the models that both files have, and a remark for each model that only one file has.
 
-    If a file names no model, its rows get the single model of the other file, in place; so do those of covariates.
+    The rows of a file that names no model are changed in place: they get the single model of the other file. So do rows
+    of covariates without a model.
 
     Raises:
         UserError: if the files have no model in common, or if one names no model and the other several.
@@ -352,20 +361,20 @@ def _find_common_models(
     for rows in covariate_rows:
         if (rows["model"] == "").all():
             rows["model"] = measure_rows["model"].iloc[0]
-    measured, scored = (list(rows["model"].unique()) for rows in (measure_rows, score_rows))
-    common = [model for model in measured if model in scored]
-    if not common:
+    measured_models, scored_models = (list(rows["model"].unique()) for rows in (measure_rows, score_rows))
+    common_models = [model for model in measured_models if model in scored_models]
+    if not common_models:
         raise UserError(
-            f"no model in common: {measures_path} has {_join_first_names(measured)}, {scores_path} has "
-            f"{_join_first_names(scored)}; use the same names, or name the model of all scores with --model"
+            f"no model in common: {measures_path} has {_join_first_names(measured_models)}, {scores_path} has "
+            f"{_join_first_names(scored_models)}; use the same names, or name the model of all scores with --model"
         )
     remarks = [
         f"left out: {model}, which has no {noun} in {path}"
-        for models, noun, path in ((measured, "scores", scores_path), (scored, "measures", measures_path))
+        for models, noun, path in ((measured_models, "scores", scores_path), (scored_models, "measures", measures_path))
         for model in models
-        if model not in common
+        if model not in common_models
     ]
-    return common, remarks
+    return common_models, remarks
 
 
 def _drop_omitted(rows: pd.DataFrame, selection: Selection) -> pd.DataFrame:
@@ -404,9 +413,9 @@ def _join_first_names(names: Iterable[object]) -> str:
 
 def _warn_of_equal_weights(rows: pd.DataFrame) -> list[str]:
     """Return a warning for each group of points of a model that have the same weights and so are not independent."""
-    with_weights = rows[rows["weights"] != ""]
+    rows_with_weights = rows[rows["weights"] != ""]
     warnings = []
-    for (model, _), group in with_weights.groupby(["model", "weights"], sort=False):
+    for (model, _), group in rows_with_weights.groupby(["model", "weights"], sort=False):
         points = list(map(str, group["point"].unique()))
         if len(points) > 1:
             names = ", ".join(points)

@@ -80,19 +80,21 @@ def compute_mean_states(
     blocks = Blocks(tokenizer, length)
     first_blocks: list[Block] = []
     for number, document in enumerate(documents, start=1):
-        first = next(blocks([document]), None)
-        if first is None:
+        first_block = next(blocks([document]), None)
+        if first_block is None:
             raise UserError(f"document {number} has no tokens for this tokenizer; leave it out")
-        first_blocks.append(first)
+        first_blocks.append(first_block)
     taps = Taps(model)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     # Batches of documents of similar length need little padding.
-    order = sorted(range(len(first_blocks)), key=lambda index: len(first_blocks[index].tokens))
+    sorted_indices = sorted(range(len(first_blocks)), key=lambda index: len(first_blocks[index].tokens))
     means: dict[str, Tensor] = {}
-    for indices in split_into_batches(order, lambda index: len(first_blocks[index].tokens), model.device, batch_tokens):
+    for indices in split_into_batches(
+        sorted_indices, lambda index: len(first_blocks[index].tokens), model.device, batch_tokens
+    ):
         batch = [first_blocks[index] for index in indices]
         inputs = pad_batch([block.tokens for block in batch], pad_id)
-        weights = _averaging_weights(batch, inputs["input_ids"].shape[1]).to(model.device)
+        weights = _make_averaging_weights(batch, inputs["input_ids"].shape[1]).to(model.device)
         inputs = {name: values.to(model.device) for name, values in inputs.items()}
         with full_precision(model.device), torch.inference_mode():
             for tap, states in taps(inputs).items():
@@ -101,7 +103,7 @@ def compute_mean_states(
     return means
 
 
-def _averaging_weights(blocks: Sequence[Block], width: int) -> Tensor:
+def _make_averaging_weights(blocks: Sequence[Block], width: int) -> Tensor:
     """Return weights `(blocks, width)` that average over the tokens of each block, without special tokens."""
     mask = torch.zeros(len(blocks), width)
     for index, block in enumerate(blocks):
@@ -126,27 +128,29 @@ def compute_similarities(
     Raises:
         UserError: if a model cannot be loaded, a document has no tokens, or a layer has equal states for all documents.
     """
-    states: list[tuple[str, dict[str, Tensor]]] = []
+    labelled_states: list[tuple[str, dict[str, Tensor]]] = []
     with Progress(console=console, disable=console is None, transient=True) as progress:
         for label, config in progress.track(models, description="states of documents"):
             tokenizer = load_tokenizer(config)
             model = load_encoder(config, tokenizer, torch.float32)
-            states.append((label, compute_mean_states(model, tokenizer, documents, length)))
+            labelled_states.append((label, compute_mean_states(model, tokenizer, documents, length)))
             del model
-    pairs = [(first, second) for index, first in enumerate(states) for second in states[index + 1 :]]
+    model_pairs = [
+        (first, second) for index, first in enumerate(labelled_states) for second in labelled_states[index + 1 :]
+    ]
     return [
         Similarity(
-            first,
-            second,
+            first_label,
+            second_label,
             tuple(first_states),
             tuple(second_states),
-            tuple(tuple(_cka_row(values, second_states.values())) for values in first_states.values()),
+            tuple(tuple(_compute_cka_row(values, second_states.values())) for values in first_states.values()),
             len(documents),
         )
-        for (first, first_states), (second, second_states) in pairs
+        for (first_label, first_states), (second_label, second_states) in model_pairs
     ]
 
 
-def _cka_row(first: Tensor, others: Iterable[Tensor]) -> list[float]:
-    """Return CKA of the states of one layer with those of each of the others."""
-    return [cka(first, other) for other in others]
+def _compute_cka_row(states: Tensor, other_layers: Iterable[Tensor]) -> list[float]:
+    """Return CKA of the states of one layer, `(documents, d)`, with the states of each of the other layers."""
+    return [cka(states, other_states) for other_states in other_layers]

@@ -54,9 +54,9 @@ def make_spectra() -> tuple[Spectrum, ...]:
 def _sample_sphere(shift: float) -> torch.Tensor:
     """Return random points `(NUM_POINTS, 3)` on a unit sphere whose center is at `shift` on the first axis."""
     # Each point has an opposite one, so that the mean is exactly the origin.
-    half = np.random.Generator(np.random.Philox(_SEED)).standard_normal((NUM_POINTS // 2, 3))
-    half /= np.linalg.norm(half, axis=1, keepdims=True)
-    return torch.from_numpy(np.concatenate([half, -half])) + torch.tensor([shift, 0, 0])
+    half_of_points = np.random.Generator(np.random.Philox(_SEED)).standard_normal((NUM_POINTS // 2, 3))
+    half_of_points /= np.linalg.norm(half_of_points, axis=1, keepdims=True)
+    return torch.from_numpy(np.concatenate([half_of_points, -half_of_points])) + torch.tensor([shift, 0, 0])
 
 
 def _measure_sphere(name: str, points: torch.Tensor) -> Sphere:

@@ -249,10 +249,10 @@ class Stream:
                 del statistics
         if combined is not None and len(sources) > 1:
             results[COMBINED] = summarize(combined)
-            total = Reading()
+            combined_reading = Reading()
             for reading in self.readings.values():
-                total.add(reading)
-            self.readings[COMBINED] = total
+                combined_reading.add(reading)
+            self.readings[COMBINED] = combined_reading
         if self._state_path is not None and self._rank == 0:
             for path in self._state_path.parent.glob(f"{self._state_path.name}.*"):
                 path.unlink()
@@ -264,38 +264,41 @@ class Stream:
         Each rank reads its share of the blocks and saves its state every few minutes. At the end, rank 0 merges the
         statistics of all ranks.
         """
-        statistics, num_done, tokens = self._new_statistics(), 0, 0
+        statistics, num_blocks_done, num_tokens_done = self._create_statistics(), 0, 0
         reading = self.readings[source.name] = Reading()
         earlier_seconds, self._forward_seconds = 0.0, 0.0
-        saved = self._load_state(source_index, self._rank)
-        if saved is not None:
-            statistics.load_state_dict(saved["statistics"])
-            num_done, tokens = saved["blocks"], saved["tokens"]
-            earlier_seconds, self._forward_seconds = saved.get("seconds", 0.0), saved.get("forward_seconds", 0.0)
+        saved_state = self._load_state(source_index, self._rank)
+        if saved_state is not None:
+            statistics.load_state_dict(saved_state["statistics"])
+            num_blocks_done, num_tokens_done = saved_state["blocks"], saved_state["tokens"]
+            earlier_seconds, self._forward_seconds = (
+                saved_state.get("seconds", 0.0),
+                saved_state.get("forward_seconds", 0.0),
+            )
             self.earlier_seconds += earlier_seconds
-            del saved
+            del saved_state
         start = last_save = time.monotonic()
         task = progress.add_task(source.name, total=None, status="")
-        for positions, block_indices, blocks in self._rank_batches(source, num_done, reading):
+        for positions, block_indices, blocks in self._iterate_rank_batches(source, num_blocks_done, reading):
             # The source's index makes the samples of different sources independent.
             self._update_statistics(statistics, blocks, [(source_index << 32) + index for index in block_indices])
-            num_tokens = sum(map(self._num_tokens, blocks))
-            num_done, tokens = positions[-1] + 1, tokens + num_tokens
-            progress.advance(task, num_tokens)
+            num_batch_tokens = sum(map(self._count_tokens, blocks))
+            num_blocks_done, num_tokens_done = positions[-1] + 1, num_tokens_done + num_batch_tokens
+            progress.advance(task, num_batch_tokens)
             tokens_per_second = progress.tasks[task].speed or 0
-            progress.update(task, status=f"{tokens:,} tokens, {tokens_per_second:,.0f} per second")
+            progress.update(task, status=f"{num_tokens_done:,} tokens, {tokens_per_second:,.0f} per second")
             if time.monotonic() - last_save > SECONDS_BETWEEN_SAVES:
                 seconds = earlier_seconds + time.monotonic() - start
-                self._save_state(source_index, statistics, num_done, tokens, seconds)
+                self._save_state(source_index, statistics, num_blocks_done, num_tokens_done, seconds)
                 last_save = time.monotonic()
         reading.seconds = earlier_seconds + time.monotonic() - start
-        self._save_state(source_index, statistics, num_done, tokens, reading.seconds)
+        self._save_state(source_index, statistics, num_blocks_done, num_tokens_done, reading.seconds)
         if self._world_size > 1:
             self._merge_ranks(source_index, statistics)
         reading.forward_seconds = self._forward_seconds
         return statistics
 
-    def _rank_batches(
+    def _iterate_rank_batches(
         self, source: Source, first_position: int, reading: Reading
     ) -> Iterator[tuple[list[int], list[int], list[Block]]]:
         """Yield this rank's batches of a source, from a position at which a batch of an earlier call may have ended.
@@ -304,14 +307,14 @@ class Stream:
         order of the text, and the blocks.
         """
         start = 0
-        indexed_blocks = enumerate(self._limited_blocks(source, reading))
-        for window in sorted_windows(indexed_blocks, lambda item: len(item[1].tokens)):
+        indexed_blocks = enumerate(self._read_limited_blocks(source, reading))
+        for window in sorted_windows(indexed_blocks, _count_block_tokens):
             rank_blocks = [
                 (position, index, block)
                 for position, (index, block) in enumerate(window, start)
                 if position >= first_position and position % self._world_size == self._rank
             ]
-            for batch in self._split_into_batches(rank_blocks, lambda item: len(item[2].tokens)):
+            for batch in self._split_into_batches(rank_blocks, _count_block_tokens):
                 positions, indices, blocks = zip(*batch, strict=True)
                 yield list(positions), list(indices), list(blocks)
             start += len(window)
@@ -320,10 +323,10 @@ class Stream:
         """Yield consecutive blocks in batches; `block_length` returns the number of tokens of a block."""
         return split_into_batches(blocks, block_length, self._model.device, self.settings.batch_tokens)
 
-    def _limited_blocks(self, source: Source, reading: Reading) -> Iterator[Block]:
+    def _read_limited_blocks(self, source: Source, reading: Reading) -> Iterator[Block]:
         """Yield the blocks of a source in order, up to the limit of tokens, and count in `reading` what is read."""
         for block in self._blocks(read_documents(source.path), reading):
-            reading.tokens += self._num_tokens(block)
+            reading.tokens += self._count_tokens(block)
             yield block
             # The next block, which may be of another document, is not read.
             if self.settings.limit is not None and reading.tokens >= self.settings.limit:
@@ -332,11 +335,11 @@ class Stream:
             # Every rank reads all blocks, so that all ranks raise this.
             raise UserError(f"{source.path} holds no text; expected at least one line that is not empty")
 
-    def _group_index(self, block: Block) -> int:
+    def _get_group_index(self, block: Block) -> int:
         """Return the index of the group of documents that a block belongs to."""
         return block.document_index % self.settings.groups if self.settings.groups else 0
 
-    def _num_tokens(self, block: Block) -> int:
+    def _count_tokens(self, block: Block) -> int:
         """Return the number of tokens of a block that the statistics include."""
         return len(block.tokens) if self.settings.special_tokens == "include" else block.num_text_tokens
 
@@ -345,12 +348,12 @@ class Stream:
         dist.barrier()
         if self._rank == 0:
             for rank in range(1, self._world_size):
-                saved = self._load_state(source_index, rank)
-                assert saved is not None
-                other = self._new_statistics()
-                other.load_state_dict(saved["statistics"])
-                statistics.merge(other)
-                self._forward_seconds += saved["forward_seconds"]
+                saved_state = self._load_state(source_index, rank)
+                assert saved_state is not None
+                rank_statistics = self._create_statistics()
+                rank_statistics.load_state_dict(saved_state["statistics"])
+                statistics.merge(rank_statistics)
+                self._forward_seconds += saved_state["forward_seconds"]
         dist.barrier()
 
     def _update_statistics(self, statistics: Statistics, blocks: Sequence[Block], block_keys: Sequence[int]) -> None:
@@ -358,17 +361,17 @@ class Stream:
 
         The keys of the blocks are unique over all sources; see `Sample.update`.
         """
-        included, ids, states = self._compute_hidden_states(blocks)
-        tokens = ids[included]
-        rows, positions = included.nonzero().T
-        groups = torch.tensor([self._group_index(block) for block in blocks])[rows]
+        is_included, token_ids, states = self._compute_hidden_states(blocks)
+        included_token_ids = token_ids[is_included]
+        rows, positions = is_included.nonzero().T
+        groups = torch.tensor([self._get_group_index(block) for block in blocks])[rows]
         # The pieces of a document may be in different batches and are not independent, so only the first one counts.
         sentences = torch.tensor([-1 if block.piece_index else row for row, block in enumerate(blocks)])[rows]
-        device_tokens, device_positions = (values.to(self._model.device) for values in (tokens, positions))
+        device_tokens, device_positions = (values.to(self._model.device) for values in (included_token_ids, positions))
         with full_precision(self._model.device), torch.inference_mode():
-            for tap, state in states.items():
-                statistics.layers[tap].update(state, device_tokens, device_positions, groups, sentences)
-        statistics.sample.update(block_keys, included.sum(1).tolist(), tokens, states)
+            for tap, tap_states in states.items():
+                statistics.layers[tap].update(tap_states, device_tokens, device_positions, groups, sentences)
+        statistics.sample.update(block_keys, is_included.sum(1).tolist(), included_token_ids, states)
 
     def _compute_hidden_states(self, blocks: Sequence[Block]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Run the model on a batch of blocks.
@@ -378,19 +381,19 @@ class Stream:
             hidden states of the included tokens, `(n, d)` by tap.
         """
         inputs = pad_batch([block.tokens for block in blocks], self._pad_id)
-        ids, included = inputs["input_ids"], inputs["attention_mask"].bool()
+        token_ids, is_included = inputs["input_ids"], inputs["attention_mask"].bool()
         if self.settings.special_tokens == "exclude":
             rows = [torch.tensor(block.is_special) for block in blocks]
-            included &= ~pad_sequence(rows, batch_first=True, padding_value=True)
+            is_included &= ~pad_sequence(rows, batch_first=True, padding_value=True)
         inputs = {name: values.to(self._model.device) for name, values in inputs.items()}
-        mask = included.to(self._model.device)
+        device_mask = is_included.to(self._model.device)
         with full_precision(self._model.device), torch.inference_mode():
-            start = self._synchronized_time()
+            start = self._read_synchronized_time()
             states = self._taps(inputs)
-            self._forward_seconds += self._synchronized_time() - start
-            return included, ids, {tap: state[mask] for tap, state in states.items()}
+            self._forward_seconds += self._read_synchronized_time() - start
+            return is_included, token_ids, {tap: tap_states[device_mask] for tap, tap_states in states.items()}
 
-    def _synchronized_time(self) -> float:
+    def _read_synchronized_time(self) -> float:
         """Wait until the device has finished its work, and return the time in seconds."""
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
@@ -401,15 +404,15 @@ class Stream:
 
         All accumulators that are merged need the same origin, so it must not depend on batches and processes.
         """
-        count, totals = 0, dict.fromkeys(self._taps.names, torch.zeros(()))
+        num_tokens, sum_by_tap = 0, dict.fromkeys(self._taps.names, torch.zeros(()))
         for source in sources:
-            first_blocks = itertools.islice(self._limited_blocks(source, Reading()), ORIGIN_BLOCKS)
+            first_blocks = itertools.islice(self._read_limited_blocks(source, Reading()), ORIGIN_BLOCKS)
             for blocks in self._split_into_batches(first_blocks, lambda block: len(block.tokens)):
-                included, _, states = self._compute_hidden_states(blocks)
-                count += int(included.sum())
-                for tap, state in states.items():
-                    totals[tap] = totals[tap] + state.cpu().sum(0, dtype=torch.float64)
-        origins = {tap: total / max(count, 1) for tap, total in totals.items()}
+                is_included, _, states = self._compute_hidden_states(blocks)
+                num_tokens += int(is_included.sum())
+                for tap, tap_states in states.items():
+                    sum_by_tap[tap] = sum_by_tap[tap] + tap_states.cpu().sum(0, dtype=torch.float64)
+        origins = {tap: tap_sum / max(num_tokens, 1) for tap, tap_sum in sum_by_tap.items()}
         if self._world_size > 1:
             for origin in origins.values():
                 dist.broadcast(origin, 0)
@@ -440,23 +443,23 @@ class Stream:
         for warning in warnings:
             console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
 
-    def _new_statistics(self) -> Statistics:
+    def _create_statistics(self) -> Statistics:
         """Return empty statistics for this pass."""
         return Statistics(self._model, self._taps.names, self.settings, self._origins)
 
-    def _state_file(self, source_index: int, rank: int) -> Path:
+    def _get_state_path(self, source_index: int, rank: int) -> Path:
         """Return the path of a rank's state file of a source."""
         assert self._state_path is not None
         return self._state_path.with_name(f"{self._state_path.name}.{source_index}.{rank}-{self._world_size}")
 
     def _save_state(
-        self, source_index: int, statistics: Statistics, num_done: int, tokens: int, seconds: float
+        self, source_index: int, statistics: Statistics, num_blocks_done: int, num_tokens_done: int, seconds: float
     ) -> None:
-        """Save this rank's state of a source after `num_done` blocks, unless the pass saves no state."""
+        """Save this rank's state of a source after `num_blocks_done` blocks, unless the pass saves no state."""
         if self._state_path is not None:
-            state = {"identity": self._identity, "statistics": statistics.state_dict(), "blocks": num_done}
-            state |= {"tokens": tokens, "seconds": seconds, "forward_seconds": self._forward_seconds}
-            with atomic_write(self._state_file(source_index, self._rank)) as file:
+            state = {"identity": self._identity, "statistics": statistics.state_dict(), "blocks": num_blocks_done}
+            state |= {"tokens": num_tokens_done, "seconds": seconds, "forward_seconds": self._forward_seconds}
+            with atomic_write(self._get_state_path(source_index, self._rank)) as file:
                 torch.save(state, file)
 
     def _load_state(self, source_index: int, rank: int) -> dict[str, Any] | None:
@@ -464,10 +467,16 @@ class Stream:
         if self._state_path is None:
             return None
         try:
-            state = torch.load(self._state_file(source_index, rank), map_location="cpu", weights_only=True)
+            state = torch.load(self._get_state_path(source_index, rank), map_location="cpu", weights_only=True)
         except Exception:  # a missing, truncated or foreign file can raise any exception
             return None
         return state if isinstance(state, dict) and state.get("identity") == self._identity else None
+
+
+def _count_block_tokens(numbered_block: tuple[Any, ...]) -> int:
+    """Return the number of tokens of a block, including special tokens; the block is the last element of a tuple."""
+    *_, block = numbered_block
+    return len(block.tokens)
 
 
 @contextmanager

@@ -51,9 +51,10 @@ class Taps:
                     lambda _, arguments: last_inputs.append(arguments[0])
                 )
                 hooks.enter_context(hook)
-            *states, last = self._model(**inputs, output_hidden_states=True, use_cache=False).hidden_states
-        states += last_inputs[-1:] or [last]
-        states += [last] if self.norm is not None else []
+            *states, last_states = self._model(**inputs, output_hidden_states=True, use_cache=False).hidden_states
+        # Without a module behind the layers, the last hidden states are the output of the last layer.
+        states += last_inputs[-1:] or [last_states]
+        states += [last_states] if self.norm is not None else []
         return dict(zip(self.names, states, strict=True))
 
 

@@ -109,22 +109,22 @@ def refuse_other_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpo
             earlier = measures_file.read(plan.out / checkpoint.folder / measures_file.JSON_FILE)
         except UserError:  # missing or damaged
             continue
-        earlier_name, name = (
-            ModelName(str(Path(name).absolute()) if revision is None else name, revision)
-            for name, revision in (
-                (earlier.model["name"], earlier.model["revision"]),
-                (checkpoint.name, checkpoint.revision),
-            )
-        )
+        earlier_name = _make_model_name(earlier.model["name"], earlier.model["revision"])
+        name = _make_model_name(checkpoint.name, checkpoint.revision)
         refuse_other_model(plan.out, earlier_name, name, lambda: _has_same_weights(checkpoint, plan, earlier))  # noqa: B023
+
+
+def _make_model_name(name: str, revision: str | None) -> ModelName:
+    """Return the name of a model for comparisons. A path, which has no revision, becomes absolute."""
+    return ModelName(str(Path(name).absolute()) if revision is None else name, revision)
 
 
 def _has_same_weights(checkpoint: Checkpoint, plan: TrajectoryPlan, earlier: Measurements) -> bool:
     """Return whether a checkpoint has the weights that earlier measurements are of; True if it cannot be loaded."""
     try:
-        with _loadable_model(checkpoint, plan.out / checkpoint.folder) as name:
+        with _prepare_model(checkpoint, plan.out / checkpoint.folder) as name:
             weights = load_and_hash_weights(ModelName(name, checkpoint.revision), earlier.model["dtype"])
-    except (UserError, OSError, RuntimeError):  # reported when it is measured
+    except (UserError, OSError, RuntimeError):  # the error is reported when the checkpoint is measured
         return True
     return weights == earlier.weights
 
@@ -141,16 +141,18 @@ def _measure_checkpoint(
         The measurements, and a message for the user, which may be empty.
     """
     folder = plan.out / checkpoint.folder
-    with _loadable_model(checkpoint, folder) as name:
+    with _prepare_model(checkpoint, folder) as name:
         weights = load_and_hash_weights(ModelName(name, checkpoint.revision), plan.dtype)
-        same_weights = (label for label, other in earlier.measurements.items() if other.weights == weights)
-        duplicate = next(same_weights, None)
-        message = "" if duplicate is None else f"warning: {checkpoint.label} has the same weights as {duplicate}"
-        cached = _read_cached(folder, fingerprint)
-        if cached is not None and cached.weights == weights:
-            return cached, message or "measured before"
-        if duplicate is not None:
-            measured, message = earlier.measurements[duplicate], f"{message}; its figures are copied"
+        labels_with_same_weights = (label for label, other in earlier.measurements.items() if other.weights == weights)
+        duplicate_label = next(labels_with_same_weights, None)
+        message = (
+            "" if duplicate_label is None else f"warning: {checkpoint.label} has the same weights as {duplicate_label}"
+        )
+        cached_measurements = _read_cached(folder, fingerprint)
+        if cached_measurements is not None and cached_measurements.weights == weights:
+            return cached_measurements, message or "measured before"
+        if duplicate_label is not None:
+            measured, message = earlier.measurements[duplicate_label], f"{message}; its figures are copied"
         else:
             progress = Console(stderr=True)
             measured = measure.measure_model(
@@ -168,15 +170,15 @@ def _measure_checkpoint(
 def _read_cached(folder: Path, fingerprint: str) -> Measurements | None:
     """Return the measurements of an earlier call with the same fingerprint, or None if there are none."""
     try:
-        is_same = (folder / _FINGERPRINT_FILE).read_text(encoding="utf-8") == fingerprint
-        return measures_file.read(folder / measures_file.JSON_FILE) if is_same else None
+        has_same_fingerprint = (folder / _FINGERPRINT_FILE).read_text(encoding="utf-8") == fingerprint
+        return measures_file.read(folder / measures_file.JSON_FILE) if has_same_fingerprint else None
     except (OSError, ValueError, UserError):  # missing or damaged
         return None
 
 
 @contextmanager
-def _loadable_model(checkpoint: Checkpoint, folder: Path) -> Iterator[str]:
-    """Yield a name that from_pretrained accepts.
+def _prepare_model(checkpoint: Checkpoint, folder: Path) -> Iterator[str]:
+    """Yield the name of a checkpoint's model that `from_pretrained` accepts: a hub id or a folder.
 
     A `.ckpt` file is converted to a model in a subfolder of `folder`, which is deleted when the block ends.
     """
@@ -201,24 +203,24 @@ def _convert_checkpoint(path: Path, folder: Path) -> None:
     if not (model_folder / "config.json").is_file():
         raise UserError(f"{path}: its run has no model folder; expected one with the config and the tokenizer")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+        state_dict = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
         # Tied weights are one tensor under two names, which safetensors refuses; the clones share no memory.
         weights = {
-            name.removeprefix("model."): values.clone().contiguous()
-            for name, values in state.items()
+            name.removeprefix("model."): tensor.clone().contiguous()
+            for name, tensor in state_dict.items()
             if name.startswith("model.")
         }
     except Exception as error:  # a damaged file can raise any exception
         raise UserError(f"{path} is not a readable checkpoint: {shorten(error)}") from error
-    ignored = shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json", "*.bin")
-    shutil.copytree(model_folder, folder, ignore=ignored)
+    ignore_weights = shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json", "*.bin")
+    shutil.copytree(model_folder, folder, ignore=ignore_weights)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def write_table(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> None:
     """Write `trajectory.csv` with the measures of all checkpoints that were measured.
 
-    Each has one row per text and layer, one per embedding matrix, and one for a final normalization.
+    A checkpoint has one row per text and layer, one per embedding matrix, and one for a final normalization.
     """
     rows = []
     for checkpoint in checkpoints:
@@ -255,18 +257,18 @@ def make_terminal_table(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint],
     The measures are over all texts. I(W) is over both signs of the eigenvectors of the embedding matrix nearest to the
     output. Checkpoints that were not measured have a row without numbers.
     """
-    measures = ("isoscore", "inter_sim", "intra_sim", "two_nn", "effective_rank")
+    measure_names = ("isoscore", "inter_sim", "intra_sim", "two_nn", "effective_rank")
     values_by_label = {}
     for checkpoint in checkpoints:
-        values_by_label[checkpoint.label] = [math.nan] * (len(measures) + 1)
+        values_by_label[checkpoint.label] = [math.nan] * (len(measure_names) + 1)
         if checkpoint.label in trajectory.measurements:
             measured = trajectory.measurements[checkpoint.label]
             last_layer = list(measured.all_texts.values())[-1]
             matrix = measured.matrices.get("output") or measured.matrices["input"]
-            layer_values = [last_layer.get(name, math.nan) for name in measures]
+            layer_values = [last_layer.get(name, math.nan) for name in measure_names]
             # The value over both signs can be compared between matrices; the papers' depends on the eigensolver.
             values_by_label[checkpoint.label] = [*layer_values, matrix["raw"]["partition_isotropy_both"]]
-    headers = [name.replace("_", " ") for name in (*measures, "I(W), both signs")]
+    headers = [name.replace("_", " ") for name in (*measure_names, "I(W), both signs")]
     return measures_file.number_table(f"{plan.model}: the last layer, and I(W)", "revision", headers, values_by_label)
 
 

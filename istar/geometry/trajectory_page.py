@@ -66,17 +66,19 @@ def write_page(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajecto
     """
     sections = []
     for plot in make_plots(checkpoints, trajectory.measurements):
-        empty = "" if plot.panels else "This model does not have it, or it is not defined."
+        empty_note = "" if plot.panels else "This model does not have it, or it is not defined."
         sections.append(
-            Section(plot.name, plot.title, [plot.caption], pictures=folder.render_pictures(plot), empty_note=empty)
+            Section(plot.name, plot.title, [plot.caption], pictures=folder.render_pictures(plot), empty_note=empty_note)
         )
     if trajectory.failures:
         failures = [f"{label}: {reason}" for label, reason in trajectory.failures.items()]
         sections.append(Section("left-out", "Not measured", failures))
     sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[plan.command]))
     summary = [(str(len(trajectory.measurements)), "checkpoints"), (str(len(plan.texts)), "texts")]
-    head = ("Model", plan.model, f"over its training, measured by istar {version('istar')}")
-    page = Page(f"Geometry of {Path(plan.model).name} over its training", head, KIND.generator, summary, sections)
+    subject_line = ("Model", plan.model, f"over its training, measured by istar {version('istar')}")
+    page = Page(
+        f"Geometry of {Path(plan.model).name} over its training", subject_line, KIND.generator, summary, sections
+    )
     contents = folder.page_files(page, {})
     for name, content in contents.items():
         with atomic_write(plan.out / name) as file:
@@ -100,8 +102,8 @@ def make_plots(checkpoints: Sequence[Checkpoint], measurements_by_label: Mapping
     has_steps = len(steps) == len(checkpoints)
     x_label = "step" if has_steps else "checkpoint, in the given order"
     xs = tuple(steps) if has_steps else tuple(range(1, len(checkpoints) + 1))
-    # Rows of trajectory.csv over all texts together, by layer, for each checkpoint.
-    rows_by_layer = [
+    # For each checkpoint, its rows of trajectory.csv over all texts together, by layer.
+    checkpoint_rows = [
         {row["layer"]: row for row in make_rows(measured) if row["source"] in (measured.combined_key, None)}
         for measured in measurements
     ]
@@ -114,7 +116,7 @@ def make_plots(checkpoints: Sequence[Checkpoint], measurements_by_label: Mapping
         """
         lines = []
         for label, (layer, column) in column_by_label.items():
-            line = make_measure_line(label, xs, [rows.get(layer, {}) for rows in rows_by_layer], column, num_groups)
+            line = make_measure_line(label, xs, [rows.get(layer, {}) for rows in checkpoint_rows], column, num_groups)
             if any(map(math.isfinite, line.y)):
                 lines.append(line)
         return [make_panel(y_label, lines)] if lines else []

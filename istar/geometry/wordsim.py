@@ -145,10 +145,10 @@ def read_benchmark(path: str | Path, format: str | None = None) -> Benchmark:
         format = _detect_format(path, lines)
     elif format not in FORMATS:
         raise UserError(f"format is {format!r}; expected one of {', '.join(FORMATS)}")
-    spec = FORMATS[format]
-    if spec.header and lines[0][1].startswith(spec.header):
+    line_format = FORMATS[format]
+    if line_format.header and lines[0][1].startswith(line_format.header):
         lines = lines[1:]
-    pairs = tuple(_parse_pair(path, line_number, line, spec) for line_number, line in lines)
+    pairs = tuple(_parse_pair(path, line_number, line, line_format) for line_number, line in lines)
     if not pairs:
         raise UserError(f"{path}: no lines follow the header; expected pairs of words with ratings")
     if format == "men":
@@ -185,16 +185,16 @@ def word_vectors(
         raise UserError(f"policy is {policy!r}; expected one of {', '.join(get_args(Policy))}")
     check_matrix(embeddings, "embeddings")
     vectors = {}
-    for word, tokens in zip(words, _tokenize_words(words, tokenizer), strict=True):
-        if not tokens or tokenizer.unk_token_id in tokens or (policy == "single_token" and len(tokens) > 1):
+    for word, token_ids in zip(words, _tokenize_words(words, tokenizer), strict=True):
+        if not token_ids or tokenizer.unk_token_id in token_ids or (policy == "single_token" and len(token_ids) > 1):
             continue
-        if max(tokens) >= len(embeddings):
+        if max(token_ids) >= len(embeddings):
             raise UserError(
-                f"the embeddings have {len(embeddings)} rows, but {word!r} has the token {max(tokens)}; "
+                f"the embeddings have {len(embeddings)} rows, but {word!r} has the token {max(token_ids)}; "
                 "expected the tokenizer of the same model"
             )
-        rows = embeddings[tokens].detach()
-        vectors[word] = rows.to(accumulation_dtype(rows.device)).mean(0)
+        token_vectors = embeddings[token_ids].detach()
+        vectors[word] = token_vectors.to(accumulation_dtype(token_vectors.device)).mean(0)
     return WordVectors(vectors, policy)
 
 
@@ -206,29 +206,29 @@ def similarity(vectors: WordVectors, benchmark: Benchmark) -> WordSimilarity:
     """
     vector_by_word = vectors.vectors
     has_vectors = [pair.first in vector_by_word and pair.second in vector_by_word for pair in benchmark.pairs]
-    kept = tuple(pair for pair, is_kept in zip(benchmark.pairs, has_vectors, strict=True) if is_kept)
-    left_out = tuple(pair for pair, is_kept in zip(benchmark.pairs, has_vectors, strict=True) if not is_kept)
-    if len(kept) < 2:
+    kept_pairs = tuple(pair for pair, has_both in zip(benchmark.pairs, has_vectors, strict=True) if has_both)
+    left_out_pairs = tuple(pair for pair, has_both in zip(benchmark.pairs, has_vectors, strict=True) if not has_both)
+    if len(kept_pairs) < 2:
         raise UserError(
-            f"{benchmark.name}: {len(kept)} of {len(benchmark.pairs)} pairs have vectors for both words "
+            f"{benchmark.name}: {len(kept_pairs)} of {len(benchmark.pairs)} pairs have vectors for both words "
             f"(policy {vectors.policy}); a correlation needs at least 2"
         )
-    first = torch.stack([vector_by_word[pair.first] for pair in kept])
-    second = torch.stack([vector_by_word[pair.second] for pair in kept])
-    ratings = np.array([pair.rating for pair in kept])
-    cosines = (unit_vectors(first)[0] * unit_vectors(second)[0]).sum(1)
+    first_vectors = torch.stack([vector_by_word[pair.first] for pair in kept_pairs])
+    second_vectors = torch.stack([vector_by_word[pair.second] for pair in kept_pairs])
+    ratings = np.array([pair.rating for pair in kept_pairs])
+    cosines = (unit_vectors(first_vectors)[0] * unit_vectors(second_vectors)[0]).sum(1)
     return WordSimilarity(
         benchmark.name,
         vectors.policy,
         cosine=_correlate(cosines, ratings),
-        inner_product=_correlate((first * second).sum(1), ratings),
-        kept=kept,
-        left_out=left_out,
+        inner_product=_correlate((first_vectors * second_vectors).sum(1), ratings),
+        kept=kept_pairs,
+        left_out=left_out_pairs,
     )
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the line number and the text of each line of a file that is not empty.
+    """Yield the line number and the text of each non-empty line of a file.
 
     Raises:
         UserError: if the file cannot be read or is not UTF-8.
@@ -253,45 +253,46 @@ def _detect_format(path: Path, lines: Sequence[tuple[int, str]]) -> str:
         UserError: if no format fits.
     """
     line_number, first_line = lines[0]
-    for name, spec in FORMATS.items():
-        columns = first_line.split(spec.separator)
-        min_columns, max_columns = spec.column_range
-        if spec.header and first_line.startswith(spec.header):
+    for name, line_format in FORMATS.items():
+        columns = first_line.split(line_format.separator)
+        min_columns, max_columns = line_format.column_range
+        if line_format.header and first_line.startswith(line_format.header):
             return name
         if (
             min_columns <= len(columns) <= max_columns
-            and math.isfinite(_parse_number(columns[spec.rating_column]))
-            and re.fullmatch(spec.third_column, columns[2])
+            and math.isfinite(_parse_number(columns[line_format.rating_column]))
+            and re.fullmatch(line_format.third_column, columns[2])
         ):
             return name
-    examples = "; ".join(f"{name}: {spec.example_line}" for name, spec in FORMATS.items())
+    examples = "; ".join(f"{name}: {line_format.example_line}" for name, line_format in FORMATS.items())
     raise UserError(
         f"{path}, line {line_number}: {shorten(first_line, 60)!r} is not a line of a known benchmark; expected one of "
         f"{examples}"
     )
 
 
-def _parse_pair(path: Path, line_number: int, line: str, spec: _Format) -> Pair:
+def _parse_pair(path: Path, line_number: int, line: str, line_format: _Format) -> Pair:
     """Parse a line of a benchmark into two words and their rating.
 
     Raises:
         UserError: if the line does not have the format, or the rating is out of range.
     """
     location = f"{path}, line {line_number}"
-    columns = line.split(spec.separator)
-    min_columns, max_columns = spec.column_range
+    columns = line.split(line_format.separator)
+    min_columns, max_columns = line_format.column_range
     if not min_columns <= len(columns) <= max_columns:
         expected = str(min_columns) if min_columns == max_columns else f"{min_columns} to {max_columns}"
         raise UserError(
-            f"{location}: {shorten(line, 60)!r} has {len(columns)} columns; expected {expected}: {spec.example_line}"
+            f"{location}: {shorten(line, 60)!r} has {len(columns)} columns; expected {expected}: "
+            f"{line_format.example_line}"
         )
-    first, second, rating = columns[0].strip(), columns[1].strip(), columns[spec.rating_column]
-    if not 0 <= _parse_number(rating) <= spec.max_rating:
+    first, second, rating = columns[0].strip(), columns[1].strip(), columns[line_format.rating_column]
+    if not 0 <= _parse_number(rating) <= line_format.max_rating:
         raise UserError(
-            f"{location}: the rating is {shorten(rating, 60)!r}; expected a number from 0 to {spec.max_rating:g}"
+            f"{location}: the rating is {shorten(rating, 60)!r}; expected a number from 0 to {line_format.max_rating:g}"
         )
     if not first or not second:
-        raise UserError(f"{location}: a word is empty; expected two words and a rating: {spec.example_line}")
+        raise UserError(f"{location}: a word is empty; expected two words and a rating: {line_format.example_line}")
     return Pair(first, second, _parse_number(rating))
 
 
@@ -305,13 +306,13 @@ def _parse_number(text: str) -> float:
 
 def _strip_word_classes(pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
     """Return the pairs of MEN without word classes (`-n`, `-v`, `-j`), or unchanged if some word has none."""
-    stripped = []
+    stripped_pairs = []
     for pair in pairs:
-        first, second = (re.fullmatch(r"(.+)-[nvj]", word) for word in (pair.first, pair.second))
-        if first is None or second is None:
+        first_match, second_match = (re.fullmatch(r"(.+)-[nvj]", word) for word in (pair.first, pair.second))
+        if first_match is None or second_match is None:
             return pairs
-        stripped.append(Pair(first[1], second[1], pair.rating))
-    return tuple(stripped)
+        stripped_pairs.append(Pair(first_match[1], second_match[1], pair.rating))
+    return tuple(stripped_pairs)
 
 
 def _tokenize_words(words: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
@@ -322,11 +323,11 @@ def _tokenize_words(words: Sequence[str], tokenizer: "PreTrainedTokenizerBase") 
     """
     context = "the"
     texts = [context, *(f"{context} {word}" for word in words)]
-    prefix, *ids = tokenizer(texts, add_special_tokens=False, padding=False, truncation=False)["input_ids"]
-    for word, tokens in zip(words, ids, strict=True):
-        if tokens[: len(prefix)] != prefix:
+    context_ids, *ids_by_text = tokenizer(texts, add_special_tokens=False, padding=False, truncation=False)["input_ids"]
+    for word, token_ids in zip(words, ids_by_text, strict=True):
+        if token_ids[: len(context_ids)] != context_ids:
             raise UserError(f"the tokenizer joins {context!r} and {word!r}; expected a tokenizer that splits at spaces")
-    return [tokens[len(prefix) :] for tokens in ids]
+    return [token_ids[len(context_ids) :] for token_ids in ids_by_text]
 
 
 def _correlate(scores: Tensor, ratings: np.ndarray) -> Correlation:

@@ -59,7 +59,7 @@ class PenaltyCallback(L.Callback):
         model: name of the LightningModule's attribute that holds the model, or a function that returns the model for a
             LightningModule; see `istar.attach`.
         loader: batches for Sigma_S in random order, see `istar.Watch.refresh`. By default, an additional pass over the
-            trainer's train dataloader in a different order, which affects neither the batches of the training nor the
+            trainer's train dataloader in a different order, which affects neither the batches of training nor the
             global random number generators.
         refresh: when to compute Sigma_S: `epoch`, before each epoch; a number n, every n optimizer steps; None, never,
             so that `penalty.shrinkage_covariance` must be set before. Sigma_S is not computed if the penalty does not
@@ -172,13 +172,14 @@ class PenaltyCallback(L.Callback):
         if terms is None:
             raise UserError("training_step did not call loss() of the PenaltyCallback; add it to the task loss")
         # Log tensors rather than numbers, so that the host does not wait for the device in each step.
-        logs = {"penalty": self.penalty.factor * terms.value, **terms.named(self.penalty.measure)}
-        pl_module.log_dict({f"train/{name}": value for name, value in logs.items()})
+        terms_by_name = {"penalty": self.penalty.factor * terms.value, **terms.named(self.penalty.measure)}
+        pl_module.log_dict({f"train/{name}": value for name, value in terms_by_name.items()})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the penalty's state for a checkpoint, of each process if their states differ.
+        """Return what a checkpoint holds: `penalties` and `rows`.
 
-        The state includes that of the generator that samples rows of an embedding matrix.
+        `penalties` is a list of the penalty's state or, if the processes have different ones, of the state of each
+        process. `rows` is the state of the generator that samples rows of an embedding matrix.
         """
         state = {name: value.cpu() for name, value in self.penalty.state_dict().items()}
         states: list[Any] = [state]
@@ -243,13 +244,13 @@ class PenaltyCallback(L.Callback):
         return step % int(self.refresh) == 0 and step != self._last_refresh_step
 
     def _refresh_covariance(self, trainer: L.Trainer) -> None:
-        """Compute Sigma_S in the precision of the training."""
+        """Compute Sigma_S in the precision of training."""
         assert self._watch is not None
         with trainer.precision_plugin.train_step_context():
-            self._watch.refresh(self._covariance_batches(trainer), self.num_points, self.momentum)
+            self._watch.refresh(self._iterate_covariance_batches(trainer), self.num_points, self.momentum)
 
-    def _covariance_batches(self, trainer: L.Trainer) -> Iterator[Any]:
-        """Yield the batches for Sigma_S, converted to the precision of the training.
+    def _iterate_covariance_batches(self, trainer: L.Trainer) -> Iterator[Any]:
+        """Yield the batches for Sigma_S, converted to the precision of training.
 
         Raises:
             UserError: if there are several train dataloaders and `loader` does not choose one.

@@ -25,18 +25,17 @@ def iterate_in_new_order(loader: Any, seed: int) -> Iterator[Any]:
             example, gives the same order after resuming as without the interruption.
     """
     random.seed(seed)
+    # numpy accepts seeds below 2**32 only.
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
+    # Some loaders of accelerate hold the DataLoader as `base_dataloader`.
     loader = getattr(loader, "base_dataloader", loader)
-    yield from _independent_copy(loader, seed) if isinstance(loader, DataLoader) else loader
+    yield from _copy_loader(loader, seed) if isinstance(loader, DataLoader) else loader
 
 
-def _independent_copy(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
-    """Return a copy of a DataLoader with copies of its samplers and generator, which are seeded.
-
-    The copy shares the dataset.
-    """
-    # Samplers often refer to the dataset; this memo keeps deepcopy from copying it.
+def _copy_loader(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
+    """Return a copy of a DataLoader with seeded copies of its samplers and generator. The copy shares the dataset."""
+    # Samplers often refer to the dataset; this memo keeps deepcopy from copying the dataset.
     memo: dict[int, Any] = {id(loader.dataset): loader.dataset}
     arguments: dict[str, Any] = {
         "collate_fn": loader.collate_fn,
@@ -51,9 +50,9 @@ def _independent_copy(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
         arguments |= {"batch_size": None, "sampler": copy.deepcopy(loader.sampler, memo)}
     else:
         arguments |= {"batch_sampler": copy.deepcopy(loader.batch_sampler, memo)}
-    copied = DataLoader(loader.dataset, **arguments)
-    _seed_samplers(copied, seed)
-    return copied
+    copied_loader = DataLoader(loader.dataset, **arguments)
+    _seed_samplers(copied_loader, seed)
+    return copied_loader
 
 
 def _seed_samplers(loader_or_sampler: Any, seed: int) -> None:

@@ -31,10 +31,10 @@ def save_penalty(penalty: Penalty, path: Path, watch: object = None) -> None:
 
 
 def load_penalty(penalty: Penalty, path: Path, device: torch.device, watch: object = None) -> None:
-    """Load the state that `save_penalty` saved into the penalty and the watch, and move the penalty to the device."""
+    """Load a file of `save_penalty` into the penalty and the watch, and move the penalty to the device."""
     state = load_file(path)
-    row_sampler_names = [name for name in state if name.startswith(_ROW_SAMPLER_PREFIX)]
+    row_sampler_keys = [name for name in state if name.startswith(_ROW_SAMPLER_PREFIX)]
     if isinstance(watch, EmbeddingWatch):
-        watch.load_state_dict({name.removeprefix(_ROW_SAMPLER_PREFIX): state[name] for name in row_sampler_names})
-    penalty.load_state_dict({name: value for name, value in state.items() if name not in row_sampler_names})
+        watch.load_state_dict({name.removeprefix(_ROW_SAMPLER_PREFIX): state[name] for name in row_sampler_keys})
+    penalty.load_state_dict({name: value for name, value in state.items() if name not in row_sampler_keys})
     penalty.to(device)

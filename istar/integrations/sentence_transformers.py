@@ -77,7 +77,7 @@ class PenaltyLoss(nn.Module):
         self.penalty = penalty
         self.on = on
         # The tuple keeps this reference from being a submodule, which the trainer would replace, too.
-        self._unwrapped = (model,)
+        self._model_in_tuple = (model,)
         self._collects_points = False
         # Penalty summaries of the points of all forward passes of the current loss; None before the first one.
         self._point_summaries: list[Any] | None = None
@@ -124,14 +124,14 @@ class PenaltyLoss(nn.Module):
         Returns:
             The number of points used.
         """
-        [model] = self._unwrapped
+        [model] = self._model_in_tuple
         if self.on == "tokens":
             watch = attach(model, self.penalty)
         else:
             pooled_model = _SentenceEmbeddingModel(model)
             watch = attach(pooled_model, self.penalty, [pooled_model.embeddings])
         with watch:
-            return watch.refresh(self._inputs_by_column(loader), num_points, momentum)
+            return watch.refresh(self._iterate_inputs_by_column(loader), num_points, momentum)
 
     def _should_collect(self) -> bool:
         """Return whether the current forward pass belongs to a penalized loss, so that its points are collected."""
@@ -157,11 +157,11 @@ class PenaltyLoss(nn.Module):
             self._add_summary(output["sentence_embedding"], None)
 
     def _add_summary(self, points: Tensor, mask: Tensor | None) -> None:
-        """Add the penalty's summary of the points that the attention mask selects to those of the current loss."""
+        """Add the summary of points to the summaries of the current loss; without padding, if there is a mask."""
         # Append, because a loss may call the model once per column.
         self._point_summaries = [*(self._point_summaries or []), self.penalty.summarize(points, Tokens(mask))]
 
-    def _inputs_by_column(self, loader: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
+    def _iterate_inputs_by_column(self, loader: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
         """Yield the model's inputs for each text column of each batch.
 
         The trainer's batches contain all columns in one mapping, with the column's name as a prefix of each key.
@@ -173,6 +173,7 @@ class PenaltyLoss(nn.Module):
                 if self.on == "tokens":
                     yield {name: value for name, value in features.items() if name in self._argument_names}
                 else:
+                    # The single positional argument of `_SentenceEmbeddingModel.forward`.
                     yield [features]
 
 
@@ -194,7 +195,7 @@ class RefreshCallback(TrainerCallback):
     """Computes the Sigma_S of a `PenaltyLoss` before each epoch, and saves it beside the trainer's checkpoints.
 
     Sigma_S is computed in an additional pass over the trainer's train dataloader in a different order, which affects
-    neither the batches of the training nor the global random number generators.
+    neither the batches of training nor the global random number generators.
 
     Args:
         loss: the trainer's loss.
@@ -211,14 +212,14 @@ class RefreshCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Load the penalty's state if training resumes from a checkpoint."""
-        path = self._penalty_path(args, state)
+        path = self._build_penalty_path(args, state)
         if state.global_step > 0 and path.exists():
             load_penalty(self.loss.penalty, path, args.device)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Compute Sigma_S in the precision of the training, unless one was loaded for the rest of this epoch."""
+        """Compute Sigma_S in the precision of training, unless a checkpoint within this epoch had it."""
         penalty = self.loss.penalty
         if not isinstance(penalty, IStar) or penalty.weight == 0:
             return
@@ -233,10 +234,10 @@ class RefreshCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save the penalty's state in the folder of the checkpoint."""
-        save_penalty(self.loss.penalty, self._penalty_path(args, state))
+        save_penalty(self.loss.penalty, self._build_penalty_path(args, state))
 
-    def _penalty_path(self, args: TrainingArguments, state: TrainerState) -> Path:
-        """Return the path of the penalty's state in the current checkpoint's folder.
+    def _build_penalty_path(self, args: TrainingArguments, state: TrainerState) -> Path:
+        """Return the path of the file with the penalty's state in the current checkpoint's folder.
 
         Each process has a file of its own, because with `sync=False` each has a different Sigma_S.
         """

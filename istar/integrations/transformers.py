@@ -45,7 +45,7 @@ class PenaltyMixin(_TrainerBase):
     summed in the same way, so that lambda keeps its meaning relative to the task loss.
 
     **Shrinkage covariance.** Sigma_S is computed from batches of the training data, in eval mode and in the precision
-    of the training, without changing the random numbers of the training. Checkpoints contain the penalty's state, and
+    of training, without changing the random numbers of training. Checkpoints contain the penalty's state, and
     training that resumes from a checkpoint loads it. If a checkpoint has no such state, a warning is issued; Sigma_S is
     then recomputed if `refresh` is set, and otherwise keeps its current value.
 
@@ -160,7 +160,7 @@ class PenaltyMixin(_TrainerBase):
         kwargs.update(return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         if self._watch is None or not torch.is_grad_enabled():
             return super().compute_loss(model, inputs, **kwargs)
-        scale = self._penalty_scale(model, inputs, num_items_in_batch)
+        scale = self._compute_penalty_scale(model, inputs, num_items_in_batch)
         result: Any = super().compute_loss(model, inputs, **kwargs)
         loss, outputs = result if return_outputs else (result, None)
         self.penalty.last = None
@@ -181,13 +181,13 @@ class PenaltyMixin(_TrainerBase):
         super().save_model(output_dir, *args, **kwargs)
         if self._watch is not None and (self.args.should_save or not self.penalty.sync):
             folder = self.args.output_dir if output_dir is None else output_dir
-            save_penalty(self.penalty, self._penalty_path(Path(str(folder))), self._watch)
+            save_penalty(self.penalty, self._build_penalty_path(Path(str(folder))), self._watch)
 
     def load_penalty(self) -> bool:
         """Load the penalty's state from the checkpoint that training resumes from; return whether it has one."""
         if self._resumed_checkpoint is None:
             return False
-        path = self._penalty_path(self._resumed_checkpoint)
+        path = self._build_penalty_path(self._resumed_checkpoint)
         if path.exists():
             load_penalty(self.penalty, path, self.args.device, self._watch)
         elif isinstance(self.penalty, IStar) and self.penalty.needs_shrinkage_covariance:
@@ -208,15 +208,15 @@ class PenaltyMixin(_TrainerBase):
         with self.accelerator.autocast():
             return self._watch.refresh(batches, self.num_points, self.momentum)
 
-    def _penalty_path(self, folder: Path) -> Path:
-        """Return the path of the penalty's state in a folder; with `sync=False`, each process has a file of its own."""
+    def _build_penalty_path(self, folder: Path) -> Path:
+        """Return the path of the penalty's state in a folder, a file of each process with `sync=False`."""
         name = "istar_penalty" if self.penalty.sync else f"istar_penalty_rank{self.args.process_index}"
         return folder / f"{name}.safetensors"
 
-    def _penalty_scale(self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None) -> float:
+    def _compute_penalty_scale(self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None) -> float:
         """Return the factor by which the penalty is scaled before it is added to the task loss of a micro-batch.
 
-        It follows the conditions under which `Trainer.training_step` divides the loss by the number of micro-batches.
+        The conditions are those under which `Trainer.training_step` divides the loss by the number of micro-batches.
         """
         num_micro_batches = self.current_gradient_accumulation_steps
         # Trainer has this attribute since transformers 5.19; older versions ignore a model's setting.
@@ -224,7 +224,7 @@ class PenaltyMixin(_TrainerBase):
         if is_declared_scaled is not None:
             return 1 / num_micro_batches if is_declared_scaled else 1.0
         if num_items is None or not (self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
-            # Trainer divides the total loss, or sums an unnormalized task loss, with which the penalty is summed.
+            # Trainer treats penalty and task loss alike: it averages their sum over the micro-batches, or adds it up.
             return 1.0
         if num_micro_batches == 1 and self.args.world_size == 1:
             return 1.0
@@ -242,7 +242,7 @@ class PenaltyMixin(_TrainerBase):
         processes. If the task loss is 0 or not finite, the next micro-batch is tried.
         """
 
-        def total_loss(num_items_in_batch: Tensor | int | None) -> float:
+        def compute_total_loss(num_items_in_batch: Tensor | int | None) -> float:
             """Return the task loss for a given number of items, summed over all processes."""
             loss: Any = super(PenaltyMixin, self).compute_loss(
                 model, dict(inputs), num_items_in_batch=num_items_in_batch
@@ -250,20 +250,21 @@ class PenaltyMixin(_TrainerBase):
             return float(self.accelerator.reduce(loss.detach().to(self.args.device, torch.float32), "sum"))
 
         with preserve_rng_states(self.args.device), eval_mode(model), torch.no_grad():
-            loss, loss_of_double = total_loss(num_items), total_loss(2 * num_items)
+            loss, loss_of_double = compute_total_loss(num_items), compute_total_loss(2 * num_items)
             if loss == 0 or not (math.isfinite(loss) and math.isfinite(loss_of_double)):
                 return
+            # The ratio is about 1/2 for a normalized loss, and about 1 otherwise.
             self.task_loss_is_normalized = loss_of_double / loss < 0.75
             if not self.task_loss_is_normalized:
-                self._unnormalized_loss_factor = max(round(loss / total_loss(None)), 1)
+                self._unnormalized_loss_factor = max(round(loss / compute_total_loss(None)), 1)
 
     def _accumulate_terms(self) -> None:
         """Add the terms of the latest penalty to the sums for the next log, without making the host wait for a GPU."""
         terms = self.penalty.last
         if terms is not None:
-            values = {"penalty": self.penalty.factor * terms.value, **terms.named(self.penalty.measure)}
+            terms_by_name = {"penalty": self.penalty.factor * terms.value, **terms.named(self.penalty.measure)}
             sums = self._term_sums or {}
-            self._term_sums = {name: sums.get(name, 0.0) + value.float() for name, value in values.items()}
+            self._term_sums = {name: sums.get(name, 0.0) + term.float() for name, term in terms_by_name.items()}
             self._num_penalties += 1
 
     def _pop_mean_terms(self) -> dict[str, float]:

@@ -19,7 +19,7 @@ from istar.measures.rows import (
 )
 
 _NUM_BINS = 2**15
-"""Number of bins, one for each non-negative bfloat16 number, including infinity and NaN."""
+"""Number of bins of a histogram of magnitudes: one for each non-negative bfloat16 number, infinity and NaN."""
 _INFINITY_BITS = 0x7F80
 """Bit pattern of infinity in bfloat16; larger patterns are NaN."""
 
@@ -28,13 +28,13 @@ _INFINITY_BITS = 0x7F80
 def token_kurtosis(points: Tensor, excess: bool = True) -> Tensor:
     r"""Compute the kurtosis over the coordinates of each point, `(...)`.
 
-    With the mean m and the variance :math:`s^2` (divided by d) of the d coordinates of one point, it is
+    With the mean m and the variance :math:`s^2` (divided by d) of the d coordinates x of one point, the kurtosis is
     :math:`\frac{1}{d} \sum_j (x_j - m)^4 / s^4`, minus 3 if `excess`, not corrected for bias. Elhage et al.
-    (*Privileged Bases in the Transformer Residual Stream*, 2023) measure with it how much the basis matters: in a
-    rotationally symmetric distribution with many dimensions, the excess kurtosis is near 0, and a few large coordinates
-    make it large. Unlike `DimensionMoments.kurtosis`, which compares all tokens in one dimension, it compares all
-    dimensions of one token. It changes under rotation. The point is centered by the mean of its own coordinates, not by
-    the mean of the cloud.
+    (*Privileged Bases in the Transformer Residual Stream*, 2023) measure with this kurtosis how much the basis matters:
+    in a rotationally symmetric distribution with many dimensions, the excess kurtosis is near 0, and a few large
+    coordinates make it large. Unlike `DimensionMoments.kurtosis`, which compares all tokens in one dimension, this
+    function compares all dimensions of one token. The kurtosis changes under rotation. Each point is centered by the
+    mean of its own coordinates, not by the mean of the cloud.
 
     Args:
         points: `(..., d)`, any floating dtype; blocks of points are converted to float64 one after the other.
@@ -52,21 +52,22 @@ def token_kurtosis(points: Tensor, excess: bool = True) -> Tensor:
     [-2.0, -0.6666666666666665]
     """
     rows = select_rows(points)
-    kurtoses = [_kurtosis_of_rows(block)[0] for block in upcast_blocks(rows)] if len(rows) else []
+    kurtoses = [_compute_row_kurtosis(block)[0] for block in upcast_blocks(rows)] if len(rows) else []
+    # `torch.cat` needs at least one tensor, also if there are no points.
     empty = rows.new_zeros(0, dtype=accumulation_dtype(rows.device))
     return torch.cat([empty, *kurtoses]).reshape(points.shape[:-1]) - (3 if excess else 0)
 
 
-def _kurtosis_of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the kurtosis of each row, without subtracting 3, and a mask of the rows of equal numbers, `(n,)` each.
+def _compute_row_kurtosis(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the kurtosis of each row, without subtracting 3, and a mask of the constant rows, `(n,)` each.
 
-    The kurtosis is NaN for rows of equal numbers, and for rows that are not finite.
+    The kurtosis is NaN for constant rows, whose numbers are all equal, and for rows that are not finite.
     """
     centered = rows - rows.mean(1, keepdim=True)
     largest_deviation = centered.abs().amax(1, keepdim=True)
-    # The mean of equal numbers may differ from them by a rounding error. NaN stays NaN.
+    # The mean of equal numbers may differ from these numbers by a rounding error. NaN stays NaN.
     is_constant = largest_deviation <= 16 * torch.finfo(rows.dtype).eps * rows.abs().amax(1, keepdim=True)
-    # Scaling keeps fourth powers in range.
+    # Scaling keeps fourth powers in range; NaN in place of the deviation makes the kurtosis of constant rows NaN.
     scaled_squares = (centered / largest_deviation.masked_fill(is_constant, math.nan)).square()
     kurtosis: Tensor = scaled_squares.square().mean(1) / scaled_squares.mean(1).square()
     return kurtosis, is_constant.squeeze(1)
@@ -122,7 +123,7 @@ class TokenKurtosis:
         """
         rows = select_rows(points, mask, self.dim)
         for block in upcast_blocks(rows) if len(rows) else ():
-            kurtoses, is_constant = _kurtosis_of_rows(block)
+            kurtoses, is_constant = _compute_row_kurtosis(block)
             kurtoses = kurtoses[~is_constant] - (3 if self.excess else 0)
             self.count = self.count + len(kurtoses)
             self.constant = self.constant + (len(block) - len(kurtoses))
@@ -265,11 +266,11 @@ class MassiveActivations:
             UserError: if shapes or dtypes do not match.
         """
         tokens_and_positions = []
-        for name, values in (("tokens", tokens), ("positions", positions)):
-            check_one_per_point(values, name, points)
-            if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
-                raise UserError(f"{name} are {values.dtype}; expected integers")
-            tokens_and_positions.append((values if mask is None else values[mask.bool()]).reshape(-1).long())
+        for name, integers in (("tokens", tokens), ("positions", positions)):
+            check_one_per_point(integers, name, points)
+            if integers.is_floating_point() or integers.is_complex() or integers.dtype == torch.bool:
+                raise UserError(f"{name} are {integers.dtype}; expected integers")
+            tokens_and_positions.append((integers if mask is None else integers[mask.bool()]).reshape(-1).long())
         rows = select_rows(points, mask, self.dim)
         start = 0
         for block in split_rows(rows) if len(rows) else ():
@@ -277,7 +278,7 @@ class MassiveActivations:
             magnitudes = block.abs()
             self.bins += _to_bfloat16_bits(magnitudes).bincount(minlength=_NUM_BINS)
             self.largest = torch.maximum(self.largest, magnitudes.amax().to(self.largest))
-            self._add_candidates(block, magnitudes, [values[start:stop] for values in tokens_and_positions])
+            self._add_candidates(block, magnitudes, [integers[start:stop] for integers in tokens_and_positions])
             start = stop
         return self
 
@@ -306,48 +307,49 @@ class MassiveActivations:
             raise UserError("0 points have no massive activations; expected at least 1")
         if self.bins[_INFINITY_BITS:].any():
             raise NonFiniteError("the points are not finite in float32; look for NaN or infinite values in them")
-        bins = self.bins.cpu()
-        magnitudes = _from_bfloat16_bits(torch.arange(_NUM_BINS))
-        # Of an even number of magnitudes, the lower one of the two in the middle counts.
-        median = float(magnitudes[torch.searchsorted(bins.cumsum(0), (num_coordinates + 1) // 2)])
+        bin_counts = self.bins.cpu()
+        bin_magnitudes = _from_bfloat16_bits(torch.arange(_NUM_BINS))
+        # For an even number of magnitudes, the median is the lower one of the two in the middle.
+        median = float(bin_magnitudes[torch.searchsorted(bin_counts.cumsum(0), (num_coordinates + 1) // 2)])
         threshold = max(self.minimum, self.ratio * median)
         largest = self.largest.item()
-        is_massive = (_round_down_to_bfloat16(self.values.abs()) > threshold).tolist()
-        kept = zip(self.values.tolist(), self.places.tolist(), is_massive, strict=True)
+        is_massive = _round_down_to_bfloat16(self.values.abs()) > threshold
+        massive_activations = zip(self.values[is_massive].tolist(), self.places[is_massive].tolist(), strict=True)
         return MassiveActivationsSummary(
             tokens=num_coordinates // self.dim,
-            count=int(bins[magnitudes > threshold].sum()),
+            count=int(bin_counts[bin_magnitudes > threshold].sum()),
             median=median,
             threshold=threshold,
             largest_ratio=largest / median if median else (math.inf if largest else 0.0),
-            top=tuple(Activation(value, *place) for value, place, massive in kept if massive),
+            top=tuple(Activation(value, *place) for value, place in massive_activations),
         )
 
     def _add_candidates(self, block: Tensor, magnitudes: Tensor, tokens_and_positions: list[Tensor]) -> None:
-        """Keep those activations of a block `(n, d)` that are among the largest so far, with their places.
+        """Update the kept activations and places with the activations of a block that are among the largest so far.
 
         Args:
-            block: points of the batch.
+            block: points of the batch, `(n, d)`.
             magnitudes: absolute values of the block.
             tokens_and_positions: token ids and positions of the points, `(n,)` each.
         """
-        rows, dimensions = (_round_down_to_bfloat16(magnitudes) > self.minimum).nonzero(as_tuple=True)
-        values = block[rows, dimensions].to(self.values)
+        row_indices, dimensions = (_round_down_to_bfloat16(magnitudes) > self.minimum).nonzero(as_tuple=True)
+        values = block[row_indices, dimensions].to(self.values)
         if len(self.values) == self.capacity:
-            # Activations as large as the last one stay candidates, because ties are broken by place.
+            # Activations as large as the smallest kept one are candidates, because ties are broken by place.
             is_candidate = values.abs() >= self.values[-1].abs()
-            rows, dimensions, values = rows[is_candidate], dimensions[is_candidate], values[is_candidate]
-        if len(rows):
-            self._keep_largest(
-                values, torch.stack([dimensions, *(column[rows] for column in tokens_and_positions)], dim=1)
-            )
+            row_indices, dimensions = row_indices[is_candidate], dimensions[is_candidate]
+            values = values[is_candidate]
+        if len(row_indices):
+            places = [dimensions, *(integers[row_indices] for integers in tokens_and_positions)]
+            self._keep_largest(values, torch.stack(places, dim=1))
 
     def _keep_largest(self, values: Tensor, places: Tensor) -> None:
-        """Keep the largest of the kept and the given activations, up to `capacity`.
+        """Add activations `(k,)` and their places `(k, 3)` to the kept ones, of which the largest `capacity` stay.
 
         Equal magnitudes are sorted by dimension, token and position, and then by value.
         """
         values, places = torch.cat([self.values, values]), torch.cat([self.places, places])
+        # Stable sorts, from the last sort key to the first: value, position, token, dimension, magnitude.
         order = values.argsort()
         for key in places.flip(1).T:
             order = order[key[order].argsort(stable=True)]

@@ -28,7 +28,7 @@ def cka(first: Tensor, second: Tensor) -> float:
         second: `(n, d_y)`, on the same device; row i represents the same point as row i of `first`.
 
     Returns:
-        A number of at most 1, which equal representations have. Unrelated ones have 0 on average, so that negative
+        The CKA, at most 1. It is 1 for equal representations, and 0 on average for unrelated ones, so that negative
         values occur. It does not change if a representation is rotated, translated or scaled.
 
     Raises:
@@ -43,12 +43,15 @@ def cka(first: Tensor, second: Tensor) -> float:
     >>> round(cka(points, torch.randn(500, 8, generator=generator)), 1)
     0.0
     """
-    first, second = _centered_points(first), _centered_points(second)
+    first, second = _center_points(first), _center_points(second)
     return Alignment(first.shape[1], second.shape[1], first.device).update(first, second).compute()
 
 
-def _centered_points(points: Tensor) -> Tensor:
-    """Return points `(n, d)` about their mean, in float64. CKA does not change, but its rounding errors are smaller."""
+def _center_points(points: Tensor) -> Tensor:
+    """Return points `(n, d)` minus their mean, in float64 (float32 on MPS).
+
+    CKA does not change, but its rounding errors are smaller.
+    """
     points = select_rows(points)
     points = points.to(accumulation_dtype(points.device))
     return points - points.mean(0)
@@ -57,7 +60,10 @@ def _centered_points(points: Tensor) -> Tensor:
 class Alignment:
     r"""Accumulates the debiased CKA of two representations of a stream of points.
 
-    With zero diagonals, :math:`\tilde K = K - \mathrm{diag}(K)`, the unbiased estimator of HSIC is
+    CKA is the Hilbert-Schmidt independence criterion (HSIC) of the two, divided by the geometric mean of the HSIC of
+    each with itself. The n points have the kernel matrices :math:`K_{ij} = x_i^T x_j` and :math:`L_{ij} = y_i^T y_j` in
+    the two representations. With zero diagonals, :math:`\tilde K = K - \mathrm{diag}(K)` and
+    :math:`\tilde L = L - \mathrm{diag}(L)`, the unbiased estimator of HSIC is
 
     .. math:: \frac{1}{n (n - 3)} \left[\mathrm{tr}(\tilde K \tilde L)
         + \frac{1^T \tilde K 1 \; 1^T \tilde L 1}{(n - 1)(n - 2)} - \frac{2}{n - 2} 1^T \tilde K \tilde L 1\right].
@@ -116,16 +122,16 @@ class Alignment:
                 equal.
         """
         check_finite(self.cross.outer, "the points")
-        hsic_product = self.first.hsic() * self.second.hsic()
+        hsic_product = self.first.estimate_hsic() * self.second.estimate_hsic()
         # A representation whose points are all equal has an HSIC of 0, up to a rounding error of either sign.
-        rounding_error = 1e-12 * self.first.term_size() * self.second.term_size()
+        rounding_error = 1e-12 * self.first.estimate_term_size() * self.second.estimate_term_size()
         if not hsic_product > rounding_error:
             raise UserError("all points of a representation are equal: CKA is not defined")
-        return float(self.cross.hsic() / hsic_product.sqrt())
+        return float(self.cross.estimate_hsic() / hsic_product.sqrt())
 
 
 class _PairSums:
-    """Accumulates the sums over points x and y that determine the unbiased HSIC of two representations."""
+    """Accumulates sums over points, x in the first and y in the second representation, that determine their HSIC."""
 
     def __init__(self, first_dim: int, second_dim: int, device: torch.device | str | None) -> None:
         self.first_total = zero_vector(first_dim, device)  # sum of x
@@ -156,16 +162,17 @@ class _PairSums:
         for name, value in vars(self).items():
             value += getattr(other, name).to(value)
 
-    def hsic(self) -> Tensor:
+    def estimate_hsic(self) -> Tensor:
         """Return the unbiased estimate of HSIC, 0-d; see `Alignment` for the formula and its three terms."""
         n = self.count
         if n < 4:
             raise UserError(f"CKA of {int(n)} points is not defined; expected at least 4")
+        # In the notation of `Alignment`: tr(K L), (1^T K 1) (1^T L 1) and 1^T K L 1, with zero diagonals.
         trace_term = self.outer.square().sum() - self.products
         total_term = (self.first_total.square().sum() - self.first_squares) * (
             self.second_total.square().sum() - self.second_squares
         )
-        # The sum over i of (x_i^T sum(x) - |x_i|^2) (y_i^T sum(y) - |y_i|^2).
+        # 1^T K L 1 is the sum over i of (x_i^T sum(x) - |x_i|^2) (y_i^T sum(y) - |y_i|^2).
         row_term = (
             self.first_total @ self.outer @ self.second_total
             - self.first_total @ self.first_weighted
@@ -174,6 +181,6 @@ class _PairSums:
         )
         return (trace_term + total_term / ((n - 1) * (n - 2)) - 2 * row_term / (n - 2)) / (n * (n - 3))
 
-    def term_size(self) -> Tensor:
-        """Return the typical size of the terms that `hsic` adds, to which its rounding error is proportional."""
+    def estimate_term_size(self) -> Tensor:
+        """Return the typical size of the terms that `estimate_hsic` adds. Its rounding error is proportional to it."""
         return self.products / (self.count * self.count)

@@ -666,17 +666,17 @@ _FINAL_NORM_MEASURES = (
 )
 
 _MEASURES_WITH_ERROR = (
-    *(
-        "isoscore",
-        "isoscore_unbiased",
-        "isoscore_by_sentence",
-        "inter_sim",
-        "average_norm",
-        "mean_vector_norm",
-        "norm_ratio",
-    ),
-    *("effective_rank", "participation_ratio"),
+    "isoscore",
+    "isoscore_unbiased",
+    "isoscore_by_sentence",
+    "inter_sim",
+    "average_norm",
+    "mean_vector_norm",
+    "norm_ratio",
+    "effective_rank",
+    "participation_ratio",
 )
+"""Names of the measures of layers that have a standard error."""
 _ERROR_MEASURES = tuple(
     Measure(
         f"{measure.name}_error",
@@ -729,12 +729,12 @@ def catalogue_rows(subject: Subject | None = None, columns: Sequence[str] | None
     """
     if subject not in (None, *get_args(Subject)):
         raise UserError(f"the subject is {subject!r}; expected one of {', '.join(get_args(Subject))}")
-    attributes = list(Measure.__dataclass_fields__)
-    columns = attributes if columns is None else columns
+    all_columns = list(Measure.__dataclass_fields__)
+    columns = all_columns if columns is None else columns
     for column in columns:
-        if column not in attributes:
+        if column not in all_columns:
             raise UserError(
-                f"there is no column {column!r}{did_you_mean(column, attributes)}; expected {', '.join(attributes)}"
+                f"there is no column {column!r}{did_you_mean(column, all_columns)}; expected {', '.join(all_columns)}"
             )
     rows = [asdict(measure) for measure in MEASURES if subject in (None, measure.subject)]
     return [{column: row[column] for column in columns} for row in rows]

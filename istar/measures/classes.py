@@ -34,23 +34,25 @@ class ClassIsotropy(NamedTuple):
     """The measures of `class_isotropy`, 0-d tensors each."""
 
     within: Tensor
-    """IsoScore of W, in [0, 1]."""
+    """IsoScore of the pooled covariance W within the classes, in [0, 1]."""
     between: Tensor
-    """IsoScore of B, in [0, (C - 2) / (d - 1)] for C classes and C <= d."""
+    """IsoScore of the covariance B of the class means, in [0, (C - 2) / (d - 1)] for C classes and C <= d."""
     between_share: Tensor
-    """tr(B) / tr(T), in [0, 1]: the share of the variance that lies between the classes."""
+    """tr(B) / tr(W + B), in [0, 1]: the share of the variance that lies between the classes."""
 
 
 def class_isotropy(points: Tensor, labels: Tensor, mask: Tensor | None = None) -> ClassIsotropy:
     r"""Compute the IsoScore within the classes, the IsoScore between them, and the share of variance between them.
 
-    With the covariances W, B and T = W + B of `istar.measures.classes`, these are :math:`\iota(W)`, :math:`\iota(B)`
-    (see `istar.measures.isoscore`) and :math:`\operatorname{tr}(B) / \operatorname{tr}(T)`.
+    Let W be the pooled covariance within the classes, B the covariance of the class means, and T = W + B the covariance
+    of all points; `istar.measures.classes` has the formulas. The three measures are :math:`\iota(W)` and
+    :math:`\iota(B)` with the IsoScore :math:`\iota` (see `istar.measures.isoscore`), and
+    :math:`\operatorname{tr}(B) / \operatorname{tr}(T)`.
 
     B has at most the rank C - 1 for C classes. Its IsoScore is therefore at most (C - 2) / (d - 1) if C <= d: always 0
-    for two classes, and small for few. Compare it only between clouds of equally many classes and dimensions. The share
-    of classes that do not differ is not 0 but about (C - 1) / (n - 1), the sampling error of the class means. IsoScore
-    within needs as many points per dimension as `isoscore` of a whole cloud.
+    for two classes, and small for few classes. Compare it only between clouds of equally many classes and dimensions.
+    For classes that do not differ, the share is not 0 but about (C - 1) / (n - 1), the sampling error of the class
+    means. The IsoScore within the classes needs as many points per dimension as `isoscore` of a whole cloud.
 
     Args:
         points: `(..., d)`, any floating dtype.
@@ -152,8 +154,9 @@ def merge_class_moments(batches: Sequence[ClassBatchMoments]) -> "ClassMoments":
 class ClassMoments:
     r"""Accumulates the number of points and the mean of each class, and the scatter of the points about these means.
 
-    These determine the covariances W, B and T of `istar.measures.classes`. Memory is O(d^2 + C d) for C classes: the
-    scatter matrices of the classes are added, as W needs nothing else. Each batch is summed about its class means in
+    These determine the pooled covariance W within the classes, the covariance B of the class means and the covariance
+    T = W + B of all points; see `istar.measures.classes`. Memory is O(d^2 + C d) for C classes: only the sum of the
+    scatter matrices of the classes is kept, because W needs nothing else. Each batch is summed about its class means in
     float32 or in the points' own dtype if that is wider, and merged into float64 sums. Batches may come in any order
     and have any classes. Differentiable; detach the points of long streams.
 
@@ -212,13 +215,13 @@ class ClassMoments:
         if mask is not None:
             points, labels = points[mask.bool()], labels[mask.bool()]
         if points.numel() > 0:
-            flat, flat_labels = points.reshape(-1, self.dim), labels.reshape(-1)
-            self._add_batch(class_means_and_scatter(flat, flat_labels, count_classes(flat_labels)))
+            flat_points, flat_labels = points.reshape(-1, self.dim), labels.reshape(-1)
+            self._add_batch(class_means_and_scatter(flat_points, flat_labels, count_classes(flat_labels)))
         return self
 
     def merge(self, other: Self) -> Self:
         """Add the points of another accumulator of the same dimension. Returns this accumulator."""
-        self._add_batch(ClassBatchMoments(*(part.to(self.scatter) for part in other.as_batch())))
+        self._add_batch(ClassBatchMoments(*(moment.to(self.scatter) for moment in other.as_batch())))
         return self
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> Self:
@@ -236,10 +239,11 @@ class ClassMoments:
         # Sums about the origin lose digits, but the float64 sums have enough of them.
         second_moment = self.scatter + totals.T @ means
         packed = sum_over_processes(torch.cat([counts, totals.reshape(-1), second_moment.reshape(-1)]), group)
-        self.counts, flat_totals, flat_second = packed.split([num_classes, totals.numel(), second_moment.numel()])
+        sizes = [num_classes, totals.numel(), second_moment.numel()]
+        self.counts, flat_totals, flat_second_moment = packed.split(sizes)
         totals = flat_totals.reshape(num_classes, self.dim)
         self.means = totals / self.counts.clamp(min=1)[:, None]
-        self.scatter = flat_second.reshape(self.dim, self.dim) - totals.T @ self.means
+        self.scatter = flat_second_moment.reshape(self.dim, self.dim) - totals.T @ self.means
         return self
 
     def within_covariance(self, unbiased: bool = False) -> Tensor:
@@ -272,11 +276,15 @@ class ClassMoments:
         return differences.T @ (self.counts[:, None] * differences) / self.count
 
     def total_covariance(self) -> Tensor:
-        r"""Return :math:`T = W + B = \frac{1}{n} \sum_i (x_i - m)(x_i - m)^T`, `(d, d)`; raise as its terms do."""
+        r"""Return the covariance of all points, :math:`T = W + B = \frac{1}{n} \sum_i (x_i - m)(x_i - m)^T`, `(d, d)`.
+
+        Raises:
+            UserError: without points.
+        """
         return self.within_covariance() + self.between_covariance()
 
     def isoscore_within(self) -> Tensor:
-        """Return the IsoScore of W, 0-d, in [0, 1].
+        """Return the IsoScore of W, the pooled covariance within the classes, 0-d, in [0, 1].
 
         Raises:
             UserError: for fewer than 2 dimensions, points that are not finite, and if the points of each class are all
@@ -291,7 +299,9 @@ class ClassMoments:
         return isoscore_from_covariance(covariance)
 
     def isoscore_between(self) -> Tensor:
-        """Return the IsoScore of B, 0-d, in [0, (C - 2) / (d - 1)] for C classes and C <= d; see `class_isotropy`.
+        """Return the IsoScore of B, the covariance of the class means, 0-d; see `class_isotropy`.
+
+        It is in [0, (C - 2) / (d - 1)] for C classes and C <= d.
 
         Raises:
             UserError: for fewer than 2 dimensions, points that are not finite, and if all class means are equal, as
@@ -306,7 +316,9 @@ class ClassMoments:
         return isoscore_from_covariance(covariance)
 
     def between_share(self) -> Tensor:
-        """Return tr(B) / tr(T), 0-d, in [0, 1]: the share of the variance that lies between the classes.
+        """Return the share of the variance that lies between the classes, tr(B) / tr(W + B), 0-d, in [0, 1].
+
+        B is the covariance of the class means, and W the pooled covariance within the classes.
 
         Raises:
             UserError: if all points are equal.
@@ -342,6 +354,6 @@ def count_classes(labels: Tensor) -> int:
 
 
 def _pad_with_zeros(rows: Tensor, num_rows: int) -> Tensor:
-    """Return rows `(n, ...)` followed by rows of zeros, `num_rows` in all."""
+    """Return rows `(n, ...)` followed by rows of zeros, so that there are `num_rows` in all."""
     num_missing = num_rows - len(rows)
     return rows if num_missing == 0 else pad(rows, [0, 0] * (rows.dim() - 1) + [0, num_missing])

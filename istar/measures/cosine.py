@@ -58,12 +58,14 @@ def intra_sim(
     average: Average = "types",
     min_count: int = 2,
 ) -> Tensor:
-    """Compute the average IntraSim of the token types in one cloud; see `IntraSim` for streams of batches.
+    """Compute IntraSim of one cloud: the average cosine between occurrences of one token type, averaged over types.
+
+    See `IntraSim` for streams of batches.
 
     Args:
-        points: `(..., d)`, and `mask` `(...)`, as in `average_cosine`.
+        points, mask: `(..., d)` and `(...)`, as in `average_cosine`.
         tokens: `(...)`, token type of each point; any integers.
-        average: as in `IntraSim.compute`, like `min_count`.
+        average, min_count: as in `IntraSim.compute`.
 
     Returns:
         0-d tensor in [-1, 1], float64 (float32 on MPS). Not differentiable.
@@ -85,8 +87,7 @@ def adjusted_intra_sim(
     average: Average = "types",
     min_count: int = 2,
 ) -> Tensor:
-    r"""Compute IntraSim minus InterSim of the same points: the self-similarity of token types beyond a common
-    direction.
+    r"""Compute IntraSim minus InterSim: how much more alike occurrences of one token type are than any two tokens.
 
     In an anisotropic layer, any two tokens have a high cosine, even if they are of different types. Ethayarajh
     (*How Contextual are Contextualized Word Representations?*, EMNLP 2019) therefore subtracts from each measure the
@@ -119,7 +120,7 @@ def adjusted_intra_sim(
 
 
 class AverageCosine:
-    """Accumulates the count and the sum of the unit vectors of a stream of batches.
+    """Accumulates the count and the sum S of the unit vectors of a stream of batches.
 
     Blocks of each batch are summed separately before they are added to the total, so that the sum of 10^7 points is
     exact to twelve digits. Differentiable; detach the points of long streams.
@@ -161,7 +162,7 @@ class AverageCosine:
         return self
 
     def add_units(self, units: Tensor, is_nonzero: Tensor) -> None:
-        """Add points whose unit vectors are known, for several accumulators that share them.
+        """Add points by their unit vectors, so that several accumulators can share one computation of these vectors.
 
         Args:
             units: `(n, d)`, in the dtype of the sums; zero for points that are zero.
@@ -181,7 +182,10 @@ class AverageCosine:
         return self
 
     def compute(self) -> Tensor:
-        r"""Return the average cosine :math:`(\lVert S \rVert^2 - n) / (n (n - 1))` of the n nonzero points, 0-d.
+        r"""Return the average cosine of all pairs of different nonzero points, 0-d.
+
+        With the sum S of the unit vectors of the n nonzero points, it is
+        :math:`(\lVert S \rVert^2 - n) / (n (n - 1))`.
 
         Raises:
             UserError: for n < 2, or points that are not finite.
@@ -190,8 +194,9 @@ class AverageCosine:
         return (self.total.square().sum() - self.count) / (self.count * (self.count - 1))
 
     def cosreg(self) -> Tensor:
-        r"""Return CosReg, :math:`(\lVert S \rVert^2 - n) / M^2`, with M the number of all points; 0-d.
+        r"""Return CosReg, :math:`(\lVert S \rVert^2 - n) / M^2`, 0-d.
 
+        S is the sum of the unit vectors, n the number of nonzero points, and M the number of all points.
         Defined in *Stable Anisotropic Regularization*, equation 1, and *Too Much in Common*, equation 12 (equation 14
         there has a misprint: the `- N` belongs inside the fraction). The range is [-1 / M, 1 - 1 / M]. Without zero
         vectors, CosReg is (n - 1) / n times `compute`.
@@ -206,7 +211,7 @@ class AverageCosine:
         return (self.total.square().sum() - self.count) / num_points.square()
 
     def mean_direction_norm(self) -> Tensor:
-        r"""Return the norm of the mean unit vector, :math:`\lVert S \rVert / n`, 0-d, in [0, 1].
+        r"""Return the norm of the mean of the unit vectors of the n nonzero points, 0-d, in [0, 1].
 
         Its square is ((n - 1) A + 1) / n, where A is the average cosine; without zero vectors, also CosReg + 1 / n.
 
@@ -316,8 +321,8 @@ class IntraSim:
         is_frequent = self.count >= min_count
         if not is_frequent.any():
             raise UserError(f"no token type occurs {min_count} times or more: IntraSim is not defined")
-        values, counts = self.per_type()[is_frequent], self.count[is_frequent]
-        return values.mean() if average == "types" else (values * counts).sum() / counts.sum()
+        cosines, counts = self.per_type()[is_frequent], self.count[is_frequent]
+        return cosines.mean() if average == "types" else (cosines * counts).sum() / counts.sum()
 
 
 def average_cosine_by_group(totals: Tensor, counts: Tensor) -> Tensor:
@@ -330,14 +335,14 @@ def average_cosine_by_group(totals: Tensor, counts: Tensor) -> Tensor:
         counts: number of points of each group, `(groups,)`.
     """
     averages = totals.new_full(counts.shape, torch.nan)
-    for groups in (counts > 1).nonzero().squeeze(1).split(block_length(totals)):
-        n = counts[groups].to(totals.dtype)
-        averages[groups] = (totals[groups].square().sum(1) - n) / (n * (n - 1))
+    for group_indices in (counts > 1).nonzero().squeeze(1).split(block_length(totals)):
+        n = counts[group_indices].to(totals.dtype)
+        averages[group_indices] = (totals[group_indices].square().sum(1) - n) / (n * (n - 1))
     return averages
 
 
 def _check_tokens(tokens: Tensor, points: Tensor) -> None:
-    """Raise `UserError` unless the tokens are one integer for each point."""
+    """Raise `UserError` unless `tokens` has one integer for each point."""
     check_one_per_point(tokens, "tokens", points)
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise UserError(f"tokens are {tokens.dtype}; expected integers")

@@ -14,7 +14,7 @@ _DISTANCES_PER_BLOCK = 2**22
 _NUM_CANDIDATES = 8
 """Number of candidates for the two nearest neighbours of a point: more than two, for near ties and rounding errors."""
 _TOLERANCE = 1e-12
-"""Ratios of distances whose logarithm is below this tolerance count as 1."""
+"""Ratios of distances whose logarithm is below this tolerance count as 1: rounding makes equal distances differ."""
 
 
 def two_nn(points: Tensor, discard: float = 0.1) -> float:
@@ -45,7 +45,7 @@ def two_nn(points: Tensor, discard: float = 0.1) -> float:
     >>> round(two_nn(square)), round(two_nn(square @ torch.randn(2, 50, generator=torch.Generator().manual_seed(1))))
     (2, 2)
     """
-    return float(_fit_slope(_ascending_log_ratios(points, discard), discard))
+    return float(_fit_slope(_compute_sorted_log_ratios(points, discard), discard))
 
 
 class Dimension(NamedTuple):
@@ -63,47 +63,55 @@ def two_nn_with_error(points: Tensor, discard: float = 0.1, resamples: int = 200
     that the estimate describes the cloud at a larger scale.
 
     Args:
-        points: as in `two_nn`, like `discard`.
+        points, discard: as in `two_nn`.
         resamples: number of bootstrap samples.
         seed: seed of the bootstrap's random generator.
 
     Raises:
         UserError: see `two_nn`.
     """
-    log_ratios = _ascending_log_ratios(points, discard)
+    log_ratios = _compute_sorted_log_ratios(points, discard)
     generator = torch.Generator().manual_seed(seed)
     n = len(log_ratios)
+    # Random numbers come from the CPU, so that they are equal on all devices.
     samples = [torch.randint(n, (n,), generator=generator).to(log_ratios.device) for _ in range(resamples)]
-    slopes = torch.stack([_fit_slope(log_ratios[sample].sort().values, discard) for sample in samples])
+    slopes = torch.stack([_fit_slope(log_ratios[indices].sort().values, discard) for indices in samples])
     return Dimension(float(_fit_slope(log_ratios, discard)), float(slopes.std()))
 
 
-def _ascending_log_ratios(points: Tensor, discard: float) -> Tensor:
-    """Return log(r_2 / r_1) of each distinct point in ascending order, after checking that a slope can be fitted."""
-    ratios = _neighbour_ratios(_distinct_points(points))
+def _compute_sorted_log_ratios(points: Tensor, discard: float) -> Tensor:
+    """Return log(r_2 / r_1) in ascending order, for the distances of each distinct point to its two nearest neighbours.
+
+    Raises:
+        UserError: if no slope can be fitted to these numbers, see `two_nn`.
+    """
+    ratios = _compute_neighbour_ratios(_find_distinct_points(points))
     n = len(ratios)
     if not 0 <= discard < 1 or int(n * (1 - discard)) < 1:
         raise UserError(f"discard is {discard}; expected a share in [0, 1) that leaves some of {n} points")
     log_ratios = ratios.sort().values.log()
-    if log_ratios[_num_kept(n, discard) - 1] < _TOLERANCE:
+    if log_ratios[_count_fitted_ratios(n, discard) - 1] < _TOLERANCE:
         raise UserError("the first two neighbours of the points are equally far: their dimension is not defined")
     return log_ratios
 
 
 def _fit_slope(log_ratios: Tensor, discard: float) -> Tensor:
-    """Fit -log(1 - F) = d log(ratio), F the empirical distribution function, to ascending log ratios; return d, 0-d."""
+    """Return the dimension d, 0-d, of the least-squares fit -log(1 - F) = d log(ratio) to ascending log ratios.
+
+    F is the empirical distribution function of the ratios. The largest ratios, a share of `discard`, are left out.
+    """
     n = len(log_ratios)
-    x = log_ratios[: _num_kept(n, discard)]
+    x = log_ratios[: _count_fitted_ratios(n, discard)]
     y = -torch.log1p(-torch.arange(1, len(x) + 1, dtype=x.dtype, device=x.device) / n)
     return x @ y / (x @ x)
 
 
-def _num_kept(n: int, discard: float) -> int:
-    """Return how many of n ratios are fitted: not the largest share `discard`, and never the largest one."""
+def _count_fitted_ratios(n: int, discard: float) -> int:
+    """Return how many of n ratios enter the fit: all but the largest share `discard`, and never the largest ratio."""
     return min(int(n * (1 - discard)), n - 1)
 
 
-def _distinct_points(points: Tensor) -> Tensor:
+def _find_distinct_points(points: Tensor) -> Tensor:
     """Return the points without duplicates, in float64, scaled to a largest coordinate between 1/2 and 1."""
     if points.dim() != 2 or points.shape[1] < 1:
         raise UserError(f"points have shape {tuple(points.shape)}; expected (n, d)")
@@ -122,58 +130,68 @@ def _distinct_points(points: Tensor) -> Tensor:
     return distinct * 2.0 ** -max(exponent, -1000)
 
 
-def _neighbour_ratios(points: Tensor) -> Tensor:
+def _compute_neighbour_ratios(points: Tensor) -> Tensor:
     """Return the ratio of the distances to the second and first nearest neighbour, for each of n >= 3 distinct points.
 
     Candidates for the two neighbours are the points with the smallest squared distances by a matrix product,
     |x|^2 + |y|^2 - 2xy, which is fast but loses small distances by cancellation. The distances of the candidates are
-    then computed directly. A point whose candidates are not certain to contain its neighbours is compared with all
-    others directly.
+    then computed from the differences x - y. If the candidates may not include both neighbours of a point, the point is
+    compared with all other points in this way.
     """
-    # Distances do not depend on the origin; about the mean, the product loses less.
+    # Distances do not depend on the origin; about the mean, the product loses fewer digits.
     centered = points - points.mean(0)
     norms = row_norms(centered)
-    error_bounds, relative_error = _product_error_bounds(norms, points.shape[1]), _relative_error_bound(points.shape[1])
+    error_bounds = _bound_product_errors(norms, points.shape[1])
+    relative_error = _bound_relative_error(points.shape[1])
     num_candidates = min(_NUM_CANDIDATES, len(points) - 1)
     ratios = []
-    for rows in torch.arange(len(points), device=points.device).split(max(1, _DISTANCES_PER_BLOCK // len(points))):
-        squared_distances = _squared_distances_by_product(centered, norms, rows)
-        squared_distances[torch.arange(len(rows), device=points.device), rows] = torch.inf
-        estimates, candidates = squared_distances.topk(num_candidates, largest=False)
-        two_smallest = _direct_distances(points, rows, candidates).topk(2, largest=False).values
+    points_per_block = max(1, _DISTANCES_PER_BLOCK // len(points))
+    for point_indices in torch.arange(len(points), device=points.device).split(points_per_block):
+        squared_distances = _multiply_squared_distances(centered, norms, point_indices)
+        # A point is not its own neighbour.
+        squared_distances[torch.arange(len(point_indices), device=points.device), point_indices] = torch.inf
+        estimates, candidate_indices = squared_distances.topk(num_candidates, largest=False)
+        two_smallest = _compute_distances(points, point_indices, candidate_indices).topk(2, largest=False).values
         # Every other point is at least as far away as the last candidate, up to the error of the product.
-        is_uncertain = estimates[:, -1] - error_bounds[rows] <= two_smallest[:, 1].square() * (1 + relative_error)
+        second_squares = two_smallest[:, 1].square() * (1 + relative_error)
+        is_uncertain = estimates[:, -1] - error_bounds[point_indices] <= second_squares
         if num_candidates < len(points) - 1 and is_uncertain.any():
-            two_smallest[is_uncertain] = _two_smallest_distances(points, rows[is_uncertain])
+            two_smallest[is_uncertain] = _find_two_smallest_distances(points, point_indices[is_uncertain])
         ratios.append(two_smallest[:, 1] / two_smallest[:, 0])
     return torch.cat(ratios)
 
 
-def _squared_distances_by_product(centered: Tensor, norms: Tensor, rows: Tensor) -> Tensor:
-    """Return the squared distances of the points with indices `rows` to all points by a matrix product, `(r, n)`."""
-    return norms[rows, None].square() + norms.square() - 2 * centered[rows] @ centered.T
+def _multiply_squared_distances(centered: Tensor, norms: Tensor, point_indices: Tensor) -> Tensor:
+    """Return the squared distances `(r, n)` of the points with these indices `(r,)` to all n points.
+
+    They are computed by a matrix product, as |x|^2 + |y|^2 - 2xy. `norms` are the norms of the centered points, `(n,)`.
+    """
+    return norms[point_indices, None].square() + norms.square() - 2 * centered[point_indices] @ centered.T
 
 
-def _direct_distances(points: Tensor, rows: Tensor, others: Tensor) -> Tensor:
-    """Return the distances between the points with indices `rows`, `(r,)`, and `others`, `(r, k)`, as `(r, k)`."""
-    return torch.stack([row_norms(points[rows] - points[column]) for column in others.T], dim=1)
+def _compute_distances(points: Tensor, point_indices: Tensor, other_indices: Tensor) -> Tensor:
+    """Return the distances `(r, k)` of the points with these indices `(r,)` to k other points each, from differences.
+
+    `other_indices` `(r, k)` are the indices of the k points.
+    """
+    return torch.stack([row_norms(points[point_indices] - points[indices]) for indices in other_indices.T], dim=1)
 
 
-def _two_smallest_distances(points: Tensor, rows: Tensor) -> Tensor:
-    """Return the distances `(r, 2)` of the points with indices `rows` `(r,)` to their two nearest neighbours."""
-    distances = torch.cdist(points[rows], points, compute_mode="donot_use_mm_for_euclid_dist")
-    distances[torch.arange(len(rows), device=points.device), rows] = torch.inf
+def _find_two_smallest_distances(points: Tensor, point_indices: Tensor) -> Tensor:
+    """Return the distances `(r, 2)` of the points with these indices `(r,)` to their two nearest neighbours."""
+    distances = torch.cdist(points[point_indices], points, compute_mode="donot_use_mm_for_euclid_dist")
+    distances[torch.arange(len(point_indices), device=points.device), point_indices] = torch.inf
     # The distances are computed again, so that all ratios come from the same arithmetic.
-    return _direct_distances(points, rows, distances.topk(2, largest=False).indices).sort(1).values
+    return _compute_distances(points, point_indices, distances.topk(2, largest=False).indices).sort(1).values
 
 
-def _relative_error_bound(d: int) -> float:
+def _bound_relative_error(d: int) -> float:
     """Return a bound of the relative rounding error of a sum of d products and a few more operations."""
     return (d + 8) * torch.finfo(torch.float64).eps
 
 
-def _product_error_bounds(norms: Tensor, d: int) -> Tensor:
-    r"""Return a bound of the errors of each point's squared distances by the matrix product, `(n,)`.
+def _bound_product_errors(norms: Tensor, d: int) -> Tensor:
+    r"""Return a bound of the rounding errors in each point's squared distances by the matrix product, `(n,)`.
 
     `norms` are the distances R of the points from the origin, and u is the unit roundoff. Subtracting the origin moves
     a point by at most u R, which changes a squared distance by at most about :math:`2 u (R_i + R_j)^2`. A dot product
@@ -181,4 +199,4 @@ def _product_error_bounds(norms: Tensor, d: int) -> Tensor:
     that the sum of the three terms is off by about :math:`(d + 3) u (R_i + R_j)^2`. The bound is twice as large as both
     together, and takes the largest norm for :math:`R_j`.
     """
-    return _relative_error_bound(d) * (norms + norms.max()).square()
+    return _bound_relative_error(d) * (norms + norms.max()).square()

@@ -71,7 +71,7 @@ def gride(points: Tensor, n1: int = 1, n2: int | None = None) -> Dimension:
     n2 = 2 * n1 if n2 is None else n2
     if not 1 <= n1 < n2:
         raise UserError(f"n1 is {n1} and n2 is {n2}; expected 1 <= n1 < n2")
-    distances, _ = _neighbour_distances(points, n2)
+    distances, _ = _find_neighbour_distances(points, n2)
     return _fit_dimension(distances[:, n1 - 1], distances[:, n2 - 1], n1, n2)
 
 
@@ -94,7 +94,7 @@ def gride_scales(points: Tensor, max_neighbour: int = 64) -> list[ScaleDimension
     """
     if max_neighbour < 2:
         raise UserError(f"max_neighbour is {max_neighbour}; expected at least 2")
-    distances, scale = _neighbour_distances(points, 2, max_neighbour)
+    distances, scale = _find_neighbour_distances(points, 2, max_neighbour)
     scales = []
     n1 = 1
     while 2 * n1 <= distances.shape[1]:
@@ -105,13 +105,16 @@ def gride_scales(points: Tensor, max_neighbour: int = 64) -> list[ScaleDimension
     return scales
 
 
-def _neighbour_distances(
+def _find_neighbour_distances(
     points: Tensor, min_neighbours: int, max_neighbours: int | None = None
 ) -> tuple[Tensor, float]:
-    """Return the distances of each distinct point to its k nearest neighbours, `(n, k)`, ascending, divided by a scale.
+    """Return the scaled distances `(n, k)` of each distinct point to its k nearest neighbours, and the scale.
 
-    k is `max_neighbours`, or the number of other distinct points if that is smaller. `max_neighbours` is by default
-    `min_neighbours`. Also returns the scale. Fewer than `min_neighbours` other points raise `UserError`.
+    The distances ascend, and are divided by the scale, the largest magnitude of a coordinate. k is `max_neighbours`
+    (by default `min_neighbours`), or the number of other distinct points if that is smaller.
+
+    Raises:
+        UserError: if there are fewer than `min_neighbours` other distinct points, and as `check_matrix`.
     """
     check_matrix(points, "points")
     points = points.detach()
@@ -126,37 +129,44 @@ def _neighbour_distances(
     scale = distinct.abs().max()
     distinct = distinct / scale
     k = min(max_neighbours or min_neighbours, len(distinct) - 1)
-    nearest = [
+    nearest_distances = [
         # The faster mode by matrix products, |x|^2 + |y|^2 - 2xy, loses small distances by cancellation.
         torch.cdist(block, distinct, compute_mode="donot_use_mm_for_euclid_dist").topk(k + 1, largest=False).values
         for block in distinct.split(max(1, _DISTANCES_PER_BLOCK // len(distinct)))
     ]
-    # The first of the nearest points is the point itself.
-    return torch.cat(nearest)[:, 1:], scale.item()
+    # The nearest point of each point is the point itself, at distance 0.
+    return torch.cat(nearest_distances)[:, 1:], scale.item()
 
 
 def _fit_dimension(near: Tensor, far: Tensor, n1: int, n2: int) -> Dimension:
-    """Return the dimension of maximum likelihood, given the distances to neighbours number n1 and n2, `(n,)` each."""
+    """Return the maximum-likelihood estimate of the dimension and its standard error; see `gride`.
+
+    `near` and `far` are the distances of the points to their neighbours number n1 and n2, `(n,)` each.
+    """
     log_ratios = (far / near).log()
     log_ratios = log_ratios[log_ratios > _TOLERANCE]
     n = len(log_ratios)
     if n < 2:
         raise UserError(f"neighbours {n1} and {n2} of nearly all points are equally far: no dimension is defined")
-    # The number of neighbours between the two, and the sum of the log ratios.
-    between, total = n2 - n1 - 1, float(log_ratios.sum())
+    num_between, log_ratio_sum = n2 - n1 - 1, float(log_ratios.sum())
 
-    def score(d: float) -> float:
+    def likelihood_slope(d: float) -> float:
         """Return the derivative of the log-likelihood at dimension d. It decreases from infinity to below 0."""
-        return (n - 1) / d + between * float((log_ratios / -torch.expm1(-d * log_ratios)).sum()) - (n2 - 1) * total
+        between_sum = float((log_ratios / -torch.expm1(-d * log_ratios)).sum())
+        return (n - 1) / d + num_between * between_sum - (n2 - 1) * log_ratio_sum
 
-    # Bisection in log d. At d = (n - 1) / total, the root for n2 = n1 + 1 = 2, the score has either sign.
-    low = high = (n - 1) / total
-    while score(low) < 0:
+    # Find the root of the slope by bisection in log d, from its exact value for n1 = 1, n2 = 2. Double or halve d until
+    # the root is between `low` and `high`.
+    low = high = (n - 1) / log_ratio_sum
+    while likelihood_slope(low) < 0:
         low /= 2
-    while score(high) > 0:
+    while likelihood_slope(high) > 0:
         high *= 2
+    # Stop at the precision of float64, also if no number is left between the two.
     while high / low > 1 + 1e-14 and low < (middle := math.sqrt(low * high)) < high:
-        low, high = (middle, high) if score(middle) > 0 else (low, middle)
+        low, high = (middle, high) if likelihood_slope(middle) > 0 else (low, middle)
     value = math.sqrt(low * high)
-    information = n / value**2 + between * float((log_ratios / (2 * torch.sinh(value * log_ratios / 2))).square().sum())
+    # The observed Fisher information is minus the second derivative of the log-likelihood.
+    between_information = float((log_ratios / (2 * torch.sinh(value * log_ratios / 2))).square().sum())
+    information = n / value**2 + num_between * between_information
     return Dimension(value, 1 / math.sqrt(information))

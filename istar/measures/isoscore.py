@@ -170,12 +170,13 @@ def shrinkage_intensity(moments: FourthMoments, shrinkage_covariance: Tensor) ->
 
 def unchecked_shrinkage_intensity(moments: FourthMoments, shrinkage_covariance: Tensor) -> Tensor:
     """Compute `shrinkage_intensity` without checks, so that the host does not wait for a GPU; NaN replaces errors."""
+    # V and the squared distance of `shrinkage_intensity` are both divided by the squared trace, which cancels.
     normalized, trace = _divide_by_trace(covariance_or_nan(moments).detach())
     count = moments.count
     scaled_fourth = moments.fourth.detach() / trace / trace
     variance = count / (count - 1) ** 3 * scaled_fourth - normalized.square().sum() / (count - 1)
-    distance = (normalized - shrinkage_covariance.detach().to(normalized) / trace).square().sum()
-    return (variance / distance.clamp(min=torch.finfo(distance.dtype).tiny)).clamp(0, 1)
+    squared_distance = (normalized - shrinkage_covariance.detach().to(normalized) / trace).square().sum()
+    return (variance / squared_distance.clamp(min=torch.finfo(squared_distance.dtype).tiny)).clamp(0, 1)
 
 
 def isoscore_from_covariance(covariance: Tensor) -> Tensor:
@@ -217,11 +218,11 @@ def unchecked_isoscore_unbiased(moments: FourthMoments) -> Tensor:
     normalized, trace = _divide_by_trace(moments.scatter / (n - 1))
     fourth_term = moments.fourth / (n - 1) / trace / trace
     sample_norm = normalized.square().sum()
-    # The two estimates of `isoscore_unbiased`, both divided by a tr(C)^2.
+    # The estimates of tr(S^2) and tr(S)^2 in `isoscore_unbiased`, both divided by tr(C)^2 and by the factor a.
     uncorrected_norm = (n - 1) * (n - 2) * sample_norm + 1
     squared_norm = uncorrected_norm - n * fourth_term
     squared_trace = 2 * sample_norm + n.square() - 3 * n + 1 - n * fourth_term
-    # A smaller difference is the rounding error of sums in float32.
+    # A smaller estimate of tr(S^2) may be nothing but the rounding error of sums in float32.
     squared_norm = torch.where(squared_norm.detach() > 1e-6 * uncorrected_norm.detach(), squared_norm, torch.nan)
     return (squared_trace / squared_norm - 1) / (moments.dim - 1)
 
@@ -244,13 +245,14 @@ def check_covariance(covariance: Tensor, name: str) -> None:
     normalized, _ = _divide_by_trace(covariance.detach())
     if (normalized - normalized.T).abs().max() > tolerance * normalized.diagonal().max():
         raise UserError(f"{name} is not symmetric; expected a covariance")
+    # The Cholesky decomposition fails if an eigenvalue is below minus the tolerance.
     normalized.diagonal().add_(tolerance)
     if torch.linalg.cholesky_ex(normalized).info.item() != 0:
         raise UserError(f"{name} has negative eigenvalues; expected a covariance (positive semi-definite)")
 
 
 def _to_moments(points: Tensor | MomentsT, mask: Tensor | None, moments_class: type[MomentsT]) -> MomentsT:
-    """Compute the moments of points; moments are returned as they are, and cannot have a mask."""
+    """Return the moments of points, or given moments as they are; raise `UserError` for moments with a mask."""
     if isinstance(points, Tensor):
         return moments_class.of(points, mask)
     if mask is not None:

@@ -12,7 +12,7 @@ from istar.errors import UserError
 from istar.measures.processes import sum_over_processes, world_size
 from istar.measures.rows import accumulation_dtype, check_one_per_point, check_points, zero_vector
 
-_FULL_PRECISION = {"none", "ieee"}
+_FULL_PRECISION_SETTINGS = {"none", "ieee"}
 """Settings of torch's backends with which float32 products are computed in float32."""
 
 
@@ -25,7 +25,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv)  # type: ignore[attr-defined]
     previous_precisions = [backend.fp32_precision for backend in backends]
     with torch.autocast(device.type, enabled=False):
-        if set(previous_precisions) <= _FULL_PRECISION:
+        if set(previous_precisions) <= _FULL_PRECISION_SETTINGS:
             # The usual case returns early, because a training step enters this context once per layer.
             yield
             return
@@ -225,21 +225,23 @@ def fourth_moments(
     points, indices, weights = _flatten_points(points, mask, weights, indices)
     with full_precision(points.device):
         centered = _select_rows(points, indices) - mean.to(torch.promote_types(points.dtype, torch.float32))
-        third, fourth = _third_and_fourth_moments(centered, None if weights is None else weights.squeeze(1), mean.dtype)
+        weights = None if weights is None else weights.squeeze(1)
+        third, fourth = _sum_third_and_fourth_powers(centered, weights, mean.dtype)
     return BatchMoments(count, mean, scatter, third, fourth)
 
 
-def _third_and_fourth_moments(centered: Tensor, weights: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _sum_third_and_fourth_powers(centered: Tensor, weights: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the sums of w |y|^2 y, `(d,)`, and of w |y|^4, 0-d, over centered points y with weights w, in `dtype`."""
     squares = centered.square().sum(-1)
     # Divide by the largest square, because fourth powers can overflow float32 where the scatter does not.
     # The smallest positive number stands in for the largest square if all points are equal or there are none.
-    largest = torch.cat([squares.detach(), squares.new_full((1,), torch.finfo(squares.dtype).tiny)]).max()
-    relative = squares / largest
-    weighted = relative if weights is None else relative * weights.to(relative.dtype)
-    largest = largest.to(dtype)
-    third = (centered.T @ weighted).to(dtype) * largest
-    return third, weighted.to(dtype) @ relative.to(dtype) * largest.square()
+    largest_square = torch.cat([squares.detach(), squares.new_full((1,), torch.finfo(squares.dtype).tiny)]).max()
+    relative_squares = squares / largest_square
+    weighted_squares = relative_squares if weights is None else relative_squares * weights.to(relative_squares.dtype)
+    largest_square = largest_square.to(dtype)
+    third = (centered.T @ weighted_squares).to(dtype) * largest_square
+    fourth = weighted_squares.to(dtype) @ relative_squares.to(dtype) * largest_square.square()
+    return third, fourth
 
 
 def merge_moments(batches: Sequence[BatchMoments]) -> "Moments":
@@ -331,7 +333,7 @@ class Moments:
         if other.dim != self.dim:
             raise UserError(f"cannot merge moments of {other.dim} dimensions into moments of {self.dim}")
         self._add_batch(
-            BatchMoments._make(part if part is None else part.to(self.scatter) for part in other.as_batch())
+            BatchMoments._make(None if moment is None else moment.to(self.scatter) for moment in other.as_batch())
         )
         return self
 
@@ -350,12 +352,14 @@ class Moments:
                 f"{type(self).__name__} of {self.count:g} points of {self.dim} dimensions; expected fewer points"
             )
         # All moments are sums over points, except the mean.
-        negative = BatchMoments._make(part if part is None else -part.to(self.scatter) for part in other.as_batch())
+        negative = BatchMoments._make(
+            None if moment is None else -moment.to(self.scatter) for moment in other.as_batch()
+        )
         self._add_batch(negative._replace(mean=-negative.mean))
         return self
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> Self:
-        """Merge the moments of all processes, so that each process holds the moments of the union of their points.
+        """Merge the moments of all processes, so that each process holds the moments of the union of all points.
 
         One all-reduce sums 1 + d + d^2 numbers. The result is equal on all processes and differentiable, see
         `sum_over_processes`. Nothing happens without an initialized process group, or in a group of one process.
@@ -397,7 +401,7 @@ class Moments:
         total = self.count + count
         share = count / total.clamp(min=torch.finfo(total.dtype).tiny)
         delta = mean - self.mean
-        # The formula is scatter + scatter' + (count * share) delta delta^T, in two passes over the matrices.
+        # The sum of both scatter matrices and of (self.count * share) delta delta^T, in two passes over the matrices.
         self.scatter = torch.addr(self.scatter + scatter, delta * (self.count * share), delta)
         self.mean = self.mean + delta * share
         self.count = total
@@ -407,7 +411,7 @@ class FourthMoments(Moments):
     r"""Accumulates, in addition to `Moments`, the fourth moment :math:`F = \sum w_i \lVert x_i - m \rVert^4`.
 
     F gives the variance of the sample covariance. When two batches are merged, the mean moves by some
-    :math:`\delta`, and with y = x - m, F becomes
+    :math:`\delta`, and with y = x - m for each point x, F becomes
 
     .. math::
         \sum w \lVert y + \delta \rVert^4 = F + 4 \delta^T t + 4 \delta^T M \delta
@@ -441,10 +445,10 @@ class FourthMoments(Moments):
         """
         if world_size(group) == 1:
             return self
-        local = self.as_batch()
+        local_moments = self.as_batch()
         super().all_reduce(group)
-        recentered = _recenter(local, self.mean)
-        packed = sum_over_processes(torch.cat([part.reshape(-1) for part in recentered]), group)
+        recentered_sums = _recenter(local_moments, self.mean)
+        packed = sum_over_processes(torch.cat([moment.reshape(-1) for moment in recentered_sums]), group)
         self.third, self.fourth = packed[:-1], packed[-1]
         return self
 
@@ -465,13 +469,13 @@ class FourthMoments(Moments):
 
 
 def _recenter(batch: BatchMoments, center: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the third and fourth moments of a batch about `center` instead of its mean; see `FourthMoments`."""
+    """Return the third and fourth moments of a batch about `center` instead of its own mean; see `FourthMoments`."""
     assert batch.third is not None
     assert batch.fourth is not None
     delta = batch.mean - center
     count, scatter = batch.size, batch.scatter.to(delta.dtype)
     trace, squared_distance, scatter_delta = scatter.trace(), delta @ delta, scatter @ delta
     third = batch.third + 2 * scatter_delta + (trace + count * squared_distance) * delta
-    return third, batch.fourth + 4 * delta @ (batch.third + scatter_delta) + squared_distance * (
-        2 * trace + count * squared_distance
-    )
+    third_term = 4 * delta @ (batch.third + scatter_delta)
+    fourth = batch.fourth + third_term + squared_distance * (2 * trace + count * squared_distance)
+    return third, fourth

@@ -70,7 +70,10 @@ def norm_summary(points: Tensor, mask: Tensor | None = None, edges: Sequence[flo
     Args:
         points: `(..., d)` of any floating dtype, on any device.
         mask: `(...)`, bool or 0/1; points where the mask is 0 are ignored.
-        edges: as in `Norms`, like the errors.
+        edges: as in `Norms`.
+
+    Raises:
+        UserError: as `Norms`, `Norms.update` and `Norms.compute`.
 
     >>> norm_summary(torch.tensor([[3.0, 4.0], [3.0, -4.0]])).ratio
     0.6
@@ -121,11 +124,11 @@ class Norms:
         return self
 
     def add_norms(self, points: Tensor, norms: Tensor) -> None:
-        """Add at least one point whose norm is known, for several accumulators that share them.
+        """Add at least one point with its norm, so that several accumulators can share one computation of the norms.
 
         Args:
             points: `(n, d)`, in the dtype of the sums.
-            norms: `(n,)`, their norms.
+            norms: `(n,)`, the norms of the points.
         """
         self.count += len(norms)
         self.norm_total += norms.sum()
@@ -205,12 +208,12 @@ def layer_norm_summary(weight: Tensor, bias: Tensor | None = None, k: float = 3.
     check_finite(bias, "the values of bias")
     if bias.shape != gain.shape:
         raise UserError(f"bias has shape {tuple(bias.shape)}; expected {tuple(gain.shape)} like the weight")
-    gain_norm, bias_norm = row_norms(torch.stack([gain, bias])) / math.sqrt(len(gain))
+    gain_size, bias_size = row_norms(torch.stack([gain, bias])) / math.sqrt(len(gain))
     is_nonzero = gain != 0
     return LayerNormSummary(
-        gain=gain_norm.item(),
-        bias=bias_norm.item(),
-        ratio=(bias_norm / gain_norm).item(),
+        gain=gain_size.item(),
+        bias=bias_size.item(),
+        ratio=(bias_size / gain_size).item(),
         bias_over_gain=(bias[is_nonzero] / gain[is_nonzero]).sum().item(),
         zero_gains=int((~is_nonzero).sum()),
         outlier_gains=tuple(outlier_dimensions(gain, k).tolist()),

@@ -74,13 +74,13 @@ def partition_isotropy(
     if embeddings.device.type == "mps":
         dtype = torch.float32
     with full_precision(embeddings.device):
-        eigenvectors = _gram_eigenvectors(embeddings, dtype)
-        log_z = _log_partition_function(embeddings, eigenvectors.to(dtype), both_signs=signs == "both")
+        eigenvectors = _compute_gram_eigenvectors(embeddings, dtype)
+        log_z = _compute_log_partition_function(embeddings, eigenvectors.to(dtype), both_signs=signs == "both")
     log_z_min, log_z_max = log_z.min().item(), log_z.max().item()
     return PartitionIsotropy(math.exp(log_z_min - log_z_max), signs, log_z_min, log_z_max)
 
 
-def _gram_eigenvectors(embeddings: Tensor, dtype: torch.dtype) -> Tensor:
+def _compute_gram_eigenvectors(embeddings: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the unit eigenvectors of W^T W as the columns of a matrix `(d, d)`."""
     # Scaling keeps the squares of very large or small numbers in range; a power of two adds no rounding error.
     largest = max(block.abs().amax().item() for block in upcast_blocks(embeddings))
@@ -94,7 +94,7 @@ def _gram_eigenvectors(embeddings: Tensor, dtype: torch.dtype) -> Tensor:
     return vectors
 
 
-def _log_partition_function(embeddings: Tensor, directions: Tensor, both_signs: bool) -> Tensor:
+def _compute_log_partition_function(embeddings: Tensor, directions: Tensor, both_signs: bool) -> Tensor:
     """Return log Z(c) for each column c of `directions`, `(d,)`; `both_signs` appends log Z(-c), `(2 d,)`."""
     sums_dtype = accumulation_dtype(embeddings.device)
     log_z = torch.full(

@@ -63,12 +63,12 @@ def log2_bins(values: Tensor) -> Tensor:
     """
     if values.is_complex() or values.dtype == torch.bool:
         raise UserError(f"values are {values.dtype}; expected integers")
-    whole = values.long()
-    if (whole != values).any() or (whole < 0).any():
+    integers = values.long()
+    if (integers != values).any() or (integers < 0).any():
         raise UserError("some values are negative or not whole numbers; expected positions or counts")
     # Comparisons of integers are exact where a floating logarithm of 2 ** b - 1 may round up to b.
-    powers = 2 ** torch.arange(NUM_LOG2_BINS - 1, device=whole.device)
-    return torch.bucketize(whole, powers, right=True)
+    powers = 2 ** torch.arange(NUM_LOG2_BINS - 1, device=integers.device)
+    return torch.bucketize(integers, powers, right=True)
 
 
 def log2_bin_range(index: int) -> tuple[int, int]:
@@ -140,17 +140,17 @@ class GroupedPoints:
         """
         check_one_per_point(groups, "groups", points)
         rows = select_rows(points, mask, self.total.shape[1])
-        groups = _check_groups((groups if mask is None else groups[mask.bool()]).reshape(-1), self.groups)
-        blocks = split_rows(rows) if len(rows) else ()
-        for block, block_groups in (
-            zip(blocks, groups.split([len(block) for block in blocks]), strict=True) if blocks else ()
-        ):
-            self.add_units(*norms_and_units(block.to(self.total.dtype)), block_groups)
+        groups = _convert_groups((groups if mask is None else groups[mask.bool()]).reshape(-1), self.groups)
+        if len(rows):
+            blocks = split_rows(rows)
+            groups_by_block = groups.split([len(block) for block in blocks])
+            for block, block_groups in zip(blocks, groups_by_block, strict=True):
+                self.add_units(*norms_and_units(block.to(self.total.dtype)), block_groups)
         return self
 
     @torch.no_grad()
     def add_units(self, norms: Tensor, units: Tensor, is_nonzero: Tensor, groups: Tensor) -> None:
-        """Add points whose norms and unit vectors are known, for several accumulators that share them.
+        """Add points by their norms and unit vectors, so that several accumulators can share one computation of these.
 
         Args:
             norms: `(n,)`, in the dtype of the sums.
@@ -176,10 +176,10 @@ class GroupedPoints:
         return self
 
     def regroup(self, groups: Tensor, number: int = NUM_LOG2_BINS) -> "GroupedPoints":
-        """Return a new accumulator with the points of all groups that have the same new group.
+        """Return a new accumulator in which groups are merged: those to which `groups` gives the same new group.
 
         Args:
-            groups: `(groups,)`, the new group of each group, integers.
+            groups: `(groups,)`, the new group of each present group, integers.
             number: number of new groups, by default enough for `log2_bins` of any count.
 
         Raises:
@@ -191,7 +191,7 @@ class GroupedPoints:
         """
         if groups.shape != self.count.shape:
             raise UserError(f"groups have shape {tuple(groups.shape)}; expected {tuple(self.count.shape)}")
-        groups = _check_groups(groups.to(self.count.device), number)
+        groups = _convert_groups(groups.to(self.count.device), number)
         regrouped = GroupedPoints(number, self.total.shape[1], self.total.device)
         occupied = self.count.nonzero().squeeze(1)
         regrouped.total.index_add_(0, groups[occupied], self.total[occupied])
@@ -206,9 +206,12 @@ class GroupedPoints:
         Raises:
             NonFiniteError: if a point is not finite.
         """
-        norms = self.norm_total / self.count
-        columns = (self.count.tolist(), norms.tolist(), self.inter_sim().tolist())
-        return [GroupSummary(*row) for row in zip(*columns, strict=True)]
+        average_norms = self.norm_total / self.count
+        columns = (self.count.tolist(), average_norms.tolist(), self.inter_sim().tolist())
+        return [
+            GroupSummary(count, average_norm, inter_sim)
+            for count, average_norm, inter_sim in zip(*columns, strict=True)
+        ]
 
     def inter_sim(self) -> Tensor:
         """Return the average cosine over the pairs of each group, `(groups,)`; NaN with fewer than 2 nonzero points.
@@ -222,7 +225,7 @@ class GroupedPoints:
         return average_cosine_by_group(self.total, self.nonzero)
 
 
-def _check_groups(groups: Tensor, num_groups: int) -> Tensor:
+def _convert_groups(groups: Tensor, num_groups: int) -> Tensor:
     """Return the groups `(n,)` as int64; raise `UserError` unless they are integers from 0 to num_groups - 1."""
     if groups.is_floating_point() or groups.is_complex() or groups.dtype == torch.bool:
         raise UserError(f"groups are {groups.dtype}; expected integers")

@@ -32,7 +32,7 @@ def centered(embeddings: Tensor) -> Tensor:
         UserError: if W is not a finite floating matrix with rows.
     """
     check_matrix(embeddings, "embeddings")
-    mean = _mean_row(embeddings)
+    mean = _compute_mean_row(embeddings)
     return _transform_by_block(embeddings, lambda block: block - mean)
 
 
@@ -45,12 +45,12 @@ def scaled_centered(embeddings: Tensor) -> Tensor:
     but the mean of w' is not. If all rows have the same norm, the result equals `centered`. Zero rows do not change;
     they count as zero vectors in the mean.
 
-    Args and Raises as `centered`.
+    The argument and the errors are those of `centered`.
     """
     check_matrix(embeddings, "embeddings")
-    total = torch.stack([unit_vectors(block)[0].sum(0) for block in upcast_blocks(embeddings)]).sum(0)
-    mean = total / len(embeddings)
-    return _transform_by_block(embeddings, lambda block: block - row_norms(block)[:, None] * mean)
+    unit_sum = torch.stack([unit_vectors(block)[0].sum(0) for block in upcast_blocks(embeddings)]).sum(0)
+    mean_direction = unit_sum / len(embeddings)
+    return _transform_by_block(embeddings, lambda block: block - row_norms(block)[:, None] * mean_direction)
 
 
 @torch.no_grad()
@@ -83,8 +83,8 @@ def all_but_the_top(embeddings: Tensor, components: int | None = None, variant: 
     if not 0 <= components <= dim:
         raise UserError(f"components is {components}; expected 0 to {dim}, the number of dimensions")
     with full_precision(embeddings.device):
-        mean = _mean_row(embeddings)
-        top_directions = _principal_directions(embeddings, mean)[:, :components]
+        mean = _compute_mean_row(embeddings)
+        top_directions = _compute_principal_directions(embeddings, mean)[:, :components]
 
         def remove_components(block: Tensor) -> Tensor:
             """Center rows, and subtract their top principal components."""
@@ -94,14 +94,17 @@ def all_but_the_top(embeddings: Tensor, components: int | None = None, variant: 
         return _transform_by_block(embeddings, remove_components)
 
 
-def _mean_row(embeddings: Tensor) -> Tensor:
+def _compute_mean_row(embeddings: Tensor) -> Tensor:
     """Return the mean of the rows, `(d,)`, in float64 (float32 on MPS)."""
     # The weighted means of the blocks do not overflow where the sum of all rows would.
     return torch.stack([block.mean(0) * (len(block) / len(embeddings)) for block in upcast_blocks(embeddings)]).sum(0)
 
 
-def _principal_directions(embeddings: Tensor, mean: Tensor) -> Tensor:
-    """Return the eigenvectors of the scatter matrix as columns `(d, d)`, largest variance first."""
+def _compute_principal_directions(embeddings: Tensor, mean: Tensor) -> Tensor:
+    """Return the eigenvectors of the scatter matrix of the rows as columns `(d, d)`, largest variance first.
+
+    `mean` is the mean of the rows, `(d,)`.
+    """
     scatter = torch.zeros(len(mean), len(mean), dtype=mean.dtype, device=mean.device)
     for block in upcast_blocks(embeddings):
         scatter += (block - mean).T @ (block - mean)

@@ -35,7 +35,7 @@ def check_points(points: Tensor, dim: int | None = None) -> None:
 
 
 def check_one_per_point(values: Tensor | None, name: str, points: Tensor) -> None:
-    """Raise `UserError` unless the values are None or have shape `(...)` for points `(..., d)`."""
+    """Raise `UserError` unless `values` is None or has shape `(...)` for points `(..., d)`. The message uses `name`."""
     if values is not None and values.shape != points.shape[:-1]:
         raise UserError(
             f"{name} has shape {tuple(values.shape)}; expected {tuple(points.shape[:-1])} for points of shape "
@@ -52,7 +52,10 @@ def zero_vector(dim: int, device: torch.device | str | None) -> Tensor:
 
 
 def check_matrix(points: Tensor, name: str) -> None:
-    """Raise `UserError` unless the points are a non-empty floating matrix `(n, d)` of finite numbers."""
+    """Raise `UserError` unless the points are a non-empty floating matrix `(n, d)` of finite numbers.
+
+    The message names the points by `name`, a plural.
+    """
     if points.dim() != 2 or 0 in points.shape:
         raise UserError(f"{name} have shape {tuple(points.shape)}; expected (n, d)")
     if not points.is_floating_point():
@@ -70,20 +73,26 @@ def upcast_vector(values: Tensor, name: str) -> Tensor:
 
 
 def check_finite(values: Tensor, name: str) -> None:
-    """Raise `NonFiniteError` if a tensor contains NaN or infinite values. It is checked a block at a time."""
+    """Raise `NonFiniteError` if a tensor contains NaN or infinite values. It is checked a block at a time.
+
+    The message names the tensor by `name`, a plural.
+    """
     # Split along the first dimension: flattening would copy a transposed matrix.
     if not all(block.isfinite().all() for block in split_rows(values.detach())):
         raise NonFiniteError(f"{name} are not finite; look for NaN or infinite values in them")
 
 
 def split_rows(rows: Tensor) -> tuple[Tensor, ...]:
-    """Split rows `(n, ...)` into blocks of at most `BLOCK` numbers, but at least one row."""
+    """Split rows `(n, ...)` into blocks of `block_length(rows)` rows; the last block may be shorter."""
     blocks: tuple[Tensor, ...] = rows.split(block_length(rows))
     return blocks
 
 
 def block_length(rows: Tensor) -> int:
-    """Return the number of rows `(n, ...)` in a block of at most `BLOCK` numbers, but at least one."""
+    """Return how many rows of `(n, ...)` make a block: at least one, and otherwise as many as `BLOCK` numbers hold.
+
+    On devices other than the CPU, `BLOCK_ON_DEVICES` is the limit.
+    """
     block_size = BLOCK if rows.device.type == "cpu" else BLOCK_ON_DEVICES
     return max(1, block_size // max(1, rows.shape[1:].numel()))
 
@@ -134,6 +143,7 @@ _SAFE_NORMS = {torch.float64: (1e-140, 1e140), torch.float32: (1e-12, 1e12)}
 
 
 def _squares_are_safe(norms: Tensor) -> bool:
-    """Return whether the squares summed for all norms were within the dtype's range, which nearly always holds."""
+    """Return whether all squares that were summed for these norms were in the dtype's range, as usual."""
+    # For other dtypes, no norm is in the range from 1 to 0.
     low, high = _SAFE_NORMS.get(norms.dtype, (1.0, 0.0))
     return bool(len(norms) and norms.min() > low and norms.max() < high)

@@ -1,10 +1,10 @@
 r"""IsoScore from points of different sentences, for tokens that depend on the other tokens of their sentence.
 
 The tokens of a sentence are not independent: they share a topic, a length and each other's context. Estimators that
-assume independent points, such as `istar.measures.isoscore_unbiased`, take what the tokens of a sentence have in common
-for a property of the distribution, and are far too low for few sentences. If the sentences are independent, any points
-of different sentences are. The estimators here are therefore made from averages over tuples of points of distinct
-sentences (U-statistics over sentences, in which each point has the same weight).
+assume independent points, such as `istar.measures.isoscore_unbiased`, mistake what the tokens of a sentence have in
+common for a property of the distribution, and are far too low for few sentences. If the sentences are independent, any
+points of different sentences are independent, too. The estimators here are therefore averages over tuples of points of
+distinct sentences (U-statistics over sentences, in which each point has the same weight).
 """
 
 import copy
@@ -41,7 +41,7 @@ def isoscore_by_sentence(points: Tensor, mask: Tensor | None = None) -> Tensor:
     >>> round(isoscore_by_sentence(sentences).item(), 1)
     1.0
     """
-    return _empty_moments_about_mean(points, mask).update(points, mask).score()
+    return _make_empty_moments(points, mask).update(points, mask).score()
 
 
 class ScoreWithError(NamedTuple):
@@ -67,15 +67,15 @@ def isoscore_by_sentence_with_error(
             out one sentence at a time. The time is that of G scores, and the memory does not depend on G.
 
     Raises:
-        UserError: as `isoscore_by_sentence`, for the scores without a group, too, which need 4 sentences each, and for
-            a number of groups outside of 2 to the number of sentences.
+        UserError: as `isoscore_by_sentence`, also if fewer than 4 sentences remain without a group, and for a number
+            of groups outside of 2 to the number of sentences.
 
     >>> sentences = torch.randn(200, 3, 8, generator=torch.Generator().manual_seed(0))
     >>> score, error = isoscore_by_sentence_with_error(sentences, groups=10)
     >>> abs(score - 1) < 3 * error < 0.1
     True
     """
-    moments = _empty_moments_about_mean(points, mask)
+    moments = _make_empty_moments(points, mask)
     mask = points.new_ones(points.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
     points, mask = points[mask.any(1)], mask[mask.any(1)]
     score = moments.update(points, mask).score()
@@ -83,31 +83,36 @@ def isoscore_by_sentence_with_error(
     if not 2 <= groups <= len(points):
         raise UserError(f"groups is {groups}; expected 2 to {len(points)}, the number of sentences with points")
     estimates = []
-    for group in range(groups):
-        group_sentences = slice(group, None, groups)
+    for group_index in range(groups):
+        group_sentences = slice(group_index, None, groups)
         group_moments = SentenceMoments(points.shape[-1], moments.origin, points.device)
         group_moments.update(points[group_sentences], mask[group_sentences])
+        # `subtract` replaces the tensors of the copy, so that `moments` keeps its own.
         estimates.append(copy.copy(moments).subtract(group_moments).score().item())
     return ScoreWithError(score.item(), jackknife_error(estimates))
 
 
-def _empty_moments_about_mean(points: Tensor, mask: Tensor | None) -> "SentenceMoments":
+def _make_empty_moments(points: Tensor, mask: Tensor | None) -> "SentenceMoments":
     """Return an accumulator without sentences whose origin is the mean of the points."""
     _check_sentences(points, mask)
-    included = points.reshape(-1, points.shape[-1]) if mask is None else points[mask.bool()]
-    origin = included.to(accumulation_dtype(points.device)).mean(0) if len(included) else None
+    included_points = points.reshape(-1, points.shape[-1]) if mask is None else points[mask.bool()]
+    origin = included_points.to(accumulation_dtype(points.device)).mean(0) if len(included_points) else None
     return SentenceMoments(points.shape[-1], origin, points.device)
 
 
 class SentenceSums(NamedTuple):
-    """Sums over the points of each of s sentences, about the origin of the accumulator that they are added to."""
+    r"""Sums over the points of each of s sentences.
+
+    Let X `(n, d)` be the points of a sentence minus the origin of the accumulator to which the sums are added,
+    :math:`m = \sum_i x_i` their sum and :math:`G = X^T X` their scatter.
+    """
 
     counts: Tensor
     """Number of points n of each sentence, `(s,)`."""
     totals: Tensor
-    """Sum m of the points of each sentence, `(s, d)`."""
+    """m of each sentence, `(s, d)`."""
     scattered: Tensor
-    """G m of each sentence, `(s, d)`, with the scatter G."""
+    """G m of each sentence, `(s, d)`."""
     squares: Tensor
     """Squared Frobenius norm of G, `(s,)`."""
     traces: Tensor
@@ -179,12 +184,12 @@ class SentenceMoments:
         _check_sentences(points, mask)
         if points.shape[-1] != len(self.origin):
             raise UserError(f"points have {points.shape[-1]} dimensions; expected {len(self.origin)}")
-        included = points.new_ones(points.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
+        is_included = points.new_ones(points.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
         # Multiplying by the mask would keep NaN at the padding.
-        centered = (points.to(self.origin) - self.origin).masked_fill(~included[..., None], 0)
-        counts = included.sum(1).to(self.origin)
+        centered = (points.to(self.origin) - self.origin).masked_fill(~is_included[..., None], 0)
+        counts = is_included.sum(1).to(self.origin)
         totals = centered.sum(1)
-        flat = centered.flatten(0, 1)
+        flat_points = centered.flatten(0, 1)
         products = centered @ totals[..., None]  # x^T m of each point
         return self.add(
             SentenceSums(
@@ -193,14 +198,14 @@ class SentenceMoments:
                 scattered=(centered.mT @ products)[..., 0],
                 squares=(centered @ centered.mT).square().sum((1, 2)),
                 traces=centered.square().sum((1, 2)),
-                scatter=flat.T @ flat,
+                scatter=flat_points.T @ flat_points,
             )
         )
 
     def add(self, sums: SentenceSums) -> Self:
         """Add sentences by their sums about the origin, in the dtype of the accumulator. Returns this accumulator."""
         counts, totals, scattered, squares, traces, scatter = sums
-        norms = totals.square().sum(1)
+        squared_norms = totals.square().sum(1)
         # Out of place, so that copies of the accumulator keep their values, and gradients reach the sums.
         self.counts = self.counts + torch.stack([counts.pow(power).sum() for power in (1, 2, 3, 4)])
         self.sentences = self.sentences + counts.count_nonzero()
@@ -208,18 +213,18 @@ class SentenceMoments:
         self.scatter = self.scatter + scatter
         self.totals_scatter = self.totals_scatter + totals.T @ totals
         self.scattered_totals = self.scattered_totals + scattered.sum(0)
-        self.weighted_totals = self.weighted_totals + norms @ totals
+        self.weighted_totals = self.weighted_totals + squared_norms @ totals
         self.trace_weighted_totals = self.trace_weighted_totals + traces @ totals
         scalars = (
             squares,
             (totals * scattered).sum(1),
-            norms,
-            norms.square(),
+            squared_norms,
+            squared_norms.square(),
             traces,
             traces.square(),
-            traces * norms,
+            traces * squared_norms,
         )
-        self.scalars = self.scalars + torch.stack([values.sum() for values in scalars])
+        self.scalars = self.scalars + torch.stack([sentence_scalars.sum() for sentence_scalars in scalars])
         return self
 
     def merge(self, other: Self) -> Self:
@@ -242,21 +247,22 @@ class SentenceMoments:
         """
         if world_size(group) == 1:
             return self
-        sums = self._summed_tensors()
-        packed = sum_over_processes(torch.cat([value.reshape(-1) for value in sums.values()]), group)
-        for (name, value), part in zip(sums.items(), packed.split([*map(Tensor.numel, sums.values())]), strict=True):
-            setattr(self, name, part.view_as(value))
+        sums = self._get_sums_by_name()
+        packed = sum_over_processes(torch.cat([local_sum.reshape(-1) for local_sum in sums.values()]), group)
+        flat_totals = packed.split([local_sum.numel() for local_sum in sums.values()])
+        for (name, local_sum), flat_total in zip(sums.items(), flat_totals, strict=True):
+            setattr(self, name, flat_total.view_as(local_sum))
         return self
 
-    def _summed_tensors(self) -> dict[str, Tensor]:
-        """Return all tensors but the origin, by attribute name. Accumulators are merged by adding them."""
+    def _get_sums_by_name(self) -> dict[str, Tensor]:
+        """Return all tensors but the origin, by attribute name. Adding these tensors merges accumulators."""
         return {name: value for name, value in vars(self).items() if name != "origin"}
 
     def _add_with_sign(self, other: Self, sign: int) -> Self:
         """Add `sign` times the sums of another accumulator with the same origin. Returns this accumulator."""
         if not torch.equal(other.origin.to(self.origin), self.origin):
             raise UserError("cannot merge sums about different origins; give both accumulators the same origin")
-        for name, value in self._summed_tensors().items():
+        for name, value in self._get_sums_by_name().items():
             setattr(self, name, value + sign * getattr(other, name).to(value))
         return self
 
@@ -280,9 +286,9 @@ class SentenceMoments:
     def unchecked_score(self) -> Tensor:
         """Compute `score` without checks, so that the host does not wait for a GPU; NaN replaces errors."""
         squared_norm, squared_trace = self.estimates()
-        # A smaller norm is a rounding error.
-        smallest = 1e-12 * (self.scalars[4] / self.counts[0]).square().detach()
-        squared_norm = torch.where(squared_norm.detach() > smallest, squared_norm, torch.nan)
+        # An estimate that is smaller relative to the squared mean of |x|^2 is a rounding error.
+        smallest_squared_norm = 1e-12 * (self.scalars[4] / self.counts[0]).square().detach()
+        squared_norm = torch.where(squared_norm.detach() > smallest_squared_norm, squared_norm, torch.nan)
         return (squared_trace / squared_norm - 1) / (len(self.origin) - 1)
 
     def estimates(self) -> tuple[Tensor, Tensor]:
@@ -313,6 +319,7 @@ class SentenceMoments:
 
     def _count_tuples(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the numbers of ordered pairs, triples and quadruples of points of distinct sentences."""
+        # Sums over sentences of the number of points and of its powers, for inclusion and exclusion.
         n, n2, n3, n4 = self.counts
         return (
             n.square() - n2,
@@ -322,7 +329,7 @@ class SentenceMoments:
 
 
 def _check_sentences(points: Tensor, mask: Tensor | None) -> None:
-    """Raise `UserError` unless points are floating, `(sentences, tokens, d)`, and the mask has a value for each."""
+    """Raise `UserError` unless points are floating, `(sentences, tokens, d)`, and a mask has one value per point."""
     if points.dim() != 3 or points.shape[-1] < 1:
         raise UserError(f"points have shape {tuple(points.shape)}; expected (sentences, tokens, d)")
     if not points.is_floating_point():

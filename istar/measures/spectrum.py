@@ -63,13 +63,13 @@ def singular_values(points: Tensor | Moments, centered: bool = True) -> Tensor:
             scatter = scatter + points.count.detach() * torch.outer(mean, mean)
         check_finite(scatter, "the points")
         # Rounding can make eigenvalues that are zero negative.
-        squares: Tensor = torch.linalg.eigvalsh(scatter).flip(0).clamp(min=0)
-        return squares.sqrt()
+        eigenvalues: Tensor = torch.linalg.eigvalsh(scatter).flip(0).clamp(min=0)
+        return eigenvalues.sqrt()
     check_matrix(points, "points")
     points = points.to(accumulation_dtype(points.device))
-    values = torch.linalg.svdvals(points - points.mean(0) if centered else points)
-    padded: Tensor = torch.nn.functional.pad(values, (0, points.shape[1] - len(values)))
-    return padded
+    leading_values = torch.linalg.svdvals(points - points.mean(0) if centered else points)
+    all_values: Tensor = torch.nn.functional.pad(leading_values, (0, points.shape[1] - len(leading_values)))
+    return all_values
 
 
 def effective_rank(values: Tensor) -> Tensor:
@@ -224,12 +224,12 @@ def alpha_req(variances: Tensor, first: int = 11, last: int = 100, weights: Powe
             "expected at least two ranks, so choose a smaller first rank"
         )
     ranks = torch.arange(first, last + 1, dtype=shares.dtype)
-    x, y = ranks.log(), shares[first - 1 : last].log()
+    log_ranks, log_shares = ranks.log(), shares[first - 1 : last].log()
     rank_weights = ranks.reciprocal() if weights == "inverse_rank" else torch.ones_like(ranks)
     rank_weights = rank_weights / rank_weights.sum()
-    x, y = x - rank_weights @ x, y - rank_weights @ y
+    x, y = log_ranks - rank_weights @ log_ranks, log_shares - rank_weights @ log_shares
     slope, total_variance = (rank_weights * x) @ y / ((rank_weights * x) @ x), rank_weights @ y.square()
-    # A constant spectrum has no variance to explain; rounding leaves some.
+    # A constant spectrum has no variance to explain, except for rounding errors.
     is_constant = total_variance <= torch.finfo(shares.dtype).eps ** 2 * len(x)
     r_squared = math.nan if is_constant else float(1 - rank_weights @ (y - slope * x).square() / total_variance)
     return PowerLaw(-float(slope), r_squared, first, last)
@@ -270,7 +270,7 @@ def top_share(values: Tensor, k: int = 1) -> Tensor:
 
 
 def variance_shares(variances: Tensor) -> Tensor:
-    """Divide each value by their sum; the result is `(d,)` in float64, in the given order.
+    """Return each variance divided by the sum of all, `(d,)`, float64 (float32 on MPS), in the given order.
 
     For the diagonal of a covariance, these are the shares of the dimensions in the total variance; for its eigenvalues,
     the shares of the principal components.
@@ -293,7 +293,7 @@ def variance_shares(variances: Tensor) -> Tensor:
 def outlier_dimensions(
     values: Tensor, k: float = 3.0, rule: OutlierRule = "sigma", reference: Tensor | None = None
 ) -> Tensor:
-    """Return the dimensions whose value is an outlier among all dimensions.
+    """Return the indices of the dimensions whose value is an outlier among all dimensions.
 
     The literature uses several definitions, of which this function implements three rules:
 
@@ -338,8 +338,8 @@ def outlier_dimensions(
     check_finite(reference, "the values of reference")
     if reference.shape != values.shape:
         raise UserError(f"reference has shape {tuple(reference.shape)}; expected {tuple(values.shape)} like the values")
-    typical = reference.abs().mean() if rule == "mean" else reference.abs().quantile(0.5)
-    return (values.abs() > k * typical).nonzero().squeeze(1)
+    typical_size = reference.abs().mean() if rule == "mean" else reference.abs().quantile(0.5)
+    return (values.abs() > k * typical_size).nonzero().squeeze(1)
 
 
 class DimensionMoments:
@@ -382,8 +382,8 @@ class DimensionMoments:
             mean = block.mean(0)
             centered = block - mean
             squares = centered.square()
-            powers = (squares.sum(0), (squares * centered).sum(0), squares.square().sum(0))
-            self._add_batch(mean.new_tensor(len(block)), mean, *powers)
+            power_sums = (squares.sum(0), (squares * centered).sum(0), squares.square().sum(0))
+            self._add_batch(mean.new_tensor(len(block)), mean, *power_sums)
         return self
 
     def merge(self, other: "DimensionMoments") -> "DimensionMoments":
@@ -393,11 +393,11 @@ class DimensionMoments:
                 f"cannot merge moments of {other.mean.shape[0]} dimensions into moments of {self.mean.shape[0]}"
             )
         return self._add_batch(
-            *(value.to(self.mean) for value in (other.count, other.mean, other.m2, other.m3, other.m4))
+            *(moment.to(self.mean) for moment in (other.count, other.mean, other.m2, other.m3, other.m4))
         )
 
     def variance(self, correction: int = 1) -> Tensor:
-        """Return M_2 / (n - correction), `(d,)`, in squared units of the points.
+        """Return the variance M_2 / (n - correction) of each dimension, `(d,)`, in squared units of the points.
 
         Raises:
             UserError: with fewer than `correction + 1` points, or points that are not finite.
@@ -410,7 +410,9 @@ class DimensionMoments:
         return self.variance(correction).sqrt()
 
     def skewness(self) -> Tensor:
-        r"""Return :math:`\sqrt n M_3 / M_2^{3/2}`, `(d,)`, not corrected for bias; NaN where all coordinates are equal.
+        r"""Return the skewness of each dimension, :math:`\sqrt n M_3 / M_2^{3/2}`, `(d,)`, not corrected for bias.
+
+        NaN where all coordinates are equal.
 
         Raises:
             UserError: without points, or with points that are not finite.
@@ -419,10 +421,10 @@ class DimensionMoments:
         return self.count.sqrt() * self.m3 / self.m2.pow(1.5)
 
     def kurtosis(self, excess: bool = True) -> Tensor:
-        r"""Return :math:`n M_4 / M_2^2`, minus 3 if `excess`, `(d,)`, not corrected for bias.
+        r"""Return the kurtosis of each dimension, :math:`n M_4 / M_2^2`, minus 3 if `excess`, `(d,)`.
 
-        The excess kurtosis is at least -2, 0 for a Gaussian and large if a few points are far from the mean. NaN where
-        all coordinates are equal.
+        It is not corrected for bias. The excess kurtosis is at least -2, 0 for a Gaussian and large if a few points are
+        far from the mean. NaN where all coordinates are equal.
 
         Raises:
             UserError: without points, or with points that are not finite.
@@ -434,6 +436,7 @@ class DimensionMoments:
         """Merge the moments of a batch by the formulas of Pebay (2008). Returns this accumulator."""
         if count == 0:
             return self
+        # a points so far, b points in the batch.
         a, b, n = self.count, count, self.count + count
         # Dividing the difference of the means by n keeps powers of the counts in range of float32.
         delta = (mean - self.mean) / n

@@ -42,7 +42,7 @@ def add_adapters(model: PreTrainedModel, config: ModelConfig, kind: Kind) -> "Pe
     # peft reads the name of the base model here, and writes it into the folder of the adapters.
     path = Path(config.name)
     model.name_or_path = str(path.resolve()) if path.is_dir() else config.name
-    settings = peft.LoraConfig(
+    lora_config = peft.LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
@@ -52,7 +52,7 @@ def add_adapters(model: PreTrainedModel, config: ModelConfig, kind: Kind) -> "Pe
     )
     try:
         with _suppress_peft_warnings():
-            return peft.get_peft_model(model, settings, revision=config.revision)
+            return peft.get_peft_model(model, lora_config, revision=config.revision)
     except ValueError as error:
         if config.lora_target_modules is None:
             raise UserError(
@@ -65,9 +65,9 @@ def add_adapters(model: PreTrainedModel, config: ModelConfig, kind: Kind) -> "Pe
 def find_new_modules(model: PreTrainedModel) -> list[str]:
     """Return the names of the modules that may have new random weights: the parts of the head, and the pooler."""
     base_model = model.base_model
-    head = [name for name, child in model.named_children() if child is not base_model and _has_parameters(child)]
+    head_names = [name for name, child in model.named_children() if child is not base_model and _has_parameters(child)]
     pooler: Any = getattr(base_model, _POOLER, None)
-    return [*head, _POOLER] if pooler is not None and _has_parameters(pooler) else head
+    return [*head_names, _POOLER] if pooler is not None and _has_parameters(pooler) else head_names
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -96,13 +96,13 @@ def read_base_config(folder: Path) -> ModelConfig:
     Raises:
         UserError: if the folder does not name a base model.
     """
-    values = parse_json(read_text(folder / ADAPTER_CONFIG_FILE), str(folder / ADAPTER_CONFIG_FILE))
-    name = values.get("base_model_name_or_path") if isinstance(values, dict) else None
-    if not name:
+    settings = parse_json(read_text(folder / ADAPTER_CONFIG_FILE), str(folder / ADAPTER_CONFIG_FILE))
+    base_name = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
+    if not base_name:
         raise UserError(
             f"{folder / ADAPTER_CONFIG_FILE} names no base model; expected base_model_name_or_path, as peft writes it"
         )
-    return ModelConfig(name=name, revision=values.get("revision"))
+    return ModelConfig(name=base_name, revision=settings.get("revision"))
 
 
 def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:

@@ -107,7 +107,7 @@ def override_config(config: PreTrainedConfig, values: Mapping[str, Any], label: 
 def _build_config(
     config_class: Any, base_values: Mapping[str, Any], values: Mapping[str, Any], label: str
 ) -> PreTrainedConfig:
-    """Build a configuration from `base_values`, replaced by the user's `values`.
+    """Build a configuration from `base_values`, of which the user's `values` replace some.
 
     Args:
         config_class: class of the configuration.

@@ -30,23 +30,23 @@ def isolation(model: PreTrainedModel) -> IsolationMethod | None:
     Returns:
         The first method that works, or None if neither does.
     """
-    base_model = _without_adapters(model).base_model
+    base_model = _unwrap_adapters(model).base_model
     device = next(model.parameters()).device
-    documents = torch.repeat_interleave(torch.tensor(_TRIAL_LENGTHS)).to(device)[None]
-    first, other_first, second = _random_documents(model, device)
+    document_numbers = torch.repeat_interleave(torch.tensor(_TRIAL_LENGTHS)).to(device)[None]
+    first, other_first, second = _make_random_documents(model, device)
     with torch.no_grad(), _eval_mode(base_model):
-        alone = _compute_states(base_model, second, inputs={})
+        states_alone = _compute_states(base_model, second, other_inputs={})
         for method in ("positions", "mask"):
-            inputs = make_isolating_inputs(method, documents, is_decoder(model.config))
+            inputs = make_isolating_inputs(method, document_numbers, is_decoder(model.config))
             try:
-                after_first, after_other = (
+                states_after_first, states_after_other = (
                     _compute_states(base_model, torch.cat([document, second], 1), inputs)[:, _TRIAL_LENGTHS[0] :]
                     for document in (first, other_first)
                 )
             except Exception:  # the types depend on the architecture, which does not accept these inputs
                 continue
             # Masked tokens have attention weights of exactly 0, while rounding depends on the length of the block.
-            if torch.equal(after_first, after_other) and _are_close(after_first, alone):
+            if torch.equal(states_after_first, states_after_other) and _are_close(states_after_first, states_alone):
                 return method
     return None
 
@@ -85,16 +85,16 @@ def accepts_position_ids(model: nn.Module) -> bool:
 
     Without `position_ids`, many decoders count positions from the left edge of a batch, padding included.
     """
-    unwrapped = _without_adapters(model)
+    unwrapped = _unwrap_adapters(model)
     return is_decoder(unwrapped.config) and "position_ids" in inspect.signature(unwrapped.forward).parameters
 
 
-def _without_adapters(model: nn.Module) -> PreTrainedModel:
+def _unwrap_adapters(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model itself, which peft wraps if it has adapters."""
     return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
-def _random_documents(model: PreTrainedModel, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _make_random_documents(model: PreTrainedModel, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return the ids of three random documents without padding tokens, (1, tokens) each.
 
     The first two have the length of the first document of the trial, the third that of the second.
@@ -102,22 +102,24 @@ def _random_documents(model: PreTrainedModel, device: torch.device) -> tuple[Ten
     generator = torch.Generator().manual_seed(0)
     vocab_size = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
     pad_token_id = getattr(model.config, "pad_token_id", None)
-    token_ids = torch.tensor([token for token in range(min(vocab_size, 1_000)) if token != pad_token_id])
+    candidate_ids = torch.tensor([token_id for token_id in range(min(vocab_size, 1_000)) if token_id != pad_token_id])
     lengths = (_TRIAL_LENGTHS[0], _TRIAL_LENGTHS[0], _TRIAL_LENGTHS[1])
-    documents = [token_ids[torch.randint(len(token_ids), (1, length), generator=generator)] for length in lengths]
+    documents = [
+        candidate_ids[torch.randint(len(candidate_ids), (1, length), generator=generator)] for length in lengths
+    ]
     return documents[0].to(device), documents[1].to(device), documents[2].to(device)
 
 
-def _compute_states(base_model: Any, ids: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+def _compute_states(base_model: Any, token_ids: Tensor, other_inputs: dict[str, Tensor]) -> Tensor:
     """Return the last hidden states of a model for token ids and further inputs, (batch, tokens, d)."""
-    states: Tensor = base_model(input_ids=ids, **inputs).last_hidden_state
+    states: Tensor = base_model(input_ids=token_ids, **other_inputs).last_hidden_state
     return states
 
 
-def _are_close(states: Tensor, others: Tensor) -> bool:
-    """Return whether hidden states are equal up to rounding, relative to their largest value."""
+def _are_close(states: Tensor, reference_states: Tensor) -> bool:
+    """Return whether hidden states equal the reference up to rounding, relative to the largest reference value."""
     tolerance = _TOLERANCE.get(states.dtype, _HALF_TOLERANCE)
-    return bool((states - others).abs().max() <= tolerance * others.abs().max())
+    return bool((states - reference_states).abs().max() <= tolerance * reference_states.abs().max())
 
 
 @contextmanager

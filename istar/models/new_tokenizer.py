@@ -71,9 +71,10 @@ def _train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokeniz
     """Train an uncased WordPiece tokenizer."""
     texts = list(texts) if isinstance(texts, Iterator) else texts
     tokenizer = _build_wordpiece({token: index for index, token in enumerate(ENCODER_TOKENS)})
-    characters = _most_frequent_characters(texts, tokenizer.normalizer, min(_MAX_ALPHABET_SIZE, vocab_size // 4))
-    # Among merges of equal frequency, the ids of their parts decide. The trainer gives ids to tokens such as `##x` in
-    # the order of its hash map, which differs from call to call. Special tokens get theirs in the order given.
+    characters = _find_most_frequent_characters(texts, tokenizer.normalizer, min(_MAX_ALPHABET_SIZE, vocab_size // 4))
+    # Among merges of equal frequency, the ids of the two merged tokens decide. The trainer numbers tokens such as `##x`
+    # in the order of its hash map, which differs from call to call, but special tokens in the given order. Therefore,
+    # tokens such as `##x` are passed as special tokens.
     continuations = [f"##{character}" for character in characters if not _is_punctuation(character)]
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
@@ -83,7 +84,7 @@ def _train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokeniz
         show_progress=False,
     )
     tokenizer.train_from_iterator(_skip_blank_texts(texts), trainer)
-    # Built anew, because tokens such as `##x` are special tokens in the tokenizer that was trained.
+    # The tokenizer is built anew, because tokens such as `##x` are special tokens in the one that was trained.
     return PreTrainedTokenizerFast(
         tokenizer_object=_build_wordpiece(tokenizer.get_vocab()),
         unk_token="[UNK]",
@@ -97,7 +98,7 @@ def _train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokeniz
 
 
 def _build_wordpiece(vocabulary: dict[str, int]) -> Tokenizer:
-    """Return a tokenizer that works as BERT's uncased one, with the given vocabulary."""
+    """Return a WordPiece tokenizer with the given vocabulary that treats texts as BERT's uncased tokenizer does."""
     tokenizer = Tokenizer(token_models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -110,13 +111,13 @@ def _build_wordpiece(vocabulary: dict[str, int]) -> Tokenizer:
     return tokenizer
 
 
-def _most_frequent_characters(texts: Iterable[str], normalizer: normalizers.Normalizer, limit: int) -> list[str]:
+def _find_most_frequent_characters(texts: Iterable[str], normalizer: normalizers.Normalizer, limit: int) -> list[str]:
     """Return the `limit` most frequent characters of the normalized texts except white space, sorted by code point."""
     counts: Counter[str] = Counter()
     for text in _skip_blank_texts(texts):
         counts.update(normalizer.normalize_str(text))
-    frequent = sorted((-count, character) for character, count in counts.items() if not character.isspace())
-    return sorted(character for _, character in frequent[:limit])
+    sorted_counts = sorted((-count, character) for character, count in counts.items() if not character.isspace())
+    return sorted(character for _, character in sorted_counts[:limit])
 
 
 def _is_punctuation(character: str) -> bool:
@@ -126,10 +127,10 @@ def _is_punctuation(character: str) -> bool:
 
 def _skip_blank_texts(texts: Iterable[str]) -> Iterator[str]:
     """Yield the texts that are not blank; raise a `UserError` at the end if all are."""
-    is_empty = True
+    are_all_blank = True
     for text in texts:
         if text.strip():
-            is_empty = False
+            are_all_blank = False
             yield text
-    if is_empty:
+    if are_all_blank:
         raise UserError("model.tokenizer=train: the text is empty, so that there is nothing to train a tokenizer on")

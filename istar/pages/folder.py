@@ -34,10 +34,10 @@ def render_pictures(plot: Plot) -> list[Picture]:
     models = list(dict.fromkeys(panel.model for panel in plot.panels))
     pictures = []
     for model in models:
-        part = replace(plot, panels=tuple(panel for panel in plot.panels if panel.model == model))
-        name = f"{plot.name}-{_unique_file_name(model, models)}" if model else plot.name
-        files, spots = drawing.render_with_spots(part)
-        pictures.append(Picture(name, model, drawing.describe(part), part.panels, files, spots))
+        model_plot = replace(plot, panels=tuple(panel for panel in plot.panels if panel.model == model))
+        name = f"{plot.name}-{_make_unique_file_name(model, models)}" if model else plot.name
+        files, spots = drawing.render_with_spots(model_plot)
+        pictures.append(Picture(name, model, drawing.describe(model_plot), model_plot.panels, files, spots))
     return pictures
 
 
@@ -49,7 +49,7 @@ def page_files(content: Page, tables: Mapping[str, Sheet]) -> dict[str, bytes]:
         contents |= {f"{TABLES}/{name}.{suffix}": text.encode() for suffix, text in texts.items()}
     for section in content.sections:
         for picture in section.pictures:
-            contents |= {f"{FIGURES}/{picture.name}.{suffix}": data for suffix, data in picture.files.items()}
+            contents |= {f"{FIGURES}/{picture.name}.{suffix}": image for suffix, image in picture.files.items()}
     return contents
 
 
@@ -85,31 +85,31 @@ def replace_folder(out: Path, contents: Mapping[str, bytes], kind: PageKind) -> 
     Raises:
         UserError: if `out` is not a folder of this kind, or cannot be written. It is then left as it was.
     """
-    temporary = out.absolute().with_name(f".{out.absolute().name}.{uuid.uuid4().hex}")
-    old = temporary.with_name(f"{temporary.name}-old")
+    temporary_folder = out.absolute().with_name(f".{out.absolute().name}.{uuid.uuid4().hex}")
+    old_folder = temporary_folder.with_name(f"{temporary_folder.name}-old")
     try:
         for name, content in contents.items():
-            path = temporary / name
+            path = temporary_folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         check_replaceable(out, kind)
         if out.exists():
-            out.rename(old)
-        temporary.rename(out)
-        if old.exists():
-            for path in old.iterdir():
+            out.rename(old_folder)
+        temporary_folder.rename(out)
+        if old_folder.exists():
+            for path in old_folder.iterdir():
                 if _is_kept(path.name, kind):
                     path.rename(out / path.name)
     except OSError as error:
-        if old.exists() and not out.exists():
-            old.rename(out)
+        if old_folder.exists() and not out.exists():
+            old_folder.rename(out)
         raise UserError(f"--out {out} cannot be written: {shorten(error)}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(temporary_folder, ignore_errors=True)
+        shutil.rmtree(old_folder, ignore_errors=True)
 
 
-def _unique_file_name(model: str, models: list[str]) -> str:
+def _make_unique_file_name(model: str, models: list[str]) -> str:
     """Return a model's name as a safe file name, with a number if another of the models would get the same name."""
     safe_names = {name: re.sub(r"[^A-Za-z0-9.-]", "-", name) for name in models}
     namesakes = [name for name in models if safe_names[name].lower() == safe_names[model].lower()]
@@ -137,6 +137,7 @@ def has_generator(index: Path, kind: PageKind) -> bool:
     """Return whether a file is an HTML page of this kind, by its `generator` meta tag."""
     try:
         with index.open(encoding="utf-8") as file:
+            # The meta tags are at the beginning of a page.
             return f'<meta name="generator" content="{kind.generator}">' in file.read(2_000)
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # missing, not readable or not UTF-8
         return False

@@ -12,6 +12,7 @@ from istar.figures.spots import Spot
 _SPOT_RADIUS = 5
 """Radius of the area around a point that shows its value, in points (1/72 inch)."""
 _REFERENCE = re.compile(r"url\(#([^)]*)\)")
+"""Reference to an id in an attribute, such as `url(#clip)`."""
 
 
 def inline_svg(svg: bytes, name: str, description: str, spots: Iterable[Spot] = ()) -> Markup:
@@ -28,37 +29,41 @@ def inline_svg(svg: bytes, name: str, description: str, spots: Iterable[Spot] = 
     """
     source = ElementTree.fromstring(svg)
     prefix = f"figure-{name}-"
-    size = {key: float(source.attrib[key].removesuffix("pt")) for key in ("width", "height")}
+    size_in_points = {key: float(source.attrib[key].removesuffix("pt")) for key in ("width", "height")}
     # matplotlib sets the joins and ends of all lines in its style element. A CSS pixel is 1/96 inch.
     root = Element("svg", {"viewBox": source.attrib["viewBox"], "stroke-linejoin": "round", "stroke-linecap": "butt"})
-    root.attrib |= {key: f"{length * 96 / 72:.0f}" for key, length in size.items()}
+    root.attrib |= {key: f"{length * 96 / 72:.0f}" for key, length in size_in_points.items()}
     drawing = SubElement(root, "g", {"role": "img", "aria-labelledby": f"{prefix}description"})
-    drawing.extend(_without_namespaces(child) for child in source if _local_name(child.tag) in ("defs", "g"))
+    drawing.extend(_copy_without_namespaces(child) for child in source if _strip_namespace(child.tag) in ("defs", "g"))
     for element in drawing.iter():
         if element is not drawing:
             _use_presentation_attributes(element)
             _prefix_ids(element, prefix)
     _remove_unused_ids(drawing)
     description_element = Element("desc", {"id": f"{prefix}description"})
-    description_element.text = _without_control_characters(description)
+    description_element.text = _remove_control_characters(description)
     drawing.insert(0, description_element)
-    layer = SubElement(root, "g", {"class": "spots", "fill": "none", "pointer-events": "all"})
+    spot_layer = SubElement(root, "g", {"class": "spots", "fill": "none", "pointer-events": "all"})
     for spot in spots:
-        circle = SubElement(layer, "circle", {"cx": f"{spot.x:.1f}", "cy": f"{spot.y:.1f}", "r": str(_SPOT_RADIUS)})
-        SubElement(circle, "title").text = _without_control_characters(spot.text)
+        circle = SubElement(
+            spot_layer, "circle", {"cx": f"{spot.x:.1f}", "cy": f"{spot.y:.1f}", "r": str(_SPOT_RADIUS)}
+        )
+        SubElement(circle, "title").text = _remove_control_characters(spot.text)
     return Markup(ElementTree.tostring(root, encoding="unicode"))
 
 
-def _local_name(tag: str) -> str:
+def _strip_namespace(tag: str) -> str:
     """Return the name of a tag or an attribute without its namespace."""
     return tag.rpartition("}")[2]
 
 
-def _without_namespaces(element: Element) -> Element:
+def _copy_without_namespaces(element: Element) -> Element:
     """Return a copy of an element without namespaces, style elements and the white space between elements."""
-    copy = Element(_local_name(element.tag), {_local_name(key): value for key, value in element.attrib.items()})
+    copy = Element(
+        _strip_namespace(element.tag), {_strip_namespace(key): value for key, value in element.attrib.items()}
+    )
     copy.text = element.text if len(element) == 0 else None
-    copy.extend(_without_namespaces(child) for child in element if _local_name(child.tag) != "style")
+    copy.extend(_copy_without_namespaces(child) for child in element if _strip_namespace(child.tag) != "style")
     return copy
 
 
@@ -97,6 +102,6 @@ def _remove_unused_ids(root: Element) -> None:
             element.attrib.pop("id", None)
 
 
-def _without_control_characters(text: str) -> str:
+def _remove_control_characters(text: str) -> str:
     """Return a text without the control characters that XML does not allow."""
     return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f]", "", text)

@@ -73,16 +73,16 @@ def render_html(page: Page) -> str:
         page=page,
         style=Markup(style),
         script=Markup(script),
-        policy=Markup(_security_policy(style, script)),
+        policy=Markup(_build_security_policy(style, script)),
     )
 
 
-def _security_policy(style: str, script: str) -> str:
+def _build_security_policy(style: str, script: str) -> str:
     """Return a Content-Security-Policy that allows this style element, this script element and embedded images only."""
     sources = {
         "default-src": "'none'",
-        "style-src": _policy_hash(style),
-        "script-src": _policy_hash(script),
+        "style-src": _compute_policy_hash(style),
+        "script-src": _compute_policy_hash(script),
         "img-src": "data:",
         "base-uri": "'none'",
         "form-action": "'none'",
@@ -90,6 +90,6 @@ def _security_policy(style: str, script: str) -> str:
     return "; ".join(f"{name} {source}" for name, source in sources.items())
 
 
-def _policy_hash(text: str) -> str:
+def _compute_policy_hash(text: str) -> str:
     """Return the SHA-256 hash of a style or script as a source of a Content-Security-Policy."""
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"

@@ -30,13 +30,14 @@ class Entry:
 def number_entry(value: float, half_width: float = math.nan) -> Entry:
     """Return a table cell with a formatted number, or an en dash for NaN.
 
-    If the half-width of the number's interval is finite, it follows with two significant digits, and the number has as
-    many decimals: "0.160 \u00b1 0.017".
+    If the half-width of the number's interval is finite, the cell has both numbers, such as "0.160 \u00b1 0.017": the
+    half-width has two significant digits, and the number has as many decimals as the half-width.
     """
     if math.isnan(value):
         return Entry("\u2013", number=True)
     if not math.isfinite(half_width):
         return Entry(format_number(value), number=True)
+    # The number would need too many decimals or digits to match a very small or large half-width.
     if not 1e-9 <= half_width < 1e12:
         return Entry(f"{format_number(value)} \u00b1 {half_width:.2g}", number=True)
     decimals = max(0, 1 - math.floor(math.log10(half_width)))
@@ -79,11 +80,11 @@ def rest_widths(sheet: Sheet) -> list[int]:
     """
     return [
         min(max((len(entry.parts[1]) for entry in entries if entry.number), default=0), _MAX_REST_WIDTH)
-        for entries in _columns(sheet)
+        for entries in _collect_columns(sheet)
     ]
 
 
-def _columns(sheet: Sheet) -> list[list[Entry]]:
+def _collect_columns(sheet: Sheet) -> list[list[Entry]]:
     """Return the cells of each column, in the rows of all groups."""
     return [[row[index] for row in sheet.rows] for index in range(len(sheet.header))]
 
@@ -97,14 +98,14 @@ def to_markdown(sheet: Sheet) -> str:
     """Return the table as GitHub-flavoured Markdown with its caption; names of groups become the first column."""
     has_groups = any(sheet.rows_by_group)
     header = [_escape_markdown(name) for name in sheet.header]
-    table = [[sheet.group_header, *header] if has_groups else header]
-    table.append(["---"] * len(table[0]))
+    table_rows = [[sheet.group_header, *header] if has_groups else header]
+    table_rows.append(["---"] * len(table_rows[0]))
     for group, rows in sheet.rows_by_group.items():
         for row in rows:
-            texts = [_markdown_entry(entry) for entry in row]
-            table.append([_escape_markdown(group), *texts] if has_groups else texts)
+            cell_texts = [_format_markdown_entry(entry) for entry in row]
+            table_rows.append([_escape_markdown(group), *cell_texts] if has_groups else cell_texts)
     lines = [f"**{_escape_markdown(sheet.title)}.** {_escape_markdown(sheet.caption)}", ""]
-    lines += [f"| {' | '.join(texts)} |" for texts in table]
+    lines += [f"| {' | '.join(cell_texts)} |" for cell_texts in table_rows]
     for note in sheet.notes:
         lines += ["", _escape_markdown(note)]
     return "\n".join(lines) + "\n"
@@ -129,14 +130,14 @@ def to_latex(sheet: Sheet) -> str:
     "mean ± std", only the mean is a number and the rest is a text behind it, because siunitx would not align means
     whose deviations have different sizes. Other columns are texts.
     """
-    columns = _columns(sheet)
-    number_types = [_siunitx_column_type(entries) for entries in columns]
+    columns = _collect_columns(sheet)
+    number_types = [_build_siunitx_column_type(entries) for entries in columns]
     frame = pd.DataFrame([
-        [_latex_entry(entry, bool(number_type)) for entry, number_type in zip(row, number_types, strict=True)]
+        [_format_latex_entry(entry, bool(number_type)) for entry, number_type in zip(row, number_types, strict=True)]
         for row in sheet.rows
     ], columns=range(len(sheet.header)))  # fmt: skip
     are_right_aligned = [any(entry.number for entry in entries) for entries in columns]
-    text_types = [_text_column_type(entries) for entries in columns]
+    text_types = [_choose_text_column_type(entries) for entries in columns]
     column_types = "".join(
         number_type or ("r" if is_right_aligned else text_type)
         for number_type, is_right_aligned, text_type in zip(number_types, are_right_aligned, text_types, strict=True)
@@ -152,38 +153,39 @@ def to_latex(sheet: Sheet) -> str:
         label=f"tab:{sheet.name.replace('_', '-')}",
         siunitx=True,
     )
-    head, rest = table.split("\\midrule\n", 1)
-    head = head.replace("\\begin{table*}", _LATEX_HEAD, 1)
-    head = head.replace("\\begin{tabular}", "\\resizebox{\\textwidth}{!}{%\n\\begin{tabular}", 1)
-    rows = iter(rest.splitlines())
+    table_head, table_body = table.split("\\midrule\n", 1)
+    table_head = table_head.replace("\\begin{table*}", _LATEX_HEAD, 1)
+    table_head = table_head.replace("\\begin{tabular}", "\\resizebox{\\textwidth}{!}{%\n\\begin{tabular}", 1)
+    body_lines = iter(table_body.splitlines())
     lines = []
-    for group, entries in sheet.rows_by_group.items():
+    for group, group_rows in sheet.rows_by_group.items():
         lines.append(r"\midrule")
         if group:
             lines.append(rf"\multicolumn{{{len(sheet.header)}}}{{l}}{{\textbf{{{_escape_latex(group)}}}}} \\")
-        lines += [next(rows) for _ in entries]
+        lines += [next(body_lines) for _ in group_rows]
     lines += [r"\bottomrule", r"\end{tabular}}", r"\end{table*}"]
-    return head + "\n".join(lines) + "\n"
+    return table_head + "\n".join(lines) + "\n"
 
 
-def _siunitx_column_type(entries: Sequence[Entry]) -> str:
+def _build_siunitx_column_type(entries: Sequence[Entry]) -> str:
     """Return the siunitx type of a column, `S` with the sizes of its numbers, or an empty text if a cell is a text."""
     matches = [_LATEX_NUMBER.fullmatch(entry.text) for entry in entries if entry.number and not _is_dash(entry)]
     if not matches or any(match is None for match in matches) or not all(entry.number for entry in entries):
         return ""
     parts_of_numbers = zip(*(match.groups(default="") for match in matches if match), strict=True)
     comparisons, signs, wholes, decimals, exponents, rests = parts_of_numbers
-    sign = max(comparisons) + ("+" if "+" in signs else "-" if any(signs) else "")
+    # The format reserves space for the comparison and the sign that any number of the column has.
+    prefix = max(comparisons) + ("+" if "+" in signs else "-" if any(signs) else "")
     num_digits = max(len(text.replace(",", "")) for text in wholes)
-    table_format = f"{sign}{num_digits}.{max(map(len, decimals)) - 1 if any(decimals) else 0}"
+    table_format = f"{prefix}{num_digits}.{max(map(len, decimals)) - 1 if any(decimals) else 0}"
     if any(exponents):
         table_format += f"e-{max(len(str(abs(int(text or 0)))) for text in exponents)}"
     longest_rest = max(rests, key=len)
-    space = f", table-space-text-post={{~{_escape_latex(longest_rest)}}}" if longest_rest else ""
-    return f"S[table-format={table_format}{space}]"
+    rest_space = f", table-space-text-post={{~{_escape_latex(longest_rest)}}}" if longest_rest else ""
+    return f"S[table-format={table_format}{rest_space}]"
 
 
-def _text_column_type(entries: Sequence[Entry]) -> str:
+def _choose_text_column_type(entries: Sequence[Entry]) -> str:
     """Return the LaTeX type of a column of texts, which breaks long texts into lines, but never commands."""
     is_long = any(len(entry.text) > _MAX_LATEX_LINE for entry in entries)
     return _LATEX_SENTENCES if is_long and not any(entry.code for entry in entries) else "l"
@@ -208,23 +210,23 @@ _LATEX_CHARACTERS = str.maketrans({
 })  # fmt: skip
 
 
-def _latex_entry(entry: Entry, is_siunitx: bool) -> str:
+def _format_latex_entry(entry: Entry, is_siunitx_column: bool) -> str:
     """Return a cell as LaTeX. A siunitx column has numbers without braces, and anything else in braces."""
-    match = _LATEX_NUMBER.fullmatch(entry.text) if is_siunitx else None
+    match = _LATEX_NUMBER.fullmatch(entry.text) if is_siunitx_column else None
     if match is None:
         text = _escape_latex(entry.text)
         text = rf"\texttt{{{text}}}" if entry.code else text
         text = rf"\textbf{{{text}}}" if entry.bold else text
-        return f"{{{text}}}" if is_siunitx else text
+        return f"{{{text}}}" if is_siunitx_column else text
     comparison, sign, whole, decimals, exponent, rest = match.groups(default="")
     text = f"{comparison}{sign}{whole}{decimals}".replace(",", "").replace("\u2212", "-")
     text += f"e{int(exponent)}" if exponent else ""
     text = rf"\bfseries {text}" if entry.bold else text
-    weight = r"\boldmath" if entry.bold else ""
-    return f"{text} {{~{weight}{_escape_latex(rest)}}}" if rest else text
+    math_weight = r"\boldmath" if entry.bold else ""
+    return f"{text} {{~{math_weight}{_escape_latex(rest)}}}" if rest else text
 
 
-def _markdown_entry(entry: Entry) -> str:
+def _format_markdown_entry(entry: Entry) -> str:
     """Return a cell as Markdown, in backquotes if it is a command, and in bold if it is the best of its column."""
     text = f"`{entry.text.replace('`', ' ')}`" if entry.code and entry.text else _escape_markdown(entry.text)
     text = text.replace("|", "\\|") if entry.code else text

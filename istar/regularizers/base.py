@@ -35,11 +35,11 @@ class Terms(NamedTuple):
 
     def detach(self) -> Self:
         """Return the terms without their autograd graph, for logs."""
-        optional = [None if term is None else term.detach() for term in self[3:]]
-        return type(self)(self.value.detach(), self.score.detach(), self.points.detach(), *optional)
+        optional_terms = [None if term is None else term.detach() for term in (self.zeta, self.left_out, self.target)]
+        return type(self)(self.value.detach(), self.score.detach(), self.points.detach(), *optional_terms)
 
     def named(self, measure: str) -> dict[str, Tensor]:
-        """Return the terms that are not None by their names in logs, without the penalty's value."""
+        """Return the terms that are not None, except `value`, by their names in logs; `measure` names the score."""
         terms = {
             measure: self.score,
             "points": self.points,
@@ -163,19 +163,23 @@ class Penalty(nn.Module, ABC):
         return self.factor * terms.value
 
     def _update_target(self, score: Tensor) -> Tensor:
-        """Return the target for this score of a loss. With `keep`, the scores of the first losses update the target."""
+        """Return the target of the score of a loss, 0-d.
+
+        With the set-point `keep`, the target is the mean of the scores of the first losses, of which this may be one.
+        """
         assert self.set_point is not None
         score = score.detach()
         if not self.set_point.is_kept:
             return torch.full_like(score, float(self.set_point.score))
         if torch.is_grad_enabled():
-            previous_count, mean = self.kept_batches.to(score.device), self.kept_score.to(score.device)
+            previous_count, previous_mean = self.kept_batches.to(score.device), self.kept_score.to(score.device)
             is_counted = score.isfinite() & (previous_count < self.set_point.batches)
             count = torch.where(is_counted, previous_count + 1, previous_count)
-            updated_mean = mean + (score.to(mean) - mean) / (previous_count + 1)
-            updated_mean = torch.where(previous_count > 0, updated_mean, score.to(mean))
+            updated_mean = previous_mean + (score.to(previous_mean) - previous_mean) / (previous_count + 1)
+            # Before the first loss, the mean is NaN.
+            updated_mean = torch.where(previous_count > 0, updated_mean, score.to(previous_mean))
             # Out of place, so that terms of earlier losses keep their target.
-            self.kept_score, self.kept_batches = torch.where(is_counted, updated_mean, mean), count
+            self.kept_score, self.kept_batches = torch.where(is_counted, updated_mean, previous_mean), count
         return self.kept_score.to(score)
 
     def summarize(self, hidden_state: Tensor, tokens: Tokens) -> Any:

@@ -35,7 +35,7 @@ class MomentsPenalty(Penalty):
     def value_and_score(self, moments: Moments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Compute the unweighted penalty and the score, 0-d each, of moments in float64 (float32 on MPS).
 
-        The sums over the points of each layer were computed in `dtype`, of which the moments have the rounding errors.
+        The moments have the rounding errors of `dtype`, in which the sums over the points of each layer were computed.
         """
 
 

@@ -32,7 +32,7 @@ MIN_SENTENCES = 4
 class SentencePoints(NamedTuple):
     """The hidden state of a layer and the sentences of its points.
 
-    Layers of the same forward pass share the tensor `sentences`; the sentences of different passes are different ones.
+    Layers of the same forward pass share one tensor `sentences`. Sentences of different passes are always distinct.
     """
 
     rows: Tensor
@@ -130,16 +130,17 @@ def _group_by_pass(layers: Sequence[SentencePoints]) -> list[list[SentencePoints
 
 
 def _sum_sentences(layers: Sequence[SentencePoints], mean: Tensor) -> SentenceSums:
-    """Return the sums over the points of each sentence, about `mean`, of the layers of one forward pass."""
+    """Return the sums over the points of each sentence, about `mean`, in all given layers of one forward pass."""
     layouts: list[_Layout] = []
     for index, layer in enumerate(layers):
-        is_repeated = index > 0 and layer.indices is layers[index - 1].indices
-        layouts.append(layouts[-1] if is_repeated else _make_layout(layer))
+        # Layers that share the indices of their points share a layout.
+        has_same_points = index > 0 and layer.indices is layers[index - 1].indices
+        layouts.append(layouts[-1] if has_same_points else _make_layout(layer))
     totals, scatters = _TotalsAndScatters.apply(mean, layouts, *(layer.rows for layer in layers))
     return SentenceSums(
         torch.stack([layout.counts for layout in layouts]).sum(0).to(mean),
         totals.to(mean),
-        # Not a matrix product, because the products of a backward pass do not see `full_precision`.
+        # Not a matrix product, because its backward pass would run outside of `full_precision`.
         scattered=(scatters * totals[:, None]).sum(2).to(mean),
         squares=scatters.square().sum((1, 2)).to(mean),
         traces=scatters.diagonal(dim1=1, dim2=2).sum(1).to(mean),
@@ -153,9 +154,9 @@ def _make_layout(layer: SentencePoints) -> _Layout:
     num_sentences = int(layer.sentences.max()) + 1 if len(layer.sentences) else 0
     counts = sentence_indices.new_zeros(num_sentences).index_add(0, sentence_indices, torch.ones_like(sentence_indices))
     max_length = int(counts.max()) if num_sentences else 0
-    # The points of a sentence follow each other.
-    starts = (counts.cumsum(0) - counts)[sentence_indices]
-    positions_in_sentence = torch.arange(len(sentence_indices), device=sentence_indices.device) - starts
+    # The points of a sentence follow each other; count them from the first point of their sentence.
+    sentence_starts = (counts.cumsum(0) - counts)[sentence_indices]
+    positions_in_sentence = torch.arange(len(sentence_indices), device=sentence_indices.device) - sentence_starts
     positions = sentence_indices * max_length + positions_in_sentence
     return _Layout(layer.indices, positions, num_sentences, max_length, counts)
 
@@ -188,17 +189,17 @@ class _TotalsAndScatters(torch.autograd.Function):
     def backward(ctx: Any, grad_totals: Tensor, grad_scatters: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the mean and of the rows of each layer."""
         mean, *rows = ctx.saved_tensors
-        symmetric = grad_scatters + grad_scatters.mT
+        symmetric_grad = grad_scatters + grad_scatters.mT
         grad_mean = torch.zeros_like(mean)
         gradients: list[Tensor | None] = []
         with full_precision(mean.device):
             for layer_indices in _split_layers(ctx.layouts, len(mean)):
                 layouts = [ctx.layouts[i] for i in layer_indices]
                 points = torch.cat([_pad_sentences(rows[i], mean, ctx.layouts[i]) for i in layer_indices], 1)
-                point_gradients = points @ symmetric + grad_totals[:, None]
+                point_gradients = points @ symmetric_grad + grad_totals[:, None]
                 gradients_by_layer = point_gradients.split([layout.max_length for layout in layouts], 1)
-                for i, layout, layer_gradients in zip(layer_indices, layouts, gradients_by_layer, strict=True):
-                    gradient = layer_gradients.flatten(0, 1).index_select(0, layout.positions)
+                for i, layout, point_gradient in zip(layer_indices, layouts, gradients_by_layer, strict=True):
+                    gradient = point_gradient.flatten(0, 1).index_select(0, layout.positions)
                     grad_mean = grad_mean - gradient.sum(0, dtype=mean.dtype)
                     gradient = gradient.to(rows[i].dtype)
                     if layout.indices is not None:
@@ -208,10 +209,10 @@ class _TotalsAndScatters(torch.autograd.Function):
 
 
 def _split_layers(layouts: Sequence[_Layout], dim: int) -> Iterator[Sequence[int]]:
-    """Yield the indices of the layers in parts that have about as many points of a sentence as dimensions.
+    """Yield the indices of layers in parts, so that a sentence has at most about `dim` points in the layers of a part.
 
-    Each product reads or writes all scatter matrices, so that few large products are faster. A copy of all layers at
-    once would take too much memory.
+    The layers of a part are multiplied in one product. Each product reads or writes all scatter matrices, so that few
+    large products are faster, but a copy of all layers at once would take too much memory.
     """
     layers_per_part = max(1, dim // max([1, *(layout.max_length for layout in layouts)]))
     for start in range(0, len(layouts), layers_per_part):
@@ -219,7 +220,10 @@ def _split_layers(layouts: Sequence[_Layout], dim: int) -> Iterator[Sequence[int
 
 
 def _pad_sentences(rows: Tensor, mean: Tensor, layout: _Layout) -> Tensor:
-    """Return points about the mean, padded with zeros, `(sentences, max_length, d)`, float32 or wider."""
+    """Return the points of a layer minus the mean by sentence, `(sentences, max_length, d)`, float32 or wider.
+
+    Shorter sentences are padded with zeros.
+    """
     dtype = torch.promote_types(rows.dtype, torch.float32)
     points = _select_rows(rows, layout.indices).to(dtype) - mean.to(dtype)
     block = points.new_zeros(layout.num_sentences * layout.max_length, rows.shape[1])

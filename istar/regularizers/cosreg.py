@@ -28,14 +28,15 @@ class CosReg(Penalty):
 
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> Tensor:
         """Return the sum of the unit vectors, the number of nonzero points and the number of points: `(d + 2,)`."""
-        # Zero vectors have the cosine 0 with all others.
+        # The unit vector of a zero vector is 0, so that its cosine with any other vector is 0.
         units = unit_vectors(points, indices)
         counts = torch.stack([units.any(-1).sum().to(units.dtype), units.new_tensor(len(units))])
         return torch.cat([units.sum(0), counts])
 
     def score(self, summaries: Sequence[Tensor]) -> Terms:
         """Compute the penalty of the union of summarized layers; see `Penalty.score`."""
-        widths = sorted({len(sums) - 2 for sums in summaries})
+        # A summary holds d coordinates and two counts.
+        widths = sorted({len(summary) - 2 for summary in summaries})
         if len(widths) > 1:
             raise UserError(f"the layers have {widths} dimensions; expected the same in all, so choose other layers")
         sums = torch.stack(list(summaries)).sum(0)

@@ -30,7 +30,8 @@ class Decorrelation(MomentsPenalty):
         """Compute the sum and the mean of the squared correlations."""
         covariance = covariance_or_nan(moments)
         variances = covariance.diagonal()
-        scales = variances.masked_fill(variances == 0, torch.inf).rsqrt()
-        value = squared_off_diagonal(scales[:, None] * covariance * scales)
+        # A dimension without variance gets the factor 0, and so the correlation 0.
+        inverse_deviations = variances.masked_fill(variances == 0, torch.inf).rsqrt()
+        value = squared_off_diagonal(inverse_deviations[:, None] * covariance * inverse_deviations)
         d = len(covariance)
         return value, value / (d * (d - 1))

@@ -42,7 +42,7 @@ class Gor(Penalty):
             moments = moments.all_reduce(self.group)
         n, total = moments.count, moments.count * moments.mean
         second_moment = moments.scatter + torch.outer(total, moments.mean)
-        # The number of nonzero points, a constant, as the sum of the squared norms of the unit vectors.
+        # The squared norms of the unit vectors add up to the number of nonzero points, which has no gradient.
         num_nonzero = second_moment.trace().detach()
         # Without pairs, 0 / 0 gives NaN.
         num_pairs = n * (n - 1)

@@ -72,7 +72,7 @@ class HiddenStateReader:
         self._predicts_next = _is_causal_language_model(self.head_model)
         self._summarize = summarize
         self._is_active = is_active
-        self._argument_names = _argument_names(self.base_model)
+        self._argument_names = _read_argument_names(self.base_model)
         self._summaries: list[Any] | None = None
         self._labels: Tensor | None = None
         self._reset_pass()
@@ -80,8 +80,8 @@ class HiddenStateReader:
             *self._register_label_hooks(model),
             self.base_model.register_forward_pre_hook(self._begin_pass, with_kwargs=True),
             *(
-                module.register_forward_hook(self._make_layer_hook(position), with_kwargs=True)
-                for position, module in enumerate(self._layers.modules)
+                module.register_forward_hook(self._make_layer_hook(module_index), with_kwargs=True)
+                for module_index, module in enumerate(self._layers.modules)
             ),
             self.base_model.register_forward_hook(self._end_pass, always_call=True),
         ]
@@ -119,7 +119,10 @@ class HiddenStateReader:
         self._deferred_states: list[tuple[int, Tensor]] = []
 
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Begin a pass, as a pre-hook of the base model: choose the tokens, and request hidden states if necessary."""
+        """Begin a pass, as a pre-hook of the base model: choose the tokens, and request hidden states if necessary.
+
+        Returns the changed arguments of the call if hidden states are requested, otherwise None.
+        """
         self._reset_pass()
         self._is_reading = self._is_active()
         if self._is_reading or torch.is_grad_enabled():
@@ -129,12 +132,12 @@ class HiddenStateReader:
             return None
         arguments = {**dict(zip(self._argument_names, args, strict=False)), **kwargs}
         mask = arguments.get("attention_mask")
-        positions = arguments.get("position_ids")
+        position_ids = arguments.get("position_ids")
         if self._points.are_all:
-            self._tokens = Tokens(mask, labels=self._labels, position_ids=positions)
+            self._tokens = Tokens(mask, labels=self._labels, position_ids=position_ids)
         else:
-            ids = arguments.get("input_ids")
-            self._tokens = Tokens(mask, self._points, ids, self._labels, positions, self._predicts_next)
+            input_ids = arguments.get("input_ids")
+            self._tokens = Tokens(mask, self._points, input_ids, self._labels, position_ids, self._predicts_next)
         if self._layers.modules:
             return None
         return args, {**kwargs, "output_hidden_states": True, "return_dict": True}
@@ -142,15 +145,15 @@ class HiddenStateReader:
     def _register_label_hooks(self, model: nn.Module) -> list[Any]:
         """Register hooks that store the labels of a call while it runs, if they are needed; return their handles.
 
-        They are on the model, the head model and the modules between, because PEFT's wrappers call `forward` of the
-        module that they hold, which skips the hooks of that module.
+        The hooks are on the model, the head model and all modules between the two, because PEFT's wrappers call
+        `forward` of the module that they hold, which skips the hooks of that module.
         """
         if not self._needs_labels:
             return []
 
         def store_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             """Store the labels of the call, if it has any."""
-            labels = {**dict(zip(_argument_names(module), args, strict=False)), **kwargs}.get("labels")
+            labels = {**dict(zip(_read_argument_names(module), args, strict=False)), **kwargs}.get("labels")
             self._labels = self._labels if labels is None else labels
 
         def clear_labels(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -169,18 +172,20 @@ class HiddenStateReader:
             )
         ]
 
-    def _make_layer_hook(self, position: int) -> Callable[..., None]:
-        """Return the forward hook for the module at this position in the list of layer modules."""
+    def _make_layer_hook(self, module_index: int) -> Callable[..., None]:
+        """Return the forward hook for the module with this index in the list of layer modules."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             """Summarize the selected hidden states that this call of the module reads and returns."""
             # Gradient checkpointing calls layers again in the backward pass, where nothing is to be read.
             if not self._is_reading:
                 return
-            layer_number = len(self._called_layers) + 1 if self._layers.is_shared else position + 1
+            layer_number = len(self._called_layers) + 1 if self._layers.is_shared else module_index + 1
             states: list[tuple[int, Tensor]] = []
+            # The input of the first layer is hidden state 0, the embedding output.
             if not self._called_layers and 0 in self._selected:
                 states.append((0, args[0] if args else kwargs["hidden_states"]))
+            # Hidden state L is the output of the final norm, if there is one, which `_end_pass` reads.
             if layer_number in self._selected and not (
                 self._layers.ends_with_norm and layer_number == self._layers.num_layers
             ):
@@ -212,16 +217,16 @@ class HiddenStateReader:
                 self._deferred_states = self._select_returned_states(output)
             if self._layers.ends_with_norm and self._called_layers:
                 self._replace_last_state(output[0])
-            summaries = self._layer_summaries + self._summarize_states(self._deferred_states)
-            self._summaries = [summary for _, summary in sorted(summaries, key=lambda layer: layer[0])]
+            numbered_summaries = self._layer_summaries + self._summarize_states(self._deferred_states)
+            self._summaries = [summary for _, summary in sorted(numbered_summaries, key=_get_layer_number)]
             self.num_left_out = self._tokens.num_left_out
         self._reset_pass()
 
     def _replace_last_state(self, last_hidden_state: Tensor) -> None:
         """Replace the output of the last layer that ran with the output of the final norm, which is hidden state L."""
         last_called = self._called_layers[-1]
-        self._layer_summaries = [layer for layer in self._layer_summaries if layer[0] != last_called]
-        self._deferred_states = [layer for layer in self._deferred_states if layer[0] != last_called]
+        self._layer_summaries = [(layer, summary) for layer, summary in self._layer_summaries if layer != last_called]
+        self._deferred_states = [(layer, state) for layer, state in self._deferred_states if layer != last_called]
         if self._layers.num_layers in self._selected:
             self._deferred_states.append((self._layers.num_layers, last_hidden_state))
 
@@ -254,11 +259,17 @@ class HiddenStateReader:
         return [(number, states[number]) for number in sorted(self._selected)]
 
 
-def _argument_names(module: nn.Module) -> list[str]:
+def _read_argument_names(module: nn.Module) -> list[str]:
     """Return the names of the arguments of a module's forward pass that can be given by position."""
     positional_kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(module.forward).parameters
     return [name for name, parameter in parameters.items() if parameter.kind in positional_kinds]
+
+
+def _get_layer_number(numbered_summary: tuple[int, Any]) -> int:
+    """Return the layer number of a pair of layer number and summary, as a sort key."""
+    layer_number, _ = numbered_summary
+    return layer_number
 
 
 def _is_causal_language_model(model: nn.Module) -> bool:

@@ -161,10 +161,10 @@ class IStar(Penalty):
             return summarize_sentences(hidden_state, tokens)
         if self.within is None:
             return super().summarize(hidden_state, tokens)
-        labels, classes = tokens.classes_of(hidden_state)
+        labels, num_classes = tokens.classes_of(hidden_state)
         indices = (ALL_TOKENS if self.include_padding else tokens).indices_of(hidden_state)
         with torch.autocast(hidden_state.device.type, enabled=False):
-            return self.summarize_classes(hidden_state.flatten(0, -2), labels, classes, indices)
+            return self.summarize_classes(hidden_state.flatten(0, -2), labels, num_classes, indices)
 
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> BatchMoments:
         """Reduce points `(n, d)` to moments, with the fourth moment if the estimator or zeta needs it."""
@@ -199,7 +199,7 @@ class IStar(Penalty):
             raise UserError(f"isotropy needs at least 2 dimensions; the hidden states have {moments.dim}")
         if self.sync:
             moments = moments.all_reduce(self.group)
-        score, zeta = self._isoscore_star_and_zeta(moments)
+        score, zeta = self._compute_score_and_zeta(moments)
         # Without this conversion, the float64 score would make the total loss float64.
         score = score.to(summaries[0].scatter.dtype)
         value = 1 - (score.clamp(max=1) if self.estimator == "unbiased" else score)
@@ -212,8 +212,8 @@ class IStar(Penalty):
         score = moments.unchecked_score().to(torch.promote_types(layers[0].rows.dtype, torch.float32))
         return Terms(1 - score.clamp(max=1), score, moments.counts[0])
 
-    def _isoscore_star_and_zeta(self, moments: Moments | ClassMoments) -> tuple[Tensor, Tensor | None]:
-        """Return IsoScore*, and zeta if it is estimated from the points, or None if it is a fixed number."""
+    def _compute_score_and_zeta(self, moments: Moments | ClassMoments) -> tuple[Tensor, Tensor | None]:
+        """Return the score of the estimator, and zeta if it is estimated from the points, otherwise None."""
         if self.estimator == "unbiased":
             assert isinstance(moments, FourthMoments)
             return unchecked_isoscore_unbiased(moments), None
@@ -246,13 +246,17 @@ def _check_options_of_within(within: str | None, estimator: str, zeta: float | s
 
 
 def _resize_shrinkage_covariance(module: IStar, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replace Sigma_S by a buffer of the saved shape, or by None, because `load_state_dict` only fills buffers."""
-    saved = state_dict.get(f"{prefix}shrinkage_covariance")
-    if saved is None:
+    """Give the buffer of Sigma_S the shape that `state_dict` holds, or set it to None if `state_dict` has no Sigma_S.
+
+    This hook runs before `load_state_dict`, which fills buffers but does not create or resize them.
+    """
+    saved_covariance = state_dict.get(f"{prefix}shrinkage_covariance")
+    if saved_covariance is None:
         module.shrinkage_covariance = None
         return
-    check_covariance(saved, "the saved shrinkage covariance")
-    current = module.shrinkage_covariance
-    if current is None or current.shape != saved.shape:
-        device = None if current is None else current.device
-        module.shrinkage_covariance = torch.eye(len(saved), dtype=saved.dtype, device=device)
+    check_covariance(saved_covariance, "the saved shrinkage covariance")
+    current_covariance = module.shrinkage_covariance
+    if current_covariance is None or current_covariance.shape != saved_covariance.shape:
+        device = None if current_covariance is None else current_covariance.device
+        # A placeholder that passes the check of new values; `load_state_dict` overwrites it.
+        module.shrinkage_covariance = torch.eye(len(saved_covariance), dtype=saved_covariance.dtype, device=device)

@@ -29,8 +29,8 @@ class Kurtosis(Penalty):
     The coordinates of the selected layers form one sample. The paper takes the mean of the penalties of its layers
     instead; the two agree for one layer, which is the default. The kurtosis depends neither on the scale nor, except
     for the sampling error, on the number of points or dimensions, so that a published lambda carries over for one
-    layer. It is above 1, and NaN if all coordinates are equal. As published, it is the population's kurtosis, without
-    subtracting 3.
+    layer. It is above 1, and NaN if all coordinates are equal. As in the paper, 3 is not subtracted, and there is no
+    correction for bias.
 
     Args:
         weight: lambda, any finite number; its sign has no meaning with a set-point.
@@ -64,23 +64,25 @@ class Kurtosis(Penalty):
         sizes = torch.tensor([len(points), points.numel()], dtype=dtype, device=points.device)
         mean = points.sum(dtype=dtype) / sizes[1].clamp(min=1)
         deviations = points - mean.to(points.dtype)
-        sums = [deviations.pow(power).sum(dtype=dtype) for power in (2, 3, 4)]
-        return torch.stack([*sizes, mean, *sums]), points.dtype
+        power_sums = [deviations.pow(power).sum(dtype=dtype) for power in (2, 3, 4)]
+        return torch.stack([*sizes, mean, *power_sums]), points.dtype
 
     def score(self, summaries: Sequence[tuple[Tensor, torch.dtype]]) -> Terms:
         """Compute the kurtosis of the union of summarized layers; see `Penalty.score`."""
-        points, counts, means, second, third, fourth = torch.stack([sums for sums, _ in summaries], 1)
-        totals = torch.stack([points.sum(), counts.sum(), (counts * means).sum()])
+        layer_summaries = torch.stack([layer_sums for layer_sums, _ in summaries], 1)
+        # Each of these tensors has one number for each layer.
+        point_counts, coordinate_counts, means, second, third, fourth = layer_summaries
+        totals = torch.stack([point_counts.sum(), coordinate_counts.sum(), (coordinate_counts * means).sum()])
         totals = sum_over_processes(totals, self.group) if self.sync else totals
         num_points, num_coordinates, coordinate_sum = totals
         # Sums of powers of the deviations from the common mean, by the binomial formula.
         shift = means - coordinate_sum / num_coordinates
-        sums = torch.stack(
+        power_sums = torch.stack(
             [
-                (second + counts * shift**2).sum(),
-                (fourth + 4 * shift * third + 6 * shift**2 * second + counts * shift**4).sum(),
+                (second + coordinate_counts * shift**2).sum(),
+                (fourth + 4 * shift * third + 6 * shift**2 * second + coordinate_counts * shift**4).sum(),
             ]
         )
-        squares, fourth_powers = sum_over_processes(sums, self.group) if self.sync else sums
-        value = (num_coordinates * fourth_powers / squares.square()).to(summaries[0][1])
+        square_sum, fourth_power_sum = sum_over_processes(power_sums, self.group) if self.sync else power_sums
+        value = (num_coordinates * fourth_power_sum / square_sum.square()).to(summaries[0][1])
         return Terms(value, value, num_points)

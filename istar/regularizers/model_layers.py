@@ -44,7 +44,7 @@ class ModelLayers:
 
 
 def find_layers(model: nn.Module) -> ModelLayers:
-    """Return the layers that a transformers model declares, which may be inside another module.
+    """Return the layers that a transformers model declares. The model may be inside of another module.
 
     Raises:
         UserError: as `find_base_model`.
@@ -75,6 +75,7 @@ def find_head_model(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.DataParallel):
             raise UserError("nn.DataParallel runs copies of the model, which hooks cannot follow; use DDP")
+        # All classes of transformers models have this attribute.
         if hasattr(type(module), "base_model_prefix"):
             return module
     raise UserError(
@@ -93,8 +94,11 @@ def find_base_model(model: nn.Module) -> nn.Module:
     """
     head_model: Any = find_head_model(model)
     base_model: nn.Module = head_model.base_model
-    while len(nested := [child for child in base_model.children() if hasattr(type(child), "base_model_prefix")]) == 1:
-        base_model = nested[0]
+    while True:
+        nested_models = [child for child in base_model.children() if hasattr(type(child), "base_model_prefix")]
+        if len(nested_models) != 1:
+            break
+        base_model = nested_models[0]
     is_encoder_decoder = getattr(base_model.config, "is_encoder_decoder", False)
     if is_encoder_decoder and hasattr(base_model, "encoder") and hasattr(base_model, "decoder"):
         raise UserError(
@@ -106,10 +110,14 @@ def find_base_model(model: nn.Module) -> nn.Module:
 
 def declared_layers(base_model: nn.Module) -> list[nn.Module]:
     """Return the modules that a transformers model declares as the source of its hidden states, or an empty list."""
-    declared = getattr(base_model, "can_record_outputs", {}).get("hidden_states")
-    layer_class = getattr(declared, "target_class", declared)
-    is_plain = getattr(declared, "index", 0) == 0 and getattr(declared, "layer_name", None) is None
+    # The declaration is a class of modules, or transformers' `OutputRecorder` for some outputs of some of its modules.
+    declaration = getattr(base_model, "can_record_outputs", {}).get("hidden_states")
+    layer_class = getattr(declaration, "target_class", declaration)
+    is_first_output = getattr(declaration, "index", 0) == 0
+    includes_all_modules = getattr(declaration, "layer_name", None) is None
+    if not isinstance(layer_class, type) or not is_first_output or not includes_all_modules:
+        return []
     # Only text models are certain to return the output of the final norm as the last hidden state.
-    if not isinstance(layer_class, type) or not is_plain or base_model.main_input_name != "input_ids":
+    if base_model.main_input_name != "input_ids":
         return []
     return [module for module in base_model.modules() if isinstance(module, layer_class)]

@@ -118,25 +118,25 @@ def select_layers(hidden_states: Sequence[Tensor], layers: Layers = "all") -> li
 def layer_numbers(num_layers: int, layers: Layers) -> list[int]:
     """Convert `layers`, as `select_layers` accepts it, to ascending layer numbers from 0 to L = `num_layers`."""
     if isinstance(layers, str):
-        named = {
+        numbers_by_name = {
             "all": list(range(1, num_layers + 1)),
             "last": [num_layers],
             "with_embeddings": list(range(num_layers + 1)),
         }
-        if layers not in named:
+        if layers not in numbers_by_name:
             raise UserError(f"layers={layers!r}; expected one of {', '.join(NAMED_LAYERS)} or a list of layer numbers")
-        return named[layers]
-    selected = set()
+        return numbers_by_name[layers]
+    selected_numbers = set()
     for layer in layers:
         if not -num_layers - 1 <= layer <= num_layers:
             raise UserError(
                 f"layer {layer} does not exist; expected 0 (embeddings) to {num_layers}, the last layer, or -1 and "
                 "less to count from the last"
             )
-        selected.add(layer % (num_layers + 1))
-    if not selected:
+        selected_numbers.add(layer % (num_layers + 1))
+    if not selected_numbers:
         raise UserError("layers is an empty list; name at least one layer, or use reg=none")
-    return sorted(selected)
+    return sorted(selected_numbers)
 
 
 class Tokens:
@@ -173,23 +173,23 @@ class Tokens:
         self.position_ids = position_ids
         self.predicts_next = predicts_next
         self.num_left_out = 0
-        self._is_selected = False
+        self._has_indices = False
         self._indices: Tensor | None = None
-        self._classes: int | None = None
-        self._documents: Tensor | None = None
+        self._num_classes: int | None = None
+        self._document_indices: Tensor | None = None
 
     def indices_of(self, hidden_state: Tensor) -> Tensor | None:
         """Return the row indices of the points in a hidden state flattened to `(n, d)`; None if all rows count.
 
-        Without `max_norm_ratio`, they are computed once and shared by all layers.
+        Without `max_norm_ratio`, the indices are computed once and shared by all layers.
 
         Raises:
             UserError: if the hidden state is not floating, a shape does not match, or the call lacks an argument that
                 the points depend on.
         """
         self._check_hidden_state(hidden_state)
-        if not self._is_selected:
-            self._indices, self._is_selected = mask_to_indices(self._point_mask(hidden_state)), True
+        if not self._has_indices:
+            self._indices, self._has_indices = mask_to_indices(self._compute_point_mask(hidden_state)), True
         ratio = self.points.max_norm_ratio
         if ratio is None:
             return self._indices
@@ -220,17 +220,17 @@ class Tokens:
                 f"within='label' needs one class for each sequence, integers of shape ({batch_size},); the labels are "
                 f"{labels.dtype} of shape {tuple(labels.shape)}: leave out within for regression and language modelling"
             )
-        if self._classes is None:
-            self._classes = count_classes(labels)
+        if self._num_classes is None:
+            self._num_classes = count_classes(labels)
         class_per_sequence = labels.to(hidden_state.device).view(batch_size, *[1] * (hidden_state.dim() - 2))
-        return class_per_sequence.expand(hidden_state.shape[:-1]).reshape(-1), self._classes
+        return class_per_sequence.expand(hidden_state.shape[:-1]).reshape(-1), self._num_classes
 
     def documents_of(self, hidden_state: Tensor) -> Tensor:
         """Return the document index of each row in a hidden state `(batch, tokens, d)` flattened to `(n, d)`.
 
         A document is a row of the batch, or one of the documents that are packed into it; see `document_starts`.
-        Documents with points, before `max_norm_ratio` is applied, are numbered from 0 in their order. Rows that are no
-        points have arbitrary indices among these. The indices are computed once and shared by all layers.
+        Documents with points, before `max_norm_ratio` is applied, are numbered from 0 in their order. Rows that are not
+        points have arbitrary indices in the same range. The indices are computed once and shared by all layers.
 
         Returns:
             `(n,)`, int64.
@@ -239,10 +239,10 @@ class Tokens:
             UserError: as `indices_of`.
         """
         self._check_hidden_state(hidden_state)
-        if self._documents is None:
+        if self._document_indices is None:
             shape, device = hidden_state.shape[:2], hidden_state.device
             every_token = torch.ones(shape, dtype=torch.bool, device=device)
-            point_mask = self._point_mask(hidden_state)
+            point_mask = self._compute_point_mask(hidden_state)
             is_point = every_token.flatten() if point_mask is None else point_mask.to(device).flatten() != 0
             document_numbers = document_starts(every_token, self.attention_mask, self.position_ids).flatten().cumsum(0)
             # The first point of each document begins a new number.
@@ -250,10 +250,10 @@ class Tokens:
             point_rows = is_point.nonzero().squeeze(1)
             is_first[point_rows[:1]] = True
             is_first[point_rows[1:]] = document_numbers[point_rows[1:]] != document_numbers[point_rows[:-1]]
-            self._documents = (is_first.cumsum(0) - 1).clamp(min=0)
-        return self._documents
+            self._document_indices = (is_first.cumsum(0) - 1).clamp(min=0)
+        return self._document_indices
 
-    def _point_mask(self, hidden_state: Tensor) -> Tensor | None:
+    def _compute_point_mask(self, hidden_state: Tensor) -> Tensor | None:
         """Return the mask of the points before `max_norm_ratio` is applied; None if all tokens are points."""
         is_token = non_padding_mask(self.attention_mask)
         which = self.points.which
@@ -348,7 +348,10 @@ def document_starts(is_token: Tensor, attention_mask: Tensor | None, position_id
 
 
 def last_tokens_of_documents(is_token: Tensor, starts: Tensor) -> Tensor:
-    """Return the mask of the last token of each document, apart from padding: `(batch, tokens)`, bool."""
+    """Return the mask of the last token that is not padding in each document, `(batch, tokens)`, bool.
+
+    `is_token` is the mask of the tokens that are not padding; `starts` is the result of `document_starts`.
+    """
     token_rows = is_token.flatten().nonzero().squeeze(1)
     document_numbers = starts.flatten().cumsum(0)[token_rows]
     is_last = torch.ones_like(token_rows, dtype=torch.bool)
@@ -359,7 +362,10 @@ def last_tokens_of_documents(is_token: Tensor, starts: Tensor) -> Tensor:
 
 
 def next_token_has_label(has_label: Tensor, starts: Tensor) -> Tensor:
-    """Return the mask of the tokens whose next token has a label and is in the same document, `(batch, tokens)`."""
+    """Return the mask of the tokens whose next token has a label and is in the same document, `(batch, tokens)`.
+
+    `starts` is the result of `document_starts`.
+    """
     predicts = torch.zeros_like(has_label)
     predicts[:, :-1] = has_label[:, 1:] & ~starts[:, 1:]
     return predicts
@@ -388,12 +394,16 @@ def select_by_norm_ratio(points: Tensor, indices: Tensor | None, ratio: float) -
 
 
 def _may_attend(mask: Tensor) -> Tensor:
-    """Return where a diagonal `(batch, heads, tokens)` of an attention mask allows attention in any head, as bool."""
+    """Return the mask `(batch, tokens)` of the entries that allow attention in any head.
+
+    `mask` is a diagonal of an attention mask, `(batch, heads, tokens)`: floating numbers to be added to the attention
+    scores, where 0 allows attention, or bool or 0/1.
+    """
     return (mask == 0 if mask.is_floating_point() else mask != 0).any(1)
 
 
 def _mask_fits(mask: Tensor, shape: tuple[int, ...]) -> bool:
-    """Return whether the shape of an attention mask fits hidden states of this shape; see `Tokens`."""
+    """Return whether the shape of an attention mask fits hidden states of shape `shape`; see `Tokens`."""
     if mask.dim() != 4:
         return tuple(mask.shape) == shape[:-1]
     return len(shape) == 3 and (mask.shape[0], *mask.shape[2:]) == (shape[0], shape[1], shape[1])

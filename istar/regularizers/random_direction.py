@@ -58,7 +58,7 @@ class RandomDirection(IStar):
         dtype = torch.promote_types(hidden_state.dtype, torch.float32)
         d, rotation = hidden_state.shape[-1], self._rotation
         if rotation is None or (len(rotation), rotation.dtype, rotation.device) != (d, dtype, hidden_state.device):
-            # Kept between steps, because it takes time of O(d^3).
+            # The rotation is kept between steps, because computing it takes O(d^3) time.
             self._rotation = rotation = random_rotation(d, self.seed).to(hidden_state.device, dtype)
         return super().summarize(_RotateGradient.apply(hidden_state, rotation), tokens)
 

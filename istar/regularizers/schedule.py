@@ -11,14 +11,14 @@ def weight_at(step: int, steps: int, weight: float, schedule: str = "constant", 
     """Return the weight lambda of a penalty at an optimizer step.
 
     It rises linearly from 0 to `weight` during the fraction `warmup` of the steps. Then it stays constant (`constant`
-    and `warmup`), or falls to 0 at the end of the training, linearly (`linear`) or as half a cosine wave (`cosine`).
+    and `warmup`), or falls to 0 at the end of training, linearly (`linear`) or as half a cosine wave (`cosine`).
 
     >>> [weight_at(step, 8, -1.0, "linear", warmup=0.5) for step in range(8)]
     [0.0, -0.25, -0.5, -0.75, -1.0, -0.75, -0.5, -0.25]
 
     Args:
         step: number of completed optimizer steps, from 0.
-        steps: number of optimizer steps of the training. After them, lambda keeps its last value.
+        steps: number of optimizer steps of training. After these steps, lambda keeps its last value.
         weight: the largest lambda, with its sign.
         schedule: `constant`, `warmup`, `linear` or `cosine`. `warmup` is `constant` with a warmup that is above 0.
         warmup: fraction of the steps, in [0, 1], over which lambda rises; 0 for `constant`.

@@ -112,12 +112,12 @@ def hidden_state_moments(
 
     def summarize(hidden_state: Tensor, tokens: Tokens) -> Any:
         """Return the moments of the points of a layer, by class if `within` is given."""
-        classes = None if within is None else tokens.classes_of(hidden_state)
+        labels_and_num_classes = None if within is None else tokens.classes_of(hidden_state)
         tokens = ALL_TOKENS if include_padding else tokens
         indices = tokens.indices_of(hidden_state)
-        if classes is None:
+        if labels_and_num_classes is None:
             return mean_and_scatter(hidden_state, indices=indices)
-        return class_means_and_scatter(hidden_state.flatten(0, -2), *classes, indices=indices)
+        return class_means_and_scatter(hidden_state.flatten(0, -2), *labels_and_num_classes, indices=indices)
 
     needs_labels = points.need_labels or within is not None
     merge_layers: Any = merge_moments if within is None else merge_class_moments
@@ -125,7 +125,7 @@ def hidden_state_moments(
     is_single_process = not sync or world_size(group) == 1
     reader = HiddenStateReader(model, layers, summarize, lambda: True, modules, points, needs_labels)
     device = next(model.parameters()).device
-    called_module = _module_to_call(model, reader.head_model if needs_labels else reader.base_model)
+    called_module = _choose_module_to_call(model, reader.head_model if needs_labels else reader.base_model)
     ignored_names = () if needs_labels else LABEL_NAMES
     moments: Any = None
     inputs: Any = None
@@ -135,13 +135,14 @@ def hidden_state_moments(
             batches = iter(loader)
             while True:
                 batch = next(batches, None)
-                count = 0.0 if moments is None else float(moments.count)
-                num_active = float(batch is not None)
+                num_points_so_far = 0.0 if moments is None else float(moments.count)
+                num_batches = float(batch is not None)
                 if not is_single_process:
-                    totals = sum_over_processes(torch.tensor([count, num_active], device=device), group)
-                    count, num_active = totals.tolist()
-                if num_active == 0 or (num_points is not None and count >= num_points):
+                    local_numbers = torch.tensor([num_points_so_far, num_batches], device=device)
+                    num_points_so_far, num_batches = sum_over_processes(local_numbers, group).tolist()
+                if num_batches == 0 or (num_points is not None and num_points_so_far >= num_points):
                     break
+                # Without a batch, this process repeats its previous inputs, for as long as another one has batches.
                 inputs = inputs if batch is None else _prepare_inputs(batch, device, ignored_names)
                 if inputs is None:
                     continue
@@ -154,6 +155,7 @@ def hidden_state_moments(
         reader.remove()
     result: Moments | ClassMoments
     if is_single_process:
+        # Without data, the result has no points; its number of dimensions has no meaning.
         result = moments_class(1) if moments is None else moments
         return result
     # A process without data needs moments of the right width to take part in the all-reduce.
@@ -163,8 +165,8 @@ def hidden_state_moments(
     return result
 
 
-def _module_to_call(model: nn.Module, module: nn.Module) -> nn.Module:
-    """Return the module to call for the hidden states: `module`, a part of the model, or else the whole model.
+def _choose_module_to_call(model: nn.Module, module: nn.Module) -> nn.Module:
+    """Return the module to call for the hidden states: `module`, a part of the model, or the whole model if necessary.
 
     With FSDP2, only a call of the root module gathers the parameters. With prompt learning (PEFT), the outer model adds
     the prompt's tokens.
@@ -173,12 +175,16 @@ def _module_to_call(model: nn.Module, module: nn.Module) -> nn.Module:
     return model if isinstance(model, FSDPModule) or is_prompt_learning else module
 
 
-def _prepare_inputs(batch: Any, device: torch.device, ignored: Sequence[str]) -> Any:
-    """Return a batch without the arguments whose names are ignored, with all tensors on the device."""
+def _prepare_inputs(batch: Any, device: torch.device, ignored_names: Sequence[str]) -> Any:
+    """Return a batch with all tensors on the device, without the arguments with the names `ignored_names`."""
     if isinstance(batch, Mapping):
-        return {name: _prepare_inputs(value, device, ignored) for name, value in batch.items() if name not in ignored}
+        return {
+            name: _prepare_inputs(value, device, ignored_names)
+            for name, value in batch.items()
+            if name not in ignored_names
+        }
     if isinstance(batch, list | tuple):
-        return [_prepare_inputs(value, device, ignored) for value in batch]
+        return [_prepare_inputs(value, device, ignored_names) for value in batch]
     return batch.to(device) if isinstance(batch, Tensor) else batch
 
 
@@ -208,9 +214,9 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def preserve_rng_states(device: torch.device) -> Iterator[None]:
     """Restore the states of the global random number generators at the end of the context.
 
-    Loaders and collators may draw random numbers.
+    The generators are those of `random`, numpy and torch, from which loaders and collators may draw.
     """
-    state = random.getstate()
+    python_state = random.getstate()
     # If numpy is not imported, its generator cannot have been used.
     numpy: Any = sys.modules.get("numpy")
     numpy_state = None if numpy is None else numpy.random.get_state()
@@ -220,6 +226,6 @@ def preserve_rng_states(device: torch.device) -> Iterator[None]:
         try:
             yield
         finally:
-            random.setstate(state)
+            random.setstate(python_state)
             if numpy is not None:
                 numpy.random.set_state(numpy_state)

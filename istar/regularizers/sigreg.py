@@ -27,7 +27,7 @@ from istar.regularizers.points import Layers
 from istar.regularizers.set_point import SetPoint
 
 BOUND, NUM_NODES = 5.0, 17
-"""The limits of the integral and its number of nodes, as in Algorithm 1."""
+"""The integral is from -BOUND to BOUND, with this number of nodes, as in Algorithm 1."""
 
 
 class SigReg(Penalty):
@@ -76,7 +76,11 @@ class SigReg(Penalty):
         self.register_buffer("draws", torch.tensor(0))
 
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> Tensor:
-        """Return the sums of the cosines and sines for each node and direction, and the number of points, flat."""
+        """Return sums over the points as a flat tensor: of cosines, of sines, and the number of points.
+
+        The cosines and sines are those of t a^T x, for each non-negative node t of the integral, random direction a and
+        point x. In the tensor, the directions vary fastest.
+        """
         points = points if indices is None else points.index_select(0, indices)
         points = points.to(torch.promote_types(points.dtype, torch.float32))
         directions = random_directions(points.shape[1], self.directions, self.seed, int(self.draws))
@@ -85,7 +89,7 @@ class SigReg(Penalty):
         sums = [
             function(t * projections).sum(0)
             for function in (torch.cos, torch.sin)
-            for t in _nonnegative_nodes().tolist()
+            for t in _compute_nonnegative_nodes().tolist()
         ]
         return torch.cat([*sums, points.new_tensor([len(points)])])
 
@@ -97,25 +101,28 @@ class SigReg(Penalty):
         self.draws = self.draws + 1
         count = sums[-1]
         # Without points, 0 / 0 gives NaN.
+        # Real and imaginary part of the empirical characteristic function, `(nodes, directions)` each.
         real, imaginary = (sums[:-1] / count).view(2, -1, self.directions)
-        nodes = _nonnegative_nodes().to(sums)
-        normal = torch.exp(-nodes.square() / 2)[:, None]
-        distances = ((real - normal).square() + imaginary.square()) * normal
+        nodes = _compute_nonnegative_nodes().to(sums)
+        # The characteristic function of the normal distribution, which is also the weight of the integral.
+        gaussian = torch.exp(-nodes.square() / 2)[:, None]
+        weighted_distances = ((real - gaussian).square() + imaginary.square()) * gaussian
         # The integrand is even, so that the nodes from 0 on give half of the integral.
-        value = 2 * count * torch.trapezoid(distances, nodes, dim=0).mean()
+        value = 2 * count * torch.trapezoid(weighted_distances, nodes, dim=0).mean()
         return Terms(value, value, count)
 
 
 def random_directions(dim: int, num_directions: int, seed: int, draw: int) -> Tensor:
     """Return random unit vectors as columns `(dim, num_directions)`, uniform on the sphere, float64, on the CPU.
 
-    `draw` is the number of losses before; it decides on the directions together with the seed.
+    `draw` is the number of earlier losses. Together with the seed, it determines the directions.
     """
+    # The large factor keeps pairs of seed and draw from giving the same generator.
     generator = torch.Generator().manual_seed((seed * 1_000_003 + draw) % 2**63)
     directions = torch.randn(dim, num_directions, generator=generator, dtype=torch.float64)
     return torch.nn.functional.normalize(directions, dim=0)
 
 
-def _nonnegative_nodes() -> Tensor:
-    """Return the non-negative nodes of the trapezoidal rule, float64; the integrand is even."""
+def _compute_nonnegative_nodes() -> Tensor:
+    """Return the non-negative nodes of the trapezoidal rule, float64. They suffice, because the integrand is even."""
     return torch.linspace(-BOUND, BOUND, NUM_NODES, dtype=torch.float64)[NUM_NODES // 2 :]

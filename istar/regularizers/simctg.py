@@ -80,18 +80,18 @@ class SimCtg(Penalty):
 
         `is_point` is the mask of the points, `(batch, tokens)`.
         """
-        # Other tokens may be NaN.
+        # Tokens that are not points may be NaN, so they are set to 0.
         units = unit_vectors(hidden_state.masked_fill(~is_point[..., None], 0), None)
         with full_precision(units.device):
             cosines = units @ units.mT
-        excess = (self.margin - cosines.diagonal(dim1=1, dim2=2)[..., None] + cosines).clamp(min=0)
+        hinges = (self.margin - cosines.diagonal(dim1=1, dim2=2)[..., None] + cosines).clamp(min=0)
         is_pair = is_point[:, :, None] & is_point[:, None, :]
         is_pair = is_pair & ~torch.eye(is_point.shape[1], dtype=torch.bool, device=is_point.device)
-        total = torch.where(is_pair, excess, 0).sum()
+        total = torch.where(is_pair, hinges, 0).sum()
         return torch.stack([total, is_pair.sum().to(total), is_point.sum().to(total)])
 
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> Any:
-        """Return the sums of points `(n, d)` that are the tokens of a single sequence."""
+        """Return the sums over the pairs of points `(n, d)` that are the tokens of a single sequence, `(3,)`."""
         selected = points if indices is None else points.index_select(0, indices)
         is_point = torch.ones(1, len(selected), dtype=torch.bool, device=selected.device)
         return self._summarize_sequences(selected[None], is_point)
@@ -101,6 +101,7 @@ class SimCtg(Penalty):
         sums = torch.stack(list(summaries)).sum(0)
         if self.sync:
             sums = sum_over_processes(sums, self.group)
+        total, num_pairs, num_points = sums
         # Without pairs, 0 / 0 gives NaN.
-        value = sums[0] / sums[1]
-        return Terms(value, value, sums[2])
+        value = total / num_pairs
+        return Terms(value, value, num_points)

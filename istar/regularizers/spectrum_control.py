@@ -71,15 +71,15 @@ class Spectrum(MomentsPenalty):
         self.rate = rate
 
     def value_and_score(self, moments: Moments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Compute the mean squared deviation of the singular values from the prior, twice: penalty and score."""
+        """Return the mean squared deviation of the singular values from the prior, as the penalty and as the score."""
         second_moment = moments.scatter + moments.count * torch.outer(moments.mean, moments.mean)
         trace = second_moment.trace()
         has_spectrum = second_moment.isfinite().all() & (trace > 0)
-        # An eigendecomposition of NaN raises an error, where the penalty is to be NaN.
+        # An eigendecomposition of NaN raises an error. Decompose the identity instead, and return NaN below.
         second_moment = torch.where(has_spectrum, second_moment / trace, torch.eye(moments.dim).to(second_moment))
         eigenvalues = torch.linalg.eigvalsh(second_moment).flip(0)
         relative_eigenvalues = eigenvalues / eigenvalues[0]
-        # Smaller values are rounding errors of a matrix without full rank, at which a root has no gradient.
+        # Smaller eigenvalues are rounding errors of a matrix without full rank, and a root has no gradient at 0.
         is_positive = relative_eigenvalues > moments.dim * torch.finfo(dtype).eps
         singular_values = torch.where(is_positive, relative_eigenvalues, 1).sqrt() * is_positive
         prior = prior_singular_values(moments.dim, self.decay, self.rate).to(second_moment)
@@ -89,8 +89,11 @@ class Spectrum(MomentsPenalty):
 
 
 def prior_singular_values(d: int, decay: str, rate: float) -> Tensor:
-    """Return the prescribed singular values relative to the largest, `(d,)`, descending from 1, float64."""
-    indices = torch.arange(d, dtype=torch.float64)
+    """Return the prescribed singular values relative to the largest, `(d,)`, descending from 1, float64.
+
+    `decay` and `rate` are as in `Spectrum`.
+    """
+    ranks_from_0 = torch.arange(d, dtype=torch.float64)
     if decay == "polynomial":
-        return (indices + 1) ** -rate
-    return torch.exp(-rate * indices / max(d - 1, 1))
+        return (ranks_from_0 + 1) ** -rate
+    return torch.exp(-rate * ranks_from_0 / max(d - 1, 1))

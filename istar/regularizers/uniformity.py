@@ -70,11 +70,11 @@ class Uniformity(Penalty):
         if self.sync:
             units = gather_over_processes(units, self.group)
         n = len(units)
-        squares = units.square().sum(1)
+        squared_norms = units.square().sum(1)
         with full_precision(units.device):
-            distances = squares[:, None] + squares - 2 * units @ units.T
+            squared_distances = squared_norms[:, None] + squared_norms - 2 * units @ units.T
         is_pair = ~torch.eye(n, dtype=torch.bool, device=units.device)
-        exponents = (-self.temperature * distances).masked_fill(~is_pair, -torch.inf)
+        exponents = (-self.temperature * squared_distances).masked_fill(~is_pair, -torch.inf)
         count = units.new_tensor(float(n))
         # Without pairs, the log of 0 / 0 gives NaN.
         value = exponents.flatten().logsumexp(0) - (count * (count - 1)).log()

@@ -74,7 +74,7 @@ class VicReg(MomentsPenalty):
         self.gamma = gamma
 
     def value_and_score(self, moments: Moments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Compute the weighted variance and covariance terms, twice: penalty and score."""
+        """Return the weighted sum of the variance and covariance terms, as the penalty and as the score."""
         covariance = covariance_or_nan(moments)
         deviations = torch.sqrt(covariance.diagonal() + EPSILON)
         variance_term = (self.gamma - deviations).clamp(min=0).mean()

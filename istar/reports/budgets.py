@@ -33,11 +33,11 @@ _LIMIT_KEYS_WITH_STEPS = ("trainer.max_steps", "task.limit_train", "task.validat
 class Budget:
     """What was spent on tuning and training a method, on one task with one model."""
 
-    # How long each trial was allowed to train, in words and in alphabetical order; what early stopping or a pruner
-    # saves does not count.
+    # How long each trial was allowed to train, in words, sorted. Training that early stopping or a pruner saved is not
+    # subtracted.
     trial_limits: tuple[str, ...]
     finished_epochs: float  # epochs that its finished runs trained, all trials and seeds together; NaN if unknown
-    finished_examples: float  # training examples that these runs saw, with repetitions; NaN if unknown
+    finished_examples: float  # training examples that the finished runs saw, with repetitions; NaN if unknown
 
     @property
     def num_trials(self) -> int:
@@ -45,7 +45,7 @@ class Budget:
         return len(self.trial_limits)
 
     def is_equal_to(self, other: "Budget") -> bool:
-        """Return whether both have as many trials, and the trials as many epochs (or steps) and examples."""
+        """Return whether both budgets have as many trials, with the same limits of epochs (or steps) and examples."""
         return self.trial_limits == other.trial_limits
 
 
@@ -56,9 +56,12 @@ def compute_budget(runs: pd.DataFrame) -> Budget:
     """
     trials = runs[runs["status"].isin(_TRIED_STATUSES)].drop_duplicates("settings_hash")
     finished_runs = row_dicts(runs[runs["usable"]])
-    examples = [_count_examples(run) for run in finished_runs]
-    epochs = [count / float(run["train_examples"]) for count, run in zip(examples, finished_runs, strict=True)]
-    return Budget(tuple(sorted(map(_describe_limit, row_dicts(trials)))), sum(epochs), sum(examples))
+    examples_by_run = [_count_examples(run) for run in finished_runs]
+    epochs_by_run = [
+        num_examples / float(run["train_examples"])
+        for num_examples, run in zip(examples_by_run, finished_runs, strict=True)
+    ]
+    return Budget(tuple(sorted(map(_describe_limit, row_dicts(trials)))), sum(epochs_by_run), sum(examples_by_run))
 
 
 def _describe_limit(run: Mapping[str, Any]) -> str:
@@ -66,12 +69,12 @@ def _describe_limit(run: Mapping[str, Any]) -> str:
     max_steps = run.get("trainer.max_steps")
     # A number of steps replaces the number of epochs as the limit.
     has_max_steps = is_finite(max_steps) and float(str(max_steps)) > 0
-    keys = _LIMIT_KEYS_WITH_STEPS if has_max_steps else _LIMIT_KEYS
-    return ", ".join(f"{key}={_format_value(run.get(key))}" for key in keys)
+    limit_keys = _LIMIT_KEYS_WITH_STEPS if has_max_steps else _LIMIT_KEYS
+    return ", ".join(f"{key}={_format_value(run.get(key))}" for key in limit_keys)
 
 
 def _format_value(value: Any) -> str:
-    """Return a value as text: integers that pandas has made floats as integers, and a missing value as `-`."""
+    """Return a setting as text: `-` if it is missing, and an integer that pandas made a float without decimals."""
     if value is None or (isinstance(value, float) and pd.isna(value)):
         return "-"
     return f"{value:g}" if is_finite(value) else str(value)

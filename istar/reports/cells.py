@@ -21,9 +21,9 @@ from istar.results import RunRecord, identity_hash
 from istar.scores import displayed, merit
 
 VARIED = {"lambda": "reg.lambda", "zeta": "reg.zeta", "layers": "reg.layers", "method": "reg"}
-"""What a figure varies -> the config key in which its runs may differ; `reg` is the whole group."""
+"""Setting that a figure varies -> config key in which the runs of the figure may differ; `reg` is the whole group."""
 VALIDATION, HELD_OUT = "validation", "held-out"
-"""Sets that choose epochs and configurations: the validation set, which is also reported, or held-out training data."""
+"""Sets on which epochs and configurations are chosen: the validation set, which is also reported, or held-out data."""
 _HELD_OUT_IN_RECORD = "held_out"
 """Name of the held-out set in the record of a run."""
 
@@ -36,7 +36,7 @@ class Cell:
     model: str
     family: str
     runs: pd.DataFrame  # finished runs, one per seed, ordered by seed; empty if no run of the family has finished
-    num_configurations: int = 0  # number of configurations among which it was selected
+    num_configurations: int = 0  # number of configurations from which this one was selected
     num_failed: int = 0  # number of failed runs of this configuration; of the whole family if no run has finished
     num_pruned: int = 0  # number of runs of the family that a search stopped early
 
@@ -75,7 +75,7 @@ class Cell:
         return {} if self.runs.empty else row_dicts(self.runs.head(1))[0]
 
     def score_by_seed(self, metric: str) -> dict[int, float]:
-        """Return the metric as `istar.scores.displayed` by seed; empty if the runs do not have this metric."""
+        """Return a metric's finite values by seed, scaled by `istar.scores.displayed`; empty if the runs lack it."""
         if metric not in self.metrics:
             return {}
         column = "value" if metric == self.metrics[0] else f"validation.{metric}"
@@ -86,7 +86,7 @@ class Cell:
         }
 
     def mean_and_std(self, metric: str) -> MeanAndStd:
-        """Return mean and standard deviation of the metric, as `istar.scores.displayed`, over the seeds."""
+        """Return mean and standard deviation of a metric over the seeds, scaled by `istar.scores.displayed`."""
         return mean_and_std(list(self.score_by_seed(metric).values()))
 
 
@@ -112,9 +112,9 @@ def add_selection_columns(runs: Runs) -> pd.DataFrame:
     frame["config_hash"] = [compute_config_hash(record) for record in records]
     for varied, key in VARIED.items():
         frame[f"hash_without_{varied}"] = [compute_config_hash(record, key) for record in records]
-    valid = (frame["status"] == "finished") & frame["value"].map(is_finite).astype(bool)
-    frame["repeated"] = frame[valid].duplicated(["config_hash", "seed"]).reindex(frame.index).eq(True)
-    frame["usable"] = valid & ~frame["repeated"]
+    is_valid = (frame["status"] == "finished") & frame["value"].map(is_finite).astype(bool)
+    frame["repeated"] = frame[is_valid].duplicated(["config_hash", "seed"]).reindex(frame.index).eq(True)
+    frame["usable"] = is_valid & ~frame["repeated"]
     frame["candidate"] = is_table1_candidate(frame)
     frame["chosen_on"] = [get_selection_set(record) for record in records]
     frame["train_examples"] = [_to_float(record.data.get("train")) for record in records]
@@ -133,20 +133,26 @@ def get_selection_set(record: RunRecord) -> str:
 
 
 def content_error(record: RunRecord) -> str:
-    """Return why a finished run's `result.json` is incomplete or has values of a wrong type; empty if it is valid."""
+    """Return why a finished run's `result.json` is incomplete or has values of a wrong type; empty if it is valid.
+
+    The result of a run that has not finished may be incomplete and counts as valid.
+    """
     if record.status != "finished":
         return ""
     try:
         int(record.config["seed"])
-        after = record.isotropy["after"]
-        values = [*after.values(), after["union"], *(record.timing.get("shrinkage") or []), *record.metrics.values()]
-        for layers in record.class_isotropy.values():
-            values += [value for layer in layers.values() for value in layer.values() if value is not None]
+        isotropy_after = record.isotropy["after"]
+        shrinkage_seconds = record.timing.get("shrinkage") or []
+        numbers = [*isotropy_after.values(), isotropy_after["union"], *shrinkage_seconds, *record.metrics.values()]
+        for measures_by_layer in record.class_isotropy.values():
+            numbers += [
+                number for measures in measures_by_layer.values() for number in measures.values() if number is not None
+            ]
         for epoch in record.epochs:
-            values += [epoch["epoch"], *epoch["metrics"].values()]
+            numbers += [epoch["epoch"], *epoch["metrics"].values()]
         if not isinstance(record.headline["metric"], str) or record.headline["metric"] not in record.metrics:
             return "its headline metric is none of its metrics"
-        if not all(isinstance(value, int | float) for value in values):
+        if not all(isinstance(number, int | float) for number in numbers):
             return "some of its figures are no numbers"
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         return f"its result lacks what a finished run has: {error!r}"
@@ -190,14 +196,14 @@ def is_table1_candidate(runs: pd.DataFrame) -> pd.Series:
     the hidden states of all tokens. Runs of ablations, the negative CosReg weights of Figure 4, other estimators of
     isotropy and penalties on embedding matrices, on some of the tokens or within classes are not candidates.
     """
-    layers = _get_column(runs, "reg.layers")
+    penalized_layers = _get_column(runs, "reg.layers")
     lambdas = pd.to_numeric(_get_column(runs, "reg.lambda"), errors="coerce")
-    is_istar = (runs["family"] == "istar") & layers.eq("all") & has_fixed_zeta(runs)
-    is_cosreg = (runs["family"] == "cosreg") & layers.eq("last") & (lambdas > 0)
+    is_istar = (runs["family"] == "istar") & penalized_layers.eq("all") & has_fixed_zeta(runs)
+    is_cosreg = (runs["family"] == "cosreg") & penalized_layers.eq("last") & (lambdas > 0)
     # Runs of earlier versions have none of these keys.
-    on_all_states = _get_column(runs, "reg.target").fillna("hidden_states").eq("hidden_states")
-    on_all_states &= _get_column(runs, "reg.points").fillna("all").eq("all") & _get_column(runs, "reg.within").isna()
-    return (runs["family"] == "base") | ((is_istar | is_cosreg) & on_all_states)
+    is_on_all_states = _get_column(runs, "reg.target").fillna("hidden_states").eq("hidden_states")
+    is_on_all_states &= _get_column(runs, "reg.points").fillna("all").eq("all") & _get_column(runs, "reg.within").isna()
+    return (runs["family"] == "base") | ((is_istar | is_cosreg) & is_on_all_states)
 
 
 def has_fixed_zeta(runs: pd.DataFrame) -> pd.Series:
@@ -212,17 +218,19 @@ def select_cell(all_runs: pd.DataFrame, task: str, model: str, family: str) -> C
 
     `all_runs` is a result of `add_selection_columns`. The cell has no runs if none has finished.
     """
-    is_selected = (all_runs["task"] == task) & (all_runs["model"] == model) & (all_runs["family"] == family)
-    candidates = all_runs[is_selected & all_runs["candidate"]]
-    failed = candidates[candidates["status"] == "failed"]
+    is_in_cell = (all_runs["task"] == task) & (all_runs["model"] == model) & (all_runs["family"] == family)
+    candidates = all_runs[is_in_cell & all_runs["candidate"]]
+    failed_runs = candidates[candidates["status"] == "failed"]
     num_pruned = int((candidates["status"] == "pruned").sum())
-    usable = candidates[candidates["usable"]]
-    if usable.empty:
-        return Cell(task, model, family, usable, num_failed=len(failed), num_pruned=num_pruned)
-    best_runs = usable[usable["config_hash"] == find_best_group(usable, "config_hash")].sort_values("seed")
-    failed = failed[failed["settings_hash"] == best_runs["settings_hash"].iloc[0]]
-    num_configurations = usable["config_hash"].nunique()
-    return Cell(task, model, family, best_runs, num_configurations, len(failed), num_pruned)
+    usable_runs = candidates[candidates["usable"]]
+    if usable_runs.empty:
+        return Cell(task, model, family, usable_runs, num_failed=len(failed_runs), num_pruned=num_pruned)
+    best_runs = usable_runs[usable_runs["config_hash"] == find_best_group(usable_runs, "config_hash")].sort_values(
+        "seed"
+    )
+    failed_runs = failed_runs[failed_runs["settings_hash"] == best_runs["settings_hash"].iloc[0]]
+    num_configurations = usable_runs["config_hash"].nunique()
+    return Cell(task, model, family, best_runs, num_configurations, len(failed_runs), num_pruned)
 
 
 def are_all_collapsed(runs: pd.DataFrame) -> bool:
@@ -233,21 +241,24 @@ def are_all_collapsed(runs: pd.DataFrame) -> bool:
     """
     if runs.empty:
         return False
-    is_recorded = runs["collapsed"].eq(True)
-    difference = runs["value"].astype(float) - pd.to_numeric(runs["constant"], errors="coerce").astype(float)
-    is_constant = (difference.abs() < 1e-9) & ((len(runs) > 1) | runs["collapsed"].isna())
-    return bool((is_recorded | is_constant).all())
+    is_recorded_as_collapsed = runs["collapsed"].eq(True)
+    minus_constant = runs["value"].astype(float) - pd.to_numeric(runs["constant"], errors="coerce").astype(float)
+    # Scores of the same predictions may differ by rounding errors.
+    has_constant_score = (minus_constant.abs() < 1e-9) & ((len(runs) > 1) | runs["collapsed"].isna())
+    return bool((is_recorded_as_collapsed | has_constant_score).all())
 
 
 def find_best_group(runs: pd.DataFrame, column: str) -> str:
-    """Return the value of `column` whose runs are the best: the most seeds first, then the best mean.
+    """Return the value of `column` with the best runs: those with the most seeds; among equals, with the best mean.
 
-    The mean is that of the headline metric on the set on which the epochs were chosen. Ties go to the first run name.
+    The mean is that of the headline metric on the set on which the epochs were chosen. If the means are equal, too, the
+    value with the alphabetically first run name is returned.
     """
     metric = runs["metric"].iloc[0]
-    merits = runs.assign(merit=[merit(metric, value) for value in runs["selection"]]).groupby(column)["merit"].agg(list)
+    runs_with_merit = runs.assign(merit=[merit(metric, value) for value in runs["selection"]])
+    merits_by_group = runs_with_merit.groupby(column)["merit"].agg(list)
     values_by_first_name = runs.groupby(column)["name"].min().sort_values().index
-    return max(values_by_first_name, key=lambda value: selection_sort_key(merits[value]))
+    return max(values_by_first_name, key=lambda value: selection_sort_key(merits_by_group[value]))
 
 
 def select_cells(all_runs: pd.DataFrame) -> list[Cell]:
@@ -284,7 +295,7 @@ def list_tasks(runs: pd.DataFrame) -> list[str]:
     return [name for name in paper.TASKS if name in names] + sorted(names - set(paper.TASKS))
 
 
-_DESCRIPTION_BY_KEY = {
+_TEMPLATE_BY_KEY = {
     "optim.lr": "lr {:g}",
     "data.batch_size": "batch {}",
     "trainer.accumulate_grad_batches": "accumulated {}",
@@ -302,7 +313,7 @@ def describe_hyperparameters(run: Mapping[str, Any]) -> str:
     parts = []
     max_steps: Any = run.get("trainer.max_steps")
     has_max_steps = is_finite(max_steps) and max_steps > 0
-    for key, template in _DESCRIPTION_BY_KEY.items():
+    for key, template in _TEMPLATE_BY_KEY.items():
         value = run.get(key)
         if value is None or (isinstance(value, float) and math.isnan(value)):
             continue
@@ -323,10 +334,11 @@ _IRRELEVANT_KEYS = {
     "trainer.progress_bar", "trainer.log_every_n_steps", "trainer.checkpoint_every_n_steps",
     "trainer.checkpoint_every_n_minutes", "trainer.nonfinite", "trainer.checkpoints", "task.submission",
 }  # fmt: skip
+"""Config keys that `find_differing_keys` skips: they have no effect on the result, or tables show them elsewhere."""
 
 
 def find_differing_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
-    """Return the config keys, outside the penalty's, in which two runs differ and that can affect the result."""
+    """Return the config keys in which two runs differ and that can affect the result, except those of the penalty."""
     return [
         key
         for key in first

@@ -31,10 +31,10 @@ def build_class_isotropy_sheet(all_runs: pd.DataFrame, records: Mapping[str, Run
         all_runs: all runs of the report, from `cells.add_selection_columns`.
         records: record of each run by its folder.
     """
-    usable = all_runs[all_runs["usable"]]
+    usable_runs = all_runs[all_runs["usable"]]
     rows = [
         row
-        for task_runs in by_model_and_task(usable)
+        for task_runs in by_model_and_task(usable_runs)
         for method, runs in select_runs_by_method(task_runs).items()
         if (row := _build_row(method, runs, [records[folder] for folder in runs["folder"]])) is not None
     ]
@@ -57,30 +57,35 @@ def build_class_isotropy_sheet(all_runs: pd.DataFrame, records: Mapping[str, Run
 
 def get_last_layer_measures(record: RunRecord, stage: str) -> dict[str, float]:
     """Return the measures of a run's last layer `before` or `after` training that are finite numbers, by name."""
-    layers = record.class_isotropy.get(stage) or {}
-    measures = layers[max(layers, key=int)] if layers else {}
-    return {name: value for name, value in measures.items() if is_finite(value)}
+    measures_by_layer = record.class_isotropy.get(stage) or {}
+    last_layer_measures = measures_by_layer[max(measures_by_layer, key=int)] if measures_by_layer else {}
+    return {name: value for name, value in last_layer_measures.items() if is_finite(value)}
 
 
 def _build_row(method: str, runs: pd.DataFrame, records: Sequence[RunRecord]) -> dict[str, Any] | None:
     """Return the row of a method, whose runs differ only in the seed; None if no run has the measures."""
-    measured = [record for record in records if get_last_layer_measures(record, "after")]
-    if not measured:
+    measured_records = [record for record in records if get_last_layer_measures(record, "after")]
+    if not measured_records:
         return None
-    row = {"model": runs["model"].iloc[0], "task": runs["task"].iloc[0], "method": method, "seeds": len(measured)}
+    row = {
+        "model": runs["model"].iloc[0],
+        "task": runs["task"].iloc[0],
+        "method": method,
+        "seeds": len(measured_records),
+    }
     for stage in _STAGES:
         for measure in _HEADER_BY_MEASURE:
-            values = [get_last_layer_measures(record, stage).get(measure) for record in measured]
-            defined_values = [value for value in values if value is not None]
+            seed_values = [get_last_layer_measures(record, stage).get(measure) for record in measured_records]
+            defined_values = [value for value in seed_values if value is not None]
             row[f"{measure}_{stage}"] = fmean(defined_values) if defined_values else None
     return row
 
 
 def _format_row(row: Mapping[str, Any]) -> list[Entry]:
     """Return the cells of a method's row, each measure as `before → after`."""
-    measures = [
+    measure_texts = [
         " → ".join(format_number(row[f"{measure}_{stage}"], format_spec) for stage in _STAGES)
         for measure, format_spec in _FORMAT_SPEC_BY_MEASURE.items()
     ]
-    number_texts = [str(row["seeds"]), *measures]
+    number_texts = [str(row["seeds"]), *measure_texts]
     return [Entry(row["task"]), Entry(row["method"]), *numeric_entries(number_texts)]

@@ -31,10 +31,12 @@ def draw_comparison(records: Sequence[RunRecord], path: Path) -> None:
     figure, panels = plt.subplots(
         num_rows, 2, figsize=(10, 4 * num_rows), layout="constrained", width_ratios=(2, 3), squeeze=False
     )
-    for (left, right), ((task, model), configurations) in zip(panels, configurations_by_task.items(), strict=True):
-        _draw_headline_metrics(left, configurations)
-        _draw_isoscore_by_layer(right, configurations)
-        right.set_title(f"{task} · {model}", fontsize="medium", loc="right")
+    for (metric_axes, isoscore_axes), ((task, model), configurations) in zip(
+        panels, configurations_by_task.items(), strict=True
+    ):
+        _draw_headline_metrics(metric_axes, configurations)
+        _draw_isoscore_by_layer(isoscore_axes, configurations)
+        isoscore_axes.set_title(f"{task} · {model}", fontsize="medium", loc="right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=PNG_DPI)
     plt.close(figure)
@@ -45,11 +47,11 @@ def _draw_headline_metrics(axes: Axes, configurations: Configurations) -> None:
 
     A dashed line shows the score of a constant prediction if it is the same for all configurations.
     """
-    for row, (runs, colour) in enumerate(zip(configurations, cycle(COLOURS), strict=False)):
+    for bar_index, (runs, colour) in enumerate(zip(configurations, cycle(COLOURS), strict=False)):
         scores = [displayed(run.headline["metric"], run.headline["value"]) for run in runs]
         mean, std = fmean(scores), stdev(scores) if len(scores) > 1 else 0.0
-        axes.barh(row, mean, color=colour, height=0.6, xerr=std or None, capsize=3)
-        label_position = (max(mean + std, 0), row)
+        axes.barh(bar_index, mean, color=colour, height=0.6, xerr=std or None, capsize=3)
+        label_position = (max(mean + std, 0), bar_index)
         axes.annotate(f"{mean:.1f}", label_position, (4, 0), textcoords="offset points", ha="left", va="center")
     axes.set_yticks(range(len(configurations)), [get_method_label(runs[0]) for runs in configurations])
     axes.invert_yaxis()
@@ -66,15 +68,15 @@ def _draw_headline_metrics(axes: Axes, configurations: Configurations) -> None:
 def _draw_isoscore_by_layer(axes: Axes, configurations: Configurations) -> None:
     """Draw IsoScore by layer: a line per configuration after training, and a dotted line before training.
 
-    The dotted line shows the first run.
+    The dotted line shows the first run of the first configuration.
     """
-    before = configurations[0][0].isotropy["before"]
-    layers = [layer for layer in before if layer != "union"]
-    layer_indices = list(map(int, layers))
+    score_by_layer_before = configurations[0][0].isotropy["before"]
+    layer_keys = [layer_key for layer_key in score_by_layer_before if layer_key != "union"]
+    layer_indices = list(map(int, layer_keys))
     for runs, colour in zip(configurations, cycle(COLOURS), strict=False):
-        mean_scores = [fmean([run.isotropy["after"][layer] for run in runs]) for layer in layers]
+        mean_scores = [fmean([run.isotropy["after"][layer_key] for run in runs]) for layer_key in layer_keys]
         axes.plot(layer_indices, mean_scores, marker="o", color=colour, label=get_method_label(runs[0]))
-    scores_before = [before[layer] for layer in layers]
+    scores_before = [score_by_layer_before[layer_key] for layer_key in layer_keys]
     axes.plot(layer_indices, scores_before, color="black", linestyle=":", label="before training")
     axes.set_xticks(layer_indices)
     axes.set_xlabel("layer (0: embeddings)")

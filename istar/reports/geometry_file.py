@@ -18,8 +18,8 @@ class IsoScoreStar:
 
     zeta: float
     num_points: int  # points of the training data in Sigma_S, counted over the union of layers 1 to L
-    union: float  # of the union of layers 1 to L
-    layers: tuple[float, ...]  # by layer (0: embeddings), with the Sigma_S of the layer
+    union: float  # IsoScore* of the union of layers 1 to L
+    layers: tuple[float, ...]  # IsoScore* of each layer (0: embeddings), with the Sigma_S of the layer
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ class Geometry:
 
 
 def read_geometry(folder: Path) -> Geometry | None:
-    """Read the geometry of the run in `folder`; return None if the run has no such file.
+    """Read the geometry of the run in `folder`; return None if the run has no `geometry.json`.
 
     Raises:
         UserError: if the file cannot be read or has another structure.
     """
     path = folder / GEOMETRY
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"))
         # NumPy turns None, which JSON has in place of NaN, into NaN.
-        mean_activation, two_nn = (np.array(values[name], dtype=float) for name in ("mean_activation", "two_nn"))
-        isoscore_star = _parse_isoscore_star(values["isoscore_star"]) if "isoscore_star" in values else None
+        mean_activation, two_nn = (np.array(fields[name], dtype=float) for name in ("mean_activation", "two_nn"))
+        isoscore_star = _parse_isoscore_star(fields["isoscore_star"]) if "isoscore_star" in fields else None
         return Geometry(tuple(mean_activation.tolist()), tuple(two_nn.tolist()), isoscore_star)
     except FileNotFoundError:
         return None
@@ -50,8 +50,8 @@ def read_geometry(folder: Path) -> Geometry | None:
         raise UserError(f"{path} is not a geometry that istar wrote: {shorten(repr(error))}") from error
 
 
-def _parse_isoscore_star(values: Mapping[str, Any]) -> IsoScoreStar:
-    """Return the IsoScore* from its fields in the file."""
-    score_by_layer = values["layers"]
+def _parse_isoscore_star(fields: Mapping[str, Any]) -> IsoScoreStar:
+    """Return the IsoScore* of a run from its fields in `geometry.json`."""
+    score_by_layer = fields["layers"]
     scores = tuple(float(score_by_layer[str(layer)]) for layer in range(len(score_by_layer)))
-    return IsoScoreStar(float(values["zeta"]), int(values["num_points"]), float(values["union"]), scores)
+    return IsoScoreStar(float(fields["zeta"]), int(fields["num_points"]), float(fields["union"]), scores)

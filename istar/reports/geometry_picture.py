@@ -15,7 +15,7 @@ MEASURE_LABELS = {
     "average_norm": "average norm",
 }
 """Labels of the panels' y axes, by measure."""
-_KEY = re.compile(r"geometry/layer_(\d+)/(\w+)")
+_MEASURE_KEY = re.compile(r"geometry/layer_(\d+)/(\w+)")
 
 
 def build_geometry_plot(rows: Sequence[Mapping[str, float]]) -> Plot:
@@ -24,9 +24,11 @@ def build_geometry_plot(rows: Sequence[Mapping[str, float]]) -> Plot:
     There is a panel for each measure, with a line for each of at most five evenly spaced layers. `rows` are those of a
     run's `metrics.csv`, in which a measure has the key `geometry/layer_<l>/<measure>`.
     """
-    measured_rows = [row for row in rows if any(_KEY.fullmatch(name) for name in row)]
+    measured_rows = [row for row in rows if any(_MEASURE_KEY.fullmatch(name) for name in row)]
     steps = tuple(float(row["step"]) for row in measured_rows)
-    layers = sorted({int(match[1]) for row in measured_rows for name in row if (match := _KEY.fullmatch(name))})
+    layer_indices = sorted(
+        {int(match[1]) for row in measured_rows for name in row if (match := _MEASURE_KEY.fullmatch(name))}
+    )
     panels = []
     for measure, label in MEASURE_LABELS.items():
         lines = [
@@ -35,7 +37,7 @@ def build_geometry_plot(rows: Sequence[Mapping[str, float]]) -> Plot:
                 steps,
                 tuple(row[f"geometry/layer_{layer}/{measure}"] for row in measured_rows),
             )
-            for layer in evenly_spaced(layers)
+            for layer in evenly_spaced(layer_indices)
         ]
         panels.append(Panel(model="", task="", lines=tuple(lines), fixed_settings="", y_label=label))
     return Plot(

@@ -32,8 +32,8 @@ class Method:
     runs: pd.DataFrame  # finished runs of the configuration that is shown, one for each seed, ordered by seed
     is_base: bool
     budget: Budget
-    num_configurations: int  # number of configurations with finished runs, among which this one was chosen
-    selection_set: str  # set on which this one was chosen, see `cells.get_selection_set`
+    num_configurations: int  # number of configurations with finished runs, from which the shown one was chosen
+    selection_set: str  # set on which the shown configuration was chosen, see `cells.get_selection_set`
 
     @property
     def score_by_seed(self) -> dict[int, float]:
@@ -52,18 +52,18 @@ class Method:
 
 @dataclass(frozen=True)
 class MethodComparison:
-    """A method minus Base over the seeds that both have."""
+    """Comparison of a method with Base over the seeds that both have."""
 
     method: Method
     base: Method | None  # None if no run of Base has finished
-    difference_by_seed: dict[int, float]
+    difference_by_seed: dict[int, float]  # score of the method minus that of Base
     unadjusted_p_value: float | None  # two-sided, of the sign-flip test; None for fewer than two seeds
-    statistics: Comparison  # what follows from these numbers, with the adjusted p-value
+    statistics: Comparison  # mean difference, interval and adjusted p-value, from which the conclusion is drawn
 
 
 @dataclass(frozen=True)
 class ComparedMethods:
-    """All methods of a report, and the comparisons of those other than Base."""
+    """All methods of a report, and the comparison of each method other than Base with Base."""
 
     methods: list[Method]  # by model and task; Base first, then the others by name
     comparisons: list[MethodComparison]  # in the same order
@@ -101,28 +101,28 @@ def compare_methods(all_runs: pd.DataFrame) -> ComparedMethods:
 def _adjust_p_values(methods: list[Method], comparisons: list[MethodComparison]) -> ComparedMethods:
     """Return the comparisons with Holm-adjusted p-values and with minimum detectable differences.
 
-    Holm's method corrects for all comparisons that have a p-value. The minimum detectable differences are those at its
-    strictest level, alpha divided by the number of tests.
+    Holm's method corrects for all comparisons that have a p-value. The minimum detectable differences are computed at
+    its strictest level, alpha divided by the number of tests.
     """
     holm = multiple.holm([comparison.unadjusted_p_value for comparison in comparisons])
-    # Lower bounds of the adjusted p-values: those of a table in which every test gives its minimum p-value.
-    attainable = multiple.holm([
-        None if comparison.unadjusted_p_value is None else _minimum_attainable_p(comparison.statistics.pairs)
+    # Lower bounds of the adjusted p-values: what they would be if every test gave its minimum attainable p-value.
+    minimum_holm = multiple.holm([
+        None if comparison.unadjusted_p_value is None else _compute_minimum_p(comparison.statistics.pairs)
         for comparison in comparisons
     ])  # fmt: skip
     strictest_level = ALPHA / max(1, holm.tests)
-    adjusted = []
-    for comparison, p_value, minimum_p in zip(comparisons, holm.adjusted, attainable.adjusted, strict=True):
-        differences = list(comparison.difference_by_seed.values())
+    adjusted_comparisons = []
+    for comparison, p_value, minimum_adjusted_p in zip(comparisons, holm.adjusted, minimum_holm.adjusted, strict=True):
+        differences = np.array(list(comparison.difference_by_seed.values()))
         statistics = replace(
             comparison.statistics,
             p_value=p_value,
-            smallest_p=minimum_p or 0.0,
-            smallest_difference=_minimum_detectable_difference(differences, strictest_level),
+            smallest_p=minimum_adjusted_p or 0.0,
+            smallest_difference=_compute_minimum_detectable_difference(differences, strictest_level),
             power=POWER,
         )
-        adjusted.append(replace(comparison, statistics=statistics))
-    return ComparedMethods(methods, adjusted, holm)
+        adjusted_comparisons.append(replace(comparison, statistics=statistics))
+    return ComparedMethods(methods, adjusted_comparisons, holm)
 
 
 def _compare_with_base(method: Method, base: Method | None) -> MethodComparison:
@@ -154,26 +154,27 @@ def _compare_with_base(method: Method, base: Method | None) -> MethodComparison:
     return MethodComparison(method, base, difference_by_seed, p_value, statistics)
 
 
-def _minimum_attainable_p(num_pairs: int) -> float:
+def _compute_minimum_p(num_pairs: int) -> float:
     """Return the smallest p-value that `paired.sign_flip_test` can give for this number of pairs."""
     is_exact = num_pairs <= paired.MAX_EXACT_PAIRS
     return paired.smallest_sign_flip_p(num_pairs) if is_exact else 1 / (_NUM_SIGN_PATTERNS + 1)
 
 
-def _minimum_detectable_difference(differences: Sequence[float], level: float) -> float | None:
+def _compute_minimum_detectable_difference(differences: np.ndarray, level: float) -> float | None:
     """Return the minimum detectable difference of the paired t-test at a significance level, or None if it is unknown.
 
-    The test has as many pairs as there are differences, their standard deviation, and the power `POWER`. The result is
-    None for fewer than two differences, for equal ones, and for so few that the sign-flip test cannot reach the level.
+    The number of pairs and the standard deviation are those of the given differences; the power is `POWER`. The result
+    is None for fewer than two differences, if all differences are equal, or if they are so few that the sign-flip test
+    cannot give a p-value below the level.
     """
-    values = np.array(differences)
-    if len(values) < 2 or is_constant(values) or _minimum_attainable_p(len(values)) >= level:
+    num_pairs = len(differences)
+    if num_pairs < 2 or is_constant(differences) or _compute_minimum_p(num_pairs) >= level:
         return None
-    return _minimum_detectable_effect_size(len(values), level) * float(values.std(ddof=1))
+    return _compute_minimum_detectable_effect_size(num_pairs, level) * float(differences.std(ddof=1))
 
 
 @cache
-def _minimum_detectable_effect_size(num_pairs: int, level: float) -> float:
+def _compute_minimum_detectable_effect_size(num_pairs: int, level: float) -> float:
     """Return the minimum detectable difference of the paired t-test in units of the standard deviation."""
     return power.smallest_difference(1.0, num_pairs, level, POWER)
 
@@ -185,10 +186,10 @@ def _collect_methods(runs: pd.DataFrame) -> list[Method]:
     methods = []
     for name, chosen_runs in select_runs_by_method(runs[runs["usable"]]).items():
         method_runs = base_runs if is_base(chosen_runs) else runs[runs["method"] == name]
-        finished = method_runs[method_runs["usable"]]
+        finished_runs = method_runs[method_runs["usable"]]
         first_run = chosen_runs.iloc[0]
-        # If other data chose the epochs of some of the configurations only, the reported set has chosen, too.
-        is_held_out = finished["chosen_on"].eq(HELD_OUT).all()
+        # If only some of the configurations have held-out data, the choice among all of them uses the reported set.
+        is_held_out = finished_runs["chosen_on"].eq(HELD_OUT).all()
         methods.append(
             Method(
                 model=str(first_run["model"]),
@@ -198,7 +199,7 @@ def _collect_methods(runs: pd.DataFrame) -> list[Method]:
                 runs=chosen_runs,
                 is_base=is_base(chosen_runs),
                 budget=compute_budget(method_runs),
-                num_configurations=int(finished["config_hash"].nunique()),
+                num_configurations=int(finished_runs["config_hash"].nunique()),
                 selection_set=HELD_OUT if is_held_out else VALIDATION,
             )
         )
@@ -208,8 +209,8 @@ def _collect_methods(runs: pd.DataFrame) -> list[Method]:
 def select_runs_by_method(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Return the runs of the best configuration of each method: Base first, then the other methods by name.
 
-    The best configuration is the one with the most seeds; among equals, the one with the best mean on the set that
-    chose the epochs.
+    The best configuration is the one with the most seeds; among equals, the one with the best mean on the set on which
+    the epochs were chosen.
 
     Args:
         runs: usable runs of one model and task, from `cells.add_selection_columns`.
@@ -218,10 +219,11 @@ def select_runs_by_method(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
         The runs by the method's name, ordered by seed.
     """
     runs_by_method = {
-        str(name): group[group["config_hash"] == find_best_group(group, "config_hash")].sort_values("seed")
-        for name, group in runs.groupby("method")
+        str(name): method_runs[method_runs["config_hash"] == find_best_group(method_runs, "config_hash")]
+        for name, method_runs in runs.groupby("method")
     }
-    return dict(sorted(runs_by_method.items(), key=lambda item: (not is_base(item[1]), item[0])))
+    ordered_names = sorted(runs_by_method, key=lambda name: (not is_base(runs_by_method[name]), name))
+    return {name: runs_by_method[name].sort_values("seed") for name in ordered_names}
 
 
 def is_base(runs: pd.DataFrame) -> bool:
@@ -230,6 +232,6 @@ def is_base(runs: pd.DataFrame) -> bool:
 
 
 def get_score_by_seed(runs: pd.DataFrame) -> dict[int, float]:
-    """Return the headline metric of each run, as `istar.scores.displayed` gives it, by seed."""
-    triples = zip(runs["seed"], runs["metric"], runs["value"].astype(float), strict=True)
-    return {int(seed): displayed(metric, value) for seed, metric, value in triples}
+    """Return the headline metric by seed, scaled by `istar.scores.displayed`; each run has another seed."""
+    rows = zip(runs["seed"], runs["metric"], runs["value"].astype(float), strict=True)
+    return {int(seed): displayed(metric, value) for seed, metric, value in rows}

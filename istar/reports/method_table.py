@@ -21,9 +21,10 @@ def build_methods_sheet(compared_methods: ComparedMethods) -> Sheet:
 
     Table 1 has one row for I-STAR; this table has one for each lambda, zeta, and further setting in the method's name.
     """
-    comparison_by_method = {id(comparison.method): comparison for comparison in compared_methods.comparisons}
+    # By identity, because methods hold data frames and have no hash.
+    comparison_by_method_id = {id(comparison.method): comparison for comparison in compared_methods.comparisons}
     rows = [
-        _build_row(method, comparison_by_method.get(id(method)), compared_methods.strictest_level)
+        _build_row(method, comparison_by_method_id.get(id(method)), compared_methods.strictest_level)
         for method in compared_methods.methods
     ]
     return Sheet(
@@ -85,7 +86,7 @@ def _describe_holm_correction(compared_methods: ComparedMethods) -> str:
 
 
 def _group_by_model(rows: Sequence[dict[str, Any]], format_row: Any) -> dict[str, list[list[Entry]]]:
-    """Return the formatted rows by model; the rows are ordered by model."""
+    """Return the formatted rows by model. The given rows must be ordered by model."""
     return {
         model: [format_row(row) for row in group] for model, group in groupby(rows, key=lambda row: str(row["model"]))
     }
@@ -94,7 +95,8 @@ def _group_by_model(rows: Sequence[dict[str, Any]], format_row: Any) -> dict[str
 def _build_row(method: Method, comparison: MethodComparison | None, strictest_level: float) -> dict[str, Any]:
     """Return the row of a method, with its comparison with Base.
 
-    The row of Base has no comparison. `strictest_level` is the level of the minimum detectable differences.
+    Base itself has no comparison: `comparison` is None, and the columns on the comparison are empty. `strictest_level`
+    is the significance level of the minimum detectable differences.
     """
     runs = method.runs
     first_run = row_dicts(runs.head(1))[0]

@@ -58,45 +58,47 @@ def find_missing_table1_runs(
     build_sweep_command: SweepCommandBuilder,
     root: str,
 ) -> list[MissingRuns]:
-    """Return the methods of Table 1 without a run or with too few seeds, for every pair of a model and a task."""
+    """Return the missing runs of Table 1 for every model and task: methods without a run, or with too few seeds."""
     cell_by_key = {(cell.model, cell.task, cell.family): cell for cell in cells if cell.seeds}
     missing = []
     for model, task in itertools.product(list_models(all_runs), list_tasks(all_runs)):
-        absent = [name for family, name in paper.FAMILIES.items() if (model, task, family) not in cell_by_key]
-        if absent:
-            text = "; ".join(f"{name}: no run" for name in absent)
-            missing.append(MissingRuns("Table 1", model, task, text, build_sweep_command("table1", task, model)))
-        for family, name in paper.FAMILIES.items():
+        absent_methods = [
+            method for family, method in paper.FAMILIES.items() if (model, task, family) not in cell_by_key
+        ]
+        if absent_methods:
+            description = "; ".join(f"{method}: no run" for method in absent_methods)
+            missing.append(MissingRuns("Table 1", model, task, description, build_sweep_command("table1", task, model)))
+        for family, method in paper.FAMILIES.items():
             cell = cell_by_key.get((model, task, family))
             if cell is not None and (seeds := find_missing_seeds(cell.seeds)):
                 config = records[cell.runs["folder"].iloc[0]].config
                 repeat_command = rerun_commands.build_repeat_command(config, seeds)
                 command = " ".join([repeat_command, *rerun_commands.build_root_override(root)])
-                text = f"{name}: {describe_missing_seeds(cell.seeds)}"
-                missing.append(MissingRuns("Table 1", model, task, text, command))
+                description = f"{method}: {describe_missing_seeds(cell.seeds)}"
+                missing.append(MissingRuns("Table 1", model, task, description, command))
     return missing
 
 
 def find_missing_table2_runs(
     cells: Iterable[Cell], all_runs: pd.DataFrame, build_sweep_command: SweepCommandBuilder
 ) -> list[MissingRuns]:
-    """Return the models and tasks of Table 2 for which pairs of the paper's lambda and zeta have no finished run."""
-    grid = set(itertools.product(paper.LAMBDAS, paper.ZETAS))
+    """Return the missing runs of Table 2 for every model and task: pairs of lambda and zeta without a finished run."""
+    paper_pairs = set(itertools.product(paper.LAMBDAS, paper.ZETAS))
     missing = []
     for cell in cells:
         if cell.family == "istar" and paper.look_up_tuned_penalty(cell.model, cell.task) is not None:
-            untried_pairs = grid - collect_tried_pairs(all_runs, cell)
+            untried_pairs = paper_pairs - collect_tried_pairs(all_runs, cell)
             if untried_pairs:
-                text = f"I-STAR: {len(untried_pairs)} of the {len(grid)} pairs of λ and ζ"
+                description = f"I-STAR: {len(untried_pairs)} of the {len(paper_pairs)} pairs of λ and ζ"
                 command = build_sweep_command("table2", cell.task, cell.model)
-                missing.append(MissingRuns("Table 2", cell.model, cell.task, text, command))
+                missing.append(MissingRuns("Table 2", cell.model, cell.task, description, command))
     return missing
 
 
 def find_missing_plot_runs(
     plot: Plot, all_runs: pd.DataFrame, num_layers_by_model: Mapping[str, int], build_sweep_command: SweepCommandBuilder
 ) -> list[MissingRuns]:
-    """Return the values of a figure of the paper that have no run, or fewer seeds than in the paper.
+    """Return the missing runs of a figure of the paper: values without a run, or with fewer seeds than expected.
 
     Args:
         plot: the figure drawn from the existing runs.
@@ -109,11 +111,11 @@ def find_missing_plot_runs(
     for model in list_models(all_runs):
         for task in _list_expected_tasks(plot, all_runs, model):
             panel = panel_by_model_and_task.get((model, task))
-            text = _describe_missing_values(plot, panel)
-            if text:
+            description = _describe_missing_values(plot, panel)
+            if description:
                 overrides = _build_plot_overrides(plot, panel, model, task, num_layers_by_model.get(model, 0))
                 command = " ".join([build_sweep_command(plot.sweep, task, model), *overrides])
-                missing.append(MissingRuns(get_artefact_name(plot), model, task, text, command))
+                missing.append(MissingRuns(get_artefact_name(plot), model, task, description, command))
     return missing
 
 
@@ -125,16 +127,16 @@ def find_runs_without_geometry(
     `measured_folders` are the folders of the runs that have one.
     """
     family = "cosreg" if plot.name == "figure4" else "istar"
-    shown = all_runs[all_runs["usable"] & all_runs["family"].isin(("base", family))]
-    unmeasured = shown[~shown["folder"].isin(list(measured_folders))]
+    shown_runs = all_runs[all_runs["usable"] & all_runs["family"].isin(("base", family))]
+    unmeasured_runs = shown_runs[~shown_runs["folder"].isin(list(measured_folders))]
     pairs_with_panel = {(panel.model, panel.task) for panel in plot.panels}
     missing = []
-    for (model, task), runs in unmeasured.groupby(["model", "task"]):
+    for (model, task), runs in unmeasured_runs.groupby(["model", "task"]):
         if task == plot.task or (model, task) in pairs_with_panel:
-            num_runs = f"{len(runs)} finished run{'s' * (len(runs) > 1)}"
-            text = f"{num_runs} without geometry.json, which run.overwrite=true makes"
+            count_text = f"{len(runs)} finished run{'s' * (len(runs) > 1)}"
+            description = f"{count_text} without geometry.json, which run.overwrite=true makes"
             command = f"{build_sweep_command(plot.sweep, str(task), str(model))} run.overwrite=true"
-            missing.append(MissingRuns(get_artefact_name(plot), str(model), str(task), text, command))
+            missing.append(MissingRuns(get_artefact_name(plot), str(model), str(task), description, command))
     return missing
 
 
@@ -143,15 +145,15 @@ def describe_missing_paper_pairs(all_runs: pd.DataFrame) -> tuple[str, str] | No
 
     Return None if every pair has a run.
     """
-    pairs = set(itertools.product(paper.MODELS, paper.TASKS))
-    missing_pairs = pairs - set(zip(all_runs["model"], all_runs["task"], strict=True))
+    paper_pairs = set(itertools.product(paper.MODELS, paper.TASKS))
+    missing_pairs = paper_pairs - set(zip(all_runs["model"], all_runs["task"], strict=True))
     if not missing_pairs:
         return None
-    models, tasks = {model for model, _ in missing_pairs}, {task for _, task in missing_pairs}
-    model_options = [option for model, option in paper.MODELS.items() if model in models]
-    ordered_tasks = [task for task in paper.TASKS if task in tasks]
+    missing_models, missing_tasks = {model for model, _ in missing_pairs}, {task for _, task in missing_pairs}
+    model_options = [option for model, option in paper.MODELS.items() if model in missing_models]
+    ordered_tasks = [task for task in paper.TASKS if task in missing_tasks]
     return (
-        f"{len(missing_pairs)} of the paper's {len(pairs)} pairs of model and task have no run.",
+        f"{len(missing_pairs)} of the paper's {len(paper_pairs)} pairs of model and task have no run.",
         f"python train.py -m +sweep=table1 task={','.join(ordered_tasks)} model={','.join(model_options)}",
     )
 
@@ -159,9 +161,10 @@ def describe_missing_paper_pairs(all_runs: pd.DataFrame) -> tuple[str, str] | No
 def build_missing_runs_sheet(missing: Sequence[MissingRuns]) -> Sheet:
     """Return the table of missing runs, grouped by model."""
     rows_by_model: dict[str, list[list[Entry]]] = {}
-    for runs in missing:
-        row = [Entry(runs.artefact), Entry(runs.task), Entry(runs.missing), Entry(runs.command, code=True)]
-        rows_by_model.setdefault(runs.model, []).append(row)
+    for missing_runs in missing:
+        texts = [missing_runs.artefact, missing_runs.task, missing_runs.missing]
+        row = [*map(Entry, texts), Entry(missing_runs.command, code=True)]
+        rows_by_model.setdefault(missing_runs.model, []).append(row)
     return Sheet(
         name="missing",
         title="What is missing",
@@ -195,7 +198,8 @@ def _list_expected_tasks(plot: Plot, all_runs: pd.DataFrame, model: str) -> list
     """Return the tasks for which the figure should have a panel for this model.
 
     These are all tasks of the model if the paper's figure shows all tasks. Otherwise they are the tasks with a panel
-    and the paper's task if any model has runs of it; if there are none, the task for which the model has most runs.
+    and, if any model has runs of it, the task of the paper's figure. If there are none, it is the task for which the
+    model has the most runs.
     """
     all_tasks, model_runs = list_tasks(all_runs), all_runs[all_runs["model"] == model]
     if not plot.task:
@@ -210,18 +214,22 @@ def _list_expected_tasks(plot: Plot, all_runs: pd.DataFrame, model: str) -> list
 def _build_plot_overrides(plot: Plot, panel: Panel | None, model: str, task: str, num_layers: int) -> list[str]:
     """Return the overrides of a figure's sweep that depend on the model.
 
-    For Figure 3, these are the lambdas of a model that was not trained with the paper's. For the figure of single
-    layers, they are the layers, and lambda and zeta of the paper's Table 2.
+    For Figure 3, these are the lambdas of a model that was not trained with any of the paper's lambdas. For the figure
+    of single layers, they are the layers, and lambda and zeta of the paper's Table 2.
     """
     if plot.name == "figure3":
         lambdas = _list_other_values(plot, panel)
         return [f"reg.lambda={','.join(f'{lambda_:g}' for lambda_ in lambdas)}"] if lambdas else []
     if plot.symbol != "layer":
         return []
-    tuned = paper.look_up_tuned_penalty(model, task)
-    overrides = [f"reg.lambda={tuned.weight:g}", f"reg.zeta={tuned.zeta:g}"] if tuned is not None else []
-    layers = "".join(f"[{layer}]," for layer in range(1, num_layers + 1))
-    return overrides + ([f"'reg.layers={layers}all'"] if layers else [])
+    tuned_penalty = paper.look_up_tuned_penalty(model, task)
+    overrides = (
+        [f"reg.lambda={tuned_penalty.weight:g}", f"reg.zeta={tuned_penalty.zeta:g}"]
+        if tuned_penalty is not None
+        else []
+    )
+    layer_options = "".join(f"[{layer}]," for layer in range(1, num_layers + 1))
+    return overrides + ([f"'reg.layers={layer_options}all'"] if layer_options else [])
 
 
 def _describe_missing_values(plot: Plot, panel: Panel | None) -> str:
@@ -236,24 +244,24 @@ def _describe_missing_values(plot: Plot, panel: Panel | None) -> str:
         expected_values: list[Any] = list(seeds_by_value)
     else:
         expected_values = [*([BASE] if plot.has_baseline else []), *(_list_other_values(plot, panel) or plot.values)]
-    values_by_missing_seeds: dict[str, list[Any]] = {}
+    values_by_missing_text: dict[str, list[Any]] = {}
     for value in expected_values:
-        if missing_seeds := describe_missing_seeds(seeds_by_value.get(value, ()), plot.seeds):
-            values_by_missing_seeds.setdefault(missing_seeds, []).append(value)
-    parts = []
-    for missing_seeds, values in values_by_missing_seeds.items():
+        if missing_text := describe_missing_seeds(seeds_by_value.get(value, ()), plot.seeds):
+            values_by_missing_text.setdefault(missing_text, []).append(value)
+    descriptions = []
+    for missing_text, values in values_by_missing_text.items():
         names = [value for value in values if isinstance(value, str)]
         numbers = ", ".join(f"{value:g}" for value in values if not isinstance(value, str))
         if numbers:
             names.append(f"{plot.symbol}{' ' if plot.symbol == 'layer' else ' = '}{numbers}")
-        parts.append(f"{' and '.join(names)}: {missing_seeds}")
-    return "; ".join(parts)
+        descriptions.append(f"{' and '.join(names)}: {missing_text}")
+    return "; ".join(descriptions)
 
 
 def _list_other_values(plot: Plot, panel: Panel | None) -> list[float]:
-    """Return the values of a panel that has none of the paper's values; an empty list if it has one of them.
+    """Return the values of a panel, sorted, if none of them is a value of the paper; otherwise an empty list.
 
     Small models are trained with other lambdas than the paper's.
     """
-    values = set(panel.seeds or ()) - {BASE} if panel is not None else set()
-    return [] if values & set(plot.values) else sorted(values)
+    panel_values = set(panel.seeds or ()) - {BASE} if panel is not None else set()
+    return [] if panel_values & set(plot.values) else sorted(panel_values)

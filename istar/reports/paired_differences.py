@@ -13,13 +13,13 @@ from istar.reports.run_frame import load_runs
 
 @dataclass(frozen=True)
 class SeedDifferences:
-    """A method minus Base, on one task with one model."""
+    """Differences of a method from Base over the same seeds, on one task with one model."""
 
     model: str
     task: str
     metric: str
     method: str
-    by_seed: dict[int, float]  # difference of the headline metric as `istar.scores.displayed`, by seed
+    by_seed: dict[int, float]  # difference of the headline metric, scaled by `istar.scores.displayed`, by seed
 
 
 def compute_differences_from_base(folder: Path) -> list[SeedDifferences]:
@@ -32,8 +32,12 @@ def compute_differences_from_base(folder: Path) -> list[SeedDifferences]:
         UserError: if `folder` is not a folder, or no method has a seed in common with Base.
     """
     all_runs = cells.add_selection_columns(load_runs(folder, keep_records=True))
-    usable = all_runs[all_runs["usable"]]
-    differences = [item for runs in cells.by_model_and_task(usable) for item in _compute_task_differences(runs)]
+    usable_runs = all_runs[all_runs["usable"]]
+    differences = [
+        seed_differences
+        for runs in cells.by_model_and_task(usable_runs)
+        for seed_differences in _compute_task_differences(runs)
+    ]
     if not differences:
         raise UserError(
             f"{folder} holds no finished runs of Base and another method with the same task, model and seed; run both "
@@ -45,7 +49,9 @@ def compute_differences_from_base(folder: Path) -> list[SeedDifferences]:
 def _compute_task_differences(runs: pd.DataFrame) -> list[SeedDifferences]:
     """Return the differences of all methods from Base on one task with one model, in the order of their names."""
     runs_by_method = select_runs_by_method(runs)
-    base_scores = next((get_score_by_seed(group) for group in runs_by_method.values() if is_base(group)), {})
+    base_scores = next(
+        (get_score_by_seed(method_runs) for method_runs in runs_by_method.values() if is_base(method_runs)), {}
+    )
     model, task, metric = (str(runs[column].iloc[0]) for column in ("model", "task", "metric"))
     differences = []
     for method, method_runs in runs_by_method.items():

@@ -13,7 +13,7 @@ TASKS = ("sst2", "qnli", "rte", "mrpc", "qqp", "cola", "stsb", "sst5", "squad")
 """The paper's tasks in the order of Table 1."""
 FAMILIES = {"base": "Base", "cosreg": "CosReg", "istar": "I-STAR"}
 """Method families: name in files -> name in the paper."""
-SEEDS = (1, 2, 3, 4, 5)  # the paper averages over five seeds without naming them; these stand in for them
+SEEDS = (1, 2, 3, 4, 5)  # five, as in the paper, which does not name its seeds
 
 ISOSCORE_ZETA = 0.2  # zeta of the IsoScore* in the paper's Figures 3 and 6
 LAMBDAS, ZETAS = (-5.0, -3.0, -1.0, 1.0, 3.0, 5.0), (0.2, 0.4, 0.6, 0.8)  # the search grid of the paper's Table 2

@@ -26,8 +26,8 @@ def build_table1_sheet(cells: Sequence[Cell]) -> Sheet:
     rows = []
     for _, task_cells in groupby(cells, key=lambda cell: (cell.model, cell.task)):
         rows += _build_table1_rows(list(task_cells))
-    hyperparameters = {row["hyperparameters"] for row in rows} - {""}
-    common_hyperparameters = hyperparameters.pop() if len(hyperparameters) == 1 else ""
+    distinct_hyperparameters = {row["hyperparameters"] for row in rows} - {""}
+    common_hyperparameters = distinct_hyperparameters.pop() if len(distinct_hyperparameters) == 1 else ""
     return Sheet(
         name="table1",
         title="Table 1: performance",
@@ -61,18 +61,19 @@ def _build_table1_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """
     base = next(cell for cell in cells if cell.family == "base")
     rows = []
+    # The longest list of metrics, because cells without a finished run have none.
     for metric in max((cell.metrics for cell in cells), key=len) or [""]:
         metric_rows = [_build_table1_row(cell, base, metric) for cell in cells]
-        most_seeds = max(row["seeds"] for row in metric_rows)
+        max_seeds = max(row["seeds"] for row in metric_rows)
         valid_rows = [row for row in metric_rows if row["mean"] is not None and not row["all_collapsed"]]
-        most_valid_seeds = max((row["seeds"] for row in valid_rows), default=0)
+        max_valid_seeds = max((row["seeds"] for row in valid_rows), default=0)
         # Means that are equal to the two digits shown are equally good.
-        means = [round(row["mean"], 2) for row in valid_rows if row["seeds"] == most_valid_seeds]
-        best_mean = max(means, key=lambda mean: merit(metric, mean), default=None)
+        rounded_means = [round(row["mean"], 2) for row in valid_rows if row["seeds"] == max_valid_seeds]
+        best_mean = max(rounded_means, key=lambda mean: merit(metric, mean), default=None)
         for row in metric_rows:
-            is_eligible = row in valid_rows and row["seeds"] == most_valid_seeds
+            is_eligible = row in valid_rows and row["seeds"] == max_valid_seeds
             row["best"] = is_eligible and round(row["mean"], 2) == best_mean
-            row["most_seeds"] = most_seeds
+            row["most_seeds"] = max_seeds
         rows += metric_rows
     return rows
 
@@ -132,7 +133,7 @@ def _format_table1_row(row: Row, common_hyperparameters: str) -> list[Entry]:
         f"{row['seeds']} of {row['most_seeds']} seeds" if 0 < row["seeds"] < row["most_seeds"] else "",
         *(f"{row[status]} {status}" if row[status] else "" for status in ("collapsed", "failed", "pruned")),
         f"best of {row['configurations']}" if row["configurations"] > 1 else "",
-        _describe_unequal_choice(row),
+        _describe_unequal_tuning(row),
         row["no_test"],
         f"differs from Base in {row['differs_from_base']}" if row["differs_from_base"] else "",
         row["hyperparameters"] if row["hyperparameters"] != common_hyperparameters else "",
@@ -158,8 +159,8 @@ def _format_table1_row(row: Row, common_hyperparameters: str) -> list[Entry]:
     ]
 
 
-def _describe_unequal_choice(row: Row) -> str:
-    """Return the remark that a method and Base are the best of different numbers of configurations; empty if not."""
+def _describe_unequal_tuning(row: Row) -> str:
+    """Return the remark that Base is the best of another number of configurations than the method; empty if not."""
     num_configurations, num_base_configurations = row["configurations"], row["base_configurations"]
     is_unequal = num_configurations and num_base_configurations and num_configurations != num_base_configurations
     return f"Base is the best of {num_base_configurations}" if is_unequal else ""
@@ -222,15 +223,16 @@ def _build_table2_row(cell: Cell, num_pairs_tried: int) -> dict[str, Any]:
 
 def _format_table2_row(row: Row) -> list[Entry]:
     """Return the entries of a row of Table 2."""
-    best, published = (
-        EMPTY_CELL if row[lambda_] is None or row[zeta] is None else f"{row[lambda_]:g} | {row[zeta]:g}"
-        for lambda_, zeta in (("lambda", "zeta"), ("paper_lambda", "paper_zeta"))
+    best_pair, published_pair = (
+        EMPTY_CELL if row[lambda_key] is None or row[zeta_key] is None else f"{row[lambda_key]:g} | {row[zeta_key]:g}"
+        for lambda_key, zeta_key in (("lambda", "zeta"), ("paper_lambda", "paper_zeta"))
     )
-    agreement = EMPTY_CELL if EMPTY_CELL in (best, published) else "same" if best == published else "differs"
-    number_texts = [best, str(row["seeds"]), _mark_collapsed(format_number(row["mean"], ".2f"), row)]
-    number_texts += [str(row["tried"]), published]
-    texts = [Entry(agreement), Entry(row["chosen_on"] or EMPTY_CELL)]
-    return [Entry(row["task"]), *numeric_entries(number_texts), *texts]
+    has_both_pairs = EMPTY_CELL not in (best_pair, published_pair)
+    agreement = ("same" if best_pair == published_pair else "differs") if has_both_pairs else EMPTY_CELL
+    number_texts = [best_pair, str(row["seeds"]), _mark_collapsed(format_number(row["mean"], ".2f"), row)]
+    number_texts += [str(row["tried"]), published_pair]
+    text_entries = [Entry(agreement), Entry(row["chosen_on"] or EMPTY_CELL)]
+    return [Entry(row["task"]), *numeric_entries(number_texts), *text_entries]
 
 
 def build_cost_sheet(all_runs: pd.DataFrame, shrinkage_seconds_by_folder: Mapping[str, Sequence[float]]) -> Sheet:
@@ -239,22 +241,22 @@ def build_cost_sheet(all_runs: pd.DataFrame, shrinkage_seconds_by_folder: Mappin
     `shrinkage_seconds_by_folder` has the seconds of each estimation of the shrinkage covariance Sigma_S, by the folder
     of the run.
     """
-    finished = all_runs[all_runs["usable"] & all_runs["seconds"].notna()]
-    finished = finished.assign(
-        method=finished["family"].replace(paper.FAMILIES),
-        seconds=finished["seconds"].astype(float),
-        shrinkage=[math.fsum(shrinkage_seconds_by_folder.get(folder, ())) for folder in finished["folder"]],
+    finished_runs = all_runs[all_runs["usable"] & all_runs["seconds"].notna()]
+    finished_runs = finished_runs.assign(
+        method=finished_runs["family"].replace(paper.FAMILIES),
+        seconds=finished_runs["seconds"].astype(float),
+        shrinkage=[math.fsum(shrinkage_seconds_by_folder.get(folder, ())) for folder in finished_runs["folder"]],
     )
-    groups = finished.groupby(["model", "task", "method"], as_index=False)
-    costs_by_method = groups.agg(
+    runs_by_method = finished_runs.groupby(["model", "task", "method"], as_index=False)
+    costs_by_method = runs_by_method.agg(
         runs=("seconds", "size"),
         seconds_mean=("seconds", "mean"),
         seconds_std=("seconds", "std"),
         seconds_sum=("seconds", "sum"),
         shrinkage_seconds_mean=("shrinkage", "mean"),
     )
-    share = costs_by_method["shrinkage_seconds_mean"] / costs_by_method["seconds_mean"]
-    costs_by_method["shrinkage_share"] = share.fillna(0.0)
+    shrinkage_share = costs_by_method["shrinkage_seconds_mean"] / costs_by_method["seconds_mean"]
+    costs_by_method["shrinkage_share"] = shrinkage_share.fillna(0.0)
     total_seconds = costs_by_method.groupby("method", sort=False)["seconds_sum"].sum()
     return Sheet(
         name="cost",
@@ -297,9 +299,10 @@ def build_excluded_runs_sheet(all_runs: pd.DataFrame, read_errors: Mapping[str, 
             kind = "repeated" if run["repeated"] else "without a value"
         error = run["error"] if isinstance(run["error"], str) else ""
         reason = error or _REASON_BY_KIND.get(kind, "")
-        rows.append((_make_relative(run["folder"], root), kind, run["method"], reason))
+        rows.append((_make_path_relative(run["folder"], root), kind, run["method"], reason))
     for folder, error in read_errors.items():
-        rows.append((_make_relative(folder, root), "not read", "", error.replace(folder, "it")))
+        # The row names the folder, so that the message need not repeat it.
+        rows.append((_make_path_relative(folder, root), "not read", "", error.replace(folder, "it")))
     return Sheet(
         name="left_out",
         title="Runs that do not count",
@@ -344,6 +347,6 @@ def _finite_or_none(value: Any) -> float | None:
     return float(value) if is_finite(value) else None
 
 
-def _make_relative(folder: str, root: str) -> str:
+def _make_path_relative(folder: str, root: str) -> str:
     """Return the path of a folder relative to `root`."""
     return folder.removeprefix(root).lstrip("/") or folder

@@ -27,7 +27,7 @@ _MAX_SHOWN_NAMES = 3  # names of runs that the page shows of a departure; the CS
 
 @dataclass(frozen=True)
 class Departure:
-    """Something that was done otherwise than planned."""
+    """A difference between what was planned and what was done."""
 
     kind: str  # e.g. `missing run` or `changed setting`
     where: str  # task, model and method in words; `all runs` if it concerns no method in particular
@@ -40,34 +40,34 @@ class Departure:
 class _Run:
     """A run that is compared with the plan."""
 
-    values: Mapping[str, Any]  # row of the data frame of runs, where missing values are None
+    row: Mapping[str, Any]  # row of the run in the data frame of runs, where missing values are None
     settings: Mapping[str, Any]  # see `istar.reports.plan_file.flatten_settings`
 
     @property
     def name(self) -> str:
-        return str(self.values["name"])
+        return str(self.row["name"])
 
     @property
     def seed(self) -> int:
-        return int(self.values["seed"])
+        return int(self.row["seed"])
 
     @property
     def status(self) -> str:
-        return str(self.values["status"])
+        return str(self.row["status"])
 
     @property
     def task(self) -> str:
-        return str(self.values["task"])
+        return str(self.row["task"])
 
     @property
     def model(self) -> str:
         """Last part of the model's name."""
-        return str(self.values["model"])
+        return str(self.row["model"])
 
     @property
     def method(self) -> str:
         """Method with its settings, as in the report."""
-        return str(self.values["method"])
+        return str(self.row["method"])
 
     @property
     def is_trial(self) -> bool:
@@ -77,7 +77,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Match:
-    """A run with the planned configuration that is nearest to it, and what differs."""
+    """A run, the planned configuration that differs from it in the fewest settings, and the differences."""
 
     run: _Run
     configuration: Configuration | None = None  # None if the task, the model or the method is not planned
@@ -86,7 +86,7 @@ class _Match:
 
     @property
     def group(self) -> tuple[str, str, str]:
-        """Group of the configuration; if there is none, task, model and method without its settings."""
+        """Group of the planned configuration; without one, the run's task, model and method without its settings."""
         if self.configuration is None:
             return get_plan_group(self.run.task, self.run.model, self.run.method, grid="")
         return self.configuration.group
@@ -100,10 +100,10 @@ class _Match:
 def departures(plan: Plan, frame: pd.DataFrame) -> list[Departure]:
     """Return all departures of the runs in a frame from a plan; an empty list if there are none.
 
-    A planned run is there if a run has its settings and its seed. A run is compared with the planned configuration of
-    its task, model and method (without λ and the other settings) from which it differs in the fewest settings, and
-    counts as one of the group of this configuration: in a sweep with named grids, of its grid. Settings that do not
-    change the outcome of a run, such as paths, do not count.
+    A planned run counts as done if a run has its settings and its seed. A run is compared with the planned
+    configuration of the same task, model and method (without λ and the other settings) from which it differs in the
+    fewest settings, and belongs to the group of this configuration; in a sweep with named grids, that is the
+    configuration's grid. Settings that do not change the outcome of a run, such as paths, are not compared.
 
     Args:
         plan: from `istar.reports.plan_file.read`.
@@ -112,7 +112,7 @@ def departures(plan: Plan, frame: pd.DataFrame) -> list[Departure]:
     rows = map(_replace_nan_by_none, frame.to_dict("records"))
     runs = [_Run(row, _get_identifying_settings(row)) for row in rows]
     matches = [_match_to_plan(plan, run) for run in runs]
-    parts = (
+    departures_by_kind = (
         _find_plan_edit(plan),
         _find_missing_runs(plan, matches),
         _find_unplanned_runs(plan, matches),
@@ -125,7 +125,7 @@ def departures(plan: Plan, frame: pd.DataFrame) -> list[Departure]:
         _find_other_code(plan, runs),
         _find_early_runs(plan, runs),
     )
-    return [departure for part in parts for departure in part]
+    return [departure for departures_of_kind in departures_by_kind for departure in departures_of_kind]
 
 
 def build_departures_sheet(departures: Sequence[Departure]) -> Sheet:
@@ -139,7 +139,17 @@ def build_departures_sheet(departures: Sequence[Departure]) -> Sheet:
         for departure in departures
     ]
     columns = ["departure", "where", "planned", "actual", "count", "runs"]
-    values = [(d.kind, d.where, d.planned, d.actual, len(d.runs), " ".join(d.runs)) for d in departures]
+    frame_rows = [
+        (
+            departure.kind,
+            departure.where,
+            departure.planned,
+            departure.actual,
+            len(departure.runs),
+            " ".join(departure.runs),
+        )
+        for departure in departures
+    ]
     return Sheet(
         name="departures",
         title="Departures from the plan",
@@ -148,7 +158,7 @@ def build_departures_sheet(departures: Sequence[Departure]) -> Sheet:
         "written.",
         header=("departure", "task, model, method", "planned", "actual", "runs", "names"),
         rows_by_group={"": rows} if rows else {},
-        frame=pd.DataFrame(values, columns=columns),
+        frame=pd.DataFrame(frame_rows, columns=columns),
         num_row_headers=2,
     )
 
@@ -199,26 +209,30 @@ def _match_to_plan(plan: Plan, run: _Run) -> _Match:
     for configuration in plan.configurations:
         if run.name in configuration.run_names:
             return _Match(run, configuration)
-    same_task = [configuration for configuration in plan.configurations if configuration.task == run.task]
-    if not same_task:
+    task_configurations = [configuration for configuration in plan.configurations if configuration.task == run.task]
+    if not task_configurations:
         return _Match(run, unplanned_part="task")
-    same_model = [configuration for configuration in same_task if configuration.model == run.model]
-    if not same_model:
+    model_configurations = [configuration for configuration in task_configurations if configuration.model == run.model]
+    if not model_configurations:
         return _Match(run, unplanned_part="model")
     method = strip_method_settings(run.method)
     candidates = [
-        configuration for configuration in same_model if strip_method_settings(configuration.method) == method
+        configuration for configuration in model_configurations if strip_method_settings(configuration.method) == method
     ]
     if not candidates:
         return _Match(run, unplanned_part="method")
     varied_keys = {key for configuration in candidates for key in (*configuration.settings, *configuration.ranges)}
+
+    def count_differences(configuration: Configuration) -> tuple[int, bool]:
+        """Return the number of settings that differ, and for ties whether the seed of the run is not planned."""
+        num_differing_keys = len(_find_differing_keys(configuration, varied_keys, run))
+        return num_differing_keys, run.seed not in configuration.seeds
+
     # The settings that all planned runs have in common are compared once.
     common_keys = [key for key in plan.settings.keys() | run.settings.keys() if key not in varied_keys]
     changed_common_keys = [key for key in common_keys if run.settings.get(key) != plan.settings.get(key)]
-    closest, changed_varied_keys = min(
-        ((configuration, _find_differing_keys(configuration, varied_keys, run)) for configuration in candidates),
-        key=lambda item: (len(item[1]), run.seed not in item[0].seeds),
-    )
+    closest = min(candidates, key=count_differences)
+    changed_varied_keys = _find_differing_keys(closest, varied_keys, run)
     return _Match(run, closest, tuple(sorted([*changed_common_keys, *changed_varied_keys])))
 
 
@@ -241,7 +255,7 @@ def _is_planned_value(configuration: Configuration, key: str, value: Any) -> boo
 
 
 def _find_plan_edit(plan: Plan) -> list[Departure]:
-    """Return the departure that the plan was edited after it was written; an empty list if it was not."""
+    """Return a departure if the plan was edited after it was written; otherwise an empty list."""
     if not plan.is_edited:
         return []
     return [
@@ -257,28 +271,33 @@ def _find_plan_edit(plan: Plan) -> list[Departure]:
 def _find_missing_runs(plan: Plan, matches: Sequence[_Match]) -> list[Departure]:
     """Return the planned runs that were not run, and the missing repetitions of the best configurations.
 
-    A planned run was run if a run has its settings and its seed. The best configuration of each group is repeated with
-    the seeds `plan.seeds_of_best`.
+    A planned run counts as done if a run has its settings and its seed. According to the plan, the best configuration
+    of each group is repeated with the seeds `plan.seeds_of_best`.
     """
-    existing = {(id(match.configuration), match.run.seed) for match in matches if match.has_planned_settings}
+    existing_runs = {(id(match.configuration), match.run.seed) for match in matches if match.has_planned_settings}
     departures = []
     for group, configurations in _group_configurations(plan).items():
-        missing = [
+        missing_runs = [
             (seed, name)
             for configuration in configurations
             for seed, name in zip(configuration.seeds, configuration.run_names, strict=False)
-            if (id(configuration), seed) not in existing
+            if (id(configuration), seed) not in existing_runs
         ]
         num_planned = sum(len(configuration.run_names) for configuration in configurations)
-        if missing:
-            num_existing = _format_count(num_planned - len(missing), "run")
-            actual = f"{num_existing}; missing are {_format_seeds(seed for seed, _ in missing)}"
-            names = tuple(name for _, name in missing)
+        if missing_runs:
+            num_existing = _format_count(num_planned - len(missing_runs), "run")
+            actual = f"{num_existing}; missing are {_format_seeds(seed for seed, _ in missing_runs)}"
+            names = tuple(name for _, name in missing_runs)
             planned = _format_count(num_planned, "run")
             departures.append(Departure("missing run", _format_group(group), planned, actual, names))
         repeated_seeds = _get_repeated_seeds(plan, configurations)
+        # The seeds of the configuration that was repeated with the most seeds.
         covered_seeds = max(
-            ({seed for seed in repeated_seeds if (id(each), seed) in existing} for each in configurations), key=len
+            (
+                {seed for seed in repeated_seeds if (id(configuration), seed) in existing_runs}
+                for configuration in configurations
+            ),
+            key=len,
         )
         if repeated_seeds - covered_seeds:
             planned = f"the best configuration with {_format_seeds(plan.seeds_of_best)}"
@@ -289,18 +308,19 @@ def _find_missing_runs(plan: Plan, matches: Sequence[_Match]) -> list[Departure]
 
 def _find_unplanned_runs(plan: Plan, matches: Sequence[_Match]) -> list[Departure]:
     """Return the runs whose task, model, method or seed is not planned."""
+    # Names of runs by the fields `kind`, `where`, `planned` and `actual` of their departure.
     names_by_departure: dict[tuple[str, str, str, str], list[str]] = {}
-    get_part: dict[str, Callable[[Configuration], str]] = {
+    get_planned_part: dict[str, Callable[[Configuration], str]] = {
         "task": lambda configuration: configuration.task,
         "model": lambda configuration: configuration.model,
         "method": lambda configuration: strip_method_settings(configuration.method),
     }
     for match in matches:
-        run, part = match.run, match.unplanned_part
-        if part:
-            planned = _join(dict.fromkeys(map(get_part[part], plan.configurations)))
-            actual = match.group[("task", "model", "method").index(part)]
-            departure = f"{part} that was not planned", _format_group(match.group), planned, actual
+        run, unplanned_part = match.run, match.unplanned_part
+        if unplanned_part:
+            planned = _join_with_commas(dict.fromkeys(map(get_planned_part[unplanned_part], plan.configurations)))
+            actual = match.group[("task", "model", "method").index(unplanned_part)]
+            departure = f"{unplanned_part} that was not planned", _format_group(match.group), planned, actual
             names_by_departure.setdefault(departure, []).append(run.name)
         elif match.configuration is not None and run.seed not in {*match.configuration.seeds, *plan.seeds_of_best}:
             planned = _format_seeds({*match.configuration.seeds, *plan.seeds_of_best})
@@ -310,8 +330,9 @@ def _find_unplanned_runs(plan: Plan, matches: Sequence[_Match]) -> list[Departur
 
 
 def _find_changed_settings(plan: Plan, matches: Sequence[_Match]) -> list[Departure]:
-    """Return the settings that differ from all planned configurations, with the planned and the actual value."""
+    """Return the settings in which runs differ from their planned configuration, with the planned and actual value."""
     configurations_by_group = _group_configurations(plan)
+    # Names of runs by the fields `where`, `planned` and `actual` of their departure.
     names_by_departure: dict[tuple[str, str, str], list[str]] = {}
     for match in matches:
         for key in match.changed_keys:
@@ -319,7 +340,10 @@ def _find_changed_settings(plan: Plan, matches: Sequence[_Match]) -> list[Depart
             configurations = configurations_by_group[match.group]
             actual = match.run.settings.get(key)
             planned = _describe_planned_values(plan, configurations, key)
-            if any(_is_planned_value(each, key, actual) for each in configurations) and key not in plan.settings:
+            is_in_any_configuration = any(
+                _is_planned_value(configuration, key, actual) for configuration in configurations
+            )
+            if is_in_any_configuration and key not in plan.settings:
                 # Other configurations of the method have this value, but not together with the run's other values.
                 planned = f"{_describe_planned_values(plan, [match.configuration], key)} with its other settings"
             departure = _format_group(match.group), f"{key}={planned}", f"{key}={describe_value(actual)}"
@@ -334,18 +358,25 @@ def _describe_planned_values(plan: Plan, configurations: Sequence[Configuration]
     for configuration in configurations:
         if key in configuration.ranges:
             return describe_values(configuration.ranges[key])
-    return _join(dict.fromkeys(describe_value(configuration.settings.get(key)) for configuration in configurations))
+    return _join_with_commas(
+        dict.fromkeys(describe_value(configuration.settings.get(key)) for configuration in configurations)
+    )
 
 
 def _find_other_data_or_weights(matches: Sequence[_Match]) -> list[Departure]:
-    """Return the runs with planned settings, but other data or, if their names differ, other weights."""
+    """Return the runs whose data are not the planned ones, and the runs with other weights or another tokenizer.
+
+    The name of a run depends on its settings, data, weights and tokenizer. A run with a planned configuration and seed,
+    the planned data, but another name than planned therefore has other weights or another tokenizer.
+    """
+    # Names of runs by the fields `kind`, `where`, `planned` and `actual` of their departure.
     names_by_departure: dict[tuple[str, str, str, str], list[str]] = {}
     for match in matches:
         run, configuration = match.run, match.configuration
         if configuration is None or run.name in configuration.run_names:
             continue
         group = _format_group(match.group)
-        planned_fingerprint, fingerprint = configuration.data_fingerprint, run.values.get("fingerprint")
+        planned_fingerprint, fingerprint = configuration.data_fingerprint, run.row.get("fingerprint")
         if fingerprint is not None and fingerprint != planned_fingerprint:
             departure = "other data", group, f"fingerprint {planned_fingerprint}", f"fingerprint {fingerprint}"
             names_by_departure.setdefault(departure, []).append(run.name)
@@ -357,9 +388,9 @@ def _find_other_data_or_weights(matches: Sequence[_Match]) -> list[Departure]:
 
 
 def _find_wrong_repetitions(plan: Plan, matches: Sequence[_Match]) -> list[Departure]:
-    """Return the groups of which a configuration other than the best, or more than one, was repeated.
+    """Return the groups in which not the best configuration, or more than one configuration, was repeated.
 
-    The best configuration of each group is repeated with the seeds `plan.seeds_of_best`.
+    According to the plan, only the best configuration of each group is repeated, with the seeds `plan.seeds_of_best`.
     """
     departures = []
     for group, configurations in _group_configurations(plan).items():
@@ -378,15 +409,17 @@ def _find_wrong_repetitions(plan: Plan, matches: Sequence[_Match]) -> list[Depar
         trials = [
             match for match in group_matches if match.run.seed not in repeated_seeds and match.run.status == "finished"
         ]
-        best = max(trials, key=lambda match: _get_selection_merit(match.run), default=None)
+        best_trial = max(trials, key=lambda match: _get_selection_merit(match.run), default=None)
         for settings_key, repetition in repetition_by_settings.items():
-            merits = [_get_selection_merit(m.run) for m in trials if _get_settings_key(m.run) == settings_key]
-            if best is not None and merits and max(merits) < _get_selection_merit(best.run):
+            merits = [
+                _get_selection_merit(match.run) for match in trials if _get_settings_key(match.run) == settings_key
+            ]
+            if best_trial is not None and merits and max(merits) < _get_selection_merit(best_trial.run):
                 departures.append(
                     Departure(
                         kind="repeated configurations",
                         where=_format_group(group),
-                        planned=f"the best: {_describe_varied_settings(best.run, configurations)}",
+                        planned=f"the best: {_describe_varied_settings(best_trial.run, configurations)}",
                         actual=f"another one: {_describe_varied_settings(repetition.run, configurations)}",
                         runs=(repetition.run.name,),
                     )
@@ -401,17 +434,21 @@ def _get_repeated_seeds(plan: Plan, configurations: Sequence[Configuration]) -> 
 
 def _get_selection_merit(run: _Run) -> float:
     """Return the value by which a run is chosen, higher for better runs; minus infinity if there is none."""
-    value = run.values.get("selection")
-    return -math.inf if value is None else merit(str(run.values["metric"]), float(value))
+    value = run.row.get("selection")
+    return -math.inf if value is None else merit(str(run.row["metric"]), float(value))
 
 
 def _describe_varied_settings(run: _Run, configurations: Sequence[Configuration]) -> str:
     """Return the settings of a run in which the planned configurations of its method differ."""
-    keys = dict.fromkeys(key for each in configurations for key in (*each.settings, *each.ranges))
+    keys = dict.fromkeys(
+        key for configuration in configurations for key in (*configuration.settings, *configuration.ranges)
+    )
     descriptions = []
     for key in keys:
-        planned_values = {repr(each.settings.get(key, each.ranges.get(key))) for each in configurations}
-        if len(planned_values) > 1 or any(key in each.ranges for each in configurations):
+        planned_values = {
+            repr(configuration.settings.get(key, configuration.ranges.get(key))) for configuration in configurations
+        }
+        if len(planned_values) > 1 or any(key in configuration.ranges for configuration in configurations):
             descriptions.append(f"{key}={describe_value(run.settings.get(key))}")
     return ", ".join(descriptions) or "the only one"
 
@@ -419,22 +456,28 @@ def _describe_varied_settings(run: _Run, configurations: Sequence[Configuration]
 def _find_other_numbers_of_trials(plan: Plan, matches: Sequence[_Match]) -> list[Departure]:
     """Return the methods of which another number of configurations was tried than planned.
 
-    For a search, return whether another number of trials was run than planned.
+    For a search, return one departure if the number of its trials is not the planned one.
     """
     if plan.num_trials is not None:
         seeds = {seed for configuration in plan.configurations for seed in configuration.seeds}
-        trials = [m.run for m in matches if m.configuration is not None and m.run.is_trial and m.run.seed in seeds]
+        trials = [
+            match.run
+            for match in matches
+            if match.configuration is not None and match.run.is_trial and match.run.seed in seeds
+        ]
         if len(trials) == plan.num_trials:
             return []
         planned, actual = _format_count(plan.num_trials, "trial"), _format_count(len(trials), "trial")
         return [Departure("number of trials", ALL_RUNS, planned, actual)]
     departures = []
     for group, configurations in _group_configurations(plan).items():
-        tried = {_get_settings_key(match.run) for match in matches if match.group == group and match.run.is_trial}
+        tried_settings = {
+            _get_settings_key(match.run) for match in matches if match.group == group and match.run.is_trial
+        }
         # A method without a run is listed as missing.
-        if tried and len(tried) != len(configurations):
+        if tried_settings and len(tried_settings) != len(configurations):
             planned = _format_count(len(configurations), "configuration")
-            actual = _format_count(len(tried), "configuration")
+            actual = _format_count(len(tried_settings), "configuration")
             departures.append(Departure("number of trials", _format_group(group), planned, actual))
     return departures
 
@@ -446,7 +489,10 @@ def _find_unequal_seeds(plan: Plan, matches: Sequence[_Match]) -> list[Departure
     for task, model in dict.fromkeys(group[:2] for group in configurations_by_group):
         groups = [group for group in configurations_by_group if group[:2] == (task, model)]
         planned_seeds = {
-            group: {*plan.seeds_of_best, *(seed for each in configurations_by_group[group] for seed in each.seeds)}
+            group: {
+                *plan.seeds_of_best,
+                *(seed for configuration in configurations_by_group[group] for seed in configuration.seeds),
+            }
             for group in groups
         }
         actual_seeds = {
@@ -456,7 +502,9 @@ def _find_unequal_seeds(plan: Plan, matches: Sequence[_Match]) -> list[Departure
         is_equal_in_plan = len(set(map(frozenset, planned_seeds.values()))) == 1
         if is_equal_in_plan and len(set(map(frozenset, actual_seeds.values()))) > 1:
             planned = f"{_format_seeds(planned_seeds[groups[0]])} of each method"
-            actual = "; ".join(f"{group[2]}: {_join(seeds) or 'none'}" for group, seeds in actual_seeds.items())
+            actual = "; ".join(
+                f"{group[2]}: {_join_with_commas(seeds) or 'none'}" for group, seeds in actual_seeds.items()
+            )
             departures.append(Departure("unequal seeds", f"{task}, {model}", planned, actual))
     return departures
 
@@ -466,14 +514,15 @@ def _find_runs_without_result(plan: Plan, matches: Sequence[_Match]) -> list[Dep
 
     Pruned runs are left out if the plan has a pruner.
     """
+    # Names of runs by the fields `kind`, `where` and `actual` of their departure.
     names_by_departure: dict[tuple[str, str, str], list[str]] = {}
     for match in matches:
         run = match.run
         if run.status == "pruned" and plan.can_prune:
             continue
         if run.status != "finished":
-            kind, actual = f"{run.status} run", str(run.values.get("error") or run.status)
-        elif run.values.get("collapsed") is True:
+            kind, actual = f"{run.status} run", str(run.row.get("error") or run.status)
+        elif run.row.get("collapsed") is True:
             kind, actual = "collapsed run", "all predictions are equal"
         else:
             continue
@@ -493,12 +542,12 @@ def _find_other_code(plan: Plan, runs: Sequence[_Run]) -> list[Departure]:
         # An unfinished run has no record yet.
         if run.status == "unfinished":
             continue
-        version = str(run.values.get("istar_version") or "not recorded")
+        version = str(run.row.get("istar_version") or "not recorded")
         if version != plan.istar_version:
             names_by_version.setdefault(version, []).append(run.name)
-        code = _describe_code(run.values.get("code_commit"), run.values.get("code_modified"))
+        code = _describe_code(run.row.get("code_commit"), run.row.get("code_modified"))
         # Two states of the same commit with uncommitted changes may differ.
-        if code != planned_code or run.values.get("code_modified") is True:
+        if code != planned_code or run.row.get("code_modified") is True:
             names_by_code.setdefault(code, []).append(run.name)
     other_versions = [
         Departure("other version of istar", ALL_RUNS, plan.istar_version, version, tuple(names))
@@ -521,7 +570,7 @@ def _find_early_runs(plan: Plan, runs: Sequence[_Run]) -> list[Departure]:
     """Return the runs that began before the plan was written, and those that do not say when they began."""
     early_runs, undated_runs = [], []
     for run in runs:
-        started_at = run.values.get("began")
+        started_at = run.row.get("began")
         try:
             if datetime.fromisoformat(str(started_at)) < plan.written_at:
                 early_runs.append(run)
@@ -531,7 +580,7 @@ def _find_early_runs(plan: Plan, runs: Sequence[_Run]) -> list[Departure]:
     planned = f"after {plan.written_at.isoformat(timespec='seconds')}"
     departures = []
     if early_runs:
-        first_start = min(str(run.values["began"]) for run in early_runs)
+        first_start = min(str(run.row["began"]) for run in early_runs)
         names = tuple(run.name for run in early_runs)
         departures.append(Departure("run before the plan", ALL_RUNS, planned, f"the first at {first_start}", names))
     if undated_runs:
@@ -569,9 +618,9 @@ def _format_count(count: int, noun: str) -> str:
 def _format_seeds(seeds: Iterable[int]) -> str:
     """Return the seeds in ascending order, e.g. `seed 3` or `seeds 1, 2`."""
     sorted_seeds = sorted(set(seeds))
-    return f"seed{'s' * (len(sorted_seeds) != 1)} {_join(sorted_seeds)}"
+    return f"seed{'s' * (len(sorted_seeds) != 1)} {_join_with_commas(sorted_seeds)}"
 
 
-def _join(values: Iterable[Any]) -> str:
+def _join_with_commas(values: Iterable[Any]) -> str:
     """Return the values separated by commas."""
     return ", ".join(map(str, values))

@@ -98,11 +98,11 @@ def flatten_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     The result has neither the seed, nor the names of the task and the model, nor settings that are None. `config` is
     plain data with the keys of the command line.
     """
-    groups = {group: values for group, values in config.items() if isinstance(values, Mapping)}
+    groups = {group: group_settings for group, group_settings in config.items() if isinstance(group_settings, Mapping)}
     return {
         f"{group}.{key}": value
-        for group, values in identity_values(Config, groups).items()
-        for key, value in values.items()
+        for group, group_settings in identity_values(Config, groups).items()
+        for key, value in group_settings.items()
         if value is not None and f"{group}.{key}" != "task.name"
     }
 
@@ -148,10 +148,10 @@ def build_test_fields(
 def compute_digest(contents: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a plan's contents, without the field `hash`, as 64 hexadecimal digits.
 
-    It does not depend on the layout of the file, the order of its fields and its comments.
+    The hash does not depend on the layout of the file, the order of its fields, or its comments.
     """
-    values = {key: value for key, value in contents.items() if key != "hash"}
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+    hashed_fields = {key: value for key, value in contents.items() if key != "hash"}
+    return hashlib.sha256(json.dumps(hashed_fields, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def check_plan_folder(folder: Path, force: bool) -> None:
@@ -174,26 +174,26 @@ def write(contents: Mapping[str, Any], folder: Path, force: bool = False) -> Pat
     """Write `plan.yaml` and `plan.md` into a folder, and return the path of the former.
 
     With `force`, an earlier plan is renamed to `plan.old-1.yaml`, or the next number that is free, and the new plan
-    names its hash.
+    records the hash of the earlier one.
 
     Raises:
         UserError: if there is a plan and `force` is False, if `folder` is a file, or if the files cannot be written.
     """
     check_plan_folder(folder, force)
     try:
-        values = {**contents, "replaces": _read_replaced_hashes(folder)}
-        values["hash"] = compute_digest(values)
+        fields = {**contents, "replaces": _read_replaced_hashes(folder)}
+        fields["hash"] = compute_digest(fields)
         _rename_existing_plan(folder)
-        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
-        write_text(folder / PLAN, text)
-        write_text(folder / TEXT, format_as_markdown(values))
+        yaml_text = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
+        write_text(folder / PLAN, yaml_text)
+        write_text(folder / TEXT, format_as_markdown(fields))
     except OSError as error:
         raise UserError(f"--out {folder} cannot be written: {shorten(error)}") from error
     return folder / PLAN
 
 
 def _read_replaced_hashes(folder: Path) -> list[str]:
-    """Return the hash of the plan in a folder, after those of the plans that it has replaced.
+    """Return the hashes of the plans that the plan in a folder has replaced, followed by its own hash.
 
     The list is empty if the folder has no plan that can be read.
     """
@@ -220,44 +220,44 @@ def read(path: Path) -> Plan:
     Raises:
         UserError: if there is no such file, if it is no plan, or if it was edited such that it lacks a field.
     """
-    values = _load_fields(path)
+    fields = _load_fields(path)
     try:
         return Plan(
-            written_at=_parse_time(values["written"]),
-            istar_version=str(values["istar_version"]),
-            code_commit=values["code_commit"],
-            code_modified=values["code_modified"],
-            settings=dict(values["settings"]),
-            configurations=tuple(map(_parse_configuration, values["configurations"])),
-            num_trials=values["sweep"]["trials"],
-            seeds_of_best=tuple(values["sweep"]["seeds_of_best"]),
-            can_prune=values["sweep"]["pruner"] not in (None, "none"),
-            is_edited=values.get("hash") != compute_digest(values),
-            replaced_hashes=tuple(values["replaces"]),
+            written_at=_parse_time(fields["written"]),
+            istar_version=str(fields["istar_version"]),
+            code_commit=fields["code_commit"],
+            code_modified=fields["code_modified"],
+            settings=dict(fields["settings"]),
+            configurations=tuple(map(_parse_configuration, fields["configurations"])),
+            num_trials=fields["sweep"]["trials"],
+            seeds_of_best=tuple(fields["sweep"]["seeds_of_best"]),
+            can_prune=fields["sweep"]["pruner"] not in (None, "none"),
+            is_edited=fields.get("hash") != compute_digest(fields),
+            replaced_hashes=tuple(fields["replaces"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path} was edited such that it is no plan any more: {shorten(repr(error))}") from error
 
 
 def _load_fields(path: Path) -> dict[str, Any]:
-    """Return the fields of a plan's file.
+    """Return the fields of a plan as a dictionary, from its file.
 
     Raises:
         UserError: if there is no such file, or if it is no plan of this version's format.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{path}: there is no such plan; istar plan writes one") from error
     except IsADirectoryError as error:
         raise UserError(f"{path} is a folder; name the file {PLAN} in it") from error
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path} cannot be read as a plan: {shorten(error)}") from error
-    if not isinstance(values, dict) or values.get("kind") != KIND:
+    if not isinstance(fields, dict) or fields.get("kind") != KIND:
         raise UserError(f"{path} is no plan; expected the {PLAN} that istar plan writes")
-    if values.get("format") != FORMAT:
-        raise UserError(f"{path} has format {values.get('format')}; this version of istar reads {FORMAT}")
-    return values
+    if fields.get("format") != FORMAT:
+        raise UserError(f"{path} has format {fields.get('format')}; this version of istar reads {FORMAT}")
+    return fields
 
 
 def _parse_time(text: Any) -> datetime:
@@ -272,18 +272,18 @@ def _parse_time(text: Any) -> datetime:
     return time
 
 
-def _parse_configuration(values: Mapping[str, Any]) -> Configuration:
+def _parse_configuration(fields: Mapping[str, Any]) -> Configuration:
     """Return a planned configuration from its fields in the file."""
     return Configuration(
-        task=values["task"],
-        model=values["model"],
-        method=values["method"],
-        grid=str(values.get("grid") or ""),
-        settings=dict(values["settings"]),
-        ranges=dict(values.get("ranges") or {}),
-        seeds=tuple(values["seeds"]),
-        run_names=tuple(values["names"]),
-        data_fingerprint=values["data"],
+        task=fields["task"],
+        model=fields["model"],
+        method=fields["method"],
+        grid=str(fields.get("grid") or ""),
+        settings=dict(fields["settings"]),
+        ranges=dict(fields.get("ranges") or {}),
+        seeds=tuple(fields["seeds"]),
+        run_names=tuple(fields["names"]),
+        data_fingerprint=fields["data"],
     )
 
 
@@ -321,9 +321,13 @@ def _format_methods(methods: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a Markdown list of the methods with their settings, as lines."""
     lines = []
     for method in methods:
-        count = method["configurations"]
-        configurations = f"{count} configuration{'s' * (count != 1)}" if count else "chosen by a search"
-        lines.append(f"- **{method['method']}**, {configurations}")
+        num_configurations = method["configurations"]
+        configurations_text = (
+            f"{num_configurations} configuration{'s' * (num_configurations != 1)}"
+            if num_configurations
+            else "chosen by a search"
+        )
+        lines.append(f"- **{method['method']}**, {configurations_text}")
         if method["settings"]:
             lines.append(f"    - fixed: {_format_settings(method['settings'])}")
         for key, values in method["grid"].items():
@@ -337,7 +341,7 @@ def _format_settings(settings: Mapping[str, Any]) -> str:
 
 
 def describe_value(value: Any) -> str:
-    """Return the value of a setting in words; a missing one is `not set`.
+    """Return the value of a setting as text; None is `not set`.
 
     >>> describe_value(3.0), describe_value(1e-05), describe_value(True), describe_value(None)
     ('3', '1e-05', 'true', 'not set')
@@ -350,7 +354,7 @@ def describe_value(value: Any) -> str:
 
 
 def describe_values(values: Any) -> str:
-    """Return a list of values, or an interval with the ends `low` and `high`, in words.
+    """Return a list of values, or an interval with the ends `low` and `high`, as text.
 
     >>> describe_values([1, 2]), describe_values({"low": -5.0, "high": 5.0})
     ('1, 2', '-5 to 5')

@@ -43,7 +43,7 @@ class RankedMethods:
 
     @property
     def indistinguishable_ranges(self) -> list[tuple[float, float]]:
-        """Largest ranges of average ranks within which no two methods differ.
+        """Ranges of average ranks within which no two methods differ, each as large as possible, from low to high.
 
         Two methods differ if Friedman's test rejects and their ranks differ by the critical difference or more.
         """
@@ -51,11 +51,11 @@ class RankedMethods:
         if self.friedman_p >= ALPHA:
             return [(ranks[0], ranks[-1])]
         ranges: list[tuple[float, float]] = []
-        for index, low in enumerate(ranks):
-            members = [rank for rank in ranks[index:] if rank - low < self.critical_difference]
-            is_new = not ranges or members[-1] > ranges[-1][1]
-            if len(members) > 1 and is_new:
-                ranges.append((low, members[-1]))
+        for index, lowest_rank in enumerate(ranks):
+            ranks_in_range = [rank for rank in ranks[index:] if rank - lowest_rank < self.critical_difference]
+            is_new = not ranges or ranks_in_range[-1] > ranges[-1][1]
+            if len(ranks_in_range) > 1 and is_new:
+                ranges.append((lowest_rank, ranks_in_range[-1]))
         return ranges
 
     def summarize(self) -> str:
@@ -92,7 +92,9 @@ def rank_methods(compared_methods: ComparedMethods) -> list[RankedMethods]:
     """
     models = dict.fromkeys(method.model for method in compared_methods.methods)
     return [
-        _rank_methods_of_model(model, [each for each in compared_methods.comparisons if each.method.model == model])
+        _rank_methods_of_model(
+            model, [comparison for comparison in compared_methods.comparisons if comparison.method.model == model]
+        )
         for model in models
     ]
 
@@ -102,7 +104,9 @@ def _rank_methods_of_model(model: str, comparisons: list[MethodComparison]) -> R
 
     `comparisons` are those of the model's methods with Base.
     """
-    base_by_task = {each.method.task: each.base for each in comparisons if each.base is not None}
+    base_by_task = {
+        comparison.method.task: comparison.base for comparison in comparisons if comparison.base is not None
+    }
     tasks = tuple(base_by_task)
     if len(tasks) < MIN_TASKS:
         num_tasks = f"{len(tasks)} task{'s' * (len(tasks) != 1)}"
@@ -112,55 +116,67 @@ def _rank_methods_of_model(model: str, comparisons: list[MethodComparison]) -> R
             reason=f"methods are compared over tasks from {MIN_TASKS} tasks on; Base and another method have finished "
             f"on {num_tasks}.",
         )
-    by_method_and_task: dict[str, dict[str, MethodComparison]] = {}
+    comparisons_by_method: dict[str, dict[str, MethodComparison]] = {}
     for comparison in comparisons:
-        by_method_and_task.setdefault(comparison.method.name, {})[comparison.method.task] = comparison
-    complete = {name: by_task for name, by_task in by_method_and_task.items() if _is_complete(by_task, tasks)}
-    unranked = tuple(name for name in by_method_and_task if name not in complete)
-    if not complete:
+        comparisons_by_method.setdefault(comparison.method.name, {})[comparison.method.task] = comparison
+    complete_methods = {
+        name: comparison_by_task
+        for name, comparison_by_task in comparisons_by_method.items()
+        if _is_complete(comparison_by_task, tasks)
+    }
+    unranked_methods = tuple(name for name in comparisons_by_method if name not in complete_methods)
+    if not complete_methods:
         return RankedMethods(
-            model, tasks, unranked_methods=unranked, reason="no method has finished with the seeds and the budget of "
-            f"Base on all of its {len(tasks)} tasks."
-        )  # fmt: skip
-    merits = [[_mean_merit(base) for base in base_by_task.values()]]
-    merits += [[_mean_merit(by_task[task].method) for task in tasks] for by_task in complete.values()]
+            model,
+            tasks,
+            unranked_methods=unranked_methods,
+            reason=f"no method has finished with the seeds and the budget of Base on all of its {len(tasks)} tasks.",
+        )
+    merits_by_method = [[_compute_mean_merit(base) for base in base_by_task.values()]]
+    merits_by_method += [
+        [_compute_mean_merit(comparison_by_task[task].method) for task in tasks]
+        for comparison_by_task in complete_methods.values()
+    ]
     try:
-        test = over_tasks.friedman(np.array(merits).T)
+        test_result = over_tasks.friedman(np.array(merits_by_method).T)
     except UserError:
         reason = "all methods have equal scores on every task."
-        return RankedMethods(model, tasks, unranked_methods=unranked, reason=reason)
+        return RankedMethods(model, tasks, unranked_methods=unranked_methods, reason=reason)
     base_name = next(iter(base_by_task.values())).name
-    average_ranks = dict(zip([base_name, *complete], test.average_ranks.tolist(), strict=True))
+    rank_by_method = dict(zip([base_name, *complete_methods], test_result.average_ranks.tolist(), strict=True))
+    ordered_methods = sorted(rank_by_method, key=lambda name: rank_by_method[name])
     return RankedMethods(
         model,
         tasks,
-        average_rank_by_method=dict(sorted(average_ranks.items(), key=lambda item: item[1])),
+        average_rank_by_method={name: rank_by_method[name] for name in ordered_methods},
         difference_by_method={
-            name: _average_difference([by_task[task] for task in tasks]) for name, by_task in complete.items()
+            name: _compute_average_difference([comparison_by_task[task] for task in tasks])
+            for name, comparison_by_task in complete_methods.items()
         },
-        friedman_p=test.f_p,
-        critical_difference=over_tasks.nemenyi_critical_difference(len(average_ranks), len(tasks), ALPHA),
-        unranked_methods=unranked,
+        friedman_p=test_result.f_p,
+        critical_difference=over_tasks.nemenyi_critical_difference(len(rank_by_method), len(tasks), ALPHA),
+        unranked_methods=unranked_methods,
     )
 
 
 def _is_complete(comparison_by_task: dict[str, MethodComparison], tasks: tuple[str, ...]) -> bool:
     """Return whether a method has the seeds and the budget of Base on all tasks."""
-    statistics = [comparison_by_task[task].statistics for task in tasks if task in comparison_by_task]
-    return len(statistics) == len(tasks) and all(
-        each.pairs > 0 and not each.unmatched and each.has_equal_budgets for each in statistics
+    task_statistics = [comparison_by_task[task].statistics for task in tasks if task in comparison_by_task]
+    return len(task_statistics) == len(tasks) and all(
+        statistics.pairs > 0 and not statistics.unmatched and statistics.has_equal_budgets
+        for statistics in task_statistics
     )
 
 
-def _mean_merit(method: Method) -> float:
+def _compute_mean_merit(method: Method) -> float:
     """Return the mean over seeds of the headline metric, as a number that is higher for better methods."""
     return merit(method.metric, float(np.mean(list(method.score_by_seed.values()))))
 
 
-def _average_difference(comparisons: list[MethodComparison]) -> AverageDifference:
+def _compute_average_difference(comparisons: list[MethodComparison]) -> AverageDifference:
     """Return the difference of a method from Base, averaged over the comparisons of its tasks.
 
-    It is empty for losses and perplexities, which have no common unit over tasks.
+    The result has neither a mean nor an interval for losses and perplexities, which have no common unit over tasks.
     """
     if any(is_lower_better(comparison.method.metric) for comparison in comparisons):
         return AverageDifference()
@@ -169,6 +185,7 @@ def _average_difference(comparisons: list[MethodComparison]) -> AverageDifferenc
     try:
         return AverageDifference(mean, over_tasks.t_interval_over_tasks(differences_by_task))
     except UserError:
+        # All tasks have equal differences, so that there is no interval.
         return AverageDifference(mean)
 
 
@@ -179,17 +196,17 @@ def build_rank_sheet(ranked: list[RankedMethods]) -> Sheet:
     """
     rows = [
         {
-            "model": each.model,
+            "model": methods.model,
             "method": name,
-            "tasks": len(each.tasks),
+            "tasks": len(methods.tasks),
             "average_rank": rank,
-            "minus_base": each.difference_by_method[name].mean if name in each.difference_by_method else None,
-            **dict(zip(("low", "high"), _get_interval(each, name), strict=True)),
-            "friedman_p": each.friedman_p,
-            "critical_difference": each.critical_difference,
+            "minus_base": methods.difference_by_method[name].mean if name in methods.difference_by_method else None,
+            **dict(zip(("low", "high"), _get_interval(methods, name), strict=True)),
+            "friedman_p": methods.friedman_p,
+            "critical_difference": methods.critical_difference,
         }
-        for each in ranked
-        for name, rank in each.average_rank_by_method.items()
+        for methods in ranked
+        for name, rank in methods.average_rank_by_method.items()
     ]
     columns = ["model", "method", "tasks", "average_rank", "minus_base", "low", "high", "friedman_p",
                "critical_difference"]  # fmt: skip
@@ -206,12 +223,12 @@ def build_rank_sheet(ranked: list[RankedMethods]) -> Sheet:
         header=("method", "tasks", "average rank", "minus\nBase", "95% interval"),
         rows_by_group=rows_by_model,
         frame=pd.DataFrame(rows, columns=columns),
-        notes=tuple(each.summarize() for each in ranked),
+        notes=tuple(methods.summarize() for methods in ranked),
     )
 
 
 def _get_interval(ranked: RankedMethods, method: str) -> tuple[float | None, float | None]:
-    """Return the ends of the interval of a method's difference from Base, or two times None if there is none."""
+    """Return the ends of the interval of a method's difference from Base; both are None if there is none."""
     difference = ranked.difference_by_method.get(method)
     return difference.interval if difference and difference.interval else (None, None)
 
@@ -232,19 +249,19 @@ def build_rank_plot(ranked: list[RankedMethods]) -> Plot:
     """Return the critical-difference diagrams, one for each model whose methods are ranked."""
     panels = tuple(
         Panel(
-            each.model,
+            methods.model,
             task="",
             lines=tuple(
-                Line(name, x=(rank,), y=(float(row),))
-                for row, (name, rank) in enumerate(each.average_rank_by_method.items(), 1)
+                Line(name, x=(rank,), y=(float(row_number),))
+                for row_number, (name, rank) in enumerate(methods.average_rank_by_method.items(), 1)
             ),
             fixed_settings="",
             y_label="",
-            joined_ranges=tuple(each.indistinguishable_ranges),
-            scale_bar=(each.critical_difference, "critical difference"),
+            joined_ranges=tuple(methods.indistinguishable_ranges),
+            scale_bar=(methods.critical_difference, "critical difference"),
         )
-        for each in ranked
-        if not each.reason
+        for methods in ranked
+        if not methods.reason
     )
     return Plot(
         name="ranks",

@@ -46,7 +46,7 @@ _MAX_ROWS = 300  # rows that the page shows of an ungrouped table; the files hav
 
 @dataclass(frozen=True)
 class WrittenReport:
-    """A report that was written: its page and some counts."""
+    """A report that was written: the path of its page, and its numbers of runs and of rows of missing runs."""
 
     page_path: Path
     num_runs: int
@@ -58,7 +58,7 @@ def write_report(root: Path, out: Path, console: Console | None = None, plan_pat
 
     Args:
         root: folder that holds the runs, as `run.root` names it.
-        out: a new or empty folder, or an earlier report, which is replaced; after an error, it is as it was.
+        out: a new or empty folder, or an earlier report, which is replaced; after an error, the folder is unchanged.
         console: shows the progress if it is a terminal.
         plan_path: `plan.yaml` of `istar plan`; a section of the report names the departures from it.
 
@@ -68,47 +68,50 @@ def write_report(root: Path, out: Path, console: Console | None = None, plan_pat
     """
     folder.check_replaceable(out, KIND)
     plan = None if plan_path is None else plan_file.read(plan_path)
-    columns = TextColumn("{task.description}"), BarColumn()
+    progress_columns = TextColumn("{task.description}"), BarColumn()
     is_hidden = console is None or not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
-        task = progress.add_task("reading runs", total=None)
+    with Progress(*progress_columns, console=console, transient=True, disable=is_hidden) as progress:
+        progress_task = progress.add_task("reading runs", total=None)
         runs = _exclude_invalid(load_runs(root, keep_records=True), out)
         if runs.frame.empty:
             num_errors = len(runs.read_errors)
-            unreadable = f"; {num_errors} folder{'s' * (num_errors > 1)} could not be read as one" if num_errors else ""
-            raise UserError(f"{root} holds no runs{unreadable}; train.py leaves them below run.root")
-        progress.update(task, description="computing tables and figures", advance=1)
+            note = f"; {num_errors} folder{'s' * (num_errors > 1)} could not be read as one" if num_errors else ""
+            raise UserError(f"{root} holds no runs{note}; train.py leaves them below run.root")
+        progress.update(progress_task, description="computing tables and figures", advance=1)
         contents = _compute_contents(runs, root)
         if plan_path is not None and plan is not None:
             contents = _add_departures(contents, plan_path, plan)
-        # After the figures, there is one more step, the writing.
-        progress.update(task, total=2 + len(contents.plots))
+        # Besides the figures, there are two steps: the reading, which is done, and the writing.
+        progress.update(progress_task, total=2 + len(contents.plots))
         pictures_by_plot: dict[str, list[Picture]] = {}
         for plot in contents.plots:
-            progress.update(task, description=f"drawing {plot.name}", advance=1)
+            progress.update(progress_task, description=f"drawing {plot.name}", advance=1)
             pictures_by_plot[plot.name] = folder.render_pictures(plot)
-        progress.update(task, description="writing", advance=1)
+        progress.update(progress_task, description="writing", advance=1)
         folder.replace_folder(out, folder.page_files(_build_page(contents, pictures_by_plot), contents.sheets), KIND)
     return WrittenReport(out / folder.INDEX, len(runs.frame), len(contents.missing))
 
 
 def _exclude_invalid(runs: Runs, out: Path) -> Runs:
-    """Move runs with an invalid `result.json` to the read errors; drop the error about an earlier report in `out`."""
-    errors = {path: error for path, record in runs.records.items() if (error := cells.content_error(record))}
+    """Return the runs, without those whose `result.json` is invalid; these are moved to the read errors.
+
+    The read error of the folder `out` is dropped, because an earlier report there is not expected to be a run.
+    """
+    content_errors = {path: error for path, record in runs.records.items() if (error := cells.content_error(record))}
     read_errors = {path: error for path, error in runs.read_errors.items() if Path(path).resolve() != out.resolve()}
-    valid_runs = runs.frame[~runs.frame["folder"].isin(list(errors))].reset_index(drop=True)
-    return Runs(valid_runs, {**read_errors, **errors}, runs.records)
+    valid_runs = runs.frame[~runs.frame["folder"].isin(list(content_errors))].reset_index(drop=True)
+    return Runs(valid_runs, {**read_errors, **content_errors}, runs.records)
 
 
 @dataclass(frozen=True)
 class _ReportContents:
-    """Everything that the report shows, as numbers."""
+    """Everything that the report shows, before it is drawn and written as a page."""
 
     root: Path
     all_runs: pd.DataFrame
     num_unreadable: int  # number of folders that could not be read as a run
     cells: list[Cell]  # cells of Table 1
-    sheets: dict[str, Sheet]
+    sheets: dict[str, Sheet]  # tables by name
     plots: list[Plot]
     missing: list[MissingRuns]
     build_sweep_command: SweepCommandBuilder
@@ -135,7 +138,7 @@ def _compute_contents(runs: Runs, root: Path) -> _ReportContents:
     geometry_by_folder, geometry_errors = _read_geometries(all_runs)
     table1_cells = cells.select_cells(all_runs)
     compared_methods = method_comparisons.compare_methods(all_runs)
-    ranks = rank_figure.rank_methods(compared_methods)
+    ranked_methods = rank_figure.rank_methods(compared_methods)
     plots = [
         run_figures.build_minibatch_stability_plot(stability.compute_stability_scores()),
         run_figures.build_isotropy_performance_plot(all_runs, geometry_by_folder),
@@ -147,11 +150,12 @@ def _compute_contents(runs: Runs, root: Path) -> _ReportContents:
         *run_figures.build_learning_curve_plots(table1_cells, records),
         *training_figures.build_training_plots(all_runs),
         method_figure.build_all_methods_plot(compared_methods),
-        rank_figure.build_rank_plot(ranks),
+        rank_figure.build_rank_plot(ranked_methods),
     ]
     build_sweep_command = missing_runs.make_sweep_command_builder(all_runs, records, str(root))
     missing = missing_runs.find_missing_table1_runs(table1_cells, all_runs, records, build_sweep_command, str(root))
     missing += missing_runs.find_missing_table2_runs(table1_cells, all_runs, build_sweep_command)
+    # Any usable run of a model says how many layers the model has.
     folder_by_model = all_runs[all_runs["usable"]].drop_duplicates("model").set_index("model")["folder"]
     num_layers_by_model = {
         str(model): run_figures.count_layers(records[path]) for model, path in folder_by_model.items()
@@ -168,12 +172,12 @@ def _compute_contents(runs: Runs, root: Path) -> _ReportContents:
         method_table.build_conclusions_sheet(compared_methods),
         method_table.build_methods_sheet(compared_methods),
         class_table.build_class_isotropy_sheet(all_runs, records),
-        rank_figure.build_rank_sheet(ranks),
+        rank_figure.build_rank_sheet(ranked_methods),
         paper_tables.build_cost_sheet(all_runs, shrinkage_seconds),
         missing_runs.build_missing_runs_sheet(missing),
         paper_tables.build_excluded_runs_sheet(all_runs, {**runs.read_errors, **geometry_errors}, str(root)),
     )
-    statistics = [comparison.statistics for comparison in compared_methods.comparisons]
+    comparison_statistics = [comparison.statistics for comparison in compared_methods.comparisons]
     return _ReportContents(
         root=root,
         all_runs=all_runs,
@@ -183,8 +187,8 @@ def _compute_contents(runs: Runs, root: Path) -> _ReportContents:
         plots=plots,
         missing=missing,
         build_sweep_command=build_sweep_command,
-        conclusions=conclusions.summary(statistics, method_comparisons.ALPHA),
-        ranks=ranks,
+        conclusions=conclusions.summary(comparison_statistics, method_comparisons.ALPHA),
+        ranks=ranked_methods,
     )
 
 
@@ -201,7 +205,7 @@ def _read_geometries(all_runs: pd.DataFrame) -> tuple[dict[str, Geometry], dict[
 
 
 def _build_page(contents: _ReportContents, pictures_by_plot: Mapping[str, list[Picture]]) -> Page:
-    """Put the page together from its tables and pictures."""
+    """Return the page of the report: its head, the counts of runs, and all sections in order."""
     counts = {"runs": len(contents.all_runs), **contents.all_runs["status"].value_counts()}
     counts |= {"collapsed": contents.all_runs["collapsed"].eq(True).sum(), "folders not read": contents.num_unreadable}
     summary = [(str(count), str(label)) for label, count in counts.items() if count]
@@ -209,8 +213,8 @@ def _build_page(contents: _ReportContents, pictures_by_plot: Mapping[str, list[P
     head = "Runs below", str(contents.root), f"read by istar {version('istar')}"
     command = f"istar report {shlex.quote(str(contents.root))} --out report"
     command += "" if contents.plan_path is None else f" --plan {shlex.quote(str(contents.plan_path))}"
-    plots = {plot.name: plot for plot in contents.plots}
-    rank_plot, methods_plot = plots.pop("ranks"), plots.pop("all_methods")
+    plot_by_name = {plot.name: plot for plot in contents.plots}
+    rank_plot, methods_plot = plot_by_name.pop("ranks"), plot_by_name.pop("all_methods")
     sections = [
         replace(_build_table_section(contents, "conclusions"), paragraphs=[contents.conclusions]),
         Section("reading", "How to read this", _READING_GUIDE),
@@ -220,7 +224,7 @@ def _build_page(contents: _ReportContents, pictures_by_plot: Mapping[str, list[P
         _build_methods_section(contents, methods_plot, pictures_by_plot[methods_plot.name]),
         _build_table_section(contents, "class_isotropy"),
         _build_ranks_section(contents, rank_plot, pictures_by_plot[rank_plot.name]),
-        *(_build_plot_section(contents, plot, pictures_by_plot[plot.name]) for plot in plots.values()),
+        *(_build_plot_section(contents, plot, pictures_by_plot[plot.name]) for plot in plot_by_name.values()),
         _build_table_section(contents, "cost"),
         _build_missing_section(contents),
         _build_table_section(contents, "left_out"),
@@ -264,16 +268,18 @@ _TEXT_OF_EMPTY_TABLE = {
 
 
 def _build_table_section(contents: _ReportContents, name: str, sweep: str = "") -> Section:
-    """Return the section of a table, with the commands of a sweep for each model and task if one is given."""
+    """Return the section of a table; if a sweep is named, with the command that starts it for each model and task."""
     sheet = contents.sheets[name]
-    empty = "" if sheet.rows else _TEXT_OF_EMPTY_TABLE.get(name, "Nothing to show yet.")
+    empty_note = "" if sheet.rows else _TEXT_OF_EMPTY_TABLE.get(name, "Nothing to show yet.")
     commands = _build_sweep_commands(contents, sweep, [(cell.model, cell.task) for cell in contents.cells])
     is_wide = name in ("table1", "conclusions", "methods", "missing")
-    return Section(name, sheet.title, sheet=_truncate(sheet), empty_note=empty, commands=commands, is_wide=is_wide)
+    return Section(
+        name, sheet.title, sheet=_truncate_sheet(sheet), empty_note=empty_note, commands=commands, is_wide=is_wide
+    )
 
 
 def _build_methods_section(contents: _ReportContents, plot: Plot, pictures: list[Picture]) -> Section:
-    """Return the section with the table of all methods and, if there are several on a task, their figure."""
+    """Return the section with the table of all methods and, if the figure of all methods was drawn, this figure."""
     section = _build_table_section(contents, "methods")
     return replace(section, paragraphs=[plot.caption], pictures=pictures) if pictures else section
 
@@ -287,8 +293,8 @@ def _build_ranks_section(contents: _ReportContents, plot: Plot, pictures: list[P
     return Section("over_tasks", sheet.title, [*sentences, plot.caption], sheet=sheet, pictures=pictures)
 
 
-def _truncate(sheet: Sheet) -> Sheet:
-    """Return a table without groups cut after `_MAX_ROWS` rows, with a note on the number of rows left out."""
+def _truncate_sheet(sheet: Sheet) -> Sheet:
+    """Return the first `_MAX_ROWS` rows of an ungrouped table, with a note on the rest; other tables as they are."""
     num_excess_rows = len(sheet.rows) - _MAX_ROWS
     if num_excess_rows <= 0 or any(sheet.rows_by_group):
         return sheet
@@ -299,12 +305,13 @@ def _truncate(sheet: Sheet) -> Sheet:
 def _build_plot_section(contents: _ReportContents, plot: Plot, pictures: list[Picture]) -> Section:
     """Return the section of a figure, with the commands that start its runs."""
     artefact = missing_runs.get_artefact_name(plot)
-    empty = "" if pictures else f"No run for {artefact} yet; the section “What is missing” lists its runs."
+    empty_note = "" if pictures else f"No run for {artefact} yet; the section “What is missing” lists its runs."
     models_and_tasks = [(panel.model, panel.task) for panel in plot.panels]
     models_and_tasks += [(runs.model, runs.task) for runs in contents.missing if runs.artefact == artefact]
+    # Learning curves show the runs of Table 1.
     sweep = "table1" if plot.name.startswith("curves") else plot.sweep
     commands = _build_sweep_commands(contents, sweep, models_and_tasks)
-    return Section(plot.name, plot.title, [plot.caption], pictures=pictures, empty_note=empty, commands=commands)
+    return Section(plot.name, plot.title, [plot.caption], pictures=pictures, empty_note=empty_note, commands=commands)
 
 
 def _build_sweep_commands(contents: _ReportContents, sweep: str, models_and_tasks: list[tuple[str, str]]) -> list[str]:
@@ -316,13 +323,13 @@ def _build_sweep_commands(contents: _ReportContents, sweep: str, models_and_task
 
 def _build_departures_section(contents: _ReportContents) -> Section:
     """Return the section that compares the runs with their plan."""
-    sheet = _truncate(contents.sheets["departures"])
+    sheet = _truncate_sheet(contents.sheets["departures"])
     return Section(sheet.name, sheet.title, [contents.departures], sheet=sheet, is_wide=True)
 
 
 def _build_missing_section(contents: _ReportContents) -> Section:
     """Return the section that lists missing runs, with the commands that start them."""
-    text = [
+    paragraphs = [
         "The report expects five seeds of each method for each of the models and tasks found here, and for each figure "
         "the values that the paper varies. A command does not repeat runs that have finished with the same settings. "
         "It uses the sweep's settings, which may differ from those of the existing runs."
@@ -330,6 +337,6 @@ def _build_missing_section(contents: _ReportContents) -> Section:
     commands = []
     if (description := missing_runs.describe_missing_paper_pairs(contents.all_runs)) is not None:
         sentence, command = description
-        text.append(sentence)
+        paragraphs.append(sentence)
         commands.append(command)
-    return replace(_build_table_section(contents, "missing"), paragraphs=text, commands=commands)
+    return replace(_build_table_section(contents, "missing"), paragraphs=paragraphs, commands=commands)

@@ -39,6 +39,7 @@ _TINY_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """Values that model=tiny sets instead, as in conf/model/tiny.yaml."""
 _REG_DEFAULTS = {name: _get_defaults(penalty, "name") for name, penalty in PENALTIES.items()}
+"""Default values of the settings of each penalty, by the name of the penalty."""
 
 
 def build_sweep_command(sweep: str, task: str, model_override: str, *overrides: str) -> str:
@@ -96,12 +97,12 @@ def build_root_override(root: str) -> list[str]:
     return [] if root == "runs" else [shlex.quote(f"run.root={root}")]
 
 
-def _build_changed_overrides(group: str, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """Return overrides for the keys of a config group whose values differ from the defaults."""
+def _build_changed_overrides(group: str, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+    """Return an override `group.key=value` for each setting of a config group that differs from its default."""
     return [
-        shlex.quote(f"{group}.{key}={_format_hydra_value(values[key])}")
+        shlex.quote(f"{group}.{key}={_format_hydra_value(settings[key])}")
         for key, default in defaults.items()
-        if key in values and values[key] != default
+        if key in settings and settings[key] != default
     ]
 
 

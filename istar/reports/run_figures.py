@@ -75,12 +75,14 @@ def build_isotropy_performance_plot(all_runs: pd.DataFrame, geometry_by_folder: 
 
     The isotropy is IsoScore* with the paper's zeta if all runs of the figure have it, and IsoScore otherwise.
     """
-    isoscores = dict(zip(all_runs["folder"], all_runs["isoscore_after"].astype(float), strict=True))
-    plot = _build_uncaptioned_isotropy_performance_plot(all_runs, isoscores)
+    isoscore_by_folder = dict(zip(all_runs["folder"], all_runs["isoscore_after"].astype(float), strict=True))
+    plot = _build_uncaptioned_isotropy_performance_plot(all_runs, isoscore_by_folder)
     star_by_folder = _collect_isoscore_stars(geometry_by_folder)
     if _all_runs_have_isoscore_star(plot, star_by_folder):
-        union_stars = {folder: star.union for folder, star in star_by_folder.items()}
-        plot = replace(_build_uncaptioned_isotropy_performance_plot(all_runs, union_stars), x_label="IsoScore*")
+        union_star_by_folder = {folder: star.union for folder, star in star_by_folder.items()}
+        plot = replace(
+            _build_uncaptioned_isotropy_performance_plot(all_runs, union_star_by_folder), x_label="IsoScore*"
+        )
     caption = (
         f"{_describe_isotropy_measure(plot, star_by_folder)} Isotropy of layers 1 to L on the validation set against "
         "the headline metric on the same set, at the epoch with the best headline metric: a point per λ of I-STAR, "
@@ -102,8 +104,8 @@ def _build_uncaptioned_isotropy_performance_plot(
         selected = _select_runs_to_plot(istar_runs, "lambda", all_runs)
         runs_by_lambda = _group_by_lambda_with_base(runs, selected)
         lines = [
-            build_mean_point(_format_lambda(value), group, isotropy_by_folder)
-            for value, group in runs_by_lambda.items()
+            build_mean_point(_format_lambda(lambda_), lambda_runs, isotropy_by_folder)
+            for lambda_, lambda_runs in runs_by_lambda.items()
         ]
         return _build_panel(lines, selected, istar_runs, "lambda", runs_by_lambda, all_runs)
 
@@ -122,7 +124,7 @@ def _build_uncaptioned_isotropy_performance_plot(
 def build_mean_activation_plot(all_runs: pd.DataFrame, geometry_by_folder: Mapping[str, Geometry]) -> Plot:
     """Return the paper's Figure 4: mean activation of each dimension of the last layer, for Base and CosReg.
 
-    It shows the runs that have a geometry.
+    It shows the runs that have an entry in `geometry_by_folder`.
     """
     empty_plot = Plot(
         name="figure4",
@@ -135,16 +137,16 @@ def build_mean_activation_plot(all_runs: pd.DataFrame, geometry_by_folder: Mappi
         task="qnli",
         values=(-1, 1),
     )
-    activations = {folder: geometry.mean_activation for folder, geometry in geometry_by_folder.items()}
+    activations_by_folder = {folder: geometry.mean_activation for folder, geometry in geometry_by_folder.items()}
     return _add_panels_by_lambda(
-        empty_plot, all_runs, activations, family="cosreg", layers="last", y_label="mean activation"
+        empty_plot, all_runs, activations_by_folder, family="cosreg", layers="last", y_label="mean activation"
     )
 
 
 def build_intrinsic_dimension_plot(all_runs: pd.DataFrame, geometry_by_folder: Mapping[str, Geometry]) -> Plot:
     """Return the paper's Figure 5: TwoNN intrinsic dimension by layer, for Base and I-STAR.
 
-    It shows the runs that have a geometry.
+    It shows the runs that have an entry in `geometry_by_folder`.
     """
     empty_plot = Plot(
         name="figure5",
@@ -157,9 +159,9 @@ def build_intrinsic_dimension_plot(all_runs: pd.DataFrame, geometry_by_folder: M
         task="sst2",
         values=(-5, -3, 3, 5),
     )
-    dimensions = {folder: geometry.two_nn for folder, geometry in geometry_by_folder.items()}
+    dimensions_by_folder = {folder: geometry.two_nn for folder, geometry in geometry_by_folder.items()}
     return _add_panels_by_lambda(
-        empty_plot, all_runs, dimensions, family="istar", layers="all", y_label="TwoNN dimension"
+        empty_plot, all_runs, dimensions_by_folder, family="istar", layers="all", y_label="TwoNN dimension"
     )
 
 
@@ -180,16 +182,22 @@ def build_layer_isotropy_plot(
         task="qnli",
         values=(-1, 1),
     )
-    isoscores = {folder: _isoscore_by_layer(records[folder]) for folder in all_runs[all_runs["usable"]]["folder"]}
-    plot = _add_panels_by_lambda(empty_plot, all_runs, isoscores, family="istar", layers="all", y_label="IsoScore")
+    isoscores_by_folder = {
+        folder: _get_isoscore_by_layer(records[folder]) for folder in all_runs[all_runs["usable"]]["folder"]
+    }
+    plot = _add_panels_by_lambda(
+        empty_plot, all_runs, isoscores_by_folder, family="istar", layers="all", y_label="IsoScore"
+    )
     star_by_folder = _collect_isoscore_stars(geometry_by_folder)
     if _all_runs_have_isoscore_star(plot, star_by_folder):
-        # Runs without IsoScore* are in no line, so that their values here do not matter.
-        stars = {
-            folder: star_by_folder[folder].layers if folder in star_by_folder else scores
-            for folder, scores in isoscores.items()
+        # Runs without IsoScore* are in no line of the plot, so that any value does for them.
+        isoscore_stars_by_folder = {
+            folder: star_by_folder[folder].layers if folder in star_by_folder else isoscores
+            for folder, isoscores in isoscores_by_folder.items()
         }
-        plot = _add_panels_by_lambda(empty_plot, all_runs, stars, family="istar", layers="all", y_label="IsoScore*")
+        plot = _add_panels_by_lambda(
+            empty_plot, all_runs, isoscore_stars_by_folder, family="istar", layers="all", y_label="IsoScore*"
+        )
     caption = (
         f"{_describe_isotropy_measure(plot, star_by_folder)} Isotropy of each layer on the validation set at the epoch "
         "with the best headline metric, mean over seeds: without a penalty, and with I-STAR."
@@ -220,16 +228,18 @@ def _get_run_folders(plot: Plot) -> set[str]:
 def _describe_isotropy_measure(plot: Plot, star_by_folder: Mapping[str, IsoScoreStar]) -> str:
     """Return the sentences of a caption that say whether a plot shows IsoScore* or IsoScore, and why.
 
-    The plot shows IsoScore* if all its runs have it.
+    The plot shows IsoScore* if all its runs have an IsoScore*, and IsoScore otherwise.
     """
     zeta, folders = paper.ISOSCORE_ZETA, _get_run_folders(plot)
     tokens = "all tokens of the validation set"
     if _all_runs_have_isoscore_star(plot, star_by_folder):
-        counts = sorted({star_by_folder[folder].num_points for folder in folders})
-        num_points = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
+        point_counts = sorted({star_by_folder[folder].num_points for folder in folders})
+        points_text = (
+            f"{point_counts[0]:,}" if len(point_counts) == 1 else f"{point_counts[0]:,} to {point_counts[-1]:,}"
+        )
         return (
             f"IsoScore* with the paper's ζ = {zeta:g} over {tokens}, in all {len(folders)} runs of this figure; Σ_S is "
-            f"the covariance of the union of layers 1 to L over {num_points} points of the training data, or of a "
+            f"the covariance of the union of layers 1 to L over {points_text} points of the training data, or of a "
             "layer's states over the same tokens."
         )
     sentence = (
@@ -238,12 +248,15 @@ def _describe_isotropy_measure(plot: Plot, star_by_folder: Mapping[str, IsoScore
     num_with_star = len(folders & star_by_folder.keys())
     if not num_with_star:
         return f"{sentence} No run of this figure has IsoScore*; run.isotropy_zeta={zeta:g} measures it."
-    names = sorted(Path(folder).name for folder in folders - star_by_folder.keys())
-    if len(names) > _MAX_NAMED_RUNS:
-        names = [*names[:_MAX_NAMED_RUNS], f"and {len(names) - _MAX_NAMED_RUNS} others"]
+    names_without_star = sorted(Path(folder).name for folder in folders - star_by_folder.keys())
+    if len(names_without_star) > _MAX_NAMED_RUNS:
+        names_without_star = [
+            *names_without_star[:_MAX_NAMED_RUNS],
+            f"and {len(names_without_star) - _MAX_NAMED_RUNS} others",
+        ]
     return (
         f"{sentence} Of the {len(folders)} runs of this figure, {num_with_star} have IsoScore* as well. It is shown if "
-        f"all have it, which run.isotropy_zeta={zeta:g} measures; without it: {', '.join(names)}."
+        f"all have it, which run.isotropy_zeta={zeta:g} measures; without it: {', '.join(names_without_star)}."
     )
 
 
@@ -309,7 +322,7 @@ def build_layer_ablation_plot(all_runs: pd.DataFrame, records: Mapping[str, RunR
         panel = _build_panel([line], selected, single_layer_runs, "layers", runs_by_layer, all_runs)
         if all_layer_runs.empty:
             return panel
-        return replace(panel, horizontal_line=(float(_displayed_scores(all_layer_runs).mean()), "all layers"))
+        return replace(panel, horizontal_line=(float(_compute_displayed_scores(all_layer_runs).mean()), "all layers"))
 
     return Plot(
         name="figure8",
@@ -329,11 +342,13 @@ def build_learning_curve_plots(cells: Iterable[Cell], records: Mapping[str, RunR
     """Return two plots, the validation loss and the headline metric against the epoch, for the runs in Table 1."""
     finished_cells = [cell for cell in cells if cell.seeds]
     loss_panels, metric_panels = [], []
-    for _, group in groupby(finished_cells, key=lambda cell: (cell.model, cell.task)):
-        task_cells = list(group)
-        headline = task_cells[0].metrics[0]
+    for _, cell_group in groupby(finished_cells, key=lambda cell: (cell.model, cell.task)):
+        task_cells = list(cell_group)
+        headline_metric = task_cells[0].metrics[0]
         loss_panels.append(_build_learning_curve_panel(task_cells, records, "loss", "validation loss"))
-        metric_panels.append(_build_learning_curve_panel(task_cells, records, headline, axis_label(headline)))
+        metric_panels.append(
+            _build_learning_curve_panel(task_cells, records, headline_metric, axis_label(headline_metric))
+        )
 
     def build_plot(name: str, title: str, quantity: str, panels: Sequence[Panel]) -> Plot:
         """Return a plot of the panels that have lines."""
@@ -358,14 +373,16 @@ def _build_learning_curve_panel(
     lines = []
     for cell in cells:
         epochs = [epoch for folder in cell.runs["folder"] for epoch in records[folder].epochs]
-        values = pd.Series(
+        metric_values = pd.Series(
             [displayed(metric, epoch["metrics"].get(metric, math.nan)) for epoch in epochs],
             index=[int(epoch["epoch"]) for epoch in epochs],
             dtype=float,
         )
-        values = values[np.isfinite(values)]
-        if not values.empty:
-            lines.append(_build_mean_line(paper.FAMILIES[cell.family], values, values.index, tuple(cell.seeds)))
+        metric_values = metric_values[np.isfinite(metric_values)]
+        if not metric_values.empty:
+            lines.append(
+                _build_mean_line(paper.FAMILIES[cell.family], metric_values, metric_values.index, tuple(cell.seeds))
+            )
     return Panel(cells[0].model, cells[0].task, tuple(lines), fixed_settings="", y_label=y_label)
 
 
@@ -395,13 +412,13 @@ def _add_panels_by_lambda(
         selected = _select_runs_to_plot(penalized, "lambda", all_runs)
         runs_by_lambda = _group_by_lambda_with_base(runs, selected)
         lines = []
-        for lambda_, group in runs_by_lambda.items():
-            group = runs_by_lambda[lambda_] = _keep_runs_of_equal_length(group, y_by_folder)
-            ys = [y_by_folder[folder] for folder in group["folder"]]
-            if ys:
-                means = pd.DataFrame(ys, dtype=float).replace([math.inf, -math.inf], math.nan).mean()
+        for lambda_, lambda_runs in runs_by_lambda.items():
+            drawn_runs = runs_by_lambda[lambda_] = _keep_runs_of_equal_length(lambda_runs, y_by_folder)
+            ys_by_run = [y_by_folder[folder] for folder in drawn_runs["folder"]]
+            if ys_by_run:
+                means = pd.DataFrame(ys_by_run, dtype=float).replace([math.inf, -math.inf], math.nan).mean()
                 xs = tuple(map(float, range(len(means))))
-                lines.append(Line(_format_lambda(lambda_), xs, tuple(means), seeds=_get_seeds(group)))
+                lines.append(Line(_format_lambda(lambda_), xs, tuple(means), seeds=_get_seeds(drawn_runs)))
         return _build_panel(lines, selected, penalized, "lambda", runs_by_lambda, all_runs, y_label)
 
     panels = _build_panels(all_runs[all_runs["folder"].isin(list(y_by_folder))], build_panel)
@@ -409,10 +426,10 @@ def _add_panels_by_lambda(
 
 
 def _keep_runs_of_equal_length(runs: pd.DataFrame, y_by_folder: Mapping[str, Sequence[float]]) -> pd.DataFrame:
-    """Return the runs that have as many y values as the first run that has any."""
-    lengths = runs["folder"].map(lambda folder: len(y_by_folder[folder]))
-    nonempty = lengths[lengths > 0]
-    return runs[lengths.eq(nonempty.iloc[0])] if len(nonempty) else runs.head(0)
+    """Return the runs whose number of y values is that of the first run with any y values."""
+    num_ys = runs["folder"].map(lambda folder: len(y_by_folder[folder]))
+    nonzero_num_ys = num_ys[num_ys > 0]
+    return runs[num_ys.eq(nonzero_num_ys.iloc[0])] if len(nonzero_num_ys) else runs.head(0)
 
 
 def _build_panels(all_runs: pd.DataFrame, build_panel: PanelBuilder) -> tuple[Panel, ...]:
@@ -442,7 +459,7 @@ def _build_panel(
     Args:
         lines: the lines of the panel.
         selected: the runs that the lines show.
-        candidates: the runs of the same model, task and method from which these were selected.
+        candidates: the runs of the same model, task and method from which the shown runs were selected.
         varied: the setting that the figure varies, a key of `cells.VARIED`.
         runs_by_value: the runs that are drawn, by the value of the varied setting.
         all_runs: all runs of the report, from which Table 1 is made.
@@ -456,17 +473,17 @@ def _build_panel(
     ]
     hash_column = f"hash_without_{varied}"
     num_hidden = candidates[hash_column].nunique() - 1
-    hidden = f", {num_hidden} other configuration{'s' * (num_hidden > 1)} not shown" if num_hidden else ""
+    hidden_note = f", {num_hidden} other configuration{'s' * (num_hidden > 1)} not shown" if num_hidden else ""
     table1_hash = _get_table1_hash(candidates, varied, all_runs)
     if num_hidden and table1_hash in set(candidates[hash_column]) - set(selected[hash_column]):
-        hidden += f", among them that of Table 1, for which only one {SYMBOLS[varied]} was tried"
+        hidden_note += f", among them that of Table 1, for which only one {SYMBOLS[varied]} was tried"
     num_runs = sum(map(len, runs_by_value.values()))
     settings = ", ".join([*fixed_settings, describe_hyperparameters(first_run)])
     return Panel(
         first_run["model"],
         first_run["task"],
         tuple(lines),
-        fixed_settings=f"{settings}; {num_runs} run{'s' * (num_runs > 1)}{hidden}"
+        fixed_settings=f"{settings}; {num_runs} run{'s' * (num_runs > 1)}{hidden_note}"
         f"{_describe_values_with_fewer_seeds(runs_by_value, SYMBOLS[varied])}",
         y_label=y_label or axis_label(first_run["metric"]),
         seeds={value: _get_seeds(runs) for value, runs in runs_by_value.items()},
@@ -491,28 +508,31 @@ def _describe_values_with_fewer_seeds(runs_by_value: Mapping[Any, pd.DataFrame],
 
 
 def _select_runs_to_plot(candidates: pd.DataFrame, varied: str, all_runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the runs of one task, model and method that a figure shows; they differ only in seed and `varied`."""
+    """Return those of the candidates that a figure shows; they differ only in the seed and in the setting `varied`.
+
+    The candidates are runs of one task, model and method; `varied` is a key of `cells.VARIED`.
+    """
     return candidates[candidates[f"hash_without_{varied}"] == _choose_group_hash(candidates, varied, all_runs)]
 
 
 def _choose_group_hash(candidates: pd.DataFrame, varied: str, all_runs: pd.DataFrame) -> str:
     """Return the hash that the runs of a figure have in common: that of all their settings except seed and `varied`.
 
-    It is the hash of the configuration in Table 1. If that configuration was run with a single value of `varied` and
-    other ones with several, it is the hash of the best of the latter, see `find_best_group`.
+    It is the hash of the configuration in Table 1. If only one value of `varied` was tried with that configuration, but
+    several with other configurations, it is the hash of the best of the other ones, see `find_best_group`.
     """
     column = f"hash_without_{varied}"
     with_several_values = candidates[candidates.groupby(column)["config_hash"].transform("nunique") > 1]
-    candidates_left = candidates if with_several_values.empty else with_several_values
+    preferred_candidates = candidates if with_several_values.empty else with_several_values
     table1_hash = _get_table1_hash(candidates, varied, all_runs)
-    is_available = table1_hash in set(candidates_left[column])
-    return table1_hash if is_available else find_best_group(candidates_left, column)
+    is_available = table1_hash in set(preferred_candidates[column])
+    return table1_hash if is_available else find_best_group(preferred_candidates, column)
 
 
 def _get_table1_hash(runs: pd.DataFrame, varied: str, all_runs: pd.DataFrame) -> str:
     """Return the hash, without `varied`, of the configuration that Table 1 shows for the method of these runs.
 
-    It is empty if Table 1 shows none.
+    It is empty if Table 1 shows no configuration of the method.
     """
     first_run = row_dicts(runs.head(1))[0]
     cell = select_cell(all_runs, first_run["task"], first_run["model"], first_run["family"])
@@ -520,20 +540,23 @@ def _get_table1_hash(runs: pd.DataFrame, varied: str, all_runs: pd.DataFrame) ->
 
 
 def _group_by_lambda_with_base(runs: pd.DataFrame, selected: pd.DataFrame) -> dict[Any, pd.DataFrame]:
-    """Group the selected runs by lambda, after the Base runs among `runs` with otherwise the same settings."""
+    """Return runs by lambda: first the runs of Base, under the key `BASE`, then the selected runs.
+
+    The runs of Base are those among `runs` whose settings, except for the penalty, equal those of the selected runs.
+    """
     has_same_settings = runs["hash_without_method"] == selected["hash_without_method"].iloc[0]
     base_runs = runs[(runs["family"] == "base") & has_same_settings]
     return {**({} if base_runs.empty else {BASE: base_runs}), **_group_by_number(selected, "reg.lambda")}
 
 
 def _group_by_number(runs: pd.DataFrame, column: str) -> dict[Any, pd.DataFrame]:
-    """Group the runs by the numbers in a column, in ascending order."""
+    """Return the runs by the number that they have in a column, in ascending order of the numbers."""
     return {float(number): group for number, group in runs.groupby(runs[column].astype(float))}
 
 
 def build_mean_point(label: str, runs: pd.DataFrame, isotropy_by_folder: Mapping[str, float] | pd.Series) -> Line:
     """Return a point at the mean isotropy and the mean headline metric of the runs, with standard deviations."""
-    isotropy, scores = runs["folder"].map(isotropy_by_folder).astype(float), _displayed_scores(runs)
+    isotropy, scores = runs["folder"].map(isotropy_by_folder).astype(float), _compute_displayed_scores(runs)
     # A single run has no standard deviation.
     x_error, y_error = np.nan_to_num([isotropy.std(), scores.std()])
     return Line(
@@ -549,22 +572,23 @@ def build_mean_point(label: str, runs: pd.DataFrame, isotropy_by_folder: Mapping
 
 
 def _build_metric_line(runs: pd.DataFrame, x_column: str) -> Line:
-    """Return a line of the mean headline metric against the numbers in a column."""
-    line = _build_mean_line("mean ± std", _displayed_scores(runs), runs[x_column].astype(float))
-    groups = _group_by_number(runs, x_column).values()
-    return replace(line, num_seeds=tuple(map(len, groups)), collapsed=tuple(map(are_all_collapsed, groups)))
+    """Return a line of the mean headline metric over seeds against the numbers in a column."""
+    line = _build_mean_line("mean ± std", _compute_displayed_scores(runs), runs[x_column].astype(float))
+    runs_of_points = _group_by_number(runs, x_column).values()
+    is_collapsed = tuple(map(are_all_collapsed, runs_of_points))
+    return replace(line, num_seeds=tuple(map(len, runs_of_points)), collapsed=is_collapsed)
 
 
-def _displayed_scores(runs: pd.DataFrame) -> pd.Series:
-    """Return the headline metric of each run as `istar.scores.displayed` gives it."""
+def _compute_displayed_scores(runs: pd.DataFrame) -> pd.Series:
+    """Return the headline metric of each run, scaled by `istar.scores.displayed`, with the index of the runs."""
     metrics_and_values = zip(runs["metric"], runs["value"].astype(float), strict=True)
     return pd.Series([displayed(metric, value) for metric, value in metrics_and_values], index=runs.index, dtype=float)
 
 
 def _build_mean_line(label: str, values: pd.Series, xs: Any, seeds: tuple[int, ...] = ()) -> Line:
     """Return a line through the means of the values at each x, with standard deviations as error bars."""
-    groups = values.groupby(xs)
-    means, deviations = groups.mean(), groups.std().fillna(0.0)
+    values_by_x = values.groupby(xs)
+    means, deviations = values_by_x.mean(), values_by_x.std().fillna(0.0)
     return Line(label, tuple(map(float, means.index)), tuple(means), y_error=tuple(deviations), seeds=seeds)
 
 
@@ -583,7 +607,7 @@ def _get_single_layer(layers: Any) -> int | None:
     return layers[0] if isinstance(layers, list) and len(layers) == 1 else None
 
 
-def _isoscore_by_layer(record: RunRecord) -> list[float]:
+def _get_isoscore_by_layer(record: RunRecord) -> list[float]:
     """Return IsoScore after training from the embeddings to the last layer; empty if it was not measured."""
     after = record.isotropy.get("after", {})
     return [after[layer] for layer in sorted(filter(str.isdigit, after), key=int)]
@@ -591,4 +615,4 @@ def _isoscore_by_layer(record: RunRecord) -> list[float]:
 
 def count_layers(record: RunRecord) -> int:
     """Return the number of transformer layers that a finished run has measured."""
-    return max(0, len(_isoscore_by_layer(record)) - 1)
+    return max(0, len(_get_isoscore_by_layer(record)) - 1)

@@ -53,9 +53,9 @@ def load_runs(root: Path, keep_records: bool = False) -> Runs:
     rows: list[dict[str, Any]] = []
     read_errors: dict[str, str] = {}
     records: dict[str, RunRecord] = {}
-    visited = {root}
+    visited_folders = {root}
     for folder in _find_run_folders(root):
-        visited |= {folder, *folder.parents}
+        visited_folders |= {folder, *folder.parents}
         try:
             record = _read_record(folder)
             rows.append({"folder": str(folder), **record_to_row(record)})
@@ -64,9 +64,10 @@ def load_runs(root: Path, keep_records: bool = False) -> Runs:
         except UserError as error:
             read_errors[str(folder)] = str(error)
         except (KeyError, TypeError, AttributeError) as error:
+            # The config lacks a key, or a key has a value of another type.
             read_errors[str(folder)] = f"{folder} holds no config of a run: {shorten(repr(error))}"
     for folder in sorted(root.iterdir()):
-        if folder.is_dir() and _can_hold_runs(folder.name) and folder not in visited:
+        if folder.is_dir() and _can_hold_runs(folder.name) and folder not in visited_folders:
             read_errors[str(folder)] = f"{folder} holds no run"
     return Runs(pd.DataFrame(rows, columns=None if rows else ["folder", *_COLUMNS]), read_errors, records)
 
@@ -75,7 +76,7 @@ def record_to_row(record: RunRecord) -> dict[str, Any]:
     """Return the row of a run in a data frame of runs, without the column `folder`; see `Runs.frame`."""
     config, headline = record.config, record.headline
     isoscore_before, isoscore_after = (record.isotropy.get(stage, {}).get("union") for stage in ("before", "after"))
-    values = (
+    column_values = (
         record.name,
         record.status,
         config["task"]["name"],
@@ -100,16 +101,16 @@ def record_to_row(record: RunRecord) -> dict[str, Any]:
         record.code_modified,
     )
     metrics = {f"validation.{name}": value for name, value in record.metrics.items()}
-    groups = {name: group for name, group in config.items() if isinstance(group, dict)}
-    settings = {f"{name}.{key}": value for name, group in groups.items() for key, value in group.items()}
-    return {**dict(zip(_COLUMNS, values, strict=True)), **metrics, **settings}
+    config_groups = {name: group for name, group in config.items() if isinstance(group, dict)}
+    settings = {f"{name}.{key}": value for name, group in config_groups.items() for key, value in group.items()}
+    return {**dict(zip(_COLUMNS, column_values, strict=True)), **metrics, **settings}
 
 
 def export_frame(frame: pd.DataFrame, path: Path) -> None:
     """Write a data frame as CSV, Parquet or JSON (a list of objects), depending on the suffix of `path`.
 
     Raises:
-        UserError: if the suffix is another one, or the file cannot be written.
+        UserError: if the suffix is none of these formats, or the file cannot be written.
     """
     # Parquet needs one type per column; lists and mixed columns (reg.layers, trainer.devices) are written as text.
     frame = frame.map(lambda value: str(value) if isinstance(value, list | dict) else value)
@@ -131,7 +132,7 @@ def export_frame(frame: pd.DataFrame, path: Path) -> None:
 
 
 def _read_record(folder: Path) -> RunRecord:
-    """Return the record in a run's `result.json`, or an unfinished record with the config alone if there is none."""
+    """Return the record in a run's `result.json`; if there is none, an unfinished record with the config alone."""
     if (folder / RESULT).exists():
         return read(folder)
     try:
@@ -143,14 +144,15 @@ def _read_record(folder: Path) -> RunRecord:
 
 def _find_run_folders(root: Path) -> Iterator[Path]:
     """Yield the folders below `root` that hold a result or a config, without descending into them."""
-    for path, folders, files in os.walk(root):
-        if RESULT in files or CONFIG in files:
-            folders.clear()
+    for path, folder_names, file_names in os.walk(root):
+        if RESULT in file_names or CONFIG in file_names:
+            # os.walk descends into the folders that are left in this list.
+            folder_names.clear()
             yield Path(path)
-        folders[:] = sorted(folder for folder in folders if _can_hold_runs(folder))
+        folder_names[:] = sorted(folder_name for folder_name in folder_names if _can_hold_runs(folder_name))
 
 
 def _can_hold_runs(folder_name: str) -> bool:
-    """Return whether a folder with this name can hold runs: it is not hidden, of a sweep, or a replaced run's."""
+    """Return whether a folder with this name can hold runs: not a hidden one, one of a sweep, or a replaced run."""
     is_excluded = folder_name.startswith(".") or folder_name in _FOLDERS_WITHOUT_RUNS
     return not is_excluded and not _REPLACED_SUFFIX.search(folder_name)

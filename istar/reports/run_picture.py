@@ -10,23 +10,23 @@ from istar.scores import displayed
 
 def build_isotropy_plot(record: RunRecord) -> Plot:
     """Return the plot of IsoScore on the validation set against the layer, before and after training."""
-    layers = sorted(int(layer) for layer in record.isotropy["after"] if layer != "union")
-    xs = tuple(map(float, layers))
+    layer_indices = sorted(int(layer) for layer in record.isotropy["after"] if layer != "union")
+    xs = tuple(map(float, layer_indices))
     lines = tuple(
-        Line(f"{stage} training", xs, tuple(record.isotropy[stage][str(layer)] for layer in layers))
+        Line(f"{stage} training", xs, tuple(record.isotropy[stage][str(layer)] for layer in layer_indices))
         for stage in ("before", "after")
     )
     model, task = Path(record.config["model"]["name"]).name, record.config["task"]["name"]
     metric = record.headline["metric"]
-    score = f"{metric} {displayed(metric, record.headline['value']):.2f}"
+    score_text = f"{metric} {displayed(metric, record.headline['value']):.2f}"
     return Plot(
         name="isotropy",
         title="Isotropy of each layer before and after training",
         caption="IsoScore of the hidden states of the validation set.",
         kind="line",
         x_label="layer",
-        panels=(Panel(model, task, lines, fixed_settings=score, y_label="IsoScore"),),
-        x_names={float(layer): str(layer) if layer else "emb." for layer in layers},
+        panels=(Panel(model, task, lines, fixed_settings=score_text, y_label="IsoScore"),),
+        x_names={float(layer): str(layer) if layer else "emb." for layer in layer_indices},
     )
 
 

@@ -22,22 +22,23 @@ def build_run_table(record: RunRecord) -> Table:
         f"{record.config['task']['name']} · {get_method_label(record)} · {Path(record.config['model']['name']).name}"
     )
     table = Table(title=title, title_justify="left", caption=_build_run_caption(record), caption_justify="left")
-    for column in ("", "before", "after", "change"):
-        table.add_column(column, justify="left" if not column else "right")
-    metric = headline["metric"]
-    other_metrics = [name for name in record.metrics if name not in (metric, "loss")]
-    for name, label in [(metric, f"{metric} (epoch {headline['epoch']})"), *((name, name) for name in other_metrics)]:
-        value = headline["value"] if name == metric else record.metrics[name]
-        # A head with random weights has no metric of interest; a language model has.
-        value_before = _format_metric(name, record.metrics_before.get(name)) if is_lower_better(metric) else ""
+    for header in ("", "before", "after", "change"):
+        table.add_column(header, justify="left" if not header else "right")
+    headline_metric = headline["metric"]
+    other_metrics = [name for name in record.metrics if name not in (headline_metric, "loss")]
+    headline_label = f"{headline_metric} (epoch {headline['epoch']})"
+    for name, label in [(headline_metric, headline_label), *((name, name) for name in other_metrics)]:
+        value = headline["value"] if name == headline_metric else record.metrics[name]
+        # Before training, the metric of a random head says nothing, but that of a pretrained language model does.
+        value_before = _format_metric(name, record.metrics_before.get(name)) if is_lower_better(headline_metric) else ""
         table.add_row(label, value_before, _format_metric(name, value), "")
     table.add_section()
     isotropy_before, isotropy_after = record.isotropy["before"], record.isotropy["after"]
     layer_names = {"0": "embeddings", "union": "layers 1 to L"}
-    for layer, after in isotropy_after.items():
-        before = isotropy_before[layer]
+    for layer, score_after in isotropy_after.items():
+        score_before = isotropy_before[layer]
         label = f"IsoScore {layer_names.get(layer, f'layer {layer}')}"
-        table.add_row(label, f"{before:.4f}", f"{after:.4f}", f"{after - before:+.4f}")
+        table.add_row(label, f"{score_before:.4f}", f"{score_after:.4f}", f"{score_after - score_before:+.4f}")
     return table
 
 
@@ -50,16 +51,16 @@ def build_comparison_table(records: Sequence[RunRecord]) -> Table:
     row_groups = [
         [build_comparison_row(runs) for runs in configurations] for configurations in group_by_task(records).values()
     ]
-    rows = [row for group in row_groups for row in group]
-    shared = [column for column in _TITLE_COLUMNS if len({row[column] for row in rows}) == 1]
-    title = " · ".join(f"{'seed ' * (COLUMNS[column] == 'seed')}{rows[0][column]}" for column in shared)
+    rows = [row for task_rows in row_groups for row in task_rows]
+    title_indices = [index for index in _TITLE_COLUMNS if len({row[index] for row in rows}) == 1]
+    title = " · ".join(f"{'seed ' * (COLUMNS[index] == 'seed')}{rows[0][index]}" for index in title_indices)
     table = Table(title=title, title_justify="left", caption=_COMPARISON_CAPTION, caption_justify="left")
-    shown = [column for column in range(len(COLUMNS)) if column not in shared]
-    for column in shown:
-        table.add_column(COLUMNS[column], justify="left" if column < 3 else "right")
-    for group in row_groups:
-        for row in group:
-            table.add_row(*(row[column] for column in shown))
+    shown_indices = [index for index in range(len(COLUMNS)) if index not in title_indices]
+    for index in shown_indices:
+        table.add_column(COLUMNS[index], justify="left" if index < 3 else "right")
+    for task_rows in row_groups:
+        for row in task_rows:
+            table.add_row(*(row[index] for index in shown_indices))
         table.add_section()
     return table
 
@@ -71,10 +72,10 @@ _COMPARISON_CAPTION = (
 
 
 def build_comparison_row(runs: Sequence[RunRecord]) -> list[str]:
-    """Return the row of a configuration in a comparison, with the columns `COLUMNS`.
+    """Return the row of a configuration in a table that compares configurations, with the columns `COLUMNS`.
 
-    The runs differ only in the seed. Metrics are in percent; the headline metric is the mean ± standard deviation over
-    the seeds.
+    The given runs are those of the configuration and differ only in the seed. Metrics are in percent; the headline
+    metric is the mean ± standard deviation over the seeds.
     """
     first_run = runs[0]
     metric = first_run.headline["metric"]
@@ -83,7 +84,9 @@ def build_comparison_row(runs: Sequence[RunRecord]) -> list[str]:
     num_collapsed = sum(any(run.collapsed.values()) for run in runs)
     if num_collapsed:
         score += f" ({num_collapsed} collapsed)" if len(runs) > 1 else " (collapsed)"
-    before, after = (fmean([run.isotropy[stage]["union"] for run in runs]) for stage in ("before", "after"))
+    isoscore_before, isoscore_after = (
+        fmean([run.isotropy[stage]["union"] for run in runs]) for stage in ("before", "after")
+    )
     epochs = sorted({run.headline["epoch"] for run in runs})
     return [
         f"{first_run.config['task']['name']}, {metric}",
@@ -93,7 +96,7 @@ def build_comparison_row(runs: Sequence[RunRecord]) -> list[str]:
         score,
         _format_metric(metric, first_run.baseline.get(metric)),
         str(epochs[0]) if len(epochs) == 1 else f"{epochs[0]}-{epochs[-1]}",
-        f"{before:.4f} → {after:.4f}",
+        f"{isoscore_before:.4f} → {isoscore_after:.4f}",
         f"{fmean([run.timing['total'] for run in runs]):.0f}",
     ]
 
@@ -112,14 +115,14 @@ def build_runs_table(frame: "pd.DataFrame") -> Table:
         table.add_column(column, justify="left" if column in ("task", "model", "method", "status") else "right")
     # pandas marks missing values as NaN, which would be printed as a word.
     for run in frame.astype(object).where(frame.notna(), None).to_dict("records"):
-        collapsed = " (collapsed)" if run["collapsed"] is True else ""
-        metric = f", {run['metric']}" if run["metric"] else ""
+        collapsed_note = " (collapsed)" if run["collapsed"] is True else ""
+        metric_note = f", {run['metric']}" if run["metric"] else ""
         table.add_row(
-            f"{run['task']}{metric}",
+            f"{run['task']}{metric_note}",
             run["model"],
             run["method"],
             str(run["seed"]),
-            _format_metric(run["metric"], run["value"]) + collapsed,
+            _format_metric(run["metric"], run["value"]) + collapsed_note,
             _format_metric(run["metric"], run["constant"]),
             format_number(run["epoch"], ".0f"),
             f"{format_number(run['isoscore_before'], '.4f')} → {format_number(run['isoscore_after'], '.4f')}",
@@ -148,12 +151,14 @@ def group_by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[li
 
     Groups and runs keep the order of `records`.
     """
-    groups: dict[tuple[str, str], dict[str, list[RunRecord]]] = {}
+    runs_by_task: dict[tuple[str, str], dict[str, list[RunRecord]]] = {}
     for record in records:
-        key = (record.config["task"]["name"], Path(record.config["model"]["name"]).name)
+        task_and_model = (record.config["task"]["name"], Path(record.config["model"]["name"]).name)
         settings = {name: value for name, value in record.config.items() if name not in ("seed", "logger", "run")}
-        groups.setdefault(key, {}).setdefault(json.dumps(settings, sort_keys=True), []).append(record)
-    return {key: list(runs_by_settings.values()) for key, runs_by_settings in groups.items()}
+        runs_by_task.setdefault(task_and_model, {}).setdefault(json.dumps(settings, sort_keys=True), []).append(record)
+    return {
+        task_and_model: list(runs_by_settings.values()) for task_and_model, runs_by_settings in runs_by_task.items()
+    }
 
 
 def selection_sort_key(merits: Sequence[float]) -> tuple[int, float]:
@@ -190,7 +195,7 @@ _METHOD_NAMES = {
 def get_method_label(record: RunRecord) -> str:
     """Return the label of a run's method as in the paper, e.g. `Base`, `I-STAR λ=-1 ζ=0.4` or `CosReg λ=1`.
 
-    Settings of the penalty that the paper does not have follow, such as `on output embeddings` or `content tokens`.
+    Penalty settings that the paper does not have are added in words, such as `on output embeddings`.
     """
     reg = record.config["reg"]
     if reg["name"] == "none":
@@ -214,7 +219,7 @@ def get_method_label(record: RunRecord) -> str:
 
 
 def _build_run_caption(record: RunRecord) -> str:
-    """Return the lines below the table of a run: its baseline, collapsed sets and number of tokens."""
+    """Return the text below the table of a run: its baseline, the choice of the epoch, collapsed sets and tokens."""
     metric = record.headline["metric"]
     lines = []
     if metric in record.baseline:

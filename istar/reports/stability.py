@@ -28,11 +28,11 @@ MomentsType = TypeVar("MomentsType", bound=Moments)
 
 @dataclass(frozen=True)
 class StabilityScores:
-    """Scores of random batches: for each batch size, mean and standard deviation over the draws."""
+    """Scores of random batches: for each batch size, the mean and standard deviation over the drawn batches."""
 
     true_score: float  # IsoScore of the distribution itself
     batch_sizes: tuple[int, ...]  # points per batch
-    scores_by_zeta: dict[float, list[MeanAndStd]]  # IsoScore*
+    scores_by_zeta: dict[float, list[MeanAndStd]]  # IsoScore* for each zeta, in the order of the batch sizes
     auto_zeta_scores: list[MeanAndStd]  # IsoScore* with the zeta estimated from each batch
     unbiased_scores: list[MeanAndStd]  # values of `isoscore_unbiased`
 
@@ -60,19 +60,24 @@ def compute_stability_scores(
     deviations = variances.sqrt()
     sigma_s = _sample_moments(Moments, num_shrinkage_points, deviations, generator).covariance()
 
-    def isoscore_star(batch: Moments, zeta: float) -> float:
-        """Return the IsoScore* of a batch without checking the matrices, which would take most of the time."""
-        return unchecked_isoscore(shrink(batch.covariance(), sigma_s, zeta)).item()
+    def compute_isoscore_star(moments: Moments, zeta: float) -> float:
+        """Return the IsoScore* of a batch from its moments.
+
+        The matrices are not checked, because the checks would take most of the time.
+        """
+        return unchecked_isoscore(shrink(moments.covariance(), sigma_s, zeta)).item()
 
     scores_by_zeta: dict[float, list[MeanAndStd]] = {zeta: [] for zeta in zetas}
     auto_zeta_scores, unbiased_scores = [], []
     for batch_size in batch_sizes:
-        batches = [_sample_moments(FourthMoments, batch_size, deviations, generator) for _ in range(num_draws)]
+        batch_moments = [_sample_moments(FourthMoments, batch_size, deviations, generator) for _ in range(num_draws)]
         for zeta in zetas:
-            scores_by_zeta[zeta].append(mean_and_std([isoscore_star(batch, zeta) for batch in batches]))
-        auto_zetas = [shrinkage_intensity(batch, sigma_s).item() for batch in batches]
-        auto_zeta_scores.append(mean_and_std(list(map(isoscore_star, batches, auto_zetas))))
-        unbiased_scores.append(mean_and_std([isoscore_unbiased(batch).item() for batch in batches]))
+            scores_by_zeta[zeta].append(
+                mean_and_std([compute_isoscore_star(moments, zeta) for moments in batch_moments])
+            )
+        auto_zetas = [shrinkage_intensity(moments, sigma_s).item() for moments in batch_moments]
+        auto_zeta_scores.append(mean_and_std(list(map(compute_isoscore_star, batch_moments, auto_zetas))))
+        unbiased_scores.append(mean_and_std([isoscore_unbiased(moments).item() for moments in batch_moments]))
     true_score = isoscore_from_covariance(torch.diag(variances.double())).item()
     return StabilityScores(true_score, tuple(batch_sizes), scores_by_zeta, auto_zeta_scores, unbiased_scores)
 

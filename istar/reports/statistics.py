@@ -59,19 +59,19 @@ def compare_paired(method: Mapping[int, float], reference: Mapping[int, float]) 
     if len(seeds) < 2:
         no_test = TestResult(None, "no test: one pair of seeds" if seeds else "no test: no common seed")
         return PairedComparison(len(seeds), float(differences[0]) if seeds else None, no_test, no_test)
-    t_test, interval = _t_test(differences)
-    return PairedComparison(len(seeds), float(differences.mean()), t_test, _sign_flip_test(differences), interval)
+    t_test, interval = _run_t_test(differences)
+    return PairedComparison(len(seeds), float(differences.mean()), t_test, _run_sign_flip_test(differences), interval)
 
 
-def _t_test(differences: np.ndarray) -> tuple[TestResult, tuple[float, float] | None]:
-    """Return the result of Student's paired t-test, and the 95% interval of the mean difference."""
+def _run_t_test(differences: np.ndarray) -> tuple[TestResult, tuple[float, float] | None]:
+    """Return the result of Student's paired t-test, and the 95% interval of the mean difference or None."""
     # If the differences vary by rounding errors only, the t statistic divides by noise.
     if np.ptp(differences) <= 1e-12 * max(1.0, np.abs(differences).max()):
         return TestResult(None, "no t-test: all differences are equal"), None
     return TestResult(paired.t_test(differences)), paired.t_interval(differences)
 
 
-def _sign_flip_test(differences: np.ndarray) -> TestResult:
+def _run_sign_flip_test(differences: np.ndarray) -> TestResult:
     """Return the result of the exact permutation test that flips the signs of the differences."""
     if len(differences) > paired.MAX_EXACT_PAIRS:
         return TestResult(None, f"no exact sign-flip test: more than {paired.MAX_EXACT_PAIRS} pairs")

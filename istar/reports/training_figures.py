@@ -16,21 +16,23 @@ from istar.results import METRICS
 
 _LOSS_COLUMN = "train/task_loss"
 _MAX_BINS = 50
-"""Most points of a loss curve; each is the mean over the steps of its bin."""
+"""Maximum number of points of a loss curve; each point is the mean over the steps of a bin."""
 
 
 def build_training_plots(all_runs: pd.DataFrame) -> list[Plot]:
     """Return a figure of loss and geometry against the optimizer step for each task.
 
-    For each model it has a panel for the training loss without the penalty, and one for each measure of the last layer,
-    with a line for each method: the mean over its seeds, with the standard deviation as a band. It shows runs that
-    measured their geometry during training, with `trainer.measure_every_n_steps`; tasks without such a run have no
-    figure. `all_runs` is a result of `cells.add_selection_columns`.
+    For each model, the figure of a task has a panel for the training loss without the penalty, and one for each measure
+    of the last layer. A panel has a line for each method: the mean over its seeds, with the standard deviation as a
+    band. Only runs that measured their geometry during training, with `trainer.measure_every_n_steps`, are shown. Tasks
+    without such a run have no figure.
+
+    `all_runs` is a result of `cells.add_selection_columns`.
     """
-    usable = all_runs[all_runs["usable"]]
+    usable_runs = all_runs[all_runs["usable"]]
     plots = []
-    for task in list_tasks(usable):
-        task_runs = usable[usable["task"] == task]
+    for task in list_tasks(usable_runs):
+        task_runs = usable_runs[usable_runs["task"] == task]
         panels = [
             panel
             for model in list_models(task_runs)
@@ -42,7 +44,10 @@ def build_training_plots(all_runs: pd.DataFrame) -> list[Plot]:
 
 
 def _read_metrics_by_method(runs: pd.DataFrame) -> dict[str, list[pd.DataFrame]]:
-    """Return the tables of metrics of each method's runs, in the settings with the most seeds; Base comes first."""
+    """Return the metrics that runs logged during training, as a table for each run, by method; Base is first.
+
+    A method's runs are those that `select_runs_by_method` selects. Runs that measured no geometry are left out.
+    """
     tables_by_method = {}
     for method, method_runs in select_runs_by_method(runs).items():
         tables = [table for folder in method_runs["folder"] if (table := _read_metrics(Path(folder))) is not None]
@@ -56,16 +61,17 @@ def _read_metrics(folder: Path) -> pd.DataFrame | None:
     try:
         table = pd.read_csv(folder / METRICS)
     except (OSError, ValueError):
+        # The file is missing, empty or no table.
         return None
     return table if _find_last_layer(table) is not None else None
 
 
 def _find_last_layer(table: pd.DataFrame) -> int | None:
     """Return the index of the last layer with geometry in a table of logged metrics; None if there is none."""
-    layers = [
+    layer_indices = [
         int(name.split("/")[1].removeprefix("layer_")) for name in map(str, table) if name.startswith("geometry/layer_")
     ]
-    return max(layers, default=None)
+    return max(layer_indices, default=None)
 
 
 def _build_task_plot(task: str, panels: Sequence[Panel]) -> Plot:
@@ -97,9 +103,10 @@ def _build_panel(
     tables_by_method: Mapping[str, list[pd.DataFrame]],
     get_series: Callable[[pd.DataFrame], pd.Series],
 ) -> Panel:
-    """Return a panel with a line for each method, the mean over its runs.
+    """Return a panel with a line for each method: the mean over its runs, with standard deviations.
 
-    `get_series` takes the values to plot, by step, from the table of a run's metrics.
+    `get_series` takes the table of a run's metrics and returns the values to plot by optimizer step. Methods without
+    any values have no line.
     """
     lines = []
     for method, tables in tables_by_method.items():

@@ -7,16 +7,16 @@ from importlib.util import find_spec
 
 from istar.errors import UserError
 
-_REPORT = ("filelock", "jinja2", "markupsafe", "matplotlib", "numpy", "omegaconf", "pandas", "pyarrow", "rich",
+_REPORT_MODULES = ("filelock", "jinja2", "markupsafe", "matplotlib", "numpy", "omegaconf", "pandas", "pyarrow", "rich",
            "scipy", "yaml")  # fmt: skip
 MODULES_BY_EXTRA = {
     "transformers": ("transformers",),
-    "report": _REPORT,
+    "report": _REPORT_MODULES,
     "lora": ("peft",),
     "sweep": ("optuna",),
     "tensorboard": ("tensorboard",),
-    "train": ("transformers", *_REPORT, "datasets", "evaluate", "huggingface_hub", "hydra", "lightning", "requests",
-              "safetensors", "sklearn", "tokenizers", "wandb"),
+    "train": ("transformers", *_REPORT_MODULES, "datasets", "evaluate", "huggingface_hub", "hydra", "lightning",
+              "requests", "safetensors", "sklearn", "tokenizers", "wandb"),
 }  # fmt: skip
 """The modules that istar imports from each extra; pyproject.toml has their versions."""
 

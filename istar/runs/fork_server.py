@@ -75,13 +75,14 @@ class ServerPool:
 
     def spawn(self, arguments: Sequence[str], environment: Mapping[str, str], log_path: Path | None) -> launch.Process:
         """Start a process as `launch.Spawn` describes, and replace the server if it has died."""
-        variables = tuple(environment.get(name) for name in IMPORT_TIME_VARIABLES)
-        has_died = variables in self._server_by_variables and bool(self._server_by_variables[variables].poll_failure())
+        server_key = tuple(environment.get(name) for name in IMPORT_TIME_VARIABLES)
+        server = self._server_by_variables.get(server_key)
+        has_died = server is not None and bool(server.poll_failure())
         if self._has_refused:
             return launch.spawn(arguments, environment, log_path)
-        if has_died or variables not in self._server_by_variables:
-            self._server_by_variables[variables] = ForkServer(environment, self._log_path, self._on_refusal)
-        return self._server_by_variables[variables].spawn(arguments, environment, log_path)
+        if has_died or server_key not in self._server_by_variables:
+            self._server_by_variables[server_key] = ForkServer(environment, self._log_path, self._on_refusal)
+        return self._server_by_variables[server_key].spawn(arguments, environment, log_path)
 
     def _on_refusal(self, reason: str) -> None:
         """Start all further processes without a server, and warn about it the first time."""
@@ -162,14 +163,14 @@ class ForkedProcess:
 
     def __init__(self, server: ForkServer, key: int, start_fresh: Callable[[], launch.Process]) -> None:
         self._server, self._key, self._start_fresh = server, key, start_fresh
-        self._fresh: launch.Process | None = None
+        self._fresh_process: launch.Process | None = None
         self._sent_signals: list[int] = []
         self.returncode: int | None = None
 
     @property
     def is_fresh(self) -> bool:
         """Whether the process was started by `start_fresh`."""
-        return self._fresh is not None
+        return self._fresh_process is not None
 
     def poll(self) -> int | None:
         """Return the exit code, which is negative for a signal, or None while the process runs.
@@ -178,7 +179,7 @@ class ForkedProcess:
             UserError: if the process could not be started, or the server is gone and the exit code is unknown.
         """
         if self.returncode is None:
-            self.returncode = self._poll_server() if self._fresh is None else self._fresh.poll()
+            self.returncode = self._poll_server() if self._fresh_process is None else self._fresh_process.poll()
         return self.returncode
 
     def _poll_server(self) -> int | None:
@@ -186,9 +187,9 @@ class ForkedProcess:
         failure = self._server.poll_failure()
         if self._server.has_refused:
             with launch.blocked_signals():
-                self._fresh = self._start_fresh()
+                self._fresh_process = self._start_fresh()
             for signal_number in self._sent_signals:
-                self._fresh.send_signal(signal_number)
+                self._fresh_process.send_signal(signal_number)
             return None
         result = self._server.result_by_key.get(self._key)
         if isinstance(result, str):
@@ -199,8 +200,8 @@ class ForkedProcess:
 
     def send_signal(self, signal_number: int) -> None:
         """Send a signal to the process, or as soon as the process has started."""
-        if self._fresh is not None:
-            self._fresh.send_signal(signal_number)
+        if self._fresh_process is not None:
+            self._fresh_process.send_signal(signal_number)
         else:
             self._sent_signals.append(signal_number)
             self._server.send(self._key, signal_number)
@@ -239,8 +240,8 @@ def serve(connection: Connection) -> None:
         except (EOFError, ConnectionError):
             # The client is gone. The forked processes stop when this process, their parent, ends.
             return
-        if isinstance(request, int):
-            for pid in [pid for pid, other in key_by_pid.items() if other == key]:
+        if isinstance(request, int):  # the number of a signal
+            for pid in [pid for pid, running_key in key_by_pid.items() if running_key == key]:
                 os.kill(pid, request)
             continue
         try:
@@ -299,7 +300,10 @@ def _collect_ended_children() -> Iterator[tuple[int, int]]:
 
 
 def _fork(connection: Connection, server_environment: dict[str, str], *request: Any) -> int:
-    """Fork a process that executes the requested run and exits; return its PID in the parent."""
+    """Fork a process that executes the requested run and exits; return its PID in the parent.
+
+    `request` has the last three arguments of `_run_in_child`.
+    """
     server_pid = os.getpid()
     # The child starts with blocked signals, like a process of `launch.spawn`, and unblocks them when it is ready.
     with launch.blocked_signals():
@@ -322,7 +326,15 @@ def _run_in_child(
     environment: dict[str, str],
     log_path: str | None,
 ) -> NoReturn:
-    """Execute a run in a forked process, after giving it the session, output, environment and rank of a new process."""
+    """Execute a run in a forked process, after giving it the session, output, environment and rank of a new process.
+
+    Args:
+        server_pid: PID of the server, with whose end this process stops.
+        server_environment: environment variables of the server before it imported the libraries.
+        arguments: arguments of `launch.main` after the parent's PID.
+        environment: environment variables of the run.
+        log_path: file for stdout and stderr; None keeps those of the server.
+    """
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from numpy import random
 

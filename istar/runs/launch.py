@@ -197,12 +197,14 @@ class RunProcesses:
         config_path = self._folder / "config.yaml"
         write_text(config_path, yaml.safe_dump(schema.to_dict(config)))
         arguments = [str(config_path), str(self._folder), *([trial] if trial else [])]
+        # Port 0 lets the operating system choose a free port, for the connections to rank 0.
         with socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
         self._processes: list[Process] = []
         for rank in range(num_processes):
-            environment = _process_environment(rank, num_processes, config.trainer, port) | dict(extra_variables or {})
+            environment = _make_process_environment(rank, num_processes, config.trainer, port)
+            environment |= dict(extra_variables or {})
             self._processes.append(spawn(arguments, environment, log_path))
 
     def send_signal(self, signal_number: int) -> None:
@@ -211,7 +213,10 @@ class RunProcesses:
             process.send_signal(signal_number)
 
     def has_ended(self) -> bool:
-        """Return whether all processes have exited; kill the others `GRACE_SECONDS` after one has failed."""
+        """Return whether all processes have ended.
+
+        `GRACE_SECONDS` after a process has failed, the processes that still run are killed.
+        """
         try:
             exit_codes = [process.poll() for process in self._processes]
             failed_ranks = [rank for rank, exit_code in enumerate(exit_codes) if exit_code]
@@ -252,7 +257,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     """
     parent_pid, config_path, folder, *trial = arguments
     rank = os.environ.get("LOCAL_RANK", "0")
-    # Until the training has installed its handlers, Ctrl-C ends this process without a KeyboardInterrupt.
+    # Until the training has installed its handlers, Ctrl-C ends this process without a `KeyboardInterrupt`.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
     _terminate_with_parent(int(parent_pid))
@@ -287,8 +292,11 @@ def main(arguments: Sequence[str]) -> NoReturn:
     os._exit(exit_code)
 
 
-def _process_environment(rank: int, num_processes: int, settings: TrainerConfig, port: int) -> dict[str, str]:
-    """Return the environment variables of a run's process: those of this process, with its own rank."""
+def _make_process_environment(rank: int, num_processes: int, settings: TrainerConfig, port: int) -> dict[str, str]:
+    """Return the environment variables of a run's process: those of this process, with the rank of the new one.
+
+    `port` is a free port for the connections to rank 0, which is used unless `MASTER_PORT` is set.
+    """
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -312,10 +320,16 @@ def _process_environment(rank: int, num_processes: int, settings: TrainerConfig,
 def _make_run_error(
     folder: Path, exit_code_by_rank: dict[int, int], num_processes: int, signals: Sequence[int]
 ) -> UserError:
-    """Return the error that ended a run, given the exit codes of the processes that failed, by rank.
+    """Return the error that ended a run.
 
     A `UserError` of any process takes precedence, then the signal that killed a process, then an unexpected exception.
     The order matters because the failure of one process makes the others fail, too.
+
+    Args:
+        folder: folder to which each failed process may have written `error-<rank>.json`.
+        exit_code_by_rank: exit codes of the processes that failed, by rank.
+        num_processes: number of processes of the run, for the message.
+        signals: numbers of the signals that were sent to the run.
     """
     error_by_rank = {
         rank: json.loads(path.read_text())
@@ -361,11 +375,11 @@ def forward_signals(runs: Sequence[RunProcesses]) -> Iterator[list[int]]:
 
     Yields the list of the received signal numbers, to which each further signal is appended.
     """
-    signals: list[int] = []
+    received_signals: list[int] = []
 
     def forward(signal_number: int, frame: FrameType | None) -> None:
         """Handle a signal by forwarding it to all runs."""
-        signals.append(signal_number)
+        received_signals.append(signal_number)
         for run in runs:
             run.send_signal(signal_number)
 
@@ -374,7 +388,7 @@ def forward_signals(runs: Sequence[RunProcesses]) -> Iterator[list[int]]:
         signal_number: signal.signal(signal_number, forward) for signal_number in FORWARDED_SIGNALS if is_main_thread
     }
     try:
-        yield signals
+        yield received_signals
     finally:
         for signal_number, handler in previous_handlers.items():
             signal.signal(signal_number, handler)

@@ -98,8 +98,8 @@ def load_tokenizer(
     cache_key = hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()
     folder = cache_folder(config.data.cache_dir) / "tokenizers" / cache_key
     if not folder.exists():
-        columns = [examples.train[name] for name in spec.text_columns]
-        texts = columns[0] if len(columns) == 1 else list(chain(*columns))
+        text_columns = [examples.train[name] for name in spec.text_columns]
+        texts = text_columns[0] if len(text_columns) == 1 else list(chain(*text_columns))
         log.info("training a tokenizer on %d texts", len(texts))
         tokenizer = models.load_tokenizer(config.model, texts)
         try:
@@ -119,13 +119,13 @@ def make_collator(
     """Create the collator of a task, which makes a batch for the model out of rows."""
     if not spec.is_language_modelling:
         return Collator(tokenizer, with_positions=models.accepts_position_ids(model))
-    return BlockCollator(tokenizer.pad_token_id, _make_isolating_inputs(spec, config, model), _is_causal(spec))
+    return BlockCollator(tokenizer.pad_token_id, _make_isolation_function(spec, config, model), _is_causal(spec))
 
 
-def _make_isolating_inputs(
+def _make_isolation_function(
     spec: TaskSpec, config: Config, model: PreTrainedModel
 ) -> Callable[[Tensor], dict[str, Tensor]] | None:
-    """Return a function that computes the inputs by which the model keeps the documents of a packed block apart.
+    """Return a function that computes the model inputs that keep the documents of a packed block apart.
 
     Returns None if documents are not packed, or if the model has no such inputs, in which case a warning is logged.
     """
@@ -151,15 +151,15 @@ def _prepare_documents(
     spec: TaskSpec, config: Config, examples: Examples, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> PreparedData:
     """Tokenize the documents of a language modelling task and cut them into blocks of `max_length` tokens."""
-    cache = cache_folder(config.data.cache_dir)
+    cache_dir = cache_folder(config.data.cache_dir)
     masking = None if _is_causal(spec) else Masking(tokenizer, config.task.whole_word)
     document_sets = (examples.train, *examples.validation)
-    corpora = [load_or_tokenize_corpus(documents, tokenizer, cache) for documents in document_sets]
+    corpora = [load_or_tokenize_corpus(documents, tokenizer, cache_dir) for documents in document_sets]
     train, *validation = (
         BlockRows(cut_into_blocks(spec, corpus, tokenizer, max_length, config.task.packing), masking, config.seed)
         for corpus in corpora
     )
-    validation = [rows.take_first(_num_evaluated_rows(config, len(rows))) for rows in validation]
+    validation = [rows.take_first(_count_evaluated_rows(config, len(rows))) for rows in validation]
     evaluators = {
         split.suffix: LanguageModelEvaluator(spec, len(rows))
         for split, rows in zip(spec.validation, validation, strict=True)
@@ -180,15 +180,23 @@ def _prepare_labelled(
         cache_dir=cache_folder(config.data.cache_dir),
     )
     train = tokenize(examples.train, training=True)
-    validation = [(rows, tokenize(rows, training=False)) for rows in examples.validation]
-    validation = [_take_first_features(*pair, _num_evaluated_rows(config, len(pair[1]))) for pair in validation]
-    test = [(rows, tokenize(rows, training=False)) for rows in examples.test]
+    validation = [(dataset, tokenize(dataset, training=False)) for dataset in examples.validation]
+    validation = [
+        _take_first_features(dataset, features, _count_evaluated_rows(config, len(features)))
+        for dataset, features in validation
+    ]
+    test = [(dataset, tokenize(dataset, training=False)) for dataset in examples.test]
     if config.trainer.fast_dev_run:
-        test = [_take_first_features(*pair, _num_evaluated_rows(config, len(pair[1]))) for pair in test]
-    examples = replace(examples, validation=[rows for rows, _ in validation], test=[rows for rows, _ in test])
+        test = [
+            _take_first_features(dataset, features, _count_evaluated_rows(config, len(features)))
+            for dataset, features in test
+        ]
+    examples = replace(
+        examples, validation=[dataset for dataset, _ in validation], test=[dataset for dataset, _ in test]
+    )
     evaluators = {
-        split.suffix: Evaluator(spec, *pair, config.task.n_best, config.task.max_answer_length)
-        for split, pair in zip(spec.validation, validation, strict=True)
+        split.suffix: Evaluator(spec, dataset, features, config.task.n_best, config.task.max_answer_length)
+        for split, (dataset, features) in zip(spec.validation, validation, strict=True)
     }
     return PreparedData(
         examples,
@@ -196,11 +204,11 @@ def _prepare_labelled(
         [FeatureRows(features) for _, features in validation],
         [FeatureRows(features) for _, features in test],
         evaluators,
-        [Evaluator(spec, *pair) for pair in test],
+        [Evaluator(spec, dataset, features) for dataset, features in test],
     )
 
 
-def _num_evaluated_rows(config: Config, num_rows: int) -> int:
+def _count_evaluated_rows(config: Config, num_rows: int) -> int:
     """Return how many rows of an evaluation set are used, as `fast_dev_run` and `limit_val_batches` limit its batches.
 
     The set is cut beforehand because Lightning would skip batches, but metrics need predictions for complete sets.
@@ -213,13 +221,17 @@ def _num_evaluated_rows(config: Config, num_rows: int) -> int:
 
 
 def _take_first_features(examples: Dataset, features: Dataset, max_features: int) -> tuple[Dataset, Dataset]:
-    """Return the first examples, as many as have at most `max_features` features together, and their features.
+    """Return as many of the first examples as have at most `max_features` features in total, and these features.
 
     An example has one feature or, for questions with answer spans, one for each window of its text.
+
+    Raises:
+        UserError: if the first example alone has more features.
     """
     if len(features) <= max_features:
         return examples, features
     example_ids = features["example_id"][: max_features + 1]
+    # The first feature beyond the limit belongs to this example, before which all examples are complete.
     num_complete = example_ids[max_features]
     if num_complete == 0:
         raise UserError(f"the first example has more than {max_features} windows; set a larger data.eval_batch_size")

@@ -23,10 +23,10 @@ def describe_code(package_folder: Path = _PACKAGE_FOLDER) -> dict[str, Any]:
     Args:
         package_folder: folder of istar's modules.
     """
-    unknown = {"code_commit": None, "code_modified": None}
+    unknown_fields = {"code_commit": None, "code_modified": None}
     # An installed istar may lie within the checkout of another project, which does not track it.
     if _run_git(package_folder, "ls-files", "--error-unmatch", "__init__.py") is None:
-        return unknown
+        return unknown_fields
     commit = _run_git(package_folder, "rev-parse", "HEAD")
     changes = _run_git(package_folder, "--no-optional-locks", "status", "--porcelain", "--untracked-files=no")
     return {"code_commit": commit, "code_modified": None if changes is None else changes != ""}

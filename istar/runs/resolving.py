@@ -9,7 +9,7 @@ from istar.config import Config, ModelConfig
 
 
 def resolve_config(config: Config) -> Config:
-    """Replace `trainer.precision=auto` by a precision, and the branch of a hub model by its commit.
+    """Return the config with `trainer.precision=auto` replaced by a precision and a hub model's branch by its commit.
 
     Both are part of the hash in the run's name, and all processes of the run must use the same values.
 
@@ -21,7 +21,7 @@ def resolve_config(config: Config) -> Config:
 
 
 def resolve_precision(config: Config) -> Config:
-    """Replace `trainer.precision=auto` by a precision that is fast on this machine.
+    """Return the config with `trainer.precision=auto` replaced by a precision that is fast on this machine.
 
     A warning is logged if another precision is requested that is slow on this machine.
     """
@@ -33,9 +33,10 @@ def resolve_precision(config: Config) -> Config:
 
 
 def resolve_model(config: ModelConfig) -> ModelConfig:
-    """Replace the branch or tag in the config of a hub model by its commit, so that all files have the same version.
+    """Return the config of a hub model with its branch or tag replaced by the commit.
 
-    A tokenizer from the hub becomes `<hub id>@<commit>`. Other models and tokenizers are left unchanged.
+    All files of the model are then of the same version. A tokenizer from the hub becomes `<hub id>@<commit>`. Other
+    models and tokenizers are left unchanged.
 
     Raises:
         UserError: if `istar.tasks.hub.find_commit` does not find the commit.

@@ -38,7 +38,7 @@ class Comparison:
     # makes it larger, but not larger than the one for alpha / m.
     smallest_difference: float | None = None
     reference: str = "Base"
-    collapsed: int = 0  # number of the method's runs on these seeds whose predictions are constant; they count
+    collapsed: int = 0  # number of the method's runs on these seeds with constant predictions, which are not left out
     reference_collapsed: int = 0  # the same for the reference
     unmatched: int = 0  # number of seeds that only one of the two has
     has_equal_budgets: bool = True  # whether both had the same number of trials, epochs and examples
@@ -125,11 +125,8 @@ def conclusion(row: Comparison, alpha: float = 0.05) -> str:
     Raises:
         UserError: if alpha is not in (0, 1).
     """
-    return " ".join(
-        filter(
-            None, (_make_main_sentence(row, alpha), _make_collapsed_sentence(row), _make_selection_bias_sentence(row))
-        )
-    )
+    sentences = (_make_main_sentence(row, alpha), _make_collapsed_sentence(row), _make_selection_bias_sentence(row))
+    return " ".join(filter(None, sentences))
 
 
 def _make_main_sentence(comparison: Comparison, alpha: float) -> str:
@@ -161,7 +158,7 @@ def _make_main_sentence(comparison: Comparison, alpha: float) -> str:
 
 
 def _find_obstacle(comparison: Comparison, alpha: float) -> str:
-    """Return why the comparison allows no conclusion, whatever its numbers are; empty if it does."""
+    """Return why the runs do not allow a comparison of method and reference; empty if they allow it."""
     if not comparison.has_equal_budgets:
         return "their budgets differ, so that a difference need not come from the method"
     if comparison.pairs == 0:
@@ -186,9 +183,9 @@ def _format_numbers(comparison: Comparison) -> str:
     """Return the difference, its interval and the p-value as text."""
     assert comparison.difference is not None
     assert comparison.p_value is not None
-    parts = [f"difference {_format_signed(comparison.difference)}"]
+    parts = [f"difference {_format_signed_number(comparison.difference)}"]
     if comparison.interval is not None:
-        low, high = (_format_signed(end) for end in comparison.interval)
+        low, high = (_format_signed_number(end) for end in comparison.interval)
         parts.append(f"uncorrected {100 * comparison.level:g}% interval {low} to {high}")
     parts.append("adjusted p < 0.001" if comparison.p_value < 0.001 else f"adjusted p = {comparison.p_value:.3g}")
     return ", ".join(parts)
@@ -206,23 +203,22 @@ def _make_collapsed_sentence(comparison: Comparison) -> str:
         )
         if count
     ]
-    is_one = comparison.collapsed + comparison.reference_collapsed == 1
-    verb = "has" if is_one else "have"
-    return f"{' and '.join(counts)} {verb} collapsed to constant predictions and {'counts' if is_one else 'count'}."
+    is_single = comparison.collapsed + comparison.reference_collapsed == 1
+    verb = "has" if is_single else "have"
+    return f"{' and '.join(counts)} {verb} collapsed to constant predictions and {'counts' if is_single else 'count'}."
 
 
 def _make_selection_bias_sentence(comparison: Comparison) -> str:
-    """Return a sentence that names means biased by a choice of configurations on the reported set; empty if none is."""
+    """Return a sentence on the means biased by a choice of configurations on the reported set; empty if none is."""
     counts = [(comparison.method, comparison.chosen_among), (comparison.reference, comparison.reference_chosen_among)]
-    biased = [(name, count) for name, count in counts if count > 1]
-    if not biased:
+    biased_methods = [(name, count) for name, count in counts if count > 1]
+    if not biased_methods:
         return ""
     direction = "downwards" if comparison.lower_is_better else "upwards"
-    (name, count), *others = biased
+    (name, count), *other_methods = biased_methods
     text = f"The mean of {name} is biased {direction} by the choice among {count} configurations on the reported set"
-    return "".join(
-        [text, *(f", that of {other} by the choice among {other_count}" for other, other_count in others), "."]
-    )
+    other_clauses = [f", that of {other} by the choice among {other_count}" for other, other_count in other_methods]
+    return "".join([text, *other_clauses, "."])
 
 
 def summary(rows: Iterable[Comparison], alpha: float = 0.05) -> str:
@@ -235,22 +231,22 @@ def summary(rows: Iterable[Comparison], alpha: float = 0.05) -> str:
     Raises:
         UserError: if alpha is not in (0, 1).
     """
-    listed = list(rows)
-    if not listed:
+    comparisons = list(rows)
+    if not comparisons:
         return "There is no comparison."
-    verdicts = [verdict(row, alpha) for row in listed]
-    phrases = {
+    verdicts = [verdict(row, alpha) for row in comparisons]
+    phrase_by_verdict = {
         Verdict.BETTER: "the method is better",
         Verdict.WORSE: "the method is worse",
         Verdict.NO_DIFFERENCE: "no difference was found",
         Verdict.NONE: "nothing can be concluded",
     }
-    counts = {result: verdicts.count(result) for result in phrases}
-    parts = [f"{phrases[result]} in {count}" for result, count in counts.items() if count]
-    text = f"Of {len(listed)} comparison{'s' * (len(listed) != 1)}, {_join_phrases(parts)}."
-    collapsed = sum(row.collapsed for row in listed)
-    verb = "run of a method has" if collapsed == 1 else "runs of methods have"
-    return f"{text} {collapsed} {verb} collapsed." if collapsed else text
+    counts = {result: verdicts.count(result) for result in phrase_by_verdict}
+    parts = [f"{phrase_by_verdict[result]} in {count}" for result, count in counts.items() if count]
+    text = f"Of {len(comparisons)} comparison{'s' * (len(comparisons) != 1)}, {_join_phrases(parts)}."
+    num_collapsed = sum(row.collapsed for row in comparisons)
+    verb = "run of a method has" if num_collapsed == 1 else "runs of methods have"
+    return f"{text} {num_collapsed} {verb} collapsed." if num_collapsed else text
 
 
 def _join_phrases(parts: list[str]) -> str:
@@ -265,7 +261,7 @@ def _format_number(value: float) -> str:
     return f"{value:.2f}" if abs(value) >= 0.095 or value == 0 else f"{value:.2g}"
 
 
-def _format_signed(value: float) -> str:
+def _format_signed_number(value: float) -> str:
     """Return a number as `_format_number` does, with a plus sign if it is positive."""
     text = _format_number(value)
     return text if text.startswith("-") or value == 0 else f"+{text}"

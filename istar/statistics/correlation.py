@@ -66,9 +66,9 @@ def partial_correlation(
     `block_bootstrap_correlation` for them. What is held constant are the given covariates and no others.
 
     Args:
-        x: `(n,)`.
-        y: `(n,)`.
-        covariates: `(n,)` or `(n, k)`; k may be 0.
+        x: values of one variable, `(n,)`.
+        y: values of the other variable, `(n,)`.
+        covariates: values of the k covariates, `(n,)` or `(n, k)`; k may be 0.
         method: `pearson` or `spearman`.
         level: confidence level.
 
@@ -81,15 +81,17 @@ def partial_correlation(
     """
     check_choice(method, get_args(Method), "the method of correlation")
     check_probability(level, "the confidence level")
-    first, second = _to_series(x, y, min_length=3)
-    table = _to_covariate_table(covariates, len(first))
-    num_points, num_covariates = table.shape
+    x_values, y_values = _to_series(x, y, min_length=3)
+    covariate_table = _to_covariate_table(covariates, len(x_values))
+    num_points, num_covariates = covariate_table.shape
     points_name = f"the number of points, with {num_covariates} covariate{'s' * (num_covariates != 1)},"
     check_at_least(num_points, num_covariates + 3, points_name)
     if method == "spearman":
-        first, second = stats.rankdata(first), stats.rankdata(second)
-        table = stats.rankdata(table, axis=0)
-    residuals = [_compute_residuals(values, table, name) for values, name in ((first, "x"), (second, "y"))]
+        x_values, y_values = stats.rankdata(x_values), stats.rankdata(y_values)
+        covariate_table = stats.rankdata(covariate_table, axis=0)
+    residuals = [
+        _compute_residuals(values, covariate_table, name) for values, name in ((x_values, "x"), (y_values, "y"))
+    ]
     value = _compute_pearson(*residuals)
     degrees_of_freedom = num_points - 2 - num_covariates
     t = value * math.sqrt(degrees_of_freedom / (1 - value**2)) if abs(value) < 1 else math.inf
@@ -124,8 +126,8 @@ def block_bootstrap_correlation(
     step out with `partial_correlation`, and read the interval as too short rather than too long.
 
     Args:
-        x: `(n,)`, in the order of the checkpoints, which should be about equally far apart.
-        y: `(n,)`, of the same checkpoints.
+        x: one series, `(n,)`, in the order of the checkpoints, which should be about equally far apart.
+        y: the other series, `(n,)`, of the same checkpoints.
         block_length: l, at most n / 2; None stands for `automatic_block_length`.
         method: `pearson`, or `spearman`, for which each resample is ranked anew.
         level: confidence level.
@@ -139,26 +141,26 @@ def block_bootstrap_correlation(
     check_choice(method, get_args(Method), "the method of correlation")
     check_probability(level, "the confidence level")
     check_at_least(resamples, 1, "the number of resamples")
-    first, second = _to_varied_series(x, y)
-    num_points = len(first)
-    length = automatic_block_length(first, second) if block_length is None else block_length
+    x_values, y_values = _to_varied_series(x, y)
+    num_points = len(x_values)
+    length = automatic_block_length(x_values, y_values) if block_length is None else block_length
     check_at_least(length, 1, "the block length")
     if length > num_points // 2:
         raise UserError(
             f"the block length is {length}; expected at most half of the {num_points} points, {num_points // 2}"
         )
     indices = moving_blocks(num_points, length, resamples, seed)
-    drawn = [values[indices] for values in (first, second)]
+    resampled_series = [series[indices] for series in (x_values, y_values)]
     if method == "spearman":
-        first, second = stats.rankdata(first), stats.rankdata(second)
-        drawn = [stats.rankdata(values, axis=1) for values in drawn]
-    is_defined = (np.ptp(drawn[0], axis=1) > 0) & (np.ptp(drawn[1], axis=1) > 0)
+        x_values, y_values = stats.rankdata(x_values), stats.rankdata(y_values)
+        resampled_series = [stats.rankdata(series, axis=1) for series in resampled_series]
+    is_defined = (np.ptp(resampled_series[0], axis=1) > 0) & (np.ptp(resampled_series[1], axis=1) > 0)
     num_undefined = int(resamples - is_defined.sum())
     if 2 * num_undefined >= resamples:
         raise UserError("a series is constant in half of the resamples or more; expected values that vary throughout")
-    correlations = _compute_pearson_by_row(drawn[0][is_defined], drawn[1][is_defined])
+    correlations = _compute_pearson_by_row(resampled_series[0][is_defined], resampled_series[1][is_defined])
     interval = quantile_interval(correlations, (1 - level) / 2, (1 + level) / 2)
-    return SeriesCorrelation(_compute_pearson(first, second), *interval, num_points, length, num_undefined)
+    return SeriesCorrelation(_compute_pearson(x_values, y_values), *interval, num_points, length, num_undefined)
 
 
 def moving_blocks(points: int, block_length: int, resamples: int, seed: int) -> NDArray[np.int64]:
@@ -204,11 +206,11 @@ def automatic_block_length(x: ArrayLike, y: ArrayLike) -> int:
     Raises:
         UserError: if the lengths differ, a value is not finite, there are fewer than 4 points, or a series is constant.
     """
-    first, second = _to_varied_series(x, y)
-    num_points = len(first)
-    first, second = ((values - values.mean()) / values.std() for values in (first, second))
-    r = float(np.mean(first * second))
-    influence = first * second - r * (first**2 + second**2) / 2
+    x_values, y_values = _to_varied_series(x, y)
+    num_points = len(x_values)
+    z_x, z_y = ((series - series.mean()) / series.std() for series in (x_values, y_values))
+    r = float(np.mean(z_x * z_y))
+    influence = z_x * z_y - r * (z_x**2 + z_y**2) / 2
     influence -= influence.mean()
     sum_of_squares = float(influence @ influence)
     # If all points are on one line, all influence values are 0.
@@ -216,34 +218,36 @@ def automatic_block_length(x: ArrayLike, y: ArrayLike) -> int:
     autocorrelation = float(influence[1:] @ influence[:-1]) / sum_of_squares if has_influence else 0.0
     if autocorrelation <= 0:
         return 1
-    best = (math.sqrt(6) * autocorrelation / (1 - autocorrelation**2)) ** (2 / 3) * num_points ** (1 / 3)
-    return max(1, min(math.ceil(best), math.floor(min(3 * math.sqrt(num_points), num_points / 3))))
+    best_length = (math.sqrt(6) * autocorrelation / (1 - autocorrelation**2)) ** (2 / 3) * num_points ** (1 / 3)
+    return max(1, min(math.ceil(best_length), math.floor(min(3 * math.sqrt(num_points), num_points / 3))))
 
 
 def _to_series(x: ArrayLike, y: ArrayLike, min_length: int) -> tuple[Vector, Vector]:
     """Return two series as vectors; raise a `UserError` unless they are finite, long enough and of equal length."""
-    first, second = to_finite_vector(x, "values of x", min_length), to_finite_vector(y, "values of y", min_length)
-    if len(first) != len(second):
-        raise UserError(f"x has {len(first)} values and y has {len(second)}; expected one of each for every point")
-    return first, second
+    x_values, y_values = to_finite_vector(x, "values of x", min_length), to_finite_vector(y, "values of y", min_length)
+    if len(x_values) != len(y_values):
+        raise UserError(f"x has {len(x_values)} values and y has {len(y_values)}; expected one of each for every point")
+    return x_values, y_values
 
 
 def _to_varied_series(x: ArrayLike, y: ArrayLike) -> tuple[Vector, Vector]:
     """Return two series of at least 4 points as vectors; raise a `UserError` if one of them is constant."""
-    first, second = _to_series(x, y, min_length=4)
-    check_not_constant(first, "values of x")
-    check_not_constant(second, "values of y")
-    return first, second
+    x_values, y_values = _to_series(x, y, min_length=4)
+    check_not_constant(x_values, "values of x")
+    check_not_constant(y_values, "values of y")
+    return x_values, y_values
 
 
-def _to_covariate_table(covariates: ArrayLike, points: int) -> NDArray[np.float64]:
-    """Return the covariates as a table of shape (points, k), after checking their number of points."""
+def _to_covariate_table(covariates: ArrayLike, num_points: int) -> NDArray[np.float64]:
+    """Return the covariates as a table `(num_points, k)`; raise a `UserError` if they have another number of points."""
     table = to_finite_array(covariates, "covariates")
     if table.size == 0:
-        return np.empty((points, 0))
+        return np.empty((num_points, 0))
     table = table[:, None] if table.ndim == 1 else table
-    if table.ndim != 2 or len(table) != points:
-        raise UserError(f"the covariates have the shape {table.shape}; expected a row for each of the {points} points")
+    if table.ndim != 2 or len(table) != num_points:
+        raise UserError(
+            f"the covariates have the shape {table.shape}; expected a row for each of the {num_points} points"
+        )
     return table
 
 

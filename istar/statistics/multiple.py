@@ -45,13 +45,17 @@ def holm(p_values: Sequence[float | None]) -> Holm:
     >>> holm([0.01, None, 0.04]).adjusted
     (0.02, None, 0.04)
     """
-    tested_indices = [index for index, p in enumerate(p_values) if p is not None and not math.isnan(p)]
-    p = np.array([p_values[index] for index in tested_indices], dtype=np.float64)
-    if outside := p[(p < 0) | (p > 1)].tolist():
-        raise UserError(f"{outside[0]} is no p-value; expected a number in [0, 1], or None for an entry without a test")
-    order = np.argsort(p, kind="stable")
-    steps = np.minimum(1.0, np.arange(len(p), 0, -1) * p[order])
+    tested_indices = [
+        index for index, p_value in enumerate(p_values) if p_value is not None and not math.isnan(p_value)
+    ]
+    tested_p_values = np.array([p_values[index] for index in tested_indices], dtype=np.float64)
+    if invalid_p_values := tested_p_values[(tested_p_values < 0) | (tested_p_values > 1)].tolist():
+        raise UserError(
+            f"{invalid_p_values[0]} is no p-value; expected a number in [0, 1], or None for an entry without a test"
+        )
+    order = np.argsort(tested_p_values, kind="stable")
+    steps = np.minimum(1.0, np.arange(len(tested_p_values), 0, -1) * tested_p_values[order])
     adjusted: list[float | None] = [None] * len(p_values)
     for position, value in zip(order, np.maximum.accumulate(steps), strict=True):
         adjusted[tested_indices[position]] = float(value)
-    return Holm(tuple(adjusted), len(p), len(p_values) - len(p))
+    return Holm(tuple(adjusted), len(tested_p_values), len(p_values) - len(tested_p_values))

@@ -42,7 +42,7 @@ MAX_EXACT_PAIRS = 20
 
 BootstrapMethod = Literal["expanded", "percentile", "bca"]
 
-_ROWS_AT_ONCE = 10_000
+_RESAMPLES_AT_ONCE = 10_000
 """Number of random resamples that are drawn at once, which bounds the memory."""
 
 
@@ -66,39 +66,40 @@ def sign_flip_test(differences: ArrayLike, resamples: int = 99_999, seed: int = 
 
     Without an effect, each of the :math:`2^n` patterns of signs is equally likely. The p-value is the proportion of
     patterns whose absolute sum of differences is at least the observed one (Fisher, *The Design of Experiments*, 1935,
-    section 21). Up to `MAX_EXACT_PAIRS` pairs, all patterns are enumerated. Beyond, m random patterns are drawn, of
-    which b are at least as extreme, and p = (b + 1) / (m + 1), which is valid for every m (Phipson and Smyth,
-    *Permutation P-values Should Never Be Zero*, 2010).
+    section 21). Up to `MAX_EXACT_PAIRS` pairs, all patterns are enumerated. For more pairs, m random patterns are
+    drawn. If b of these are at least as extreme as the observed one, p = (b + 1) / (m + 1), which is valid for every m
+    (Phipson and Smyth, *Permutation P-values Should Never Be Zero*, 2010).
 
     Assumptions: the pairs are independent, and without an effect a difference is as likely as its negative. Normality
     is not assumed. With n pairs, p is at least `smallest_sign_flip_p(n)`.
 
     Args:
         differences: `(n,)`, n >= 1.
-        resamples: number m of random patterns beyond `MAX_EXACT_PAIRS` pairs.
+        resamples: number m of random patterns for more than `MAX_EXACT_PAIRS` pairs.
         seed: seed of the random patterns.
 
     Returns:
         The two-sided p-value; 1 if all differences are 0. Equal arguments give equal results.
 
     Raises:
-        UserError: without a difference, if any is not finite, or for fewer than 1 resample.
+        UserError: if there is no difference, if any is not finite, or for fewer than 1 resample.
 
     >>> sign_flip_test([1.0, 2.0, 3.0]).p_value
     0.25
     """
     values = to_finite_vector(differences, "paired differences", 1)
     check_at_least(resamples, 1, "the number of resamples")
-    # Sums that differ by rounding errors only count as equal.
-    observed = abs(values.sum()) - 1e-12 * np.abs(values).sum()
+    # Lowered by a tolerance, so that sums that differ only by rounding errors count as equal.
+    observed_sum = abs(values.sum()) - 1e-12 * np.abs(values).sum()
     if len(values) <= MAX_EXACT_PAIRS:
-        return SignFlipTest(float(np.mean(np.abs(_sum_half_of_patterns(values)) >= observed)), 2 ** len(values), True)
-    random = np.random.default_rng(seed)
+        sums = _sum_half_of_patterns(values)
+        return SignFlipTest(float(np.mean(np.abs(sums) >= observed_sum)), 2 ** len(values), True)
+    generator = np.random.default_rng(seed)
     num_extreme = 0
-    for start in range(0, resamples, _ROWS_AT_ONCE):
-        num_rows = min(_ROWS_AT_ONCE, resamples - start)
-        signs = 2.0 * random.integers(0, 2, (num_rows, len(values)), dtype=np.int8) - 1.0
-        num_extreme += int(np.sum(np.abs(signs @ values) >= observed))
+    for start in range(0, resamples, _RESAMPLES_AT_ONCE):
+        num_patterns = min(_RESAMPLES_AT_ONCE, resamples - start)
+        signs = 2.0 * generator.integers(0, 2, (num_patterns, len(values)), dtype=np.int8) - 1.0
+        num_extreme += int(np.sum(np.abs(signs @ values) >= observed_sum))
     return SignFlipTest((num_extreme + 1) / (resamples + 1), resamples + 1, False)
 
 
@@ -129,7 +130,8 @@ def smallest_sign_flip_p(pairs: int) -> float:
 def t_test(differences: ArrayLike) -> float:
     r"""Compute the two-sided p-value of Student's paired t-test.
 
-    The statistic :math:`t = \sqrt{n} \bar d / s` has n - 1 degrees of freedom.
+    The statistic :math:`t = \sqrt{n} \bar d / s` has n - 1 degrees of freedom, with the mean :math:`\bar d` and the
+    standard deviation s of the n differences.
 
     Assumptions: independent pairs, and approximately normal differences.
 
@@ -143,6 +145,9 @@ def t_test(differences: ArrayLike) -> float:
 
 def t_interval(differences: ArrayLike, level: float = 0.95) -> Interval:
     r"""Compute Student's interval of the mean, :math:`\bar d \pm t_{(1 + level) / 2, n - 1} s / \sqrt{n}`.
+
+    The n differences have the mean :math:`\bar d` and the standard deviation s; :math:`t_{q, n - 1}` is the quantile q
+    of Student's t distribution with n - 1 degrees of freedom.
 
     Assumptions: independent pairs, and approximately normal differences.
 
@@ -169,7 +174,8 @@ def bootstrap_interval(
 
     - `percentile`: the quantiles :math:`\alpha / 2` and :math:`1 - \alpha / 2` (Efron, 1979).
     - `expanded`, the default: as `percentile`, with :math:`\Phi(-\sqrt{n / (n - 1)} \, t_{1 - \alpha / 2, n - 1})` in
-      place of :math:`\alpha / 2` (Hesterberg, *What Teachers Should Know About the Bootstrap*, 2015).
+      place of :math:`\alpha / 2`, where :math:`\Phi` is the normal distribution function and t a quantile of Student's
+      distribution (Hesterberg, *What Teachers Should Know About the Bootstrap*, 2015).
       Resampled means vary too little by the factor :math:`\sqrt{(n - 1) / n}`, and the tails of a few observations are
       those of t; the quantiles are moved outwards for both reasons.
     - `bca`: bias-corrected and accelerated (Efron, *Better Bootstrap Confidence Intervals*, 1987), which also adjusts
@@ -183,7 +189,7 @@ def bootstrap_interval(
 
     Args:
         differences: `(n,)`, n >= 2.
-        method: which quantiles.
+        method: which of the three pairs of quantiles above.
         level: confidence level.
         resamples: number of resamples.
         seed: seed of the resamples.
@@ -206,7 +212,7 @@ def bootstrap_interval(
 
 
 def quantile_interval(resampled: Vector, low: float, high: float) -> Interval:
-    """Return two quantiles of resampled values, with linear interpolation."""
+    """Return the quantiles of resampled values at the probabilities `low` and `high`, with linear interpolation."""
     ends = np.quantile(resampled, [low, high])
     return Interval(float(ends[0]), float(ends[1]))
 
@@ -214,10 +220,12 @@ def quantile_interval(resampled: Vector, low: float, high: float) -> Interval:
 def expanded_tail(level: float, count: int, degrees: int | None = None) -> float:
     r"""Return the tail probability of expanded percentile intervals, :math:`\Phi(-\sqrt{n / (n - 1)} \, t)`.
 
+    :math:`\Phi` is the normal distribution function, and t the quantile (1 + level) / 2 of Student's t distribution.
+
     Args:
         level: confidence level.
         count: number n of values that are resampled together, n >= 2.
-        degrees: degrees of freedom of the quantile t; None stands for n - 1.
+        degrees: degrees of freedom of t; None stands for n - 1.
     """
     t = stats.t.ppf((1 + level) / 2, count - 1 if degrees is None else degrees)
     return float(special.ndtr(-np.sqrt(count / (count - 1)) * t))
@@ -230,18 +238,19 @@ def _to_varied_differences(differences: ArrayLike) -> Vector:
     return values
 
 
-def _draw_resampled_means(values: Vector, resamples: int, random: np.random.Generator) -> Vector:
-    """Return the means of random samples with replacement, `(resamples,)`."""
-    chunks = [
-        values[random.integers(0, len(values), (min(_ROWS_AT_ONCE, resamples - start), len(values)))].mean(axis=1)
-        for start in range(0, resamples, _ROWS_AT_ONCE)
-    ]
-    return np.concatenate(chunks)
+def _draw_resampled_means(values: Vector, num_resamples: int, generator: np.random.Generator) -> Vector:
+    """Return the mean of each of `num_resamples` random samples of the values, drawn with replacement."""
+    chunks_of_means = []
+    for start in range(0, num_resamples, _RESAMPLES_AT_ONCE):
+        chunk_size = min(_RESAMPLES_AT_ONCE, num_resamples - start)
+        indices = generator.integers(0, len(values), (chunk_size, len(values)))
+        chunks_of_means.append(values[indices].mean(axis=1))
+    return np.concatenate(chunks_of_means)
 
 
 def _compute_bca_tails(values: Vector, means: Vector, level: float) -> Vector:
     """Return the two probabilities whose quantiles of the resampled means are the BCa interval (Efron, 1987)."""
-    # Bias: proportion of resampled means below the mean. Equal ones count half, even if they differ by rounding errors.
+    # Bias: proportion of resampled means below the mean. Means equal to it, up to rounding errors, count half.
     mean = values.mean()
     is_equal = np.abs(means - mean) <= 1e-12 * np.abs(values).max()
     bias = special.ndtri(np.mean(np.where(is_equal, 0.5, means < mean)))

@@ -25,6 +25,8 @@ def t_test_power(difference: float, sd: float, pairs: int, alpha: float = 0.05) 
     .. math::
         P(|T| > t_{1 - \alpha / 2, n - 1}), \quad T \sim t'_{n - 1}(\sqrt{n} \, |difference| / sd)
 
+    with a quantile of Student's t distribution and the noncentral t distribution :math:`t'`.
+
     Args:
         difference: true mean difference, in any unit; its sign has no effect.
         sd: standard deviation of the paired differences, in the same unit.
@@ -44,10 +46,10 @@ def t_test_power(difference: float, sd: float, pairs: int, alpha: float = 0.05) 
     if not math.isfinite(difference):
         raise UserError(f"the difference is {difference}; expected a finite number")
     _check_test_arguments(sd, pairs, alpha)
-    return _power_from_noncentrality(math.sqrt(pairs) * abs(difference) / sd, pairs, alpha)
+    return _compute_power(math.sqrt(pairs) * abs(difference) / sd, pairs, alpha)
 
 
-def _power_from_noncentrality(noncentrality: float, pairs: int, alpha: float) -> float:
+def _compute_power(noncentrality: float, pairs: int, alpha: float) -> float:
     """Return the power of the two-sided paired t-test for a noncentrality parameter."""
     critical_value = stats.t.isf(alpha / 2, pairs - 1)
     upper_tail = stats.nct.sf(critical_value, pairs - 1, noncentrality)
@@ -68,10 +70,10 @@ def smallest_difference(sd: float, pairs: int, alpha: float = 0.05, power: float
     _check_test_arguments(sd, pairs, alpha)
     _check_power(power, alpha)
     upper_bound = 1.0
-    while _power_from_noncentrality(upper_bound, pairs, alpha) < power:
+    while _compute_power(upper_bound, pairs, alpha) < power:
         upper_bound *= 2
     noncentrality = optimize.brentq(
-        lambda value: _power_from_noncentrality(value, pairs, alpha) - power, 0.0, upper_bound, xtol=1e-12
+        lambda candidate: _compute_power(candidate, pairs, alpha) - power, 0.0, upper_bound, xtol=1e-12
     )
     return float(noncentrality * sd / math.sqrt(pairs))
 
@@ -91,6 +93,7 @@ def pairs_needed(difference: float, sd: float, alpha: float = 0.05, power: float
     check_positive(abs(difference), "the size of the difference")
     _check_test_arguments(sd, 2, alpha)
     _check_power(power, alpha)
+    # Double the number of pairs until it is large enough, then bisect.
     too_few, enough = 1, 2
     while t_test_power(difference, sd, enough, alpha) < power:
         if enough == MAX_PAIRS:
@@ -99,7 +102,7 @@ def pairs_needed(difference: float, sd: float, alpha: float = 0.05, power: float
                 "pairs; choose a larger difference"
             )
         too_few, enough = enough, min(2 * enough, MAX_PAIRS)
-    # The power grows with the number of pairs.
+    # Bisection is valid because the power grows with the number of pairs.
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
         if t_test_power(difference, sd, middle, alpha) < power:
@@ -112,8 +115,8 @@ def pairs_needed(difference: float, sd: float, alpha: float = 0.05, power: float
 def sd_interval(sd: float, pairs: int, level: float = 0.95) -> Interval:
     r"""Compute the interval of a standard deviation estimated from n normal differences.
 
-    The ends are :math:`s \sqrt{(n - 1) / \chi^2_{q, n - 1}}` for q = (1 + level) / 2 and (1 - level) / 2. Five pairs
-    leave a factor of almost five between them, so that a number of pairs planned from them is rough.
+    The ends are :math:`s \sqrt{(n - 1) / \chi^2_{q, n - 1}}` for q = (1 + level) / 2 and (1 - level) / 2. For five
+    pairs, one end is almost five times the other, so that a number of pairs planned from so few is rough.
 
     Raises:
         UserError: if `sd` is not positive, there are fewer than 2 pairs, or `level` is not in (0, 1).

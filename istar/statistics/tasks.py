@@ -60,14 +60,14 @@ def task_ranks(scores: ArrayLike, lower_is_better: bool = False) -> NDArray[np.f
     Raises:
         UserError: if the scores are not finite, not two-dimensional, or of fewer than 2 methods or 1 task.
     """
-    table = to_finite_array(scores, "scores")
-    if table.ndim != 2:
+    score_table = to_finite_array(scores, "scores")
+    if score_table.ndim != 2:
         raise UserError(
-            f"the scores have the shape {table.shape}; expected a row for each task, a column for each method"
+            f"the scores have the shape {score_table.shape}; expected a row for each task, a column for each method"
         )
-    check_at_least(table.shape[0], 1, "the number of tasks")
-    check_at_least(table.shape[1], 2, "the number of methods")
-    ranks: NDArray[np.float64] = stats.rankdata(table if lower_is_better else -table, axis=1)
+    check_at_least(score_table.shape[0], 1, "the number of tasks")
+    check_at_least(score_table.shape[1], 2, "the number of methods")
+    ranks: NDArray[np.float64] = stats.rankdata(score_table if lower_is_better else -score_table, axis=1)
     return ranks
 
 
@@ -98,27 +98,30 @@ def friedman(scores: ArrayLike, lower_is_better: bool = False, correct_ties: boo
         UserError: as `task_ranks`, for fewer than 2 tasks, and if all methods are equal on every task.
     """
     ranks = task_ranks(scores, lower_is_better)
-    tasks, methods = ranks.shape
-    check_at_least(tasks, 2, "the number of tasks")
+    num_tasks, num_methods = ranks.shape
+    check_at_least(num_tasks, 2, "the number of tasks")
     average_ranks = ranks.mean(axis=0)
-    chi_square = 12 * tasks / (methods * (methods + 1)) * (np.sum(average_ranks**2) - methods * (methods + 1) ** 2 / 4)
-    # The proportion of the variance of ranks that ties leave.
-    untied_proportion = 12 * np.sum((ranks - (methods + 1) / 2) ** 2) / (tasks * methods * (methods**2 - 1))
+    sum_of_squares, sum_for_equal_ranks = np.sum(average_ranks**2), num_methods * (num_methods + 1) ** 2 / 4
+    chi_square = 12 * num_tasks / (num_methods * (num_methods + 1)) * (sum_of_squares - sum_for_equal_ranks)
+    # The variance of the ranks as a proportion of their variance without ties.
+    untied_proportion = (
+        12 * np.sum((ranks - (num_methods + 1) / 2) ** 2) / (num_tasks * num_methods * (num_methods**2 - 1))
+    )
     if untied_proportion == 0:
         raise UserError("all methods have equal scores on every task, so that there are no ranks to compare")
     if correct_ties:
         chi_square /= untied_proportion
-    largest = tasks * (methods - 1)
+    max_chi_square = num_tasks * (num_methods - 1)
     # Rounding errors may leave a statistic slightly beyond its range.
-    chi_square = float(np.clip(chi_square, 0.0, largest))
-    denominator = largest - chi_square
-    f = (tasks - 1) * chi_square / denominator if denominator > 1e-9 * largest else np.inf
+    chi_square = float(np.clip(chi_square, 0.0, max_chi_square))
+    denominator = max_chi_square - chi_square
+    f = (num_tasks - 1) * chi_square / denominator if denominator > 1e-9 * max_chi_square else np.inf
     return Friedman(
         average_ranks,
         chi_square,
-        float(stats.chi2.sf(chi_square, methods - 1)),
+        float(stats.chi2.sf(chi_square, num_methods - 1)),
         float(f),
-        float(stats.f.sf(f, methods - 1, (methods - 1) * (tasks - 1))),
+        float(stats.f.sf(f, num_methods - 1, (num_methods - 1) * (num_tasks - 1))),
     )
 
 
@@ -179,11 +182,15 @@ def bootstrap_over_tasks(
 ) -> AverageDifference:
     """Compute the average difference over tasks with an interval by the hierarchical bootstrap.
 
-    A resample draws, with replacement, tasks, then seeds within each drawn task (`tasks and seeds`), tasks with all
-    their seeds (`tasks`), or seeds within each of the given tasks (`seeds`). The interval lies between two quantiles of
-    the means of the resamples, which are moved outwards as those of the expanded percentile interval
-    (`paired.bootstrap_interval`); with T tasks, t has T - 1 degrees of freedom where tasks are drawn, otherwise as many
-    as there are seeds in all tasks less T.
+    What a resample draws, with replacement, depends on `resample`:
+
+    - `tasks and seeds`: tasks, then seeds within each drawn task.
+    - `tasks`: tasks with all their seeds.
+    - `seeds`: seeds within each of the given tasks.
+
+    The interval lies between two quantiles of the means of the resamples, which are moved outwards by the formula of
+    the expanded percentile interval (`paired.bootstrap_interval`). For T tasks, the quantile t of this formula has
+    T - 1 degrees of freedom where tasks are drawn, otherwise as many as there are seeds in all tasks less T.
 
     The mean differences of the tasks already vary because of their seeds. Drawing seeds as well therefore counts their
     noise twice: `tasks and seeds` is conservative, clearly so if the seeds differ more than the tasks; `tasks` is not
@@ -195,7 +202,7 @@ def bootstrap_over_tasks(
 
     Args:
         differences: one sequence for each task, with its paired differences, one for each seed.
-        resample: what is drawn.
+        resample: what each resample draws.
         level: confidence level.
         resamples: number of resamples.
         seed: seed of the resamples.
@@ -207,38 +214,42 @@ def bootstrap_over_tasks(
     check_choice(resample, get_args(Resample), "what is resampled")
     check_probability(level, "the confidence level")
     check_at_least(resamples, 1, "the number of resamples")
-    by_task = _to_vectors(
+    differences_by_task = _to_vectors(
         differences, min_tasks=1 if resample == "seeds" else 2, min_seeds=1 if resample == "tasks" else 2
     )
-    random = np.random.default_rng(seed)
-    averages = _draw_resampled_averages(by_task, resample, resamples, random)
+    generator = np.random.default_rng(seed)
+    averages = _draw_resampled_averages(differences_by_task, resample, resamples, generator)
     check_not_constant(averages, "differences")
     if resample == "seeds":
-        min_seeds = min(len(values) for values in by_task)
-        tail = expanded_tail(level, min_seeds, sum(len(values) - 1 for values in by_task))
+        num_seeds_by_task = [len(task_differences) for task_differences in differences_by_task]
+        degrees_of_freedom = sum(num_seeds - 1 for num_seeds in num_seeds_by_task)
+        tail = expanded_tail(level, min(num_seeds_by_task), degrees_of_freedom)
     else:
-        tail = expanded_tail(level, len(by_task))
-    mean = float(np.mean([values.mean() for values in by_task]))
+        tail = expanded_tail(level, len(differences_by_task))
+    mean = float(np.mean([task_differences.mean() for task_differences in differences_by_task]))
     return AverageDifference(mean, *quantile_interval(averages, tail, 1 - tail))
 
 
 def _draw_resampled_averages(
-    by_task: list[Vector], resample: Resample, resamples: int, random: np.random.Generator
+    differences_by_task: list[Vector], resample: Resample, resamples: int, generator: np.random.Generator
 ) -> Vector:
     """Return the average over tasks of the means over seeds for each random resample, `(resamples,)`.
 
     Args:
-        by_task: the differences of each task.
+        differences_by_task: the differences of each task over seeds.
         resample: what is drawn.
         resamples: number of resamples.
-        random: source of random numbers.
+        generator: source of random numbers.
     """
     averages = np.empty(resamples)
     for index in range(resamples):
-        drawn = by_task if resample == "seeds" else [by_task[i] for i in random.integers(0, len(by_task), len(by_task))]
+        drawn_tasks = differences_by_task
+        if resample != "seeds":
+            task_indices = generator.integers(0, len(differences_by_task), len(differences_by_task))
+            drawn_tasks = [differences_by_task[task_index] for task_index in task_indices]
         if resample != "tasks":
-            drawn = [values[random.integers(0, len(values), len(values))] for values in drawn]
-        averages[index] = sum(values.sum() / len(values) for values in drawn) / len(drawn)
+            drawn_tasks = [values[generator.integers(0, len(values), len(values))] for values in drawn_tasks]
+        averages[index] = sum(values.sum() / len(values) for values in drawn_tasks) / len(drawn_tasks)
     return averages
 
 

@@ -55,7 +55,7 @@ class SweepEntry:
 
     @property
     def seconds(self) -> float | None:
-        """Duration of the run with the start of its processes, or None if it has not ended under this command."""
+        """Duration in seconds, including the start of the processes; None unless this command has executed the run."""
         return self.ended - self.started if self.started and self.ended else None
 
     @property
@@ -72,7 +72,7 @@ class SweepEntry:
     def selection_merit(self) -> float:
         """The value by which runs are compared, as a number that is higher for better runs, also for losses.
 
-        It is that of the headline metric in states of earlier versions, which have no other.
+        States of earlier versions have only the value of the headline metric, which is then used.
         """
         return merit(self.metric or "", (self.value if self.selection is None else self.selection) or 0.0)
 
@@ -226,7 +226,7 @@ def count_validated_epochs(folder: Path) -> int:
             reader = csv.DictReader(file)
             metric_columns = [name for name in reader.fieldnames or () if name.startswith("val/")]
             validation_rows = [row for row in reader if any(row[name] for name in metric_columns)]
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # the file is missing or is not UTF-8
         return 0
     # The first validation takes place before the training.
     return max(0, len(validation_rows) - 1)
@@ -288,15 +288,17 @@ def render_sweep(state: SweepState) -> Group:
             str(sum(entry.status in statuses for entry in group_entries)) for statuses in _STATUSES_BY_COLUMN.values()
         ]
         finished_entries = [entry for entry in group_entries if entry.value is not None and entry.status == "finished"]
-        best = max(finished_entries, key=lambda entry: entry.selection_merit, default=None)
-        best_score, best_by = "-", "-"
-        if best is not None:
-            best_score = f"{best.metric} {displayed(best.metric or '', best.value or 0):.2f}"
+        best_entry = max(finished_entries, key=lambda entry: entry.selection_merit, default=None)
+        best_score, best_settings = "-", "-"
+        if best_entry is not None:
+            best_score = f"{best_entry.metric} {displayed(best_entry.metric or '', best_entry.value or 0):.2f}"
             distinctive_overrides = [
-                text for text in best.overrides if not all(text in entry.overrides for entry in group_entries)
+                override
+                for override in best_entry.overrides
+                if not all(override in entry.overrides for entry in group_entries)
             ]
-            best_by = " ".join(distinctive_overrides) or best.method
-        table.add_row(*group_key, *counts, best_score, best_by)
+            best_settings = " ".join(distinctive_overrides) or best_entry.method
+        table.add_row(*group_key, *counts, best_score, best_settings)
     lines = []
     for status, title in _RUNNING_TITLES.items():
         entries = state.entries_with(status)

@@ -101,15 +101,18 @@ def _describe_search_configurations(runs: SweepRuns, grid: str, space: SearchSpa
         key: override for key, override in swept_overrides.items() if key not in group_overrides and key != "seed"
     }
     fixed_overrides = [override.input_line or "" for key, override in space.items() if key not in swept_overrides]
-    first_values = [f"{key}={_swept_values(override)[0]}" for key, override in key_overrides.items()]
+    # A config needs some value for each key; the plan describes these keys by their ranges instead.
+    first_values = [f"{key}={_list_swept_values(override)[0]}" for key, override in key_overrides.items()]
     for choice in product(
-        *([f"{key}={value}" for value in _swept_values(override)] for key, override in group_overrides.items())
+        *([f"{key}={value}" for value in _list_swept_values(override)] for key, override in group_overrides.items())
     ):
         overrides = (*fixed_overrides, *choice, *first_values)
         planned = _describe_configuration(runs, grid, runs.compose_config(overrides))
-        planned.ranges = {key: _search_range(runs, overrides, key, override) for key, override in key_overrides.items()}
+        planned.ranges = {
+            key: _find_search_range(runs, overrides, key, override) for key, override in key_overrides.items()
+        }
         seed = swept_overrides.get("seed")
-        planned.seeds = [planned.config.seed] if seed is None else [int(value) for value in _swept_values(seed)]
+        planned.seeds = [planned.config.seed] if seed is None else [int(value) for value in _list_swept_values(seed)]
         yield planned
 
 
@@ -118,7 +121,7 @@ def _is_group_choice(key: str) -> bool:
     return ("." not in key and key != "seed") or key in ("task.name", "model.name")
 
 
-def _swept_values(override: Override) -> list[str]:
+def _list_swept_values(override: Override) -> list[str]:
     """Return the values of a key that is swept over, as on the command line; for an interval, its two ends."""
     sweep = override.value()
     if isinstance(sweep, IntervalSweep):
@@ -127,13 +130,16 @@ def _swept_values(override: Override) -> list[str]:
     return [str(value) for value in override.sweep_string_iterator()]
 
 
-def _search_range(runs: SweepRuns, overrides: Overrides, key: str, override: Override) -> Any:
-    """Return the values of a key as they are in composed configs, or the ends `low` and `high` of its interval."""
-    settings = [
+def _find_search_range(runs: SweepRuns, overrides: Overrides, key: str, override: Override) -> Any:
+    """Return the values of a key in the composed configs, or the ends `low` and `high` if it has an interval.
+
+    `overrides` are those of the other keys, and `override` is that of the key in the search space.
+    """
+    settings_by_value = [
         flatten_settings(to_dict(runs.compose_config((*overrides, f"{key}={value}"))))
-        for value in _swept_values(override)
+        for value in _list_swept_values(override)
     ]
-    values: list[Any] = [setting.get(key) for setting in settings]
+    values: list[Any] = [settings.get(key) for settings in settings_by_value]
     is_interval = isinstance(override.value(), IntervalSweep)
     return {"low": min(values), "high": max(values)} if is_interval else values
 
@@ -141,13 +147,13 @@ def _search_range(runs: SweepRuns, overrides: Overrides, key: str, override: Ove
 def make_plan_fields(configurations: Sequence[PlannedConfiguration], runs: SweepRuns) -> dict[str, Any]:
     """Return the fields of a plan file that follow from its runs; see `istar.reports.plan_file`."""
     settings = runs.request.settings
-    common = find_common_settings(
+    common_settings = find_common_settings(
         [configuration.settings for configuration in configurations],
         {key for configuration in configurations for key in configuration.ranges},
     )
     is_search = settings.search == "optuna"
     num_trials = count_trials(configurations, settings.trials) if is_search else None
-    tasks = list(
+    task_fields = list(
         {configuration.task: _describe_task(configuration.config.task) for configuration in configurations}.values()
     )
     return {
@@ -160,28 +166,35 @@ def make_plan_fields(configurations: Sequence[PlannedConfiguration], runs: Sweep
             "pruner": settings.pruner if is_search else None,
             "seeds_of_best": list(settings.seeds),
         },
-        "tasks": tasks,
+        "tasks": task_fields,
         "models": list(dict.fromkeys(configuration.model for configuration in configurations)),
         "seeds": sorted({seed for configuration in configurations for seed in configuration.seeds}),
         "selection": describe_selection_rule(
-            tasks, settings.seeds, any(configuration.grid for configuration in configurations)
+            task_fields, settings.seeds, any(configuration.grid for configuration in configurations)
         ),
-        "methods": describe_methods(configurations, common),
+        "methods": describe_methods(configurations, common_settings),
         "budget": compute_budget(configurations, settings.seeds, num_trials, len(runs.state.entries_with("finished"))),
-        "settings": common,
-        "configurations": [_make_configuration_field(configuration, common) for configuration in configurations],
+        "settings": common_settings,
+        "configurations": [
+            _make_configuration_field(configuration, common_settings) for configuration in configurations
+        ],
     }
 
 
 def count_trials(configurations: Sequence[PlannedConfiguration], max_trials: int) -> int:
     """Return the number of trials of a search: `max_trials`, or fewer if its search space has fewer runs."""
-    values = [[configuration.seeds, *configuration.ranges.values()] for configuration in configurations]
-    if any(isinstance(choice, Mapping) for choices in values for choice in choices):
+    values_by_configuration = [
+        [configuration.seeds, *configuration.ranges.values()] for configuration in configurations
+    ]
+    # An interval, whose range is a mapping of its ends, has any number of values.
+    if any(isinstance(values, Mapping) for values_of_keys in values_by_configuration for values in values_of_keys):
         return max_trials
-    return min(max_trials, sum(prod(map(len, choices)) for choices in values))
+    return min(max_trials, sum(prod(map(len, values_of_keys)) for values_of_keys in values_by_configuration))
 
 
-def _make_configuration_field(configuration: PlannedConfiguration, common: Mapping[str, Any]) -> dict[str, Any]:
+def _make_configuration_field(
+    configuration: PlannedConfiguration, common_settings: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return a configuration as the plan file has it, without the settings that all configurations share."""
     return {
         "task": configuration.task,
@@ -192,7 +205,7 @@ def _make_configuration_field(configuration: PlannedConfiguration, common: Mappi
         "settings": {
             key: value
             for key, value in configuration.settings.items()
-            if key not in common and key not in configuration.ranges
+            if key not in common_settings and key not in configuration.ranges
         },
         "ranges": configuration.ranges,
         "data": configuration.data,
@@ -214,11 +227,12 @@ def _describe_task(config: TaskConfig) -> dict[str, Any]:
 
 def find_common_settings(settings: Sequence[Mapping[str, Any]], excluded: Iterable[str] = ()) -> dict[str, Any]:
     """Return the settings that have equal values in all configurations, except those with excluded keys."""
-    first, *others = settings
+    first_settings, *other_settings = settings
     return {
         key: value
-        for key, value in first.items()
-        if key not in set(excluded) and all(key in other and other[key] == value for other in others)
+        for key, value in first_settings.items()
+        if key not in set(excluded)
+        and all(key in settings_of_other and settings_of_other[key] == value for settings_of_other in other_settings)
     }
 
 
@@ -232,32 +246,32 @@ def describe_methods(configurations: Sequence[PlannedConfiguration], common: Map
     configurations_by_method: dict[str, list[PlannedConfiguration]] = {}
     for configuration in configurations:
         configurations_by_method.setdefault(configuration.group[2], []).append(configuration)
-    fields = []
-    for name, method_configurations in configurations_by_method.items():
+    method_fields = []
+    for method, method_configurations in configurations_by_method.items():
         ranges = {
             key: values for configuration in method_configurations for key, values in configuration.ranges.items()
         }
-        keys = dict.fromkeys(
+        differing_keys = dict.fromkeys(
             key for configuration in method_configurations for key in configuration.settings if key not in common
         )
         values_by_key = {
             key: _remove_duplicates(configuration.settings.get(key) for configuration in method_configurations)
-            for key in keys
+            for key in differing_keys
             if key not in ranges
         }
-        counts = {
+        count_by_group = {
             group: sum(configuration.group == group for configuration in method_configurations)
             for group in {configuration.group for configuration in method_configurations}
         }
-        fields.append(
+        method_fields.append(
             {
-                "method": name,
-                "configurations": 0 if ranges else max(counts.values()),
+                "method": method,
+                "configurations": 0 if ranges else max(count_by_group.values()),
                 "settings": {key: values[0] for key, values in values_by_key.items() if len(values) == 1},
                 "grid": {key: values for key, values in values_by_key.items() if len(values) > 1} | ranges,
             }
         )
-    return fields
+    return method_fields
 
 
 def _remove_duplicates(values: Iterable[Any]) -> list[Any]:
@@ -362,15 +376,19 @@ def compute_budget(
     configurations_by_group: dict[tuple[str, str, str], list[PlannedConfiguration]] = {}
     for configuration in configurations:
         configurations_by_group.setdefault(configuration.group, []).append(configuration)
-    planned_runs: list[tuple[int, int, int]] = []  # number of runs, with the epochs and the training examples of each
+    planned_runs: list[tuple[int, int, int]] = []  # number of runs; epochs and training examples of each
     if num_trials is None:
         planned_runs += [
-            (len(configuration.seeds), _max_epochs(configuration), _max_training_examples(configuration))
+            (len(configuration.seeds), _find_max_epochs(configuration), _compute_max_training_examples(configuration))
             for configuration in configurations
         ]
     else:
         planned_runs.append(
-            (num_trials, max(map(_max_epochs, configurations)), max(map(_max_training_examples, configurations)))
+            (
+                num_trials,
+                max(map(_find_max_epochs, configurations)),
+                max(map(_compute_max_training_examples, configurations)),
+            )
         )
     for group_configurations in configurations_by_group.values():
         num_repetitions = len(
@@ -379,8 +397,8 @@ def compute_budget(
         planned_runs.append(
             (
                 num_repetitions,
-                max(map(_max_epochs, group_configurations)),
-                max(map(_max_training_examples, group_configurations)),
+                max(map(_find_max_epochs, group_configurations)),
+                max(map(_compute_max_training_examples, group_configurations)),
             )
         )
     return {
@@ -391,26 +409,26 @@ def compute_budget(
     }
 
 
-def _max_epochs(configuration: PlannedConfiguration) -> int:
+def _find_max_epochs(configuration: PlannedConfiguration) -> int:
     """Return the largest number of epochs that a run of a configuration may have."""
-    values = configuration.ranges.get("trainer.max_epochs", [configuration.config.trainer.max_epochs])
-    return int(values["high"] if isinstance(values, Mapping) else max(values))
+    epochs_range = configuration.ranges.get("trainer.max_epochs", [configuration.config.trainer.max_epochs])
+    return int(epochs_range["high"] if isinstance(epochs_range, Mapping) else max(epochs_range))
 
 
-def _max_training_examples(configuration: PlannedConfiguration) -> int:
+def _compute_max_training_examples(configuration: PlannedConfiguration) -> int:
     """Return the largest number of training examples of a run, counted once for each epoch.
 
     The examples of a text corpus are documents or, if the number of optimizer steps is limited, blocks of tokens.
     """
-    examples_in_epochs = configuration.examples * _max_epochs(configuration)
-    steps = configuration.config.trainer.lightning.get("max_steps")
-    if steps is None or steps < 0:
-        return examples_in_epochs
+    num_examples_in_epochs = configuration.examples * _find_max_epochs(configuration)
+    max_steps = configuration.config.trainer.lightning.get("max_steps")
+    if max_steps is None or max_steps < 0:
+        return num_examples_in_epochs
     trainer = configuration.config.trainer
-    devices = trainer.devices if type(trainer.devices) is int and trainer.devices > 0 else 1
-    examples_per_step = (
-        configuration.config.data.batch_size * trainer.accumulate_grad_batches * devices * trainer.num_nodes
+    num_devices = trainer.devices if type(trainer.devices) is int and trainer.devices > 0 else 1
+    num_examples_per_step = (
+        configuration.config.data.batch_size * trainer.accumulate_grad_batches * num_devices * trainer.num_nodes
     )
-    examples_in_steps = steps * examples_per_step
-    is_text = find_task_spec(configuration.config.task).is_language_modelling
-    return examples_in_steps if is_text else min(examples_in_epochs, examples_in_steps)
+    num_examples_in_steps = max_steps * num_examples_per_step
+    is_text_corpus = find_task_spec(configuration.config.task).is_language_modelling
+    return num_examples_in_steps if is_text_corpus else min(num_examples_in_epochs, num_examples_in_steps)

@@ -67,7 +67,10 @@ def run_trials(
 
 
 class _TrialPool:
-    """Runs trials in parallel, each in a slot of its own; `runs` are the processes of the running trials."""
+    """Runs trials in parallel. Each of the `settings.jobs` slots executes one trial at a time.
+
+    `runs` has the processes of each running trial.
+    """
 
     def __init__(
         self,
@@ -79,14 +82,17 @@ class _TrialPool:
     ) -> None:
         self.runs: list[RunProcesses] = []
         self._source, self._log_folder, self._environment, self._spawn = source, log_folder, environment, spawn_process
-        self._jobs, self._fail_fast = settings.jobs, settings.fail_fast
+        self._num_jobs, self._fail_fast = settings.jobs, settings.fail_fast
         self._running_by_slot: dict[int, tuple[Trial, RunProcesses]] = {}
         self._gpus = list_visible_gpus() if settings.jobs > 1 else []
         self._is_stopping = False
 
     def fill_slots(self, signals: Sequence[int]) -> bool:
-        """Start a trial in each free slot, and return whether any trial is running or waited for."""
-        for slot in range(self._jobs):
+        """Start a trial in each free slot, and return whether any trial is running or waited for.
+
+        `signals` are the numbers of the stop signals received so far; after the first one, no trial is started.
+        """
+        for slot in range(self._num_jobs):
             while slot not in self._running_by_slot and not signals and not self._is_stopping:
                 trial = self._source.next_trial()
                 if trial is None:
@@ -107,7 +113,7 @@ class _TrialPool:
         """Start a trial in a slot; a trial that cannot start counts as failed."""
         log_path = self._log_folder / f"{trial.name}.log"
         try:
-            extra_variables = make_slot_environment(slot, self._jobs, trial.config.trainer, self._gpus)
+            extra_variables = make_slot_environment(slot, self._num_jobs, trial.config.trainer, self._gpus)
             extra_variables.update(self._environment)
             num_processes = processes_to_start(trial.config.trainer)
         except UserError as error:
@@ -143,9 +149,9 @@ class _TrialPool:
 
 def list_visible_gpus() -> list[str]:
     """Return the GPUs that this process may use, in the notation of CUDA_VISIBLE_DEVICES."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [name for name in visible.split(",") if name.strip()]
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible_devices is not None:
+        return [name for name in visible_devices.split(",") if name.strip()]
     import torch
 
     return [str(index) for index in range(torch.cuda.device_count())]
@@ -177,7 +183,9 @@ def parse_num_devices(settings: TrainerConfig) -> int:
     Raises:
         UserError: if it is not a number of devices, for example a list of them.
     """
-    count = str(settings.devices)
-    if not count.isdigit() or int(count) == 0:
-        raise UserError(f"trainer.devices={count}: with sweep.jobs above 1 say how many devices a run gets, not which")
-    return int(count)
+    devices_text = str(settings.devices)
+    if not devices_text.isdigit() or int(devices_text) == 0:
+        raise UserError(
+            f"trainer.devices={devices_text}: with sweep.jobs above 1 say how many devices a run gets, not which"
+        )
+    return int(devices_text)

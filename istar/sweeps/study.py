@@ -104,14 +104,14 @@ class Study:
 
     def ended_trials(self) -> list[tuple[int, Overrides]]:
         """Return number and overrides of each finished or pruned trial."""
-        ended = self._get_trials(TrialState.COMPLETE, TrialState.PRUNED)
-        return [(trial.number, tuple(trial.user_attrs[_OVERRIDES])) for trial in ended]
+        ended_trials = self._get_trials(TrialState.COMPLETE, TrialState.PRUNED)
+        return [(trial.number, tuple(trial.user_attrs[_OVERRIDES])) for trial in ended_trials]
 
     def ask(self) -> tuple[int, Overrides] | None:
-        """Start an abandoned trial or a new one, and return its number and overrides, or None if there are enough.
+        """Start an abandoned trial or a new one, and return its number and overrides, or None if none is left.
 
-        There are also enough when all runs of the search space have been tried. Failed trials are replaced by new ones,
-        but a worker starts no more new trials than were missing when it was created.
+        None is left if enough trials have been started, or all runs of the search space have been tried. Failed trials
+        are replaced by new ones, but a worker starts no more new trials than were missing when it was created.
         """
         with self._ask_lock:
             for trial in self._get_trials(TrialState.RUNNING):
@@ -168,7 +168,7 @@ class Study:
         tried_overrides = self._tried_overrides | {
             tuple(trial.user_attrs.get(_OVERRIDES, ())) for trial in started_trials
         }
-        # One combination more than have been tried contains one that has not.
+        # Of this many different combinations, which is one more than have been tried, at least one is new.
         for index in self._random_generator.sample(
             range(num_combinations), min(num_combinations, len(tried_overrides) + 1)
         ):
@@ -256,13 +256,13 @@ def suggest_overrides(trial: optuna.trial.Trial, space_by_grid: Mapping[str, Sea
 
 def count_combinations(space_by_grid: Mapping[str, SearchSpace]) -> int | None:
     """Count the combinations of values in all search spaces; return None if a key has a continuous interval."""
-    sizes = []
+    sizes_of_spaces = []
     for space in space_by_grid.values():
-        choices_of_keys = [_list_values(override) for override in space.values() if override.is_sweep_override()]
-        if None in choices_of_keys:
+        values_of_keys = [_list_values(override) for override in space.values() if override.is_sweep_override()]
+        if None in values_of_keys:
             return None
-        sizes.append(math.prod(len(choices) for choices in choices_of_keys if choices is not None))
-    return sum(sizes)
+        sizes_of_spaces.append(math.prod(len(values) for values in values_of_keys if values is not None))
+    return sum(sizes_of_spaces)
 
 
 def get_combination(space_by_grid: Mapping[str, SearchSpace], index: int) -> tuple[dict[str, Any], Overrides]:
@@ -283,6 +283,7 @@ def get_combination(space_by_grid: Mapping[str, SearchSpace], index: int) -> tup
             if values is None:
                 overrides.append(override.input_line or "")
                 continue
+            # The index is a number in a mixed radix, with one digit for each key.
             index, value_index = divmod(index, len(values))
             parameters[override.get_key_element()] = values[value_index]
             overrides.append(f"{override.get_key_element()}={values[value_index]}")
@@ -295,10 +296,10 @@ def _list_values(override: Override) -> Sequence[int | str] | None:
     sweep = override.value()
     if not isinstance(sweep, IntervalSweep):
         return list(override.sweep_string_iterator())
-    return range(int(sweep.start or 0), int(sweep.end or 0) + 1) if _is_integer(sweep) else None
+    return range(int(sweep.start or 0), int(sweep.end or 0) + 1) if _is_integer_interval(sweep) else None
 
 
-def _is_integer(sweep: IntervalSweep) -> bool:
+def _is_integer_interval(sweep: IntervalSweep) -> bool:
     """Return whether an interval has integers, like `int(interval(1,5))`; Hydra converts `interval(1,5)` to floats."""
     return "int" in sweep.tags or isinstance(sweep.start, int)
 
@@ -311,7 +312,7 @@ def _suggest_override(trial: optuna.trial.Trial, override: Override) -> str:
     if not isinstance(sweep, IntervalSweep):
         return f"{key}={trial.suggest_categorical(key, _list_values(override) or [])}"
     is_log, start, end = "log" in sweep.tags, sweep.start or 0, sweep.end or 0
-    if _is_integer(sweep):
+    if _is_integer_interval(sweep):
         return f"{key}={trial.suggest_int(key, int(start), int(end), log=is_log)}"
     return f"{key}={trial.suggest_float(key, start, end, log=is_log)}"
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 SEARCH_STAGE, SEEDS_STAGE = "search", "seeds"
 _MAX_COMPARED_CONFIGURATIONS = 24
-"""Number of configurations that fit into a table and a figure; of more, only the best of each method are compared."""
+"""Number of configurations that fit into a table and a figure. Of more, only the best ones of each method are shown."""
 _MIN_RUNS_FOR_PROGRESS_BAR = 50  # number of runs from which a progress bar is shown while their configs are composed
 
 CHECK_INTERVAL_SECONDS = 1.0
@@ -112,7 +112,7 @@ class SweepRuns:
         self.state = SweepState(self.folder.name, request.command, str(request.root), settings.jobs)
         self.trial_by_name: dict[str, Trial] = {}
         self.entry_by_name: dict[str, SweepEntry] = {}
-        # The name of the grid that each run is from, by the name of the run; the first one, if several have the run.
+        # Name of the grid that contains each run, by the name of the run; the first grid if several contain the run.
         self.grid_by_run: dict[str, str] = {}
         self.run_folders = RunFolders()
 
@@ -196,10 +196,10 @@ class SweepRuns:
         return None if trial.config.run.overwrite else read_finished_run(self.request.root / trial.name, trial.config)
 
     def compose_sample_config(self) -> Config:
-        """Compose a config with only the overrides that are not swept over, which stands for the runs of a search.
+        """Compose a config with only the overrides that are not swept over, as an example of the runs of a search.
 
         Raises:
-            UserError: if its data cannot be loaded.
+            UserError: if the data of the config cannot be loaded.
         """
         space = next(iter(self.space_by_grid.values()))
         fixed_overrides = tuple(
@@ -302,7 +302,7 @@ class SearchQueue(TrialQueue):
         self._trial_number_by_run: dict[str, int] = {}
 
     def next_trial(self) -> Trial | None:
-        """Return the next waiting trial, for which Optuna suggests new values, or None if there are enough trials."""
+        """Return the next waiting trial, or else one that Optuna suggests; None if no more trials are needed."""
         while (trial := super().next_trial()) is None:
             suggestion = self._study.ask()
             self.runs.state.to_come = self._study.num_trials_left()
@@ -392,37 +392,37 @@ def run_queue(queue: TrialQueue) -> None:
 
 
 def _make_launcher_overrides(trial: Trial) -> Overrides:
-    """Return the overrides of a trial for a launcher, with those that only the config in this process has."""
+    """Return the overrides with which a launcher executes a trial, including values that only this process has set."""
     logger = trial.config.logger
-    logger_group = (f"logger.group={logger.group}",) if isinstance(logger, WandbConfig) else ()
-    trial_address = (f"sweep.trial='{trial.optuna_trial}'",) if trial.optuna_trial else ()
+    logger_overrides = (f"logger.group={logger.group}",) if isinstance(logger, WandbConfig) else ()
+    address_overrides = (f"sweep.trial='{trial.optuna_trial}'",) if trial.optuna_trial else ()
     # The commit of a hub model. Quotes, because a hash may look like a number.
-    revision = (f"model.revision='{trial.config.model.revision}'",) if trial.config.model.revision else ()
-    return (*trial.overrides, *logger_group, *trial_address, *revision)
+    revision_overrides = (f"model.revision='{trial.config.model.revision}'",) if trial.config.model.revision else ()
+    return (*trial.overrides, *logger_overrides, *address_overrides, *revision_overrides)
 
 
 def print_plan(runs: SweepRuns) -> None:
     """Print the number of runs and their estimated duration; in a dry run also the overrides of each run."""
     settings, state = runs.request.settings, runs.state
-    waiting = state.entries_with("waiting")
-    planned_configs = [runs.trial_by_name[entry.name].config for entry in waiting]
-    run_by_group = {runs.selection_group(entry): entry.name for entry in state.entries}
-    message_parts = [f"{state.name}: {len(state.entries)} runs, {len(waiting)} of them to do"]
+    waiting_entries = state.entries_with("waiting")
+    planned_configs = [runs.trial_by_name[entry.name].config for entry in waiting_entries]
+    run_name_by_group = {runs.selection_group(entry): entry.name for entry in state.entries}
+    message_parts = [f"{state.name}: {len(state.entries)} runs, {len(waiting_entries)} of them to do"]
     if settings.search == "optuna":
         message_parts = [f"{state.name}: a search of {settings.trials} trials"]
         planned_configs = [runs.compose_sample_config()] * settings.trials
     if settings.seeds:
         message_parts.append(
-            f"then {len(settings.seeds)} seeds of the best of each of {len(run_by_group) or 'the'} methods"
+            f"then {len(settings.seeds)} seeds of the best of each of {len(run_name_by_group) or 'the'} methods"
         )
         # The search has run the best configuration with its first seed already.
         other_seeds = set(settings.seeds) - {entry.seed for entry in state.entries}
-        planned_configs += [runs.trial_by_name[name].config for name in run_by_group.values() for _ in other_seeds]
-        state.to_come = len(run_by_group) * len(other_seeds)
+        planned_configs += [runs.trial_by_name[name].config for name in run_name_by_group.values() for _ in other_seeds]
+        state.to_come = len(run_name_by_group) * len(other_seeds)
     # Reading the records of all finished runs takes time, so it is skipped if nothing is planned.
     if planned_configs:
-        config_sizes = [(config, runs.run_folders.num_training_examples(config)) for config in planned_configs]
-        estimate = cost.estimate_duration(config_sizes, cost.read_finished_runs(runs.request.root))
+        configs_with_sizes = [(config, runs.run_folders.num_training_examples(config)) for config in planned_configs]
+        estimate = cost.estimate_duration(configs_with_sizes, cost.read_finished_runs(runs.request.root))
         if estimate.seconds is None:
             message_parts.append(f"duration unknown: {estimate.basis}")
         else:
@@ -448,14 +448,15 @@ def print_results(runs: SweepRuns) -> int:
         console.print(run_tables.build_comparison_table(records))
         console.out(f"{runs.folder / 'comparison.png'} and .svg, .md", highlight=False)
     num_runs = len(runs.state.entries)
-    failed, stopped = runs.state.entries_with("failed"), runs.state.entries_with("waiting", "stopped", "elsewhere")
-    if failed:
-        console.out(f"{len(failed)} of {num_runs} runs failed; the same command runs them again:")
-        for entry in failed:
+    failed_entries = runs.state.entries_with("failed")
+    unfinished_entries = runs.state.entries_with("waiting", "stopped", "elsewhere")
+    if failed_entries:
+        console.out(f"{len(failed_entries)} of {num_runs} runs failed; the same command runs them again:")
+        for entry in failed_entries:
             console.out(f"  {' '.join(entry.overrides)}: {entry.error}", highlight=False)
-    elif stopped:
-        console.out(f"{len(stopped)} of {num_runs} runs are not done; run the same command to resume them")
-    return 1 if failed or stopped else 0
+    elif unfinished_entries:
+        console.out(f"{len(unfinished_entries)} of {num_runs} runs are not done; run the same command to resume them")
+    return 1 if failed_entries or unfinished_entries else 0
 
 
 def select_best_configurations(records: Sequence[RunRecord], grid_by_run: Mapping[str, str]) -> list[RunRecord]:
@@ -467,6 +468,7 @@ def select_best_configurations(records: Sequence[RunRecord], grid_by_run: Mappin
     """
 
     def selection_rank(runs: Sequence[RunRecord]) -> tuple[int, float]:
+        """Return a rank that is higher for better configurations, given the runs of a configuration."""
         return run_tables.selection_sort_key([run.selection_merit for run in runs])
 
     best_by_key: dict[tuple[str, ...], list[RunRecord]] = {}

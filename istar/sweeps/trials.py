@@ -56,7 +56,9 @@ def make_search_spaces(
     """
     parser = OverridesParser.create(config_loader)
     overrides = parser.parse_overrides(list(arguments))
-    command_line = {item.key_or_group: item for item in overrides if not item.key_or_group.startswith("sweep.")}
+    command_line = {
+        override.key_or_group: override for override in overrides if not override.key_or_group.startswith("sweep.")
+    }
     grid_keys = {key for grid in grids.values() for key in grid}
     for key in sorted(command_line.keys() & grid_keys):
         if "." not in key and key != "seed":
@@ -66,7 +68,7 @@ def make_search_spaces(
     for name, grid in (grids or {"": {}}).items():
         if only and name not in only:
             continue
-        override_texts = [f"{key}={_to_override_value(value)}" for key, value in {**params, **grid}.items()]
+        override_texts = [f"{key}={_format_override_value(value)}" for key, value in {**params, **grid}.items()]
         space = {override.key_or_group: override for override in parser.parse_overrides(override_texts)}
         space |= {key: override for key, override in command_line.items() if key not in grid_keys or key in grid}
         for override in space.values():
@@ -78,10 +80,10 @@ def make_search_spaces(
     return space_by_grid
 
 
-def _to_override_value(value: Any) -> str:
+def _format_override_value(value: Any) -> str:
     """Convert a value of a YAML file to the syntax of Hydra's command line; a list becomes values to sweep over."""
     if isinstance(value, list):
-        return ",".join(map(_to_override_value, value))
+        return ",".join(map(_format_override_value, value))
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return str(value)
@@ -95,16 +97,18 @@ def list_combinations(space: SearchSpace) -> list[Overrides]:
     Raises:
         UserError: if a key has a continuous interval instead of a list of values.
     """
-    choices = []
+    choices_by_key = []
     for override in space.values():
         if not override.is_sweep_override():
-            choices.append([override.input_line or ""])
+            choices_by_key.append([override.input_line or ""])
         elif override.is_discrete_sweep():
-            choices.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
+            choices_by_key.append(
+                [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+            )
         else:
             message = "an interval is for sweep.search=optuna; a grid needs a list of values"
             raise UserError(f"{override.input_line}: {message}")
-    return list(dict.fromkeys(itertools.product(*choices)))
+    return list(dict.fromkeys(itertools.product(*choices_by_key)))
 
 
 def replace_seed(overrides: Overrides, seed: int) -> Overrides:
@@ -113,10 +117,13 @@ def replace_seed(overrides: Overrides, seed: int) -> Overrides:
 
 
 def sweep_hash(space_by_grid: Mapping[str, SearchSpace], *settings: Any) -> str:
-    """Return six hexadecimal digits that identify search spaces and settings, by which a repeated command resumes."""
-    overrides = []
+    """Return six hexadecimal digits that identify search spaces and settings.
+
+    They are part of the name of the sweep's folder, so that a repeated command resumes its sweep.
+    """
+    overrides_by_grid = []
     for space in space_by_grid.values():
-        overrides.append(
+        overrides_by_grid.append(
             [override.input_line for key, override in space.items() if not key.startswith(_IGNORED_KEY_PREFIXES)]
         )
-    return hashlib.sha256(json.dumps([overrides, *settings]).encode()).hexdigest()[:6]
+    return hashlib.sha256(json.dumps([overrides_by_grid, *settings]).encode()).hexdigest()[:6]

@@ -40,23 +40,27 @@ def watch_sweeps(root: Path, console: Console, name: str | None = None, once: bo
 
 
 def find_sweeps(root: Path, name: str | None = None) -> list[SweepState]:
-    """Read the states of the sweeps that `watch_sweeps` shows.
+    """Read the states of the sweeps that `watch_sweeps` shows: the sweep `name`, or if it is None those not over.
+
+    If `name` is None and all sweeps are over, only the state of the latest one is returned.
 
     Raises:
-        UserError: if there are none.
+        UserError: if there is no such sweep.
     """
-    paths = sorted((root / SWEEPS_FOLDER).glob(f"{name or '*'}/{STATE_FILE}"), key=lambda path: path.stat().st_mtime)
-    if not paths:
-        names = sorted(path.name for path in (root / SWEEPS_FOLDER).glob("*") if (path / STATE_FILE).exists())
-        finding = f"no sweep {name}; there are {', '.join(names)}" if name and names else "no sweep"
+    state_paths = sorted(
+        (root / SWEEPS_FOLDER).glob(f"{name or '*'}/{STATE_FILE}"), key=lambda path: path.stat().st_mtime
+    )
+    if not state_paths:
+        sweep_names = sorted(path.name for path in (root / SWEEPS_FOLDER).glob("*") if (path / STATE_FILE).exists())
+        finding = f"no sweep {name}; there are {', '.join(sweep_names)}" if name and sweep_names else "no sweep"
         raise UserError(
             f"{root / SWEEPS_FOLDER} holds {finding}; name the folder that holds the runs, as run.root does"
         )
-    states = [board.read_state(path) for path in paths]
-    selected = [state for state in states if not state.is_over] or states[-1:]
-    for state in selected:
+    states = [board.read_state(path) for path in state_paths]
+    selected_states = [state for state in states if not state.is_over] or states[-1:]
+    for state in selected_states:
         board.update_epochs(state, root)
-    return selected
+    return selected_states
 
 
 def render_sweeps(states: list[SweepState]) -> Group:

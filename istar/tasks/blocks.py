@@ -45,17 +45,17 @@ def write_corpus(documents: Iterable[Sequence[int]], vocabulary_size: int, folde
         folder: folder for the files, created if absent.
     """
     dtype = np.uint16 if vocabulary_size <= np.iinfo(np.uint16).max + 1 else np.uint32
-    starts, pending, num_pending_tokens = [0], [], 0
+    starts, pending_parts, num_pending_tokens = [0], [], 0
     with atomic_write(folder / TOKENS_FILE) as file:
-        for ids in documents:
-            if len(ids):
-                starts.append(starts[-1] + len(ids))
-                pending.append(np.asarray(ids, dtype=dtype))
-                num_pending_tokens += len(ids)
+        for token_ids in documents:
+            if len(token_ids):
+                starts.append(starts[-1] + len(token_ids))
+                pending_parts.append(np.asarray(token_ids, dtype=dtype))
+                num_pending_tokens += len(token_ids)
             if num_pending_tokens >= _TOKENS_PER_WRITE:
-                file.write(np.concatenate(pending).tobytes())
-                pending, num_pending_tokens = [], 0
-        file.write(b"".join(part.tobytes() for part in pending))
+                file.write(np.concatenate(pending_parts).tobytes())
+                pending_parts, num_pending_tokens = [], 0
+        file.write(b"".join(part.tobytes() for part in pending_parts))
         # From here on, until the new format file is written, the folder contains no corpus.
         (folder / FORMAT_FILE).unlink(missing_ok=True)
     with atomic_write(folder / STARTS_FILE) as file:
@@ -77,7 +77,7 @@ def open_corpus(folder: Path) -> Corpus | None:
         # An empty file cannot be mapped.
         tokens = np.memmap(folder / TOKENS_FILE, dtype, "r") if num_tokens else np.empty(0, dtype)
         return Corpus(tokens, starts)
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+    except (OSError, ValueError, KeyError, TypeError, IndexError):  # a file is missing, incomplete or damaged
         return None
 
 
@@ -111,17 +111,17 @@ class Blocks:
 
     def input_ids(self, index: int) -> NDArray[np.int64]:
         """Return the token ids of a block, including its special tokens, (tokens,)."""
-        first, end = self.spans[index]
-        return np.concatenate([self.prefix, self.corpus.tokens[first:end], self.suffix]).astype(np.int64)
+        start, end = self.spans[index]
+        return np.concatenate([self.prefix, self.corpus.tokens[start:end], self.suffix]).astype(np.int64)
 
     def document_numbers(self, index: int) -> NDArray[np.int64]:
         """Return the document of each token of a block, numbered from 0 within the block, (tokens,).
 
         The special tokens at the beginning belong to the first document, and those at the end to the last one.
         """
-        first, end = self.spans[index]
-        document = np.searchsorted(self.corpus.starts, np.arange(first, end), side="right")
-        return np.pad(document - document[0], (len(self.prefix), len(self.suffix)), mode="edge")
+        start, end = self.spans[index]
+        document_indices = np.searchsorted(self.corpus.starts, np.arange(start, end), side="right")
+        return np.pad(document_indices - document_indices[0], (len(self.prefix), len(self.suffix)), mode="edge")
 
 
 def cut_packed_blocks(corpus: Corpus, length: int, prefix: Sequence[int] = (), suffix: Sequence[int] = ()) -> Blocks:
@@ -132,10 +132,12 @@ def cut_packed_blocks(corpus: Corpus, length: int, prefix: Sequence[int] = (), s
     Raises:
         UserError: if the special tokens leave no room for text, or the corpus has no token.
     """
-    room = _count_text_tokens(corpus, length, prefix, suffix)
-    total = int(corpus.starts[-1])
-    first = np.arange(0, max(total - room, 0) + 1, room)
-    return Blocks(corpus, np.stack([first, np.minimum(first + room, total)], axis=1), prefix, suffix)
+    text_length = _count_text_tokens(corpus, length, prefix, suffix)
+    num_tokens = int(corpus.starts[-1])
+    block_starts = np.arange(0, max(num_tokens - text_length, 0) + 1, text_length)
+    return Blocks(
+        corpus, np.stack([block_starts, np.minimum(block_starts + text_length, num_tokens)], axis=1), prefix, suffix
+    )
 
 
 def cut_separate_blocks(corpus: Corpus, length: int, prefix: Sequence[int] = (), suffix: Sequence[int] = ()) -> Blocks:
@@ -144,12 +146,17 @@ def cut_separate_blocks(corpus: Corpus, length: int, prefix: Sequence[int] = (),
     Raises:
         UserError: if the special tokens leave no room for text, or the corpus has no token.
     """
-    room = _count_text_tokens(corpus, length, prefix, suffix)
-    counts = -(-np.diff(corpus.starts) // room)  # blocks of each document
-    document = np.repeat(np.arange(len(corpus)), counts)
-    index_in_document = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
-    first = corpus.starts[document] + index_in_document * room
-    return Blocks(corpus, np.stack([first, np.minimum(first + room, corpus.starts[document + 1])], 1), prefix, suffix)
+    text_length = _count_text_tokens(corpus, length, prefix, suffix)
+    num_blocks = -(-np.diff(corpus.starts) // text_length)  # number of blocks of each document, rounded up
+    document_indices = np.repeat(np.arange(len(corpus)), num_blocks)
+    index_in_document = np.arange(len(document_indices)) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)
+    block_starts = corpus.starts[document_indices] + index_in_document * text_length
+    return Blocks(
+        corpus,
+        np.stack([block_starts, np.minimum(block_starts + text_length, corpus.starts[document_indices + 1])], 1),
+        prefix,
+        suffix,
+    )
 
 
 def _count_text_tokens(corpus: Corpus, length: int, prefix: Sequence[int], suffix: Sequence[int]) -> int:
@@ -158,17 +165,17 @@ def _count_text_tokens(corpus: Corpus, length: int, prefix: Sequence[int], suffi
     Raises:
         UserError: if there are none, or the corpus has no token.
     """
-    room = length - len(prefix) - len(suffix)
-    if room < 1:
+    text_length = length - len(prefix) - len(suffix)
+    if text_length < 1:
         raise UserError(
             f"a block of {length} tokens has no room for text beside the special tokens; choose a greater length"
         )
     if not corpus.starts[-1]:
         raise UserError("the text is empty: it has no token")
-    return room
+    return text_length
 
 
 def append_separator(documents: Iterable[list[int]], separator_id: int | None) -> Iterator[list[int]]:
     """Yield the token ids of each document, followed by the separator unless it is None or the document is empty."""
-    for ids in documents:
-        yield ids if separator_id is None or not ids else [*ids, separator_id]
+    for token_ids in documents:
+        yield token_ids if separator_id is None or not token_ids else [*token_ids, separator_id]

@@ -104,11 +104,11 @@ def generate(name: str, split: str) -> Dataset:
         text_split = {0: "validation", 1: "test"}.get(zlib.crc32(text.encode()) % 10, "train")
         if text_split == split:
             rows.setdefault(text, row)
-    shuffled = rng.sample(list(rows.values()), len(rows))
+    shuffled_rows = rng.sample(list(rows.values()), len(rows))
     if spec.kind == "span":
-        shuffled = [{"id": f"{name}-{split}-{index}", **row} for index, row in enumerate(shuffled)]
-    data = Dataset.from_list(shuffled)
-    return data.remove_columns(spec.label_column) if split == "test" else data
+        shuffled_rows = [{"id": f"{name}-{split}-{index}", **row} for index, row in enumerate(shuffled_rows)]
+    dataset = Dataset.from_list(shuffled_rows)
+    return dataset.remove_columns(spec.label_column) if split == "test" else dataset
 
 
 def vocabulary() -> list[str]:
@@ -158,12 +158,12 @@ def _generate_scenes(rng: random.Random, index: int) -> Row:
     scenes: tuple[dict[str, str], dict[str, str]] = ({}, {})
     similarity = 0.0
     for attribute in attributes:
-        values = GRAMMAR[attribute]
-        first, second = rng.choices(range(len(values)), VALUE_WEIGHTS, k=2)
+        attribute_values = GRAMMAR[attribute]
+        first_index, second_index = rng.choices(range(len(attribute_values)), VALUE_WEIGHTS, k=2)
         if rng.random() < copy_rate:
-            second = first
-        similarity += 1.0 if first == second else 0.5 if first // 2 == second // 2 else 0.0
-        scenes[0][attribute], scenes[1][attribute] = values[first], values[second]
+            second_index = first_index
+        similarity += 1.0 if first_index == second_index else 0.5 if first_index // 2 == second_index // 2 else 0.0
+        scenes[0][attribute], scenes[1][attribute] = attribute_values[first_index], attribute_values[second_index]
     return {
         "sentence1": _expand(rng, "{scene}", **scenes[0]),
         "sentence2": _expand(rng, "{scene}", **scenes[1]),

@@ -34,7 +34,7 @@ def read_documents(path: Path) -> Iterator[str]:
         UserError: if the path cannot be read, contains no documents in a supported format, or text is not UTF-8.
     """
     if (path / "state.json").is_file():
-        yield from _drop_blank(_read_saved_dataset(path))
+        yield from _drop_blank_documents(_read_saved_dataset(path))
     elif path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in (".txt", *_READERS))
         if not files:
@@ -42,11 +42,11 @@ def read_documents(path: Path) -> Iterator[str]:
         for file in files:
             yield from read_documents(file)
     else:
-        yield from _drop_blank(_READERS.get(path.suffix, _read_lines)(path))
+        yield from _drop_blank_documents(_READERS.get(path.suffix, _read_lines)(path))
 
 
 def cache_documents(documents: Iterable[str], folder: Path, digest: str) -> Dataset:
-    """Write documents to a cache folder, unless they are there, and return them as a memory-mapped data set.
+    """Write documents to a cache folder, unless it contains them, and return them as a memory-mapped data set.
 
     The data set has one column, `text`.
 
@@ -63,8 +63,8 @@ def cache_documents(documents: Iterable[str], folder: Path, digest: str) -> Data
         schema = pa.schema({TEXT_COLUMN: pa.large_string()})
         try:
             with atomic_write(path) as file, pa.ipc.new_stream(file, schema) as stream:
-                for rows in chunks(documents, _BATCH_ROWS):
-                    stream.write_batch(pa.record_batch([pa.array(rows, pa.large_string())], schema))
+                for batch in chunks(documents, _BATCH_ROWS):
+                    stream.write_batch(pa.record_batch([pa.array(batch, pa.large_string())], schema))
         except OSError as error:
             raise UserError(
                 f"the documents cannot be cached: {shorten(error)}; name another folder with data.cache_dir"
@@ -83,7 +83,7 @@ def compute_content_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _drop_blank(documents: Iterator[str]) -> Iterator[str]:
+def _drop_blank_documents(documents: Iterator[str]) -> Iterator[str]:
     """Yield the documents that contain more than white space."""
     return (document for document in documents if document and not document.isspace())
 

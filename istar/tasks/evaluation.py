@@ -57,32 +57,32 @@ class Evaluator:
             ValueError: if the ids differ from those of the features, the logits have the wrong shape or are not
                 finite, or the features belong to other examples.
         """
-        logits = self._logits_by_row(outputs)
-        rows_by_example = self._rows_by_example()
+        logits = self._sort_logits_by_row(outputs)
+        rows_by_example = self._group_rows_by_example()
         extra_fields: list[dict[str, Any]] = [{}] * len(rows_by_example)
         if self.spec.kind == "span":
-            ids, values = self.examples["id"][:], self._decode_spans(logits, rows_by_example)
+            ids, predicted_values = self.examples["id"][:], self._decode_spans(logits, rows_by_example)
         else:
-            vectors = self._stack_vectors(logits, rows_by_example)
-            ids = range(len(vectors))
+            logit_vectors = self._stack_vectors(logits, rows_by_example)
+            ids = range(len(logit_vectors))
             if self.spec.kind == "regression":
-                values = vectors[:, 0].tolist()
+                predicted_values = logit_vectors[:, 0].tolist()
             else:
-                values = vectors.argmax(axis=1).tolist()
-                extra_fields = [{"scores": scores} for scores in scipy.special.softmax(vectors, axis=1).tolist()]
+                predicted_values = logit_vectors.argmax(axis=1).tolist()
+                extra_fields = [{"scores": scores} for scores in scipy.special.softmax(logit_vectors, axis=1).tolist()]
         predictions = [
-            {"id": id_, "prediction": self._to_readable(value), **extra}
-            for id_, value, extra in zip(ids, values, extra_fields, strict=True)
+            {"id": id_, "prediction": self._to_readable(predicted_value), **fields}
+            for id_, predicted_value, fields in zip(ids, predicted_values, extra_fields, strict=True)
         ]
         references = _read_references(self.spec, self.examples)
         if references is None:
             return Evaluation({}, predictions, collapsed=False)
         for prediction, reference in zip(predictions, references, strict=True):
             prediction["label"] = self._to_readable(reference)
-        scores = metrics.compute(self.spec.metrics, values, references)
-        return Evaluation(scores, predictions, _is_collapsed(self.spec, values, references))
+        scores = metrics.compute(self.spec.metrics, predicted_values, references)
+        return Evaluation(scores, predictions, _is_collapsed(self.spec, predicted_values, references))
 
-    def _logits_by_row(self, outputs: Mapping[int, NDArray[Any]]) -> list[NDArray[np.float64]]:
+    def _sort_logits_by_row(self, outputs: Mapping[int, NDArray[Any]]) -> list[NDArray[np.float64]]:
         """Return the logits in the order of the features, in float64.
 
         Raises:
@@ -97,20 +97,22 @@ class Evaluator:
             )
         return [np.asarray(outputs[id_], dtype=np.float64) for id_ in ids]
 
-    def _rows_by_example(self) -> list[list[int]]:
+    def _group_rows_by_example(self) -> list[list[int]]:
         """Return the feature rows of each example, in order; for tasks other than spans, each example has one.
 
         Raises:
             ValueError: if a feature belongs to no example, or an example has no feature.
         """
-        rows: list[list[int]] = [[] for _ in range(len(self.examples))]
-        for row, example in enumerate(self.features["example_id"][:]):
-            if example >= len(rows):
-                raise ValueError(f"a feature belongs to example {example}, but there are {len(rows)} examples")
-            rows[example].append(row)
-        if not all(rows):
-            raise ValueError(f"{rows.count([])} of {len(rows)} examples have no feature")
-        return rows
+        rows_by_example: list[list[int]] = [[] for _ in range(len(self.examples))]
+        for row_index, example_index in enumerate(self.features["example_id"][:]):
+            if example_index >= len(rows_by_example):
+                raise ValueError(
+                    f"a feature belongs to example {example_index}, but there are {len(rows_by_example)} examples"
+                )
+            rows_by_example[example_index].append(row_index)
+        if not all(rows_by_example):
+            raise ValueError(f"{rows_by_example.count([])} of {len(rows_by_example)} examples have no feature")
+        return rows_by_example
 
     def _stack_vectors(
         self, logits: list[NDArray[np.float64]], rows_by_example: list[list[int]]
@@ -121,7 +123,7 @@ class Evaluator:
             ValueError: if the logits have the wrong shape or are not finite.
         """
         num_logits = len(self.spec.labels) or 1
-        shapes = {vector.shape for vector in logits}
+        shapes = {row_logits.shape for row_logits in logits}
         if shapes != {(num_logits,)}:
             raise ValueError(f"task {self.spec.name} expects logits of shape ({num_logits},), not {sorted(shapes)}")
         _check_finite(logits)
@@ -133,21 +135,27 @@ class Evaluator:
         Raises:
             ValueError: if the logits have the wrong shape or are not finite.
         """
-        offsets = _read_offsets(self.features)
-        unpadded = []
-        for window, positions, left_padded in zip(logits, offsets, self.features["left_padded"][:], strict=True):
-            num_tokens = len(positions)
-            if window.ndim != 2 or len(window) != 2 or window.shape[1] < num_tokens:
+        offsets_by_row = _read_offsets(self.features)
+        unpadded_logits = []
+        for window_logits, offsets, left_padded in zip(
+            logits, offsets_by_row, self.features["left_padded"][:], strict=True
+        ):
+            num_tokens = len(offsets)
+            if window_logits.ndim != 2 or len(window_logits) != 2 or window_logits.shape[1] < num_tokens:
                 raise ValueError(
-                    f"a feature of {num_tokens} tokens needs logits of shape (2, {num_tokens}), not {window.shape}"
+                    f"a feature of {num_tokens} tokens needs logits of shape (2, {num_tokens}), "
+                    f"not {window_logits.shape}"
                 )
-            first = window.shape[1] - num_tokens if left_padded else 0
-            unpadded.append(window[:, first : first + num_tokens])
-        _check_finite(unpadded)
+            start = window_logits.shape[1] - num_tokens if left_padded else 0
+            unpadded_logits.append(window_logits[:, start : start + num_tokens])
+        _check_finite(unpadded_logits)
         contexts = self.examples[self.spec.text_columns[1]]
         return [
             squad.best_answer(
-                context, ((*unpadded[row], offsets[row]) for row in rows), self.n_best, self.max_answer_length
+                context,
+                ((*unpadded_logits[row], offsets_by_row[row]) for row in rows),
+                self.n_best,
+                self.max_answer_length,
             )
             for context, rows in zip(contexts, rows_by_example, strict=True)
         ]
@@ -158,7 +166,7 @@ class Evaluator:
 
 
 def constant_baseline(spec: TaskSpec, train_examples: datasets.Dataset, examples: datasets.Dataset) -> dict[str, float]:
-    """Return the metrics of a constant prediction on `examples`, or none for spans and if either set has no labels.
+    """Return the metrics of a constant prediction on `examples`; empty for spans, and if either set has no labels.
 
     The constant is the majority class of the training labels (the lowest id in a tie), or their mean for regression.
     """
@@ -211,14 +219,14 @@ def _is_collapsed(spec: TaskSpec, values: Sequence[Any], references: Sequence[An
     Predicted numbers count as constant if their standard deviation is at most 1% of that of the references.
     """
     if spec.kind == "regression":
-        spread = float(np.std(references))
-        return spread > 0 and float(np.std(values)) <= 0.01 * spread
+        reference_spread = float(np.std(references))
+        return reference_spread > 0 and float(np.std(values)) <= 0.01 * reference_spread
     return len(set(values)) == 1 and any(reference != references[0] for reference in references)
 
 
 def _check_finite(logits: list[NDArray[np.float64]]) -> None:
     """Raise a `ValueError` if any logits are NaN or infinite."""
-    bad_rows = [row for row, values in enumerate(logits) if not np.isfinite(values).all()]
+    bad_rows = [row_index for row_index, row_logits in enumerate(logits) if not np.isfinite(row_logits).all()]
     if bad_rows:
         raise ValueError(
             f"the logits of {len(bad_rows)} of {len(logits)} features are not finite, "
@@ -230,5 +238,5 @@ def _read_offsets(features: datasets.Dataset) -> list[NDArray[np.int32]]:
     """Return the token offsets of each feature, (tokens, 2), converted from Arrow without slow Python lists."""
     table = features.select_columns(["offset_mapping"]).with_format("arrow")[:].combine_chunks()
     column = table["offset_mapping"].chunk(0)
-    pairs = column.flatten().flatten().to_numpy().reshape(-1, 2)
-    return np.split(pairs, np.cumsum(column.value_lengths().to_numpy())[:-1])
+    offsets = column.flatten().flatten().to_numpy().reshape(-1, 2)
+    return np.split(offsets, np.cumsum(column.value_lengths().to_numpy())[:-1])

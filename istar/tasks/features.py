@@ -91,14 +91,14 @@ def featurize(
     _check_max_length(max_length)
     if not len(dataset):
         raise UserError(f"task {spec.name}: this split has no rows")
-    rows = dataset.with_format(None).select_columns(_used_columns(spec, dataset, training))
+    rows = dataset.with_format(None).select_columns(_list_used_columns(spec, dataset, training))
     encode_batch = partial(_encode_batch, spec, tokenizer, max_length, doc_stride, training)
     if cache_dir is None:
         return _tokenize_split(spec, rows, encode_batch)
     parameters: dict[str, Any] = {"kind": spec.kind, "labels": len(spec.labels), "max_length": max_length}
     if spec.kind == "span":
         parameters |= {"training": training, "doc_stride": doc_stride, "padding_side": tokenizer.padding_side}
-    folder = Path(cache_dir) / _cache_key(rows, tokenizer, parameters)
+    folder = Path(cache_dir) / _compute_cache_key(rows, tokenizer, parameters)
     return _load_or_build(folder, lambda: _tokenize_split(spec, rows, encode_batch))
 
 
@@ -151,13 +151,15 @@ class FeatureRows(torch.utils.data.Dataset[dict[str, Any]]):
         table = features.select_columns(names).with_format("arrow")[:].combine_chunks()
         self._scalars = {name: table[name].to_numpy() for name in names if name not in squad.INPUTS}
         # The concatenated tokens of all rows, and the position at which each row starts.
-        lists = {name: table[name].chunk(0) for name in names if name in squad.INPUTS}
-        self._tokens = {name: (column.values.to_numpy(), column.offsets.to_numpy()) for name, column in lists.items()}
+        list_columns = {name: table[name].chunk(0) for name in names if name in squad.INPUTS}
+        self._token_columns = {
+            name: (column.values.to_numpy(), column.offsets.to_numpy()) for name, column in list_columns.items()
+        }
 
     @property
     def lengths(self) -> NDArray[Any]:
         """Number of tokens of each row, (rows,)."""
-        return np.diff(self._tokens["input_ids"][1])
+        return np.diff(self._token_columns["input_ids"][1])
 
     def __len__(self) -> int:
         return len(self._scalars["feature_id"])
@@ -165,7 +167,7 @@ class FeatureRows(torch.utils.data.Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return the features of a row by name."""
         features = {name: scalars[index] for name, scalars in self._scalars.items()}
-        for name, (tokens, starts) in self._tokens.items():
+        for name, (tokens, starts) in self._token_columns.items():
             features[name] = tokens[starts[index] : starts[index + 1]]
         return features
 
@@ -207,13 +209,13 @@ class Collator:
             contain it. Start and end positions are shifted by the padding on the left. With `with_positions`, also
             `position_ids`, (batch, tokens) long.
         """
-        first = rows[0]
+        first_row = rows[0]
         lengths = np.array([len(row["input_ids"]) for row in rows])
         max_length = lengths.max()
         shifts = max_length - lengths if self.pads_left else np.zeros_like(lengths)
         batch = {}
         for name, padding_id in self.padding_ids.items():
-            if name in first:
+            if name in first_row:
                 padded = np.full((len(rows), max_length), padding_id, dtype=np.int64)
                 for padded_row, row, shift, length in zip(padded, rows, shifts, lengths, strict=True):
                     padded_row[shift : shift + length] = row[name]
@@ -221,10 +223,10 @@ class Collator:
         if self.with_positions:
             batch["position_ids"] = make_position_ids(batch["attention_mask"])
         for name in ("start_positions", "end_positions"):
-            if name in first:
+            if name in first_row:
                 batch[name] = torch.from_numpy(shifts + [row[name] for row in rows])
-        if "labels" in first:
-            dtype = torch.float32 if isinstance(first["labels"], float | np.floating) else torch.long
+        if "labels" in first_row:
+            dtype = torch.float32 if isinstance(first_row["labels"], float | np.floating) else torch.long
             batch["labels"] = torch.tensor([row["labels"] for row in rows], dtype=dtype)
         batch["feature_id"] = torch.tensor([row["feature_id"] for row in rows], dtype=torch.long)
         return batch
@@ -244,7 +246,7 @@ def _check_max_length(max_length: int) -> None:
         raise UserError(f"max_length={max_length} is too short for a text; set it to at least {MIN_LENGTH} tokens")
 
 
-def _used_columns(spec: TaskSpec, dataset: datasets.Dataset, training: bool) -> list[str]:
+def _list_used_columns(spec: TaskSpec, dataset: datasets.Dataset, training: bool) -> list[str]:
     """Return the names of the columns that determine the features, and whose content is part of the cache key.
 
     Raises:
@@ -255,9 +257,11 @@ def _used_columns(spec: TaskSpec, dataset: datasets.Dataset, training: bool) -> 
         columns += [spec.label_column, "id"] if training else []
     elif spec.label_column in dataset.column_names:
         columns.append(spec.label_column)
-    missing = [name for name in columns if name not in dataset.column_names]
-    if missing:
-        raise UserError(f"task {spec.name}: the data lack the columns {missing}; they have {dataset.column_names}")
+    missing_columns = [name for name in columns if name not in dataset.column_names]
+    if missing_columns:
+        raise UserError(
+            f"task {spec.name}: the data lack the columns {missing_columns}; they have {dataset.column_names}"
+        )
     return columns
 
 
@@ -304,18 +308,18 @@ def _tokenize_split(
         total=len(rows), desc=f"Tokenizing {spec.name}", unit=" rows", disable=len(rows) < _PROGRESS_MIN_ROWS or None
     )
     with progress:
-        for first in range(0, len(rows), _BATCH_ROWS):
-            columns = encode_batch(rows[first : first + _BATCH_ROWS])
+        for start in range(0, len(rows), _BATCH_ROWS):
+            columns = encode_batch(rows[start : start + _BATCH_ROWS])
             columns["length"] = [len(ids) for ids in columns["input_ids"]]
-            columns["example_id"] = np.asarray(columns["example_id"]) + first
+            columns["example_id"] = np.asarray(columns["example_id"]) + start
             columns["feature_id"] = np.arange(num_features, num_features + len(columns["length"]))
             if "labels" in columns:
-                _check_labels(spec, columns["labels"], first)
+                _check_labels(spec, columns["labels"], start)
             types = {**_COLUMN_TYPES, "labels": datasets.Value("int64" if spec.labels else "float32")}
             features = datasets.Features({name: type_ for name, type_ in types.items() if name in columns})
             tables.append(pa.Table.from_pydict(columns, schema=features.arrow_schema))
             num_features += len(columns["length"])
-            progress.update(min(_BATCH_ROWS, len(rows) - first))
+            progress.update(min(_BATCH_ROWS, len(rows) - start))
     return datasets.Dataset(InMemoryTable(pa.concat_tables(tables)))
 
 
@@ -324,18 +328,20 @@ def _check_labels(spec: TaskSpec, labels: Sequence[Any], first_row: int) -> None
 
     `first_row` is the row number of the first label, for the message.
     """
-    values = np.asarray(labels, dtype=np.float64)  # None becomes NaN
-    is_valid = np.isin(values, range(len(spec.labels))) if spec.labels else np.isfinite(values)
+    label_values = np.asarray(labels, dtype=np.float64)  # None becomes NaN
+    is_valid = np.isin(label_values, range(len(spec.labels))) if spec.labels else np.isfinite(label_values)
     if not is_valid.all():
-        row = int(np.flatnonzero(~is_valid)[0])
+        index = int(np.flatnonzero(~is_valid)[0])
         expected = f"an id below {len(spec.labels)}" if spec.labels else "a finite number"
-        raise UserError(f"task {spec.name}: row {first_row + row} has the label {labels[row]!r}, not {expected}")
+        raise UserError(f"task {spec.name}: row {first_row + index} has the label {labels[index]!r}, not {expected}")
 
 
 # --- cache --------------------------------------------------------------------------------------------------
 
 
-def _cache_key(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, parameters: Mapping[str, Any]) -> str:
+def _compute_cache_key(
+    rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, parameters: Mapping[str, Any]
+) -> str:
     """Return the SHA-256 digest of the rows, the tokenizer, the parameters and the versions of the libraries."""
     description = {
         "format": _CACHE_VERSION,
@@ -370,7 +376,7 @@ def _load_or_build(folder: Path, build: Callable[[], datasets.Dataset]) -> datas
             table = features.data.table.combine_chunks()
             with atomic_write(data_path) as file, pa.ipc.new_stream(file, table.schema) as stream:
                 stream.write_table(table)
-            write_text(checksum_path, _sha256(data_path))
+            write_text(checksum_path, _compute_sha256(data_path))
         except OSError as error:
             logger.warning("the features stay in memory, because %s could not be written: %s", folder, error)
             return features
@@ -382,7 +388,7 @@ def _is_intact(data_path: Path, checksum_path: Path) -> bool:
     if not checksum_path.exists():
         return False
     try:
-        if checksum_path.read_text() == _sha256(data_path):
+        if checksum_path.read_text() == _compute_sha256(data_path):
             return True
     except (OSError, ValueError) as error:
         logger.debug("%s: %s", data_path, error)
@@ -390,7 +396,7 @@ def _is_intact(data_path: Path, checksum_path: Path) -> bool:
     return False
 
 
-def _sha256(path: Path) -> str:
+def _compute_sha256(path: Path) -> str:
     """Return the SHA-256 digest of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -61,7 +61,7 @@ def find_hub_problem(timeout: float = PROBE_TIMEOUT_SECONDS) -> str:
 def request_status(send_request: Callable[[], int], timeout: float = PROBE_TIMEOUT_SECONDS) -> tuple[int, str]:
     """Call `send_request` in a thread and return the HTTP status and "", or 0 and the reason for the failure.
 
-    Without an answer, it gives up one second after `timeout`, so that the request's own timeout comes first.
+    Without an answer, it gives up one second after `timeout`, so that the request's own timeout takes effect first.
     """
     try:
         return _call_with_timeout(send_request, timeout + 1), ""
@@ -147,13 +147,14 @@ def explain_refusal(error: BaseException, name: str, kind: Kind) -> str:
 
 
 def _call_with_timeout(function: Callable[[], T], timeout: float) -> T:
-    """Call a function in a thread and return its result; raise its exception, or a TimeoutError after some seconds.
+    """Call a function in a thread and return its result; raise its exception, or a TimeoutError after `timeout` s.
 
     The timeouts of HTTP libraries cover neither name resolution nor attempts at several addresses.
     """
     future: Future[T] = Future()
 
     def run() -> None:
+        """Call the function and store its result or its exception in the future."""
         try:
             future.set_result(function())
         except Exception as error:

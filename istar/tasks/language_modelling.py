@@ -187,21 +187,21 @@ class BlockCollator:
         """
         input_ids = _pad_rows([row["input_ids"] for row in rows], self.padding_id)
         labels = _pad_rows([row["labels"] for row in rows], IGNORED_LABEL)
-        documents = _pad_rows([row["documents"] for row in rows], -1)
+        document_numbers = _pad_rows([row["documents"] for row in rows], -1)
         if self.isolate_documents is None:
-            inputs = {"attention_mask": (documents >= 0).long()}
+            inputs = {"attention_mask": (document_numbers >= 0).long()}
         else:
-            inputs = self.isolate_documents(documents)
+            inputs = self.isolate_documents(document_numbers)
             if self.is_causal:
-                labels[:, 1:][documents[:, 1:] != documents[:, :-1]] = IGNORED_LABEL
+                labels[:, 1:][document_numbers[:, 1:] != document_numbers[:, :-1]] = IGNORED_LABEL
         feature_id = torch.tensor([row["feature_id"] for row in rows], dtype=torch.long)
         return {"input_ids": input_ids, "labels": labels, **inputs, "feature_id": feature_id}
 
 
 def _pad_rows(rows: Sequence[NDArray[Any]], padding_id: int) -> Tensor:
     """Return the rows padded on the right to the length of the longest one, (rows, tokens) long."""
-    width = max(len(row) for row in rows)
-    padded = np.full((len(rows), width), padding_id, dtype=np.int64)
+    max_length = max(len(row) for row in rows)
+    padded = np.full((len(rows), max_length), padding_id, dtype=np.int64)
     for padded_row, row in zip(padded, rows, strict=True):
         padded_row[: len(row)] = row
     return torch.from_numpy(padded)
@@ -229,33 +229,37 @@ class LanguageModelEvaluator:
             raise ValueError(
                 f"the outputs must belong to exactly the {self.num_blocks} blocks; they are {len(outputs)}"
             )
-        loss, tokens, correct = (math.fsum(values) for values in zip(*outputs.values(), strict=True))
-        if not math.isfinite(loss):
+        loss_sum, num_tokens, num_correct = (
+            math.fsum(block_values) for block_values in zip(*outputs.values(), strict=True)
+        )
+        if not math.isfinite(loss_sum):
             raise ValueError("the loss of the validation set is not finite: the model has diverged")
-        return Evaluation(self._metrics(loss / tokens, correct / tokens), [], collapsed=False)
+        return Evaluation(self._select_metrics(loss_sum / num_tokens, num_correct / num_tokens), [], collapsed=False)
 
-    def _metrics(self, loss: float, accuracy: float) -> dict[str, float]:
+    def _select_metrics(self, loss: float, accuracy: float) -> dict[str, float]:
         """Return the task's metrics by name, given the mean loss in nats and the accuracy."""
-        values = {"perplexity": perplexity(loss), "loss": loss, "accuracy": accuracy}
-        return {name: values[name] for name in self.spec.metrics}
+        value_by_metric = {"perplexity": perplexity(loss), "loss": loss, "accuracy": accuracy}
+        return {name: value_by_metric[name] for name in self.spec.metrics}
 
     def unigram_baseline(self, corpus: Corpus, labels: Iterable[Tensor], vocabulary_size: int) -> dict[str, float]:
         """Return the metrics of a unigram model, which ignores the context, on a validation set.
 
         It predicts tokens by their frequencies in the training data with add-one smoothing: the probability of a token
-        is (count + 1) / (tokens + vocabulary size).
+        is (its count + 1) / (number of training tokens + vocabulary size).
 
         Args:
             corpus: tokens of the training data.
             labels: labels of the validation set, batch by batch.
             vocabulary_size: number of token ids.
         """
-        counts = np.zeros(vocabulary_size, dtype=np.int64)
+        count_by_id = np.zeros(vocabulary_size, dtype=np.int64)
         for start in range(0, len(corpus.tokens), _TOKENS_PER_COUNT):
-            counts += np.bincount(corpus.tokens[start : start + _TOKENS_PER_COUNT], minlength=vocabulary_size)
-        losses = -np.log((counts + 1) / (counts.sum() + vocabulary_size))
-        predicted = torch.cat([batch[batch != IGNORED_LABEL] for batch in labels]).numpy()
-        return self._metrics(float(losses[predicted].mean()), float((predicted == counts.argmax()).mean()))
+            count_by_id += np.bincount(corpus.tokens[start : start + _TOKENS_PER_COUNT], minlength=vocabulary_size)
+        loss_by_id = -np.log((count_by_id + 1) / (count_by_id.sum() + vocabulary_size))
+        target_ids = torch.cat([batch[batch != IGNORED_LABEL] for batch in labels]).numpy()
+        return self._select_metrics(
+            float(loss_by_id[target_ids].mean()), float((target_ids == count_by_id.argmax()).mean())
+        )
 
 
 def perplexity(loss: float) -> float:

@@ -77,7 +77,7 @@ def count_overlap(spec: TaskSpec, train: Dataset, validation: Dataset) -> int:
 
 
 def hold_out(spec: TaskSpec, train: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
-    """Hold out a random fraction of training data; return the rest and the held-out rows, each in their original order.
+    """Hold out a random fraction of training data; return the remaining and the held-out rows, in their original order.
 
     The split does not depend on the seed of a run. For spans, whole contexts are held out, because several questions
     share a context.
@@ -85,15 +85,16 @@ def hold_out(spec: TaskSpec, train: Dataset, fraction: float) -> tuple[Dataset, 
     Raises:
         UserError: if there are fewer than two rows or contexts.
     """
-    unit_of_row: list[Any] = train[spec.text_columns[1]][:] if spec.kind == "span" else list(range(len(train)))
-    units = list(dict.fromkeys(unit_of_row))
+    # A unit, which is held out as a whole, is a context for spans, and otherwise a row.
+    unit_by_row: list[Any] = train[spec.text_columns[1]][:] if spec.kind == "span" else list(range(len(train)))
+    units = list(dict.fromkeys(unit_by_row))
     if len(units) < 2:
         raise UserError(f"task.validation_fraction={fraction:g}: the training data are too few to be split")
-    count = max(1, round(fraction * len(units)))
-    held_out_units = {units[index] for index in np.random.default_rng(0).permutation(len(units))[:count]}
-    held_out = [row for row, unit in enumerate(unit_of_row) if unit in held_out_units]
-    rest = [row for row, unit in enumerate(unit_of_row) if unit not in held_out_units]
-    return train.select(rest), train.select(held_out)
+    num_held_out_units = max(1, round(fraction * len(units)))
+    held_out_units = {units[index] for index in np.random.default_rng(0).permutation(len(units))[:num_held_out_units]}
+    held_out_rows = [row for row, unit in enumerate(unit_by_row) if unit in held_out_units]
+    remaining_rows = [row for row, unit in enumerate(unit_by_row) if unit not in held_out_units]
+    return train.select(remaining_rows), train.select(held_out_rows)
 
 
 def fingerprint(*splits: Dataset) -> str:
@@ -183,7 +184,7 @@ def _convert_scores(raw: RawSplit, spec: TaskSpec) -> list[float]:
     return scores
 
 
-def _check_answers(raw: RawSplit, spec: TaskSpec) -> list[dict[str, list[Any]]]:
+def _convert_answers(raw: RawSplit, spec: TaskSpec) -> list[dict[str, list[Any]]]:
     """Return the texts and positions of the answers, or raise a `UserError` if an answer is malformed or ids repeat."""
     id_, count = Counter(raw.columns["id"]).most_common(1)[0]
     if count > 1:
@@ -211,6 +212,6 @@ def _is_answer(answer: Any) -> bool:
 _LABEL_CONVERSIONS: dict[Kind, tuple[Callable[[RawSplit, TaskSpec], list[Any]], Any]] = {
     "classification": (_convert_class_labels, Value("int64")),
     "regression": (_convert_scores, Value("float64")),
-    "span": (_check_answers, {"text": List(Value("string")), "answer_start": List(Value("int64"))}),
+    "span": (_convert_answers, {"text": List(Value("string")), "answer_start": List(Value("int64"))}),
 }
 """Function that converts the labels, and their column type, by kind of task."""

@@ -52,10 +52,10 @@ class Masking:
         rng = np.random.default_rng(seed)
         is_ordinary = ~self._is_special[input_ids]
         # The index of the word to which each token belongs; without `whole_word`, each token is a word.
-        word = np.cumsum(~self._continues_word[input_ids] | ~is_ordinary) - 1
-        is_chosen = is_ordinary & (rng.random(len(input_ids)) < self.probability)[word]
+        word_index = np.cumsum(~self._continues_word[input_ids] | ~is_ordinary) - 1
+        is_chosen = is_ordinary & (rng.random(len(input_ids)) < self.probability)[word_index]
         if not is_chosen.any() and is_ordinary.any():
-            is_chosen = is_ordinary & (word == rng.choice(word[is_ordinary]))
+            is_chosen = is_ordinary & (word_index == rng.choice(word_index[is_ordinary]))
         draws, replacements = rng.random(len(input_ids)), rng.choice(self._ordinary_ids, len(input_ids))
         masked = np.where(is_chosen & (draws < _MASK_SHARE), self.mask_id, input_ids)
         is_random = is_chosen & (draws >= _MASK_SHARE) & (draws < _MASK_SHARE + _RANDOM_SHARE)

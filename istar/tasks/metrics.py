@@ -40,9 +40,9 @@ def token_f1(prediction: str, reference: str) -> float:
     It is 2 |P ∩ R| / (|P| + |R|). As in SQuAD's official v1.1 script, it is 0 if no word is shared, even if both
     answers are empty and `exact_match` is 1.
     """
-    predicted, expected = (Counter(normalize_answer(text).split()) for text in (prediction, reference))
-    shared = (predicted & expected).total()
-    return 2 * shared / (predicted.total() + expected.total()) if shared else 0.0
+    predicted_words, reference_words = (Counter(normalize_answer(text).split()) for text in (prediction, reference))
+    num_shared_words = (predicted_words & reference_words).total()
+    return 2 * num_shared_words / (predicted_words.total() + reference_words.total()) if num_shared_words else 0.0
 
 
 def accuracy(predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
@@ -73,16 +73,16 @@ def spearman(predictions: Sequence[float], references: Sequence[float]) -> dict[
 
 
 def _compute_correlation(
-    function: Callable[..., Any], predictions: Sequence[float], references: Sequence[float]
+    correlation_function: Callable[..., Any], predictions: Sequence[float], references: Sequence[float]
 ) -> float:
     """Return the correlation that a function of `scipy.stats` computes; 0 if predictions or references are constant."""
-    values = np.asarray([predictions, references], dtype=np.float64)
-    if not np.isfinite(values).all():
+    samples = np.asarray([predictions, references], dtype=np.float64)
+    if not np.isfinite(samples).all():
         raise ValueError("a correlation needs finite predictions and references; they contain NaN or infinity")
     # Values with a relative range below 1e-12 differ by float64 rounding only.
-    if (np.ptp(values, axis=1) <= 1e-12 * np.abs(values).max(axis=1)).any():
+    if (np.ptp(samples, axis=1) <= 1e-12 * np.abs(samples).max(axis=1)).any():
         return 0.0
-    return float(function(*values).statistic)
+    return float(correlation_function(*samples).statistic)
 
 
 def squad(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:

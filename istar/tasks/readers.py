@@ -120,23 +120,26 @@ def _read_table(
     header = header or next(records, (0, []))[1]
     if not header:
         return RawSplit(str(path), {})
-    names = find_source_columns(spec, split, header, str(path), renamed)
-    positions = [header.index(name) for name in names.values()]
-    columns: dict[str, list[str]] = {column: [] for column in names}
-    values_and_positions = list(zip(columns.values(), positions, strict=True))
-    lines, malformed = [], []
+    source_names = find_source_columns(spec, split, header, str(path), renamed)
+    field_indices = [header.index(source_name) for source_name in source_names.values()]
+    columns: dict[str, list[str]] = {name: [] for name in source_names}
+    columns_with_indices = list(zip(columns.values(), field_indices, strict=True))
+    lines, malformed_lines = [], []
     for line, fields in records:
         if len(fields) == len(header):
-            for values, position in values_and_positions:
-                values.append(fields[position])
+            for column_values, field_index in columns_with_indices:
+                column_values.append(fields[field_index])
             lines.append(line)
         else:
-            malformed.append(line)
-    if malformed:
-        total = len(lines) + len(malformed)
-        problem = f"{len(malformed)} of {total} rows do not have {len(header)} fields, the first on line {malformed[0]}"
+            malformed_lines.append(line)
+    if malformed_lines:
+        num_records = len(lines) + len(malformed_lines)
+        problem = (
+            f"{len(malformed_lines)} of {num_records} rows do not have {len(header)} fields, the first on line "
+            f"{malformed_lines[0]}"
+        )
         max_share = 0.0 if spec.is_test(split) else MAX_MALFORMED_SHARE
-        if len(malformed) > max_share * total:
+        if len(malformed_lines) > max_share * num_records:
             raise UserError(f"{path}: {problem}; at most {max_share:.0%} of the rows of this split may be malformed")
         _log.warning("%s: %s; these rows are skipped", path, problem)
     return RawSplit(str(path), columns, lines)
@@ -148,9 +151,9 @@ def read_json(path: Path, spec: TaskSpec, split: str) -> RawSplit:
     if text.lstrip().startswith("["):
         lines, records = [], parse_json(text, str(path))
     else:
-        numbered = {line: text for line, text in enumerate(text.split("\n"), start=1) if text.strip()}
-        lines = list(numbered)
-        records = [parse_json(text, f"{path}, line {line}") for line, text in numbered.items()]
+        text_by_line = {line: text for line, text in enumerate(text.split("\n"), start=1) if text.strip()}
+        lines = list(text_by_line)
+        records = [parse_json(text, f"{path}, line {line}") for line, text in text_by_line.items()]
     if not records:
         return RawSplit(str(path), {})
     location = RawSplit(str(path), {}, lines).location
@@ -192,11 +195,11 @@ def read_dataset(dataset: Dataset, spec: TaskSpec, split: str, source: str) -> R
     """
     names = list(find_source_columns(spec, split, dataset.column_names, source))
     columns = dataset.select_columns(names).with_format("arrow")[:].to_pydict()
-    for name, values in columns.items():
+    for name, column_values in columns.items():
         feature = dataset.features[name]
         if isinstance(feature, ClassLabel):
-            classes = dict(enumerate(feature.names))
-            columns[name] = [classes.get(value, value) for value in values]
+            class_name_by_id = dict(enumerate(feature.names))
+            columns[name] = [class_name_by_id.get(value, value) for value in column_values]
     return RawSplit(source, columns)
 
 

@@ -74,11 +74,11 @@ def make_folder_source(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) ->
 
     def count_splits(candidate: tuple[Path, Layout]) -> tuple[int, int]:
         """Return how many requested splits and how many splits in total a folder with a layout contains."""
-        available = {split for split in {*splits, *spec.splits} if _find_file(spec, *candidate, split)}
-        return len(available & set(splits)), len(available)
+        available_splits = {split for split in {*splits, *spec.splits} if _find_file(spec, *candidate, split)}
+        return len(available_splits & set(splits)), len(available_splits)
 
-    folder, layout = best = max(candidates, key=count_splits)
-    if not any(count_splits(best)):
+    folder, layout = best_candidate = max(candidates, key=count_splits)
+    if not any(count_splits(best_candidate)):
         names = ", ".join(pattern.format(spec.train) for layout in layouts for pattern in layout)
         places = ", ".join(f"{name}/" for name in subfolders)
         raise UserError(f"{option} holds no data of task {spec.name}: no {names} in it or in {places}")
@@ -87,7 +87,7 @@ def make_folder_source(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) ->
         """Read a split with the reader of its file."""
         file_and_reader = _find_file(spec, folder, layout, split)
         if file_and_reader is None:
-            names = " or ".join(name for pattern in layout for name in _file_names(spec, pattern, split))
+            names = " or ".join(name for pattern in layout for name in _list_file_names(spec, pattern, split))
             raise UserError(f"{option}: split {split!r} of task {spec.name} is missing: no {names} in {folder}")
         path, reader = file_and_reader
         return reader(path, spec, split)
@@ -110,42 +110,44 @@ def make_hub_source(spec: TaskSpec) -> Source:
         UserError: if the hub cannot be reached and the task is not in the cache, or if loading fails.
     """
     assert spec.hub is not None, spec.name
-    source = " ".join(filter(None, spec.hub))
+    source_name = " ".join(filter(None, spec.hub))
     problem = find_hub_problem()
-    commit = None if problem else find_commit(spec.hub[0], None, "dataset")
-    name, configuration = spec.hub
+    name, default_configuration = spec.hub
+    commit = None if problem else find_commit(name, None, "dataset")
 
     def load_configuration(configuration: str | None) -> datasets.DatasetDict:
         """Load all splits of a configuration of the data set."""
         try:
-            with _offline() if problem else contextlib.nullcontext():
+            with _restrict_to_cache() if problem else contextlib.nullcontext():
                 return datasets.load_dataset(name, configuration, revision=commit)
         except Exception as error:  # `datasets` and the libraries below it raise many types
             failure = f"the hub did not deliver it ({shorten(f'{type(error).__name__}: {error}')})"
             reason = explain_refusal(error, name, "dataset") or failure
             reason = f"not in the local cache, and {problem}" if problem else reason
-            source = " ".join(filter(None, (name, configuration)))
-            raise UserError(f"{source}: {reason}; {LOCAL_COPY_HINTS['dataset']}") from error
+            title = " ".join(filter(None, (name, configuration)))
+            raise UserError(f"{title}: {reason}; {LOCAL_COPY_HINTS['dataset']}") from error
 
-    dataset = load_configuration(configuration)
-    separate_splits = {split.name: split.hub for split in spec.test if split.hub is not None}
+    dataset = load_configuration(default_configuration)
+    hub_location_by_split = {split.name: split.hub for split in spec.test if split.hub is not None}
 
     def read_split(split: str) -> RawSplit | Dataset:
         """Return a split, from a configuration of its own if the hub has it separately."""
         splits, name_on_hub = (
-            (load_configuration(separate_splits[split][0]), separate_splits[split][1])
-            if split in separate_splits
+            (load_configuration(hub_location_by_split[split][0]), hub_location_by_split[split][1])
+            if split in hub_location_by_split
             else (dataset, split)
         )
         if name_on_hub not in splits:
-            raise UserError(f"{source} has no split {name_on_hub!r}; found: {', '.join(splits)}")
-        split_source = f"{source}, split {split}"
+            raise UserError(f"{source_name} has no split {name_on_hub!r}; found: {', '.join(splits)}")
+        split_source = f"{source_name}, split {split}"
         if spec.is_language_modelling:
             return drop_blank_rows(splits[name_on_hub], split_source)
         return readers.read_dataset(splits[name_on_hub], spec, split, split_source)
 
     return Source(
-        read_split, lambda split: split in separate_splits or split in dataset, commit or _find_cached_commit(dataset)
+        read_split,
+        lambda split: split in hub_location_by_split or split in dataset,
+        commit or _find_cached_commit(dataset),
     )
 
 
@@ -175,19 +177,19 @@ def make_demo_source(spec: TaskSpec) -> Source:
 def _find_file(spec: TaskSpec, folder: Path, layout: Layout, split: str) -> tuple[Path, Reader] | None:
     """Return the first existing file of a split in a folder and its reader, or None if there is no file."""
     for pattern, reader in layout.items():
-        for name in _file_names(spec, pattern, split):
+        for name in _list_file_names(spec, pattern, split):
             if (folder / name).is_file():
                 return folder / name, reader
     return None
 
 
-def _file_names(spec: TaskSpec, pattern: str, split: str) -> list[str]:
+def _list_file_names(spec: TaskSpec, pattern: str, split: str) -> list[str]:
     """Return the possible names of a split's file, given a file name pattern of a `Layout`."""
     return [pattern.format(stem) for stem in spec.stems(split)]
 
 
 @contextlib.contextmanager
-def _offline() -> Iterator[None]:
+def _restrict_to_cache() -> Iterator[None]:
     """Within the `with` block, restrict `datasets` to its cache, which avoids its connection retries."""
     was_offline = datasets.config.HF_HUB_OFFLINE
     datasets.config.HF_HUB_OFFLINE = True

@@ -246,8 +246,14 @@ def _make_language_modelling_specs(name: str, kind: Kind, metrics: tuple[str, ..
     task = TaskSpec(
         name, text_columns=("text",), kind=kind, metrics=metrics, headline="perplexity", files="text", max_length=128
     )
-    sizes = (("wikitext2", "wikitext-2-raw-v1"), ("wikitext103", "wikitext-103-raw-v1"))
-    return [task, *(replace(task, name=f"{name}_{size}", hub=("Salesforce/wikitext", part)) for size, part in sizes)]
+    corpora = (("wikitext2", "wikitext-2-raw-v1"), ("wikitext103", "wikitext-103-raw-v1"))
+    return [
+        task,
+        *(
+            replace(task, name=f"{name}_{corpus}", hub=("Salesforce/wikitext", configuration))
+            for corpus, configuration in corpora
+        ),
+    ]
 
 
 _LANGUAGE_MODELLING_SPECS = (

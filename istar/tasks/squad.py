@@ -44,7 +44,7 @@ def make_training_features(
     answer_ranges = [_find_answer_range(*example) for example in zip(contexts, answers, ids, strict=True)]
     features = tokenize_windows(questions, contexts, tokenizer, max_length, stride)
     windows = zip(features.pop("offset_mapping"), features["example_id"], strict=True)
-    positions = [find_answer_tokens(offsets, *answer_ranges[example]) for offsets, example in windows]
+    positions = [find_answer_tokens(offsets, *answer_ranges[example_index]) for offsets, example_index in windows]
     features["start_positions"], features["end_positions"] = map(list, zip(*positions, strict=True))
     return features
 
@@ -112,10 +112,10 @@ def find_answer_tokens(offsets: NDArray[np.integer], start: int, end: int) -> tu
     starts, ends = offsets[in_context].T
     if end <= start or not len(in_context) or start < starts[0] or end > ends[-1]:
         return 0, 0
-    first = int(np.searchsorted(ends, start, side="right"))
-    last = int(np.searchsorted(starts, end, side="left")) - 1
+    first_index = int(np.searchsorted(ends, start, side="right"))
+    last_index = int(np.searchsorted(starts, end, side="left")) - 1
     # No token remains if the tokenizer drops all characters of an answer, e.g. a single control character.
-    return (int(in_context[first]), int(in_context[last])) if first <= last else (0, 0)
+    return (int(in_context[first_index]), int(in_context[last_index])) if first_index <= last_index else (0, 0)
 
 
 def best_answer(
@@ -130,10 +130,16 @@ def best_answer(
     favour of the first window, then the earliest start, then the earliest end. The text has no surrounding white space.
     It is "" if no window has a valid span.
     """
-    spans = [span for window in windows if (span := best_span(*window, n_best, max_answer_length)) is not None]
-    if not spans:
+    scored_spans = [span for window in windows if (span := best_span(*window, n_best, max_answer_length)) is not None]
+    if not scored_spans:
         return ""
-    _, start, end = max(spans, key=lambda span: span[0])
+
+    def get_score(scored_span: tuple[float, int, int]) -> float:
+        """Return the sum of start and end logit."""
+        score, _, _ = scored_span
+        return score
+
+    _, start, end = max(scored_spans, key=get_score)
     return context[start:end].strip()
 
 
@@ -163,10 +169,10 @@ def best_span(
     lengths = ends[None, :] - starts[:, None] + 1
     scores = start_scores[starts][:, None] + end_scores[ends][None, :]
     scores[(lengths < 1) | (lengths > max_answer_length)] = -np.inf
-    row, column = np.unravel_index(scores.argmax(), scores.shape)
-    if scores[row, column] == -np.inf:
+    start_index, end_index = np.unravel_index(scores.argmax(), scores.shape)
+    if scores[start_index, end_index] == -np.inf:
         return None
-    return float(scores[row, column]), int(offsets[starts[row], 0]), int(offsets[ends[column], 1])
+    return float(scores[start_index, end_index]), int(offsets[starts[start_index], 0]), int(offsets[ends[end_index], 1])
 
 
 def _find_answer_range(context: str, answer: Mapping[str, Sequence[Any]], id_: str) -> tuple[int, int]:
@@ -190,11 +196,11 @@ def _find_answer_range(context: str, answer: Mapping[str, Sequence[Any]], id_: s
 def _truncate_questions(questions: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[str]:
     """Return the questions without surrounding white space, each cut to at most `max_tokens` tokens."""
     # Some of SQuAD's questions start with so much white space that its byte-level tokens would fill a window.
-    stripped = [question.strip() for question in questions]
-    encoded = tokenizer(stripped, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    stripped_questions = [question.strip() for question in questions]
+    encoded = tokenizer(stripped_questions, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return [
         question if len(offsets) <= max_tokens else _cut_question(question, offsets, tokenizer, max_tokens)
-        for question, offsets in zip(stripped, encoded["offset_mapping"], strict=True)
+        for question, offsets in zip(stripped_questions, encoded["offset_mapping"], strict=True)
     ]
 
 
@@ -203,8 +209,8 @@ def _cut_question(
 ) -> str:
     """Return the longest beginning of a question that ends with a token and has at most `max_tokens` tokens."""
     # A word that is cut in the middle may have more tokens than before, so the shortened text is tokenized again.
-    for kept in range(max_tokens, 0, -1):
-        text = question[: offsets[kept - 1][1]]
+    for num_kept_tokens in range(max_tokens, 0, -1):
+        text = question[: offsets[num_kept_tokens - 1][1]]
         if len(tokenizer(text, add_special_tokens=False)["input_ids"]) <= max_tokens:
             return text
     return ""

@@ -31,19 +31,19 @@ def find_text_splits(path: Path) -> dict[str, list[Path]]:
             raise UserError(
                 f"task.data_dir={path} does not exist; name a text file, a folder of texts, or a saved data set"
             )
-        entries = sorted(path.iterdir()) if path.is_dir() and not (path / "state.json").is_file() else []
+        children = sorted(path.iterdir()) if path.is_dir() and not (path / "state.json").is_file() else []
     except OSError as error:
         raise UserError(f"task.data_dir={path} cannot be read: {shorten(error)}") from error
     splits: dict[str, list[Path]] = {}
-    for entry in entries:
-        words = re.findall(r"[a-z]+", (entry.name if entry.is_dir() else entry.stem).lower())
-        for split in {_SPLIT_NAMES[word] for word in words if word in _SPLIT_NAMES}:
-            if entry.is_dir() or entry.suffix in (".txt", ".jsonl", ".ndjson", ".parquet"):
-                splits.setdefault(split, []).append(entry)
+    for child in children:
+        name_words = re.findall(r"[a-z]+", (child.name if child.is_dir() else child.stem).lower())
+        for split in {_SPLIT_NAMES[word] for word in name_words if word in _SPLIT_NAMES}:
+            if child.is_dir() or child.suffix in (".txt", ".jsonl", ".ndjson", ".parquet"):
+                splits.setdefault(split, []).append(child)
     if not splits:
         return {"train": [path]}
     if "train" not in splits:
-        names = ", ".join(entry.name for entry in splits["validation"])
+        names = ", ".join(child.name for child in splits["validation"])
         raise UserError(f"task.data_dir={path} has validation data ({names}), but no training data such as train.txt")
     return splits
 
@@ -51,7 +51,7 @@ def find_text_splits(path: Path) -> dict[str, list[Path]]:
 def read_texts(paths: list[Path], cache_dir: Path) -> Dataset:
     """Return the documents of files or folders as a memory-mapped data set with the column `text`.
 
-    They are read once and then loaded from the cache, until the content of a file changes.
+    The documents are read once and then loaded from the cache, until the content of a file changes.
 
     Raises:
         UserError: if a file cannot be read, there is no document, or the cache cannot be written.
@@ -72,6 +72,6 @@ def read_texts(paths: list[Path], cache_dir: Path) -> Dataset:
 
 def drop_blank_rows(dataset: Dataset, source: str) -> Dataset:
     """Return the rows of a data set whose column `text` is not blank. `source` names the data set in error messages."""
-    is_text = np.array([bool(text.strip()) for text in iterate_texts(dataset, source)])
+    is_not_blank = np.array([bool(text.strip()) for text in iterate_texts(dataset, source)])
     texts = dataset.select_columns([TEXT_COLUMN])
-    return texts if is_text.all() else texts.select(np.flatnonzero(is_text))
+    return texts if is_not_blank.all() else texts.select(np.flatnonzero(is_not_blank))

@@ -64,8 +64,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            if damaged := archive.testzip():
-                raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
+            if damaged_member := archive.testzip():
+                raise zipfile.BadZipFile(f"the checksum of {damaged_member} is wrong")
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         return checkpoint
     except Exception as error:  # a damaged file can raise any exception
@@ -92,7 +92,7 @@ class Checkpoints(Checkpoint):
         metrics_file: file of logged metrics, whose rows each checkpoint stores.
         stop_signal: callback that receives the signals that stop a run.
         every_n_steps: number of optimizer steps between checkpoints within an epoch; None for no such checkpoints.
-        every_n_minutes: likewise in minutes.
+        every_n_minutes: number of minutes between checkpoints within an epoch; None for no such checkpoints.
     """
 
     folder: Path
@@ -140,7 +140,7 @@ class Checkpoints(Checkpoint):
 
     def newest_path(self) -> Path | None:
         """Return the path of the newest checkpoint, which may be damaged, or None if there is none."""
-        paths = _sorted_paths(self.folder, "step")
+        paths = _list_sorted_paths(self.folder, "step")
         return paths[-1] if paths else None
 
     def _agree_on_saving(self, trainer: L.Trainer, device: torch.device) -> tuple[bool, int]:
@@ -169,7 +169,7 @@ class Checkpoints(Checkpoint):
         if trainer.is_global_zero:
             self.metrics_file.write()
             for prefix in ("step", "best-epoch"):
-                for path in _sorted_paths(self.folder, prefix)[:-NUM_KEPT_CHECKPOINTS]:
+                for path in _list_sorted_paths(self.folder, prefix)[:-NUM_KEPT_CHECKPOINTS]:
                     path.unlink()
 
     def state_dict(self) -> dict[str, Any]:
@@ -209,8 +209,8 @@ def _is_validation_next(trainer: L.Trainer, batch_idx: int) -> bool:
     if batch_idx + 1 >= trainer.num_training_batches or trainer.should_stop:
         return True
     # Lightning counts batches over all epochs if check_val_every_n_epoch is null.
-    index = trainer.fit_loop.total_batch_idx if trainer.check_val_every_n_epoch is None else batch_idx
-    return trainer.val_check_batch is not None and (index + 1) % trainer.val_check_batch == 0
+    batch_index = trainer.fit_loop.total_batch_idx if trainer.check_val_every_n_epoch is None else batch_idx
+    return trainer.val_check_batch is not None and (batch_index + 1) % trainer.val_check_batch == 0
 
 
 def find_resumable_checkpoint(folder: Path, run_name: str, num_processes: int) -> Path | None:
@@ -222,7 +222,7 @@ def find_resumable_checkpoint(folder: Path, run_name: str, num_processes: int) -
     Raises:
         UserError: if the checkpoint was written by a different number of processes.
     """
-    for path in reversed(_sorted_paths(folder, "step")):
+    for path in reversed(_list_sorted_paths(folder, "step")):
         try:
             num_epochs, num_writers = _inspect_checkpoint(path, run_name)
         except UserError as error:
@@ -234,8 +234,8 @@ def find_resumable_checkpoint(folder: Path, run_name: str, num_processes: int) -
                 f"{path} was written by {num_writers} processes and cannot go on with {num_processes}; use as many as "
                 "before, or run.overwrite=true to start again"
             )
-        for weights_path in _sorted_paths(folder, "best-epoch"):
-            if _number_in_name(weights_path) > num_epochs:
+        for weights_path in _list_sorted_paths(folder, "best-epoch"):
+            if _parse_number_in_name(weights_path) > num_epochs:
                 weights_path.unlink()
         return path
     return None
@@ -243,7 +243,7 @@ def find_resumable_checkpoint(folder: Path, run_name: str, num_processes: int) -
 
 def remove_old_checkpoints(folder: Path, best_weights_path: Path) -> None:
     """Delete a finished run's checkpoints, except the newest complete state and the weights of the best epoch."""
-    for path in [*_sorted_paths(folder, "step")[:-1], *_sorted_paths(folder, "best-epoch")]:
+    for path in [*_list_sorted_paths(folder, "step")[:-1], *_list_sorted_paths(folder, "best-epoch")]:
         if path != best_weights_path:
             path.unlink()
 
@@ -270,12 +270,15 @@ def _inspect_checkpoint(path: Path, run_name: str) -> tuple[int, int]:
     return num_epochs, num_processes
 
 
-def _sorted_paths(folder: Path, prefix: str) -> list[Path]:
+def _list_sorted_paths(folder: Path, prefix: str) -> list[Path]:
     """Return the paths of the files `<prefix>-<number>.ckpt` in a folder, sorted by number."""
-    return sorted((path for path in folder.glob(f"{prefix}-*.ckpt") if _number_in_name(path) >= 0), key=_number_in_name)
+    return sorted(
+        (path for path in folder.glob(f"{prefix}-*.ckpt") if _parse_number_in_name(path) >= 0),
+        key=_parse_number_in_name,
+    )
 
 
-def _number_in_name(path: Path) -> int:
+def _parse_number_in_name(path: Path) -> int:
     """Return the number at the end of a checkpoint's file name, such as 12 of `step-12.ckpt`; -1 if there is none."""
     digits = path.stem.rpartition("-")[2]
     return int(digits) if digits.isdecimal() else -1
@@ -286,10 +289,14 @@ def get_random_state() -> dict[str, Any]:
 
     Of the GPUs, only the one that this process uses is included, because a run may resume on a machine with others.
     """
-    generator_name, keys, *rest = np.random.get_state(legacy=True)
+    generator_name, generator_keys, *position_and_gauss = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
-        "numpy": (str(generator_name), torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+        "numpy": (
+            str(generator_name),
+            torch.from_numpy(np.asarray(generator_keys, dtype=np.int64)),
+            *position_and_gauss,
+        ),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
     }
@@ -299,8 +306,8 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     """Restore the global random generators to the states that `get_random_state` returned, on the GPU in use now."""
     version, internal_state, next_gauss = state["python"]
     random.setstate((version, tuple(internal_state), next_gauss))
-    generator_name, keys, *rest = state["numpy"]
-    np.random.set_state((generator_name, keys.numpy().astype(np.uint32), *rest))
+    generator_name, generator_keys, *position_and_gauss = state["numpy"]
+    np.random.set_state((generator_name, generator_keys.numpy().astype(np.uint32), *position_and_gauss))
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"])

@@ -44,10 +44,10 @@ class ClassIsotropyCallback(LayerStatisticsCallback):
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Compute the scores of all layers from the points of all processes."""
-        layers = [moments.all_reduce() for moments in self._accumulators]
+        moments_by_layer = [moments.all_reduce() for moments in self._accumulators]
         self._accumulators = []
         try:
-            self.scores = {str(layer): compute_class_scores(moments) for layer, moments in enumerate(layers)}
+            self.scores = {str(layer): compute_class_scores(moments) for layer, moments in enumerate(moments_by_layer)}
         except NonFiniteError as error:
             raise NonFiniteError(f"validation after step {trainer.global_step}: {error}") from error
 
@@ -66,7 +66,7 @@ def compute_class_scores(moments: ClassMoments) -> dict[str, float | None]:
 
 
 def _compute_or_none(measure: Any) -> float | None:
-    """Call a measure without arguments and return its value, or None if it raises a `UserError`, so is undefined."""
+    """Call a measure without arguments and return its value, or None if it is undefined and raises a `UserError`."""
     try:
         return float(measure())
     except NonFiniteError:

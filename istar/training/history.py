@@ -50,14 +50,14 @@ class History(L.Callback):
         metrics = dict(pl_module.metrics)
         if "loss" not in metrics and "val/loss" in trainer.callback_metrics:
             metrics["loss"] = trainer.callback_metrics["val/loss"].item()
-        record: dict[str, Any] = {"metrics": metrics, "isotropy": dict(self.isotropy.scores)}
+        entry: dict[str, Any] = {"metrics": metrics, "isotropy": dict(self.isotropy.scores)}
         if self.class_isotropy is not None:
-            record["class_isotropy"] = dict(self.class_isotropy.scores)
+            entry["class_isotropy"] = dict(self.class_isotropy.scores)
         if trainer.state.fn == "validate":
-            self.before_training = record
+            self.before_training = entry
             return
         is_best = self._is_best(metrics[self.selection_metric])
-        self.epochs.append({"epoch": trainer.current_epoch + 1, "step": trainer.global_step, **record})
+        self.epochs.append({"epoch": trainer.current_epoch + 1, "step": trainer.global_step, **entry})
         if is_best:
             self.best_epoch = len(self.epochs)
             self.best_evaluations = dict(pl_module.evaluations)
@@ -74,7 +74,8 @@ class History(L.Callback):
         self.before_training, self.best_epoch = state_dict["before"], state_dict["best"]
         self.epochs = state_dict["epochs"]
         self.best_evaluations = {
-            suffix: Evaluation(**values) for suffix, values in state_dict["best_evaluations"].items()
+            suffix: Evaluation(**evaluation_fields)
+            for suffix, evaluation_fields in state_dict["best_evaluations"].items()
         }
 
     def _is_best(self, new_value: float) -> bool:
@@ -83,5 +84,5 @@ class History(L.Callback):
             return True
         # Early stopping compares in float32. The same precision here makes both agree on the best epoch.
         best_value = self.epochs[self.best_epoch - 1]["metrics"][self.selection_metric]
-        new, old = (np.float32(merit(self.selection_metric, value)) for value in (new_value, best_value))
-        return bool(new > old)
+        new_merit, best_merit = (np.float32(merit(self.selection_metric, value)) for value in (new_value, best_value))
+        return bool(new_merit > best_merit)

@@ -48,7 +48,7 @@ class KeptModels(L.Callback):
 
     Each folder's `training_step.json` records the step for `istar measure --checkpoints`.
 
-    Rank 0 writes each folder under a temporary name and then renames it. This callback must precede the one that writes
+    Rank 0 writes each folder under a temporary name and then renames it. The callback must precede the one that writes
     checkpoints, so that the models of all steps up to a checkpoint exist. A resumed training writes the models of later
     steps again.
 
@@ -102,13 +102,13 @@ class KeptModels(L.Callback):
         """Save the model of the current step on rank 0, and replace its folder if it exists."""
         if not trainer.is_global_zero:
             return
-        target = model_folder_of_step(self.folder, trainer.global_step)
-        temporary = target.with_name(f".{target.name}")
-        for path in (temporary, target):
+        model_folder = model_folder_of_step(self.folder, trainer.global_step)
+        temporary_folder = model_folder.with_name(f".{model_folder.name}")
+        for path in (temporary_folder, model_folder):
             shutil.rmtree(path, ignore_errors=True)
-        models.save(pl_module.model, self.tokenizer, temporary)
-        record_step(temporary, trainer.global_step)
-        temporary.rename(target)
+        models.save(pl_module.model, self.tokenizer, temporary_folder)
+        record_step(temporary_folder, trainer.global_step)
+        temporary_folder.rename(model_folder)
 
     def _remove_later_models(self) -> None:
         """Remove temporary folders, and all models except those that the schedule saves up to the current step."""

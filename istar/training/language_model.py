@@ -53,19 +53,19 @@ class LanguageModelTuner(FineTuner):
         losses = self._predict(batch).losses
         num_tokens = torch.tensor(float(len(losses)), device=losses.device, dtype=torch.float64)
         # DDP averages the gradients over processes, so each process divides by the mean number of tokens.
-        mean_count = sum_over_processes(num_tokens) / world_size()
-        return losses.sum() / mean_count.clamp(min=1).to(losses.dtype)
+        mean_num_tokens = sum_over_processes(num_tokens) / world_size()
+        return losses.sum() / mean_num_tokens.clamp(min=1).to(losses.dtype)
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
-        """Collect each block's sums of losses, of predicted and of correct tokens; return the callbacks' inputs."""
+        """Collect each block's loss sum and numbers of predicted and correct tokens; return states for callbacks."""
         # Callbacks measure the hidden states of the first validation set only.
         needs_hidden_states = dataloader_idx == 0
         prediction = self._predict(batch, output_hidden_states=needs_hidden_states)
         losses = prediction.losses.double()
         is_correct = (prediction.logits.argmax(-1) == prediction.targets)[prediction.targets != IGNORED_LABEL]
-        rows = _labels_of_logits(batch["labels"], self.is_causal).ne(IGNORED_LABEL).nonzero()[:, 0]
+        row_indices = _align_labels_with_logits(batch["labels"], self.is_causal).ne(IGNORED_LABEL).nonzero()[:, 0]
         sums = torch.zeros(len(batch["input_ids"]), 3, dtype=torch.float64, device=losses.device)
-        sums.index_add_(0, rows, torch.stack([losses, torch.ones_like(losses), is_correct.double()], dim=1))
+        sums.index_add_(0, row_indices, torch.stack([losses, torch.ones_like(losses), is_correct.double()], dim=1))
         self._outputs[dataloader_idx] |= dict(zip(batch["feature_id"].tolist(), sums.cpu().numpy(), strict=True))
         return {"hidden_states": prediction.outputs.hidden_states, "attention_mask": token_mask(batch)}
 
@@ -74,7 +74,7 @@ class LanguageModelTuner(FineTuner):
 
         `options` are further arguments of the model.
         """
-        labels = _labels_of_logits(batch["labels"], self.is_causal)
+        labels = _align_labels_with_logits(batch["labels"], self.is_causal)
         is_predicted = labels != IGNORED_LABEL
         inputs = inputs_with_labels(batch)
         if not self._model_takes_labels:
@@ -121,7 +121,7 @@ def restrict_head_to(model: PreTrainedModel, is_selected: Tensor) -> Iterator[No
         handle.remove()
 
 
-def _labels_of_logits(labels: Tensor, is_causal: bool) -> Tensor:
+def _align_labels_with_logits(labels: Tensor, is_causal: bool) -> Tensor:
     """Return the label that the logits at each position predict, `(batch, tokens)`.
 
     For a causal model, these are the labels of the next tokens, and `IGNORED_LABEL` at the last position.

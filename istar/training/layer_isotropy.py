@@ -92,14 +92,14 @@ class LayerIsotropy(LayerStatisticsCallback):
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Compute and log the scores of all layers from the tokens of all processes."""
-        layers: list[Moments] = [moments.all_reduce() for moments in self._accumulators]
-        union = merge_layers(layers)
-        self.num_points = int(layers[0].count)
+        moments_by_layer: list[Moments] = [moments.all_reduce() for moments in self._accumulators]
+        union_moments = merge_layers(moments_by_layer)
+        self.num_points = int(moments_by_layer[0].count)
         try:
-            self.scores = {str(layer): isoscore(moments).item() for layer, moments in enumerate(layers)}
+            self.scores = {str(layer): isoscore(moments).item() for layer, moments in enumerate(moments_by_layer)}
         except NonFiniteError as error:
             raise NonFiniteError(f"validation after step {trainer.global_step}: {error}") from error
-        self.scores["union"] = isoscore(union).item()
+        self.scores["union"] = isoscore(union_moments).item()
         pl_module.log_dict({isotropy_key(layer): score for layer, score in self.scores.items()}, sync_dist=True)
         self._accumulators = []
 

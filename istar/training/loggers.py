@@ -72,7 +72,7 @@ def log_result(trainer: L.Trainer, result: Mapping[str, Any]) -> None:
 @rank_zero_only
 def log_result_to_sweep_agent(config: Config, result: Mapping[str, Any], folder: Path) -> None:
     """Log the result of an already finished run to W&B if a W&B sweep agent has started this process."""
-    run_id = _run_id_from_sweep_agent()
+    run_id = _get_sweep_agent_run_id()
     if run_id is not None and isinstance(config.logger, WandbConfig):
         logger = _start_wandb_run(config.logger, config, folder, run_id)
         logger.log_result(result)
@@ -194,7 +194,7 @@ def _start_wandb_run(settings: WandbConfig, config: Config, folder: Path, run_id
         "config": to_dict(config),
         "settings": wandb.Settings(init_timeout=_INIT_TIMEOUT_SECONDS, finish_timeout=_FINISH_TIMEOUT_SECONDS),
     }
-    if _run_id_from_sweep_agent() is None:
+    if _get_sweep_agent_run_id() is None:
         # A sweep agent sets these in the environment, and W&B warns if they are given again.
         init_arguments |= {"id": run_id, "project": settings.project, "entity": settings.entity}
     try:
@@ -237,7 +237,10 @@ def _find_api_key(settings: Any) -> str | None:
         login = netrc(path).authenticators(urlsplit(settings.base_url).netloc)
     except (OSError, NetrcParseError):
         return None
-    return login[2] if login else None
+    if login is None:
+        return None
+    _, _, password = login
+    return password
 
 
 def _find_server_problem() -> str:
@@ -285,12 +288,12 @@ def _load_or_create_run_id(folder: Path) -> str:
     The id is stored in the folder, so that a resumed run continues the same W&B run.
     """
     path = folder / "wandb" / "run-id"
-    agent_run_id = _run_id_from_sweep_agent()
+    agent_run_id = _get_sweep_agent_run_id()
     if agent_run_id is not None or not path.exists():
         write_text(path, agent_run_id or uuid.uuid4().hex[:12])
     return path.read_text()
 
 
-def _run_id_from_sweep_agent() -> str | None:
+def _get_sweep_agent_run_id() -> str | None:
     """Return the id of the W&B run for which a W&B sweep agent started this process, or None without an agent."""
     return os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None

@@ -27,7 +27,7 @@ class MetricsFile(Logger):
         super().__init__()
         self.path = path
         self._rows: list[dict[str, float]] = []
-        self._last_write = -float("inf")
+        self._last_written_at = -float("inf")
 
     @property
     def name(self) -> str:
@@ -59,7 +59,7 @@ class MetricsFile(Logger):
     @rank_zero_only
     def save(self) -> None:
         """Write the file unless it was written within the last few seconds. Lightning calls this after every log."""
-        if time.monotonic() - self._last_write > _SECONDS_BETWEEN_WRITES:
+        if time.monotonic() - self._last_written_at > _SECONDS_BETWEEN_WRITES:
             self.write()
 
     @rank_zero_only
@@ -76,7 +76,7 @@ class MetricsFile(Logger):
         writer.writeheader()
         writer.writerows({**row, "epoch": int(row.get("epoch", 0))} for row in self._rows)
         write_text(self.path, text.getvalue())
-        self._last_write = time.monotonic()
+        self._last_written_at = time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": list(self._rows)}

@@ -79,11 +79,11 @@ class FineTuner(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the task loss plus the weighted penalty, and record both for the log."""
         loss = self.task_loss(batch)
-        logged = {"train/task_loss": loss.detach()}
+        logged_metrics = {"train/task_loss": loss.detach()}
         self.step_guard.record("task loss", loss)
         if self.watch is not None and self.weight_schedule is not None:
             weight = self.watch.penalty.weight
-            logged["train/lambda"] = torch.tensor(weight, dtype=torch.float64, device=loss.device)
+            logged_metrics["train/lambda"] = torch.tensor(weight, dtype=torch.float64, device=loss.device)
         if self.watch is not None and self.watch.penalty.weight != 0:
             penalty = self.watch.loss()
             self.step_guard.record("penalty", penalty)
@@ -91,9 +91,9 @@ class FineTuner(L.LightningModule):
             terms = self.watch.penalty.last
             if terms is not None:
                 term_by_name = terms.named(self.watch.penalty.measure)
-                logged |= {"train/penalty": penalty.detach(), "train/points": terms.points}
-                logged |= {f"train/{name}": term for name, term in term_by_name.items()}
-        self._micro_batches.append({"train/loss": loss.detach(), **logged})
+                logged_metrics |= {"train/penalty": penalty.detach(), "train/points": terms.points}
+                logged_metrics |= {f"train/{name}": term for name, term in term_by_name.items()}
+        self._micro_batches.append({"train/loss": loss.detach(), **logged_metrics})
         return loss
 
     def configure_gradient_clipping(
@@ -122,17 +122,17 @@ class FineTuner(L.LightningModule):
     def _log_step(self, step_metrics: Mapping[str, Any]) -> None:
         """Log an optimizer step's metrics and the means of its micro-batches' metrics, every `log_every_n_steps` steps.
 
-        A checkpoint must contain the metrics of its step. Therefore they are sent to the loggers immediately; Lightning
-        would send them only after the hooks that write checkpoints.
+        A checkpoint must contain the metrics of its step. Therefore the metrics are sent to the loggers immediately;
+        Lightning would send them only after the hooks that write checkpoints.
         """
         micro_batches, self._micro_batches = self._micro_batches, []
         if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            values = log_immediately(self.trainer, {**_average_metrics(micro_batches), **step_metrics})
-            self.log_dict({name: torch.tensor(value) for name, value in values.items()}, logger=False)
-            self.log("loss", torch.tensor(values["train/loss"]), prog_bar=True, logger=False)
+            value_by_name = log_immediately(self.trainer, {**_average_metrics(micro_batches), **step_metrics})
+            self.log_dict({name: torch.tensor(value) for name, value in value_by_name.items()}, logger=False)
+            self.log("loss", torch.tensor(value_by_name["train/loss"]), prog_bar=True, logger=False)
 
     def on_train_start(self) -> None:
-        """Discard what was recorded for an unfinished step."""
+        """Discard the losses and metrics that were recorded for an unfinished step."""
         self.step_guard.reset()
         self._micro_batches = []
 
@@ -264,10 +264,13 @@ def token_mask(batch: Batch) -> Tensor:
 
 def make_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return two groups of trainable parameters: weights with weight decay, and biases and gains without."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
-        {"params": [parameter for parameter in trainable if parameter.dim() > 1], "weight_decay": weight_decay},
-        {"params": [parameter for parameter in trainable if parameter.dim() <= 1], "weight_decay": 0.0},
+        {
+            "params": [parameter for parameter in trainable_parameters if parameter.dim() > 1],
+            "weight_decay": weight_decay,
+        },
+        {"params": [parameter for parameter in trainable_parameters if parameter.dim() <= 1], "weight_decay": 0.0},
     ]
 
 
@@ -281,10 +284,10 @@ def _average_metrics(micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str,
 
 def log_immediately(trainer: L.Trainer, metrics: Mapping[str, Any]) -> dict[str, float]:
     """Send metrics to the trainer's loggers immediately, and return them as floats."""
-    values = {name: float(value) for name, value in metrics.items()}
+    value_by_name = {name: float(value) for name, value in metrics.items()}
     for logger in trainer.loggers:
-        logger.log_metrics({"epoch": trainer.current_epoch, **values}, step=trainer.global_step)
-    return values
+        logger.log_metrics({"epoch": trainer.current_epoch, **value_by_name}, step=trainer.global_step)
+    return value_by_name
 
 
 def merge_outputs(batches: Sequence[Outputs]) -> Outputs:

@@ -28,7 +28,7 @@ class _LayerGeometry:
         self._norm_sum = self._norm_sum + torch.linalg.vector_norm(points.to(self._norm_sum.dtype), dim=-1).sum()
 
     def compute(self) -> dict[str, float]:
-        """Return the measures by name, computed from the tokens of all processes. Must be called only once."""
+        """Return the measures by name, computed from the tokens of all processes. Call it only once."""
         moments, cosine = self._moments.all_reduce(), self._cosine
         cosine.count, cosine.total = sum_over_processes(cosine.count), sum_over_processes(cosine.total)
         average_norm = sum_over_processes(self._norm_sum) / moments.count
@@ -74,8 +74,8 @@ class IsotropyMonitor(LayerStatisticsCallback):
         self.measures = [accumulator.compute() for accumulator in self._accumulators]
         self._accumulators = []
         for layer, measures in enumerate(self.measures):
-            values = {f"isotropy/layer_{layer}/{name}": value for name, value in measures.items()}
-            pl_module.log_dict(values, sync_dist=True)
+            value_by_key = {f"isotropy/layer_{layer}/{name}": value for name, value in measures.items()}
+            pl_module.log_dict(value_by_key, sync_dist=True)
         pl_module.log("isotropy/inter_sim", self._mean_inter_sim(), sync_dist=True)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

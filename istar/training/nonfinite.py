@@ -44,15 +44,15 @@ class StepGuard:
         Raises:
             NonFiniteError: if `skip_nonfinite` is False and a loss or the norm is not finite.
         """
-        values, self._losses = self._losses, []
+        named_values, self._losses = self._losses, []
         if gradient_norm is not None:
-            values = [*values, ("norm of the gradient", gradient_norm)]
+            named_values = [*named_values, ("norm of the gradient", gradient_norm)]
         if self.skip_nonfinite:
             if gradient_norm is None or torch.isfinite(gradient_norm):
                 return False
-        elif torch.stack([value.double() for _, value in values]).isfinite().all():
+        elif torch.stack([value.double() for _, value in named_values]).isfinite().all():
             return False
-        name, value = next((name, value) for name, value in values if not torch.isfinite(value))
+        name, value = next((name, value) for name, value in named_values if not torch.isfinite(value))
         if not self.skip_nonfinite:
             raise NonFiniteError(f"step {step}: the {name} is {value:g}")
         self.num_skipped += 1

@@ -47,7 +47,7 @@ def measure_layers(
     Raises:
         NonFiniteError: if hidden states are not finite.
     """
-    layers: list[Layer] = []
+    accumulators: list[Layer] = []
     previous_device, root_device = module.device, trainer.strategy.root_device
     module.to(root_device)  # Lightning moves the module to the CPU after training.
     loader = build_evaluation_loader(rows, collate, batch_size, sample)
@@ -60,14 +60,16 @@ def measure_layers(
         for batch in loader:
             batch = module.transfer_batch_to_device(batch, root_device, 0)
             mask = token_mask(batch).bool()
-            tokens, positions = batch["input_ids"][mask], mask.nonzero()[:, 1]
-            states = module.hidden_states(batch)
-            if not layers:
-                layers = [Layer(state.shape[-1], vocabulary_size=0, device=root_device) for state in states]
-            for layer, state in zip(layers, states, strict=True):
-                layer.update(state[mask], tokens, positions)
+            token_ids, positions = batch["input_ids"][mask], mask.nonzero()[:, 1]
+            states_by_layer = module.hidden_states(batch)
+            if not accumulators:
+                accumulators = [
+                    Layer(states.shape[-1], vocabulary_size=0, device=root_device) for states in states_by_layer
+                ]
+            for accumulator, states in zip(accumulators, states_by_layer, strict=True):
+                accumulator.update(states[mask], token_ids, positions)
     module.to(previous_device)
-    measures_by_layer = [layer.compute_measures() for layer in layers]
+    measures_by_layer = [accumulator.compute_measures() for accumulator in accumulators]
     return [{name: measures[name] for name in MEASURES} for measures in measures_by_layer]
 
 
@@ -75,8 +77,8 @@ def measure_layers(
 class GeometryProbe(L.Callback):
     """Log the geometry of every layer before training, after every n-th optimizer step and at the end of training.
 
-    Only rank 0 measures. The trained weights are bit for bit those without this callback. It must precede the callback
-    that writes checkpoints, so that the checkpoint of a step contains the measures of that step.
+    Only rank 0 measures. The trained weights are bit for bit those without this callback. The probe must precede
+    the callback that writes checkpoints, so that the checkpoint of a step contains the measures of that step.
 
     Attributes:
         rows: tokenized validation set, from which the sample is drawn.
@@ -110,7 +112,7 @@ class GeometryProbe(L.Callback):
             self._measure_and_log(trainer, pl_module, trainer.current_epoch)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Measure the model after the last step unless that has just been done."""
+        """Measure the model after the last step, unless it has just been measured."""
         # Unlike on_train_end, this is also called if a resumed training has no step left.
         if trainer.global_step % self.every_n_steps:
             # `current_epoch` differs by one between a training that ends and a finished one that is resumed.
@@ -142,12 +144,14 @@ class GeometryProbe(L.Callback):
             return
         start = time.perf_counter()
         try:
-            layers = measure_layers(trainer, pl_module, self.rows, self._sample, self.collate, self.batch_size)
+            measures_by_layer = measure_layers(
+                trainer, pl_module, self.rows, self._sample, self.collate, self.batch_size
+            )
         except NonFiniteError as error:
             raise NonFiniteError(f"geometry after step {trainer.global_step}: {error}") from error
-        values = {
+        value_by_key = {
             geometry_key(layer, name): value
-            for layer, measures in enumerate(layers)
+            for layer, measures in enumerate(measures_by_layer)
             for name, value in measures.items()
         }
-        log_immediately(trainer, {"epoch": epoch, **values, SECONDS_KEY: time.perf_counter() - start})
+        log_immediately(trainer, {"epoch": epoch, **value_by_key, SECONDS_KEY: time.perf_counter() - start})

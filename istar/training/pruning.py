@@ -93,12 +93,12 @@ class PruningCallback(L.Callback):
                 study.pruner = PRUNERS[study.user_attrs[PRUNER_ATTRIBUTE]]()
                 self._trial = self.load_trial(study, self.reference.number)
                 self._reported_epochs = set(study.get_trials(deepcopy=False)[self.reference.number].intermediate_values)
-            for number, epoch in enumerate(self.history.epochs, start=1):
+            for epoch_number, entry in enumerate(self.history.epochs, start=1):
                 # Optuna warns about a value that is reported twice.
-                if number not in self._reported_epochs:
+                if epoch_number not in self._reported_epochs:
                     metric = self.history.selection_metric
-                    self._trial.report(merit(metric, epoch["metrics"][metric]), number)
-                    self._reported_epochs.add(number)
+                    self._trial.report(merit(metric, entry["metrics"][metric]), epoch_number)
+                    self._reported_epochs.add(epoch_number)
             return self._trial.should_prune()
         except Exception as error:
             raise UserError(f"the Optuna trial {self.reference} cannot be read or written: {shorten(error)}") from error

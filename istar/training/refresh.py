@@ -28,8 +28,8 @@ class ShrinkageCovariance(L.Callback):
     compute one common matrix; otherwise each process computes its own.
 
     The sample depends only on the seed, the epoch and, within an epoch, the optimizer step, so that a resumed run draws
-    the same samples. If the penalty's points are only some of the tokens, so are those of the shrinkage covariance:
-    batches are taken in random order until they contain `num_points` of them.
+    the same samples. If only some of the tokens are points of the penalty, the shrinkage covariance uses only such
+    tokens, too: batches are taken in random order until they contain `num_points` points.
 
     Attributes:
         watch: attached `IStar` penalty, which uses the shrinkage covariance.
@@ -87,8 +87,8 @@ class ShrinkageCovariance(L.Callback):
 
         The forward passes run in the trainer's precision, and each process handles its share of the examples.
         """
-        share = example_indices[trainer.global_rank :: trainer.world_size]
-        loader = build_evaluation_loader(self.rows, self.collate, self.batch_size, share)
+        indices_of_rank = example_indices[trainer.global_rank :: trainer.world_size]
+        loader = build_evaluation_loader(self.rows, self.collate, self.batch_size, indices_of_rank)
         shows_progress = self.progress_bar and trainer.is_global_zero
 
         def iterate_inputs() -> Iterator[Batch]:
@@ -98,39 +98,40 @@ class ShrinkageCovariance(L.Callback):
                 yield {name: value for name, value in batch.items() if name != "feature_id"}
 
         with trainer.precision_plugin.val_step_context():
-            return self.watch.refresh(iterate_inputs(), num_points=self._max_points(trainer))
+            return self.watch.refresh(iterate_inputs(), num_points=self._compute_max_points(trainer))
 
     def sample_examples(self, num_layers: int, epoch: int, step: int = 0) -> list[int]:
         """Return the indices of the fewest random examples with at least `num_points / num_layers` tokens in total.
 
         The sample depends only on the seed, the epoch and the step. It is sorted by length, longest first, so that
-        batches contain little padding. If only some tokens are points, their number is not known before the model has
-        run, so all examples are returned in random order.
+        batches contain little padding. If only some tokens are points, the number of points is not known before the
+        model has run, so all examples are returned in random order.
         """
         lengths = torch.as_tensor(self.rows.lengths)
+        # The factor is larger than any number of epochs, so that different seeds and epochs have different samples.
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         if step > 0:
             generator.manual_seed((generator.initial_seed() * 1_000_003 + step) % 2**63)
         order = torch.randperm(len(lengths), generator=generator)
         if not self._takes_all_tokens:
             return order.tolist()
-        num_available = int(lengths.sum())
-        num_requested = math.ceil(self.num_points / num_layers)
-        if num_available < num_requested and not self._has_warned:
+        num_available_tokens = int(lengths.sum())
+        num_requested_tokens = math.ceil(self.num_points / num_layers)
+        if num_available_tokens < num_requested_tokens and not self._has_warned:
             self._has_warned = True
             log.warning(
                 "the training data has %d points, fewer than reg.num_points=%d; the shrinkage covariance uses all",
-                num_available * num_layers,
+                num_available_tokens * num_layers,
                 self.num_points,
             )
-        return select_rows_with_tokens(self.rows, order, num_requested)
+        return select_rows_with_tokens(self.rows, order, num_requested_tokens)
 
     @property
     def _takes_all_tokens(self) -> bool:
         """Whether every token of the sample is a point."""
         return not isinstance(self.watch, Watch) or self.watch.points.are_all
 
-    def _max_points(self, trainer: L.Trainer) -> int | None:
+    def _compute_max_points(self, trainer: L.Trainer) -> int | None:
         """Return the number of points after which a refresh ends on this process, or None for the whole sample."""
         if self._takes_all_tokens:
             return None

@@ -21,14 +21,16 @@ REPEAT_SECONDS = 2.0
 def preserve_signal_handlers() -> Iterator[None]:
     """Restore the handlers of the stop signals after the `with` block; Lightning does not restore that of Ctrl-C."""
     is_main_thread = threading.current_thread() is threading.main_thread()
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS if is_main_thread}
+    previous_handlers = {
+        signal_number: signal.getsignal(signal_number) for signal_number in STOP_SIGNALS if is_main_thread
+    }
     try:
         yield
     finally:
-        for number, handler in handlers.items():
+        for signal_number, handler in previous_handlers.items():
             # The handler is None if it was not installed from Python.
             if handler is not None:
-                signal.signal(number, handler)
+                signal.signal(signal_number, handler)
 
 
 class StopSignal(L.Callback):
@@ -75,17 +77,19 @@ class StopSignal(L.Callback):
         # These replace Lightning's handlers, which would end the training without a checkpoint. Lightning restores the
         # earlier handlers when it is done. Only the main thread may install handlers.
         if threading.current_thread() is threading.main_thread():
-            for number in STOP_SIGNALS:
-                signal.signal(number, self._handle_signal)
+            for signal_number in STOP_SIGNALS:
+                signal.signal(signal_number, self._handle_signal)
         # Lightning's handler received SIGTERM before: Lightning would exit later with code 0 and without a result.
         if trainer.received_sigterm:
             self.signal_number = signal.SIGTERM
             self.raise_if_signaled()
 
-    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, signal_number: int, frame: FrameType | None) -> None:
         """Remember the signal, or apply its default effect if it was first received over `REPEAT_SECONDS` ago."""
-        self.signal_number = number
+        self.signal_number = signal_number
         now = time.monotonic()
-        if now - self._first_received_at.setdefault(number, now) > REPEAT_SECONDS:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-            signal.raise_signal(number)
+        if now - self._first_received_at.setdefault(signal_number, now) > REPEAT_SECONDS:
+            signal.signal(
+                signal_number, signal.default_int_handler if signal_number == signal.SIGINT else signal.SIG_DFL
+            )
+            signal.raise_signal(signal_number)

@@ -25,7 +25,7 @@ def estimate_remaining_seconds(elapsed_seconds: float, completed_steps: int, rem
 class TokenRate(L.Callback):
     """Log the training's tokens per second every `log_every_n_steps` optimizer steps.
 
-    Tokens are counted without padding and over all processes. The time is that since the last logged step. It includes
+    Tokens are counted without padding and over all processes. The time since the last logged step counts. It includes
     waiting for data and writing checkpoints, but not validations.
 
     Attributes:

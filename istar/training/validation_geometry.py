@@ -43,25 +43,30 @@ def measure_validation_geometry(
         NonFiniteError: if hidden states are not finite.
     """
     moments = Moments(module.model.config.hidden_size, trainer.strategy.root_device)
-    text_states: list[tuple[Tensor, ...]] = []
-    order = [row for row in sort_longest_first(rows) if row < MAX_EXAMPLES]
+    states_of_batches: list[tuple[Tensor, ...]] = []
+    row_indices = [row_index for row_index in sort_longest_first(rows) if row_index < MAX_EXAMPLES]
     with inference_context(trainer, module):
-        for batch in build_evaluation_loader(rows, collate, batch_size, order):
+        for batch in build_evaluation_loader(rows, collate, batch_size, row_indices):
             batch = module.transfer_batch_to_device(batch, module.device, 0)
             mask = token_mask(batch)
-            states = module.hidden_states(batch)
-            moments.update(states[-1], mask)
-            examples = torch.arange(len(mask), device=mask.device)
-            positions = last_token_positions(mask) if is_decoder(module.model.config) else first_token_positions(mask)
-            text_states.append(tuple(state[examples, positions].cpu() for state in states))
+            states_by_layer = module.hidden_states(batch)
+            moments.update(states_by_layer[-1], mask)
+            batch_indices = torch.arange(len(mask), device=mask.device)
+            token_positions = (
+                last_token_positions(mask) if is_decoder(module.model.config) else first_token_positions(mask)
+            )
+            states_of_batches.append(tuple(states[batch_indices, token_positions].cpu() for states in states_by_layer))
     # TwoNN needs distinct points: the states of equal texts in different batches differ by rounding only.
-    position_by_text = {rows[row]["input_ids"].tobytes(): position for position, row in enumerate(order)}
-    distinct = list(position_by_text.values())
+    index_by_text = {rows[row_index]["input_ids"].tobytes(): index for index, row_index in enumerate(row_indices)}
+    distinct_indices = list(index_by_text.values())
     return {
-        "examples": len(order),
+        "examples": len(row_indices),
         "tokens": int(moments.count),
         "mean_activation": moments.mean.tolist(),
-        "two_nn": [_dimension_or_none(torch.cat(layer)[distinct]) for layer in zip(*text_states, strict=True)],
+        "two_nn": [
+            _estimate_dimension(torch.cat(states_of_layer)[distinct_indices])
+            for states_of_layer in zip(*states_of_batches, strict=True)
+        ],
     }
 
 
@@ -90,13 +95,14 @@ def last_token_positions(mask: Tensor) -> Tensor:
     return mask.shape[1] - 1 - mask.long().flip(1).argmax(1)
 
 
-def _dimension_or_none(states: Tensor) -> float | None:
+def _estimate_dimension(states: Tensor) -> float | None:
     """Return the TwoNN dimension of states `(n, d)`, or None if they are too few, or equal up to rounding.
 
     The embedding outputs of [CLS], for example, are equal for all texts.
     """
     mean = states.double().mean(0)
     spread = (states.double() - mean).norm(dim=1).max()
+    # States that differ by at most four rounding errors count as equal.
     if spread <= 4 * torch.finfo(states.dtype).eps * mean.norm():
         return None
     try:

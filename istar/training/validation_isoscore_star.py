@@ -62,17 +62,19 @@ def compute_isoscore_star_by_layer(
         moments_by_layer = _accumulate_moments(module, validation, sort_longest_first(validation), collate, batch_size)
         order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
         rows = select_rows_with_tokens(train, order, math.ceil(num_points / (len(moments_by_layer) - 1)))
-        training_moments = _accumulate_moments(module, train, rows, collate, batch_size)
-    training_union = merge_layers(training_moments)
+        training_moments_by_layer = _accumulate_moments(module, train, rows, collate, batch_size)
+    training_union_moments = merge_layers(training_moments_by_layer)
     scores = [
-        isoscore_star(points, to_covariance(training_points), zeta).item()
-        for points, training_points in zip(
-            [merge_layers(moments_by_layer), *moments_by_layer], [training_union, *training_moments], strict=True
+        isoscore_star(moments, to_covariance(shrinkage_moments), zeta).item()
+        for moments, shrinkage_moments in zip(
+            [merge_layers(moments_by_layer), *moments_by_layer],
+            [training_union_moments, *training_moments_by_layer],
+            strict=True,
         )
     ]
     return {
         "zeta": zeta,
-        "num_points": int(training_union.count),
+        "num_points": int(training_union_moments.count),
         "union": scores[0],
         "layers": {str(layer): score for layer, score in enumerate(scores[1:])},
     }
@@ -82,11 +84,11 @@ def _accumulate_moments(
     module: FineTuner, rows: TokenizedRows, order: Sequence[int], collate: Collate, batch_size: int
 ) -> list[Moments]:
     """Return the moments of each layer's states over the tokens of the rows in `order`, embedding output first."""
-    layers: list[Moments] = []
+    moments_by_layer: list[Moments] = []
     for batch in build_evaluation_loader(rows, collate, batch_size, order):
         batch = module.transfer_batch_to_device(batch, module.device, 0)
-        states, mask = module.hidden_states(batch), token_mask(batch)
-        layers = layers or [Moments(state.shape[-1], state.device) for state in states]
-        for layer, state in zip(layers, states, strict=True):
-            layer.update(state, mask)
-    return layers
+        states_by_layer, mask = module.hidden_states(batch), token_mask(batch)
+        moments_by_layer = moments_by_layer or [Moments(states.shape[-1], states.device) for states in states_by_layer]
+        for moments, states in zip(moments_by_layer, states_by_layer, strict=True):
+            moments.update(states, mask)
+    return moments_by_layer

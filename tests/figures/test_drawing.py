@@ -77,7 +77,9 @@ def test_points_with_fewer_seeds_are_hollow_and_collapsed_ones_crossed() -> None
 
 def colours(*labels: str) -> dict[str, str]:
     plot = plot_of(*(Line(label, (1.0,), (0.5,)) for label in labels))
-    return {label: matplotlib.colors.to_hex(style["color"]) for label, style in drawing._line_styles(plot).items()}
+    return {
+        label: matplotlib.colors.to_hex(style["color"]) for label, style in drawing._assign_line_styles(plot).items()
+    }
 
 
 def test_a_weight_has_the_same_colour_in_every_figure() -> None:

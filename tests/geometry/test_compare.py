@@ -141,7 +141,7 @@ def test_a_model_has_the_same_colour_in_all_figures(measured: dict[str, Measurem
         plot.name: plot for plot in (compare_page._make_difference_plot(subjects), *compare_page.make_plots(subjects))
     }
     assert {line.label for panel in plots["final_norm"].panels for line in panel.lines} == {"small", "Base", "large"}
-    styles = {name: drawing._line_styles(plot) for name, plot in plots.items()}
+    styles = {name: drawing._assign_line_styles(plot) for name, plot in plots.items()}
     first = {label: styles["directions"][label] for label in names}
     assert len({style["color"] for style in first.values()}) == 4
     for name, of_plot in styles.items():

@@ -203,7 +203,7 @@ def test_a_missing_final_norm_is_explained(written: Path) -> None:
 @pytest.mark.parametrize("norm", [False, True])
 def test_ticks_have_room(taps: int, norm: bool) -> None:
     names = ["embeddings", *(f"layer_{number}" for number in range(1, taps)), *(["final_norm"] if norm else [])]
-    found = model_figures._tick_names(names)
+    found = model_figures._make_tick_names(names)
     assert len(found) <= 8
     assert found[0.0] == "emb."
     places = sorted(found)
@@ -354,13 +354,13 @@ def test_histograms_and_extremes(several: Measurements) -> None:
 
 def test_colours_show_the_frequency_if_it_is_known() -> None:
     own = {"ids": [0, 10, 20, 30], "counts": [0, 5, 9, 1]}
-    shades, said = model_figures._colour_groups(own)
+    shades, said = model_figures._group_by_colour(own)
     assert list(shades) == ["most frequent quarter", "second", "third", "rarest quarter", "not in the texts"]
     assert sorted(place for places in shades.values() for place in places) == [0, 1, 2, 3]
     assert shades["not in the texts"] == [0]
     assert "frequency in these texts" in said
     for counts in ({"counts": [0, 0, 0, 1]}, {"counts": None}):
-        shades, said = model_figures._colour_groups({**own, **counts})
+        shades, said = model_figures._group_by_colour({**own, **counts})
         assert sorted(place for places in shades.values() for place in places) == [0, 1, 2, 3]
         assert "the colour is the id" in said
 

@@ -116,7 +116,7 @@ def test_a_model_has_the_same_colour_in_all_figures(three: list[Path]) -> None:
     """The encoder, which is between the decoders, has no line in the figure of the final normalization."""
     colours = []
     for plot in trajectory_comparison.make_plots(read(*three)):
-        styles = drawing._line_styles(plot)
+        styles = drawing._assign_line_styles(plot)
         colours.append({label: styles[label]["color"] for label in ("small", "encoder", "large")})
         assert len(set(colours[-1].values())) == 3
     assert all(colour == colours[0] for colour in colours)

@@ -84,8 +84,8 @@ MUTATIONS = [
     Mutation(
         "The attention mask of a training pass does not reach the penalty.",
         "istar/regularizers/hidden_states.py",
-        "self._tokens = Tokens(mask, labels=self._labels, position_ids=positions)",
-        "self._tokens = Tokens(None, labels=self._labels, position_ids=positions)",
+        "self._tokens = Tokens(mask, labels=self._labels, position_ids=position_ids)",
+        "self._tokens = Tokens(None, labels=self._labels, position_ids=position_ids)",
         "tests/regularizers/test_attach.py::test_a_positional_mask_is_the_mask",
     ),
     Mutation(
@@ -189,7 +189,7 @@ MUTATIONS = [
     Mutation(
         "The documents of a padding-free batch are one sentence.",
         "istar/regularizers/hidden_states.py",
-        "Tokens(mask, labels=self._labels, position_ids=positions)",
+        "Tokens(mask, labels=self._labels, position_ids=position_ids)",
         "Tokens(mask, labels=self._labels)",
         "tests/regularizers/test_by_sentence.py::test_positions_of_a_call_divide_a_padding_free_batch",
     ),
@@ -373,15 +373,15 @@ MUTATIONS = [
     Mutation(
         "TwoNN takes the second and the third neighbour.",
         "istar/measures/dimension.py",
-        "candidates).topk(2, largest=False).values",
-        "candidates).topk(3, largest=False).values[:, 1:]",
+        "candidate_indices).topk(2, largest=False).values",
+        "candidate_indices).topk(3, largest=False).values[:, 1:]",
         "tests/measures/test_dimension.py::test_it_is_the_papers_steps",
     ),
     Mutation(
         "TwoNN trusts candidates that a rounding error of the matrix product may have chosen.",
         "istar/measures/dimension.py",
-        "estimates[:, -1] - error_bounds[rows] <= two_smallest",
-        "0 * error_bounds[rows] >= 1 + two_smallest",
+        "estimates[:, -1] - error_bounds[point_indices] <= second_squares",
+        "0 * error_bounds[point_indices] >= 1 + second_squares",
         "tests/measures/test_dimension.py::test_neighbours_are_those_of_all_distances",
     ),
     # ---- istar measure
@@ -402,8 +402,8 @@ MUTATIONS = [
     Mutation(
         "The gains of Table 2 are over the same form, not over raw.",
         "istar/geometry/embed_tables.py",
-        "raw = raw or means",
-        "raw = means",
+        "raw_means = raw_means or means",
+        "raw_means = means",
         "tests/geometry/test_embed_page.py::test_tables_2_and_3_average_over_the_benchmarks",
     ),
     Mutation(
@@ -452,8 +452,8 @@ MUTATIONS = [
     Mutation(
         "Batches of one length come one after the other, from long to short.",
         "istar/training/data.py",
-        "batches = batches[torch.randperm(num_full, generator=generator)]",
-        "batches = batches[torch.arange(num_full)]",
+        "batches = batches[torch.randperm(num_full_batches, generator=generator)]",
+        "batches = batches[torch.arange(num_full_batches)]",
         "tests/training/test_data.py::test_grouping_saves_most_of_the_padding_and_stays_shuffled",
     ),
     Mutation(
@@ -481,9 +481,9 @@ MUTATIONS = [
     Mutation(
         "Metrics are averages over batches of two examples.",
         "istar/tasks/evaluation.py",
-        "scores = metrics.compute(self.spec.metrics, values, references)",
-        "parts = [metrics.compute(self.spec.metrics, values[i : i + 2], references[i : i + 2])"
-        " for i in range(0, len(values), 2)]\n"
+        "scores = metrics.compute(self.spec.metrics, predicted_values, references)",
+        "parts = [metrics.compute(self.spec.metrics, predicted_values[i : i + 2], references[i : i + 2])"
+        " for i in range(0, len(predicted_values), 2)]\n"
         "        scores = {name: float(np.mean([part[name] for part in parts])) for name in parts[0]}",
         "tests/tasks/test_evaluation.py",
     ),
@@ -511,8 +511,8 @@ MUTATIONS = [
     Mutation(
         "IsoScore* of a layer has the Sigma_S of all layers.",
         "istar/training/validation_isoscore_star.py",
-        "to_covariance(training_points)",
-        "to_covariance(training_union)",
+        "to_covariance(shrinkage_moments)",
+        "to_covariance(training_union_moments)",
         "tests/training/test_validation_isoscore_star.py::test_sigma_is_of_the_union_and_of_the_layer",
     ),
     Mutation(
@@ -533,8 +533,8 @@ MUTATIONS = [
     Mutation(
         "The best epoch is the one with the lowest headline metric.",
         "istar/training/history.py",
-        "return bool(new > old)",
-        "return bool(new < old)",
+        "return bool(new_merit > best_merit)",
+        "return bool(new_merit < best_merit)",
         "tests/training/test_callbacks.py::test_history_takes_the_first_of_the_best_epochs",
     ),
     Mutation(
@@ -583,8 +583,8 @@ MUTATIONS = [
     Mutation(
         "The checksums of a checkpoint are not verified.",
         "istar/training/checkpoints.py",
-        "if damaged := archive.testzip():",
-        "if damaged := None:",
+        "if damaged_member := archive.testzip():",
+        "if damaged_member := None:",
         "tests/runs/test_damaged_checkpoints.py::test_flipped_bits",
     ),
     Mutation(
@@ -683,8 +683,8 @@ MUTATIONS = [
     Mutation(
         "Blocks of checkpoints are in the order of the scores' file, not of the steps.",
         "istar/geometry/correlate.py",
-        "for point in sorted(common, key=lambda point: joined.step_by_point[model, point])}",
-        "for point in common}",
+        "sorted_points = sorted(common_points, key=lambda point: joined.step_by_point[model, point])",
+        "sorted_points = common_points",
         "tests/geometry/test_correlate.py::test_intervals_of_blocks_against_scipy",
     ),
     Mutation(

@@ -126,7 +126,7 @@ def test_lines_are_as_visible_in_the_dark(tmp_path: Path) -> None:
     # The paper of figures is that of the page.
     assert np.abs(paper - to_rgb(dark["paper"])).max() < 1 / 255
     labels = [f"{symbol} = {value}" for symbol in "λζ" for value in (-5, -3, -1, 0.2, 0.4, 0.6, 0.8, 1, 3, 5)]
-    scales = [drawing._setting_colour(label) for label in labels]
+    scales = [drawing._choose_setting_colour(label) for label in labels]
     for colour in filter(None, (drawing.INK, drawing.RED, *drawing.PALETTE, *drawing.SCALE, *scales)):
         assert contrast(in_the_dark(colour), paper) >= min(3, contrast(to_rgb(colour), to_rgb(drawing.PAPER)))
     text = drawing.INK

@@ -125,9 +125,9 @@ def test_states_that_differ_by_rounding_alone_have_no_dimension():
     for dtype in (torch.float32, torch.bfloat16):
         states = torch.randn(1, 64, generator=generator).repeat(50, 1)
         noise = torch.finfo(dtype).eps * torch.randn(50, 64, generator=generator)
-        assert geometry_module._dimension_or_none((states + states * noise).to(dtype)) is None
+        assert geometry_module._estimate_dimension((states + states * noise).to(dtype)) is None
         spread = torch.randn(50, 64, generator=generator)
-        assert geometry_module._dimension_or_none((states + spread).to(dtype)) > 3
+        assert geometry_module._estimate_dimension((states + spread).to(dtype)) > 3
 
 
 def test_states_that_are_not_finite_are_told(setting, harness):
