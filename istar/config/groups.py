@@ -41,9 +41,9 @@ class TaskConfig:
     """Folder with the task's files; for language modelling also a text file. None loads the data from the hub, or
     generates them for the demo tasks, `clm` and `mlm`."""
     limit_train: int | None = None
-    """Number of training examples to use, counted from the first; None uses all."""
+    """Number of training examples to use, a random sample that is the same in all runs; None uses all."""
     limit_validation: int | None = None
-    """Number of examples to use of each validation set, counted from the first; None uses all."""
+    """Number of examples to use of each validation set, a random sample that is the same in all runs; None uses all."""
     validation_fraction: float | None = None
     """Fraction of the training data, above 0 and at most 0.5, that is held out to choose the best epoch and the best
     configuration. None chooses by the validation set, on which the results are reported in either case."""

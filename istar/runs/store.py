@@ -19,7 +19,7 @@ from istar.config.trainer_arguments import redundant_arguments
 from istar.errors import UserError, did_you_mean, shorten
 from istar.results import RunRecord
 from istar.runs.resolving import resolve_model
-from istar.tasks.loading import count_overlap, find_source, fingerprint, hold_out, read_splits
+from istar.tasks.loading import count_overlap, find_source, fingerprint, hold_out, read_splits, sample_examples
 from istar.tasks.specs import HELD_OUT, TASKS, Split, TaskSpec
 
 _VALIDATION_SHARE = 0.05
@@ -58,7 +58,7 @@ class Examples:
 
 
 def load_examples(spec: TaskSpec, config: TaskConfig, cache_dir: str | None = None) -> Examples:
-    """Load the splits of a task, cut to `limit_train` and `limit_validation` examples.
+    """Load the splits of a task, or random samples of `limit_train` and `limit_validation` examples.
 
     If a text corpus has no validation data, a twentieth of its documents, chosen at random, is held out for validation.
     Its documents are cached below `cache_dir`, see `istar.files.cache_folder`.
@@ -79,8 +79,8 @@ def load_examples(spec: TaskSpec, config: TaskConfig, cache_dir: str | None = No
         splits = _hold_out_documents(spec, read_splits(source, spec, [spec.train])[spec.train], config)
     else:
         splits = read_splits(source, spec, [spec.train, *validation_names, *(split.name for split in test_sets)])
-    train = _take_first(splits[spec.train], config.limit_train)
-    validation = [_take_first(splits[name], config.limit_validation) for name in validation_names]
+    train = sample_examples(splits[spec.train], config.limit_train)
+    validation = [sample_examples(splits[name], config.limit_validation) for name in validation_names]
     if config.validation_fraction is not None:
         train, held_out = hold_out(spec, train, config.validation_fraction)
         validation.append(held_out)
@@ -124,11 +124,6 @@ def find_task_spec(config: TaskConfig) -> TaskSpec:
     if config.validation_fraction is not None:
         return replace(spec, validation=(*spec.validation, HELD_OUT))
     return spec
-
-
-def _take_first(dataset: Dataset, max_examples: int | None) -> Dataset:
-    """Return the first `max_examples` examples of a data set, or all of them for None."""
-    return dataset if max_examples is None else dataset.select(range(min(max_examples, len(dataset))))
 
 
 def run_folder_path(config: Config, data_fingerprint: str, model_identity: str) -> Path:

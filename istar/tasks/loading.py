@@ -97,6 +97,17 @@ def hold_out(spec: TaskSpec, train: Dataset, fraction: float) -> tuple[Dataset, 
     return train.select(remaining_rows), train.select(held_out_rows)
 
 
+def sample_examples(dataset: Dataset, max_examples: int | None) -> Dataset:
+    """Return a random sample of at most `max_examples` rows in their original order; None returns all rows.
+
+    The sample does not depend on the seed of a run, and a larger sample contains the smaller ones. The first rows would
+    be no fair sample, because files may be sorted, as those of SST are by label and those of STS-B by genre.
+    """
+    if max_examples is None or max_examples >= len(dataset):
+        return dataset
+    return dataset.select(np.sort(np.random.default_rng(0).permutation(len(dataset))[:max_examples]))
+
+
 def fingerprint(*splits: Dataset) -> str:
     """Return the SHA-256 digest, in hexadecimal, of the column names and the content of data sets.
 

@@ -459,9 +459,9 @@ MUTATIONS = [
     Mutation(
         "task.limit_train is ignored.",
         "istar/runs/store.py",
-        "_take_first(splits[spec.train], config.limit_train)",
+        "sample_examples(splits[spec.train], config.limit_train)",
         "splits[spec.train]",
-        "tests/runs/test_run_data.py::test_examples_are_the_first_ones",
+        "tests/runs/test_run_data.py::test_limits_take_a_random_sample",
     ),
     Mutation(
         "A step whose gradient is NaN is taken.",

@@ -15,7 +15,7 @@ from istar.errors import UserError
 from istar.runs.run import run
 from istar.runs.store import find_task_spec, load_examples
 from istar.tasks import demo
-from istar.tasks.loading import load_splits
+from istar.tasks.loading import load_splits, sample_examples
 from istar.tasks.specs import TASKS
 from tests.runs.artifacts import TINY, Build, logged, place, rows_of, rte, table
 
@@ -37,7 +37,7 @@ def test_collapse_is_flagged_and_the_baseline_is_the_majority(small: Build, tmp_
 
 def test_the_demo_baseline(done: Callable[..., Any]) -> None:
     _, record, folder = done("task=demo", "reg=istar")
-    train = demo.generate("demo", "train").select(range(48))["label"][:]
+    train = sample_examples(demo.generate("demo", "train"), 48)["label"][:]
     majority = int(sum(train) * 2 > len(train))
     golds = [int(row["label"] == "agree") for row in rows_of(folder / "predictions.jsonl")]
     assert record.baseline["accuracy"] == pytest.approx(sum(gold == majority for gold in golds) / 24)
@@ -151,12 +151,13 @@ def test_limits_beyond_the_data(small: Build) -> None:
     assert record.data["train"] == demo.SIZES["train"]
 
 
-def test_examples_are_the_first_ones(small: Build) -> None:
+def test_limits_take_a_random_sample(small: Build) -> None:
     config = small("task.limit_train=3", "task.limit_validation=2")
     examples = load_examples(TASKS["demo"], config.task)
     assert isinstance(examples.train, Dataset)
-    assert examples.train[:] == demo.generate("demo", "train")[:3]
-    assert [split[:] for split in examples.validation] == [demo.generate("demo", "validation")[:2]]
+    assert examples.train[:] == sample_examples(demo.generate("demo", "train"), 3)[:]
+    assert [split[:] for split in examples.validation] == [sample_examples(demo.generate("demo", "validation"), 2)[:]]
+    assert (len(examples.train), len(examples.validation[0])) == (3, 2)
     assert examples.test == []
 
 

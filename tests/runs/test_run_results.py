@@ -14,6 +14,7 @@ from istar.config.schema import to_dict
 from istar.reports.run_tables import build_run_table
 from istar.runs.run import run
 from istar.tasks import demo
+from istar.tasks.loading import sample_examples
 from istar.tasks.metrics import compute
 from istar.tasks.specs import TASKS
 from istar.tasks.squad import best_answer
@@ -58,7 +59,7 @@ def test_what_a_run_leaves(done: Callable[..., Any], task: str, reg: str) -> Non
 def test_predictions_are_the_validation_set_in_its_order(done: Callable[..., Any], task: str) -> None:
     _, record, folder = done(f"task={task}", "reg=istar")
     spec = TASKS[task]
-    examples = demo.generate(task, "validation").select(range(24))
+    examples = sample_examples(demo.generate(task, "validation"), 24)
     rows = rows_of(folder / "predictions.jsonl")
     wanted = examples["id"][:] if spec.kind == "span" else list(range(24))
     assert [row["id"] for row in rows] == wanted
@@ -163,7 +164,7 @@ def test_the_saved_model_says_what_the_predictions_say(done: Callable[..., Any],
     assert model.dtype == torch.float32
     assert list(model.config.id2label.values()) == list(spec.labels or ["score"])
     assert model.config.label2id == {name: number for number, name in model.config.id2label.items()}
-    examples = demo.generate(task, "validation")
+    examples = sample_examples(demo.generate(task, "validation"), 24)
     for number, row in enumerate(rows_of(folder / "predictions.jsonl")):
         texts = [examples[number][column] for column in spec.text_columns]
         with torch.no_grad():
@@ -179,7 +180,7 @@ def test_the_saved_span_model_says_what_the_predictions_say(done: Callable[..., 
     _, _, folder = done("task=demo_span", "reg=istar")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model = AutoModelForQuestionAnswering.from_pretrained(folder / "model")
-    examples = demo.generate("demo_span", "validation")
+    examples = sample_examples(demo.generate("demo_span", "validation"), 24)
     agreeing = []
     for example, row in zip(examples, rows_of(folder / "predictions.jsonl"), strict=False):
         encoded = tokenizer(
@@ -256,7 +257,7 @@ def test_the_best_epoch_is_kept_when_it_is_not_the_last(small: Build, monkeypatc
 
 def test_held_out_training_data_choose_the_epoch_and_the_validation_set_is_reported(done: Callable[..., Any]) -> None:
     held_out = ("task.limit_train=64", "task.limit_validation=16", "task.validation_fraction=0.25")
-    training = ("trainer.max_epochs=4", "trainer.accumulate_grad_batches=1", "reg=none", "seed=2")
+    training = ("trainer.max_epochs=4", "trainer.accumulate_grad_batches=1", "reg=none", "seed=1")
     _, record, folder = done("task=demo_regression", *held_out, *training)
     reported = [epoch["metrics"]["pearson"] for epoch in record.epochs]
     choosing = [epoch["metrics"]["pearson_held_out"] for epoch in record.epochs]

@@ -15,6 +15,7 @@ from istar.models import tiny
 from istar.reports.run_tables import get_method_label
 from istar.runs.run import run
 from istar.tasks import demo, metrics
+from istar.tasks.loading import sample_examples
 from tests.runs.artifacts import DEMOS, TINY, Build, everything_measured, folders_in, logged, place, rows_of, rte
 
 
@@ -142,7 +143,7 @@ def test_without_checkpoints_the_last_epoch_is_the_result(small: Build) -> None:
     assert record.metrics == record.epochs[2]["metrics"]
     model = AutoModelForSequenceClassification.from_pretrained(folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    first = demo.generate("demo_regression", "validation")[0]
+    first = sample_examples(demo.generate("demo_regression", "validation"), config.task.limit_validation)[0]
     with torch.no_grad():
         said = model(**tokenizer(first["sentence1"], first["sentence2"], return_tensors="pt")).logits.item()
     assert said == pytest.approx(rows_of(folder / "predictions.jsonl")[0]["prediction"], abs=1e-4)

@@ -15,7 +15,7 @@ from datasets.arrow_writer import ArrowWriter
 
 from istar.errors import UserError
 from istar.tasks import demo, formats, hub, readers, sources
-from istar.tasks.loading import count_overlap, hold_out, load_splits
+from istar.tasks.loading import count_overlap, hold_out, load_splits, sample_examples
 from istar.tasks.specs import TASKS
 from tests.runs.faults import warnings_in
 from tests.waiting import SECONDS
@@ -689,6 +689,16 @@ def test_long_values_are_shortened_in_messages() -> None:
 
 
 # ---- a part of the training data for choosing
+
+
+def test_samples_of_sorted_data_have_all_labels() -> None:
+    rows = Dataset.from_dict({"label": [0] * 500 + [1] * 500, "index": list(range(1000))})
+    small, large = (sample_examples(rows, size)["index"][:] for size in (200, 400))
+    assert len(small) == 200
+    assert small == sorted(small)
+    assert set(small) < set(large)
+    assert 70 < sum(index < 500 for index in small) < 130
+    assert sample_examples(rows, None)["index"][:] == sample_examples(rows, 2000)["index"][:] == list(range(1000))
 
 
 def test_held_out_rows_and_the_rest_are_all_rows_in_their_order() -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from istar.config import Config
 from istar.errors import UserError
 from istar.runs.run import run
-from istar.tasks.loading import load_splits
+from istar.tasks.loading import load_splits, sample_examples
 from istar.tasks.specs import TASKS
 from istar.training.monitor import IsotropyMonitor
 from tests.jobs import Start, starting
@@ -38,7 +38,7 @@ def test_every_figure(small: Build) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(folder / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     spec = TASKS["demo"]
-    rows_of = load_splits(spec, None, ["validation"])["validation"].select(range(16))
+    rows_of = sample_examples(load_splits(spec, None, ["validation"])["validation"], 16)
     layers: list[list[Any]] = [[] for _ in range(model.config.num_hidden_layers + 1)]
     for example in rows_of:
         inputs = tokenizer(*(example[name] for name in spec.text_columns), return_tensors="pt")

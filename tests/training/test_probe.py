@@ -16,7 +16,7 @@ from istar.reports.geometry_picture import build_geometry_plot
 from istar.runs import run as run_module
 from istar.runs.run import run
 from istar.tasks.features import FeatureRows
-from istar.tasks.loading import load_splits
+from istar.tasks.loading import load_splits, sample_examples
 from istar.tasks.specs import TASKS
 from istar.training import FineTuner
 from istar.training.probe import GeometryProbe, choose_probe_examples
@@ -38,7 +38,7 @@ def hidden_states(model_folder: Path, examples: list[int]) -> list[np.ndarray]:
     model = AutoModelForSequenceClassification.from_pretrained(model_folder).double().eval()
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     spec = TASKS["demo"]
-    rows = load_splits(spec, None, ["validation"])["validation"].select(examples)
+    rows = sample_examples(load_splits(spec, None, ["validation"])["validation"], 16).select(examples)
     layers: list[list[np.ndarray]] = [[] for _ in LAYERS]
     for row in rows:
         inputs = tokenizer(*(row[name] for name in spec.text_columns), return_tensors="pt")

@@ -188,9 +188,10 @@ def mean_of(model: Any, folder: Path, config: Any) -> list[float]:
     from transformers import AutoTokenizer
 
     from istar.tasks import demo
+    from istar.tasks.loading import sample_examples
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    rows = demo.generate("demo", "validation").select(range(16))
+    rows = sample_examples(demo.generate("demo", "validation"), 16)
     first, second = (
         column for column in rows.column_names if column.startswith(("sentence", "text", "premise", "hyp"))
     )
