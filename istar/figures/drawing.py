@@ -6,6 +6,7 @@ import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import matplotlib
@@ -151,17 +152,11 @@ def _describe_line(line: Line, plot: Plot) -> str:
         return ", ".join(f"{line.label} {y} for {x}" for x, y in point_texts)
     (first_x, first_y), (last_x, last_y) = point_texts[0], point_texts[-1]
     if plot.kind in ("histogram", "ridges"):
-        highest_x, _ = max(finite_points, key=_get_y)
+        highest_x, _ = max(finite_points, key=itemgetter(1))
         return f"{line.label} from {first_x} to {last_x}, most at {highest_x:.4g}"
     if len(finite_points) == 1:
         return f"{line.label} {first_y} at {first_x}"
     return f"{line.label} from {first_y} at {first_x} to {last_y} at {last_x}"
-
-
-def _get_y(point: tuple[float, float]) -> float:
-    """Return the y of a point `(x, y)`."""
-    _, y = point
-    return y
 
 
 def _draw_figure(plot: Plot) -> Figure:

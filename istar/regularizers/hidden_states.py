@@ -11,6 +11,7 @@ embedding output.
 
 import inspect
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -218,7 +219,7 @@ class HiddenStateReader:
             if self._layers.ends_with_norm and self._called_layers:
                 self._replace_last_state(output[0])
             numbered_summaries = self._layer_summaries + self._summarize_states(self._deferred_states)
-            self._summaries = [summary for _, summary in sorted(numbered_summaries, key=_get_layer_number)]
+            self._summaries = [summary for _, summary in sorted(numbered_summaries, key=itemgetter(0))]
             self.num_left_out = self._tokens.num_left_out
         self._reset_pass()
 
@@ -264,12 +265,6 @@ def _read_argument_names(module: nn.Module) -> list[str]:
     positional_kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(module.forward).parameters
     return [name for name, parameter in parameters.items() if parameter.kind in positional_kinds]
-
-
-def _get_layer_number(numbered_summary: tuple[int, Any]) -> int:
-    """Return the layer number of a pair of layer number and summary, as a sort key."""
-    layer_number, _ = numbered_summary
-    return layer_number
 
 
 def _is_causal_language_model(model: nn.Module) -> bool:

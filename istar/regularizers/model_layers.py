@@ -110,7 +110,8 @@ def find_base_model(model: nn.Module) -> nn.Module:
 
 def declared_layers(base_model: nn.Module) -> list[nn.Module]:
     """Return the modules that a transformers model declares as the source of its hidden states, or an empty list."""
-    # The declaration is a class of modules, or transformers' `OutputRecorder` for some outputs of some of its modules.
+    # The declaration is a class of modules, or an `OutputRecorder` of transformers. The recorder names such a class and
+    # the index of one of its outputs (`index`), and may restrict it to modules of a certain name (`layer_name`).
     declaration = getattr(base_model, "can_record_outputs", {}).get("hidden_states")
     layer_class = getattr(declaration, "target_class", declaration)
     is_first_output = getattr(declaration, "index", 0) == 0

@@ -223,15 +223,15 @@ def _match_to_plan(plan: Plan, run: _Run) -> _Match:
         return _Match(run, unplanned_part="method")
     varied_keys = {key for configuration in candidates for key in (*configuration.settings, *configuration.ranges)}
 
-    def count_differences(configuration: Configuration) -> tuple[int, bool]:
-        """Return the number of settings that differ, and for ties whether the seed of the run is not planned."""
+    def compute_distance(configuration: Configuration) -> tuple[int, bool]:
+        """Return the number of differing settings and, to break ties, whether the seed of the run is unplanned."""
         num_differing_keys = len(_find_differing_keys(configuration, varied_keys, run))
         return num_differing_keys, run.seed not in configuration.seeds
 
     # The settings that all planned runs have in common are compared once.
     common_keys = [key for key in plan.settings.keys() | run.settings.keys() if key not in varied_keys]
     changed_common_keys = [key for key in common_keys if run.settings.get(key) != plan.settings.get(key)]
-    closest = min(candidates, key=count_differences)
+    closest = min(candidates, key=compute_distance)
     changed_varied_keys = _find_differing_keys(closest, varied_keys, run)
     return _Match(run, closest, tuple(sorted([*changed_common_keys, *changed_varied_keys])))
 

@@ -53,6 +53,7 @@ from istar.training import (
     merge_outputs,
 )
 from istar.training.checkpoints import Checkpoints, find_resumable_checkpoint, read_checkpoint, remove_old_checkpoints
+from istar.training.data import compute_last_batch_size, count_examples_per_process
 from istar.training.kept_models import KeptModels
 from istar.training.language_model import LanguageModelTuner
 from istar.training.loggers import attach_loggers, log_result, log_result_to_sweep_agent
@@ -315,22 +316,20 @@ def _check_last_batch(job: Job) -> None:
         return
     # With `sync`, the ranks compute one penalty together, so that their micro-batches count as one.
     num_ranks = job.trainer.world_size if reg.sync else 1
-    # Each rank has this many examples, as the sampler repeats some where the ranks do not divide their number.
-    num_examples = math.ceil(len(job.prepared_data.train) / job.trainer.world_size)
-    last_batch_size = num_examples % data.batch_size * num_ranks
-    if 0 < last_batch_size < MIN_SENTENCES:
+    num_examples = len(job.prepared_data.train)
+    last_batch_size = num_ranks * compute_last_batch_size(num_examples, data.batch_size, job.trainer.world_size)
+    if last_batch_size < MIN_SENTENCES:
         raise UserError(
             f"reg.estimator={BY_SENTENCE} needs {MIN_SENTENCES} sequences in each micro-batch; with data.batch_size="
-            f"{data.batch_size}, the last one of {num_examples * num_ranks} examples has {last_batch_size}: choose "
+            f"{data.batch_size}, the last one of {num_examples} examples has {last_batch_size}: choose "
             "another data.batch_size"
         )
 
 
 def _count_batches_per_epoch(job: Job) -> int:
     """Return the number of training batches that each process has in an epoch."""
-    num_batches = math.ceil(
-        math.ceil(len(job.prepared_data.train) / job.trainer.world_size) / job.config.data.batch_size
-    )
+    num_examples = count_examples_per_process(len(job.prepared_data.train), job.trainer.world_size)
+    num_batches = math.ceil(num_examples / job.config.data.batch_size)
     batch_limit = job.config.trainer.lightning.get("limit_train_batches") or 1.0
     return min(batch_limit, num_batches) if type(batch_limit) is int else int(batch_limit * num_batches)
 

@@ -5,6 +5,7 @@ special tokens) have the offset (-1, -1). Token indices refer to the unpadded fe
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -133,13 +134,7 @@ def best_answer(
     scored_spans = [span for window in windows if (span := best_span(*window, n_best, max_answer_length)) is not None]
     if not scored_spans:
         return ""
-
-    def get_score(scored_span: tuple[float, int, int]) -> float:
-        """Return the sum of start and end logit."""
-        score, _, _ = scored_span
-        return score
-
-    _, start, end = max(scored_spans, key=get_score)
+    _, start, end = max(scored_spans, key=itemgetter(0))
     return context[start:end].strip()
 
 

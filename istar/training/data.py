@@ -19,6 +19,16 @@ _BATCHES_PER_POOL = 50
 """Number of batches whose examples are sorted by length together. Larger pools need less padding, but shuffle less."""
 
 
+def count_examples_per_process(num_examples: int, world_size: int) -> int:
+    """Return the number of training examples that each process has in an epoch, including repeated ones."""
+    return math.ceil(num_examples / world_size)
+
+
+def compute_last_batch_size(num_examples: int, batch_size: int, world_size: int) -> int:
+    """Return the number of training examples in the last batch of each process in an epoch."""
+    return (count_examples_per_process(num_examples, world_size) - 1) % batch_size + 1
+
+
 @dataclass(eq=False)
 class LengthGroupedSampler(Sampler[int]):
     """Yield example indices such that batches contain examples of similar length and come in random order.
@@ -56,7 +66,7 @@ class LengthGroupedSampler(Sampler[int]):
 
     def __len__(self) -> int:
         """Return the number of examples of this process in a complete epoch."""
-        return math.ceil(len(self.lengths) / self.world_size)
+        return count_examples_per_process(len(self.lengths), self.world_size)
 
     def __iter__(self) -> Iterator[int]:
         """Yield the example indices of this process in the current epoch."""
