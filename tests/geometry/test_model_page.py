@@ -203,13 +203,13 @@ def test_a_missing_final_norm_is_explained(written: Path) -> None:
 @pytest.mark.parametrize("norm", [False, True])
 def test_ticks_have_room(taps: int, norm: bool) -> None:
     names = ["embeddings", *(f"layer_{number}" for number in range(1, taps)), *(["final_norm"] if norm else [])]
-    found = model_figures._make_tick_names(names)
-    assert len(found) <= 8
-    assert found[0.0] == "emb."
-    places = sorted(found)
-    assert min(after - before for before, after in itertools.pairwise(places)) >= math.ceil(taps / 7)
-    assert all(str(int(x)) == name for x, name in found.items() if name.isdigit())
-    assert (found.get(float(taps)) == "final\nnorm") == norm
+    name_by_position = model_figures._make_tick_names(names)
+    assert len(name_by_position) <= 8
+    assert name_by_position[0.0] == "emb."
+    positions = sorted(name_by_position)
+    assert min(after - before for before, after in itertools.pairwise(positions)) >= math.ceil(taps / 7)
+    assert all(str(int(x)) == name for x, name in name_by_position.items() if name.isdigit())
+    assert (name_by_position.get(float(taps)) == "final\nnorm") == norm
 
 
 NASTY = '<script>alert(1)</script> & "q" $x_1$ \x01\n {y}'
@@ -353,16 +353,16 @@ def test_histograms_and_extremes(several: Measurements) -> None:
 
 
 def test_colours_show_the_frequency_if_it_is_known() -> None:
-    own = {"ids": [0, 10, 20, 30], "counts": [0, 5, 9, 1]}
-    shades, said = model_figures._group_by_colour(own)
+    rows = {"ids": [0, 10, 20, 30], "counts": [0, 5, 9, 1]}
+    shades, caption = model_figures._group_by_colour(rows)
     assert list(shades) == ["most frequent quarter", "second", "third", "rarest quarter", "not in the texts"]
     assert sorted(place for places in shades.values() for place in places) == [0, 1, 2, 3]
     assert shades["not in the texts"] == [0]
-    assert "frequency in these texts" in said
+    assert "frequency in these texts" in caption
     for counts in ({"counts": [0, 0, 0, 1]}, {"counts": None}):
-        shades, said = model_figures._group_by_colour({**own, **counts})
+        shades, caption = model_figures._group_by_colour({**rows, **counts})
         assert sorted(place for places in shades.values() for place in places) == [0, 1, 2, 3]
-        assert "the colour is the id" in said
+        assert "the colour is the id" in caption
 
 
 def test_measures_of_the_spheres() -> None:

@@ -392,14 +392,14 @@ def test_statistics_of_all_sources_are_never_in_memory_at_once(
 def test_errors_are_from_groups_of_documents(source: Source) -> None:
     """The oracle measures the text without every third document."""
     model = bert()
-    found = read(model, Pass(16, batch_tokens=112, groups=3), source).compute_measures()
+    measures_by_tap = read(model, Pass(16, batch_tokens=112, groups=3), source).compute_measures()
     lines = source.path.read_text().splitlines()
     without = []
     for group in range(3):
         rest = Source("rest", source.path.with_name(f"without-{group}.txt"))
         rest.path.write_text("\n".join(line for number, line in enumerate(lines) if number % 3 != group))
         without.append({name: naive(points, tokens) for name, points, tokens in of_each_tap(model, rest)})
-    for name, measures in found.items():
+    for name, measures in measures_by_tap.items():
         for key in ("isoscore", "inter_sim", "average_norm", "mean_vector_norm", "participation_ratio"):
             # The standard error of the mean of pseudo-values; each is -2 times an estimate, apart from a constant.
             expected = scipy.stats.sem([-2 * estimates[name][key] for estimates in without])

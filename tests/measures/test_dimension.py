@@ -123,8 +123,8 @@ def test_neighbours_are_those_of_all_distances(monkeypatch, points, rows):
     for number, point in enumerate(distinct):
         first, second = sorted(math.dist(point, other) for other in np.delete(distinct, number, axis=0))[:2]
         expected.append(second / first)
-    found = dimension._compute_neighbour_ratios(dimension._find_distinct_points(points))
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-14)
+    ratios = dimension._compute_neighbour_ratios(dimension._find_distinct_points(points))
+    np.testing.assert_allclose(ratios.numpy(), expected, rtol=1e-14)
 
 
 @pytest.mark.parametrize("name", ["huge offset", "outlier", "scales", "near duplicates", "minute clusters"])
@@ -134,8 +134,8 @@ def test_the_bound_of_the_matrix_product_holds(name):
     exact = [[Fraction(value) for value in point] for point in points.tolist()]
     centered = points - points.mean(0)
     norms = centered.norm(dim=1)
-    found = dimension._multiply_squared_distances(centered, norms, torch.arange(len(points))).tolist()
-    for row, limit, x in zip(found, dimension._bound_product_errors(norms, 5).tolist(), exact, strict=True):
+    products = dimension._multiply_squared_distances(centered, norms, torch.arange(len(points))).tolist()
+    for row, limit, x in zip(products, dimension._bound_product_errors(norms, 5).tolist(), exact, strict=True):
         for value, y in zip(row, exact, strict=True):
             true = sum((a - b) ** 2 for a, b in zip(x, y, strict=True))
             assert abs(Fraction(value) - true) <= Fraction(limit)
