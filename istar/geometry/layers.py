@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.geometry.grouped_moments import GroupedMoments, GroupedSentences, get_tensors, set_tensors
+from istar.geometry.grouped_moments import GroupedMoments, get_tensors, leave_out_each, merge_parts, set_tensors
 from istar.measures import (
     CosineContributions,
     DimensionMoments,
@@ -103,9 +103,7 @@ class Layer:
         self.settings = settings or LayerSettings()
         num_groups = self.settings.num_groups
         num_parts = num_groups if num_groups and self.settings.scatter_by_group else 1
-        self._moments = GroupedMoments(num_parts, dim, device)
-        has_sentences = self.settings.has_score_by_sentence
-        self._sentences = GroupedSentences(num_parts, dim, device, origin) if has_sentences else None
+        self._moments = GroupedMoments(num_parts, dim, device, self.settings.has_score_by_sentence, origin)
         self._groups = GroupedPoints(num_groups, dim, device) if num_groups else None
         self.cosine = CosineContributions(dim, device)
         self.norms = Norms(dim, _NORM_EDGES, device)
@@ -132,12 +130,10 @@ class Layer:
             positions: positions of the tokens in the model's input, from 0, `(n,)`.
             groups: index of the group of each token's document, `(n,)` on the CPU. If None, all tokens are in group 0.
             sentences: index of each token's sentence, for the score by sentence, `(n,)` on the CPU; see
-                `GroupedSentences.update`. None leaves all points out of that score.
+                `GroupedMoments.update`. None leaves all points out of that score.
         """
         groups = torch.zeros(len(points), dtype=torch.int64) if groups is None else groups
-        self._moments.update(points, groups)
-        if self._sentences is not None and sentences is not None:
-            self._sentences.update(points, groups, sentences)
+        self._moments.update(points, groups, sentences)
         device_groups = groups.to(points.device)
         if self._massive is not None:
             self._massive.update(points, token_ids, positions)
@@ -167,7 +163,7 @@ class Layer:
     @property
     def moments(self) -> FourthMoments:
         """Moments of all points, merged from those of the groups at each access."""
-        return self._moments.total()
+        return merge_parts(self._moments.moments())
 
     def _get_accumulators(self) -> dict[str, Any]:
         """Return the accumulators of this layer by attribute name, which is also their key in the saved state."""
@@ -176,18 +172,14 @@ class Layer:
     def state_dict(self) -> dict[str, Any]:
         """Return the tensors of all accumulators by the name of the accumulator."""
         return {
-            name: (
-                accumulator.state_dict()
-                if isinstance(accumulator, GroupedMoments | GroupedSentences)
-                else get_tensors(accumulator)
-            )
+            name: accumulator.state_dict() if isinstance(accumulator, GroupedMoments) else get_tensors(accumulator)
             for name, accumulator in self._get_accumulators().items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the tensors that `state_dict` returned."""
         for name, accumulator in self._get_accumulators().items():
-            if isinstance(accumulator, GroupedMoments | GroupedSentences):
+            if isinstance(accumulator, GroupedMoments):
                 accumulator.load_state_dict(state[name])
             else:
                 set_tensors(accumulator, state[name])
@@ -240,8 +232,8 @@ class Layer:
             # IntraSim is the mean over the types that occur at least twice; NaN if there is none.
             measures["intra_sim"] = self.types.inter_sim().nanmean()
             measures["adjusted_intra_sim"] = measures["intra_sim"] - measures["inter_sim"]
-        if self._sentences is not None:
-            measures[SCORE_BY_SENTENCE] = _compute_sentence_score(self._sentences.total())
+        if self._moments.has_sentences:
+            measures[SCORE_BY_SENTENCE] = _compute_sentence_score(merge_parts(self._moments.sentence_moments()))
         if self._kurtosis is not None:
             token_kurtosis = self._kurtosis.compute()
             measures |= {"token_kurtosis": token_kurtosis.average, "largest_token_kurtosis": token_kurtosis.largest}
@@ -286,9 +278,10 @@ class Layer:
         except UserError:  # a measure is not defined without one of the groups
             estimates = []
         replicates = {name: [measures[name] for measures in estimates] for name in measure_names}
-        if self._sentences is not None and self.settings.scatter_by_group:
-            scores = [_compute_sentence_score(moments) for moments in self._sentences.without_each()]
-            has_empty_group = any(part.sentences == 0 for part in self._sentences.parts())
+        if self._moments.has_sentences and self.settings.scatter_by_group:
+            sentence_moments = self._moments.sentence_moments()
+            scores = [_compute_sentence_score(moments) for moments in leave_out_each(sentence_moments)]
+            has_empty_group = any(group_moments.sentences == 0 for group_moments in sentence_moments)
             is_defined = not has_empty_group and all(map(math.isfinite, scores))
             replicates[SCORE_BY_SENTENCE] = scores if is_defined else []
         return replicates
@@ -297,7 +290,8 @@ class Layer:
         """Yield, for each group, the measures that have a standard error, computed from all other groups."""
         assert self._groups is not None
         group_indices = torch.arange(self._groups.groups)
-        without_each = self._moments.without_each() if self.settings.scatter_by_group else itertools.repeat(None)
+        has_scatters = self.settings.scatter_by_group
+        without_each = leave_out_each(self._moments.moments()) if has_scatters else itertools.repeat(None)
         for left_out_index, moments in zip(group_indices, without_each, strict=False):
             # All other groups become group 0, and the one that is left out becomes group 1.
             other_points = self._groups.regroup((group_indices == left_out_index).long(), 2).compute()[0]

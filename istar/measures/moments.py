@@ -256,7 +256,7 @@ def merge_moments(batches: Sequence[BatchMoments]) -> "Moments":
     if batches[0].fourth is not None:
         merged = FourthMoments(widths[0], batches[0].mean.device)
         for batch in batches:
-            merged._add_batch(batch)
+            merged.add_batch(batch)
         return merged
     counts = torch.stack([batch.size for batch in batches])
     means = torch.stack([batch.mean for batch in batches])
@@ -325,14 +325,14 @@ class Moments:
         if weights is not None and not (weights >= 0).all():
             raise UserError("some weights are negative or NaN; expected how often each point counts")
         if points.numel() > 0:
-            self._add_batch(self._compute_batch_moments(points, mask, weights))
+            self.add_batch(self._compute_batch_moments(points, mask, weights))
         return self
 
     def merge(self, other: Self) -> Self:
         """Add the points of another accumulator of the same dimension. Returns this accumulator."""
         if other.dim != self.dim:
             raise UserError(f"cannot merge moments of {other.dim} dimensions into moments of {self.dim}")
-        self._add_batch(
+        self.add_batch(
             BatchMoments._make(None if moment is None else moment.to(self.scatter) for moment in other.as_batch())
         )
         return self
@@ -355,7 +355,7 @@ class Moments:
         negative = BatchMoments._make(
             None if moment is None else -moment.to(self.scatter) for moment in other.as_batch()
         )
-        self._add_batch(negative._replace(mean=-negative.mean))
+        self.add_batch(negative._replace(mean=-negative.mean))
         return self
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> Self:
@@ -395,8 +395,8 @@ class Moments:
         """Return the moments of one batch of points."""
         return mean_and_scatter(points, mask, weights)
 
-    def _add_batch(self, batch: BatchMoments) -> None:
-        """Merge the moments of a batch into the accumulated ones."""
+    def add_batch(self, batch: BatchMoments) -> None:
+        """Add the points of a batch by their moments, as `mean_and_scatter` returns them for points on this device."""
         count, mean, scatter = batch[:3]
         total = self.count + count
         share = count / total.clamp(min=torch.finfo(total.dtype).tiny)
@@ -460,10 +460,10 @@ class FourthMoments(Moments):
         """Return the moments of one batch of points, with the third and fourth."""
         return fourth_moments(points, mask, weights)
 
-    def _add_batch(self, batch: BatchMoments) -> None:
-        """Merge the moments of a batch, with the third and fourth, into the accumulated ones."""
+    def add_batch(self, batch: BatchMoments) -> None:
+        """Add the points of a batch by their moments, as `fourth_moments` returns them for points on this device."""
         previous = self.as_batch()
-        super()._add_batch(batch)
+        super().add_batch(batch)
         (third, fourth), (batch_third, batch_fourth) = _recenter(previous, self.mean), _recenter(batch, self.mean)
         self.third, self.fourth = third + batch_third, fourth + batch_fourth
 

@@ -175,8 +175,14 @@ class SentenceMoments:
         # |G|^2, m^T G m, |m|^2, |m|^4, tr(G), tr(G)^2 and tr(G) |m|^2.
         self.scalars = zeros.new_zeros(7)
 
-    def update(self, points: Tensor, mask: Tensor | None = None) -> Self:
-        """Add sentences: `points` `(sentences, tokens, d)`, `mask` `(sentences, tokens)`. Returns this accumulator.
+    def update(self, points: Tensor, mask: Tensor | None = None, scatter: Tensor | None = None) -> Self:
+        """Add sentences. Returns this accumulator.
+
+        Args:
+            points: `(sentences, tokens, d)`.
+            mask: `(sentences, tokens)`, bool or 0/1; points where the mask is 0 are ignored.
+            scatter: scatter matrix of all these points about the origin, `(d, d)` in the dtype of the sums, if it is
+                known; otherwise it is computed, which takes most of the time.
 
         Raises:
             UserError: if shapes or dtypes do not match.
@@ -185,11 +191,13 @@ class SentenceMoments:
         if points.shape[-1] != len(self.origin):
             raise UserError(f"points have {points.shape[-1]} dimensions; expected {len(self.origin)}")
         is_included = points.new_ones(points.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
-        # Multiplying by the mask would keep NaN at the padding.
-        centered = (points.to(self.origin) - self.origin).masked_fill(~is_included[..., None], 0)
+        # The difference has the dtype of the origin. Multiplying by the mask would keep NaN at the padding.
+        centered = (points - self.origin).masked_fill_(~is_included[..., None], 0)
         counts = is_included.sum(1).to(self.origin)
         totals = centered.sum(1)
-        flat_points = centered.flatten(0, 1)
+        if scatter is None:
+            flat_points = centered.flatten(0, 1)
+            scatter = flat_points.T @ flat_points
         products = centered @ totals[..., None]  # x^T m of each point
         return self.add(
             SentenceSums(
@@ -198,7 +206,7 @@ class SentenceMoments:
                 scattered=(centered.mT @ products)[..., 0],
                 squares=(centered @ centered.mT).square().sum((1, 2)),
                 traces=centered.square().sum((1, 2)),
-                scatter=flat_points.T @ flat_points,
+                scatter=scatter,
             )
         )
 
