@@ -198,14 +198,15 @@ class SentenceMoments:
         if scatter is None:
             flat_points = centered.flatten(0, 1)
             scatter = flat_points.T @ flat_points
-        products = centered @ totals[..., None]  # x^T m of each point
+        grams = centered @ centered.mT  # x^T y of all pairs of points of each sentence
+        products = grams.sum(2, keepdim=True)  # x^T m of each point
         return self.add(
             SentenceSums(
                 counts,
                 totals,
                 scattered=(centered.mT @ products)[..., 0],
-                squares=(centered @ centered.mT).square().sum((1, 2)),
-                traces=centered.square().sum((1, 2)),
+                squares=grams.square().sum((1, 2)),
+                traces=grams.diagonal(dim1=1, dim2=2).sum(1),
                 scatter=scatter,
             )
         )
