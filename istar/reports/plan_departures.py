@@ -286,7 +286,7 @@ def _find_missing_runs(plan: Plan, matches: Sequence[_Match]) -> list[Departure]
         num_planned = sum(len(configuration.run_names) for configuration in configurations)
         if missing_runs:
             num_existing = _format_count(num_planned - len(missing_runs), "run")
-            actual = f"{num_existing}; missing are {_format_seeds(seed for seed, _ in missing_runs)}"
+            actual = f"{num_existing}; missing: {_format_seeds(seed for seed, _ in missing_runs)}"
             names = tuple(name for _, name in missing_runs)
             planned = _format_count(num_planned, "run")
             departures.append(Departure("missing run", _format_group(group), planned, actual, names))
@@ -616,9 +616,19 @@ def _format_count(count: int, noun: str) -> str:
 
 
 def _format_seeds(seeds: Iterable[int]) -> str:
-    """Return the seeds in ascending order, e.g. `seed 3` or `seeds 1, 2`."""
+    """Return the seeds in ascending order, e.g. `seed 3`, `seeds 1, 2` or `seeds 1 to 10, 12`."""
     sorted_seeds = sorted(set(seeds))
-    return f"seed{'s' * (len(sorted_seeds) != 1)} {_join_with_commas(sorted_seeds)}"
+    ranges: list[list[int]] = []
+    for seed in sorted_seeds:
+        if ranges and seed == ranges[-1][-1] + 1:
+            ranges[-1].append(seed)
+        else:
+            ranges.append([seed])
+    range_texts = [
+        f"{seeds_in_range[0]} to {seeds_in_range[-1]}" if len(seeds_in_range) > 3 else _join_with_commas(seeds_in_range)
+        for seeds_in_range in ranges
+    ]
+    return f"seed{'s' * (len(sorted_seeds) != 1)} {_join_with_commas(range_texts)}"
 
 
 def _join_with_commas(values: Iterable[Any]) -> str:

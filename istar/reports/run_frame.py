@@ -54,7 +54,8 @@ def load_runs(root: Path, keep_records: bool = False) -> Runs:
     read_errors: dict[str, str] = {}
     records: dict[str, RunRecord] = {}
     visited_folders = {root}
-    for folder in _find_run_folders(root):
+    run_folders = list(_find_run_folders(root))
+    for folder in run_folders:
         visited_folders |= {folder, *folder.parents}
         try:
             record = _read_record(folder)
@@ -66,7 +67,8 @@ def load_runs(root: Path, keep_records: bool = False) -> Runs:
         except (KeyError, TypeError, AttributeError) as error:
             # The config lacks a key, or a key has a value of another type.
             read_errors[str(folder)] = f"{folder} holds no config of a run: {shorten(repr(error))}"
-    for folder in sorted(root.iterdir()):
+    # Folders inside a run, such as that of its model, are not expected to hold runs.
+    for folder in [] if root in run_folders else sorted(root.iterdir()):
         if folder.is_dir() and _can_hold_runs(folder.name) and folder not in visited_folders:
             read_errors[str(folder)] = f"{folder} holds no run"
     return Runs(pd.DataFrame(rows, columns=None if rows else ["folder", *_COLUMNS]), read_errors, records)

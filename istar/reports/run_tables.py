@@ -207,8 +207,8 @@ def get_method_label(record: RunRecord) -> str:
         parts.append("ζ=auto" if reg["zeta"] == "auto" else f"ζ={reg['zeta']:g}")
     parts += ["padding counted"] if reg.get("include_padding") else []
     if reg.get("target_score") is not None:
-        side = "" if reg.get("side", "both") == "both" else f" if {reg['side']}"
-        parts.append(f"to {reg['target_score']}{side}")
+        parts.append(f"target={reg['target_score']}")
+        parts += [f"side={reg['side']}"] if reg.get("side", "both") != "both" else []
     if (target := reg.get("target", "hidden_states")) != "hidden_states":
         parts.append(f"on {target.replace('_', ' ')}")
     if (points := reg.get("points", "all")) != "all":
