@@ -487,7 +487,7 @@ def _add_advice(error: Exception, job: Job) -> Exception:
         return UserError(
             f"{shorten(error)}; {checkpoint_note}; mend it and send the same command, which {effect_of_restart}"
         )
-    if is_compile_error(error):
+    if job.config.model.compile and is_compile_error(error):
         return UserError(f"model.compile=true: the model cannot be compiled here: {shorten(error)}")
     return error
 

@@ -22,7 +22,7 @@ TEXTS = ["the cat sat on the mat", "a dog barked at the cat"]
 
 
 def save_base(folder: Path, family: str) -> str:
-    """A random model as pretraining leaves it."""
+    """Save a random model in place of a pretrained one, with its tokenizer, and return the folder."""
     torch.manual_seed(0)
     tokenizer: Any = tiny.make_tokenizer(demo.vocabulary())
     model: Any
@@ -36,8 +36,8 @@ def save_base(folder: Path, family: str) -> str:
         )
     else:
         tokenizer = train_tokenizer(TEXTS, 300, "bpe")
-        ends = {"bos_token_id": 0, "eos_token_id": 0}
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=2, n_head=2, **ends))
+        special_ids = {"bos_token_id": 0, "eos_token_id": 0}
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=2, n_head=2, **special_ids))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -49,13 +49,13 @@ def load(config: ModelConfig, spec: Any) -> tuple[Any, Any]:
     return models.load_model(config, spec, models.load_config(config, spec, tokenizer), tokenizer), tokenizer
 
 
-def trained(model: Any) -> set[str]:
-    """The names of the modules with trainable weights, without the numbers of layers."""
+def get_trained_modules(model: Any) -> set[str]:
+    """Return the names of the modules with trainable weights, without the numbers of layers."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return {next(part for part in name.split(".") if part in EXPECTED) for name in names}
+    return {next(part for part in name.split(".") if part in MODULE_NAMES) for name in names}
 
 
-EXPECTED = {"lora_A", "lora_B", "classifier", "pre_classifier", "pooler", "score", "qa_outputs"}
+MODULE_NAMES = {"lora_A", "lora_B", "classifier", "pre_classifier", "pooler", "score", "qa_outputs"}
 
 
 @pytest.mark.parametrize(
@@ -71,14 +71,14 @@ EXPECTED = {"lora_A", "lora_B", "classifier", "pre_classifier", "pooler", "score
     ids=lambda value: getattr(value, "kind", None),
 )
 def test_adapters_and_head_are_trained_and_nothing_else(tmp_path: Path, family: str, spec: Any, head: set[str]) -> None:
-    """One step with the task loss and a penalty changes these, and what is saved gives the same outputs again."""
+    """Two steps with the task loss and a penalty change only these, and the saved model gives the same outputs."""
     base = save_base(tmp_path / "base", family)
-    targets = ["q_lin", "v_lin"] if family == "distilbert" else None
-    config = ModelConfig(base, lora=True, lora_r=2, lora_target_modules=targets)
+    target_modules = ["q_lin", "v_lin"] if family == "distilbert" else None
+    config = ModelConfig(base, lora=True, lora_r=2, lora_target_modules=target_modules)
     model, tokenizer = load(config, spec)
     assert model.training
-    assert trained(model) == {"lora_A", "lora_B", *head}
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert get_trained_modules(model) == {"lora_A", "lora_B", *head}
+    initial_weights = {name: value.clone() for name, value in model.state_dict().items()}
     inputs = dict(tokenizer(["the cat sat", "a dog barked at"], padding=True, return_tensors="pt"))
     labels: dict[str, Any] = {
         "classification": {"labels": torch.tensor([0, 1])},
@@ -96,13 +96,13 @@ def test_adapters_and_head_are_trained_and_nothing_else(tmp_path: Path, family: 
         optimizer.step()
     for name, parameter in model.named_parameters():
         assert (parameter.grad is not None) == parameter.requires_grad
-        assert torch.equal(before[name], parameter) != parameter.requires_grad, name
+        assert torch.equal(initial_weights[name], parameter) != parameter.requires_grad, name
     watch.remove()
     model.eval()
     models.save(model, tokenizer, tmp_path / "saved")
-    again = load(ModelConfig(str(tmp_path / "saved")), spec)[0].eval()
+    reloaded_model = load(ModelConfig(str(tmp_path / "saved")), spec)[0].eval()
     with torch.no_grad():
-        torch.testing.assert_close(again(**inputs)[0], model(**inputs)[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(reloaded_model(**inputs)[0], model(**inputs)[0], rtol=1e-5, atol=1e-6)
     encoder = models.load_encoder(ModelConfig(str(tmp_path / "saved")), tokenizer, torch.float32)
     with torch.no_grad():
         states = model(**inputs, output_hidden_states=True).hidden_states[-1]
@@ -110,7 +110,7 @@ def test_adapters_and_head_are_trained_and_nothing_else(tmp_path: Path, family: 
 
 
 def test_the_gradient_of_the_penalty_reaches_the_adapters(tmp_path: Path) -> None:
-    """It is that of the penalty on the merged weights, taken to the adapters by the chain rule."""
+    """The gradient is that of the penalty on the merged weights, carried to the adapters by the chain rule."""
     config = ModelConfig(save_base(tmp_path, "gpt2"), lora=True, lora_r=2, lora_alpha=4.0, lora_dropout=0.0)
     model, tokenizer = load(config, TASKS["demo"])
     with torch.no_grad():
@@ -125,8 +125,8 @@ def test_the_gradient_of_the_penalty_reaches_the_adapters(tmp_path: Path) -> Non
     watch.remove()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert all(gradients[name] is None for name in gradients if "score" in name)
-    first = model.base_model.model.transformer.h[0].attn.c_attn
-    down, up = first.lora_A["default"].weight, first.lora_B["default"].weight
+    first_attention = model.base_model.model.transformer.h[0].attn.c_attn
+    down, up = first_attention.lora_A["default"].weight, first_attention.lora_B["default"].weight
     merged = load(replace(config, lora=False), TASKS["demo"])[0].double().eval()
     with torch.no_grad():
         for layer, adapted in zip(merged.transformer.h, model.base_model.model.transformer.h, strict=True):
@@ -135,9 +135,9 @@ def test_the_gradient_of_the_penalty_reaches_the_adapters(tmp_path: Path) -> Non
     watch = attach(merged, IStar(1.0, zeta=0.0))
     merged(**inputs)
     watch.loss().backward()
-    full = merged.transformer.h[0].attn.c_attn.weight.grad
-    torch.testing.assert_close(down.grad, 2 * up.T @ full.T, rtol=1e-6, atol=1e-12)
-    torch.testing.assert_close(up.grad, 2 * full.T @ down.T, rtol=1e-6, atol=1e-12)
+    merged_gradient = merged.transformer.h[0].attn.c_attn.weight.grad
+    torch.testing.assert_close(down.grad, 2 * up.T @ merged_gradient.T, rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(up.grad, 2 * merged_gradient.T @ down.T, rtol=1e-6, atol=1e-12)
     assert down.grad.abs().max() > 0
 
 
@@ -160,7 +160,7 @@ def test_unknown_modules_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model.lora_target_modules=\['querry'\]: "):
         load(ModelConfig(base, lora=True, lora_target_modules=["querry"]), TASKS["demo"])
     model = load(ModelConfig(base, lora=True, lora_target_modules="all-linear"), TASKS["demo"])[0]
-    assert trained(model) == {"lora_A", "lora_B", "classifier", "pre_classifier"}
+    assert get_trained_modules(model) == {"lora_A", "lora_B", "classifier", "pre_classifier"}
 
 
 def test_adapters_without_their_base_are_refused(tmp_path: Path) -> None:

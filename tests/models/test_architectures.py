@@ -37,13 +37,13 @@ MLM = replace(CLM, name="mlm", kind="masked_lm")
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 80
 }  # fmt: skip
-FURTHER: dict[str, dict[str, Any]] = {"opt": {"word_embed_proj_dim": 32}}
+EXTRA_SIZES: dict[str, dict[str, Any]] = {"opt": {"word_embed_proj_dim": 32}}
 DECODERS, ENCODERS = ("gpt2", "gpt_neox", "llama", "qwen2", "opt"), ("bert", "distilbert", "albert", "roberta")
 TEXTS = ["the cat sat on the mat", "a dog barked at the cat, and left."] * 5
 
 
-def new(architecture: str, **settings: Any) -> ModelConfig:
-    values = {**SIZES, **FURTHER.get(architecture, {})}
+def make_new_config(architecture: str, **settings: Any) -> ModelConfig:
+    values = {**SIZES, **EXTRA_SIZES.get(architecture, {})}
     settings = {"pretrained": False, "tokenizer": "train", "vocab_size": 400, "config": values, **settings}
     return ModelConfig(name="mine", architecture=architecture, **settings)
 
@@ -55,9 +55,9 @@ def load(config: ModelConfig, spec: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("architecture", [*DECODERS, *ENCODERS])
 def test_a_new_language_model(architecture: str, tmp_path: Path) -> None:
-    """It has the sizes that were asked for, fits its tokenizer, and is loaded again as it was saved."""
+    """The model has the requested sizes, fits its tokenizer, and is loaded as it was saved."""
     spec = CLM if architecture in DECODERS else MLM
-    model, tokenizer = load(new(architecture), spec)
+    model, tokenizer = load(make_new_config(architecture), spec)
     config = model.config
     assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (32, 2, 2)
     assert (config.max_position_embeddings, config.model_type) == (80, architecture)
@@ -66,26 +66,26 @@ def test_a_new_language_model(architecture: str, tmp_path: Path) -> None:
     assert tokenizer.model_max_length == 80
     assert model.training
     models.save(model, tokenizer, tmp_path)
-    auto: Any = AutoModelForCausalLM if architecture in DECODERS else AutoModelForMaskedLM
-    loaded, ids = auto.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    auto_class: Any = AutoModelForCausalLM if architecture in DECODERS else AutoModelForMaskedLM
+    loaded_model, loaded_tokenizer = auto_class.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     inputs = tokenizer("the dog sat", return_tensors="pt")
-    assert dict(ids("the dog sat")) == {name: value[0].tolist() for name, value in inputs.items()}
+    assert dict(loaded_tokenizer("the dog sat")) == {name: value[0].tolist() for name, value in inputs.items()}
     model.eval()
     with torch.no_grad():
-        assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+        assert torch.equal(loaded_model(**inputs).logits, model(**inputs).logits)
     # Without a cache in training, and with one for generation.
     if architecture in DECODERS:
-        assert (model.config.use_cache, loaded.config.use_cache) == (False, True)
+        assert (model.config.use_cache, loaded_model.config.use_cache) == (False, True)
         assert is_decoder(config)
 
 
-FAST = {("demo", "bert"), ("demo_regression", "llama"), ("demo_span", "gpt_neox")}
+FAST_CASES = {("demo", "bert"), ("demo_regression", "llama"), ("demo_span", "gpt_neox")}
 
 
 @pytest.mark.parametrize(
     ("task", "architecture"),
     [
-        pytest.param(*pair, marks=() if pair in FAST else pytest.mark.slow)
+        pytest.param(*pair, marks=() if pair in FAST_CASES else pytest.mark.slow)
         for pair in product(("demo", "demo_regression", "demo_span"), ("bert", "gpt2", "llama", "gpt_neox"))
     ],
 )
@@ -118,30 +118,30 @@ def test_a_run_with_a_real_decoder(
     record = run(config)
     assert record.isotropy["after"] != record.isotropy["before"]
     # What was saved is loaded again as the start of another run.
-    again = ModelConfig(name=str(Path(config.run.root) / record.name / "model"))
-    assert load(again, TASKS[task])[0].config.num_hidden_layers == 5
+    saved_config = ModelConfig(name=str(Path(config.run.root) / record.name / "model"))
+    assert load(saved_config, TASKS[task])[0].config.num_hidden_layers == 5
 
 
 def test_question_answering_has_the_weights_of_the_decoder(babyllama: Path, tmp_path: Path) -> None:
-    """transformers names the base model of `LlamaForQuestionAnswering` otherwise, and gives it random weights."""
+    """transformers names the base model of `LlamaForQuestionAnswering` differently, and gives it random weights."""
     model, tokenizer = load(ModelConfig(name=str(babyllama)), TASKS["demo_span"])
-    expected = AutoModelForCausalLM.from_pretrained(babyllama).base_model.state_dict()
+    expected_weights = AutoModelForCausalLM.from_pretrained(babyllama).base_model.state_dict()
     for name, value in model.base_model.state_dict().items():
-        assert torch.equal(value, expected[name])
+        assert torch.equal(value, expected_weights[name])
     models.save(model, tokenizer, tmp_path)
-    plain = AutoModelForQuestionAnswering.from_pretrained(tmp_path).state_dict()
+    loaded_weights = AutoModelForQuestionAnswering.from_pretrained(tmp_path).state_dict()
     for name, value in model.state_dict().items():
-        assert torch.equal(plain[name], value)
-    encoder = models.load_encoder(ModelConfig(name=str(tmp_path)), tokenizer, torch.float32).state_dict()
-    for name, value in encoder.items():
-        assert torch.equal(value, expected[name])
+        assert torch.equal(loaded_weights[name], value)
+    encoder_weights = models.load_encoder(ModelConfig(name=str(tmp_path)), tokenizer, torch.float32).state_dict()
+    for name, value in encoder_weights.items():
+        assert torch.equal(value, expected_weights[name])
 
 
 def test_a_decoder_without_a_padding_token_pads_with_the_end_of_text(babyllama: Path) -> None:
     model, tokenizer = load(ModelConfig(name=str(babyllama)), TASKS["demo"])
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == model.config.pad_token_id == 2
     assert model.get_input_embeddings().num_embeddings == 105
-    # Of a language model, the end of the text keeps its gradient: it is no padding there.
+    # In a language model the end-of-text token is no padding, so that its embedding keeps its gradient.
     assert load(ModelConfig(name=str(babyllama)), CLM)[0].config.pad_token_id is None
 
 
@@ -150,38 +150,40 @@ def test_values_replace_those_of_a_model_without_its_weights(babyllama: Path) ->
     model, tokenizer = load(config, CLM)
     assert (model.config.num_hidden_layers, model.config.hidden_size, model.config.num_attention_heads) == (2, 64, 8)
     assert model.config.vocab_size == len(tokenizer) == 105
-    trained, tokenizer = load(replace(config, tokenizer="train", vocab_size=300), CLM)
-    assert trained.config.vocab_size == len(tokenizer) > 256
+    model_for_new_tokenizer, tokenizer = load(replace(config, tokenizer="train", vocab_size=300), CLM)
+    assert model_for_new_tokenizer.config.vocab_size == len(tokenizer) > 256
 
 
 def test_a_tokenizer_of_another_model(babyllama: Path) -> None:
-    model, tokenizer = load(new("gpt2", tokenizer=str(babyllama)), CLM)
+    model, tokenizer = load(make_new_config("gpt2", tokenizer=str(babyllama)), CLM)
     assert model.config.vocab_size == len(tokenizer) == 105
     with pytest.raises(UserError, match=r"^model.tokenizer=/nowhere: there is no such folder"):
-        models.load_tokenizer(new("gpt2", tokenizer="/nowhere"))
+        models.load_tokenizer(make_new_config("gpt2", tokenizer="/nowhere"))
 
 
 def test_the_files_of_a_tokenizer_identify_a_model(tmp_path: Path) -> None:
     tiny.make_tokenizer(["cat"]).save_pretrained(tmp_path)
-    config = new("bert", tokenizer=str(tmp_path))
-    before = identify_model(config)
+    config = make_new_config("bert", tokenizer=str(tmp_path))
+    original_identity = identify_model(config)
     tiny.make_tokenizer(["dog"]).save_pretrained(tmp_path)
-    assert len({before, identify_model(config), identify_model(new("bert"))}) == 3
+    assert len({original_identity, identify_model(config), identify_model(make_new_config("bert"))}) == 3
 
 
 def test_load_in_bf16() -> None:
-    assert {parameter.dtype for parameter in load(new("bert", load_in="bf16"), MLM)[0].parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in load(make_new_config("bert", load_in="bf16"), MLM)[0].parameters()} == {
+        torch.bfloat16
+    }
 
 
 # ---- heads for language modelling
 
 
-def save_bert(folder: Path, model_class: Any, mask: bool = True) -> ModelConfig:
+def save_bert(folder: Path, model_class: Any, with_mask_token: bool = True) -> ModelConfig:
     tokenizer = tiny.make_tokenizer(demo.vocabulary())
     torch.manual_seed(0)
     config = BertConfig(vocab_size=len(tokenizer), intermediate_size=64, **SIZES)
     model_class(config).save_pretrained(folder)
-    if not mask:
+    if not with_mask_token:
         tokenizer.mask_token = None
     tokenizer.save_pretrained(folder)
     return ModelConfig(name=str(folder))
@@ -205,7 +207,7 @@ def test_a_new_language_modelling_head_is_worth_a_line(tmp_path: Path, caplog: p
     ]
 
 
-def message(config: ModelConfig, spec: Any) -> str:
+def get_load_error(config: ModelConfig, spec: Any) -> str:
     with pytest.raises(UserError) as caught:
         load(config, spec)
     assert "\n" not in str(caught.value)
@@ -214,15 +216,15 @@ def message(config: ModelConfig, spec: Any) -> str:
 
 def test_encoders_are_no_causal_language_models(tmp_path: Path) -> None:
     """transformers could load BERT as one, whose tokens see those that they are to predict."""
-    assert message(save_bert(tmp_path, BertForMaskedLM), CLM).startswith("task=clm needs a decoder")
+    assert get_load_error(save_bert(tmp_path, BertForMaskedLM), CLM).startswith("task=clm needs a decoder")
     for architecture in ENCODERS:
-        assert "is an encoder" in message(new(architecture), CLM)
+        assert "is an encoder" in get_load_error(make_new_config(architecture), CLM)
 
 
 def test_decoders_and_tokenizers_without_a_mask_are_no_masked_language_models(tmp_path: Path) -> None:
     for architecture in DECODERS:
-        assert message(new(architecture), MLM).startswith("task=mlm needs an encoder")
-    config = save_bert(tmp_path, BertForMaskedLM, mask=False)
+        assert get_load_error(make_new_config(architecture), MLM).startswith("task=mlm needs an encoder")
+    config = save_bert(tmp_path, BertForMaskedLM, with_mask_token=False)
     # BERT's class of tokenizers adds the mask token when it is loaded.
     tokenizer = models.load_tokenizer(config)
     tokenizer.mask_token = None
@@ -231,22 +233,26 @@ def test_decoders_and_tokenizers_without_a_mask_are_no_masked_language_models(tm
 
 
 def test_architectures_without_a_head_are_refused() -> None:
-    text = message(new("phi", config={**SIZES, "intermediate_size": 64}), TASKS["demo_span"])
-    assert text.startswith("model.architecture=phi: transformers has no head for extractive question answering")
+    message = get_load_error(make_new_config("phi", config={**SIZES, "intermediate_size": 64}), TASKS["demo_span"])
+    assert message.startswith("model.architecture=phi: transformers has no head for extractive question answering")
 
 
 def test_unknown_architectures_and_values_are_refused() -> None:
-    assert "model.architecture=gpt3 is no model type of transformers; did you mean" in message(new("gpt3"), CLM)
-    text = message(new("gpt2", config={"hiden_size": 32}), CLM)
-    assert text == "model.config.hiden_size: gpt2 models have no such value; did you mean hidden_size?"
-    assert "is not accepted" in message(new("llama", config={"hidden_size": "many"}), CLM)
-    assert message(new("bert", config={**SIZES, "hidden_size": 33}), MLM).startswith("model.architecture=bert ")
-    assert "no such value" in message(new("bert", config={"num_labels": 3}), MLM)
+    assert "model.architecture=gpt3 is no model type of transformers; did you mean" in get_load_error(
+        make_new_config("gpt3"), CLM
+    )
+    message = get_load_error(make_new_config("gpt2", config={"hiden_size": 32}), CLM)
+    assert message == "model.config.hiden_size: gpt2 models have no such value; did you mean hidden_size?"
+    assert "is not accepted" in get_load_error(make_new_config("llama", config={"hidden_size": "many"}), CLM)
+    assert get_load_error(make_new_config("bert", config={**SIZES, "hidden_size": 33}), MLM).startswith(
+        "model.architecture=bert "
+    )
+    assert "no such value" in get_load_error(make_new_config("bert", config={"num_labels": 3}), MLM)
 
 
 def test_training_a_tokenizer_needs_text() -> None:
     with pytest.raises(UserError, match="needs the text of a task"):
-        models.load_tokenizer(new("gpt2"))
+        models.load_tokenizer(make_new_config("gpt2"))
 
 
 def test_values_of_a_loaded_configuration(tmp_path: Path) -> None:
@@ -254,5 +260,5 @@ def test_values_of_a_loaded_configuration(tmp_path: Path) -> None:
     config = override_config(AutoConfig.from_pretrained(tmp_path), {"hidden_size": 64, "n_layer": 5}, "model.name=x")
     assert (config.n_embd, config.num_hidden_layers, config.n_head) == (64, 5, 4)
     assert config.activation_function == "relu"
-    layered = override_config(make_config("qwen3", {"num_hidden_layers": 3}), {"num_hidden_layers": 2}, "model.name=x")
-    assert len(layered.layer_types) == 2
+    qwen = override_config(make_config("qwen3", {"num_hidden_layers": 3}), {"num_hidden_layers": 2}, "model.name=x")
+    assert len(qwen.layer_types) == 2

@@ -1,4 +1,4 @@
-"""The oracle of isolation: every document alone in the model, without packing and without a mask."""
+"""Isolation of packed documents, compared with each document alone in the model, without packing or a mask."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ ARCHITECTURES: dict[str, tuple[str | None, dict[str, Any]]] = {
 }
 
 
-def small_model(architecture: str, auto_class: Any = AutoModel) -> PreTrainedModel:
+def make_small_model(architecture: str, auto_class: Any = AutoModel) -> PreTrainedModel:
     values = {**SHAPE, **ARCHITECTURES[architecture][1]}
     if architecture == "bloom":
         del values["max_position_embeddings"]
@@ -55,29 +55,29 @@ def small_model(architecture: str, auto_class: Any = AutoModel) -> PreTrainedMod
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_packed_documents_have_the_states_that_they_have_alone(architecture: str) -> None:
-    model = small_model(architecture)
-    way = isolation(model)
-    assert way == ARCHITECTURES[architecture][0]
-    if way is None:
+    model = make_small_model(architecture)
+    method = isolation(model)
+    assert method == ARCHITECTURES[architecture][0]
+    if method is None:
         return
     lengths = [[4, 1, 7], [12]]
     documents = torch.tensor([[0] * 4 + [1] + [2] * 7 + [-1] * 2, [0] * 12 + [-1] * 2])
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(2, 50, documents.shape, generator=generator)
     model.double().eval()
-    inputs = make_isolating_inputs(way, documents, is_decoder(model.config))
+    inputs = make_isolating_inputs(method, documents, is_decoder(model.config))
     with torch.no_grad():
         packed = model(ids, **inputs).last_hidden_state
         for row, row_lengths in enumerate(lengths):
             parts = zip(ids[row, :12].split(row_lengths), packed[row, :12].split(row_lengths), strict=True)
             for document, states in parts:
-                alone = model(document[None]).last_hidden_state[0]
-                torch.testing.assert_close(states, alone, rtol=1e-6, atol=1e-6)
+                expected_states = model(document[None]).last_hidden_state[0]
+                torch.testing.assert_close(states, expected_states, rtol=1e-6, atol=1e-6)
     assert packed.isfinite().all()
 
 
 def test_isolation_leaves_no_trace() -> None:
-    model = small_model("gpt2")
+    model = make_small_model("gpt2")
     model.train()
     model.h[1].eval()  # type: ignore[union-attr, index, operator]
     modes = [module.training for module in model.modules()]
@@ -89,16 +89,16 @@ def test_isolation_leaves_no_trace() -> None:
 
 
 def test_a_cache_prevents_isolation_by_positions() -> None:
-    model = small_model("llama")
+    model = make_small_model("llama")
     model.config.use_cache = True
     assert isolation(model) == "mask"
 
 
 def test_isolation_of_other_data_types() -> None:
     for dtype in (torch.float64, torch.bfloat16):
-        assert isolation(small_model("llama").to(dtype)) == "positions"
-        assert isolation(small_model("bert").to(dtype)) == "mask"
-        assert isolation(small_model("bloom").to(dtype)) is None
+        assert isolation(make_small_model("llama").to(dtype)) == "positions"
+        assert isolation(make_small_model("bert").to(dtype)) == "mask"
+        assert isolation(make_small_model("bloom").to(dtype)) is None
 
 
 def test_isolating_inputs() -> None:
@@ -122,26 +122,26 @@ def test_make_position_ids() -> None:
 
 @pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox", "llama", "qwen2", "opt", "gptj"])
 def test_padding_on_either_side_gives_the_logits_of_the_text_alone(architecture: str) -> None:
-    model: Any = small_model(architecture, AutoModelForSequenceClassification).double().eval()
+    model: Any = make_small_model(architecture, AutoModelForSequenceClassification).double().eval()
     assert accepts_position_ids(model)
     ids = torch.randint(2, 50, (9,), generator=torch.Generator().manual_seed(1))
-    short, padding = ids[:5], torch.zeros(4, dtype=torch.long)
-    left = torch.stack([ids, torch.cat([padding, short])])
-    right = torch.stack([ids, torch.cat([short, padding])])
+    short_ids, padding = ids[:5], torch.zeros(4, dtype=torch.long)
+    left_padded = torch.stack([ids, torch.cat([padding, short_ids])])
+    right_padded = torch.stack([ids, torch.cat([short_ids, padding])])
     with torch.no_grad():
-        alone = torch.cat([model(ids[None]).logits, model(short[None]).logits])
-        for batch in (left, right):
+        expected_logits = torch.cat([model(ids[None]).logits, model(short_ids[None]).logits])
+        for batch in (left_padded, right_padded):
             mask = (batch != 0).long()
             logits = model(batch, attention_mask=mask, position_ids=make_position_ids(mask)).logits
-            torch.testing.assert_close(logits, alone, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(logits, expected_logits, rtol=1e-6, atol=1e-6)
         if architecture == "gpt2":
-            shifted = model(left, attention_mask=(left != 0).long()).logits
-            assert not torch.allclose(shifted, alone, rtol=1e-3)
+            logits_without_positions = model(left_padded, attention_mask=(left_padded != 0).long()).logits
+            assert not torch.allclose(logits_without_positions, expected_logits, rtol=1e-3)
 
 
 def test_encoders_and_alibi_get_no_positions() -> None:
-    assert not accepts_position_ids(small_model("bert"))
-    assert not accepts_position_ids(small_model("bloom"))
+    assert not accepts_position_ids(make_small_model("bert"))
+    assert not accepts_position_ids(make_small_model("bloom"))
 
 
 def test_batches_contain_positions_if_they_are_padded_on_the_left() -> None:

@@ -7,39 +7,39 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from istar.errors import UserError
 from istar.models import train_tokenizer
 
-HARD = "\n  Hällo ☃  wörld, don't!\t\u200b .  <|endoftext|> \U0001f600\r\n"
+HARD_TEXT = "\n  Hällo ☃  wörld, don't!\t\u200b .  <|endoftext|> \U0001f600\r\n"
 
 
-def corpus() -> list[str]:
-    """Random words, in which very many pairs of characters are equally frequent."""
+def make_corpus() -> list[str]:
+    """Return texts of random words, in which very many pairs of characters are equally frequent."""
     generator = random.Random(0)
     words = ["".join(generator.choices("abcdefghijklmnopqrstuvwxyzäöü", k=generator.randint(2, 7))) for _ in range(400)]
     return [" ".join(generator.choices(words, k=12)) + "." for _ in range(100)]
 
 
-def definition(tokenizer: PreTrainedTokenizerFast) -> str:
+def serialize(tokenizer: PreTrainedTokenizerFast) -> str:
     return str(tokenizer.backend_tokenizer.to_str())
 
 
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
 def test_equal_texts_give_equal_tokenizers(kind: str) -> None:
-    """Also in another order. The trainer's hash maps have another order in each call."""
-    texts = corpus()
-    first = definition(train_tokenizer(texts, 700, kind))  # type: ignore[arg-type]
-    for again in (texts, texts[::-1], iter(sorted(texts)), iter(texts)):
-        assert definition(train_tokenizer(again, 700, kind)) == first  # type: ignore[arg-type]
+    """Neither the order of the texts matters nor that of the trainer's hash maps, which changes with each call."""
+    texts = make_corpus()
+    expected = serialize(train_tokenizer(texts, 700, kind))  # type: ignore[arg-type]
+    for reordered_texts in (texts, texts[::-1], iter(sorted(texts)), iter(texts)):
+        assert serialize(train_tokenizer(reordered_texts, 700, kind)) == expected  # type: ignore[arg-type]
 
 
 def test_bpe_returns_every_text_exactly() -> None:
-    tokenizer = train_tokenizer(corpus(), 400, "bpe")
-    for text in (HARD, "", " ", "a", *corpus()[:5]):
+    tokenizer = train_tokenizer(make_corpus(), 400, "bpe")
+    for text in (HARD_TEXT, "", " ", "a", *make_corpus()[:5]):
         assert tokenizer.decode(tokenizer(text).input_ids) == text
     assert len(tokenizer) == 400
     assert len(tokenizer("the")["input_ids"]) == len(tokenizer.tokenize("the"))
 
 
 def test_special_tokens_of_bpe() -> None:
-    tokenizer = train_tokenizer(corpus(), 400, "bpe")
+    tokenizer = train_tokenizer(make_corpus(), 400, "bpe")
     assert tokenizer.bos_token == tokenizer.eos_token == "<|endoftext|>"
     assert tokenizer.pad_token == "<|padding|>"
     assert tokenizer("ab", "cd").tokens().count("<|endoftext|>") == 1
@@ -47,13 +47,13 @@ def test_special_tokens_of_bpe() -> None:
 
 
 def test_special_tokens_of_wordpiece() -> None:
-    tokenizer = train_tokenizer(corpus(), 400, "wordpiece")
-    pair = tokenizer("ab", "CD")
-    tokens = pair.tokens()
+    tokenizer = train_tokenizer(make_corpus(), 400, "wordpiece")
+    encoded_pair = tokenizer("ab", "CD")
+    tokens = encoded_pair.tokens()
     assert (tokens[0], tokens[-1], tokens.count("[SEP]")) == ("[CLS]", "[SEP]", 2)
     assert "[UNK]" not in tokens
-    second = tokens.index("[SEP]") + 1
-    assert pair["token_type_ids"] == [0] * second + [1] * (len(tokens) - second)
+    second_start = tokens.index("[SEP]") + 1
+    assert encoded_pair["token_type_ids"] == [0] * second_start + [1] * (len(tokens) - second_start)
     assert tokenizer("CÀB").input_ids == tokenizer("cab").input_ids
     assert tokenizer.decode(tokenizer("abc").input_ids, skip_special_tokens=True) == "abc"
     special = [tokenizer.pad_token, tokenizer.unk_token, tokenizer.cls_token, tokenizer.sep_token]
@@ -66,11 +66,11 @@ def test_special_tokens_of_wordpiece() -> None:
 
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
 def test_saved_and_loaded(kind: str, tmp_path: Path) -> None:
-    tokenizer = train_tokenizer(corpus(), 500, kind)  # type: ignore[arg-type]
+    tokenizer = train_tokenizer(make_corpus(), 500, kind)  # type: ignore[arg-type]
     tokenizer.model_max_length = 77
     tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
-    for text in (HARD, *corpus()[:5]):
+    for text in (HARD_TEXT, *make_corpus()[:5]):
         assert dict(loaded(text, text[::-1])) == dict(tokenizer(text, text[::-1]))
         assert loaded.decode(loaded(text).input_ids) == tokenizer.decode(tokenizer(text).input_ids)
     assert loaded.special_tokens_map == tokenizer.special_tokens_map

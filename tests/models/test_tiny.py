@@ -63,7 +63,7 @@ def test_tokenizer_survives_saving(tokenizer: BertTokenizer, tmp_path: Path) -> 
     assert loaded.model_max_length == 512
     assert loaded.get_vocab() == tokenizer.get_vocab()
     pair = ("Anna's lamp, 3 inches!", "in the garden")
-    encoded, expected = (each(*pair, return_offsets_mapping=True) for each in (loaded, tokenizer))
+    encoded, expected = (tokenize(*pair, return_offsets_mapping=True) for tokenize in (loaded, tokenizer))
     assert dict(encoded) == dict(expected)
 
 

@@ -27,8 +27,8 @@ def corpus(tmp_path: Path) -> Corpus:
     return write_corpus(DOCUMENTS, 100, tmp_path)
 
 
-def document_of(token: int) -> int:
-    """The number of the document of a token, without the empty documents, as each token is in one of them."""
+def find_document(token: int) -> int:
+    """Return the number of the document that contains a token, where empty documents are not counted."""
     return next(number for number, document in enumerate(filter(None, DOCUMENTS)) if token in document)
 
 
@@ -53,9 +53,9 @@ def test_many_tokens_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_what_is_not_whole_is_no_corpus(corpus: Corpus, tmp_path: Path) -> None:
-    opened = open_corpus(tmp_path)
-    assert opened is not None
-    assert opened.tokens.tolist() == FLAT
+    reopened = open_corpus(tmp_path)
+    assert reopened is not None
+    assert reopened.tokens.tolist() == FLAT
     (tmp_path / TOKENS_FILE).write_bytes((tmp_path / TOKENS_FILE).read_bytes()[:-2])
     assert open_corpus(tmp_path) is None
     write_corpus(DOCUMENTS, 100, tmp_path)
@@ -67,7 +67,7 @@ def test_what_is_not_whole_is_no_corpus(corpus: Corpus, tmp_path: Path) -> None:
 def test_what_a_writer_did_not_describe_is_no_corpus(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its tokens replace others of equal number, and it is killed before it has written the description."""
+    """The writer replaces the tokens by equally many others, and is killed before it writes their description."""
 
     def kill(*_: object) -> None:
         raise KeyboardInterrupt
@@ -95,17 +95,17 @@ def test_packed_blocks_hold_the_tokens_in_their_order(
     corpus: Corpus, length: int, prefix: tuple[int, ...], suffix: tuple[int, ...]
 ) -> None:
     blocks = cut_packed_blocks(corpus, length, prefix, suffix)
-    room = length - len(prefix) - len(suffix)
-    parts = [FLAT[first : first + room] for first in range(0, len(FLAT), room)]
-    whole = [part for part in parts if len(part) == room] or parts
-    assert [blocks.input_ids(number).tolist() for number in range(len(blocks))] == [
-        [*prefix, *part, *suffix] for part in whole
+    capacity = length - len(prefix) - len(suffix)
+    parts = [FLAT[start : start + capacity] for start in range(0, len(FLAT), capacity)]
+    expected_parts = [part for part in parts if len(part) == capacity] or parts
+    assert [blocks.input_ids(block).tolist() for block in range(len(blocks))] == [
+        [*prefix, *part, *suffix] for part in expected_parts
     ]
-    assert blocks.lengths.tolist() == [len(prefix) + len(part) + len(suffix) for part in whole]
-    for number, part in enumerate(whole):
-        documents = [document_of(token) - document_of(part[0]) for token in part]
+    assert blocks.lengths.tolist() == [len(prefix) + len(part) + len(suffix) for part in expected_parts]
+    for block, part in enumerate(expected_parts):
+        documents = [find_document(token) - find_document(part[0]) for token in part]
         expected = [documents[0]] * len(prefix) + documents + [documents[-1]] * len(suffix)
-        assert blocks.document_numbers(number).tolist() == expected
+        assert blocks.document_numbers(block).tolist() == expected
 
 
 @pytest.mark.parametrize("length", [3, 4, 99])
@@ -114,13 +114,15 @@ def test_separate_blocks_are_parts_of_one_document(
     corpus: Corpus, length: int, prefix: tuple[int, ...], suffix: tuple[int, ...]
 ) -> None:
     blocks = cut_separate_blocks(corpus, length, prefix, suffix)
-    room = length - len(prefix) - len(suffix)
-    parts = [document[first : first + room] for document in DOCUMENTS for first in range(0, len(document), room)]
-    assert [blocks.input_ids(number).tolist() for number in range(len(blocks))] == [
+    capacity = length - len(prefix) - len(suffix)
+    parts = [
+        document[start : start + capacity] for document in DOCUMENTS for start in range(0, len(document), capacity)
+    ]
+    assert [blocks.input_ids(block).tolist() for block in range(len(blocks))] == [
         [*prefix, *part, *suffix] for part in parts
     ]
-    assert blocks.lengths.tolist() == [len(blocks.input_ids(number)) for number in range(len(blocks))]
-    assert all((blocks.document_numbers(number) == 0).all() for number in range(len(blocks)))
+    assert blocks.lengths.tolist() == [len(blocks.input_ids(block)) for block in range(len(blocks))]
+    assert all((blocks.document_numbers(block) == 0).all() for block in range(len(blocks)))
 
 
 @pytest.mark.parametrize("cut", [cut_packed_blocks, cut_separate_blocks])

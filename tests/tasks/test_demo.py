@@ -21,18 +21,22 @@ SPLITS = [
 ]
 
 
-def _texts(data: Dataset, spec: TaskSpec) -> list[tuple[str, ...]]:
+def _read_texts(data: Dataset, spec: TaskSpec) -> list[tuple[str, ...]]:
     return list(zip(*(data[column] for column in spec.text_columns), strict=True))
 
 
-def _accuracy(*columns: str) -> float:
-    """What bag of words and logistic regression make of some columns of `demo`."""
+def _compute_accuracy(*columns: str) -> float:
+    """Return the validation accuracy of a logistic regression on the bags of words of some columns of `demo`."""
     splits = demo.generate("demo", "train"), demo.generate("demo", "validation")
-    train, validation = ([tuple(row[c] for c in columns) for row in data] for data in splits)
+    train, validation = ([tuple(row[column] for column in columns) for row in data] for data in splits)
     # A number before each word keeps the two sentences apart.
-    words = CountVectorizer(analyzer=lambda row: [f"{i}{word}" for i, t in enumerate(row) for word in t.split()])
-    model = LogisticRegression(max_iter=500).fit(words.fit_transform(train), demo.generate("demo", "train")["label"])
-    return float(model.score(words.transform(validation), demo.generate("demo", "validation")["label"]))
+    vectorizer = CountVectorizer(
+        analyzer=lambda row: [f"{i}{word}" for i, text in enumerate(row) for word in text.split()]
+    )
+    model = LogisticRegression(max_iter=500).fit(
+        vectorizer.fit_transform(train), demo.generate("demo", "train")["label"]
+    )
+    return float(model.score(vectorizer.transform(validation), demo.generate("demo", "validation")["label"]))
 
 
 @pytest.mark.parametrize(("name", "split"), SPLITS)
@@ -62,11 +66,11 @@ def test_same_in_a_fresh_process() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_text_occurs_twice(name: str) -> None:
-    texts = {split: _texts(demo.generate(name, split), TASKS[name]) for task, split in SPLITS if task == name}
-    for each in texts.values():
-        assert len(set(each)) == len(each)
-    for one, other in combinations(texts.values(), 2):
-        assert not set(one) & set(other)
+    texts = {split: _read_texts(demo.generate(name, split), TASKS[name]) for task, split in SPLITS if task == name}
+    for split_texts in texts.values():
+        assert len(set(split_texts)) == len(split_texts)
+    for first, other in combinations(texts.values(), 2):
+        assert not set(first) & set(other)
 
 
 @pytest.mark.parametrize("name", ["demo", "demo_sentence"])
@@ -79,7 +83,7 @@ def test_labels_are_balanced(name: str, split: str) -> None:
 
 @pytest.mark.parametrize("columns", [("sentence1",), ("sentence2",), ("sentence1", "sentence2")])
 def test_words_alone_do_not_give_the_label_away(columns: tuple[str, ...]) -> None:
-    assert _accuracy(*columns) < 0.67
+    assert _compute_accuracy(*columns) < 0.67
 
 
 def test_regression_covers_its_range() -> None:
@@ -89,24 +93,24 @@ def test_regression_covers_its_range() -> None:
 
 
 def test_answers_are_where_they_are_said_to_be() -> None:
-    several = 0
+    num_with_several_answers = 0
     for split in ("train", "validation"):
         for row in demo.generate("demo_span", split):
             golds = list(zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True))
-            several += len(golds) > 1
+            num_with_several_answers += len(golds) > 1
             for text, start in golds:
                 assert row["context"][start : start + len(text)] == text
                 assert len(re.findall(rf"\b{text}\b", row["context"])) == 1
         ids = list(demo.generate("demo_span", split)["id"])
         assert len(set(ids)) == len(ids)
-    assert several
+    assert num_with_several_answers
 
 
 def test_vocabulary_covers_every_text() -> None:
     words = demo.vocabulary()
     assert words == sorted(set(words))
     assert len(words) <= 300
-    rows = [row for name, split in SPLITS for row in _texts(demo.generate(name, split), TASKS[name])]
+    rows = [row for name, split in SPLITS for row in _read_texts(demo.generate(name, split), TASKS[name])]
     texts = "\n".join(text for row in rows for text in row)
     assert set(re.findall(r"\w+", texts.lower())) == set(words)
     assert "{" not in texts
@@ -115,7 +119,7 @@ def test_vocabulary_covers_every_text() -> None:
 def test_sentences_read_as_sentences() -> None:
     for name, split in SPLITS:
         data = demo.generate(name, split)
-        for row in _texts(data, TASKS[name]):
+        for row in _read_texts(data, TASKS[name]):
             for text in row:
                 assert re.fullmatch(r"[A-Z][A-Za-z ,.]+[.?]", text), text
                 assert "  " not in text

@@ -15,8 +15,8 @@ from istar.tasks.documents import read_documents
 TEXTS = ["one", "two\nlines", "\u00fc\u2028three"]
 
 
-def write(path: Path) -> Path:
-    """Write the texts, and an empty one, in the form that the suffix of the path says."""
+def write_texts(path: Path) -> Path:
+    """Write the texts and an empty one, in the format of the path's suffix, and return the path."""
     if path.suffix == ".txt":
         path.write_text("one\n\n  two \n \u00fc\u2028three\r\n", encoding="utf-8")
     elif path.suffix == ".parquet":
@@ -31,19 +31,19 @@ def write(path: Path) -> Path:
 
 @pytest.mark.parametrize("suffix", ["jsonl", "ndjson", "parquet", "saved"])
 def test_forms_in_which_a_document_may_have_several_lines(tmp_path: Path, suffix: str) -> None:
-    assert list(read_documents(write(tmp_path / f"corpus.{suffix}"))) == TEXTS
+    assert list(read_documents(write_texts(tmp_path / f"corpus.{suffix}"))) == TEXTS
 
 
 def test_a_line_of_text_is_a_document(tmp_path: Path) -> None:
-    assert list(read_documents(write(tmp_path / "corpus.txt"))) == ["one", "two", "\u00fc\u2028three"]
+    assert list(read_documents(write_texts(tmp_path / "corpus.txt"))) == ["one", "two", "\u00fc\u2028three"]
     (tmp_path / "corpus.txt").rename(tmp_path / "README")
     assert list(read_documents(tmp_path / "README")) == ["one", "two", "\u00fc\u2028three"]
 
 
 def test_a_folder_is_all_its_files_of_text_in_order(tmp_path: Path) -> None:
-    write(tmp_path / "b.jsonl")
+    write_texts(tmp_path / "b.jsonl")
     (tmp_path / "a.txt").write_text("first")
-    write(tmp_path / "c.parquet")
+    write_texts(tmp_path / "c.parquet")
     (tmp_path / "notes.md").write_text("not read")
     assert list(read_documents(tmp_path)) == ["first", *TEXTS, *TEXTS]
 
@@ -68,7 +68,7 @@ def test_invalid_json_lines_are_refused(tmp_path: Path, line: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def refusal(path: Path) -> str:
+def get_read_error(path: Path) -> str:
     with pytest.raises(UserError) as error:
         list(read_documents(path))
     assert "\n" not in str(error.value)
@@ -77,16 +77,16 @@ def refusal(path: Path) -> str:
 
 def test_what_holds_no_text_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("Fu\u00dfball".encode("utf-16"))
-    assert "a.txt is not UTF-8" in refusal(tmp_path / "a.txt")
-    assert "cannot be read" in refusal(tmp_path / "nowhere.txt")
+    assert "a.txt is not UTF-8" in get_read_error(tmp_path / "a.txt")
+    assert "cannot be read" in get_read_error(tmp_path / "nowhere.txt")
     (tmp_path / "a.parquet").write_text("text")
-    assert "not a readable Parquet file" in refusal(tmp_path / "a.parquet")
+    assert "not a readable Parquet file" in get_read_error(tmp_path / "a.parquet")
     pq.write_table(pa.table({"content": ["a"]}), tmp_path / "b.parquet")
-    assert "there is no column 'text'; found: 'content'" in refusal(tmp_path / "b.parquet")
+    assert "there is no column 'text'; found: 'content'" in get_read_error(tmp_path / "b.parquet")
     pq.write_table(pa.table({"text": [3]}), tmp_path / "c.parquet")
-    assert "holds int64; expected strings" in refusal(tmp_path / "c.parquet")
+    assert "holds int64; expected strings" in get_read_error(tmp_path / "c.parquet")
     (tmp_path / "empty").mkdir()
-    assert "holds no text" in refusal(tmp_path / "empty")
+    assert "holds no text" in get_read_error(tmp_path / "empty")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "state.json").write_text("{}")
-    assert "not a readable saved data set" in refusal(tmp_path / "broken")
+    assert "not a readable saved data set" in get_read_error(tmp_path / "broken")

@@ -24,11 +24,14 @@ from tests.waiting import SECONDS
 RTE, STSB, SQUAD = TASKS["rte"], TASKS["stsb"], TASKS["squad"]
 
 
-def letters(**settings) -> PreTrainedTokenizerFast:
-    """A WordPiece tokenizer in BERT's way whose tokens are single characters."""
+def make_tokenizer(**settings) -> PreTrainedTokenizerFast:
+    """Return a WordPiece tokenizer like BERT's whose tokens are single characters."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    signs = string.ascii_lowercase + string.digits + string.punctuation
-    vocabulary = {token: row for row, token in enumerate([*special, *signs, *(f"##{sign}" for sign in signs)])}
+    characters = string.ascii_lowercase + string.digits + string.punctuation
+    vocabulary = {
+        token: index
+        for index, token in enumerate([*special, *characters, *(f"##{character}" for character in characters)])
+    }
     backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer(lowercase=True)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -62,21 +65,21 @@ def questions(count: int = 5) -> Dataset:
     )
 
 
-def same(left: Dataset, right: Dataset) -> bool:
-    return left.features == right.features and left[:] == right[:]
+def are_equal(first: Dataset, second: Dataset) -> bool:
+    return first.features == second.features and first[:] == second[:]
 
 
 @pytest.fixture
 def tokenizations(monkeypatch) -> list[str]:
-    """Grows by one with each split that is tokenized rather than read."""
+    """Return a list that grows by one with each split that is tokenized instead of read from the cache."""
     calls: list[str] = []
     tokenize = features._tokenize_split
 
-    def counted(spec, rows, encode):
+    def record_and_tokenize(spec, rows, encode):
         calls.append(spec.name)
         return tokenize(spec, rows, encode)
 
-    monkeypatch.setattr(features, "_tokenize_split", counted)
+    monkeypatch.setattr(features, "_tokenize_split", record_and_tokenize)
     return calls
 
 
@@ -84,20 +87,20 @@ def tokenizations(monkeypatch) -> list[str]:
 
 
 def test_features_of_pairs_are_the_tokenizer_s():
-    tokenizer, data = letters(), pairs()
-    found = featurize(RTE, data, tokenizer, 16, training=True, cache_dir=None)
-    encoded = tokenizer(data["sentence1"][:], data["sentence2"][:], truncation=True, max_length=16)
+    tokenizer, data = make_tokenizer(), pairs()
+    tokenized = featurize(RTE, data, tokenizer, 16, training=True, cache_dir=None)
+    expected = tokenizer(data["sentence1"][:], data["sentence2"][:], truncation=True, max_length=16)
     for name in ("input_ids", "attention_mask", "token_type_ids"):
-        assert found[name][:] == encoded[name]
-    assert found["labels"][:] == data["label"][:]
-    assert found["feature_id"][:] == found["example_id"][:] == list(range(len(data)))
-    assert found["length"][:] == [len(ids) for ids in encoded["input_ids"]]
-    assert max(found["length"][:]) == 16
-    assert same(found, featurize(RTE, data, tokenizer, 16, training=False, cache_dir=None))
+        assert tokenized[name][:] == expected[name]
+    assert tokenized["labels"][:] == data["label"][:]
+    assert tokenized["feature_id"][:] == tokenized["example_id"][:] == list(range(len(data)))
+    assert tokenized["length"][:] == [len(ids) for ids in expected["input_ids"]]
+    assert max(tokenized["length"][:]) == 16
+    assert are_equal(tokenized, featurize(RTE, data, tokenizer, 16, training=False, cache_dir=None))
 
 
 def test_labels_are_numbers_or_absent():
-    tokenizer = letters(model_input_names=["input_ids", "attention_mask"])
+    tokenizer = make_tokenizer(model_input_names=["input_ids", "attention_mask"])
     scores = featurize(STSB, pairs(label=[0.5] * 7), tokenizer, 24, training=True, cache_dir=None)
     assert scores.features["labels"].dtype == "float32"
     assert "token_type_ids" not in scores.column_names
@@ -107,8 +110,8 @@ def test_labels_are_numbers_or_absent():
 
 def test_features_of_spans():
     data = questions()
-    training = featurize(SQUAD, data, letters(), 48, training=True, doc_stride=8, cache_dir=None)
-    evaluation = featurize(SQUAD, data, letters(), 48, training=False, doc_stride=8, cache_dir=None)
+    training = featurize(SQUAD, data, make_tokenizer(), 48, training=True, doc_stride=8, cache_dir=None)
+    evaluation = featurize(SQUAD, data, make_tokenizer(), 48, training=False, doc_stride=8, cache_dir=None)
     assert training["input_ids"][:] == evaluation["input_ids"][:]
     assert len(training) > len(data)
     assert training["feature_id"][:] == list(range(len(training)))
@@ -116,19 +119,21 @@ def test_features_of_spans():
     assert set(evaluation.column_names) - set(training.column_names) == {"offset_mapping", "left_padded"}
     for row in evaluation:
         context = data[row["example_id"]]["context"]
-        for (start, end), kind, mask in zip(
+        for (start, end), token_type, mask in zip(
             row["offset_mapping"], row["token_type_ids"], row["attention_mask"], strict=True
         ):
             assert mask == 1
-            assert (start, end) == (-1, -1) or (kind == 1 and context[start:end].strip())
+            assert (start, end) == (-1, -1) or (token_type == 1 and context[start:end].strip())
     unlabelled = data.remove_columns("answers")
-    assert same(evaluation, featurize(SQUAD, unlabelled, letters(), 48, training=False, doc_stride=8, cache_dir=None))
+    assert are_equal(
+        evaluation, featurize(SQUAD, unlabelled, make_tokenizer(), 48, training=False, doc_stride=8, cache_dir=None)
+    )
 
 
 def test_rows_are_numbered_over_batches(monkeypatch):
-    whole = featurize(SQUAD, questions(), letters(), 48, training=False, cache_dir=None)
+    expected = featurize(SQUAD, questions(), make_tokenizer(), 48, training=False, cache_dir=None)
     monkeypatch.setattr(features, "_BATCH_ROWS", 2)
-    assert same(whole, featurize(SQUAD, questions(), letters(), 48, training=False, cache_dir=None))
+    assert are_equal(expected, featurize(SQUAD, questions(), make_tokenizer(), 48, training=False, cache_dir=None))
 
 
 @pytest.mark.parametrize(
@@ -146,14 +151,14 @@ def test_rows_are_numbered_over_batches(monkeypatch):
 )
 def test_bad_data_are_refused(spec, data, max_length, message):
     with pytest.raises(UserError, match=message):
-        featurize(spec, data, letters(), max_length, training=True, cache_dir=None)
+        featurize(spec, data, make_tokenizer(), max_length, training=True, cache_dir=None)
 
 
 def test_short_work_is_quiet_and_leaves_the_bars_as_they_were(tmp_path, capfd):
-    before = datasets.is_progress_bar_enabled()
-    featurize(RTE, pairs(), letters(), 24, training=True, cache_dir=tmp_path)
+    was_enabled = datasets.is_progress_bar_enabled()
+    featurize(RTE, pairs(), make_tokenizer(), 24, training=True, cache_dir=tmp_path)
     assert capfd.readouterr().err == ""
-    assert datasets.is_progress_bar_enabled() == before
+    assert datasets.is_progress_bar_enabled() == was_enabled
 
 
 # --- cache --------------------------------------------------------------------------------------------------
@@ -161,26 +166,26 @@ def test_short_work_is_quiet_and_leaves_the_bars_as_they_were(tmp_path, capfd):
 
 @pytest.mark.parametrize(("spec", "data"), [(RTE, pairs()), (SQUAD, questions())])
 def test_the_second_run_reads(spec, data, tmp_path, monkeypatch):
-    tokenizer = letters()
+    tokenizer = make_tokenizer()
     first = featurize(spec, data, tokenizer, 48, training=True, cache_dir=tmp_path)
-    tokenizer(["something"], truncation=True, max_length=9, padding="max_length")  # leaves a state behind
+    tokenizer(["something"], truncation=True, max_length=9, padding="max_length")  # changes the tokenizer's state
 
     def refuse(*_, **__):
         raise AssertionError("tokenized again")
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", refuse)
     second = featurize(spec, data, tokenizer, 48, training=True, cache_dir=tmp_path)
-    assert same(first, second)
+    assert are_equal(first, second)
     assert second.cache_files  # memory-mapped
-    assert same(second, featurize(spec, data, letters(), 48, training=True, cache_dir=tmp_path))
-    (folder,) = tmp_path.iterdir()  # and no draft
+    assert are_equal(second, featurize(spec, data, make_tokenizer(), 48, training=True, cache_dir=tmp_path))
+    (folder,) = tmp_path.iterdir()  # one folder and no temporary one
     assert len(folder.name) == 64
 
 
 def test_the_content_is_the_key_however_it_is_stored(tmp_path, tokenizations):
     data = pairs(7, other=list(range(7)))
-    disk = tmp_path / "disk"
-    data.save_to_disk(disk, num_shards=3)
+    saved_folder = tmp_path / "disk"
+    data.save_to_disk(saved_folder, num_shards=3)
     variants = [
         data,
         pairs(7),
@@ -188,47 +193,47 @@ def test_the_content_is_the_key_however_it_is_stored(tmp_path, tokenizations):
         datasets.concatenate_datasets([data, data]).select([0, 8, 2, 10, 4, 12, 6]),
         data.select(range(6, -1, -1)).select(range(6, -1, -1)),
         data.with_format("numpy"),
-        Dataset.load_from_disk(disk),
+        Dataset.load_from_disk(saved_folder),
     ]
     for variant in variants:
-        featurize(RTE, variant, letters(), 24, training=True, cache_dir=tmp_path / "cache")
+        featurize(RTE, variant, make_tokenizer(), 24, training=True, cache_dir=tmp_path / "cache")
     assert len(tokenizations) == 1
-    # For classification training and evaluation features are the same.
-    featurize(RTE, data, letters(), 24, training=False, cache_dir=tmp_path / "cache")
+    # For classification, training and evaluation have the same features.
+    featurize(RTE, data, make_tokenizer(), 24, training=False, cache_dir=tmp_path / "cache")
     assert len(tokenizations) == 1
 
 
 def test_whatever_acts_on_features_changes_the_key(tmp_path, tokenizations):
-    cased = letters()
+    cased = make_tokenizer()
     cased.backend_tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
     texts = pairs()["sentence1"][:]
     variants = [
-        (pairs(), letters(), 24),
-        (pairs(sentence1=[*texts[:-1], "other"]), letters(), 24),
-        (pairs(sentence1=["", texts[0] + texts[1], *texts[2:]]), letters(), 24),
-        (pairs(label=[1] * 7), letters(), 24),
-        (pairs().remove_columns("label"), letters(), 24),
-        (pairs(6), letters(), 24),
-        (pairs(), letters(), 25),
+        (pairs(), make_tokenizer(), 24),
+        (pairs(sentence1=[*texts[:-1], "other"]), make_tokenizer(), 24),
+        (pairs(sentence1=["", texts[0] + texts[1], *texts[2:]]), make_tokenizer(), 24),
+        (pairs(label=[1] * 7), make_tokenizer(), 24),
+        (pairs().remove_columns("label"), make_tokenizer(), 24),
+        (pairs(6), make_tokenizer(), 24),
+        (pairs(), make_tokenizer(), 25),
         (pairs(), cased, 24),
-        (pairs(), letters(truncation_side="left"), 24),
-        (pairs(), letters(model_input_names=["input_ids", "attention_mask"]), 24),
+        (pairs(), make_tokenizer(truncation_side="left"), 24),
+        (pairs(), make_tokenizer(model_input_names=["input_ids", "attention_mask"]), 24),
     ]
     for data, tokenizer, max_length in variants:
         featurize(RTE, data, tokenizer, max_length, training=True, cache_dir=tmp_path)
     assert len(tokenizations) == len(variants)
-    spans = [(True, 8, "right"), (False, 8, "right"), (False, 9, "right"), (False, 8, "left")]
-    for training, stride, side in spans:
+    span_settings = [(True, 8, "right"), (False, 8, "right"), (False, 9, "right"), (False, 8, "left")]
+    for training, stride, side in span_settings:
         featurize(
             SQUAD,
             questions(),
-            letters(padding_side=side),
+            make_tokenizer(padding_side=side),
             48,
             training=training,
             doc_stride=stride,
             cache_dir=tmp_path,
         )
-    assert len(tokenizations) == len(variants) + len(spans)
+    assert len(tokenizations) == len(variants) + len(span_settings)
 
 
 def truncate(folder: Path) -> None:
@@ -258,7 +263,7 @@ def spoil_the_manifest(folder: Path) -> None:
 
 @pytest.mark.parametrize("damage", [truncate, flip_a_bit, empty, drop_a_file, spoil_the_manifest])
 def test_a_damaged_cache_is_made_anew(damage, tmp_path, tokenizations):
-    arguments = RTE, pairs(), letters(), 24
+    arguments = RTE, pairs(), make_tokenizer(), 24
     first = featurize(*arguments, training=True, cache_dir=tmp_path)[:]
     (folder,) = tmp_path.iterdir()
     damage(folder)
@@ -269,37 +274,37 @@ def test_a_damaged_cache_is_made_anew(damage, tmp_path, tokenizations):
 
 
 def test_a_file_in_the_way_of_the_cache_costs_only_the_cache(tmp_path, caplog):
-    blocked = tmp_path / "file"
-    blocked.touch()
-    found = featurize(RTE, pairs(), letters(), 24, training=True, cache_dir=blocked)
-    assert len(found) == 7
+    blocking_file = tmp_path / "file"
+    blocking_file.touch()
+    tokenized = featurize(RTE, pairs(), make_tokenizer(), 24, training=True, cache_dir=blocking_file)
+    assert len(tokenized) == 7
     assert "stay in memory" in caplog.text
 
 
-def race(cache_dir: Path, barrier, results) -> None:
+def featurize_in_race(cache_dir: Path, barrier, results) -> None:
     tokenize = features._tokenize_split
 
-    def together(*arguments):
-        found = tokenize(*arguments)
-        barrier.wait(SECONDS)  # both have seen an empty cache and now write
-        return found
+    def tokenize_and_wait(*arguments):
+        tokenized = tokenize(*arguments)
+        barrier.wait(SECONDS)  # every process has found no valid cache and now writes one
+        return tokenized
 
-    features._tokenize_split = together
-    found = featurize(RTE, pairs(), letters(), 24, training=True, cache_dir=cache_dir)
-    results.put(json.dumps(found[:]))
+    features._tokenize_split = tokenize_and_wait
+    tokenized = featurize(RTE, pairs(), make_tokenizer(), 24, training=True, cache_dir=cache_dir)
+    results.put(json.dumps(tokenized[:]))
 
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_processes_may_race(damaged, tmp_path):
-    expected = featurize(RTE, pairs(), letters(), 24, training=True, cache_dir=None)
+    expected = featurize(RTE, pairs(), make_tokenizer(), 24, training=True, cache_dir=None)
     if damaged:
-        featurize(RTE, pairs(), letters(), 24, training=True, cache_dir=tmp_path)
+        featurize(RTE, pairs(), make_tokenizer(), 24, training=True, cache_dir=tmp_path)
         truncate(next(tmp_path.iterdir()))
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(3), context.Queue()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of fork beside threads, Python >= 3.12
-        processes = [context.Process(target=race, args=(tmp_path, barrier, results)) for _ in range(3)]
+        processes = [context.Process(target=featurize_in_race, args=(tmp_path, barrier, results)) for _ in range(3)]
         for process in processes:
             process.start()
     for _ in processes:
@@ -308,31 +313,31 @@ def test_processes_may_race(damaged, tmp_path):
         process.join(SECONDS)
         assert process.exitcode == 0
     assert len(list(tmp_path.iterdir())) == 1
-    assert same(featurize(RTE, pairs(), letters(), 24, training=True, cache_dir=tmp_path), expected)
+    assert are_equal(featurize(RTE, pairs(), make_tokenizer(), 24, training=True, cache_dir=tmp_path), expected)
 
 
 # --- lengths ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("config", "wanted", "expected"),
+    ("config", "requested_length", "expected"),
     [
         (BertConfig(max_position_embeddings=64), 128, 64),
         (BertConfig(max_position_embeddings=64), 32, 32),
-        (BertConfig(max_position_embeddings=4096), 4096, 512),  # the tokenizer's
+        (BertConfig(max_position_embeddings=4096), 4096, 512),  # the tokenizer's limit
         (RobertaConfig(max_position_embeddings=130), 512, 128),
         (GPT2Config(n_positions=100), 512, 100),
         (XLNetConfig(), 512, 512),  # relative positions
     ],
 )
-def test_the_longest_feature(config, wanted, expected):
-    assert limit_max_length(letters(), config, wanted) == expected
+def test_the_longest_feature(config, requested_length, expected):
+    assert limit_max_length(make_tokenizer(), config, requested_length) == expected
 
 
 def test_a_tokenizer_without_a_limit_and_a_limit_without_room():
-    assert limit_max_length(letters(model_max_length=int(1e30)), BertConfig(), 4096) == 512
+    assert limit_max_length(make_tokenizer(model_max_length=int(1e30)), BertConfig(), 4096) == 512
     with pytest.raises(UserError, match="max_length=7"):
-        limit_max_length(letters(), BertConfig(), 7)
+        limit_max_length(make_tokenizer(), BertConfig(), 7)
 
 
 def test_roberta_s_longest_feature_has_a_position():
@@ -346,7 +351,7 @@ def test_roberta_s_longest_feature_has_a_position():
         intermediate_size=8,
     )
     model = RobertaModel(config)
-    longest = limit_max_length(letters(), config, 512)
+    longest = limit_max_length(make_tokenizer(), config, 512)
     model(torch.full((1, longest), 5))
     with pytest.raises((IndexError, RuntimeError)):
         model(torch.full((1, longest + 1), 5))
@@ -357,7 +362,7 @@ def test_roberta_s_longest_feature_has_a_position():
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_batches_are_padded_as_the_tokenizer_pads(side):
-    tokenizer = letters(padding_side=side)
+    tokenizer = make_tokenizer(padding_side=side)
     data = featurize(RTE, pairs(), tokenizer, 64, training=True, cache_dir=None)
     rows = [data[2], data[0], data[5]]
     names = ("input_ids", "attention_mask", "token_type_ids")
@@ -373,14 +378,14 @@ def test_batches_are_padded_as_the_tokenizer_pads(side):
 
 
 def test_scores_are_float32():
-    data = featurize(STSB, pairs(label=[2.5] * 7), letters(), 64, training=True, cache_dir=None)
-    batch = Collator(letters())([data[0], data[1]])
+    data = featurize(STSB, pairs(label=[2.5] * 7), make_tokenizer(), 64, training=True, cache_dir=None)
+    batch = Collator(make_tokenizer())([data[0], data[1]])
     torch.testing.assert_close(batch["labels"], torch.tensor([2.5, 2.5]))
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_positions_follow_the_padding(side):
-    tokenizer = letters(padding_side=side)
+    tokenizer = make_tokenizer(padding_side=side)
     data = featurize(SQUAD, questions(), tokenizer, 200, training=True, cache_dir=None)
     batch = Collator(tokenizer)(list(data))
     for row in range(len(data)):
@@ -397,28 +402,28 @@ def test_positions_follow_the_padding(side):
 
 
 def test_the_collator_is_small_and_works_in_a_loader():
-    collator = Collator(letters())
+    collator = Collator(make_tokenizer())
     assert len(pickle.dumps(collator)) < 500
-    data = featurize(RTE, pairs(), letters(), 64, training=True, cache_dir=None)
+    data = featurize(RTE, pairs(), make_tokenizer(), 64, training=True, cache_dir=None)
     batches = list(DataLoader(data, batch_size=3, collate_fn=pickle.loads(pickle.dumps(collator))))
     assert [len(batch["labels"]) for batch in batches] == [3, 3, 1]
     assert batches[0]["input_ids"].shape[1] == max(data["length"][:3])
-    numbers = data.with_format("numpy")
-    for left, right in zip(batches, DataLoader(numbers, batch_size=3, collate_fn=collator), strict=True):
-        for name, values in left.items():
-            assert values.dtype == right[name].dtype
-            np.testing.assert_array_equal(values, right[name])
+    numpy_data = data.with_format("numpy")
+    for list_batch, numpy_batch in zip(batches, DataLoader(numpy_data, batch_size=3, collate_fn=collator), strict=True):
+        for name, values in list_batch.items():
+            assert values.dtype == numpy_batch[name].dtype
+            np.testing.assert_array_equal(values, numpy_batch[name])
 
 
 def test_a_tokenizer_without_padding_is_refused():
     with pytest.raises(UserError, match="pad_token"):
-        Collator(letters(pad_token=None))
+        Collator(make_tokenizer(pad_token=None))
 
 
 def test_other_specs_share_nothing_by_accident(tmp_path, tokenizations):
-    three = replace(RTE, labels=("a", "b", "c"))
-    for spec in (RTE, three):
-        featurize(spec, pairs(), letters(), 24, training=True, cache_dir=tmp_path)
+    three_label_spec = replace(RTE, labels=("a", "b", "c"))
+    for spec in (RTE, three_label_spec):
+        featurize(spec, pairs(), make_tokenizer(), 24, training=True, cache_dir=tmp_path)
     assert len(tokenizations) == 2
 
 
@@ -432,22 +437,28 @@ def test_rows_make_the_batches_that_lists_make(tmp_path, monkeypatch, spec, trai
     examples = questions() if spec is SQUAD else pairs(**({"label": [0.5] * 7} if spec is STSB else {}))
     length = 40 if spec is SQUAD else 64
     data = featurize(
-        spec, examples, letters(), length, training=training, doc_stride=4, cache_dir=tmp_path if cached else None
+        spec,
+        examples,
+        make_tokenizer(),
+        length,
+        training=training,
+        doc_stride=4,
+        cache_dir=tmp_path if cached else None,
     )
-    collator = Collator(letters())
-    for chosen in (data, data.select([4, 0, 4, 2]), data.select(range(1, 5))):
-        rows = FeatureRows(chosen)
-        assert len(rows) == len(chosen)
-        expected = collator([chosen[row] for row in range(len(chosen))])
-        found = next(iter(DataLoader(rows, batch_size=len(chosen), collate_fn=collator)))
-        assert set(found) == set(expected)
+    collator = Collator(make_tokenizer())
+    for subset in (data, data.select([4, 0, 4, 2]), data.select(range(1, 5))):
+        rows = FeatureRows(subset)
+        assert len(rows) == len(subset)
+        expected = collator([subset[row] for row in range(len(subset))])
+        batch = next(iter(DataLoader(rows, batch_size=len(subset), collate_fn=collator)))
+        assert set(batch) == set(expected)
         for name, values in expected.items():
-            assert found[name].dtype == values.dtype
-            assert torch.equal(found[name], values)
+            assert batch[name].dtype == values.dtype
+            assert torch.equal(batch[name], values)
 
 
 def test_rows_are_views_of_the_mapped_file(tmp_path):
-    data = featurize(RTE, pairs(), letters(), 64, training=True, cache_dir=tmp_path)
+    data = featurize(RTE, pairs(), make_tokenizer(), 64, training=True, cache_dir=tmp_path)
     row = FeatureRows(data)[3]
     assert row["input_ids"].tolist() == data[3]["input_ids"]
     assert not row["input_ids"].flags.owndata
@@ -455,6 +466,6 @@ def test_rows_are_views_of_the_mapped_file(tmp_path):
 
 
 def test_rows_leave_out_what_no_batch_has():
-    data = featurize(SQUAD, questions(), letters(), 64, training=False, cache_dir=None)
+    data = featurize(SQUAD, questions(), make_tokenizer(), 64, training=False, cache_dir=None)
     assert "offset_mapping" in data.column_names
     assert set(FeatureRows(data)[0]) == {"input_ids", "attention_mask", "token_type_ids", "feature_id"}

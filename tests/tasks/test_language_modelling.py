@@ -39,7 +39,7 @@ def corpus(tokenizer: Any, tmp_path: Path) -> Corpus:
     return load_or_tokenize_corpus(Dataset.from_dict({"text": TEXTS}), tokenizer, tmp_path)
 
 
-def rows_of(spec: Any, corpus: Corpus, tokenizer: Any, length: int = 8, packing: bool = True) -> BlockRows:
+def make_rows(spec: Any, corpus: Corpus, tokenizer: Any, length: int = 8, packing: bool = True) -> BlockRows:
     masking = Masking(tokenizer) if spec is MLM else None
     return BlockRows(cut_into_blocks(spec, corpus, tokenizer, length, packing), masking, seed=7)
 
@@ -54,9 +54,9 @@ def test_a_corpus_is_written_once_for_each_text_and_tokenizer(tokenizer: Any, tm
     documents = Dataset.from_dict({"text": TEXTS})
     load_or_tokenize_corpus(documents, tokenizer, tmp_path)
     [folder] = (tmp_path / "tokens").iterdir()
-    written = (folder / "tokens.bin").stat().st_mtime_ns
+    write_time = (folder / "tokens.bin").stat().st_mtime_ns
     load_or_tokenize_corpus(Dataset.from_dict({"text": TEXTS}), tokenizer, tmp_path)
-    assert (folder / "tokens.bin").stat().st_mtime_ns == written
+    assert (folder / "tokens.bin").stat().st_mtime_ns == write_time
     load_or_tokenize_corpus(documents.select([0, 1]), tokenizer, tmp_path)
     load_or_tokenize_corpus(documents, tiny.make_tokenizer(["cat"]), tmp_path)
     assert len(list((tmp_path / "tokens").iterdir())) == 3
@@ -80,62 +80,64 @@ def test_a_cache_that_cannot_be_written_is_one_line(tokenizer: Any, tmp_path: Pa
 def test_blocks_of_a_causal_model_begin_with_the_special_token_and_end_with_text(
     corpus: Corpus, tokenizer: Any
 ) -> None:
-    rows = rows_of(CLM, corpus, tokenizer)
+    rows = make_rows(CLM, corpus, tokenizer)
     assert rows.lengths.tolist() == [8] * len(rows)
-    text = np.concatenate([rows[number]["input_ids"][1:] for number in range(len(rows))])
-    assert text.tolist() == corpus.tokens[: len(text)].tolist()
-    assert len(corpus.tokens) - len(text) < 7
-    for number in range(len(rows)):
-        row = rows[number]
+    text_ids = np.concatenate([rows[index]["input_ids"][1:] for index in range(len(rows))])
+    assert text_ids.tolist() == corpus.tokens[: len(text_ids)].tolist()
+    assert len(corpus.tokens) - len(text_ids) < 7
+    for index in range(len(rows)):
+        row = rows[index]
         assert row["input_ids"][0] == tokenizer.cls_token_id
         assert row["labels"].tolist() == [IGNORED_LABEL, *row["input_ids"][1:]]
-        assert row["feature_id"] == number
+        assert row["feature_id"] == index
 
 
 def test_blocks_of_a_masked_model_have_both_special_tokens(corpus: Corpus, tokenizer: Any) -> None:
-    rows = rows_of(MLM, corpus, tokenizer)
-    for number in range(len(rows)):
-        row = rows[number]
+    rows = make_rows(MLM, corpus, tokenizer)
+    for index in range(len(rows)):
+        row = rows[index]
         original = np.where(row["labels"] == IGNORED_LABEL, row["input_ids"], row["labels"])
         assert original[[0, -1]].tolist() == [tokenizer.cls_token_id, tokenizer.sep_token_id]
-        assert original[1:-1].tolist() == corpus.tokens[6 * number : 6 * number + 6].tolist()
+        assert original[1:-1].tolist() == corpus.tokens[6 * index : 6 * index + 6].tolist()
         assert (row["labels"] != IGNORED_LABEL).any()
 
 
 def test_masks_are_new_in_each_epoch_and_the_same_in_validation(corpus: Corpus, tokenizer: Any) -> None:
-    rows, others = (BlockRows(rows_of(MLM, corpus, tokenizer, 32).blocks, Masking(tokenizer), seed) for seed in (7, 8))
-    assert rows[0]["labels"].tolist() == others[0]["labels"].tolist() == rows[0]["labels"].tolist()
+    rows, other_rows = (
+        BlockRows(make_rows(MLM, corpus, tokenizer, 32).blocks, Masking(tokenizer), seed) for seed in (7, 8)
+    )
+    assert rows[0]["labels"].tolist() == other_rows[0]["labels"].tolist() == rows[0]["labels"].tolist()
     epochs = [rows.training_row(0, epoch)["input_ids"].tolist() for epoch in range(20)]
     assert epochs == [rows.training_row(0, epoch)["input_ids"].tolist() for epoch in range(20)]
     assert len({tuple(ids) for ids in epochs}) > 10
-    assert epochs != [others.training_row(0, epoch)["input_ids"].tolist() for epoch in range(20)]
+    assert epochs != [other_rows.training_row(0, epoch)["input_ids"].tolist() for epoch in range(20)]
 
 
 def test_a_text_shorter_than_a_block_is_one_line(corpus: Corpus, tokenizer: Any) -> None:
     with pytest.raises(UserError, match=r"^the text has \d+ tokens, which is less than one block of 64; .*packing"):
-        rows_of(CLM, corpus, tokenizer, 64)
-    assert len(rows_of(CLM, corpus, tokenizer, 64, packing=False)) == len(TEXTS)
+        make_rows(CLM, corpus, tokenizer, 64)
+    assert len(make_rows(CLM, corpus, tokenizer, 64, packing=False)) == len(TEXTS)
 
 
 def test_batches_are_padded_on_the_right(corpus: Corpus, tokenizer: Any) -> None:
-    rows = rows_of(CLM, corpus, tokenizer, 64, packing=False)
+    rows = make_rows(CLM, corpus, tokenizer, 64, packing=False)
     batch = BlockCollator(tokenizer.pad_token_id, None, is_causal=True)([rows[0], rows[1]])
-    for line, number in enumerate((0, 1)):
-        length = len(rows[number]["input_ids"])
-        assert batch["input_ids"][line, :length].tolist() == rows[number]["input_ids"].tolist()
-        assert set(batch["input_ids"][line, length:].tolist()) <= {tokenizer.pad_token_id}
+    for batch_row, index in enumerate((0, 1)):
+        length = len(rows[index]["input_ids"])
+        assert batch["input_ids"][batch_row, :length].tolist() == rows[index]["input_ids"].tolist()
+        assert set(batch["input_ids"][batch_row, length:].tolist()) <= {tokenizer.pad_token_id}
         padding = batch["labels"].shape[1] - length
-        assert batch["labels"][line].tolist() == [*rows[number]["labels"], *[IGNORED_LABEL] * padding]
-        assert batch["attention_mask"][line].tolist() == [1] * length + [0] * padding
+        assert batch["labels"][batch_row].tolist() == [*rows[index]["labels"], *[IGNORED_LABEL] * padding]
+        assert batch["attention_mask"][batch_row].tolist() == [1] * length + [0] * padding
     assert batch["feature_id"].tolist() == [0, 1]
 
 
 def test_the_first_token_of_an_isolated_document_is_not_predicted(corpus: Corpus, tokenizer: Any) -> None:
-    rows = rows_of(CLM, corpus, tokenizer, 16)
-    seen: list[torch.Tensor] = []
+    rows = make_rows(CLM, corpus, tokenizer, 16)
+    isolated_documents: list[torch.Tensor] = []
 
     def isolate(documents: torch.Tensor) -> dict[str, torch.Tensor]:
-        seen.append(documents)
+        isolated_documents.append(documents)
         return {"position_ids": documents}
 
     batch = BlockCollator(0, isolate, is_causal=True)([rows[0]])
@@ -146,20 +148,20 @@ def test_the_first_token_of_an_isolated_document_is_not_predicted(corpus: Corpus
     expected = rows[0]["labels"].copy()
     expected[starts] = IGNORED_LABEL
     assert batch["labels"][0].tolist() == expected.tolist()
-    assert seen[0][0].tolist() == rows[0]["documents"].tolist()
+    assert isolated_documents[0][0].tolist() == rows[0]["documents"].tolist()
     assert "attention_mask" not in batch
-    masked = BlockCollator(0, isolate, is_causal=False)([rows[0]])
-    assert masked["labels"][0].tolist() == rows[0]["labels"].tolist()
+    masked_batch = BlockCollator(0, isolate, is_causal=False)([rows[0]])
+    assert masked_batch["labels"][0].tolist() == rows[0]["labels"].tolist()
 
 
 def test_metrics_are_those_of_all_tokens() -> None:
     losses = [[0.5, 1.5], [2.0], [0.1, 0.2, 0.3]]
-    right = [[1, 0], [0], [1, 1, 0]]
-    sums = {row: np.array([sum(values), len(values), sum(right[row])]) for row, values in enumerate(losses)}
+    correct = [[1, 0], [0], [1, 1, 0]]
+    sums = {row: np.array([sum(values), len(values), sum(correct[row])]) for row, values in enumerate(losses)}
     evaluation = LanguageModelEvaluator(MLM, 3)(dict(reversed(sums.items())))
-    every = list(chain(*losses))
-    assert evaluation.metrics["loss"] == pytest.approx(sum(every) / len(every), rel=1e-15)
-    assert evaluation.metrics["perplexity"] == pytest.approx(math.exp(sum(every) / len(every)), rel=1e-14)
+    all_losses = list(chain(*losses))
+    assert evaluation.metrics["loss"] == pytest.approx(sum(all_losses) / len(all_losses), rel=1e-15)
+    assert evaluation.metrics["perplexity"] == pytest.approx(math.exp(sum(all_losses) / len(all_losses)), rel=1e-14)
     assert evaluation.metrics["accuracy"] == 0.5
     assert LanguageModelEvaluator(CLM, 3)(sums).metrics.keys() == {"perplexity", "loss"}
     with pytest.raises(ValueError, match="4 blocks"):

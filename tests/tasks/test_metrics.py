@@ -18,12 +18,12 @@ from istar.tasks.specs import TASKS
 def test_class_metrics_agree_with_torchmetrics(seed):
     random = np.random.default_rng(seed)
     predictions, references = random.integers(0, 2, (2, 50))
-    found = compute(["accuracy", "f1", "matthews_correlation"], predictions.tolist(), references.tolist())
-    pair = torch.from_numpy(predictions), torch.from_numpy(references)
-    assert found["accuracy"] == pytest.approx(float(oracle.accuracy(*pair, task="binary")), abs=1e-6)
-    assert found["f1"] == pytest.approx(float(oracle.f1_score(*pair, task="binary")), abs=1e-6)
-    matthews = float(oracle.matthews_corrcoef(*pair, task="binary"))
-    assert found["matthews_correlation"] == pytest.approx(matthews, abs=1e-6)
+    metrics = compute(["accuracy", "f1", "matthews_correlation"], predictions.tolist(), references.tolist())
+    tensors = torch.from_numpy(predictions), torch.from_numpy(references)
+    assert metrics["accuracy"] == pytest.approx(float(oracle.accuracy(*tensors, task="binary")), abs=1e-6)
+    assert metrics["f1"] == pytest.approx(float(oracle.f1_score(*tensors, task="binary")), abs=1e-6)
+    matthews = float(oracle.matthews_corrcoef(*tensors, task="binary"))
+    assert metrics["matthews_correlation"] == pytest.approx(matthews, abs=1e-6)
 
 
 def test_matthews_of_three_classes():
@@ -38,12 +38,12 @@ def test_correlations_agree_with_their_formulas(shift):
     references = random.normal(size=200)
     predictions = references + random.normal(size=200) + shift
     predictions[:50] = predictions[50:100]  # ties
-    found = compute(["pearson", "spearman"], predictions.tolist(), references.tolist())
-    assert found["pearson"] == pytest.approx(np.corrcoef(predictions, references)[0, 1], rel=1e-9)
+    metrics = compute(["pearson", "spearman"], predictions.tolist(), references.tolist())
+    assert metrics["pearson"] == pytest.approx(np.corrcoef(predictions, references)[0, 1], rel=1e-9)
     ranks = [scipy.stats.rankdata(values) for values in (predictions, references)]
-    assert found["spearman"] == pytest.approx(np.corrcoef(*ranks)[0, 1], rel=1e-9)
+    assert metrics["spearman"] == pytest.approx(np.corrcoef(*ranks)[0, 1], rel=1e-9)
     tensors = torch.tensor(predictions), torch.tensor(references)
-    assert found["spearman"] == pytest.approx(float(oracle.spearman_corrcoef(*tensors)), abs=1e-6)
+    assert metrics["spearman"] == pytest.approx(float(oracle.spearman_corrcoef(*tensors)), abs=1e-6)
 
 
 @pytest.mark.parametrize("constant", [0.0, 2.7, 1e6])
@@ -57,10 +57,10 @@ def test_a_constant_side_correlates_with_nothing(constant, swap):
 @pytest.mark.parametrize("predictions", [[0, 0, 0], [1, 1, 1], [0, 1, 0]])
 @pytest.mark.parametrize("references", [[0, 0, 0], [1, 1, 1]])
 def test_single_classes_give_numbers_and_no_warnings(predictions, references):
-    found = compute(["accuracy", "f1", "matthews_correlation"], predictions, references)
-    assert found["accuracy"] == np.mean(np.equal(predictions, references))
-    assert found["matthews_correlation"] == 0.0
-    assert 0 <= found["f1"] <= 1
+    metrics = compute(["accuracy", "f1", "matthews_correlation"], predictions, references)
+    assert metrics["accuracy"] == np.mean(np.equal(predictions, references))
+    assert metrics["matthews_correlation"] == 0.0
+    assert 0 <= metrics["f1"] <= 1
 
 
 def test_one_example_is_enough():
@@ -106,18 +106,21 @@ def test_squad_takes_the_best_gold_and_agrees_with_torchmetrics():
     random = np.random.default_rng(2)
     words = ["the", "cat", "Cat,", "sat", "a", "on", "mat."]
 
-    def phrase():
+    def make_phrase():
         # A phrase of articles alone has F1 0 in v1.1's script, but 1 in v2.0's, which torchmetrics follows.
         return " ".join([*random.choice(words, random.integers(0, 5)), random.choice(words[1:4])])
 
-    predictions = ["the cat sat", *(phrase() for _ in range(60))]
-    golds = [["dog", "cat sat", "a mat"], *([phrase() for _ in range(3)] for _ in range(60))]
-    found = compute(["squad"], predictions, golds)
+    predictions = ["the cat sat", *(make_phrase() for _ in range(60))]
+    golds = [["dog", "cat sat", "a mat"], *([make_phrase() for _ in range(3)] for _ in range(60))]
+    metrics = compute(["squad"], predictions, golds)
     expected = text_oracle.squad(
         [{"prediction_text": text, "id": str(row)} for row, text in enumerate(predictions)],
-        [{"answers": {"text": own, "answer_start": [0] * len(own)}, "id": str(row)} for row, own in enumerate(golds)],
+        [
+            {"answers": {"text": gold_texts, "answer_start": [0] * len(gold_texts)}, "id": str(row)}
+            for row, gold_texts in enumerate(golds)
+        ],
     )
-    assert found == pytest.approx({name: float(value) / 100 for name, value in expected.items()}, abs=1e-6)
+    assert metrics == pytest.approx({name: float(value) / 100 for name, value in expected.items()}, abs=1e-6)
     assert compute(["squad"], predictions[:1], golds[:1]) == {"exact_match": 1.0, "f1": 1.0}
 
 
@@ -141,10 +144,10 @@ def test_neither_network_nor_cache(monkeypatch, tmp_path):
         raise AssertionError("a metric went to the network")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    home = tmp_path / "no" / "such"
-    monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", str(home))
+    cache_folder = tmp_path / "no" / "such"
+    monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", str(cache_folder))
     assert compute(["accuracy"], [1, 0], [1, 1]) == {"accuracy": 0.5}
-    assert not home.exists()
+    assert not cache_folder.exists()
 
 
 @pytest.mark.parametrize("keep_in_memory", [True, False])

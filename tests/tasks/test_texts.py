@@ -10,7 +10,7 @@ from istar.tasks.documents import cache_documents, compute_content_digest
 from istar.tasks.texts import drop_blank_rows, find_text_splits, read_texts
 
 
-def names_of(splits: dict[str, list[Path]]) -> dict[str, list[str]]:
+def get_file_names(splits: dict[str, list[Path]]) -> dict[str, list[str]]:
     return {split: [path.name for path in paths] for split, paths in splits.items()}
 
 
@@ -19,7 +19,7 @@ def test_names_say_the_split(tmp_path: Path) -> None:
     for name in (*training, "Dev.jsonl", "trainer.txt", "notes.txt", "books.tsv"):
         (tmp_path / name).write_text("text")
     (tmp_path / "validation").mkdir()
-    assert names_of(find_text_splits(tmp_path)) == {
+    assert get_file_names(find_text_splits(tmp_path)) == {
         "train": list(training),
         "validation": ["Dev.jsonl", "validation"],
     }
@@ -49,9 +49,9 @@ def test_documents_are_read_again_only_when_a_file_has_changed(tmp_path: Path) -
     path.write_text("one\n\ntwo\n")
     assert read_texts([path], cache)["text"][:] == ["one", "two"]
     [file] = (cache / "texts").iterdir()
-    before = file.stat().st_mtime_ns
+    write_time = file.stat().st_mtime_ns
     assert read_texts([path], cache)["text"][:] == ["one", "two"]
-    assert file.stat().st_mtime_ns == before
+    assert file.stat().st_mtime_ns == write_time
     path.write_text("three\n")
     assert read_texts([path], cache)["text"][:] == ["three"]
 

@@ -21,7 +21,7 @@ from istar.training import FineTuner, FineTuningData
 
 @dataclass
 class Setting:
-    """The demo task tokenized, and a tiny model that every test gets a fresh copy of."""
+    """The tokenized demo task and a tiny model, of which `module` gives each test a fresh copy."""
 
     model: Any
     collate: Collator

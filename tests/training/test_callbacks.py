@@ -19,15 +19,15 @@ from tests.oracles import algorithm_1
 from tests.runs.faults import warnings_in
 
 
-def refresh_for(setting, module, num_points=2_000, batch_size=16, seed=3):
+def make_shrinkage_callback(setting, module, num_points=2_000, batch_size=16, seed=3):
     return ShrinkageCovariance(
         module.watch, FeatureRows(setting.train), setting.collate, num_points, batch_size, seed, progress_bar=False
     )
 
 
 @torch.no_grad()
-def states_one_by_one(setting, module, rows):
-    """Hidden states of each example alone: no padding, no neighbours."""
+def compute_states_by_example(setting, module, rows):
+    """Yield the hidden states of each example, computed alone and without padding."""
     model = module.model.eval()
     for row in rows:
         batch = setting.collate([row])
@@ -38,152 +38,167 @@ def states_one_by_one(setting, module, rows):
 @pytest.mark.parametrize("layers", ["all", "last", "with_embeddings", [0, 2]])
 def test_the_covariance_is_that_of_the_sample_without_padding(setting, harness, layers):
     module = setting.module(IStar(-1.0, 0.4, layers=layers))
-    refresh = refresh_for(setting, module)
-    chosen = {"all": [1, 2], "last": [2], "with_embeddings": [0, 1, 2]}.get(str(layers), layers)
-    sample = refresh.sample_examples(len(chosen), epoch=0)
-    states = states_one_by_one(setting, module, [setting.train[row] for row in sample])
-    points = torch.cat([state[number].flatten(0, 1) for state in states for number in chosen])
-    trainer = harness.trainer(refresh)
+    callback = make_shrinkage_callback(setting, module)
+    layer_ids = {"all": [1, 2], "last": [2], "with_embeddings": [0, 1, 2]}.get(str(layers), layers)
+    sample = callback.sample_examples(len(layer_ids), epoch=0)
+    states_by_example = compute_states_by_example(setting, module, [setting.train[row] for row in sample])
+    points = torch.cat(
+        [hidden_states[layer].flatten(0, 1) for hidden_states in states_by_example for layer in layer_ids]
+    )
+    trainer = harness.trainer(callback)
     trainer.strategy.connect(module)
-    assert refresh.refresh(trainer, sample) == len(points)
+    assert callback.refresh(trainer, sample) == len(points)
     covariance = module.watch.penalty.shrinkage_covariance
     torch.testing.assert_close(covariance.double(), torch.cov(points.double().T), rtol=1e-4, atol=1e-6)
 
 
 def test_the_sample_holds_the_points_asked_for_and_no_example_more(setting):
     module = setting.module(IStar(-1.0, 0.4))
-    lengths = torch.tensor(setting.train["length"][:])
+    example_lengths = torch.tensor(setting.train["length"][:])
     for num_layers in (1, 2, 12):
-        sample = refresh_for(setting, module, num_points=3_000).sample_examples(num_layers, epoch=0)
-        points = int(lengths[sample].sum()) * num_layers
-        assert 3_000 <= points < 3_000 + int(lengths.max()) * num_layers
+        sample = make_shrinkage_callback(setting, module, num_points=3_000).sample_examples(num_layers, epoch=0)
+        num_points = int(example_lengths[sample].sum()) * num_layers
+        assert 3_000 <= num_points < 3_000 + int(example_lengths.max()) * num_layers
         assert len(set(sample)) == len(sample)
 
 
 def test_the_sample_is_seeded_and_new_in_every_epoch(setting):
     module = setting.module(IStar(-1.0, 0.4))
     samples = [
-        sorted(refresh_for(setting, module, seed=seed).sample_examples(2, epoch)) for seed in (1, 2) for epoch in (0, 1)
+        sorted(make_shrinkage_callback(setting, module, seed=seed).sample_examples(2, epoch))
+        for seed in (1, 2)
+        for epoch in (0, 1)
     ]
-    assert samples[0] == sorted(refresh_for(setting, module, seed=1).sample_examples(2, 0))
+    assert samples[0] == sorted(make_shrinkage_callback(setting, module, seed=1).sample_examples(2, 0))
     assert all(a != b for i, a in enumerate(samples) for b in samples[i + 1 :])
 
 
 def test_fewer_points_than_asked_for_are_all_used_and_said_once(setting, caplog):
-    refresh = refresh_for(setting, setting.module(IStar(-1.0, 0.4)), num_points=10**9)
+    callback = make_shrinkage_callback(setting, setting.module(IStar(-1.0, 0.4)), num_points=10**9)
     with caplog.at_level(logging.WARNING):
         for epoch in range(3):
-            assert len(refresh.sample_examples(2, epoch)) == len(setting.train)
+            assert len(callback.sample_examples(2, epoch)) == len(setting.train)
     assert len(warnings_in(caplog)) == 1
     assert "fewer than reg.num_points=1000000000" in caplog.text
 
 
 def test_it_is_refreshed_before_training_and_in_every_epoch(setting, harness):
-    seen = []
+    covariances = []
 
-    class Seen(L.Callback):
+    class CovarianceRecorder(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            seen.append(pl_module.watch.penalty.shrinkage_covariance.clone())
+            covariances.append(pl_module.watch.penalty.shrinkage_covariance.clone())
 
     module = setting.module(IStar(-1.0, 0.4))
-    refresh = refresh_for(setting, module)
-    harness.trainer(refresh, Seen(), max_epochs=3, limit_train_batches=2).fit(module, datamodule=setting.data())
-    assert len(refresh.seconds) == 3
-    assert torch.equal(seen[0], seen[1])
-    assert not torch.equal(seen[1], seen[2])
-    assert not torch.equal(seen[3], seen[4])
+    callback = make_shrinkage_callback(setting, module)
+    harness.trainer(callback, CovarianceRecorder(), max_epochs=3, limit_train_batches=2).fit(
+        module, datamodule=setting.data()
+    )
+    assert len(callback.seconds) == 3
+    assert torch.equal(covariances[0], covariances[1])
+    assert not torch.equal(covariances[1], covariances[2])
+    assert not torch.equal(covariances[3], covariances[4])
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_it_is_refreshed_every_n_steps_besides_and_once_for_each(setting, harness, accumulate):
-    """Epochs of three steps, a refresh every two: at steps 0, 2, 3 (an epoch), 4 and 6 (an epoch), and 8."""
-    seen = []
+    """Epochs have three steps. Sigma_S is refreshed at steps 0, 3 and 6, where epochs begin, and at 2, 4, 6 and 8."""
+    covariances = []
 
-    class Seen(L.Callback):
+    class CovarianceRecorder(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            seen.append(pl_module.watch.penalty.shrinkage_covariance.clone())
+            covariances.append(pl_module.watch.penalty.shrinkage_covariance.clone())
 
     module = setting.module(IStar(-1.0, 0.4))
-    refresh = refresh_for(setting, module)
-    refresh.every_n_steps = 2
+    callback = make_shrinkage_callback(setting, module)
+    callback.every_n_steps = 2
     settings = {"limit_train_batches": 3 * accumulate, "accumulate_grad_batches": accumulate}
-    harness.trainer(refresh, Seen(), max_epochs=3, **settings).fit(module, datamodule=setting.data())
-    changes = [i // accumulate for i in range(1, len(seen)) if not torch.equal(seen[i], seen[i - 1])]
-    assert changes == [2, 3, 4, 6, 8]
-    assert len(refresh.seconds) == 6
+    harness.trainer(callback, CovarianceRecorder(), max_epochs=3, **settings).fit(module, datamodule=setting.data())
+    refresh_steps = [
+        i // accumulate for i in range(1, len(covariances)) if not torch.equal(covariances[i], covariances[i - 1])
+    ]
+    assert refresh_steps == [2, 3, 4, 6, 8]
+    assert len(callback.seconds) == 6
 
 
 def test_the_sample_of_a_step_is_another_one_and_a_function_of_seed_epoch_and_step(setting):
-    refresh = refresh_for(setting, setting.module(IStar(-1.0, 0.4)), seed=2**32 - 1)
-    samples = [sorted(refresh.sample_examples(2, epoch, step)) for epoch in (0, 1) for step in (0, 4, 5)]
+    callback = make_shrinkage_callback(setting, setting.module(IStar(-1.0, 0.4)), seed=2**32 - 1)
+    samples = [sorted(callback.sample_examples(2, epoch, step)) for epoch in (0, 1) for step in (0, 4, 5)]
     assert all(a != b for i, a in enumerate(samples) for b in samples[i + 1 :])
-    assert sorted(refresh.sample_examples(2, 1, 4)) == samples[4]
+    assert sorted(callback.sample_examples(2, 1, 4)) == samples[4]
 
 
 def test_sigma_s_of_a_part_of_the_tokens_takes_batches_until_it_has_the_points(setting, harness):
-    special = (2, 3)
+    special_ids = (2, 3)
     module = setting.module(IStar(-1.0, 0.4))
-    module.watch = attach(module.model, module.watch.penalty, points=Points("content", special_ids=special))
-    refresh = refresh_for(setting, module, num_points=600, batch_size=4)
-    order = refresh.sample_examples(2, epoch=0)
-    assert sorted(order) == list(range(len(setting.train)))
-    points, taken = [], 0
+    module.watch = attach(module.model, module.watch.penalty, points=Points("content", special_ids=special_ids))
+    callback = make_shrinkage_callback(setting, module, num_points=600, batch_size=4)
+    example_order = callback.sample_examples(2, epoch=0)
+    assert sorted(example_order) == list(range(len(setting.train)))
+    points, num_read = [], 0
     while 2 * len(points) < 600:
-        for row in order[taken : taken + 4]:
-            states = next(states_one_by_one(setting, module, [setting.train[row]]))
-            kept = [i for i, token in enumerate(setting.train[row]["input_ids"]) if token not in special]
-            points += [torch.stack([state[0, i] for state in states[1:]]) for i in kept]
-        taken += 4
-    assert any(token in special for token in setting.train[order[0]]["input_ids"])
-    trainer = harness.trainer(refresh)
+        for row in example_order[num_read : num_read + 4]:
+            hidden_states = next(compute_states_by_example(setting, module, [setting.train[row]]))
+            content_positions = [
+                position for position, token in enumerate(setting.train[row]["input_ids"]) if token not in special_ids
+            ]
+            points += [
+                torch.stack([layer_states[0, position] for layer_states in hidden_states[1:]])
+                for position in content_positions
+            ]
+        num_read += 4
+    assert any(token in special_ids for token in setting.train[example_order[0]]["input_ids"])
+    trainer = harness.trainer(callback)
     trainer.strategy.connect(module)
-    assert refresh.refresh(trainer, order) == 2 * len(points)
+    assert callback.refresh(trainer, example_order) == 2 * len(points)
     covariance = module.watch.penalty.shrinkage_covariance
     torch.testing.assert_close(covariance.double(), torch.cov(torch.cat(points).double().T), rtol=1e-4, atol=1e-6)
 
 
 def test_a_refresh_changes_neither_random_numbers_nor_weights_nor_modes(setting, harness):
     module = setting.module(IStar(-1.0, 0.4))
-    refresh = refresh_for(setting, module)
-    trainer = harness.trainer(refresh)
+    callback = make_shrinkage_callback(setting, module)
+    trainer = harness.trainer(callback)
     trainer.strategy.connect(module)
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    state = torch.get_rng_state()
-    refresh.refresh(trainer, refresh.sample_examples(2, 0))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    weights_before = {name: value.clone() for name, value in module.state_dict().items()}
+    random_state = torch.get_rng_state()
+    callback.refresh(trainer, callback.sample_examples(2, 0))
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(value, weights_before[name]) for name, value in module.state_dict().items())
     assert module.training
     assert module.model.training
 
 
 def test_the_covariance_is_part_of_the_checkpoint_and_comes_back(setting, harness, tmp_path):
     module = setting.module(IStar(-1.0, 0.4))
-    refresh = refresh_for(setting, module)
-    trainer = harness.trainer(refresh, limit_train_batches=2, enable_checkpointing=True, default_root_dir=tmp_path)
+    callback = make_shrinkage_callback(setting, module)
+    trainer = harness.trainer(callback, limit_train_batches=2, enable_checkpointing=True, default_root_dir=tmp_path)
     trainer.fit(module, datamodule=setting.data())
     trainer.save_checkpoint(tmp_path / "state.ckpt")
-    stored = torch.load(tmp_path / "state.ckpt", weights_only=True)
-    other = setting.module(IStar(-1.0, 0.4))
-    resumed = refresh_for(setting, other)
-    resumed.load_state_dict(stored["callbacks"][resumed.state_key])
-    resumed.on_train_start(trainer, module)
-    assert torch.equal(other.watch.penalty.shrinkage_covariance, module.watch.penalty.shrinkage_covariance)
+    checkpoint = torch.load(tmp_path / "state.ckpt", weights_only=True)
+    resumed_module = setting.module(IStar(-1.0, 0.4))
+    resumed_callback = make_shrinkage_callback(setting, resumed_module)
+    resumed_callback.load_state_dict(checkpoint["callbacks"][resumed_callback.state_key])
+    resumed_callback.on_train_start(trainer, module)
+    assert torch.equal(resumed_module.watch.penalty.shrinkage_covariance, module.watch.penalty.shrinkage_covariance)
 
 
 @pytest.mark.parametrize("eval_batch_size", [1, 7, 40])
 def test_layer_isotropy_is_that_of_all_tokens_whatever_the_batches(setting, harness, eval_batch_size):
     module = setting.module()
-    states = list(states_one_by_one(setting, module, list(setting.validation)))
-    layers = [torch.cat([state[number][0] for state in states]).double() for number in range(3)]
+    states_by_example = list(compute_states_by_example(setting, module, list(setting.validation)))
+    points_by_layer = [
+        torch.cat([hidden_states[layer][0] for hidden_states in states_by_example]).double() for layer in range(3)
+    ]
 
     isotropy = LayerIsotropy()
     data = setting.data()
     data.config.eval_batch_size = eval_batch_size
     harness.trainer(isotropy, limit_val_batches=1.0).validate(module, datamodule=data, verbose=False)
 
-    for number, points in enumerate(layers):
-        assert isotropy.scores[str(number)] == pytest.approx(algorithm_1(points).item(), abs=1e-5)
-    assert isotropy.scores["union"] == pytest.approx(isoscore(torch.cat(layers[1:])).item(), abs=1e-5)
+    for layer, points in enumerate(points_by_layer):
+        assert isotropy.scores[str(layer)] == pytest.approx(algorithm_1(points).item(), abs=1e-5)
+    assert isotropy.scores["union"] == pytest.approx(isoscore(torch.cat(points_by_layer[1:])).item(), abs=1e-5)
     assert isotropy.num_points == sum(setting.validation["length"])
 
 

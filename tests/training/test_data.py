@@ -17,7 +17,7 @@ from istar.training.data import (
 LENGTHS = torch.randint(5, 100, (1_003,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-def padding(order, batch_size=8):
+def count_padding(order, batch_size=8):
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     return sum(max(LENGTHS[i] for i in batch) * len(batch) - sum(LENGTHS[i] for i in batch) for batch in batches)
 
@@ -31,36 +31,36 @@ def test_every_example_comes_once(group):
 def test_grouping_saves_most_of_the_padding_and_stays_shuffled():
     grouped = list(LengthGroupedSampler(LENGTHS, 8, seed=1))
     shuffled = list(LengthGroupedSampler(LENGTHS, 8, seed=1, group_by_length=False))
-    assert padding(grouped) < 0.2 * padding(shuffled)
-    means = torch.tensor([sum(LENGTHS[i] for i in grouped[j : j + 8]) / 8 for j in range(0, 1_000, 8)])
-    neighbours = torch.corrcoef(torch.stack([means[:-1], means[1:]]))[0, 1]
-    assert abs(neighbours) < 0.3
+    assert count_padding(grouped) < 0.2 * count_padding(shuffled)
+    mean_lengths = torch.tensor([sum(LENGTHS[i] for i in grouped[j : j + 8]) / 8 for j in range(0, 1_000, 8)])
+    neighbour_correlation = torch.corrcoef(torch.stack([mean_lengths[:-1], mean_lengths[1:]]))[0, 1]
+    assert abs(neighbour_correlation) < 0.3
 
 
 def test_the_order_depends_on_seed_and_epoch_alone():
-    def order(seed, epoch):
+    def draw_order(seed, epoch):
         sampler = LengthGroupedSampler(LENGTHS, 8, seed)
         sampler.set_epoch(epoch)
         torch.rand(1)
         return list(sampler)
 
-    orders = [order(seed, epoch) for seed in (1, 2) for epoch in (0, 1)]
-    assert order(1, 0) == orders[0]
+    orders = [draw_order(seed, epoch) for seed in (1, 2) for epoch in (0, 1)]
+    assert draw_order(1, 0) == orders[0]
     assert all(a != b for a, b in itertools.combinations(orders, 2))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_processes_share_the_batches_that_one_process_would_see(world_size):
-    alone = list(LengthGroupedSampler(LENGTHS, 8 * world_size, seed=1))
+    single_process_order = list(LengthGroupedSampler(LENGTHS, 8 * world_size, seed=1))
     shards = [list(LengthGroupedSampler(LENGTHS, 8, 1, True, rank, world_size)) for rank in range(world_size)]
     assert len({len(shard) for shard in shards}) == 1
-    together = [index for step in zip(*shards, strict=True) for index in step]
-    assert together[: len(alone)] == alone
+    merged_order = [index for step in zip(*shards, strict=True) for index in step]
+    assert merged_order[: len(single_process_order)] == single_process_order
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_size_of_the_last_batch(world_size):
-    """Of 1 to 13 examples, in batches of 4: the number of examples behind the last full batch of a process."""
+    """`compute_last_batch_size` gives the size of a process's last batch, for 1 to 13 examples in batches of 4."""
     for num_examples in range(1, 14):
         shard = list(LengthGroupedSampler([1] * num_examples, 4, seed=1, rank=world_size - 1, world_size=world_size))
         *_, last_batch = [shard[start : start + 4] for start in range(0, len(shard), 4)]
@@ -76,11 +76,11 @@ def test_more_processes_than_examples_all_get_one(group):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_evaluation_shards_repeat_and_lose_nothing(setting, world_size):
-    data, examples = setting.data(), []
+    data, example_ids = setting.data(), []
     for rank in range(world_size):
         data.trainer = SimpleNamespace(global_rank=rank, world_size=world_size)
-        examples += [example for batch in data.val_dataloader()[0] for example in batch["feature_id"].tolist()]
-    assert sorted(examples) == list(range(len(setting.validation)))
+        example_ids += [example_id for batch in data.val_dataloader()[0] for example_id in batch["feature_id"].tolist()]
+    assert sorted(example_ids) == list(range(len(setting.validation)))
 
 
 def test_loaders_leave_the_global_random_numbers_alone(setting):

@@ -1,4 +1,4 @@
-"""Which steps' models are kept, what their folders hold, and what a finished run without them is told."""
+"""The steps whose models are kept, the contents of their folders, and the error for a finished run without them."""
 
 import shutil
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from istar.training.checkpoints import read_checkpoint
 from istar.training.kept_models import is_kept
 
 Build = Callable[..., Config]
-PYTHIA = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, *range(1_000, 144_000, 1_000)]
-"""The steps of which Pythia's checkpoints are published."""
+PYTHIA_STEPS = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, *range(1_000, 144_000, 1_000)]
+"""The steps whose checkpoints Pythia publishes."""
 
 
 def test_the_logarithmic_schedule_is_pythias() -> None:
-    assert [step for step in range(143_001) if is_kept(step, "log")] == PYTHIA
+    assert [step for step in range(143_001) if is_kept(step, "log")] == PYTHIA_STEPS
 
 
 @pytest.mark.parametrize(("schedule", "steps"), [(1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 3, 6]), (10, [0])])
@@ -36,16 +36,16 @@ def test_folders_hold_the_models_of_their_steps(small: Build) -> None:
     folder = Path(config.run.root) / run(config).name
     assert sorted(path.name for path in (folder / "models").iterdir()) == ["step-0", "step-4", "step-6"]
     weights = {step: load_file(folder / "models" / f"step-{step}" / "model.safetensors") for step in (0, 4, 6)}
-    last = read_checkpoint(folder / "checkpoints" / "step-6.ckpt")["state_dict"]
+    last_state_dict = read_checkpoint(folder / "checkpoints" / "step-6.ckpt")["state_dict"]
     for name, values in weights[6].items():
-        assert torch.equal(values, last[f"model.{name}"])
+        assert torch.equal(values, last_state_dict[f"model.{name}"])
     assert not torch.equal(weights[0]["classifier.weight"], weights[4]["classifier.weight"])
     assert not torch.equal(weights[4]["classifier.weight"], weights[6]["classifier.weight"])
     for step in weights:
         model = AutoModelForSequenceClassification.from_pretrained(folder / "models" / f"step-{step}")
         tokenizer = AutoTokenizer.from_pretrained(folder / "models" / f"step-{step}")
         assert model(**tokenizer("a lamp", return_tensors="pt")).logits.isfinite().all()
-    # The step is recorded in the folder, and the checkpoint of the last step has the same one.
+    # The step is recorded in the folder, and the checkpoint of the last step has the same step.
     assert [checkpoint.step for checkpoint in saved_checkpoints.find_checkpoints(str(folder))] == [0, 4, 6]
     [last_checkpoint] = saved_checkpoints.find_checkpoints(str(folder / "checkpoints" / "step-6.ckpt"))
     assert last_checkpoint.step == 6
@@ -56,7 +56,7 @@ def test_folders_hold_the_models_of_their_steps(small: Build) -> None:
 def test_a_finished_run_must_have_kept_them(small: Build) -> None:
     settings = ("reg=none", "trainer.keep_models=2")
     folder = Path(small().run.root) / run(small(*settings)).name
-    # A coarser schedule is contained in it; without a schedule nothing is missing.
+    # The models of a coarser schedule are among these; without a schedule nothing is missing.
     for schedule in ("2", "4", "null"):
         assert run(small("reg=none", f"trainer.keep_models={schedule}")).name == folder.name
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The loss of language models, whose head is computed where there is something to predict."""
+"""The loss of language models, whose head is computed only at the tokens to predict."""
 
 import copy
 from typing import Any
@@ -51,7 +51,7 @@ def roberta() -> Any:
     return RobertaForMaskedLM(RobertaConfig(**SHAPE, intermediate_size=32, max_position_embeddings=40))
 
 
-def batch_of(seed: int = 0, is_causal: bool = False) -> dict[str, torch.Tensor]:
+def make_batch(seed: int = 0, is_causal: bool = False) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(5, VOCABULARY, (4, 10), generator=generator)
     mask = torch.arange(10) < torch.tensor([[10], [7], [9], [3]])
@@ -66,7 +66,7 @@ def batch_of(seed: int = 0, is_causal: bool = False) -> dict[str, torch.Tensor]:
     }
 
 
-def tuner(model: Any, is_causal: bool, **options: Any) -> LanguageModelTuner:
+def make_tuner(model: Any, is_causal: bool, **options: Any) -> LanguageModelTuner:
     spec = TASKS["clm" if is_causal else "mlm"]
     evaluators = {"": LanguageModelEvaluator(spec, 4)}
     return LanguageModelTuner(model.double().eval(), None, OptimConfig(), evaluators, is_causal=is_causal, **options)
@@ -76,31 +76,33 @@ def tuner(model: Any, is_causal: bool, **options: Any) -> LanguageModelTuner:
 def test_loss_and_gradient_are_those_of_the_model(build: Any) -> None:
     is_causal = build is gpt2
     torch.manual_seed(1)
-    module = tuner(build(), is_causal)
+    module = make_tuner(build(), is_causal)
     reference = copy.deepcopy(module.model)
-    batch = batch_of(is_causal=is_causal)
+    batch = make_batch(is_causal=is_causal)
     inputs = {name: value for name, value in batch.items() if name != "feature_id"}
     loss, expected = module.task_loss(batch), reference(**inputs).loss
     # Losses are computed in float32.
     assert_close(loss.double(), expected.double(), rtol=1e-6, atol=0)
     loss.backward()
     expected.backward()
-    for (name, parameter), other in zip(module.model.named_parameters(), reference.parameters(), strict=True):
-        if other.grad is not None:
-            scale = other.grad.abs().max().item()
-            assert_close(parameter.grad, other.grad, rtol=1e-5, atol=1e-6 * scale + 1e-12, msg=name)
+    for (name, parameter), reference_parameter in zip(
+        module.model.named_parameters(), reference.parameters(), strict=True
+    ):
+        if reference_parameter.grad is not None:
+            scale = reference_parameter.grad.abs().max().item()
+            assert_close(parameter.grad, reference_parameter.grad, rtol=1e-5, atol=1e-6 * scale + 1e-12, msg=name)
 
 
 @pytest.mark.parametrize("build", [bert, albert, distilbert, roberta])
 def test_the_head_at_chosen_tokens_gives_their_logits(build: Any) -> None:
-    model, batch = build().double().eval(), batch_of()
+    model, batch = build().double().eval(), make_batch()
     is_chosen = batch["labels"] != IGNORED_LABEL
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     with restrict_head_to(model, is_chosen):
-        chosen = model(**inputs).logits
-    whole = model(**inputs).logits
-    assert chosen.shape == (1, int(is_chosen.sum()), VOCABULARY)
-    assert_close(chosen[0], whole[is_chosen], rtol=1e-12, atol=1e-12)
+        chosen_logits = model(**inputs).logits
+    all_logits = model(**inputs).logits
+    assert chosen_logits.shape == (1, int(is_chosen.sum()), VOCABULARY)
+    assert_close(chosen_logits[0], all_logits[is_chosen], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("options", [{}, {"restrict_head_to_labels": False}], ids=["head at labels", "whole head"])
@@ -108,29 +110,29 @@ def test_the_head_at_chosen_tokens_gives_their_logits(build: Any) -> None:
 def test_validation_counts_each_predicted_token_once(build: Any, options: dict[str, Any]) -> None:
     is_causal = build is gpt2
     torch.manual_seed(2)
-    module, batch = tuner(build(), is_causal, **options), batch_of(is_causal=is_causal)
+    module, batch = make_tuner(build(), is_causal, **options), make_batch(is_causal=is_causal)
     module.on_validation_epoch_start()
     with torch.no_grad():
         halves = [{name: value[start : start + 2] for name, value in batch.items()} for start in (0, 2)]
         for half in halves:
-            returned = module.validation_step(half, 0)
-            assert len(returned["hidden_states"]) == 3
+            outputs = module.validation_step(half, 0)
+            assert len(outputs["hidden_states"]) == 3
         logits = module.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     evaluation = module.evaluators[""](module._outputs[0])
-    losses, right = [], []
+    losses, is_correct = [], []
     for row, labels in enumerate(batch["labels"].tolist()):
         for position, label in enumerate(labels):
-            source = position - 1 if is_causal else position
-            if label != IGNORED_LABEL and source >= 0:
-                losses.append(-logits[row, source].log_softmax(-1)[label].item())
-                right.append(logits[row, source].argmax().item() == label)
+            source_position = position - 1 if is_causal else position
+            if label != IGNORED_LABEL and source_position >= 0:
+                losses.append(-logits[row, source_position].log_softmax(-1)[label].item())
+                is_correct.append(logits[row, source_position].argmax().item() == label)
     assert evaluation.metrics["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
     if not is_causal:
-        assert evaluation.metrics["accuracy"] == sum(right) / len(right)
+        assert evaluation.metrics["accuracy"] == sum(is_correct) / len(is_correct)
 
 
 def test_a_batch_without_a_token_to_predict_has_the_loss_zero() -> None:
-    module, batch = tuner(bert(), is_causal=False), batch_of()
+    module, batch = make_tuner(bert(), is_causal=False), make_batch()
     batch["labels"][:] = IGNORED_LABEL
     loss = module.task_loss(batch)
     assert loss.item() == 0

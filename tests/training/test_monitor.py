@@ -1,4 +1,4 @@
-"""The monitored measures against measures of the hidden states, and the rule that stops the training."""
+"""The monitored measures, compared with measures of the hidden states, and the rule that stops the training."""
 
 import csv
 from collections.abc import Callable, Iterator
@@ -22,32 +22,32 @@ from tests.jobs import Start, starting
 Build = Callable[..., Config]
 
 
-def rows(folder: Path, column: str) -> list[float]:
+def read_column(folder: Path, column: str) -> list[float]:
     with (folder / "metrics.csv").open(newline="") as file:
         return [float(row[column]) for row in csv.DictReader(file) if row.get(column)]
 
 
-def folder_of(config: Config, name: str) -> Path:
+def get_run_folder(config: Config, name: str) -> Path:
     return Path(config.run.root) / name
 
 
 def test_every_figure(small: Build) -> None:
     config = small("trainer.monitor_isotropy=true", "reg=none")
     record = run(config)
-    folder = folder_of(config, record.name)
+    folder = get_run_folder(config, record.name)
     model = AutoModelForSequenceClassification.from_pretrained(folder / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     spec = TASKS["demo"]
-    rows_of = sample_examples(load_splits(spec, None, ["validation"])["validation"], 16)
+    examples = sample_examples(load_splits(spec, None, ["validation"])["validation"], 16)
     layers: list[list[Any]] = [[] for _ in range(model.config.num_hidden_layers + 1)]
-    for example in rows_of:
+    for example in examples:
         inputs = tokenizer(*(example[name] for name in spec.text_columns), return_tensors="pt")
         with torch.no_grad():
             states = model(**inputs, output_hidden_states=True).hidden_states
-        for kept, state in zip(layers, states, strict=True):
-            kept.append(state[0].double().numpy())
+        for layer_parts, state in zip(layers, states, strict=True):
+            layer_parts.append(state[0].double().numpy())
     inter_sims = []
-    for number, parts in enumerate(layers):
+    for layer, parts in enumerate(layers):
         points = np.concatenate(parts)
         unit = points / np.linalg.norm(points, axis=1, keepdims=True)
         cosines, n = unit @ unit.T, len(points)
@@ -64,41 +64,45 @@ def test_every_figure(small: Build) -> None:
         }
         inter_sims.append(expected["inter_sim"])
         for name, value in expected.items():
-            logged = rows(folder, f"isotropy/layer_{number}/{name}")
+            logged = read_column(folder, f"isotropy/layer_{layer}/{name}")
             # One validation before training and one after the only epoch.
             assert len(logged) == 2
-            assert logged[-1] == pytest.approx(value, rel=2e-3), (number, name)
-    assert rows(folder, "isotropy/inter_sim")[-1] == pytest.approx(np.mean(inter_sims[1:]), rel=1e-3)
+            assert logged[-1] == pytest.approx(value, rel=2e-3), (layer, name)
+    assert read_column(folder, "isotropy/inter_sim")[-1] == pytest.approx(np.mean(inter_sims[1:]), rel=1e-3)
 
 
 def test_watching_changes_nothing(small: Build, tmp_path: Path) -> None:
-    plain = small(f"run.root={tmp_path / 'plain'}")
-    watched = small(f"run.root={tmp_path / 'watched'}", "trainer.monitor_isotropy=true")
-    names = [run(config).name for config in (plain, watched)]
+    plain_config = small(f"run.root={tmp_path / 'plain'}")
+    monitored_config = small(f"run.root={tmp_path / 'watched'}", "trainer.monitor_isotropy=true")
+    names = [run(config).name for config in (plain_config, monitored_config)]
     assert names[0] == names[1]
-    one, other = (folder_of(config, names[0]) / "model" / "model.safetensors" for config in (plain, watched))
-    assert one.read_bytes() == other.read_bytes()
+    plain_weights, monitored_weights = (
+        get_run_folder(config, names[0]) / "model" / "model.safetensors" for config in (plain_config, monitored_config)
+    )
+    assert plain_weights.read_bytes() == monitored_weights.read_bytes()
 
 
 def test_the_training_ends(small: Build) -> None:
     """A negative CosReg weight raises InterSim beyond the threshold during training."""
-    many = ("reg=cosreg", "reg.lambda=-5", "reg.layers=all", "trainer.max_epochs=8", "optim.lr=3e-3")
-    whole = small(*many, "trainer.monitor_isotropy=true")
-    course = rows(folder_of(whole, run(whole).name), "isotropy/inter_sim")
-    assert len(course) == 9
-    assert course[0] < course[-1]
-    mark = (course[0] + max(course)) / 2
-    above = [value >= mark for value in course]
-    end = next(at for at in range(2, 9) if above[at] and above[at - 1] and not all(above[: at - 1]))
-    stopping = small(*many, f"trainer.stop_at_inter_sim={mark}")
-    record = run(stopping)
-    assert len(record.epochs) == end
-    assert rows(folder_of(stopping, record.name), "isotropy/inter_sim") == course[: end + 1]
-    assert record.name != run(whole).name
+    settings = ("reg=cosreg", "reg.lambda=-5", "reg.layers=all", "trainer.max_epochs=8", "optim.lr=3e-3")
+    full_config = small(*settings, "trainer.monitor_isotropy=true")
+    inter_sims = read_column(get_run_folder(full_config, run(full_config).name), "isotropy/inter_sim")
+    assert len(inter_sims) == 9
+    assert inter_sims[0] < inter_sims[-1]
+    threshold = (inter_sims[0] + max(inter_sims)) / 2
+    is_above = [value >= threshold for value in inter_sims]
+    stop_epoch = next(
+        epoch for epoch in range(2, 9) if is_above[epoch] and is_above[epoch - 1] and not all(is_above[: epoch - 1])
+    )
+    stop_config = small(*settings, f"trainer.stop_at_inter_sim={threshold}")
+    record = run(stop_config)
+    assert len(record.epochs) == stop_epoch
+    assert read_column(get_run_folder(stop_config, record.name), "isotropy/inter_sim") == inter_sims[: stop_epoch + 1]
+    assert record.name != run(full_config).name
 
 
 @pytest.mark.parametrize(
-    ("course", "patience", "stops"),
+    ("course", "patience", "expected_stop"),
     [
         ([0.1, 0.6, 0.7], 2, 2),
         ([0.1, 0.6, 0.2, 0.7, 0.8], 2, 4),
@@ -109,22 +113,22 @@ def test_the_training_ends(small: Build) -> None:
         ([0.1, 0.2, 0.3], 1, None),
     ],
 )
-def test_a_transition_is_to_last(course: list[float], patience: int, stops: int | None) -> None:
+def test_a_transition_is_to_last(course: list[float], patience: int, expected_stop: int | None) -> None:
     monitor = IsotropyMonitor(0.5, patience)
-    stopped = None
-    for number, value in enumerate(course):
-        state = SimpleNamespace(fn="validate" if number == 0 else "fit")
+    actual_stop = None
+    for validation, value in enumerate(course):
+        state = SimpleNamespace(fn="validate" if validation == 0 else "fit")
         trainer: Any = SimpleNamespace(sanity_checking=False, state=state, should_stop=False)
         monitor.measures = [{"inter_sim": 9.0}, {"inter_sim": value}]
         # A monitor with restored state must act like the original.
-        kept = monitor.state_dict()
+        monitor_state = monitor.state_dict()
         monitor = IsotropyMonitor(0.5, patience)
         monitor.measures = [{"inter_sim": 9.0}, {"inter_sim": value}]
-        monitor.load_state_dict(kept)
+        monitor.load_state_dict(monitor_state)
         monitor.on_validation_end(trainer, None)  # type: ignore[arg-type]
-        if trainer.should_stop and stopped is None:
-            stopped = number
-    assert stopped == stops
+        if trainer.should_stop and actual_stop is None:
+            actual_stop = validation
+    assert actual_stop == expected_stop
 
 
 @pytest.mark.parametrize(
@@ -150,10 +154,13 @@ def test_two_processes_see_what_one_sees(tmp_path: Path, start: Start) -> None:
         start(tmp_path / name, *arguments, f"trainer.devices={devices}", f"trainer.strategy={strategy}")
         for name, devices, strategy in (("one", 1, "auto"), ("two", 2, "ddp"))
     ]
-    one, two = (next((job.folder / "runs").glob("demo-*")) for job in jobs if job.wait().well())
+    single_folder, ddp_folder = (next((job.folder / "runs").glob("demo-*")) for job in jobs if job.wait().well())
     for layer in range(3):
         for name in ("inter_sim", "average_norm", "norm_ratio", "effective_rank", "participation_ratio"):
             column = f"isotropy/layer_{layer}/{name}"
-            # Before training, when both have the same weights. Directions without variance have the root of rounding.
+            # Before training both have the same weights. In directions without variance, the singular value is the
+            # square root of a rounding error.
             rel = 1e-3 if name == "effective_rank" else 1e-5
-            assert rows(one, column)[0] == pytest.approx(rows(two, column)[0], rel=rel), column
+            assert read_column(single_folder, column)[0] == pytest.approx(
+                read_column(ddp_folder, column)[0], rel=rel
+            ), column

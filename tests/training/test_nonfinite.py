@@ -20,15 +20,15 @@ Build = Callable[..., Config]
 ACCUMULATE = 2
 
 
-def breaking(module: FineTuner, step: int, cause: str) -> FineTuner:
-    """A NaN in the second micro-batch of an optimizer step (counted from 1)."""
+def break_step(module: FineTuner, step: int, cause: str) -> FineTuner:
+    """Make the second micro-batch of an optimizer step (counted from 1) not finite, and return the module."""
     original = module.training_step
 
     def training_step(batch, batch_idx):
         hooks = []
         if batch_idx == step * ACCUMULATE - 1:
             if cause == "task loss":
-                hooks.append(module.model.register_forward_hook(lambda *arguments: nan_loss(arguments[-1])))
+                hooks.append(module.model.register_forward_hook(lambda *arguments: make_loss_nan(arguments[-1])))
             elif cause == "hidden states":
                 layer = module.model.base_model.encoder.layer[0]
                 hooks.append(layer.register_forward_hook(lambda _, __, output: output * torch.nan))
@@ -38,11 +38,11 @@ def breaking(module: FineTuner, step: int, cause: str) -> FineTuner:
             for hook in hooks:
                 hook.remove()
         if cause == "gradient" and batch_idx == step * ACCUMULATE - 1:
-            # Finite itself, with an infinite derivative.
+            # The added term is finite, but its derivative is infinite.
             loss = loss + (module.model.classifier.bias.sum() * 0).sqrt()
         return loss
 
-    def nan_loss(outputs):
+    def make_loss_nan(outputs):
         outputs.loss = outputs.loss * torch.nan
         return outputs
 
@@ -50,7 +50,7 @@ def breaking(module: FineTuner, step: int, cause: str) -> FineTuner:
     return module
 
 
-def trained(setting, harness, module, **settings):
+def train(setting, harness, module, **settings):
     torch.manual_seed(0)
     trainer = harness.trainer(
         accumulate_grad_batches=ACCUMULATE, gradient_clip_val=1.0, limit_train_batches=10, **settings
@@ -69,16 +69,16 @@ def trained(setting, harness, module, **settings):
     ],
 )
 def test_a_step_that_breaks_stops_before_the_weights(setting, harness, cause, regularizer, message):
-    module = breaking(setting.module(regularizer), 3, cause)
+    module = break_step(setting.module(regularizer), 3, cause)
     with pytest.raises(NonFiniteError, match=f"^{message}$"):
-        trained(setting, harness, module)
-    expected = setting.module(regularizer)
+        train(setting, harness, module)
+    expected_module = setting.module(regularizer)
     torch.manual_seed(0)
     harness.trainer(accumulate_grad_batches=ACCUMULATE, gradient_clip_val=1.0, limit_train_batches=4).fit(
-        expected, datamodule=setting.data()
+        expected_module, datamodule=setting.data()
     )
     for name, value in module.model.state_dict().items():
-        assert_close(value, expected.model.state_dict()[name], rtol=0, atol=0)
+        assert_close(value, expected_module.model.state_dict()[name], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("regularizer", [IStar(-1.0, 0.0), CosReg(1.0, "all")], ids=["istar", "cosreg"])
@@ -92,21 +92,21 @@ def test_a_penalty_that_breaks_is_told_as_such(setting, harness, regularizer):
 
     object.__setattr__(penalty, "combine", combine)
     with pytest.raises(NonFiniteError, match=r"^step 2: the penalty is nan$"):
-        trained(setting, harness, module)
+        train(setting, harness, module)
 
 
 @pytest.mark.parametrize("cause", ["task loss", "hidden states", "gradient"])
 def test_a_skipped_step_leaves_no_trace(setting, harness, cause, caplog):
     """A skipped step changes no parameters, not even by weight decay, and the next step does."""
     module = setting.module(IStar(-1.0, 0.0), skip_nonfinite=True)
-    seen = []
-    module.on_train_batch_end = lambda *_: seen.append(copy.deepcopy(module.model.state_dict()))
+    batch_weights = []
+    module.on_train_batch_end = lambda *_: batch_weights.append(copy.deepcopy(module.model.state_dict()))
     with caplog.at_level(logging.WARNING, logger="istar"):
-        trained(setting, harness, breaking(module, 3, cause))
-    before, behind, after = (seen[step * ACCUMULATE - 1] for step in (2, 3, 4))
-    assert all(torch.equal(before[name], behind[name]) for name in before)
-    assert not all(torch.equal(behind[name], after[name]) for name in before)
-    assert all(value.isfinite().all() for value in seen[-1].values())
+        train(setting, harness, break_step(module, 3, cause))
+    before_skip, after_skip, after_next_step = (batch_weights[step * ACCUMULATE - 1] for step in (2, 3, 4))
+    assert all(torch.equal(before_skip[name], after_skip[name]) for name in before_skip)
+    assert not all(torch.equal(after_skip[name], after_next_step[name]) for name in before_skip)
+    assert all(value.isfinite().all() for value in batch_weights[-1].values())
     assert module.step_guard.num_skipped == 1
     assert "step 3 is skipped" in caplog.text
 
@@ -137,16 +137,16 @@ def test_the_run_says_what_broke_what_is_kept_and_what_helps(small: Build, monke
 
 
 def test_stop_does_not_go_on_with_a_run_that_has_skipped_steps(small: Build, monkeypatch: pytest.MonkeyPatch):
-    steps = ("trainer.max_epochs=2", "reg=none")
+    overrides = ("trainer.max_epochs=2", "reg=none")
     original = FineTuner.training_step
 
-    def broken(self, *batch):
+    def training_step(self, *batch):
         if self.global_step == 6:
             raise RuntimeError("stopped after the first epoch")
         return original(self, *batch) * (torch.nan if self.global_step == 2 else 1)
 
-    monkeypatch.setattr(FineTuner, "training_step", broken)
+    monkeypatch.setattr(FineTuner, "training_step", training_step)
     with pytest.raises(RuntimeError, match="after the first epoch"):
-        run(small(*steps, "trainer.nonfinite=skip"))
+        run(small(*overrides, "trainer.nonfinite=skip"))
     with pytest.raises(UserError, match=r"has skipped 1 steps; trainer\.nonfinite=skip goes on"):
-        run(small(*steps))
+        run(small(*overrides))

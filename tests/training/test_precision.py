@@ -26,7 +26,7 @@ PRECISIONS = [
 STEPS = 6
 
 
-class Recorded:
+class PenaltyRecorder:
     """Records the hidden states, the mask and the terms of each forward pass of a penalty."""
 
     def __init__(self, penalty):
@@ -49,7 +49,7 @@ class Recorded:
         object.__setattr__(penalty, "combine", recording_combine)
 
 
-def trained(setting, harness, module, device, precision, *callbacks):
+def train(setting, harness, module, device, precision, *callbacks):
     losses = harness.Losses()
     L.seed_everything(5, verbose=False)
     trainer = harness.trainer(
@@ -59,36 +59,36 @@ def trained(setting, harness, module, device, precision, *callbacks):
     return module, losses.values
 
 
-def real_tokens(states, mask):
+def select_real_tokens(states, mask):
     return torch.cat([state[mask.bool()] for state in states]).double().cpu()
 
 
 @pytest.mark.parametrize(("device", "precision"), PRECISIONS)
 def test_istar_is_the_score_of_the_states_in_full(setting, harness, device, precision):
     penalty = IStar(-1.0, 0.4)
-    recorded = Recorded(penalty)
+    recorder = PenaltyRecorder(penalty)
     module = setting.module(penalty)
-    refresh = ShrinkageCovariance(
+    callback = ShrinkageCovariance(
         module.watch, FeatureRows(setting.train), setting.collate, 2_000, 16, seed=3, progress_bar=False
     )
-    trained(setting, harness, module, device, precision, refresh)
-    shrinkage = penalty.shrinkage_covariance
-    assert shrinkage.dtype == torch.float32
-    assert len(recorded.passes) == STEPS
-    for states, mask, terms in recorded.passes:
+    train(setting, harness, module, device, precision, callback)
+    shrinkage_covariance = penalty.shrinkage_covariance
+    assert shrinkage_covariance.dtype == torch.float32
+    assert len(recorder.passes) == STEPS
+    for states, mask, terms in recorder.passes:
         assert terms.value.dtype == terms.score.dtype == torch.float32
-        expected = algorithm_1(real_tokens(states, mask), shrinkage.double().cpu(), 0.4)
+        expected = algorithm_1(select_real_tokens(states, mask), shrinkage_covariance.double().cpu(), 0.4)
         assert_close(terms.score.double().cpu(), expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(("device", "precision"), PRECISIONS)
 def test_cosreg_is_the_average_cosine_of_the_states_in_full(setting, harness, device, precision):
     penalty = CosReg(1.0)
-    recorded = Recorded(penalty)
-    trained(setting, harness, setting.module(penalty), device, precision)
-    assert len(recorded.passes) == STEPS
-    for states, mask, terms in recorded.passes:
-        points = torch.nn.functional.normalize(real_tokens(states, mask), dim=1)
+    recorder = PenaltyRecorder(penalty)
+    train(setting, harness, setting.module(penalty), device, precision)
+    assert len(recorder.passes) == STEPS
+    for states, mask, terms in recorder.passes:
+        points = torch.nn.functional.normalize(select_real_tokens(states, mask), dim=1)
         cosines = points @ points.T
         expected = (cosines.sum() - cosines.trace()) / len(points) ** 2
         assert_close(terms.score.double().cpu(), expected, rtol=1e-5, atol=1e-7)
@@ -100,17 +100,17 @@ def test_training_differs_by_the_models_own_rounding(setting, harness, regulariz
     """Dropout is off, because each device draws its own masks."""
     for module in setting.model.modules():
         if isinstance(module, torch.nn.Dropout):
-            module.p, module.was = 0.0, module.p
+            module.p, module.original_p = 0.0, module.p
     try:
-        _, expected = trained(setting, harness, setting.module(regularizer), "cpu", "32-true")
-        module, losses = trained(setting, harness, setting.module(regularizer), device, precision)
+        _, expected_losses = train(setting, harness, setting.module(regularizer), "cpu", "32-true")
+        module, losses = train(setting, harness, setting.module(regularizer), device, precision)
     finally:
         for dropout in setting.model.modules():
             if isinstance(dropout, torch.nn.Dropout):
-                dropout.p = dropout.was
+                dropout.p = dropout.original_p
     assert all(parameter.dtype == torch.float32 for parameter in module.model.parameters())
     tolerance = {"32-true": 1e-5, "bf16-mixed": 2e-2, "16-mixed": 2e-3}[precision]
-    assert_close(torch.tensor(losses), torch.tensor(expected), rtol=0, atol=tolerance)
+    assert_close(torch.tensor(losses), torch.tensor(expected_losses), rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize(("device", "precision"), PRECISIONS)
@@ -118,7 +118,7 @@ def test_training_differs_by_the_models_own_rounding(setting, harness, regulariz
 def test_states_of_large_mean_and_scale(setting, harness, regularizer, device, precision):
     """One layer has means 30 times its standard deviation; the last has a deviation of 1e4 (1e3 in half precision)."""
     penalty = copy.deepcopy(regularizer)
-    recorded = Recorded(penalty)
+    recorder = PenaltyRecorder(penalty)
     module = setting.module(penalty)
     callbacks = []
     if isinstance(penalty, IStar):
@@ -127,10 +127,10 @@ def test_states_of_large_mean_and_scale(setting, harness, regularizer, device, p
                 module.watch, FeatureRows(setting.train), setting.collate, 2_000, 16, seed=3, progress_bar=False
             )
         ]
-    first, last = (module.model.base_model.encoder.layer[number].output.LayerNorm for number in (0, 1))
+    first_norm, last_norm = (module.model.base_model.encoder.layer[layer].output.LayerNorm for layer in (0, 1))
     with torch.no_grad():
-        first.bias.fill_(30.0)
-        last.weight.fill_(1e3 if precision == "16-mixed" else 1e4)
+        first_norm.bias.fill_(30.0)
+        last_norm.weight.fill_(1e3 if precision == "16-mixed" else 1e4)
         module.model.base_model.pooler.dense.weight.mul_(1e-4)
     isotropy = LayerIsotropy()
     trainer = harness.trainer(
@@ -138,30 +138,30 @@ def test_states_of_large_mean_and_scale(setting, harness, regularizer, device, p
         gradient_clip_val=1.0,
     )  # fmt: skip
     trainer.fit(module, datamodule=setting.data())
-    assert len(recorded.passes) == STEPS
-    assert all(terms.value.isfinite() for _, _, terms in recorded.passes)
+    assert len(recorder.passes) == STEPS
+    assert all(terms.value.isfinite() for _, _, terms in recorder.passes)
     assert all(parameter.isfinite().all() for parameter in module.model.parameters())
     assert all(0 <= score <= 1 for score in isotropy.scores.values())
 
 
 @pytest.fixture
-def measured(monkeypatch):
-    """`measured(ratio)` makes bfloat16 take that many times as long as float32."""
+def set_bfloat16_ratio(monkeypatch):
+    """`set_bfloat16_ratio(ratio)` makes bfloat16 take that many times as long as float32."""
     precision_module._warn_about_emulation.cache_clear()
     return lambda ratio: monkeypatch.setattr(precision_module, "measure_bfloat16_ratio", lambda device: ratio)
 
 
 @pytest.mark.parametrize(("ratio", "expected"), [(0.5, "bf16-mixed"), (1.1, "32-true"), (50.0, "32-true")])
-def test_auto_chooses_what_is_fast(composed, measured, ratio, expected):
-    measured(ratio)
+def test_auto_chooses_what_is_fast(composed, set_bfloat16_ratio, ratio, expected):
+    set_bfloat16_ratio(ratio)
     config = resolve_config(composed("trainer.precision=auto", "trainer.accelerator=cpu", "reg=istar"))
     assert config.trainer.precision == expected
     # The dtype of the penalty follows, as if the precision had been named.
     assert config == composed(f"trainer.precision={expected}", "trainer.accelerator=cpu", "reg=istar")
 
 
-def test_emulated_bfloat16_is_warned_of_once(measured, caplog):
-    measured(47.2)
+def test_emulated_bfloat16_is_warned_of_once(set_bfloat16_ratio, caplog):
+    set_bfloat16_ratio(47.2)
     with caplog.at_level(logging.WARNING, logger="istar"):
         for _ in range(2):
             settings = TrainerConfig(precision="bf16-mixed", accelerator="cpu")
@@ -171,8 +171,8 @@ def test_emulated_bfloat16_is_warned_of_once(measured, caplog):
     assert "trainer.precision=auto" in message
 
 
-def test_no_warning_where_bfloat16_is_fast(measured, caplog):
-    measured(0.6)
+def test_no_warning_where_bfloat16_is_fast(set_bfloat16_ratio, caplog):
+    set_bfloat16_ratio(0.6)
     precision_module.resolve_precision(TrainerConfig(precision="bf16-mixed", accelerator="cpu"))
     assert not caplog.messages
 

@@ -1,4 +1,4 @@
-"""The probe's measures against measures of the hidden states, and what a finished run without them is told."""
+"""The probe's measures, compared with measures of hidden states, and the error for a finished run without them."""
 
 import csv
 from collections.abc import Callable, Iterator
@@ -27,21 +27,21 @@ Build = Callable[..., Config]
 LAYERS = range(3)
 
 
-def measured_rows(folder: Path) -> list[dict[str, str]]:
+def read_geometry_rows(folder: Path) -> list[dict[str, str]]:
     with (folder / "metrics.csv").open(newline="") as file:
         return [row for row in csv.DictReader(file) if row["geometry/layer_0/isoscore"]]
 
 
 @torch.no_grad()
-def hidden_states(model_folder: Path, examples: list[int]) -> list[np.ndarray]:
-    """Return the hidden states of the tokens of demo's validation examples, each example alone, by layer."""
+def compute_hidden_states(model_folder: Path, examples: list[int]) -> list[np.ndarray]:
+    """Return the hidden states of demo's validation examples by layer, computed example by example."""
     model = AutoModelForSequenceClassification.from_pretrained(model_folder).double().eval()
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     spec = TASKS["demo"]
-    rows = sample_examples(load_splits(spec, None, ["validation"])["validation"], 16).select(examples)
+    sample = sample_examples(load_splits(spec, None, ["validation"])["validation"], 16).select(examples)
     layers: list[list[np.ndarray]] = [[] for _ in LAYERS]
-    for row in rows:
-        inputs = tokenizer(*(row[name] for name in spec.text_columns), return_tensors="pt")
+    for example in sample:
+        inputs = tokenizer(*(example[name] for name in spec.text_columns), return_tensors="pt")
         for parts, state in zip(layers, model(**inputs, output_hidden_states=True).hidden_states, strict=True):
             parts.append(state[0].numpy())
     return [np.concatenate(parts) for parts in layers]
@@ -52,10 +52,10 @@ def test_every_measure_of_every_layer(small: Build) -> None:
     config = small("reg=none", "task.limit_train=48", "data.eval_batch_size=3", "trainer.measure_every_n_steps=4",
                    "trainer.measure_examples=7", "trainer.keep_models=4")  # fmt: skip
     folder = Path(config.run.root) / run(config).name
-    rows = measured_rows(folder)
+    rows = read_geometry_rows(folder)
     assert [(row["epoch"], row["step"]) for row in rows] == [("0", "0"), ("0", "4"), ("0", "6")]
     for row in rows:
-        states = hidden_states(folder / "models" / f"step-{row['step']}", choose_probe_examples(16, 7))
+        states = compute_hidden_states(folder / "models" / f"step-{row['step']}", choose_probe_examples(16, 7))
         for layer, points in enumerate(states):
             unit = points / np.linalg.norm(points, axis=1, keepdims=True)
             cosines, n = unit @ unit.T, len(points)
@@ -87,16 +87,16 @@ def test_the_sample_is_fixed_and_drawn_from_the_whole_set() -> None:
 
 def test_modes_and_random_state_are_restored(setting, harness) -> None:
     module = setting.module()
-    frozen = module.model.bert.embeddings.eval()
-    modes = [part.training for part in module.modules()]
+    embeddings = module.model.bert.embeddings.eval()
+    modes = [submodule.training for submodule in module.modules()]
     probe = GeometryProbe(FeatureRows(setting.validation), setting.collate, 16, every_n_steps=1, num_examples=8)
     trainer = harness.trainer(probe)
     trainer.strategy.connect(module)
-    state = torch.get_rng_state()
+    random_state = torch.get_rng_state()
     probe.on_train_start(trainer, module)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert [part.training for part in module.modules()] == modes
-    assert not frozen.training
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert [submodule.training for submodule in module.modules()] == modes
+    assert not embeddings.training
 
 
 def test_hidden_states_that_are_not_finite_are_reported_with_their_step(small: Build, monkeypatch) -> None:
@@ -164,16 +164,16 @@ def test_two_processes_measure_once_what_one_measures(tmp_path: Path, start: Sta
             *arguments,
             f"trainer.devices={devices}",
             f"trainer.strategy={strategy}",
-            f"data.batch_size={size}",
+            f"data.batch_size={batch_size}",
         )
-        for name, devices, strategy, size in (("one", 1, "auto", 8), ("two", 2, "ddp", 4))
+        for name, devices, strategy, batch_size in (("one", 1, "auto", 8), ("two", 2, "ddp", 4))
     ]
-    one, two = (next((job.folder / "runs").glob("demo-*")) for job in jobs if job.wait().well())
-    rows, others = measured_rows(one), measured_rows(two)
-    assert [row["step"] for row in rows] == [row["step"] for row in others] == ["0", "2", "3"]
-    for name in rows[0]:
+    single_folder, ddp_folder = (next((job.folder / "runs").glob("demo-*")) for job in jobs if job.wait().well())
+    single_rows, ddp_rows = read_geometry_rows(single_folder), read_geometry_rows(ddp_folder)
+    assert [row["step"] for row in single_rows] == [row["step"] for row in ddp_rows] == ["0", "2", "3"]
+    for name in single_rows[0]:
         if name.startswith("geometry/layer"):
             # Before training both have the same weights.
-            assert float(rows[0][name]) == pytest.approx(float(others[0][name]), rel=1e-6), name
-    for folder in (one, two):
+            assert float(single_rows[0][name]) == pytest.approx(float(ddp_rows[0][name]), rel=1e-6), name
+    for folder in (single_folder, ddp_folder):
         assert sorted(path.name for path in (folder / "models").iterdir()) == [f"step-{n}" for n in range(4)]

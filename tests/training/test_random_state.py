@@ -12,43 +12,45 @@ from istar.training.checkpoints import get_random_state, set_random_state
 
 @dataclass
 class VisibleGPUs:
-    """As many GPUs as CUDA shows to a process, each with a random generator; the process uses one of them."""
+    """The GPUs that CUDA shows to a process, each with a random generator. The process uses one of them."""
 
     count: int
-    used: int = 0
+    current: int = 0
     generators: list[torch.Generator] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.generators = [torch.Generator().manual_seed(number) for number in range(self.count)]
+        self.generators = [torch.Generator().manual_seed(device_index) for device_index in range(self.count)]
 
-    def index(self, device: object) -> int:
-        return device if isinstance(device, int) else torch.device(str(device)).index or self.used
+    def get_index(self, device: object) -> int:
+        return device if isinstance(device, int) else torch.device(str(device)).index or self.current
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: self.count)
         monkeypatch.setattr(
-            torch.cuda, "get_rng_state", lambda device="cuda": self.generators[self.index(device)].get_state()
+            torch.cuda, "get_rng_state", lambda device="cuda": self.generators[self.get_index(device)].get_state()
         )
         monkeypatch.setattr(
             torch.cuda,
             "set_rng_state",
-            lambda state, device="cuda": self.generators[self.index(device)].set_state(state),
+            lambda state, device="cuda": self.generators[self.get_index(device)].set_state(state),
         )
         monkeypatch.setattr(
-            torch.cuda, "get_rng_state_all", lambda: [torch.cuda.get_rng_state(number) for number in range(self.count)]
+            torch.cuda,
+            "get_rng_state_all",
+            lambda: [torch.cuda.get_rng_state(device_index) for device_index in range(self.count)],
         )
 
 
 def test_a_run_goes_on_where_fewer_gpus_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, after = VisibleGPUs(4, used=2), VisibleGPUs(1)
-    before.install(monkeypatch)
+    gpus_before, gpus_after = VisibleGPUs(4, current=2), VisibleGPUs(1)
+    gpus_before.install(monkeypatch)
     state = get_random_state()
-    expected = torch.rand(5, generator=before.generators[2])
-    after.install(monkeypatch)
+    expected = torch.rand(5, generator=gpus_before.generators[2])
+    gpus_after.install(monkeypatch)
     set_random_state(state)
-    assert torch.equal(torch.rand(5, generator=after.generators[0]), expected)
+    assert torch.equal(torch.rand(5, generator=gpus_after.generators[0]), expected)
 
 
 def test_a_run_goes_on_without_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +62,7 @@ def test_a_run_goes_on_without_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(torch.rand(5), expected)
 
 
-def draws() -> list[float]:
+def draw_numbers() -> list[float]:
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     return [random.random(), np.random.rand(), *(torch.rand(1, device=device).item() for device in devices)]
 
@@ -69,7 +71,7 @@ def draws() -> list[float]:
 def test_all_generators_draw_the_same_again(device: str) -> None:
     torch.zeros(1, device=device)
     state = get_random_state()
-    expected = draws()
-    assert draws() != expected
+    expected = draw_numbers()
+    assert draw_numbers() != expected
     set_random_state(state)
-    assert draws() == expected
+    assert draw_numbers() == expected

@@ -27,23 +27,23 @@ SETTINGS = (
 """An epoch has five micro-batches and three steps. Checkpoints are written every two steps and after epochs."""
 
 
-class Broken(BaseException):
-    """Not an Exception, so that no handler catches it, as none can catch a kill."""
+class Interruption(BaseException):
+    """Simulates a kill: it is not an Exception, so that no handler catches it."""
 
 
 @pytest.fixture(scope="module")
-def undisturbed(composed: Build, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def run_uninterrupted(composed: Build, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return a function that gives the folder of an uninterrupted run with some overrides."""
     folders: dict[tuple[str, ...], Path] = {}
 
-    def get(*overrides: str) -> Path:
+    def get_folder(*overrides: str) -> Path:
         if overrides not in folders:
             config = composed(*SMALL, *SETTINGS, f"run.root={tmp_path_factory.mktemp('undisturbed')}", *overrides)
             run(config)
             folders[overrides] = only_run(Path(config.run.root))
         return folders[overrides]
 
-    return get
+    return get_folder
 
 
 SMALL = ("task.limit_validation=16", "trainer.log_every_n_steps=1", "trainer.progress_bar=false",
@@ -51,64 +51,64 @@ SMALL = ("task.limit_validation=16", "trainer.log_every_n_steps=1", "trainer.pro
 
 
 @pytest.fixture
-def disturbed(small: Build, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """`disturbed(owner, name, count, *overrides)` interrupts a run at a function's count-th call, then resumes it."""
+def run_interrupted(small: Build, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """`run_interrupted(owner, name, count, *overrides)` stops a run at a function's count-th call and resumes it."""
 
-    def go(owner: Any, name: str, count: int, *overrides: str, config: Config | None = None) -> Path:
+    def run_twice(owner: Any, name: str, count: int, *overrides: str, config: Config | None = None) -> Path:
         config = config or small(*SETTINGS, *overrides)
         calls = 0
         original = getattr(owner, name)
 
-        def breaks(*arguments: Any, **named: Any) -> Any:
+        def interrupt_at_count(*arguments: Any, **options: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls == count:
-                raise Broken(name)
-            return original(*arguments, **named)
+                raise Interruption(name)
+            return original(*arguments, **options)
 
-        monkeypatch.setattr(owner, name, breaks)
-        with pytest.raises(Broken):
+        monkeypatch.setattr(owner, name, interrupt_at_count)
+        with pytest.raises(Interruption):
             run(config)
         monkeypatch.setattr(owner, name, original)
         run(config)
         return only_run(Path(config.run.root))
 
-    return go
+    return run_twice
 
 
 def test_a_resumed_run_began_when_it_was_first_started(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     config, calls = small(*SETTINGS), 0
     original = FineTuner.training_step
 
-    def breaks(*arguments: Any) -> Any:
+    def interrupt_at_eighth_call(*arguments: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 8:
-            raise Broken
+            raise Interruption
         return original(*arguments)
 
-    before = datetime.now(UTC).replace(microsecond=0)
-    monkeypatch.setattr(FineTuner, "training_step", breaks)
-    with pytest.raises(Broken):
+    test_start = datetime.now(UTC).replace(microsecond=0)
+    monkeypatch.setattr(FineTuner, "training_step", interrupt_at_eighth_call)
+    with pytest.raises(Interruption):
         run(config)
     monkeypatch.setattr(FineTuner, "training_step", original)
     [folder] = Path(config.run.root).glob("demo-*")
-    began = results.read_start_time(folder)
-    assert before <= datetime.fromisoformat(began) <= datetime.now(UTC)
+    start_time = results.read_start_time(folder)
+    assert test_start <= datetime.fromisoformat(start_time) <= datetime.now(UTC)
     assert results.read_start_time(folder.parent) is None
-    # As if it had been a year ago.
+    # Pretend that the run began in 2020.
     path = folder / results.CONFIG
-    path.write_text(path.read_text().replace(began, "2020-01-01T00:00:00+00:00", 1))
-    [unfinished] = load_runs(folder.parent).frame["began"]
-    assert unfinished == run(config).timing["began"] == "2020-01-01T00:00:00+00:00"
-    [finished] = load_runs(folder.parent).frame["began"]
-    assert finished == unfinished
-    # From the beginning again.
+    path.write_text(path.read_text().replace(start_time, "2020-01-01T00:00:00+00:00", 1))
+    [unfinished_start_time] = load_runs(folder.parent).frame["began"]
+    assert unfinished_start_time == run(config).timing["began"] == "2020-01-01T00:00:00+00:00"
+    [finished_start_time] = load_runs(folder.parent).frame["began"]
+    assert finished_start_time == unfinished_start_time
+    # With `overwrite` the run begins anew.
     config.run.overwrite = True
-    assert datetime.fromisoformat(run(config).timing["began"]) >= before
+    assert datetime.fromisoformat(run(config).timing["began"]) >= test_start
 
 
-PLACES = [
+INTERRUPTIONS = [
     pytest.param(FineTuner, "training_step", 7, id="mid-epoch, on a checkpoint"),
     pytest.param(FineTuner, "training_step", 5, id="last batch of an epoch", marks=pytest.mark.slow),
     pytest.param(FineTuner, "training_step", 9, id="second epoch, behind a checkpoint"),
@@ -129,9 +129,9 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize(("owner", "name", "count"), PLACES)
-def test_a_broken_run_goes_on_exactly(disturbed, undisturbed, owner, name, count):
-    assert_same(disturbed(owner, name, count), undisturbed())
+@pytest.mark.parametrize(("owner", "name", "count"), INTERRUPTIONS)
+def test_a_broken_run_goes_on_exactly(run_interrupted, run_uninterrupted, owner, name, count):
+    assert_same(run_interrupted(owner, name, count), run_uninterrupted())
 
 
 @pytest.mark.parametrize(
@@ -148,29 +148,29 @@ def test_a_broken_run_goes_on_exactly(disturbed, undisturbed, owner, name, count
     ],
     ids=" ".join,
 )
-def test_whatever_the_settings(disturbed, undisturbed, overrides):
-    """In the second epoch, behind a checkpoint within it; the other places are those above."""
-    assert_same(disturbed(FineTuner, "training_step", 9, *overrides), undisturbed(*overrides))
+def test_whatever_the_settings(run_interrupted, run_uninterrupted, overrides):
+    """The run is interrupted in the second epoch, after a checkpoint within it; `INTERRUPTIONS` has other places."""
+    assert_same(run_interrupted(FineTuner, "training_step", 9, *overrides), run_uninterrupted(*overrides))
 
 
-def test_between_two_refreshes_and_on_a_schedule(disturbed, undisturbed):
+def test_between_two_refreshes_and_on_a_schedule(run_interrupted, run_uninterrupted):
     """Steps 2 and 4 refresh within an epoch; the run breaks in step 5, behind a checkpoint with Sigma_S of step 4."""
     overrides = (
         "reg.refresh_every_n_steps=2", "reg.schedule=cosine", "reg.warmup=0.3", "trainer.checkpoint_every_n_steps=1",
         "reg.points=content", "reg.max_norm_ratio=1.000001",
     )  # fmt: skip
-    folder = undisturbed(*overrides)
-    assert_same(disturbed(FineTuner, "training_step", 10, *overrides), folder)
+    folder = run_uninterrupted(*overrides)
+    assert_same(run_interrupted(FineTuner, "training_step", 10, *overrides), folder)
     with (folder / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     weights = [float(row["train/lambda"]) for row in rows if row["train/lambda"]]
     assert weights == pytest.approx([weight_at(step, 9, 0.2, "cosine", 0.3) for step in range(9)], rel=1e-9)
-    left_out = [row["train/points_left_out"] for row in rows if row["train/loss"]]
+    left_out_counts = [row["train/points_left_out"] for row in rows if row["train/loss"]]
     # At the first step lambda is 0, and the penalty is not computed. The norms of a new model are nearly equal.
-    assert left_out[0] == ""
-    assert all(float(number) >= 0 for number in left_out[1:])
-    assert float(left_out[-1]) > 0
-    # Every epoch and every two steps, but once where both meet.
+    assert left_out_counts[0] == ""
+    assert all(float(count) >= 0 for count in left_out_counts[1:])
+    assert float(left_out_counts[-1]) > 0
+    # Sigma_S is refreshed every epoch and every two steps, and only once where both coincide.
     assert [row["step"] for row in rows if row["shrinkage/points"]] == ["0", "2", "3", "4", "6", "8"]
 
 
@@ -183,8 +183,8 @@ MID_EPOCH = (
 @pytest.mark.parametrize(
     "count", [2, pytest.param(8, marks=pytest.mark.slow), pytest.param(17, marks=pytest.mark.slow)]
 )
-def test_validations_within_an_epoch(disturbed, undisturbed, count):
-    assert_same(disturbed(FineTuner, "training_step", count, *MID_EPOCH), undisturbed(*MID_EPOCH))
+def test_validations_within_an_epoch(run_interrupted, run_uninterrupted, count):
+    assert_same(run_interrupted(FineTuner, "training_step", count, *MID_EPOCH), run_uninterrupted(*MID_EPOCH))
 
 
 ACROSS_EPOCHS = (
@@ -196,25 +196,25 @@ ACROSS_EPOCHS = (
 
 
 @pytest.mark.parametrize("count", [7, pytest.param(16, marks=pytest.mark.slow)])
-def test_validations_and_checkpoints_across_epochs(disturbed, undisturbed, count):
-    folder = undisturbed(*ACROSS_EPOCHS)
+def test_validations_and_checkpoints_across_epochs(run_interrupted, run_uninterrupted, count):
+    folder = run_uninterrupted(*ACROSS_EPOCHS)
     assert [(entry["epoch"], entry["step"]) for entry in results.read(folder).epochs] == [
         (1, 4),
         (2, 8),
         (3, 13),
         (3, 14),
     ]
-    assert_same(disturbed(FineTuner, "training_step", count, *ACROSS_EPOCHS), folder)
+    assert_same(run_interrupted(FineTuner, "training_step", count, *ACROSS_EPOCHS), folder)
 
 
 @pytest.mark.parametrize(
     ("interval", "steps"), [(4, [2, 4, 6]), (100, [6]), (10, [6])], ids=["within", "never", "on the last batch"]
 )
-def test_a_validation_follows_the_last_step(undisturbed, interval, steps):
+def test_a_validation_follows_the_last_step(run_uninterrupted, interval, steps):
     """Two epochs of five micro-batches and three steps."""
     settings = ("trainer.check_val_every_n_epoch=null", "trainer.max_epochs=2", "trainer.early_stopping=null")
     overrides = (f"trainer.val_check_interval={interval}", *settings)
-    assert [entry["step"] for entry in results.read(undisturbed(*overrides)).epochs] == steps
+    assert [entry["step"] for entry in results.read(run_uninterrupted(*overrides)).epochs] == steps
 
 
 OBSERVED = ("trainer.keep_models=log", "trainer.measure_every_n_steps=2", "trainer.measure_examples=6")
@@ -230,28 +230,28 @@ OBSERVED = ("trainer.keep_models=log", "trainer.measure_every_n_steps=2", "train
         pytest.param(probe, "measure_layers", 3, id="probe of step 4", marks=pytest.mark.slow),
     ],
 )
-def test_kept_models_and_probes_are_neither_lost_nor_doubled(disturbed, undisturbed, owner, name, count):
-    folder = disturbed(owner, name, count, *OBSERVED)
-    assert_same(folder, undisturbed(*OBSERVED))
+def test_kept_models_and_probes_are_neither_lost_nor_doubled(run_interrupted, run_uninterrupted, owner, name, count):
+    folder = run_interrupted(owner, name, count, *OBSERVED)
+    assert_same(folder, run_uninterrupted(*OBSERVED))
     assert sorted(path.name for path in (folder / "models").iterdir()) == [f"step-{n}" for n in (0, 1, 2, 4, 8, 9)]
-    assert [row["step"] for row in probed(folder)] == ["0", "2", "4", "6", "8", "9"]
+    assert [row["step"] for row in read_probe_rows(folder)] == ["0", "2", "4", "6", "8", "9"]
 
 
-def test_observing_does_not_change_the_training(undisturbed):
+def test_observing_does_not_change_the_training(run_uninterrupted):
     """With dropout, whose masks come from the global random generator."""
-    observed, plain = (outcome(undisturbed(*overrides)) for overrides in (OBSERVED, ()))
+    observed, unobserved = (outcome(run_uninterrupted(*overrides)) for overrides in (OBSERVED, ()))
     rows = [
         {name: value for name, value in row.items() if not name.startswith("geometry/")}
         for row in observed["metrics.csv"]
         if not row["geometry/layer_0/isoscore"]
     ]
-    assert rows == plain["metrics.csv"]
+    assert rows == unobserved["metrics.csv"]
     for part in ("model", "predictions", "geometry.json"):
-        assert observed[part] == plain[part]
-    assert observed["result.json"]["name"] == plain["result.json"]["name"]
+        assert observed[part] == unobserved[part]
+    assert observed["result.json"]["name"] == unobserved["result.json"]["name"]
 
 
-def probed(folder):
+def read_probe_rows(folder):
     with (folder / "metrics.csv").open(newline="") as file:
         return [row for row in csv.DictReader(file) if row["geometry/layer_0/isoscore"]]
 
@@ -271,21 +271,21 @@ def probed(folder):
 )
 def test_an_interrupted_run_cannot_be_observed_from_its_middle(small, monkeypatch, before, after, message):
     with monkeypatch.context() as patch:
-        patch.setattr(results, "write_predictions", lambda *arguments: breaks())
-        with pytest.raises(Broken):
+        patch.setattr(results, "write_predictions", lambda *arguments: interrupt())
+        with pytest.raises(Interruption):
             run(small(*SETTINGS, *before))
     with pytest.raises(UserError, match=message):
         run(small(*SETTINGS, *after))
     assert results.read(only_run(Path(small().run.root))).status == "failed"
 
 
-def breaks():
-    raise Broken
+def interrupt():
+    raise Interruption
 
 
-def test_arguments_of_lightning_trainer(undisturbed):
+def test_arguments_of_lightning_trainer(run_uninterrupted):
     """Ten batches, five steps, an epoch; a validation of eight examples every four batches and after the last step."""
-    folder = undisturbed(*MID_EPOCH)
+    folder = run_uninterrupted(*MID_EPOCH)
     record = results.read(folder)
     steps = [(entry["epoch"], entry["step"]) for entry in record.epochs]
     assert steps == [(1, 2), (1, 4), (2, 7), (2, 9), (3, 12), (3, 13)]
@@ -305,19 +305,19 @@ def test_arguments_of_lightning_trainer(undisturbed):
 )
 def test_when_checkpoints_are_written(small, monkeypatch, interval, steps):
     """After every epoch of three steps, and at the intervals in the settings."""
-    original, written = AtomicCheckpointIO.save_checkpoint, []
+    original, written_names = AtomicCheckpointIO.save_checkpoint, []
 
     def save(self, checkpoint, path, storage_options=None):
-        written.append(Path(path).name)
+        written_names.append(Path(path).name)
         original(self, checkpoint, path, storage_options)
 
     monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", save)
     run(small(*SETTINGS, *(f"trainer.checkpoint_every_{setting}" for setting in interval)))
-    assert [name for name in written if name.startswith("step")] == [f"step-{step}.ckpt" for step in steps]
+    assert [name for name in written_names if name.startswith("step")] == [f"step-{step}.ckpt" for step in steps]
 
 
-def test_a_run_that_had_stopped_early_stays_stopped(disturbed, undisturbed):
+def test_a_run_that_had_stopped_early_stays_stopped(run_interrupted, run_uninterrupted):
     overrides = ("trainer.early_stopping=1", "trainer.max_epochs=6", "optim.lr=1e-9")
-    folder = disturbed(models, "save", 1, *overrides)
+    folder = run_interrupted(models, "save", 1, *overrides)
     assert len(results.read(folder).epochs) == 2
-    assert_same(folder, undisturbed(*overrides))
+    assert_same(folder, run_uninterrupted(*overrides))

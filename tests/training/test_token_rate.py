@@ -1,4 +1,4 @@
-"""Tokens per second: the counted tokens, in one process and in two, and the estimate of the time to go."""
+"""Tokens per second: the number of tokens, in one process and in two, and the estimate of the remaining time."""
 
 import csv
 import os
@@ -28,7 +28,7 @@ class Clock:
         return self.seconds
 
 
-class Tokens(L.Callback):
+class TokenCounter(L.Callback):
     """Counts the tokens of each micro-batch."""
 
     def __init__(self):
@@ -38,14 +38,14 @@ class Tokens(L.Callback):
         self.values.append(sum(int(row.sum()) for row in batch["attention_mask"]))
 
 
-def logged_rates(monkeypatch):
-    values = []
+def record_logged_rates(monkeypatch):
+    rates = []
     monkeypatch.setattr(
         token_rate,
         "log_immediately",
-        lambda trainer, metrics: values.append((trainer.global_step, metrics[TOKENS_PER_SECOND_KEY])),
+        lambda trainer, metrics: rates.append((trainer.global_step, metrics[TOKENS_PER_SECOND_KEY])),
     )
-    return values
+    return rates
 
 
 def test_tokens_without_padding():
@@ -58,54 +58,54 @@ def test_tokens_without_padding():
 
 
 def test_rates_are_tokens_over_seconds(setting, monkeypatch):
-    """Two steps of two micro-batches between two rows. The clock advances at its readings only: start, log, log."""
-    rates, tokens = logged_rates(monkeypatch), Tokens()
+    """Two steps of two micro-batches lie between two rows. The clock advances at its readings only: start, row, row."""
+    rates, counter = record_logged_rates(monkeypatch), TokenCounter()
     monkeypatch.setattr(token_rate, "time", Clock())
     rate = TokenRate(max_steps=5)
-    fit = trainer(tokens, rate, accumulate_grad_batches=2, log_every_n_steps=2, max_steps=8)
-    fit.fit(setting.module(), setting.data(batch_size=8))
-    assert rates == [(1, sum(tokens.values[:4])), (3, sum(tokens.values[4:8])), (5, sum(tokens.values[8:12])),
-                     (7, sum(tokens.values[12:16]))]  # fmt: skip
+    lightning_trainer = trainer(counter, rate, accumulate_grad_batches=2, log_every_n_steps=2, max_steps=8)
+    lightning_trainer.fit(setting.module(), setting.data(batch_size=8))
+    assert rates == [(1, sum(counter.values[:4])), (3, sum(counter.values[4:8])), (5, sum(counter.values[8:12])),
+                     (7, sum(counter.values[12:16]))]  # fmt: skip
 
 
 def test_validations_take_no_time(setting, monkeypatch):
-    rates, tokens, clock = logged_rates(monkeypatch), Tokens(), Clock()
+    rates, counter, clock = record_logged_rates(monkeypatch), TokenCounter(), Clock()
     monkeypatch.setattr(token_rate, "time", clock)
 
-    class Slow(L.Callback):
+    class SlowValidation(L.Callback):
         def on_validation_batch_end(self, *arguments):
             clock.seconds += 1_000
 
     settings = {"limit_val_batches": 1.0, "val_check_interval": 1}
-    fit = trainer(tokens, TokenRate(), Slow(), log_every_n_steps=2, max_steps=4, **settings)
-    fit.fit(setting.module(), setting.data(batch_size=8))
-    # There are one and two validations between the rows, and each start and end of one reads the clock once.
-    assert rates[0] == (1, sum(tokens.values[:2]) / 2)
-    assert rates[1] == (3, sum(tokens.values[2:4]) / 3)
+    lightning_trainer = trainer(counter, TokenRate(), SlowValidation(), log_every_n_steps=2, max_steps=4, **settings)
+    lightning_trainer.fit(setting.module(), setting.data(batch_size=8))
+    # One validation precedes the first row and two lie between the rows; each reads the clock at its start and end.
+    assert rates[0] == (1, sum(counter.values[:2]) / 2)
+    assert rates[1] == (3, sum(counter.values[2:4]) / 3)
 
 
-def two_batches(rank, folder):
+def write_rate_of_two_batches(rank, folder):
     """Write the rate of a step of two micro-batches with 3 + 5 tokens on rank 0 and 4 + 6 on rank 1, in a second."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     token_rate.time = Clock()
     logger = SimpleNamespace(log_metrics=lambda metrics, step: torch.save(metrics, f"{folder}/{rank}.pt"))
-    fit = SimpleNamespace(
+    mock_trainer = SimpleNamespace(
         global_step=0, current_epoch=0, log_every_n_steps=1, estimated_stepping_batches=1, loggers=[logger]
     )
     rate = TokenRate()
-    rate.on_train_start(fit, None)
-    for tokens in (3, 5):
-        mask = (torch.arange(10) < tokens + rank).long()[None]
-        rate.on_train_batch_start(fit, None, {"input_ids": mask, "attention_mask": mask}, 0)
-    rate.on_before_optimizer_step(fit, None, None)
+    rate.on_train_start(mock_trainer, None)
+    for num_tokens in (3, 5):
+        mask = (torch.arange(10) < num_tokens + rank).long()[None]
+        rate.on_train_batch_start(mock_trainer, None, {"input_ids": mask, "attention_mask": mask}, 0)
+    rate.on_before_optimizer_step(mock_trainer, None, None)
     dist.barrier()
     # Skip the interpreter's shutdown, in which the remains of a process group may abort.
     os._exit(0)
 
 
 def test_two_processes_count_together(tmp_path):
-    run_in_processes(two_batches, (str(tmp_path),), 2)
+    run_in_processes(write_rate_of_two_batches, (str(tmp_path),), 2)
     for rank in range(2):
         assert torch.load(tmp_path / f"{rank}.pt") == {"epoch": 0, TOKENS_PER_SECOND_KEY: 18.0}
 
@@ -115,17 +115,19 @@ def test_time_to_go(setting, monkeypatch):
     assert estimate_remaining_seconds(elapsed_seconds=30, completed_steps=3, remaining_steps=4) == 40
     monkeypatch.setattr(token_rate, "time", Clock())
     rate = TokenRate(max_steps=10)
-    shown = []
+    shown_metrics = []
 
-    class Shown(L.Callback):
+    class ProgressRecorder(L.Callback):
         def on_train_batch_end(self, trainer, pl_module, *arguments):
-            shown.append(TrainingProgressBar(rate).get_metrics(trainer, pl_module))
+            shown_metrics.append(TrainingProgressBar(rate).get_metrics(trainer, pl_module))
 
-    trainer(rate, Shown(), log_every_n_steps=2, max_steps=3).fit(setting.module(), setting.data(batch_size=8))
-    assert "to go" not in shown[0]
+    trainer(rate, ProgressRecorder(), log_every_n_steps=2, max_steps=3).fit(
+        setting.module(), setting.data(batch_size=8)
+    )
+    assert "to go" not in shown_metrics[0]
     # Lightning's own limit of three steps is lower than that of the callback: one step, at one second a step.
-    assert (rate.remaining_time, shown[1]["to go"]) == ("0:00:01", "0:00:01")
-    assert shown[1]["tokens/s"] == f"{rate.tokens_per_second:,.0f}"
+    assert (rate.remaining_time, shown_metrics[1]["to go"]) == ("0:00:01", "0:00:01")
+    assert shown_metrics[1]["tokens/s"] == f"{rate.tokens_per_second:,.0f}"
 
 
 def test_a_run_logs_its_rate(small):
