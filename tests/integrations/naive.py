@@ -1,4 +1,4 @@
-"""What the integrations are compared with: small models, ragged examples, and losses and gradients by hand."""
+"""Small models, examples of unequal lengths, and naive losses and gradients that integrations are compared with."""
 
 import copy
 from typing import Any
@@ -21,14 +21,14 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 40,
     "max_position_embeddings": 32,
 }
-ENDS = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
+SPECIAL_IDS = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 BERT = {**SHAPE, **NO_DROPOUT, "pad_token_id": 0}
 GPT2: dict[str, Any] = {
-    "n_embd": 12, "n_layer": 2, "n_head": 2, "vocab_size": 40, "n_positions": 32, **ENDS
+    "n_embd": 12, "n_layer": 2, "n_head": 2, "vocab_size": 40, "n_positions": 32, **SPECIAL_IDS
 } | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)  # fmt: skip
 DISTILBERT = {"dim": 12, "n_layers": 2, "n_heads": 2, "hidden_dim": 16, "vocab_size": 40, "max_position_embeddings": 32}
-LLAMA = {**SHAPE, **ENDS, "num_key_value_heads": 1}
+LLAMA = {**SHAPE, **SPECIAL_IDS, "num_key_value_heads": 1}
 
 MODELS = {
     "bert classification": lambda: hf.BertForSequenceClassification(hf.BertConfig(**BERT)),
@@ -51,7 +51,7 @@ def make_model(name: str) -> hf.PreTrainedModel:
     return MODELS[name]().double()
 
 
-def classifier(name: str) -> hf.PreTrainedModel:
+def make_classifier(name: str) -> hf.PreTrainedModel:
     return make_model(f"{name} classification")
 
 
@@ -63,20 +63,20 @@ def make_sigma(dim: int = 12) -> Tensor:
 def make_examples(name: str, count: int = 64) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(3)
     examples = []
-    for number in range(count):
+    for index in range(count):
         length = int(torch.randint(3, 9, (), generator=generator))
         tokens = torch.randint(2, 40, (length,), generator=generator).tolist()
         example: dict[str, Any] = {"input_ids": tokens}
         if "question" in name:
-            example |= {"start_positions": number % 3, "end_positions": length - 1}
+            example |= {"start_positions": index % 3, "end_positions": length - 1}
         else:
-            example["labels"] = tokens if "language" in name else number % 2
+            example["labels"] = tokens if "language" in name else index % 2
         examples.append(example)
     return examples
 
 
 def collate(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Pads to the longest example."""
+    """Return a batch of the examples, padded to the longest one."""
     length = max(len(example["input_ids"]) for example in examples)
 
     def pad(rows: list[list[int]], value: int) -> Tensor:
@@ -132,9 +132,9 @@ def expected_gradient(
         steps: for each micro-step the batches of all processes, whose points are one cloud.
         weight: lambda.
         sigma: Sigma_S.
-        zeta: its weight.
-        factor: by what Trainer multiplies the mean.
-        num_items: tokens to predict in all batches, as Trainer counts them; for language models.
+        zeta: weight of Sigma_S.
+        factor: factor by which Trainer multiplies the mean.
+        num_items: number of tokens to predict in all batches, as Trainer counts them; for language models.
     """
     model = copy.deepcopy(model).train()
     model.zero_grad()
@@ -154,7 +154,7 @@ def expected_gradient(
         score = algorithm_1(torch.cat(points), sigma, zeta, torch.linalg.eigvalsh)
         total = total + weight * (1 - score) / len(steps)
     (factor * total).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def task_loss_and_points(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -163,12 +163,12 @@ def task_loss_and_points(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Te
     return output.loss, stack(output.hidden_states[1:], batch["attention_mask"])
 
 
-def penalty_of(points: Tensor, covariance: Tensor) -> Tensor:
+def compute_penalty(points: Tensor, covariance: Tensor) -> Tensor:
     """lambda (1 - IsoScore*), with the eigenvalues of Algorithm 1."""
     return WEIGHT * (1 - algorithm_1(points, covariance.double(), ZETA, torch.linalg.eigvalsh))
 
 
-def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+def compute_gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     named = dict(model.named_parameters())
     computed = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return {name: grad for name, grad in zip(named, computed, strict=True) if grad is not None}

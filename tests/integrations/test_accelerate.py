@@ -10,11 +10,11 @@ from tests.integrations.naive import (
     CLOSE,
     WEIGHT,
     ZETA,
-    classifier,
     collate,
-    gradients,
+    compute_gradients,
+    compute_penalty,
+    make_classifier,
     make_examples,
-    penalty_of,
     task_loss_and_points,
 )
 
@@ -26,26 +26,26 @@ BATCH_SIZE = 3
 def test_the_gradient_is_that_of_the_mean_over_micro_batches(accumulation):
     rows = make_examples("classification", BATCH_SIZE * accumulation)
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
-    model = classifier("gpt2")
+    model = make_classifier("gpt2")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(rows, BATCH_SIZE, collate_fn=collate)  # type: ignore[arg-type]
-    model, optimizer, prepared = accelerator.prepare(model, optimizer, loader)
+    model, optimizer, prepared_loader = accelerator.prepare(model, optimizer, loader)
     watch = istar.attach(model, istar.IStar(WEIGHT, ZETA))
     watch.refresh(loader)
 
-    steps = []
-    for batch in prepared:
+    gradients_by_step = []
+    for batch in prepared_loader:
         with accelerator.accumulate(model):
             accelerator.backward(model(**batch).loss + watch.loss())
             if accelerator.sync_gradients:
-                steps.append({name: each.grad.clone() for name, each in model.named_parameters()})
+                gradients_by_step.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
             optimizer.step()
             optimizer.zero_grad()
 
-    naive = classifier("gpt2")
+    naive_model = make_classifier("gpt2")
     losses = []
-    for first in range(0, len(rows), BATCH_SIZE):
-        task_loss, points = task_loss_and_points(naive, collate(rows[first : first + BATCH_SIZE]))
-        losses.append(task_loss + penalty_of(points, watch.penalty.shrinkage_covariance))
-    [computed] = steps
-    assert_close(computed, gradients(naive, torch.stack(losses).mean()), **CLOSE)
+    for start in range(0, len(rows), BATCH_SIZE):
+        task_loss, points = task_loss_and_points(naive_model, collate(rows[start : start + BATCH_SIZE]))
+        losses.append(task_loss + compute_penalty(points, watch.penalty.shrinkage_covariance))
+    [actual] = gradients_by_step
+    assert_close(actual, compute_gradients(naive_model, torch.stack(losses).mean()), **CLOSE)

@@ -14,11 +14,13 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 IMPORT = re.compile(r"^(?:import|from) ([\w.]+)", re.MULTILINE)
 
 
-def sections() -> dict[str, list[str]]:
-    """The blocks under each heading."""
-    parts = re.split(r"^## (.+)$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    blocks = {title: BLOCK.findall(text) for title, text in zip(parts[1::2], parts[2::2], strict=True)}
-    return {title: each for title, each in blocks.items() if each}
+def read_sections() -> dict[str, list[str]]:
+    """Return the Python blocks of each section of the page that has some."""
+    titles_and_texts = re.split(r"^## (.+)$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    blocks = {
+        title: BLOCK.findall(text) for title, text in zip(titles_and_texts[1::2], titles_and_texts[2::2], strict=True)
+    }
+    return {title: title_blocks for title, title_blocks in blocks.items() if title_blocks}
 
 
 def is_missing(module: str) -> bool:
@@ -30,16 +32,16 @@ def is_missing(module: str) -> bool:
 
 def test_the_page_has_blocks_for_every_library():
     assert {"A plain loop", "accelerate", "transformers", "trl", "sentence-transformers", "Lightning"} <= set(
-        sections()
+        read_sections()
     )
 
 
-# The page is about the penalty; what libraries say of themselves in so small a training is not at issue.
+# The page is about the penalty; warnings of libraries about so small a training do not matter.
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("title", sections())
+@pytest.mark.parametrize("title", read_sections())
 def test_each_section_runs(title, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    blocks = sections()[title]
+    blocks = read_sections()[title]
     missing = sorted({module for block in blocks for module in IMPORT.findall(block) if is_missing(module)})
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")

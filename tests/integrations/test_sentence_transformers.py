@@ -1,4 +1,4 @@
-"""The penalty beside losses of sentence-transformers: gradients against the formula, logs, Sigma_S and resuming."""
+"""The penalty with losses of sentence-transformers: gradients against the formula, logs, Sigma_S and resuming."""
 
 import os
 import random
@@ -27,7 +27,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling, Transfor
 
 import istar
 from istar.integrations.sentence_transformers import PenaltyLoss, RefreshCallback
-from tests.integrations.naive import BERT, CLOSE, WEIGHT, ZETA, gradients, penalty_of
+from tests.integrations.naive import BERT, CLOSE, WEIGHT, ZETA, compute_gradients, compute_penalty
 from tests.oracles import stack
 
 WORDS = list("abcdefghijklmnopqrstuvwxyz")
@@ -35,8 +35,8 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small BERT and its tokenizer, on disk."""
+def bert_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a small saved BERT and its tokenizer."""
     path = tmp_path_factory.mktemp("bert")
     torch.manual_seed(0)
     hf.BertModel(hf.BertConfig(**BERT)).save_pretrained(path)
@@ -44,20 +44,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def encoder(folder: Path) -> SentenceTransformer:
+def make_encoder(folder: Path) -> SentenceTransformer:
     modules = [Transformer(str(folder)), Pooling(12)]
     return SentenceTransformer(modules=modules, device="cpu").double()
 
 
-def pairs(number: int, with_labels: bool = False) -> Dataset:
-    draw = random.Random(2)
-    texts = [[" ".join(draw.choices(WORDS, k=draw.randint(2, 6))) for _ in range(number)] for _ in range(2)]
+def make_pairs(num_pairs: int, with_labels: bool = False) -> Dataset:
+    generator = random.Random(2)
+    texts = [
+        [" ".join(generator.choices(WORDS, k=generator.randint(2, 6))) for _ in range(num_pairs)] for _ in range(2)
+    ]
     columns: dict[str, Any] = {"anchor": texts[0], "positive": texts[1]}
-    return Dataset.from_dict(columns | ({"label": [draw.random() for _ in range(number)]} if with_labels else {}))
+    return Dataset.from_dict(
+        columns | ({"label": [generator.random() for _ in range(num_pairs)]} if with_labels else {})
+    )
 
 
-class Recorded(nn.Module):
-    """Keeps what the trainer gives to a loss."""
+class RecordingLoss(nn.Module):
+    """A loss that records its arguments."""
 
     def __init__(self, model: SentenceTransformer, loss: nn.Module) -> None:
         super().__init__()
@@ -71,20 +75,22 @@ class Recorded(nn.Module):
         return self.loss(sentence_features, labels)
 
 
-class Gradients(hf.TrainerCallback):
+class GradientRecorder(hf.TrainerCallback):
+    """Records the gradients of the first optimizer step."""
+
     def __init__(self) -> None:
-        self.first: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        if not self.first:
+        if not self.gradients:
             named = model.named_parameters()
-            self.first = {name: each.grad.clone() for name, each in named if each.grad is not None}
+            self.gradients = {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
 
 
-def trainer(
+def make_trainer(
     folder: Path, model: SentenceTransformer, loss: nn.Module, data: Dataset, *callbacks: Any, **settings: Any
 ) -> SentenceTransformerTrainer:
-    chosen = {
+    defaults = {
         "per_device_train_batch_size": 4,
         "use_cpu": True,
         "report_to": "none",
@@ -93,17 +99,17 @@ def trainer(
         "dataloader_pin_memory": False,
         "logging_steps": 1,
     }
-    args = SentenceTransformerTrainingArguments(str(folder), **(chosen | settings))
+    args = SentenceTransformerTrainingArguments(str(folder), **(defaults | settings))
     return SentenceTransformerTrainer(model, args, train_dataset=data, loss=loss, callbacks=list(callbacks))
 
 
 def naive_loss(base: nn.Module, columns: list[dict[str, Tensor]], labels: Tensor | None) -> Tensor:
-    """Contrastive without labels, else the squared error of cosines; also the points of all columns."""
+    """Return the contrastive loss without labels, and the squared error of cosines with labels."""
     embeddings = []
     for column in columns:
         mask = column["attention_mask"][..., None].double()
         embeddings.append((base(**column).last_hidden_state * mask).sum(1) / mask.sum(1))
-    first, second = (nn.functional.normalize(each) for each in embeddings)
+    first, second = (nn.functional.normalize(embedding) for embedding in embeddings)
     if labels is None:
         return nn.functional.cross_entropy(20 * first @ second.T, torch.arange(len(first)))
     return (((first * second).sum(-1) - labels) ** 2).mean()
@@ -116,8 +122,8 @@ def naive_points(base: nn.Module, columns: list[dict[str, Tensor]], on: str) -> 
         if on == "tokens":
             clouds.append(stack(states[1:], mask))
         else:
-            weights = mask[..., None].double()
-            clouds.append((states[-1] * weights).sum(1) / weights.sum(1))
+            token_weights = mask[..., None].double()
+            clouds.append((states[-1] * token_weights).sum(1) / token_weights.sum(1))
     return torch.cat(clouds)
 
 
@@ -129,33 +135,40 @@ def naive_points(base: nn.Module, columns: list[dict[str, Tensor]], on: str) -> 
         ("CosineSimilarityLoss", "pooled", 4), ("CosineSimilarityLoss", "pooled", 1),
     ],
 )  # fmt: skip
-def test_the_gradient_is_that_of_the_mean_over_micro_batches(folder, tmp_path, kind, on, accumulation):
-    model, base = encoder(folder), hf.BertModel.from_pretrained(folder).double()
-    data = pairs(4 * accumulation, with_labels=kind == "CosineSimilarityLoss")
-    recorded = Recorded(model, getattr(losses, kind)(model))
-    loss = PenaltyLoss(model, recorded, istar.IStar(WEIGHT, ZETA), on)
-    kept = Gradients()
-    fitted = trainer(
-        tmp_path, model, loss, data, RefreshCallback(loss), kept, gradient_accumulation_steps=accumulation, max_steps=1
+def test_the_gradient_is_that_of_the_mean_over_micro_batches(bert_folder, tmp_path, kind, on, accumulation):
+    model, base = make_encoder(bert_folder), hf.BertModel.from_pretrained(bert_folder).double()
+    data = make_pairs(4 * accumulation, with_labels=kind == "CosineSimilarityLoss")
+    recording_loss = RecordingLoss(model, getattr(losses, kind)(model))
+    loss = PenaltyLoss(model, recording_loss, istar.IStar(WEIGHT, ZETA), on)
+    gradient_recorder = GradientRecorder()
+    trainer = make_trainer(
+        tmp_path,
+        model,
+        loss,
+        data,
+        RefreshCallback(loss),
+        gradient_recorder,
+        gradient_accumulation_steps=accumulation,
+        max_steps=1,
     )
-    fitted.train()
+    trainer.train()
 
     covariance = loss.penalty.shrinkage_covariance
-    points = torch.cat([naive_points(base, columns, on) for columns, _ in recorded.calls])
+    points = torch.cat([naive_points(base, columns, on) for columns, _ in recording_loss.calls])
     assert_close(covariance.double(), torch.cov(points.T), rtol=1e-4, atol=1e-6)
-    assert len(recorded.calls) == accumulation
+    assert len(recording_loss.calls) == accumulation
     expected_losses, expected_penalties = [], []
-    for columns, labels in recorded.calls:
+    for columns, labels in recording_loss.calls:
         expected_losses.append(naive_loss(base, columns, labels))
-        expected_penalties.append(penalty_of(naive_points(base, columns, on), covariance))
-    expected = gradients(base, (torch.stack(expected_losses) + torch.stack(expected_penalties)).mean())
-    computed = {name.removeprefix("0.model."): grad for name, grad in kept.first.items()}
-    assert_close(computed, expected, **CLOSE)
+        expected_penalties.append(compute_penalty(naive_points(base, columns, on), covariance))
+    expected = compute_gradients(base, (torch.stack(expected_losses) + torch.stack(expected_penalties)).mean())
+    actual = {name.removeprefix("0.model."): gradient for name, gradient in gradient_recorder.gradients.items()}
+    assert_close(actual, expected, **CLOSE)
 
-    logged = fitted.state.log_history[0]
-    assert logged["task_loss"] == pytest.approx(torch.stack(expected_losses).mean().item(), abs=1e-3)
-    assert logged["penalty"] == pytest.approx(torch.stack(expected_penalties).mean().item(), abs=1e-3)
-    assert logged["loss"] == pytest.approx(logged["task_loss"] + logged["penalty"], abs=1e-3)
+    first_log = trainer.state.log_history[0]
+    assert first_log["task_loss"] == pytest.approx(torch.stack(expected_losses).mean().item(), abs=1e-3)
+    assert first_log["penalty"] == pytest.approx(torch.stack(expected_penalties).mean().item(), abs=1e-3)
+    assert first_log["loss"] == pytest.approx(first_log["task_loss"] + first_log["penalty"], abs=1e-3)
     assert not model[0].model.config.output_hidden_states
 
 
@@ -164,84 +177,89 @@ def run_in_process(rank: int, port: int, folder: Path, data: Dataset, on: str) -
     warnings.simplefilter("ignore")
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in variables.items()}
-    model = encoder(folder)
-    recorded = Recorded(model, losses.CosineSimilarityLoss(model))
-    loss = PenaltyLoss(model, recorded, istar.IStar(WEIGHT, ZETA), on)
-    kept = Gradients()
+    model = make_encoder(folder)
+    recording_loss = RecordingLoss(model, losses.CosineSimilarityLoss(model))
+    loss = PenaltyLoss(model, recording_loss, istar.IStar(WEIGHT, ZETA), on)
+    gradient_recorder = GradientRecorder()
     settings = {"gradient_accumulation_steps": 2, "max_steps": 1, "ddp_backend": "gloo"}
     # The pooler of BERT has no gradient.
     settings["ddp_find_unused_parameters"] = True
-    trainer(folder / "output", model, loss, data, RefreshCallback(loss), kept, **settings).train()
-    torch.save((kept.first, recorded.calls, loss.penalty.shrinkage_covariance), folder / f"{rank}.pt")
+    make_trainer(folder / "output", model, loss, data, RefreshCallback(loss), gradient_recorder, **settings).train()
+    torch.save(
+        (gradient_recorder.gradients, recording_loss.calls, loss.penalty.shrinkage_covariance), folder / f"{rank}.pt"
+    )
 
 
 @pytest.mark.parametrize("on", ["tokens", "pooled"])
-def test_over_two_processes_the_penalty_is_that_of_one_cloud(folder, tmp_path, on):
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.start_processes(run_in_process, (port, tmp_path, pairs(16, with_labels=True), on), 2, start_method="fork")
+def test_over_two_processes_the_penalty_is_that_of_one_cloud(bert_folder, tmp_path, on):
+    shutil.copytree(bert_folder, tmp_path, dirs_exist_ok=True)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    mp.start_processes(run_in_process, (port, tmp_path, make_pairs(16, with_labels=True), on), 2, start_method="fork")
     outcomes = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
 
-    base = hf.BertModel.from_pretrained(folder).double()
+    base = hf.BertModel.from_pretrained(bert_folder).double()
     covariance = outcomes[0][2]
-    expected = []
+    expected_losses = []
     for step in range(2):
         parts = [calls[step] for _, calls, _ in outcomes]
         cloud = torch.cat([naive_points(base, columns, on) for columns, _ in parts])
         for columns, labels in parts:
-            expected.append(naive_loss(base, columns, labels) + penalty_of(cloud, covariance))
-    mean = gradients(base, torch.stack(expected).mean())
-    for computed, _, _ in outcomes:
-        named = {name.removeprefix("module.").removeprefix("0.model."): grad for name, grad in computed.items()}
-        assert_close({name: named[name] for name in mean}, mean, **CLOSE)
+            expected_losses.append(naive_loss(base, columns, labels) + compute_penalty(cloud, covariance))
+    expected_gradients = compute_gradients(base, torch.stack(expected_losses).mean())
+    for process_gradients, _, _ in outcomes:
+        actual = {
+            name.removeprefix("module.").removeprefix("0.model."): gradient
+            for name, gradient in process_gradients.items()
+        }
+        assert_close({name: actual[name] for name in expected_gradients}, expected_gradients, **CLOSE)
     assert torch.equal(covariance, outcomes[1][2])
 
 
 @pytest.mark.slow
-def test_a_resumed_training_ends_as_one_that_was_not_interrupted(folder, tmp_path):
-    # Checkpoints in the middle of an epoch, whose Sigma_S must be that of the epoch's beginning.
-    def fit(resume: Path | None = None) -> dict[str, Tensor]:
-        model = encoder(folder)
+def test_a_resumed_training_ends_as_one_that_was_not_interrupted(bert_folder, tmp_path):
+    # The checkpoints are in the middle of an epoch; their Sigma_S must be that of the beginning of the epoch.
+    def train(resume: Path | None = None) -> dict[str, Tensor]:
+        model = make_encoder(bert_folder)
         loss = PenaltyLoss(model, losses.MultipleNegativesRankingLoss(model), istar.IStar(WEIGHT, ZETA))
         settings = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-2}
-        fitted = trainer(tmp_path, model, loss, pairs(12), RefreshCallback(loss, num_points=60), **settings)
-        fitted.train(resume_from_checkpoint=None if resume is None else str(resume))
-        return {name: each.detach().clone() for name, each in model.named_parameters()}
+        trainer = make_trainer(tmp_path, model, loss, make_pairs(12), RefreshCallback(loss, num_points=60), **settings)
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
-    uninterrupted = fit()
+    uninterrupted = train()
     for step in (2, 3, 4):
-        assert_close(fit(tmp_path / f"checkpoint-{step}"), uninterrupted, rtol=0, atol=0)
+        assert_close(train(tmp_path / f"checkpoint-{step}"), uninterrupted, rtol=0, atol=0)
 
 
-def test_a_refresh_leaves_the_order_of_the_batches_alone(folder, tmp_path):
-    def batches(zeta: float) -> list[Any]:
-        model = encoder(folder)
-        recorded = Recorded(model, losses.MultipleNegativesRankingLoss(model))
-        loss = PenaltyLoss(model, recorded, istar.IStar(WEIGHT, zeta))
+def test_a_refresh_leaves_the_order_of_the_batches_alone(bert_folder, tmp_path):
+    def train_and_read_batches(zeta: float) -> list[Any]:
+        model = make_encoder(bert_folder)
+        recording_loss = RecordingLoss(model, losses.MultipleNegativesRankingLoss(model))
+        loss = PenaltyLoss(model, recording_loss, istar.IStar(WEIGHT, zeta))
         settings = {"num_train_epochs": 2, "batch_sampler": "no_duplicates"}
-        trainer(tmp_path, model, loss, pairs(12), RefreshCallback(loss), **settings).train()
-        return [[column["input_ids"].tolist() for column in columns] for columns, _ in recorded.calls]
+        make_trainer(tmp_path, model, loss, make_pairs(12), RefreshCallback(loss), **settings).train()
+        return [[column["input_ids"].tolist() for column in columns] for columns, _ in recording_loss.calls]
 
-    with_refresh = batches(ZETA)
+    with_refresh = train_and_read_batches(ZETA)
     assert len(with_refresh) == 6
-    assert with_refresh == batches(0)
+    assert with_refresh == train_and_read_batches(0)
 
 
-def test_in_evaluation_there_is_no_penalty_and_with_lambda_0_it_is_0(folder):
-    model = encoder(folder)
+def test_in_evaluation_there_is_no_penalty_and_with_lambda_0_it_is_0(bert_folder):
+    model = make_encoder(bert_folder)
     loss = PenaltyLoss(model, losses.MultipleNegativesRankingLoss(model), istar.CosReg(1.0))
     features = [model.preprocess(["a b", "c d e"]), model.preprocess(["f", "g h"])]
-    assert set(loss([dict(each) for each in features], None)) == {"task_loss", "penalty"}
+    assert set(loss([dict(column) for column in features], None)) == {"task_loss", "penalty"}
     with torch.no_grad():
-        assert set(loss([dict(each) for each in features], None)) == {"task_loss"}
+        assert set(loss([dict(column) for column in features], None)) == {"task_loss"}
     loss.penalty.weight = 0.0
-    assert "penalty" not in loss([dict(each) for each in features], None)
+    assert "penalty" not in loss([dict(column) for column in features], None)
 
 
-def test_losses_that_compute_embeddings_again_are_refused(folder):
-    model = encoder(folder)
+def test_losses_that_compute_embeddings_again_are_refused(bert_folder):
+    model = make_encoder(bert_folder)
     loss = PenaltyLoss(model, losses.CachedMultipleNegativesRankingLoss(model), istar.CosReg(1.0))
     features = [model.preprocess(["a b", "c d e"]), model.preprocess(["f", "g h"])]
     with pytest.raises(istar.UserError, match="CachedMultipleNegativesRankingLoss does not run the model with grad"):
@@ -253,11 +271,11 @@ def test_losses_that_compute_embeddings_again_are_refused(folder):
 def test_a_real_encoder_is_penalized_on_tokens_and_on_embeddings(minilm):
     model = SentenceTransformer(str(minilm), device="cpu", local_files_only=True)
     features = [model.preprocess(["A cat sat.", "It rained."]), model.preprocess(["A cat.", "Rain fell in the night."])]
-    tokens = sum(int(each["attention_mask"].sum()) for each in features)
+    tokens = sum(int(column["attention_mask"].sum()) for column in features)
     for on, points in (("tokens", 6 * tokens), ("pooled", 4)):
         loss = PenaltyLoss(model, losses.MultipleNegativesRankingLoss(model), istar.IStar(-1.0, zeta=0), on)
-        components = loss([dict(each) for each in features], None)
+        components = loss([dict(column) for column in features], None)
         assert loss.penalty.last.points == points
         sum(components.values()).backward()
-        assert all(each.grad is not None for name, each in model.named_parameters() if "pooler" not in name)
+        assert all(parameter.grad is not None for name, parameter in model.named_parameters() if "pooler" not in name)
         model.zero_grad()

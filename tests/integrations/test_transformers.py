@@ -1,4 +1,4 @@
-"""The penalty in transformers' `Trainer`: gradients against those computed by hand, and all that surrounds a step."""
+"""The penalty in transformers' `Trainer`: gradients against naive ones, refreshes, logs, checkpoints and errors."""
 
 import copy
 import functools
@@ -33,7 +33,7 @@ from tests.integrations.naive import (
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning"),
-    # peft's call.
+    # The call is in peft.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:`enable_input_require_grads` is deprecated:FutureWarning"),
 ]
@@ -50,7 +50,7 @@ def make_penalty(weight=WEIGHT, **arguments):
 
 
 class Recorder(PenaltyMixin, Trainer):
-    """Keeps the batches that it trains on, and the number of items of a step."""
+    """Records the batches that it trains on, and the number of items of a step."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -102,8 +102,10 @@ def loss_by_batch(outputs, labels, num_items_in_batch=None):
     return task_loss(outputs, {"labels": labels})
 
 
-def step_and_expected(name, folder, accumulation, factor, trainer_class=Recorder, arguments=None, **trainer_arguments):
-    """The parameters' change in one step, what it should be, and the latter without a penalty."""
+def train_step_and_expected(
+    name, folder, accumulation, factor, trainer_class=Recorder, arguments=None, **trainer_arguments
+):
+    """Return the changes of the parameters in one step, the expected ones, and those expected without a penalty."""
     model, processes = make_model(name), int(os.environ.get("WORLD_SIZE", 1))
     trainer = trainer_class(
         model=model,
@@ -114,31 +116,35 @@ def step_and_expected(name, folder, accumulation, factor, trainer_class=Recorder
         refresh=None,
         **trainer_arguments,
     )
-    before = copy.deepcopy(model)
+    initial_model = copy.deepcopy(model)
     trainer.train()
     assert len(trainer.batches) == accumulation
     batches = [[batch] for batch in trainer.batches]
     if processes > 1:
-        gathered = [None] * processes
-        dist.all_gather_object(gathered, trainer.batches)
-        batches = [list(step) for step in zip(*gathered, strict=True)]
+        batches_by_process = [None] * processes
+        dist.all_gather_object(batches_by_process, trainer.batches)
+        batches = [list(step) for step in zip(*batches_by_process, strict=True)]
     changes = {
-        name: old.detach() - new.detach()
-        for (name, old), new in zip(before.named_parameters(), model.parameters(), strict=True)
+        name: old_parameter.detach() - new_parameter.detach()
+        for (name, old_parameter), new_parameter in zip(
+            initial_model.named_parameters(), model.parameters(), strict=True
+        )
     }
-    expected = expected_gradient(before, batches, WEIGHT, make_sigma(), ZETA, factor, trainer.num_items)
-    without = expected_gradient(before, batches, 0.0, make_sigma(), ZETA, factor, trainer.num_items)
-    return changes, expected, without
+    expected = expected_gradient(initial_model, batches, WEIGHT, make_sigma(), ZETA, factor, trainer.num_items)
+    expected_without_penalty = expected_gradient(
+        initial_model, batches, 0.0, make_sigma(), ZETA, factor, trainer.num_items
+    )
+    return changes, expected, expected_without_penalty
 
 
-def check(changes, expected, without):
+def check_changes(changes, expected, expected_without_penalty):
     assert_close({name: changes[name] for name in expected}, expected, **CLOSE)
     assert all(not change.any() for name, change in changes.items() if name not in expected)
-    assert sum((expected[name] - without[name]).norm() for name in expected) > 1e-2
+    assert sum((expected[name] - expected_without_penalty[name]).norm() for name in expected) > 1e-2
 
 
-# By what Trainer multiplies the mean task loss: by nothing, or by the number of micro-batches.
-MEAN = ("bert question answering", "gpt2 language model", "llama language model")
+# Models for which Trainer uses the mean task loss; it multiplies that of others by the number of micro-batches.
+NORMALIZED_BY_TRAINER = ("bert question answering", "gpt2 language model", "llama language model")
 
 
 @pytest.mark.parametrize(
@@ -166,8 +172,8 @@ def test_a_step_is_the_gradient_of_the_mean_of_task_loss_and_penalty(name, accum
         if checkpointing is None
         else {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": checkpointing}
     )
-    factor = 1 if name in MEAN else accumulation
-    check(*step_and_expected(name, tmp_path, accumulation, factor, arguments=arguments))
+    factor = 1 if name in NORMALIZED_BY_TRAINER else accumulation
+    check_changes(*train_step_and_expected(name, tmp_path, accumulation, factor, arguments=arguments))
 
 
 @pytest.mark.parametrize(
@@ -181,8 +187,10 @@ def test_a_step_is_the_gradient_of_the_mean_of_task_loss_and_penalty(name, accum
     ],
 )
 def test_losses_of_ones_own_are_scaled_as_the_trainer_scales_them(trainer_class, factor, loss_function, tmp_path):
-    check(
-        *step_and_expected("bert classification", tmp_path, 4, factor, trainer_class, compute_loss_func=loss_function)
+    check_changes(
+        *train_step_and_expected(
+            "bert classification", tmp_path, 4, factor, trainer_class, compute_loss_func=loss_function
+        )
     )
 
 
@@ -202,7 +210,7 @@ CASES = {
 }
 
 
-def work(rank, processes, port, folder):
+def run_worker(rank, processes, port, folder):
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),
@@ -219,14 +227,14 @@ def work(rank, processes, port, folder):
             name, trainer_class = "bert classification", RecorderOfMeans
         elif case == "not averaged":
             name, arguments = "bert classification", {"average_tokens_across_devices": False}
-        results[case, accumulation] = step_and_expected(
+        results[case, accumulation] = train_step_and_expected(
             name, f"{folder}/{rank}", accumulation, factor, trainer_class, arguments
         )
     results["state"] = refresh_and_save(f"{folder}/shared", sync=True)
     results["states"] = refresh_and_save(f"{folder}/apart", sync=False)
     torch.save(results, f"{folder}/{rank}.pt")
     dist.barrier()
-    # Not through the end of the interpreter, where what is left of a process group may abort.
+    # Skip the shutdown of the interpreter, in which the process group may abort.
     os._exit(0)
 
 
@@ -254,37 +262,40 @@ def results(request, tmp_path_factory):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    run_in_processes(work, (request.param, port, str(folder)), request.param)
+    run_in_processes(run_worker, (request.param, port, str(folder)), request.param)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(request.param)]
 
 
 def test_a_step_of_several_processes_has_one_penalty_per_micro_step_of_the_union(results):
     for case in CASES[len(results)]:
         for result in results:
-            check(*result[case[:2]])
+            check_changes(*result[case[:2]])
 
 
 def test_processes_share_one_shrinkage_covariance_and_file_or_have_one_each(results):
-    shared = [result["state"] for result in results]
-    apart = [result["states"] for result in results]
-    assert all(torch.equal(state[0], shared[0][0]) and state[1] == shared[0][1] for state in shared)
-    assert "istar_penalty.safetensors" in shared[0][2]
-    assert not torch.equal(apart[0][0], apart[1][0])
-    # The points of one process' penalty, in the mean.
-    assert apart[0][1] == pytest.approx(shared[0][1] / len(results), rel=1e-6)
-    assert {f"istar_penalty_rank{rank}.safetensors" for rank in range(len(results))} <= set(apart[0][2])
+    states_with_sync = [result["state"] for result in results]
+    states_without_sync = [result["states"] for result in results]
+    assert all(
+        torch.equal(state[0], states_with_sync[0][0]) and state[1] == states_with_sync[0][1]
+        for state in states_with_sync
+    )
+    assert "istar_penalty.safetensors" in states_with_sync[0][2]
+    assert not torch.equal(states_without_sync[0][0], states_without_sync[1][0])
+    # The mean number of points of the penalty of one process is logged.
+    assert states_without_sync[0][1] == pytest.approx(states_with_sync[0][1] / len(results), rel=1e-6)
+    assert {f"istar_penalty_rank{rank}.safetensors" for rank in range(len(results))} <= set(states_without_sync[0][2])
 
 
 # What surrounds a step --------------------------------------------------------------------------------------------
 
 
 class RandomCollator:
-    """Drops tokens at random, by every generator that a collator may use."""
+    """Replaces a token at random, with every generator that a collator may use."""
 
     def __call__(self, examples):
         batch = collate(examples)
-        number = int(torch.randint(2, 40, ())) + random.randrange(2) + np.random.randint(2)
-        batch["input_ids"][:, 1] = number % 40
+        token = int(torch.randint(2, 40, ())) + random.randrange(2) + np.random.randint(2)
+        batch["input_ids"][:, 1] = token % 40
         return batch
 
 
@@ -296,7 +307,7 @@ def make_bert(dropout=0.0):
 
 
 def make_trainer(folder, penalty, trainer_class=Recorder, model=None, **arguments):
-    names = (
+    penalty_argument_names = (
         "refresh",
         "num_points",
         "momentum",
@@ -308,7 +319,7 @@ def make_trainer(folder, penalty, trainer_class=Recorder, model=None, **argument
         "target",
         "rows",
     )
-    penalty_arguments = {name: arguments.pop(name) for name in names if name in arguments}
+    penalty_arguments = {name: arguments.pop(name) for name in penalty_argument_names if name in arguments}
     collator = arguments.pop("data_collator", RandomCollator())
     if trainer_class is not Trainer:
         penalty_arguments["penalty"] = penalty
@@ -322,20 +333,23 @@ def make_trainer(folder, penalty, trainer_class=Recorder, model=None, **argument
     )
 
 
-def parameters(trainer):
+def copy_parameters(trainer):
     return [parameter.detach().clone() for parameter in trainer.model.parameters()]
 
 
 @pytest.mark.parametrize("refresh", [None, "epoch", 1, 3])
 def test_a_penalty_of_weight_0_and_its_refreshes_change_nothing_bit_for_bit(refresh, tmp_path):
     arguments = {"max_steps": 7, "gradient_accumulation_steps": 2}
-    plain = make_trainer(tmp_path, None, Trainer, make_bert(0.2), **arguments)
-    plain.train()
+    trainer_without_penalty = make_trainer(tmp_path, None, Trainer, make_bert(0.2), **arguments)
+    trainer_without_penalty.train()
     trainer = make_trainer(
         tmp_path, make_penalty(0.0), Recorder, make_bert(0.2), refresh=refresh, num_points=60, **arguments
     )
     trainer.train()
-    assert all(torch.equal(*pair) for pair in zip(parameters(trainer), parameters(plain), strict=True))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(copy_parameters(trainer), copy_parameters(trainer_without_penalty), strict=True)
+    )
     assert "penalty" not in trainer.state.log_history[0]
 
 
@@ -346,12 +360,12 @@ def test_the_training_uses_the_same_batches_with_and_without_a_penalty(tmp_path)
         trainer.train()
         batches.append([batch["input_ids"] for batch in trainer.batches])
     assert len(batches[0]) == 24
-    for other in batches[1:]:
-        assert all(torch.equal(*pair) for pair in zip(other, batches[0], strict=True))
+    for other_batches in batches[1:]:
+        assert all(torch.equal(*pair) for pair in zip(other_batches, batches[0], strict=True))
 
 
-class Steps(TrainerCallback):
-    """The Sigma_S after each step."""
+class CovarianceRecorder(TrainerCallback):
+    """Records Sigma_S after each step."""
 
     def __init__(self, penalty):
         self.penalty, self.matrices = penalty, []
@@ -361,62 +375,62 @@ class Steps(TrainerCallback):
 
 
 def test_the_loader_of_the_training_stays_the_active_one_of_accelerate(tmp_path):
-    active = []
+    is_active = []
 
-    class Active(TrainerCallback):
+    class ActiveLoaderRecorder(TrainerCallback):
         def on_step_end(self, *args, train_dataloader=None, **kwargs):
-            active.append(trainer.accelerator.gradient_state.active_dataloader is train_dataloader)
+            is_active.append(trainer.accelerator.gradient_state.active_dataloader is train_dataloader)
 
     trainer = make_trainer(
-        tmp_path, istar.IStar(1.0, ZETA), refresh=2, num_points=60, max_steps=4, callbacks=[Active()]
+        tmp_path, istar.IStar(1.0, ZETA), refresh=2, num_points=60, max_steps=4, callbacks=[ActiveLoaderRecorder()]
     )
     trainer.train()
-    assert active == [True] * 4
+    assert is_active == [True] * 4
 
 
 @pytest.mark.parametrize(("refresh", "refreshed"), [("epoch", [0, 6]), (4, [0, 4, 8]), (1, list(range(12)))])
 def test_the_shrinkage_covariance_is_computed_before_each_epoch_or_every_n_steps(refresh, refreshed, tmp_path):
     penalty = istar.IStar(1.0, ZETA)
-    steps = Steps(penalty)
+    recorder = CovarianceRecorder(penalty)
     arguments = {"num_train_epochs": 2, "max_steps": -1, "gradient_accumulation_steps": 2, "num_points": 60}
-    make_trainer(tmp_path, penalty, refresh=refresh, callbacks=[steps], **arguments).train()
-    matrices = [None, *steps.matrices]
-    changed = [i for i in range(12) if matrices[i] is None or not torch.equal(matrices[i], matrices[i + 1])]
-    assert changed == refreshed
+    make_trainer(tmp_path, penalty, refresh=refresh, callbacks=[recorder], **arguments).train()
+    matrices = [None, *recorder.matrices]
+    refresh_steps = [i for i in range(12) if matrices[i] is None or not torch.equal(matrices[i], matrices[i + 1])]
+    assert refresh_steps == refreshed
 
 
 def test_the_first_shrinkage_covariance_is_that_of_the_data_under_the_trainers_autocast(tmp_path):
     penalty = istar.IStar(1.0, ZETA)
     model = make_bert()
-    before = copy.deepcopy(model)
+    initial_model = copy.deepcopy(model)
     trainer = make_trainer(tmp_path, penalty, model=model, bf16=True, num_points=None)
     trainer.data_collator = collate
     trainer.train()
     batches = [collate([example]) for example in trainer.train_dataset]
     with torch.autocast("cpu", torch.bfloat16):
-        expected = istar.shrinkage_covariance(before, batches)
-    exact = istar.shrinkage_covariance(before, batches)
+        expected = istar.shrinkage_covariance(initial_model, batches)
+    float32_covariance = istar.shrinkage_covariance(initial_model, batches)
     # Batches of other lengths round differently, by much less than bfloat16 does.
     error = (penalty.shrinkage_covariance - expected).norm()
-    assert error < 0.3 * (exact - expected).norm()
+    assert error < 0.3 * (float32_covariance - expected).norm()
 
 
 def test_logs_hold_the_means_of_the_terms_since_the_last_log(tmp_path):
     terms = []
 
-    class Keeper(Recorder):
+    class TermRecorder(Recorder):
         def compute_loss(self, *args, **kwargs):
             loss = super().compute_loss(*args, **kwargs)
             terms.append((*self.penalty.last[:4], loss.detach()))
             return loss
 
     penalty = istar.IStar(2.0, "auto")
-    trainer = make_trainer(tmp_path, penalty, Keeper, max_steps=4, logging_steps=2, gradient_accumulation_steps=2)
+    trainer = make_trainer(tmp_path, penalty, TermRecorder, max_steps=4, logging_steps=2, gradient_accumulation_steps=2)
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
     assert len(logs) == 2
-    for number, log in enumerate(logs):
-        value, score, points, zeta, loss = torch.tensor(terms[4 * number : 4 * number + 4]).mean(0).tolist()
+    for index, log in enumerate(logs):
+        value, score, points, zeta, loss = torch.tensor(terms[4 * index : 4 * index + 4]).mean(0).tolist()
         expected = {"penalty": 2.0 * value, "isoscore_star": score, "points": points, "zeta": zeta, "loss": 2 * loss}
         assert {name: log[name] for name in expected} == pytest.approx(expected, rel=1e-5)
         assert log["penalty"] == pytest.approx(2.0 * (1 - log["isoscore_star"]), rel=1e-5)
@@ -427,10 +441,10 @@ def test_evaluations_hold_no_penalty_and_predictions_no_hidden_states(tmp_path):
     trainer = make_trainer(tmp_path, make_penalty(1000.0), eval_strategy="steps", eval_steps=1, refresh=None)
     trainer.data_collator = collate
     trainer.train()
-    [logged] = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
-    plain = make_trainer(tmp_path, None, Trainer, trainer.model)
-    plain.data_collator = collate
-    assert logged == trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+    [logged_loss] = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+    trainer_without_penalty = make_trainer(tmp_path, None, Trainer, trainer.model)
+    trainer_without_penalty.data_collator = collate
+    assert logged_loss == trainer.evaluate()["eval_loss"] == trainer_without_penalty.evaluate()["eval_loss"]
     assert trainer.predict(trainer.eval_dataset).predictions.shape == (10, 2)
 
 
@@ -451,12 +465,12 @@ def test_a_schedule_sets_lambda_before_each_step(tmp_path):
     penalty = make_penalty()
     weights = []
 
-    class Weights(TrainerCallback):
+    class WeightRecorder(TrainerCallback):
         def on_step_end(self, *args, **kwargs):
             weights.append(penalty.weight)
 
     trainer = make_trainer(
-        tmp_path, penalty, max_steps=4, weight_schedule=lambda progress: -2 * progress, callbacks=[Weights()]
+        tmp_path, penalty, max_steps=4, weight_schedule=lambda progress: -2 * progress, callbacks=[WeightRecorder()]
     )
     trainer.train()
     assert weights == [0, -0.5, -1, -1.5]
@@ -476,16 +490,16 @@ class StopAt(TrainerCallback):
             raise StopError
 
 
-def num_hooks(model):
+def count_hooks(model):
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
 def test_hooks_are_on_the_trained_model_only_while_it_trains(tmp_path):
     trainer = make_trainer(tmp_path, make_penalty(), max_steps=3, callbacks=[StopAt(2)])
-    assert num_hooks(trainer.model) == 0
+    assert count_hooks(trainer.model) == 0
     with pytest.raises(StopError):
         trainer.train()
-    assert num_hooks(trainer.model) == 0
+    assert count_hooks(trainer.model) == 0
     models = []
     arguments = {"penalty": make_penalty(), "args": sgd_arguments(tmp_path), "data_collator": collate}
     trainer = PenaltyTrainer(
@@ -494,10 +508,10 @@ def test_hooks_are_on_the_trained_model_only_while_it_trains(tmp_path):
     trainer.train()
     assert trainer.model is models[-1]
     assert trainer.penalty.last is not None
-    assert num_hooks(trainer.model) == 0
+    assert count_hooks(trainer.model) == 0
 
 
-RESUMED = {
+RESUME_SETTINGS = {
     "max_steps": 14,
     "save_strategy": "steps",
     "save_steps": 2,
@@ -507,47 +521,47 @@ RESUMED = {
 
 
 def train_resumed(folder, refresh, momentum, stop=None, **arguments):
-    """Train with the settings of `RESUMED`, up to a step where training stops with a `StopError`."""
+    """Train with `RESUME_SETTINGS`, up to a step where training stops with a `StopError`."""
     trainer = make_trainer(
         folder, istar.IStar(2.0, ZETA), model=make_bert(0.1), refresh=refresh, momentum=momentum,
-        callbacks=[StopAt(stop)], data_collator=collate, **RESUMED,
+        callbacks=[StopAt(stop)], data_collator=collate, **RESUME_SETTINGS,
     )  # fmt: skip
     trainer.train(**arguments)
     return trainer
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """Return a function that gives the trainer after a training without an interruption."""
+def train_uninterrupted(tmp_path_factory):
+    """Return a function that returns the trainer after a training without an interruption."""
     return functools.cache(lambda *settings: train_resumed(tmp_path_factory.mktemp("whole"), *settings))
 
 
 @pytest.mark.parametrize(
     ("refresh", "momentum", "step"), [("epoch", 0.0, 4), ("epoch", 0.5, 6), ("epoch", 0.5, 8), (3, 0.0, 4), (3, 0.0, 6)]
 )
-def test_a_resumed_training_equals_one_without_an_interruption(whole, refresh, momentum, step, tmp_path):
+def test_a_resumed_training_equals_one_without_an_interruption(train_uninterrupted, refresh, momentum, step, tmp_path):
     """An epoch has 6 steps. Trainer itself resumes exactly only if the collator draws no random numbers."""
     with pytest.raises(StopError):
         train_resumed(tmp_path, refresh, momentum, step + 1)
     assert (tmp_path / f"checkpoint-{step}" / "istar_penalty.safetensors").exists()
     resumed = train_resumed(tmp_path, refresh, momentum, resume_from_checkpoint=True)
-    expected = whole(refresh, momentum)
-    assert_close(parameters(resumed), parameters(expected), rtol=0, atol=1e-7)
+    expected = train_uninterrupted(refresh, momentum)
+    assert_close(copy_parameters(resumed), copy_parameters(expected), rtol=0, atol=1e-7)
     sigmas = [trainer.penalty.shrinkage_covariance for trainer in (resumed, expected)]
     assert_close(*sigmas, rtol=1e-6, atol=1e-8)
 
 
 def test_sampled_rows_of_an_embedding_matrix_resume_exactly(tmp_path):
-    arguments = {"target": "input_embeddings", "rows": 9, "data_collator": collate, **RESUMED}
-    ended = []
+    arguments = {"target": "input_embeddings", "rows": 9, "data_collator": collate, **RESUME_SETTINGS}
+    final_parameters = []
     for folder, stop, resumes in (("whole", None, False), ("parts", 5, False), ("parts", None, True)):
         trainer = make_trainer(
             tmp_path / folder, istar.CosReg(2.0), model=make_bert(0.1), callbacks=[StopAt(stop)], **arguments
         )
         with nullcontext() if stop is None else pytest.raises(StopError):
             trainer.train(resume_from_checkpoint=resumes)
-        ended.append(parameters(trainer))
-    assert_close(ended[2], ended[0], rtol=0, atol=1e-7)
+        final_parameters.append(copy_parameters(trainer))
+    assert_close(final_parameters[2], final_parameters[0], rtol=0, atol=1e-7)
     assert any(log.get("points") == 9 for log in trainer.state.log_history)
     for path in (tmp_path / "parts").rglob("istar_penalty*"):
         path.unlink()
@@ -572,8 +586,13 @@ def test_a_checkpoint_without_the_penaltys_state_gives_one_warning(refresh, tmp_
     make_trainer(tmp_path, None, Trainer, max_steps=2, save_strategy="steps", save_steps=2).train()
     folder = str(tmp_path / "checkpoint-2")
     trainer = make_trainer(tmp_path, istar.IStar(2.0, ZETA), refresh=refresh, max_steps=3)
-    outcome = pytest.raises(UserError, match="shrinkage covariance is not set") if refresh is None else nullcontext()
-    with outcome, pytest.warns(UserWarning, match=r"istar_penalty.safetensors does not exist: the checkpoint has no"):
+    expectation = (
+        pytest.raises(UserError, match="shrinkage covariance is not set") if refresh is None else nullcontext()
+    )
+    with (
+        expectation,
+        pytest.warns(UserWarning, match=r"istar_penalty.safetensors does not exist: the checkpoint has no"),
+    ):
         trainer.train(resume_from_checkpoint=folder)
     assert (trainer.penalty.shrinkage_covariance is None) == (refresh is None)
 
@@ -597,7 +616,7 @@ def test_adapters_of_a_frozen_model_get_the_penaltys_gradient(checkpointing, tmp
     model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     if checkpointing is not None:
         model.enable_input_require_grads()
-    before = copy.deepcopy(model)
+    initial_model = copy.deepcopy(model)
     trainer = Recorder(
         model=model,
         args=sgd_arguments(
@@ -616,12 +635,14 @@ def test_adapters_of_a_frozen_model_get_the_penaltys_gradient(checkpointing, tmp
     )
     trainer.train()
     steps = [[batch] for batch in trainer.batches]
-    expected = expected_gradient(before, steps, WEIGHT, make_sigma(), ZETA, num_items=trainer.num_items)
+    expected = expected_gradient(initial_model, steps, WEIGHT, make_sigma(), ZETA, num_items=trainer.num_items)
     assert len(expected) == 4
-    new, old = dict(model.named_parameters()), dict(before.named_parameters())
+    new_parameters, old_parameters = dict(model.named_parameters()), dict(initial_model.named_parameters())
     for name, gradient in expected.items():
-        assert_close(old[name] - new[name], gradient, **CLOSE)
-    assert all(torch.equal(new[name], old[name]) for name in new if name not in expected)
+        assert_close(old_parameters[name] - new_parameters[name], gradient, **CLOSE)
+    assert all(
+        torch.equal(new_parameters[name], old_parameters[name]) for name in new_parameters if name not in expected
+    )
 
 
 @pytest.mark.parametrize("refresh", ["step", 0, -1, True, 1.5])

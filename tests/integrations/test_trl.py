@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 WEIGHT, ZETA = 3.0, 0.3
-WORDS = [f"w{number}" for number in range(36)]
+WORDS = [f"w{index}" for index in range(36)]
 
 
 class PenaltySFTTrainer(PenaltyMixin, trl.SFTTrainer):
@@ -42,7 +42,7 @@ class PenaltySFTTrainer(PenaltyMixin, trl.SFTTrainer):
 
 
 def make_tokenizer():
-    vocabulary = {word: number for number, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS])}
+    vocabulary = {word: index for index, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
@@ -54,16 +54,17 @@ def make_texts(count=16):
     generator = torch.Generator().manual_seed(4)
     lengths = torch.randint(3, 9, (count,), generator=generator).tolist()
     return [
-        {"text": " ".join(WORDS[i] for i in torch.randint(36, (n,), generator=generator).tolist())} for n in lengths
+        {"text": " ".join(WORDS[i] for i in torch.randint(36, (length,), generator=generator).tolist())}
+        for length in lengths
     ]
 
 
 def make_model(name):
     torch.manual_seed(5)
-    ends = {"bos_token_id": 1, "eos_token_id": 2}
+    special_ids = {"bos_token_id": 1, "eos_token_id": 2}
     if name == "gpt2":
-        return GPT2LMHeadModel(GPT2Config(**(GPT2 | ends))).double()
-    return LlamaForCausalLM(LlamaConfig(**(LLAMA | ends))).double()
+        return GPT2LMHeadModel(GPT2Config(**(GPT2 | special_ids))).double()
+    return LlamaForCausalLM(LlamaConfig(**(LLAMA | special_ids))).double()
 
 
 def make_trainer(folder, model, penalty, **arguments):
@@ -86,17 +87,19 @@ def make_penalty(weight=WEIGHT):
     return penalty
 
 
-def changes_by_training(trainer):
-    before = copy.deepcopy({name: p.detach() for name, p in trainer.model.named_parameters()})
+def train_and_compute_changes(trainer):
+    initial_parameters = copy.deepcopy(
+        {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}
+    )
     trainer.train()
-    return {name: before[name] - p.detach() for name, p in trainer.model.named_parameters()}
+    return {name: initial_parameters[name] - parameter.detach() for name, parameter in trainer.model.named_parameters()}
 
 
 @pytest.mark.parametrize(("name", "accumulation"), [("gpt2", 1), ("gpt2", 4), ("llama", 2)])
 def test_a_step_is_the_gradient_of_the_mean_of_task_loss_and_penalty(name, accumulation, tmp_path):
     arguments = {"gradient_accumulation_steps": accumulation, "per_device_train_batch_size": 4}
     trainer = make_trainer(tmp_path, make_model(name), make_penalty(), **arguments)
-    changes = changes_by_training(trainer)
+    changes = train_and_compute_changes(trainer)
     assert len(trainer.batches) == accumulation
     assert any((batch["attention_mask"] == 0).any() for batch in trainer.batches)
     keys = ("input_ids", "attention_mask", "labels")
@@ -104,8 +107,10 @@ def test_a_step_is_the_gradient_of_the_mean_of_task_loss_and_penalty(name, accum
     expected = expected_gradient(make_model(name), steps, WEIGHT, make_sigma(), ZETA, num_items=trainer.num_items)
     # The fused head computes the task loss in float32.
     assert_close({key: changes[key] for key in expected}, expected, rtol=1e-5, atol=1e-6)
-    without = expected_gradient(make_model(name), steps, 0.0, make_sigma(), ZETA, num_items=trainer.num_items)
-    assert sum((expected[key] - without[key]).norm() for key in expected) > 1e-2
+    expected_without_penalty = expected_gradient(
+        make_model(name), steps, 0.0, make_sigma(), ZETA, num_items=trainer.num_items
+    )
+    assert sum((expected[key] - expected_without_penalty[key]).norm() for key in expected) > 1e-2
     for batch, terms in zip(steps, trainer.terms, strict=True):
         assert_close(terms.value, 1 - naive_score(make_model(name), batch[0]), rtol=1e-9, atol=1e-9)
 
@@ -113,8 +118,8 @@ def test_a_step_is_the_gradient_of_the_mean_of_task_loss_and_penalty(name, accum
 def naive_score(model, batch):
     batch = {key: value for key, value in batch.items() if key != "labels"}
     states = model(**batch, output_hidden_states=True, use_cache=False).hidden_states[1:]
-    kept = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-    return algorithm_1(torch.cat([state[kept] for state in states]), make_sigma(), ZETA, torch.linalg.eigvalsh)
+    is_real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    return algorithm_1(torch.cat([state[is_real] for state in states]), make_sigma(), ZETA, torch.linalg.eigvalsh)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:trl")
@@ -128,7 +133,7 @@ def test_all_tokens_count_where_batches_have_no_padding(packing, tmp_path):
         packing=packing,
         max_length=16 if packing else None,
     )
-    changes = changes_by_training(trainer)
+    changes = train_and_compute_changes(trainer)
     [batch], [terms] = trainer.batches, trainer.terms
     assert "attention_mask" not in batch
     assert len(batch["input_ids"]) == 1
@@ -151,9 +156,9 @@ def test_the_penalty_is_refreshed_and_logged_and_evaluations_hold_none(tmp_path)
         learning_rate=1e-3,
     )
     trainer.train()
-    first = trainer.state.log_history[0]
-    assert first["penalty"] == pytest.approx(WEIGHT * (1 - first["isoscore_star"]), rel=1e-5)
-    assert first["loss"] == pytest.approx(4 + first["penalty"], rel=0.5)
+    first_log = trainer.state.log_history[0]
+    assert first_log["penalty"] == pytest.approx(WEIGHT * (1 - first_log["isoscore_star"]), rel=1e-5)
+    assert first_log["loss"] == pytest.approx(4 + first_log["penalty"], rel=0.5)
     [evaluation] = [log for log in trainer.state.log_history if "eval_loss" in log]
     assert evaluation["eval_loss"] < 4.5
     assert "eval_penalty" not in evaluation

@@ -20,8 +20,8 @@ def cloud(n=60, d=16, seed=0, dtype=torch.float64):
 
 def naive_kurtosis(row):
     mean = math.fsum(row) / len(row)
-    second = math.fsum((x - mean) ** 2 for x in row) / len(row)
-    return math.fsum((x - mean) ** 4 for x in row) / len(row) / second**2
+    variance = math.fsum((x - mean) ** 2 for x in row) / len(row)
+    return math.fsum((x - mean) ** 4 for x in row) / len(row) / variance**2
 
 
 @pytest.mark.parametrize("excess", [True, False])
@@ -31,23 +31,23 @@ def test_the_kurtosis_of_a_token_is_that_of_its_coordinates(excess):
     assert actual.shape == (6, 10)
     expected = scipy.stats.kurtosis(points.numpy(), axis=1, fisher=excess)
     np.testing.assert_allclose(actual.reshape(-1).numpy(), expected, rtol=1e-11, atol=1e-11)
-    naive = [naive_kurtosis(row) - 3 * excess for row in points.tolist()]
-    np.testing.assert_allclose(actual.reshape(-1).numpy(), naive, rtol=1e-11, atol=1e-11)
+    naive_values = [naive_kurtosis(row) - 3 * excess for row in points.tolist()]
+    np.testing.assert_allclose(actual.reshape(-1).numpy(), naive_values, rtol=1e-11, atol=1e-11)
 
 
 def test_limits_of_the_kurtosis_and_of_a_gaussian():
     d = 10
     assert token_kurtosis(torch.tensor([[7.0] + [1.0] * (d - 1)])).item() == pytest.approx(d - 5 + 1 / (d - 1))
     assert token_kurtosis(torch.tensor([[1.0, -1.0] * 5])).item() == pytest.approx(-2)
-    gaussian = TokenKurtosis(4096).update(torch.randn(200, 4096, generator=torch.Generator().manual_seed(0)))
+    gaussian_kurtosis = TokenKurtosis(4096).update(torch.randn(200, 4096, generator=torch.Generator().manual_seed(0)))
     # The expectation for a sample of d values is -6 / (d + 1).
-    assert gaussian.compute().average == pytest.approx(-6 / 4097, abs=0.02)
+    assert gaussian_kurtosis.compute().average == pytest.approx(-6 / 4097, abs=0.02)
 
 
 def test_the_kurtosis_of_a_token_changes_neither_with_its_scale_nor_with_a_shift():
     points = cloud()
-    for changed in (points * 1e200, points * 1e-200, points + 5, -points, points.flip(1)):
-        np.testing.assert_allclose(token_kurtosis(changed).numpy(), token_kurtosis(points).numpy(), rtol=1e-9)
+    for changed_points in (points * 1e200, points * 1e-200, points + 5, -points, points.flip(1)):
+        np.testing.assert_allclose(token_kurtosis(changed_points).numpy(), token_kurtosis(points).numpy(), rtol=1e-9)
 
 
 def test_tokens_of_equal_coordinates_have_no_kurtosis():
@@ -56,9 +56,9 @@ def test_tokens_of_equal_coordinates_have_no_kurtosis():
     summary = TokenKurtosis(16).update(points).compute()
     assert (summary.count, summary.constant) == (4, 3)
     assert summary.average == pytest.approx(token_kurtosis(points[:4]).mean().item(), rel=1e-12)
-    empty = TokenKurtosis(16).update(points[4:]).compute()
-    assert math.isnan(empty.average)
-    assert math.isnan(empty.largest)
+    summary_of_constants = TokenKurtosis(16).update(points[4:]).compute()
+    assert math.isnan(summary_of_constants.average)
+    assert math.isnan(summary_of_constants.largest)
     assert token_kurtosis(points[:0]).shape == (0,)
 
 
@@ -83,78 +83,85 @@ def test_narrow_tokens_are_measured_in_float64(dtype):
     assert summary.average == pytest.approx(expected.mean(), rel=1e-12)
 
 
-def massive_cloud(n=70, d=12, seed=0, dtype=torch.float64):
-    """Tokens with a median magnitude of about 0.07 and, at some positions, magnitudes from 60 to 400."""
+def make_massive_cloud(n=70, d=12, seed=0, dtype=torch.float64):
+    """Return tokens with a median magnitude of about 0.07 and some magnitudes from 60 to 400."""
     generator = torch.Generator().manual_seed(seed)
     points = 0.1 * torch.randn(n, d, generator=generator, dtype=torch.float64)
-    for number, (row, column) in enumerate([(0, 3), (7, 3), (7, 8), (20, 3), (33, 1), (50, 3), (69, 8)]):
-        points[row, column] = (-1) ** number * (60 + 55 * number)
+    for index, (row, column) in enumerate([(0, 3), (7, 3), (7, 8), (20, 3), (33, 1), (50, 3), (69, 8)]):
+        points[row, column] = (-1) ** index * (60 + 55 * index)
     return points.to(dtype)
 
 
-def places(n=70):
-    """Token ids and positions in sequences of 10."""
+def make_tokens_and_positions(n=70):
+    """Return token IDs and positions in sequences of 10."""
     return (torch.arange(n) * 37) % 101, torch.arange(n) % 10
 
 
-def naive_massive(points, minimum, ratio):
-    """Every coordinate by itself: values, dimensions, tokens and positions in descending order of magnitude."""
-    tokens, positions = places(len(points))
+def find_massive_naively(points, minimum, ratio):
+    """Return the median magnitude and (value, dimension, token, position) of massive coordinates, largest first."""
+    tokens, positions = make_tokens_and_positions(len(points))
     magnitudes = sorted(abs(x) for row in points.tolist() for x in row)
     median = magnitudes[(len(magnitudes) - 1) // 2]
-    found = [
+    massive = [
         (x, j, tokens[i].item(), positions[i].item())
         for i, row in enumerate(points.tolist())
         for j, x in enumerate(row)
         if abs(x) > minimum and abs(x) > ratio * median
     ]
-    return median, sorted(found, key=lambda item: (-abs(item[0]), *item[1:], item[0]))
+    return median, sorted(massive, key=lambda activation: (-abs(activation[0]), *activation[1:], activation[0]))
 
 
 @pytest.mark.parametrize("limits", [(100.0, 1000.0), (10.0, 2000.0), (0.0, 3.0), (70.0, 0.0)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_massive_activations_are_those_of_a_naive_search(dtype, limits):
-    points = massive_cloud(dtype=dtype)
-    summary = MassiveActivations(12, 1000, *limits).update(points, *places()).compute()
+    points = make_massive_cloud(dtype=dtype)
+    summary = MassiveActivations(12, 1000, *limits).update(points, *make_tokens_and_positions()).compute()
     # Exact for magnitudes of 8 significant bits, to which those of wider points are rounded down.
     bits = points.double().abs().numpy().astype(np.float32).view(np.uint32) & 0xFFFF0000
     rounded = torch.from_numpy(bits.view(np.float32).astype(np.float64)) * points.double().sign()
-    median, found = naive_massive(rounded, *limits)
+    median, expected = find_massive_naively(rounded, *limits)
     assert summary.median == median
     assert summary.tokens == 70
-    assert summary.count == len(found) == len(summary.top)
-    assert {item[1:] for item in found} == {tuple(item[1:]) for item in summary.top}
+    assert summary.count == len(expected) == len(summary.top)
+    assert {activation[1:] for activation in expected} == {tuple(activation[1:]) for activation in summary.top}
     assert summary.threshold == pytest.approx(max(limits[0], limits[1] * median))
-    assert [item.value for item in summary.top] == [
-        points.double()[(places()[0] == item.token) & (places()[1] == item.position)][0, item.dimension]
-        for item in summary.top
+    assert [activation.value for activation in summary.top] == [
+        points.double()[
+            (make_tokens_and_positions()[0] == activation.token)
+            & (make_tokens_and_positions()[1] == activation.position)
+        ][0, activation.dimension]
+        for activation in summary.top
     ]
     if dtype == torch.bfloat16:
-        assert [tuple(item) for item in summary.top] == found
+        assert [tuple(activation) for activation in summary.top] == expected
 
 
 def test_the_rounded_median_is_that_of_numpy_within_its_resolution():
-    points = massive_cloud(71)
-    summary = MassiveActivations(12).update(points, *places(71)).compute()
+    points = make_massive_cloud(71)
+    summary = MassiveActivations(12).update(points, *make_tokens_and_positions(71)).compute()
     magnitudes = np.sort(np.abs(points.numpy()), axis=None)
-    exact = np.percentile(magnitudes, 50, method="lower")
-    assert exact * (1 - 1 / 128) < summary.median <= exact
+    exact_median = np.percentile(magnitudes, 50, method="lower")
+    assert exact_median * (1 - 1 / 128) < summary.median <= exact_median
     assert summary.largest_ratio == pytest.approx(magnitudes[-1] / summary.median)
     # 60 is below the absolute limit of 100.
     assert summary.count == 6
-    assert [abs(item.value) for item in summary.top] == [390, 335, 280, 225, 170, 115]
-    assert summary.top[0] == (390, 8, places()[0][69].item(), 9)
+    assert [abs(activation.value) for activation in summary.top] == [390, 335, 280, 225, 170, 115]
+    assert summary.top[0] == (390, 8, make_tokens_and_positions()[0][69].item(), 9)
 
 
 @pytest.mark.parametrize("block", [1, 35, 10_000])
 @pytest.mark.parametrize("capacity", [1, 3, 100])
 def test_order_blocks_batches_and_merges_change_no_massive_activation(monkeypatch, block, capacity):
-    points = massive_cloud()
+    points = make_massive_cloud()
     points[points.abs() > 200] = 300  # equal magnitudes, of which only some may be kept
     points[7, 3] = -300
-    expected = MassiveActivations(12, capacity).update(points, *places()).compute()
+    expected = MassiveActivations(12, capacity).update(points, *make_tokens_and_positions()).compute()
     order = torch.randperm(70, generator=torch.Generator().manual_seed(2))
-    shuffled, tokens, positions = points[order], places()[0][order], places()[1][order]
+    shuffled, tokens, positions = (
+        points[order],
+        make_tokens_and_positions()[0][order],
+        make_tokens_and_positions()[1][order],
+    )
     monkeypatch.setattr(rows, "BLOCK", block)
     streamed = MassiveActivations(12, capacity).merge(MassiveActivations(12, capacity))
     parts = [slice(30, 70), slice(0, 0), slice(0, 11), slice(11, 30)]
@@ -167,12 +174,20 @@ def test_order_blocks_batches_and_merges_change_no_massive_activation(monkeypatc
 
 
 def test_masked_tokens_have_no_massive_activations():
-    points = massive_cloud()
+    points = make_massive_cloud()
     mask = torch.arange(70) % 10 > 0
-    expected = MassiveActivations(12).update(points[mask], places()[0][mask], places()[1][mask]).compute()
+    expected = (
+        MassiveActivations(12)
+        .update(points[mask], make_tokens_and_positions()[0][mask], make_tokens_and_positions()[1][mask])
+        .compute()
+    )
     points[~mask] = math.nan
-    shaped = (points.reshape(7, 10, 12), *(values.reshape(7, 10) for values in places()), mask.reshape(7, 10))
-    assert MassiveActivations(12).update(*shaped).compute() == expected
+    masked_arguments = (
+        points.reshape(7, 10, 12),
+        *(values.reshape(7, 10) for values in make_tokens_and_positions()),
+        mask.reshape(7, 10),
+    )
+    assert MassiveActivations(12).update(*masked_arguments).compute() == expected
 
 
 @pytest.mark.parametrize(("values", "median"), [([1, 2, 3, 4], 2), ([4, 1, 3, 2, 9], 3), ([7], 7), ([0, 0, 5, 6], 0)])
@@ -185,16 +200,16 @@ def test_the_median_of_an_even_number_of_magnitudes_is_the_lower_one_in_the_midd
 def test_zeros_have_no_massive_activations():
     summary = MassiveActivations(2).update(torch.zeros(3, 2), torch.zeros(3).long(), torch.arange(3)).compute()
     assert (summary.count, summary.median, summary.largest_ratio, summary.top) == (0, 0, 0, ())
-    mostly = torch.zeros(3, 2)
-    mostly[0, 0] = 101
-    summary = MassiveActivations(2).update(mostly, torch.zeros(3).long(), torch.arange(3)).compute()
+    nearly_zero_points = torch.zeros(3, 2)
+    nearly_zero_points[0, 0] = 101
+    summary = MassiveActivations(2).update(nearly_zero_points, torch.zeros(3).long(), torch.arange(3)).compute()
     assert (summary.count, summary.largest_ratio) == (1, math.inf)
 
 
 WITH_NAN = cloud()
 WITH_NAN[2, 1] = math.nan
 IDS = torch.arange(60)
-WRONG = {
+INVALID_CALLS = {
     "kurtosis nan": (lambda: TokenKurtosis(16).update(WITH_NAN).compute(), NonFiniteError, "not finite"),
     "kurtosis infinite": (
         lambda: TokenKurtosis(16).update(WITH_NAN.nan_to_num(math.inf)).compute(),
@@ -226,7 +241,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("call", "error", "message"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("call", "error", "message"), INVALID_CALLS.values(), ids=INVALID_CALLS)
 def test_bad_input_is_refused_in_one_line(call, error, message):
     with pytest.raises(error, match=message) as caught:
         call()

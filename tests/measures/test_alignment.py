@@ -1,4 +1,4 @@
-"""CKA against the kernel matrices of the papers, against U-centered matrices, and what must not change it."""
+"""CKA against the kernel matrices of the papers and U-centered matrices, and its invariances."""
 
 import numpy as np
 import pytest
@@ -8,31 +8,31 @@ from istar.errors import NonFiniteError, UserError
 from istar.measures.alignment import Alignment, cka
 
 
-def pair(n=30, first=4, second=6, seed=0):
-    """Two representations that share half of their variance."""
+def make_representations(n=30, first_dim=4, second_dim=6, seed=0):
+    """Return two representations of the same points, with a common part."""
     generator = torch.Generator().manual_seed(seed)
-    shared = torch.randn(n, 3, generator=generator, dtype=torch.float64)
+    common_part = torch.randn(n, 3, generator=generator, dtype=torch.float64)
 
     def represent(dim):
         weights = torch.randn(3, dim, generator=generator, dtype=torch.float64)
-        return shared @ weights + torch.randn(n, dim, generator=generator, dtype=torch.float64) + 2
+        return common_part @ weights + torch.randn(n, dim, generator=generator, dtype=torch.float64) + 2
 
-    return represent(first), represent(second)
+    return represent(first_dim), represent(second_dim)
 
 
 def naive_hsic(xs, ys):
-    """Equation 5 of Song et al. (2012), with the kernel matrices."""
+    """Return the unbiased HSIC by equation 5 of Song et al. (2012), with the kernel matrices."""
     n = len(xs)
-    k, el = xs @ xs.T, ys @ ys.T
-    np.fill_diagonal(k, 0)
-    np.fill_diagonal(el, 0)
+    kernel_x, kernel_y = xs @ xs.T, ys @ ys.T
+    np.fill_diagonal(kernel_x, 0)
+    np.fill_diagonal(kernel_y, 0)
     ones = np.ones(n)
-    total = np.trace(k @ el) + (ones @ k @ ones) * (ones @ el @ ones) / ((n - 1) * (n - 2))
-    return (total - 2 / (n - 2) * (ones @ k @ el @ ones)) / (n * (n - 3))
+    total = np.trace(kernel_x @ kernel_y) + (ones @ kernel_x @ ones) * (ones @ kernel_y @ ones) / ((n - 1) * (n - 2))
+    return (total - 2 / (n - 2) * (ones @ kernel_x @ kernel_y @ ones)) / (n * (n - 3))
 
 
 def u_centered_product(xs, ys):
-    """The inner product of U-centered kernel matrices (Szekely and Rizzo, 2014), which equals the unbiased HSIC."""
+    """Return the product of U-centered kernel matrices (Szekely and Rizzo, 2014), which is the unbiased HSIC."""
 
     def center(points):
         n, kernel = len(points), points @ points.T
@@ -47,16 +47,16 @@ def u_centered_product(xs, ys):
 
 
 @pytest.mark.parametrize("hsic", [naive_hsic, u_centered_product])
-@pytest.mark.parametrize(("n", "first", "second"), [(4, 2, 3), (30, 4, 6), (10, 40, 20)])
-def test_it_is_the_papers(n, first, second, hsic):
-    xs, ys = pair(n, first, second)
+@pytest.mark.parametrize(("n", "first_dim", "second_dim"), [(4, 2, 3), (30, 4, 6), (10, 40, 20)])
+def test_it_is_the_papers(n, first_dim, second_dim, hsic):
+    xs, ys = make_representations(n, first_dim, second_dim)
     x, y = xs.numpy(), ys.numpy()
-    itself = hsic(x, x) * hsic(y, y)
-    assert cka(xs, ys) == pytest.approx(hsic(x, y) / np.sqrt(itself), rel=0, abs=1e-10)
+    product_of_norms = hsic(x, x) * hsic(y, y)
+    assert cka(xs, ys) == pytest.approx(hsic(x, y) / np.sqrt(product_of_norms), rel=0, abs=1e-10)
 
 
 def test_it_does_not_depend_on_rotation_translation_and_scale():
-    xs, ys = pair()
+    xs, ys = make_representations()
     rotation = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(5))).Q
     assert cka(7 * xs @ rotation - 300, ys / 100 + 1) == pytest.approx(cka(xs, ys), rel=0, abs=1e-9)
     assert cka(xs, ys) == pytest.approx(cka(ys, xs), rel=0, abs=1e-12)
@@ -74,20 +74,20 @@ def test_unrelated_representations_average_to_zero():
 
 
 def test_batches_and_merged_accumulators_are_the_whole():
-    xs, ys = pair(50)
+    xs, ys = make_representations(50)
     parts = [Alignment(4, 6), Alignment(4, 6)]
-    for number, (x, y) in enumerate(zip(xs.split(7), ys.split(7), strict=True)):
-        parts[number % 2].update(x, y)
+    for index, (x, y) in enumerate(zip(xs.split(7), ys.split(7), strict=True)):
+        parts[index % 2].update(x, y)
     assert parts[1].merge(parts[0]).compute() == pytest.approx(cka(xs, ys), rel=0, abs=1e-12)
 
 
 def test_a_distant_stream_keeps_seven_digits():
-    xs, ys = pair(50)
+    xs, ys = make_representations(50)
     assert Alignment(4, 6).update(xs + 100, ys - 100).compute() == pytest.approx(cka(xs, ys), rel=1e-7)
 
 
 def test_mask_and_narrow_dtypes():
-    xs, ys = pair(24)
+    xs, ys = make_representations(24)
     mask = torch.arange(24).reshape(4, 6) % 5 > 0
     padded = xs.masked_fill(~mask.reshape(-1, 1), 1e4)
     actual = Alignment(4, 6).update(padded.reshape(4, 6, 4), ys.reshape(4, 6, 6), mask).compute()
@@ -96,7 +96,7 @@ def test_mask_and_narrow_dtypes():
 
 
 def test_bad_input():
-    xs, ys = pair(10)
+    xs, ys = make_representations(10)
     with pytest.raises(UserError, match="3 points is not defined; expected at least 4"):
         cka(xs[:3], ys[:3])
     with pytest.raises(UserError, match="expected the same number of points"):

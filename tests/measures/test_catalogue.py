@@ -1,4 +1,4 @@
-"""The catalogue: every measure of the instrument once, and every public function that it names."""
+"""The catalogue names every measure that is computed exactly once, and its functions are public."""
 
 import dataclasses
 import importlib
@@ -22,7 +22,7 @@ TABLES = {"norm_by_position", "inter_sim_by_position", "norm_by_frequency", "int
 """Measures of a layer with a field of their own in `measures.json`, or a column and a field: `<column>_<field>`."""
 
 
-def names(subject):
+def measure_names(subject):
     return {measure.name for measure in MEASURES if measure.subject == subject}
 
 
@@ -33,7 +33,7 @@ def test_every_measure_of_a_layer_is_in_the_catalogue():
     sample = Sample(["layer"], 5, 0)
     sample.update([0], [30], torch.arange(30), {"layer": points})
     computed = {*layer.compute_measures(), *sample.compute_cosines("layer"), "two_nn", "two_nn_error"}
-    assert computed | TABLES == names("layers")
+    assert computed | TABLES == measure_names("layers")
     tables = {"by_position": layer.summarize_by_position(), "by_frequency": layer.summarize_by_frequency()}
     columns = {f"{column}_{field}" for field, table in tables.items() for column in table}
     assert columns & TABLES == TABLES - {"gride"}
@@ -42,8 +42,8 @@ def test_every_measure_of_a_layer_is_in_the_catalogue():
 
 def test_every_measure_of_a_matrix_and_of_the_final_norm_is_in_the_catalogue():
     matrix = torch.randn(9, 3, generator=torch.Generator().manual_seed(0))
-    assert names("matrices") == measure_matrix(matrix).keys() - SHAPE
-    assert names("final_norm") == {field.name for field in dataclasses.fields(LayerNormSummary)}
+    assert measure_names("matrices") == measure_matrix(matrix).keys() - SHAPE
+    assert measure_names("final_norm") == {field.name for field in dataclasses.fields(LayerNormSummary)}
 
 
 def test_no_measure_is_there_twice():
@@ -75,7 +75,7 @@ def test_rows_have_the_columns_asked_for():
     assert find_measure("average_norm", "matrices").subject == "matrices"
 
 
-WRONG = {
+INVALID_CALLS = {
     "name": (lambda: find_measure("inter_simm"), "no measure 'inter_simm'; did you mean inter_sim?"),
     "subject of a name": (lambda: find_measure("gain"), "layers have no measure 'gain'"),
     "subject": (lambda: catalogue_rows("layer"), "expected one of layers, matrices, final_norm"),
@@ -83,7 +83,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("call", "message"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("call", "message"), INVALID_CALLS.values(), ids=INVALID_CALLS)
 def test_unknown_names_are_refused_in_one_line(call, message):
     with pytest.raises(UserError) as caught:
         call()

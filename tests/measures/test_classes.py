@@ -16,8 +16,8 @@ from tests.oracles import steps_6_to_9
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
-def clusters(n=40, dim=5, classes=3, seed=0, shift=2.0):
-    """Points of classes of unequal sizes, with unequal variances, and their labels in random order."""
+def make_clusters(n=40, dim=5, classes=3, seed=0, shift=2.0):
+    """Return points of classes with unequal sizes and variances, in random order, and their labels."""
     generator = torch.Generator().manual_seed(seed)
     centers = shift * torch.randn(classes, dim, generator=generator, dtype=torch.float64)
     labels = torch.randint(0, classes, (n,), generator=generator)
@@ -26,7 +26,7 @@ def clusters(n=40, dim=5, classes=3, seed=0, shift=2.0):
 
 
 def naive_covariances(points, labels):
-    """W and B, point by point and class by class."""
+    """Return the covariances within and between classes, W and B, point by point and class by class."""
     points, labels = points.numpy(), labels.numpy()
     within = np.zeros((points.shape[1],) * 2)
     between = np.zeros_like(within)
@@ -41,21 +41,21 @@ def naive_covariances(points, labels):
 
 @pytest.mark.parametrize(("n", "dim", "classes"), [(40, 5, 3), (30, 2, 2), (24, 20, 4)])
 def test_covariances_are_those_of_naive_loops_and_of_linear_discriminant_analysis(n, dim, classes):
-    points, labels = clusters(n, dim, classes)
+    points, labels = make_clusters(n, dim, classes)
     moments = ClassMoments.of(points, labels)
     within, between = naive_covariances(points, labels)
     assert_close(moments.within_covariance().numpy(), within, **CLOSE)
     assert_close(moments.between_covariance().numpy(), between, **CLOSE)
     assert_close(moments.total_covariance().numpy(), np.cov(points.T.numpy(), ddof=0), **CLOSE)
-    present = len(labels.unique())
-    assert_close(moments.within_covariance(unbiased=True).numpy(), within * n / (n - present), **CLOSE)
+    num_present_classes = len(labels.unique())
+    assert_close(moments.within_covariance(unbiased=True).numpy(), within * n / (n - num_present_classes), **CLOSE)
     analysis = LinearDiscriminantAnalysis(solver="lsqr", store_covariance=True).fit(points.numpy(), labels.numpy())
     assert_close(moments.within_covariance().numpy(), analysis.covariance_, **CLOSE)
     assert_close(moments.mean, points.mean(0), **CLOSE)
 
 
 def test_the_measures_are_those_of_the_naive_covariances():
-    points, labels = clusters()
+    points, labels = make_clusters()
     within, between = (torch.from_numpy(matrix) for matrix in naive_covariances(points, labels))
     scores = class_isotropy(points, labels)
     # The paper's steps need eigenvalues that are not negative, and those of B are 0 up to rounding.
@@ -74,8 +74,8 @@ def test_the_isoscore_between_is_limited_by_the_rank_of_the_class_means(classes)
     assert torch.linalg.matrix_rank(moments.between_covariance()) == classes - 1
     assert moments.isoscore_between().item() == pytest.approx((classes - 2) / (dim - 1), abs=1e-12)
     assert moments.between_share() == 1
-    other, labels = clusters(60, dim, classes)
-    assert ClassMoments.of(other, labels).isoscore_between() <= (classes - 2) / (dim - 1) + 1e-12
+    random_points, labels = make_clusters(60, dim, classes)
+    assert ClassMoments.of(random_points, labels).isoscore_between() <= (classes - 2) / (dim - 1) + 1e-12
 
 
 def test_gaussian_clusters_have_their_true_values():
@@ -99,7 +99,7 @@ def test_gaussian_clusters_have_their_true_values():
 
 
 def test_a_single_class_is_the_whole_cloud():
-    points, _ = clusters()
+    points, _ = make_clusters()
     moments = ClassMoments.of(points, torch.zeros(len(points), dtype=torch.int64))
     assert_close(moments.isoscore_within(), isoscore(points), **CLOSE)
     assert_close(moments.within_covariance(unbiased=True), Moments.of(points).covariance(), **CLOSE)
@@ -107,21 +107,21 @@ def test_a_single_class_is_the_whole_cloud():
 
 
 def test_batches_in_any_order_and_merged_accumulators_are_the_whole():
-    points, labels = clusters()
+    points, labels = make_clusters()
     order = labels.argsort()  # the first batches lack some classes, and their largest label differs
     points, labels = points[order], labels[order]
     expected = ClassMoments.of(points, labels)
     batches = list(zip(points.split(7), labels.split(7), strict=True))
-    for chosen in (batches, batches[::-1]):
+    for ordered_batches in (batches, batches[::-1]):
         parts = [ClassMoments(5), ClassMoments(5)]
-        for number, (batch, batch_labels) in enumerate(chosen):
-            parts[number % 2].update(batch, batch_labels)
+        for index, (batch, batch_labels) in enumerate(ordered_batches):
+            parts[index % 2].update(batch, batch_labels)
         merged = parts[0].merge(parts[1])
         assert_close(merged.as_batch(), expected.as_batch(), **CLOSE)
 
 
 def test_they_do_not_depend_on_translation_rotation_scale_padding_and_names_of_classes():
-    points, labels = clusters()
+    points, labels = make_clusters()
     rotation = torch.linalg.qr(torch.randn(5, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)).Q
     expected = class_isotropy(points, labels)
     assert_close(class_isotropy(7 * points @ rotation + 100, labels), expected, rtol=1e-9, atol=1e-9)
@@ -134,51 +134,53 @@ def test_they_do_not_depend_on_translation_rotation_scale_padding_and_names_of_c
 
 
 def test_a_class_with_one_point_adds_nothing_within():
-    points, labels = clusters()
-    more = torch.cat([points, torch.full((1, 5), 50.0, dtype=torch.float64)])
-    more_labels = torch.cat([labels, torch.tensor([3])])
+    points, labels = make_clusters()
+    extended_points = torch.cat([points, torch.full((1, 5), 50.0, dtype=torch.float64)])
+    extended_labels = torch.cat([labels, torch.tensor([3])])
     covariance = ClassMoments.of(points, labels).within_covariance(unbiased=True)
-    assert_close(ClassMoments.of(more, more_labels).within_covariance(unbiased=True), covariance, **CLOSE)
+    assert_close(
+        ClassMoments.of(extended_points, extended_labels).within_covariance(unbiased=True), covariance, **CLOSE
+    )
 
 
 def test_means_far_from_the_origin_keep_their_digits():
-    points, labels = clusters(400)
+    points, labels = make_clusters(400)
     expected = class_isotropy(points, labels)
-    moved = (points + 1e4 * torch.linspace(1, 2, 5)).float()
-    actual = class_isotropy(moved, labels)
-    exact = class_isotropy(moved.double(), labels)
-    assert_close(actual, exact, rtol=1e-5, atol=1e-7)
+    shifted_points = (points + 1e4 * torch.linspace(1, 2, 5)).float()
+    actual = class_isotropy(shifted_points, labels)
+    float64_result = class_isotropy(shifted_points.double(), labels)
+    assert_close(actual, float64_result, rtol=1e-5, atol=1e-7)
     assert_close(actual.within, expected.within, rtol=1e-2, atol=0)
 
 
 def test_first_and_second_derivatives_are_those_of_finite_differences():
-    points, labels = clusters(8, 3)
+    points, labels = make_clusters(8, 3)
     batches = points.split(4)
 
-    def function(*parts):
-        halves = [class_means_and_scatter(part, labels[4 * i : 4 * i + 4], 3) for i, part in enumerate(parts)]
-        moments = merge_class_moments(halves)
+    def compute_statistics(*parts):
+        moments_of_parts = [class_means_and_scatter(part, labels[4 * i : 4 * i + 4], 3) for i, part in enumerate(parts)]
+        moments = merge_class_moments(moments_of_parts)
         return moments.isoscore_within(), moments.between_share(), moments.within_covariance(), moments.means
 
     inputs = [part.clone().requires_grad_() for part in batches]
-    assert torch.autograd.gradcheck(function, inputs)
-    assert torch.autograd.gradgradcheck(function, inputs)
+    assert torch.autograd.gradcheck(compute_statistics, inputs)
+    assert torch.autograd.gradgradcheck(compute_statistics, inputs)
 
 
 def test_products_in_bfloat16_are_near_those_in_float32():
-    points, labels = clusters(500, 6)
-    exact, coarse = (
+    points, labels = make_clusters(500, 6)
+    float32_moments, bfloat16_moments = (
         merge_class_moments([class_means_and_scatter(points.float(), labels, 3, dtype)])
         for dtype in (None, torch.bfloat16)
     )
-    assert not torch.equal(exact.scatter, coarse.scatter)
-    assert_close(coarse.isoscore_within(), exact.isoscore_within(), rtol=1e-2, atol=0)
-    assert torch.equal(coarse.means, exact.means)
+    assert not torch.equal(float32_moments.scatter, bfloat16_moments.scatter)
+    assert_close(bfloat16_moments.isoscore_within(), float32_moments.isoscore_within(), rtol=1e-2, atol=0)
+    assert torch.equal(bfloat16_moments.means, float32_moments.means)
 
 
 LABELS = torch.tensor([0, 1, 1])
 POINTS = torch.eye(3)
-WRONG = {
+INVALID_CALLS = {
     "labels of other shape": (lambda: class_isotropy(POINTS, LABELS[:2]), r"labels has shape \(2,\); expected \(3,\)"),
     "mask": (lambda: class_isotropy(POINTS, LABELS, LABELS[:2]), r"mask has shape \(2,\)"),
     "scores as labels": (lambda: class_isotropy(POINTS, LABELS.float()), "labels are torch.float32; expected"),
@@ -198,7 +200,7 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "message"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("call", "message"), INVALID_CALLS.values(), ids=INVALID_CALLS)
 def test_bad_input_is_refused_in_one_line(call, message):
     with pytest.raises(UserError, match=message) as error:
         call()
@@ -208,7 +210,7 @@ def test_bad_input_is_refused_in_one_line(call, message):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_points_that_are_not_finite_are_named(value):
     for row, column in itertools.product(range(2), range(2)):
-        points, labels = clusters(6, 2, 2)
+        points, labels = make_clusters(6, 2, 2)
         points[row, column] = value
         with pytest.raises(NonFiniteError, match="not finite"):
             class_isotropy(points, labels)

@@ -32,7 +32,7 @@ CLOSE = {"rtol": 1e-11, "atol": 1e-13}
 
 
 def cloud(n=40, d=6, seed=0, dtype=torch.float64):
-    """Dimension 1 is rogue: its mean is far larger than all deviations."""
+    """Return points with a rogue dimension, 1, whose mean is far larger than all deviations."""
     generator = torch.Generator().manual_seed(seed)
     points = torch.randn(n, d, generator=generator, dtype=torch.float64)
     points[:, 1] = 0.3 * points[:, 1] - 9
@@ -41,7 +41,7 @@ def cloud(n=40, d=6, seed=0, dtype=torch.float64):
 
 
 def naive_contributions(points):
-    """The contribution of each dimension to the cosine of each pair, pair by pair."""
+    """Return the mean contribution of each dimension to the cosines, pair by pair."""
     terms = [
         u * v / (math.sqrt(np.dot(u, u)) * math.sqrt(np.dot(v, v)))
         for i, u in enumerate(points)
@@ -67,8 +67,8 @@ def test_contributions_are_those_of_all_pairs_and_add_up_to_inter_sim():
 def test_contributions_in_closed_form():
     """Two orthogonal points share no dimension; equal points share each dimension as its squared coordinate."""
     assert cosine_contributions(torch.eye(2)).tolist() == [0, 0]
-    equal = torch.tensor([[3.0, 4.0]]).repeat(5, 1).double()
-    assert_close(cosine_contributions(equal), torch.tensor([9 / 25, 16 / 25], dtype=torch.float64))
+    equal_points = torch.tensor([[3.0, 4.0]]).repeat(5, 1).double()
+    assert_close(cosine_contributions(equal_points), torch.tensor([9 / 25, 16 / 25], dtype=torch.float64))
 
 
 def test_the_rogue_dimension_contributes_nearly_all():
@@ -91,10 +91,10 @@ def test_contributions_change_under_rotation_but_not_under_scaling_of_points():
 @pytest.mark.parametrize("dimensions", [[1], [4, 1], [], [0, 1, 2, 3, 4]])
 def test_the_cosine_without_dimensions_is_that_of_the_others(dimensions):
     points = cloud()
-    rest = np.delete(points.numpy(), dimensions, axis=1)
+    remaining_points = np.delete(points.numpy(), dimensions, axis=1)
     actual = cosine_without_dimensions(points, dimensions).item()
-    assert actual == pytest.approx(oracles.mean_pair_cosine(rest), rel=1e-11)
-    assert actual == pytest.approx(mean_off_diagonal(cosine_similarity(rest)), rel=1e-11)
+    assert actual == pytest.approx(oracles.mean_pair_cosine(remaining_points), rel=1e-11)
+    assert actual == pytest.approx(mean_off_diagonal(cosine_similarity(remaining_points)), rel=1e-11)
     assert cosine_without_dimensions(points, torch.tensor(dimensions, dtype=torch.int64)).item() == actual
 
 
@@ -112,8 +112,8 @@ def test_the_standardized_cosine_is_that_of_z_scores():
     scaled = StandardScaler().fit_transform(points.numpy())
     assert actual == pytest.approx(mean_off_diagonal(cosine_similarity(scaled)), rel=1e-9, abs=1e-13)
     # Scale and location of the dimensions do not matter.
-    changed = points * torch.arange(1, 7) + torch.arange(6)
-    assert standardized_cosine(changed).item() == pytest.approx(actual, rel=1e-8, abs=1e-12)
+    rescaled_points = points * torch.arange(1, 7) + torch.arange(6)
+    assert standardized_cosine(rescaled_points).item() == pytest.approx(actual, rel=1e-8, abs=1e-12)
 
 
 def test_constant_dimensions_are_left_out_of_z_scores():
@@ -126,14 +126,14 @@ def test_constant_dimensions_are_left_out_of_z_scores():
 def test_the_moments_of_a_first_pass_or_of_a_sample_serve_for_a_second():
     points = cloud()
     moments = DimensionMoments(6).update(points[30:]).update(points[:30])
-    second = StandardizedCosine(moments.mean, moments.deviation(0))
-    second.update(points[:11]).update(points[11:])
-    assert second.compute().item() == pytest.approx(standardized_cosine(points).item(), rel=1e-9, abs=1e-13)
+    second_pass = StandardizedCosine(moments.mean, moments.deviation(0))
+    second_pass.update(points[:11]).update(points[11:])
+    assert second_pass.compute().item() == pytest.approx(standardized_cosine(points).item(), rel=1e-9, abs=1e-13)
     sample = points[:10].numpy()
-    by_sample = (points.numpy() - sample.mean(0)) / sample.std(0)
+    standardized_points = (points.numpy() - sample.mean(0)) / sample.std(0)
     moments = DimensionMoments.of(points[:10])
     actual = StandardizedCosine(moments.mean, moments.deviation(0)).update(points).compute().item()
-    assert actual == pytest.approx(oracles.mean_pair_cosine(by_sample), rel=1e-10)
+    assert actual == pytest.approx(oracles.mean_pair_cosine(standardized_points), rel=1e-10)
 
 
 MAKERS = {
@@ -144,39 +144,45 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("block", [1, 35, 10_000])
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_blocks_batches_and_merges_change_nothing(monkeypatch, make, block):
+@pytest.mark.parametrize("make_sums", MAKERS.values(), ids=MAKERS)
+def test_blocks_batches_and_merges_change_nothing(monkeypatch, make_sums, block):
     points = cloud()
-    whole = make().update(points)
+    expected = make_sums().update(points)
     monkeypatch.setattr(rows, "BLOCK", block)
-    streamed = make().update(points[25:].reshape(5, 3, 6)).update(points[:0])
-    streamed.merge(make()).merge(make().update(points[:25]))
-    assert_close(streamed.compute(), whole.compute(), rtol=1e-12, atol=1e-14)
+    streamed = make_sums().update(points[25:].reshape(5, 3, 6)).update(points[:0])
+    streamed.merge(make_sums()).merge(make_sums().update(points[:25]))
+    assert_close(streamed.compute(), expected.compute(), rtol=1e-12, atol=1e-14)
     assert (streamed.count, streamed.zeros) == (40, 0)
-    if isinstance(whole, CosineContributions):
-        assert_close(streamed.contributions(), whole.contributions(), rtol=1e-12, atol=1e-14)
+    if isinstance(expected, CosineContributions):
+        assert_close(streamed.contributions(), expected.contributions(), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_narrow_points_are_summed_in_float64_and_masked_ones_left_out(make, dtype):
+@pytest.mark.parametrize("make_sums", MAKERS.values(), ids=MAKERS)
+def test_narrow_points_are_summed_in_float64_and_masked_ones_left_out(make_sums, dtype):
     points = cloud(dtype=dtype)
     mask = torch.arange(40) % 3 > 0
-    narrow = make().update(torch.where(mask[:, None], points, math.nan), mask)
-    wide = make().update(points[mask].double())
-    assert narrow.total.dtype == torch.float64
-    assert_close(narrow.compute(), wide.compute(), rtol=1e-14, atol=0)
+    narrow_sums = make_sums().update(torch.where(mask[:, None], points, math.nan), mask)
+    float64_sums = make_sums().update(points[mask].double())
+    assert narrow_sums.total.dtype == torch.float64
+    assert_close(narrow_sums.compute(), float64_sums.compute(), rtol=1e-14, atol=0)
 
 
 def test_intra_sim_is_adjusted_by_the_inter_sim_of_the_same_points():
     points, tokens = cloud(30), torch.arange(30) % 4
-    by_type = [oracles.mean_pair_cosine(points[tokens == token].numpy()) for token in range(4)]
-    expected = np.mean(by_type) - oracles.mean_pair_cosine(points.numpy())
+    cosine_by_type = [oracles.mean_pair_cosine(points[tokens == token].numpy()) for token in range(4)]
+    expected = np.mean(cosine_by_type) - oracles.mean_pair_cosine(points.numpy())
     assert adjusted_intra_sim(points, tokens).item() == pytest.approx(expected, rel=1e-10)
     similarities = cosine_similarity(points.numpy())
-    within = [mean_off_diagonal(similarities[np.ix_(tokens == token, tokens == token)]) for token in range(4)]
-    weighted = np.average(within, weights=tokens.bincount().numpy()) - mean_off_diagonal(similarities)
-    assert adjusted_intra_sim(points, tokens, average="occurrences").item() == pytest.approx(weighted, rel=1e-9)
+    sklearn_cosine_by_type = [
+        mean_off_diagonal(similarities[np.ix_(tokens == token, tokens == token)]) for token in range(4)
+    ]
+    expected_by_occurrences = np.average(sklearn_cosine_by_type, weights=tokens.bincount().numpy()) - mean_off_diagonal(
+        similarities
+    )
+    assert adjusted_intra_sim(points, tokens, average="occurrences").item() == pytest.approx(
+        expected_by_occurrences, rel=1e-9
+    )
     mask = torch.arange(30) < 25
     assert_close(adjusted_intra_sim(points, tokens, mask), adjusted_intra_sim(points[mask], tokens[mask]), **CLOSE)
     # One type: all pairs are pairs of the type.
@@ -188,7 +194,7 @@ POINTS = cloud()
 WITH_NAN = cloud()
 WITH_NAN[2, 1] = math.nan
 MEAN, DEVIATION = POINTS.mean(0), POINTS.std(0)
-WRONG = {
+INVALID_CALLS = {
     "one point": (lambda: cosine_contributions(POINTS[:1]), UserError, "1 points other than zero"),
     "zeros": (lambda: cosine_contributions(torch.zeros(3, 2)), UserError, "0 points other than zero"),
     "nan": (lambda: cosine_contributions(WITH_NAN), NonFiniteError, "not finite"),
@@ -220,7 +226,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("call", "error", "message"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("call", "error", "message"), INVALID_CALLS.values(), ids=INVALID_CALLS)
 def test_bad_input_is_refused_in_one_line(call, error, message):
     with pytest.raises(error, match=message) as caught:
         call()

@@ -1,4 +1,4 @@
-"""Average cosines against every pair by itself and against sklearn; streams, groups, and what must not change them."""
+"""Average cosines against a loop over pairs and against sklearn; streams, groups and invariances."""
 
 import math
 
@@ -46,7 +46,7 @@ def test_narrow_points_are_summed_in_float64(dtype):
 
 
 def exact_average(points):
-    """With the coordinates of the sum rounded once."""
+    """Return the average cosine from sums of coordinates that are rounded only once."""
     units = points.double().numpy()
     units = units / np.sqrt((units**2).sum(1, keepdims=True))
     total = [math.fsum(column) for column in units.T]
@@ -54,43 +54,43 @@ def exact_average(points):
     return (math.fsum(value**2 for value in total) - n) / (n * (n - 1))
 
 
-def stream(n, batch, dim=4):
+def stream_points(n, batch, dim=4):
     generator = torch.Generator().manual_seed(0)
     return (torch.randn(batch, dim, generator=generator) + 0.1 for _ in range(n // batch))
 
 
 def test_a_long_stream_keeps_its_digits():
     streamed = AverageCosine(4)
-    for points in stream(200_000, 500):
+    for points in stream_points(200_000, 500):
         streamed.update(points)
-    exact = exact_average(torch.cat(list(stream(200_000, 500))))
+    exact = exact_average(torch.cat(list(stream_points(200_000, 500))))
     assert abs(streamed.compute().item() - exact) < 1e-13
-    naive = torch.cat(list(stream(200_000, 500)))
-    naive = (naive / naive.norm(dim=1, keepdim=True)).cumsum(0)[-1]  # float32, one by one
-    assert abs(((naive.square().sum() - 200_000) / (200_000 * 199_999)).item() - exact) > 1e-10
+    float32_sums = torch.cat(list(stream_points(200_000, 500)))
+    float32_sums = (float32_sums / float32_sums.norm(dim=1, keepdim=True)).cumsum(0)[-1]  # float32, one by one
+    assert abs(((float32_sums.square().sum() - 200_000) / (200_000 * 199_999)).item() - exact) > 1e-10
 
 
 @pytest.mark.slow
 def test_ten_million_points_keep_nine_digits():
     streamed = AverageCosine(4)
-    for points in stream(10_000_000, 10_000):
+    for points in stream_points(10_000_000, 10_000):
         streamed.update(points)
-    exact = exact_average(torch.cat(list(stream(10_000_000, 10_000))))
+    exact = exact_average(torch.cat(list(stream_points(10_000_000, 10_000))))
     assert abs(streamed.compute().item() - exact) < 1e-9
 
 
 @pytest.mark.parametrize("block", [1, 5, 35, 10_000])
 def test_blocks_batches_and_merges_do_not_change_it(monkeypatch, block):
     points, tokens = cloud(), labels()
-    expected, grouped = average_cosine(points), intra_sim(points, tokens)
+    expected, expected_intra_sim = average_cosine(points), intra_sim(points, tokens)
     monkeypatch.setattr(rows, "BLOCK", block)
     assert_close(average_cosine(points), expected, **CLOSE)
-    assert_close(intra_sim(points, tokens), grouped, **CLOSE)
+    assert_close(intra_sim(points, tokens), expected_intra_sim, **CLOSE)
     merged = AverageCosine(5).update(points[:11]).merge(AverageCosine(5)).merge(AverageCosine.of(points[11:]))
     assert merged.count == 40
     assert_close(merged.compute(), expected, **CLOSE)
-    halves = [IntraSim(7, 5).update(points[i], tokens[i]) for i in (slice(13), slice(13, 13), slice(13, 40))]
-    assert_close(halves[0].merge(halves[1]).merge(halves[2]).compute(), grouped, **CLOSE)
+    parts = [IntraSim(7, 5).update(points[i], tokens[i]) for i in (slice(13), slice(13, 13), slice(13, 40))]
+    assert_close(parts[0].merge(parts[1]).merge(parts[2]).compute(), expected_intra_sim, **CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -146,18 +146,18 @@ def test_masked_points_change_nothing_bit_for_bit():
     mask = torch.rand(4, 10, generator=torch.Generator().manual_seed(3)) < 0.6
     expected = average_cosine(points[mask]), intra_sim(points[mask], tokens[mask])
     points[~mask], tokens[~mask] = torch.nan, 99
-    for given in (mask, mask.long()):
-        assert torch.equal(average_cosine(points, given), expected[0])
-        assert torch.equal(intra_sim(points, tokens, given), expected[1])
+    for mask_variant in (mask, mask.long()):
+        assert torch.equal(average_cosine(points, mask_variant), expected[0])
+        assert torch.equal(intra_sim(points, tokens, mask_variant), expected[1])
     assert torch.equal(IntraSim(7, 5).update(points, tokens, mask).compute(), expected[1])
 
 
-def grouped(points, tokens):
-    """Occurrences and IntraSim of each type with at least two."""
+def naive_intra_sim_by_type(points, tokens):
+    """Return the occurrences and the IntraSim of each token type with at least two points."""
     return {
-        t: (int((tokens == t).sum()), oracles.mean_pair_cosine(points[tokens == t].numpy()))
-        for t in tokens.unique().tolist()
-        if (tokens == t).sum() > 1
+        token: (int((tokens == token).sum()), oracles.mean_pair_cosine(points[tokens == token].numpy()))
+        for token in tokens.unique().tolist()
+        if (tokens == token).sum() > 1
     }
 
 
@@ -165,12 +165,16 @@ def grouped(points, tokens):
 @pytest.mark.parametrize("min_count", [2, 4])
 def test_intra_sim_is_the_average_over_types_of_the_mean_over_pairs(types, min_count):
     points, tokens = cloud(), labels(types=types)
-    kept = {t: statistics for t, statistics in grouped(points, tokens).items() if statistics[0] >= min_count}
-    if not kept:
+    statistics_by_type = {
+        token: statistics
+        for token, statistics in naive_intra_sim_by_type(points, tokens).items()
+        if statistics[0] >= min_count
+    }
+    if not statistics_by_type:
         with pytest.raises(UserError, match="no token type occurs"):
             intra_sim(points, tokens, min_count=min_count)
         return
-    counts, values = zip(*kept.values(), strict=True)
+    counts, values = zip(*statistics_by_type.values(), strict=True)
     by_types = intra_sim(points, 1000 * tokens - 5, min_count=min_count)
     assert by_types.item() == pytest.approx(np.mean(values), rel=0, abs=1e-12)
     by_occurrences = intra_sim(points, tokens, average="occurrences", min_count=min_count)
@@ -180,10 +184,10 @@ def test_intra_sim_is_the_average_over_types_of_the_mean_over_pairs(types, min_c
 def test_per_type_knows_which_types_have_no_pair():
     points, tokens = cloud(), labels(types=25)
     values = IntraSim(30, 5).update(points, tokens).per_type()
-    expected = grouped(points, tokens)
+    expected = naive_intra_sim_by_type(points, tokens)
     assert set((~values.isnan()).nonzero().squeeze(1).tolist()) == set(expected)
-    for t, (_, value) in expected.items():
-        assert values[t].item() == pytest.approx(value, rel=0, abs=1e-12)
+    for token, (_, value) in expected.items():
+        assert values[token].item() == pytest.approx(value, rel=0, abs=1e-12)
     assert 0 < len(expected) < tokens.unique().numel()
 
 
@@ -202,7 +206,7 @@ def test_zero_vectors_are_no_occurrences():
 
 WITH_NAN = cloud()
 WITH_NAN[2, 1] = math.nan
-WRONG = {
+INVALID_CALLS = {
     "empty": (lambda: average_cosine(torch.ones(0, 3)), UserError, "^0 points other than zero"),
     "one": (lambda: average_cosine(torch.ones(1, 3)), UserError, "^1 points other than zero.*at least 2"),
     "zeros": (lambda: average_cosine(torch.zeros(9, 3)), UserError, "^0 points other than zero"),
@@ -232,7 +236,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("call", "error", "message"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("call", "error", "message"), INVALID_CALLS.values(), ids=INVALID_CALLS)
 def test_what_has_no_average_cosine_is_refused_in_one_line(call, error, message):
     with pytest.raises(error, match=message) as caught:
         call()

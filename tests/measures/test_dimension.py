@@ -1,4 +1,4 @@
-"""TwoNN against the paper's steps, against scikit-dimension (slow), and by what must not change it."""
+"""TwoNN against the paper's steps and scikit-dimension (slow), and its invariances."""
 
 import math
 from fractions import Fraction
@@ -12,8 +12,8 @@ from istar.measures import dimension, two_nn, two_nn_with_error
 from tests import oracles
 
 
-def rotated(points, dim, seed=9):
-    """In `dim` dimensions, turned at random."""
+def embed_with_rotation(points, dim, seed=9):
+    """Return the points embedded in `dim` dimensions with a random rotation."""
     generator = torch.Generator().manual_seed(seed)
     rotation, _ = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64))
     return torch.nn.functional.pad(points, (0, dim - points.shape[1])) @ rotation
@@ -28,32 +28,32 @@ def gaussian(n, d, seed=0):
 
 
 def sphere(n, d, seed=0):
-    """The surface, of d dimensions, in d + 1."""
+    """Return points on the unit sphere, a surface of d dimensions in d + 1."""
     points = gaussian(n, d + 1, seed)
     return points / points.norm(dim=1, keepdim=True)
 
 
 CLOUDS = {
-    "line": lambda n: rotated(cube(n, 1), 2),
+    "line": lambda n: embed_with_rotation(cube(n, 1), 2),
     "cube": lambda n: cube(n, 3),
     "sphere": lambda n: sphere(n, 2),
-    "embedded gaussian": lambda n: rotated(gaussian(n, 4), 30),
+    "embedded gaussian": lambda n: embed_with_rotation(gaussian(n, 4), 30),
     "wide gaussian": lambda n: gaussian(n, 30),
 }
 
 
 @pytest.mark.parametrize("discard", [0.1, 0.5])
-@pytest.mark.parametrize("make", CLOUDS.values(), ids=CLOUDS)
-def test_it_is_the_papers_steps(make, discard):
-    points = make(150)
+@pytest.mark.parametrize("make_points", CLOUDS.values(), ids=CLOUDS)
+def test_it_is_the_papers_steps(make_points, discard):
+    points = make_points(150)
     assert two_nn(points, discard) == pytest.approx(oracles.two_nn(points.numpy(), discard), rel=1e-10)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", CLOUDS.values(), ids=CLOUDS)
-def test_it_is_what_scikit_dimension_computes(make):
+@pytest.mark.parametrize("make_points", CLOUDS.values(), ids=CLOUDS)
+def test_it_is_what_scikit_dimension_computes(make_points):
     skdim = pytest.importorskip("skdim.id", reason="scikit-dimension is part of the extra 'nightly'")
-    points = make(700)
+    points = make_points(700)
     expected = skdim.TwoNN(discard_fraction=0.1).fit(points.numpy()).dimension_
     assert two_nn(points) == pytest.approx(expected, rel=1e-8)
 
@@ -66,7 +66,7 @@ def test_it_finds_the_dimension_that_a_cloud_was_made_with(name, expected):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda points: rotated(points, 12),
+        lambda points: embed_with_rotation(points, 12),
         lambda points: points + 100,
         lambda points: 1e-6 * points,
         lambda points: 1e200 * points,
@@ -81,32 +81,32 @@ def test_what_does_not_change_it(change):
     assert two_nn(change(points)) == pytest.approx(two_nn(points), rel=1e-8)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 299])
-def test_blocks_do_not_change_it(monkeypatch, rows):
+@pytest.mark.parametrize("num_rows", [1, 7, 299])
+def test_blocks_do_not_change_it(monkeypatch, num_rows):
     points = gaussian(300, 5)
-    whole = two_nn(points)
-    monkeypatch.setattr(dimension, "_DISTANCES_PER_BLOCK", rows * len(points))
-    assert two_nn(points) == whole
+    expected = two_nn(points)
+    monkeypatch.setattr(dimension, "_DISTANCES_PER_BLOCK", num_rows * len(points))
+    assert two_nn(points) == expected
 
 
-def clusters(n, size, distance, d=5):
-    """Clusters of `size` points each, whose diameter is about the distance."""
+def make_clusters(n, size, distance, d=5):
+    """Return clusters of `size` points each, whose diameter is about `distance`."""
     centers = gaussian(n // size, d).repeat_interleave(size, 0)
     return centers + distance * gaussian(len(centers), d, seed=1)
 
 
-def with_outlier(points):
+def append_outlier(points):
     return torch.cat([points, torch.full((1, points.shape[1]), 1e9, dtype=points.dtype)])
 
 
-NASTY = {
-    "near duplicates": clusters(120, 2, 1e-9),
-    "more near duplicates than candidates": clusters(120, 20, 1e-9),
-    "minute clusters": clusters(120, 30, 1e-14) - gaussian(120 // 30, 5)[0],
+DIFFICULT_CLOUDS = {
+    "near duplicates": make_clusters(120, 2, 1e-9),
+    "more near duplicates than candidates": make_clusters(120, 20, 1e-9),
+    "minute clusters": make_clusters(120, 30, 1e-14) - gaussian(120 // 30, 5)[0],
     "huge offset": gaussian(120, 5) + 1e10,
-    "huge offset and near duplicates": clusters(120, 20, 1e-5) + 1e8,
-    "outlier": with_outlier(gaussian(120, 5)),
-    "outlier and near duplicates": with_outlier(clusters(120, 20, 1e-4)),
+    "huge offset and near duplicates": make_clusters(120, 20, 1e-5) + 1e8,
+    "outlier": append_outlier(gaussian(120, 5)),
+    "outlier and near duplicates": append_outlier(make_clusters(120, 20, 1e-4)),
     "duplicates": torch.cat([gaussian(60, 5), gaussian(60, 5)[:30]]),
     "nearly a lattice": torch.cartesian_prod(*3 * [torch.arange(5).double() ** 2]) + 1e-13 * gaussian(125, 3),
     "few points": gaussian(5, 3),
@@ -114,15 +114,17 @@ NASTY = {
 }
 
 
-@pytest.mark.parametrize("rows", [7, 125])
-@pytest.mark.parametrize("points", NASTY.values(), ids=NASTY)
-def test_neighbours_are_those_of_all_distances(monkeypatch, points, rows):
-    monkeypatch.setattr(dimension, "_DISTANCES_PER_BLOCK", rows * len(points))
-    distinct = np.unique(points.numpy(), axis=0)
+@pytest.mark.parametrize("num_rows", [7, 125])
+@pytest.mark.parametrize("points", DIFFICULT_CLOUDS.values(), ids=DIFFICULT_CLOUDS)
+def test_neighbours_are_those_of_all_distances(monkeypatch, points, num_rows):
+    monkeypatch.setattr(dimension, "_DISTANCES_PER_BLOCK", num_rows * len(points))
+    distinct_points = np.unique(points.numpy(), axis=0)
     expected = []
-    for number, point in enumerate(distinct):
-        first, second = sorted(math.dist(point, other) for other in np.delete(distinct, number, axis=0))[:2]
-        expected.append(second / first)
+    for index, point in enumerate(distinct_points):
+        first_distance, second_distance = sorted(
+            math.dist(point, other) for other in np.delete(distinct_points, index, axis=0)
+        )[:2]
+        expected.append(second_distance / first_distance)
     ratios = dimension._compute_neighbour_ratios(dimension._find_distinct_points(points))
     np.testing.assert_allclose(ratios.numpy(), expected, rtol=1e-14)
 
@@ -130,15 +132,17 @@ def test_neighbours_are_those_of_all_distances(monkeypatch, points, rows):
 @pytest.mark.parametrize("name", ["huge offset", "outlier", "scales", "near duplicates", "minute clusters"])
 def test_the_bound_of_the_matrix_product_holds(name):
     """The squared distances are computed with fractions, without any rounding."""
-    points = dimension._find_distinct_points(NASTY[name])[-30:]
-    exact = [[Fraction(value) for value in point] for point in points.tolist()]
+    points = dimension._find_distinct_points(DIFFICULT_CLOUDS[name])[-30:]
+    exact_points = [[Fraction(value) for value in point] for point in points.tolist()]
     centered = points - points.mean(0)
     norms = centered.norm(dim=1)
     products = dimension._multiply_squared_distances(centered, norms, torch.arange(len(points))).tolist()
-    for row, limit, x in zip(products, dimension._bound_product_errors(norms, 5).tolist(), exact, strict=True):
-        for value, y in zip(row, exact, strict=True):
-            true = sum((a - b) ** 2 for a, b in zip(x, y, strict=True))
-            assert abs(Fraction(value) - true) <= Fraction(limit)
+    for row, error_bound, x in zip(
+        products, dimension._bound_product_errors(norms, 5).tolist(), exact_points, strict=True
+    ):
+        for value, y in zip(row, exact_points, strict=True):
+            exact_square = sum((a - b) ** 2 for a, b in zip(x, y, strict=True))
+            assert abs(Fraction(value) - exact_square) <= Fraction(error_bound)
 
 
 @pytest.mark.parametrize("name", CLOUDS)
@@ -149,11 +153,11 @@ def test_the_matrix_product_is_enough_for_ordinary_clouds(monkeypatch, name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_narrow_points_are_measured_in_float64(dtype):
-    """A distance is not smaller than what it is for points far from the origin, as it is by matrix products."""
+    """Far from the origin, distances keep their precision, which matrix products of narrow points would lose."""
     points = (gaussian(300, 5) + 8).to(dtype)
     assert two_nn(points) == two_nn(points.double())
-    distinct = points.double().unique(dim=0)
-    assert two_nn(points) == pytest.approx(oracles.two_nn(distinct.numpy()), rel=1e-10)
+    distinct_points = points.double().unique(dim=0)
+    assert two_nn(points) == pytest.approx(oracles.two_nn(distinct_points.numpy()), rel=1e-10)
 
 
 def test_without_discarding_the_last_point_has_no_finite_place():
@@ -164,16 +168,16 @@ def test_without_discarding_the_last_point_has_no_finite_place():
 
 def test_it_changes_neither_points_nor_random_numbers():
     points = gaussian(50, 3).requires_grad_()
-    before, state = points.detach().clone(), torch.get_rng_state()
+    points_before, rng_state = points.detach().clone(), torch.get_rng_state()
     two_nn(points)
-    assert torch.equal(points.detach(), before)
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(points.detach(), points_before)
+    assert torch.equal(torch.get_rng_state(), rng_state)
 
 
 WITH_NAN = gaussian(5, 3)
 WITH_NAN[2, 1] = math.nan
 LATTICE = torch.cartesian_prod(*2 * [torch.arange(1, 6, dtype=torch.float64) / 7])
-WRONG = {
+INVALID_CALLS = {
     "empty": (lambda: two_nn(torch.ones(0, 3)), UserError, "0 distinct points have no dimension; expected at least 3"),
     "two": (lambda: two_nn(torch.tensor([[0.0], [1.0]]).repeat(9, 1)), UserError, "^2 distinct points"),
     "equal": (lambda: two_nn(torch.full((77, 3), 0.1)), UserError, "^1 distinct points"),
@@ -189,7 +193,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("call", "error", "message"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("call", "error", "message"), INVALID_CALLS.values(), ids=INVALID_CALLS)
 def test_what_has_no_dimension_is_refused_in_one_line(call, error, message):
     with pytest.raises(error, match=message) as caught:
         call()
@@ -207,11 +211,11 @@ def test_the_oracle_is_exact_where_the_answer_is_known():
 def test_the_error_is_that_of_other_samples() -> None:
     generator = torch.Generator().manual_seed(0)
     estimates = [two_nn_with_error(torch.randn(500, 6, generator=generator)) for _ in range(40)]
-    between = torch.tensor([estimate.value for estimate in estimates]).std().item()
-    assert sum(estimate.error for estimate in estimates) / len(estimates) == pytest.approx(between, rel=0.35)
+    spread = torch.tensor([estimate.value for estimate in estimates]).std().item()
+    assert sum(estimate.error for estimate in estimates) / len(estimates) == pytest.approx(spread, rel=0.35)
     points = torch.randn(500, 6, generator=generator)
     assert two_nn_with_error(points).value == two_nn(points)
     assert two_nn_with_error(points) == two_nn_with_error(points)
-    large = two_nn_with_error(torch.randn(8000, 6, generator=generator))
-    # A quarter for sixteen times the points.
-    assert large.error == pytest.approx(estimates[0].error / 4, rel=0.4)
+    estimate_of_8000 = two_nn_with_error(torch.randn(8000, 6, generator=generator))
+    # Sixteen times the points have a quarter of the error.
+    assert estimate_of_8000.error == pytest.approx(estimates[0].error / 4, rel=0.4)

@@ -1,4 +1,4 @@
-"""Gride against a numerical maximum of the paper's likelihood, scikit-dimension (slow), and what must not change it."""
+"""Gride against a numerical maximum of the paper's likelihood and scikit-dimension (slow), and its invariances."""
 
 import math
 
@@ -17,23 +17,23 @@ def gaussian(n, d, seed=0):
     return torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def rotated(points, dim, seed=9):
-    """In `dim` dimensions, turned at random."""
+def embed_with_rotation(points, dim, seed=9):
+    """Return the points embedded in `dim` dimensions with a random rotation."""
     generator = torch.Generator().manual_seed(seed)
     rotation, _ = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64))
     return torch.nn.functional.pad(points, (0, dim - points.shape[1])) @ rotation
 
 
 CLOUDS = {
-    "line": lambda n: rotated(torch.rand(n, 1, generator=torch.Generator().manual_seed(1)).double(), 2),
+    "line": lambda n: embed_with_rotation(torch.rand(n, 1, generator=torch.Generator().manual_seed(1)).double(), 2),
     "square": lambda n: torch.rand(n, 2, generator=torch.Generator().manual_seed(2)).double(),
-    "embedded gaussian": lambda n: rotated(gaussian(n, 4), 30),
+    "embedded gaussian": lambda n: embed_with_rotation(gaussian(n, 4), 30),
     "wide gaussian": lambda n: gaussian(n, 30),
 }
 
 
-def ratios(points, n1, n2):
-    """Of the distances of each point to two of its neighbours, point by point."""
+def naive_ratios(points, n1, n2):
+    """Return the ratios of the distances of each point to its neighbours `n2` and `n1`, point by point."""
     values = []
     for i, point in enumerate(points):
         distances = sorted(math.dist(point, other) for j, other in enumerate(points) if j != i)
@@ -42,7 +42,7 @@ def ratios(points, n1, n2):
 
 
 def log_likelihood(d, mu, n1, n2):
-    """The logarithm of the paper's density, summed over points, with (n - 1) log d in place of n log d."""
+    """Return the log of the paper's density, summed over points, with (n - 1) log d in place of n log d."""
     log_density = (
         math.log(d)
         + (n2 - n1 - 1) * np.log(mu**d - 1)
@@ -53,16 +53,16 @@ def log_likelihood(d, mu, n1, n2):
 
 
 @pytest.mark.parametrize(("n1", "n2"), [(1, 2), (2, 4), (8, 16), (1, 5), (3, 4)])
-@pytest.mark.parametrize("make", CLOUDS.values(), ids=CLOUDS)
-def test_it_is_the_maximum_of_the_likelihood(make, n1, n2):
-    points = make(80)
-    mu = ratios(points.numpy(), n1, n2)
-    best = scipy.optimize.minimize_scalar(
+@pytest.mark.parametrize("make_points", CLOUDS.values(), ids=CLOUDS)
+def test_it_is_the_maximum_of_the_likelihood(make_points, n1, n2):
+    points = make_points(80)
+    mu = naive_ratios(points.numpy(), n1, n2)
+    optimum = scipy.optimize.minimize_scalar(
         lambda d: -log_likelihood(d, mu, n1, n2), bounds=(0.05, 100), method="bounded", options={"xatol": 1e-10}
     )
     estimate = gride(points, n1, n2)
-    assert estimate.value == pytest.approx(best.x, rel=2e-6)
-    assert log_likelihood(estimate.value, mu, n1, n2) >= -best.fun - 1e-9
+    assert estimate.value == pytest.approx(optimum.x, rel=2e-6)
+    assert log_likelihood(estimate.value, mu, n1, n2) >= -optimum.fun - 1e-9
     # The second derivative of the paper's likelihood, which has n log d.
     step = 1e-3 * estimate.value
     values = [
@@ -80,20 +80,20 @@ def test_the_density_of_the_oracle_integrates_to_one():
         assert total == pytest.approx(1, rel=1e-6)
 
 
-@pytest.mark.parametrize("make", CLOUDS.values(), ids=CLOUDS)
-def test_neighbours_1_and_2_have_a_closed_form(make):
-    points = make(120)
-    mu = ratios(points.numpy(), 1, 2)
+@pytest.mark.parametrize("make_points", CLOUDS.values(), ids=CLOUDS)
+def test_neighbours_1_and_2_have_a_closed_form(make_points):
+    points = make_points(120)
+    mu = naive_ratios(points.numpy(), 1, 2)
     estimate = gride(points)
     assert estimate.value == pytest.approx((len(mu) - 1) / np.log(mu).sum(), rel=1e-10)
     assert estimate.error == pytest.approx(estimate.value / math.sqrt(len(mu)), rel=1e-10)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", CLOUDS.values(), ids=CLOUDS)
-def test_it_is_what_scikit_dimension_computes(make):
+@pytest.mark.parametrize("make_points", CLOUDS.values(), ids=CLOUDS)
+def test_it_is_what_scikit_dimension_computes(make_points):
     skdim = pytest.importorskip("skdim.id", reason="scikit-dimension is part of the extra 'nightly'")
-    points = make(500)
+    points = make_points(500)
     expected = skdim.GRIDE(multiscale=True, range_max=64).fit(points.numpy())
     scales = gride_scales(points)
     assert [scale.n1 for scale in scales] == expected.scales_.tolist()
@@ -115,7 +115,7 @@ def test_it_finds_the_dimension_that_a_cloud_was_made_with(name, expected):
 
 def test_noise_raises_the_dimension_at_short_distances_alone():
     """A square with noise in 10 dimensions: the first scale sees the noise, the last one the square."""
-    points = rotated(CLOUDS["square"](1500), 10)
+    points = embed_with_rotation(CLOUDS["square"](1500), 10)
     noisy = points + 0.01 * gaussian(1500, 10, seed=4)
     values = [scale.value for scale in gride_scales(noisy, 256)]
     assert values[0] > 1.5 * values[-1]
@@ -128,8 +128,8 @@ def test_scales_are_single_estimates_with_their_distance():
     assert [scale.n1 for scale in scales] == [1, 2, 4, 8, 16]
     for n1, value, error, distance in scales:
         assert Dimension(value, error) == gride(points, n1)
-        far = [sorted(math.dist(x, y) for y in points.tolist())[2 * n1] for x in points.tolist()]
-        assert distance == pytest.approx(np.mean(far), rel=1e-12)
+        neighbour_distances = [sorted(math.dist(x, y) for y in points.tolist())[2 * n1] for x in points.tolist()]
+        assert distance == pytest.approx(np.mean(neighbour_distances), rel=1e-12)
     # 60 points have 59 neighbours each.
     assert [scale.n1 for scale in gride_scales(points, 1000)] == [1, 2, 4, 8, 16]
 
@@ -143,7 +143,7 @@ def test_the_error_is_that_of_other_samples():
 @pytest.mark.parametrize(
     ("change", "factor"),
     [
-        (lambda points: rotated(points, 12), 1),
+        (lambda points: embed_with_rotation(points, 12), 1),
         (lambda points: points + 100, 1),
         (lambda points: 1e-6 * points, 1e-6),
         (lambda points: 1e200 * points, 1e200),
@@ -161,12 +161,12 @@ def test_what_does_not_change_it(change, factor):
         assert scale.distance == pytest.approx(factor * expected.distance, rel=1e-9)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 199])
-def test_blocks_do_not_change_it(monkeypatch, rows):
+@pytest.mark.parametrize("num_rows", [1, 7, 199])
+def test_blocks_do_not_change_it(monkeypatch, num_rows):
     points = gaussian(200, 5)
-    whole = gride_scales(points, 16)
-    monkeypatch.setattr("istar.measures.dimension_scales._DISTANCES_PER_BLOCK", rows * len(points))
-    assert gride_scales(points, 16) == whole
+    expected = gride_scales(points, 16)
+    monkeypatch.setattr("istar.measures.dimension_scales._DISTANCES_PER_BLOCK", num_rows * len(points))
+    assert gride_scales(points, 16) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -177,16 +177,16 @@ def test_narrow_points_are_measured_in_float64(dtype):
 
 def test_it_changes_neither_points_nor_random_numbers():
     points = gaussian(50, 3).requires_grad_()
-    before, state = points.detach().clone(), torch.get_rng_state()
+    points_before, rng_state = points.detach().clone(), torch.get_rng_state()
     gride(points)
-    assert torch.equal(points.detach(), before)
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(points.detach(), points_before)
+    assert torch.equal(torch.get_rng_state(), rng_state)
 
 
 WITH_NAN = gaussian(5, 3)
 WITH_NAN[2, 1] = math.nan
 LATTICE = torch.cartesian_prod(*2 * [torch.arange(1, 6, dtype=torch.float64) / 8])
-WRONG = {
+INVALID_CALLS = {
     "two": (lambda: gride(torch.tensor([[0.0], [1.0]]).repeat(9, 1)), UserError, "2 distinct points have no 2"),
     "few": (lambda: gride(gaussian(9, 3), 8), UserError, "9 distinct points have no 16 neighbours each"),
     "empty": (lambda: gride(torch.ones(0, 3)), UserError, r"shape \(0, 3\); expected \(n, d\)"),
@@ -200,7 +200,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("call", "error", "message"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("call", "error", "message"), INVALID_CALLS.values(), ids=INVALID_CALLS)
 def test_what_has_no_dimension_is_refused_in_one_line(call, error, message):
     with pytest.raises(error, match=message) as caught:
         call()

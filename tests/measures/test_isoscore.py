@@ -61,13 +61,15 @@ def test_isoscore_is_algorithm_2(n, d, ratio):
 def test_values_are_those_of_the_published_package(n, d, ratio):
     """To 1e-6: the package takes the square root of d in float32."""
     points, shrinkage = cloud(n, d, ratio), covariance(d)
-    close = {"rtol": 0, "atol": 1e-6}
-    array = points.numpy()
-    assert_close(isoscore(points).item(), Published.IsoScore(array).item(), **close)
-    assert_close(isoscore_from_covariance(shrinkage).item(), Published.IsoScore_cov(shrinkage.numpy()).item(), **close)
+    tolerance = {"rtol": 0, "atol": 1e-6}
+    points_array = points.numpy()
+    assert_close(isoscore(points).item(), Published.IsoScore(points_array).item(), **tolerance)
+    assert_close(
+        isoscore_from_covariance(shrinkage).item(), Published.IsoScore_cov(shrinkage.numpy()).item(), **tolerance
+    )
     for zeta in (0.0, 0.2, 0.8, 1.0):
-        expected = Published.IsoScore_star(array, shrinkage, zeta).item()
-        assert_close(isoscore_star(points, shrinkage, zeta).item(), expected, **close)
+        expected = Published.IsoScore_star(points_array, shrinkage, zeta).item()
+        assert_close(isoscore_star(points, shrinkage, zeta).item(), expected, **tolerance)
 
 
 @pytest.mark.parametrize("score", [isoscore, lambda points: isoscore_star(points, covariance(4), 0.3)])
@@ -103,27 +105,27 @@ FIGURE_2 = torch.tensor([10.0, 6, 4, 4] + [1] * 764)
 
 
 def expected_score(zeta, n, shrinkage_n):
-    """With E||S||^2 = ||Sigma||^2 + (||Sigma||^2 + tr(Sigma)^2) / (n - 1) for Gaussian samples."""
+    """Return the score for E||S||^2 = ||Sigma||^2 + (||Sigma||^2 + tr(Sigma)^2) / (n - 1) of Gaussian samples."""
     trace, squares = FIGURE_2.sum().item(), FIGURE_2.square().sum().item()
     noise = ((1 - zeta) ** 2 / (n - 1) + zeta**2 / (shrinkage_n - 1)) * (squares + trace**2)
     return (trace**2 / (squares + noise) - 1) / 767
 
 
 def test_figure_2_of_the_paper():
-    """Small samples underestimate the true score, 0.867: the larger n or zeta, the less."""
+    """Small samples underestimate the true score, 0.867, and less so with a larger n or zeta."""
     generator = torch.Generator().manual_seed(0)
 
     def sample(n):
         return torch.randn(n, 768, generator=generator) * FIGURE_2.sqrt()
 
-    true = isoscore_from_covariance(torch.diag(FIGURE_2)).item()
-    assert round(true, 3) == 0.867
-    large = Moments(768)
+    true_score = isoscore_from_covariance(torch.diag(FIGURE_2)).item()
+    assert round(true_score, 3) == 0.867
+    large_moments = Moments(768)
     for _ in range(15):
-        large.update(sample(5000))
-    sigma = large.covariance()
-    assert abs(isoscore(large).item() - true) < 0.012
-    assert abs(isoscore(large).item() - expected_score(1.0, 2, 75_000)) < 0.004
+        large_moments.update(sample(5000))
+    sigma = large_moments.covariance()
+    assert abs(isoscore(large_moments).item() - true_score) < 0.012
+    assert abs(isoscore(large_moments).item() - expected_score(1.0, 2, 75_000)) < 0.004
 
     zetas = (0.0, 0.2, 0.4, 0.6, 0.8)
     scores = {}
@@ -131,11 +133,11 @@ def test_figure_2_of_the_paper():
         moments = Moments.of(sample(n))
         scores[n] = [isoscore_star(moments, sigma, zeta).item() for zeta in zetas]
         assert scores[n] == sorted(scores[n])
-        assert scores[n][-1] < true
+        assert scores[n][-1] < true_score
         assert scores[n] == pytest.approx([expected_score(zeta, n, 75_000) for zeta in zetas], abs=0.004)
-    assert all(small < larger for small, larger in zip(scores[300], scores[700], strict=True))
+    assert all(score_of_300 < score_of_700 for score_of_300, score_of_700 in zip(scores[300], scores[700], strict=True))
     assert scores[300][0] < 0.3  # far below the truth
-    assert true - scores[700][-1] < 0.05
+    assert true_score - scores[700][-1] < 0.05
 
 
 @pytest.mark.parametrize("score", [isoscore, lambda points: isoscore_star(points, covariance(10), 0.3)])
@@ -153,8 +155,8 @@ def test_scale_changes_neither_score_nor_relative_gradient_and_overflows_nothing
     tolerance = 1e-5 if dtype == torch.float32 else 1e-12
     assert_close(scaled_value, value, rtol=tolerance, atol=0)
     assert_close(scale * scaled_gradient, gradient, rtol=100 * tolerance, atol=tolerance)
-    star = isoscore_star(scale * points, scale**2 * covariance(10).to(dtype), 0.3)
-    assert_close(star, isoscore_star(points, covariance(10).to(dtype), 0.3), rtol=tolerance, atol=0)
+    scaled_score = isoscore_star(scale * points, scale**2 * covariance(10).to(dtype), 0.3)
+    assert_close(scaled_score, isoscore_star(points, covariance(10).to(dtype), 0.3), rtol=tolerance, atol=0)
 
 
 def test_rotation_changes_nothing():
@@ -183,8 +185,8 @@ def test_k_equal_variances_of_d_score_k_minus_1_over_d_minus_1():
 
 def test_zeta_0_is_isoscore_and_zeta_1_ignores_the_points():
     points, shrinkage = cloud(40, 6, 10), covariance(6)
-    zero = value_and_gradient(lambda x: isoscore_star(x, shrinkage, 0), points)
-    assert_close(zero, value_and_gradient(isoscore, points), rtol=0, atol=1e-15)
+    with_zeta_0 = value_and_gradient(lambda x: isoscore_star(x, shrinkage, 0), points)
+    assert_close(with_zeta_0, value_and_gradient(isoscore, points), rtol=0, atol=1e-15)
     value, gradient = value_and_gradient(lambda x: isoscore_star(x, shrinkage, 1), points)
     assert_close(value, isoscore_from_covariance(shrinkage), **CLOSE)
     assert not gradient.any()
@@ -199,14 +201,14 @@ def test_shrink_is_step_4():
 def test_masked_points_change_neither_value_nor_gradient(garbage):
     points = cloud(24, 5).reshape(4, 6, 5)
     mask = torch.arange(24).reshape(4, 6) % 3 > 0
-    without = value_and_gradient(isoscore, points[mask])
+    unpadded = value_and_gradient(isoscore, points[mask])
     expected = value_and_gradient(lambda x: isoscore(x, mask), points)
     points[~mask] = garbage
     value, gradient = value_and_gradient(lambda x: isoscore(x, mask), points)
     assert torch.equal(value, expected[0])
     assert torch.equal(gradient, expected[1])
     assert not gradient[~mask].any()
-    assert_close((value, gradient[mask]), without, rtol=1e-12, atol=1e-14)
+    assert_close((value, gradient[mask]), unpadded, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -235,20 +237,20 @@ def test_singular_covariances_are_covariances():
         isoscore_star(cloud(9, 30), shrinkage, 0.5)
 
 
-def symmetric(*eigenvalues):
+def make_symmetric_matrix(*eigenvalues):
     rotation, _ = torch.linalg.qr(cloud(len(eigenvalues), len(eigenvalues)))
     matrix = rotation @ torch.diag(torch.tensor(eigenvalues, dtype=torch.float64)) @ rotation.T
     return (matrix + matrix.T) / 2
 
 
-def with_value(value, shape=(9, 3)):
+def make_points_with_value(value, shape=(9, 3)):
     points = torch.ones(shape).cumsum(0) * torch.arange(1, shape[1] + 1)
     points[1, 1] = value
     return points
 
 
 EYE = torch.eye(3, dtype=torch.float64)
-WRONG = [
+INVALID_CALLS = [
     (lambda: isoscore(cloud(1, 3)), "1 points have no covariance; expected at least 2 points"),
     (lambda: isoscore(cloud(5, 3), torch.zeros(5)), "0 points have no covariance"),
     (lambda: isoscore(cloud(0, 3)), "0 points have no covariance"),
@@ -261,9 +263,9 @@ WRONG = [
         lambda: isoscore(Moments.of(cloud(1, 3).expand(7, 3)).update(cloud(1, 3).expand(5, 3))),
         "points are equal",
     ),
-    (lambda: isoscore(with_value(torch.nan)), "not finite; look for NaN or infinite values"),
-    (lambda: isoscore(with_value(torch.inf)), "not finite; look for NaN or infinite values"),
-    (lambda: isoscore_star(with_value(torch.nan), EYE, 0.5), "the shrunk covariance is not finite"),
+    (lambda: isoscore(make_points_with_value(torch.nan)), "not finite; look for NaN or infinite values"),
+    (lambda: isoscore(make_points_with_value(torch.inf)), "not finite; look for NaN or infinite values"),
+    (lambda: isoscore_star(make_points_with_value(torch.nan), EYE, 0.5), "the shrunk covariance is not finite"),
     (lambda: isoscore(cloud(5, 3).long()), "int64; expected a floating dtype"),
     (lambda: isoscore(cloud(5, 3), torch.ones(4)), r"mask has shape \(4,\); expected \(5,\)"),
     (lambda: isoscore(Moments.of(cloud(5, 3)), torch.ones(5)), "mask was given with moments"),
@@ -273,7 +275,7 @@ WRONG = [
     (lambda: isoscore_star(cloud(5, 3), torch.eye(4), 0.5), r"shape \(4, 4\); expected \(3, 3\)"),
     (lambda: isoscore_star(cloud(5, 3), torch.ones(3), 0.5), r"shape \(3,\); expected \(d, d\)"),
     (
-        lambda: isoscore_star(cloud(5, 3), symmetric(1, 1, -0.1), 0.5),
+        lambda: isoscore_star(cloud(5, 3), make_symmetric_matrix(1, 1, -0.1), 0.5),
         "the shrinkage covariance has negative eigen",
     ),
     (lambda: isoscore_star(cloud(5, 3), 0 * EYE, 0.5), "the shrinkage covariance is zero"),
@@ -283,14 +285,14 @@ WRONG = [
     (lambda: isoscore_from_covariance(torch.ones(1, 1)), "at least 2 dimensions"),
     (lambda: isoscore_from_covariance(0 * EYE), "is zero"),
     (lambda: isoscore_from_covariance(-EYE), "is zero|negative"),
-    (lambda: isoscore_from_covariance(symmetric(1, 1, -1e-3)), "negative eigenvalues"),
+    (lambda: isoscore_from_covariance(make_symmetric_matrix(1, 1, -1e-3)), "negative eigenvalues"),
     (lambda: isoscore_from_covariance(EYE + 1e-3 * torch.ones(3, 3).triu(1)), "not symmetric"),
     (lambda: isoscore_from_covariance(EYE.float() + 1e-2 * torch.ones(3, 3).triu(1)), "not symmetric"),
     (lambda: isoscore_from_covariance(EYE * torch.inf), "not finite"),
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), WRONG, ids=[str(i) for i in range(len(WRONG))])
+@pytest.mark.parametrize(("call", "message"), INVALID_CALLS, ids=[str(i) for i in range(len(INVALID_CALLS))])
 def test_what_has_no_score_is_refused_in_one_line(call, message):
     with pytest.raises(UserError, match=message) as error:
         call()
@@ -298,7 +300,7 @@ def test_what_has_no_score_is_refused_in_one_line(call, message):
 
 
 def test_sums_over_float32_points_are_covariances_in_float64_too():
-    """Products of float32 are symmetric, and their zero eigenvalues zero, to the rounding of float32 alone."""
+    """Matrix products in float32 would be symmetric and have zero eigenvalues only up to the rounding of float32."""
     for seed in range(30):
         points = torch.randn(12, 5, generator=torch.Generator().manual_seed(seed)).tanh() @ torch.ones(5, 7)
         sigma = Moments.of(points + 1e-3 * cloud(12, 7).float()).covariance()

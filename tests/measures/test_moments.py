@@ -16,14 +16,14 @@ HALVES = [torch.float16, torch.bfloat16]
 
 
 def cloud(n=60, d=5, seed=0, dtype=torch.float64):
-    """Correlated, off the origin, dimensions of unlike variance."""
+    """Return points off the origin, with correlated dimensions of unequal variances."""
     generator = torch.Generator().manual_seed(seed)
     mixing = torch.randn(d, d, generator=generator, dtype=torch.float64)
     points = torch.randn(n, d, generator=generator, dtype=torch.float64) @ mixing
     return (points * torch.logspace(0, 1, d) + torch.linspace(-3, 9, d)).to(dtype)
 
 
-def assert_same(actual, expected, **tolerance):
+def assert_moments_equal(actual, expected, **tolerance):
     for name in ("count", "mean", "scatter"):
         assert_close(getattr(actual, name), getattr(expected, name), **(tolerance or CLOSE))
 
@@ -47,38 +47,38 @@ def test_batches_of_any_size_in_any_order_give_the_moments_of_the_whole(seed):
     streamed = Moments(5)
     for start, stop in itertools.pairwise([0, *cuts, 60]):
         streamed.update(points[torch.randperm(60, generator=torch.Generator().manual_seed(seed))[start:stop]])
-    assert_same(streamed, Moments.of(points))
+    assert_moments_equal(streamed, Moments.of(points))
 
 
 def test_merge_is_commutative_and_associative():
-    def moments(i):
+    def make_moments(i):
         return Moments.of(cloud(n=10 + 7 * i, seed=i) * 10**i)
 
-    whole = Moments(5)
+    expected = Moments(5)
     for i in range(3):
-        whole.update(cloud(n=10 + 7 * i, seed=i) * 10**i)
-    relative = {"rtol": 1e-12, "atol": 1e-8}  # the scatter is of the order of 1e7
-    assert_same(moments(0).merge(moments(1)).merge(moments(2)), whole, **relative)
-    assert_same(moments(0).merge(moments(1).merge(moments(2))), whole, **relative)
-    assert_same(moments(2).merge(moments(1)).merge(moments(0)), whole, **relative)
+        expected.update(cloud(n=10 + 7 * i, seed=i) * 10**i)
+    tolerance = {"rtol": 1e-12, "atol": 1e-8}  # the scatter is of the order of 1e7
+    assert_moments_equal(make_moments(0).merge(make_moments(1)).merge(make_moments(2)), expected, **tolerance)
+    assert_moments_equal(make_moments(0).merge(make_moments(1).merge(make_moments(2))), expected, **tolerance)
+    assert_moments_equal(make_moments(2).merge(make_moments(1)).merge(make_moments(0)), expected, **tolerance)
 
 
 def test_empty_accumulators_and_batches_change_nothing_bit_for_bit():
     moments = Moments.of(cloud())
-    for same in (
+    for unchanged_moments in (
         Moments.of(cloud()).merge(Moments(5)),
         Moments(5).merge(Moments.of(cloud())),
         Moments.of(cloud()).update(cloud()[:0]),
         Moments.of(cloud()).update(cloud(), mask=torch.zeros(60)),
     ):
-        assert_same(same, moments, rtol=0, atol=0)
-    assert_same(Moments(5).merge(Moments(5)), Moments(5), rtol=0, atol=0)
+        assert_moments_equal(unchanged_moments, moments, rtol=0, atol=0)
+    assert_moments_equal(Moments(5).merge(Moments(5)), Moments(5), rtol=0, atol=0)
 
 
 def test_merge_leaves_the_other_accumulator_as_it_was():
     other = Moments.of(cloud(seed=1))
     Moments.of(cloud()).merge(other)
-    assert_same(other, Moments.of(cloud(seed=1)), rtol=0, atol=0)
+    assert_moments_equal(other, Moments.of(cloud(seed=1)), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
@@ -88,15 +88,15 @@ def test_masked_points_change_nothing_bit_for_bit(garbage, dtype):
     mask = torch.rand(6, 10, generator=torch.Generator().manual_seed(3)) < 0.6
     without_padding, expected = Moments.of(points[mask]), Moments.of(points, mask)
     points[~mask] = garbage
-    assert_same(Moments.of(points, mask.to(dtype)), expected, rtol=0, atol=0)
-    assert_same(expected, without_padding)
+    assert_moments_equal(Moments.of(points, mask.to(dtype)), expected, rtol=0, atol=0)
+    assert_moments_equal(expected, without_padding)
 
 
 def test_integer_weights_count_points_as_often():
     weights = torch.arange(60) % 4
     repeated = cloud().repeat_interleave(weights, dim=0)
-    assert_same(Moments.of(cloud(), weights=weights), Moments.of(repeated))
-    assert_same(Moments.of(cloud(), weights=weights.double()), Moments.of(repeated))
+    assert_moments_equal(Moments.of(cloud(), weights=weights), Moments.of(repeated))
+    assert_moments_equal(Moments.of(cloud(), weights=weights.double()), Moments.of(repeated))
 
 
 def test_fractional_weights_are_those_of_numpy_and_scale_with_nothing():
@@ -112,13 +112,15 @@ def test_points_of_weight_zero_are_out_whatever_they_hold():
     points, weights = cloud(), torch.arange(60).double() % 3
     expected = Moments.of(points[weights > 0], weights=weights[weights > 0])
     points[weights == 0] = torch.nan
-    assert_same(Moments.of(points, weights=weights), expected)
+    assert_moments_equal(Moments.of(points, weights=weights), expected)
     assert Moments.of(points, weights=torch.zeros(60)).count == 0
 
 
 def test_mask_and_weights_combine():
     mask, weights = torch.arange(60) % 2 == 0, torch.arange(60).double() % 3
-    assert_same(Moments.of(cloud(), mask, weights), Moments.of(cloud(), weights=weights * mask), rtol=0, atol=0)
+    assert_moments_equal(
+        Moments.of(cloud(), mask, weights), Moments.of(cloud(), weights=weights * mask), rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32, torch.float64])
@@ -136,7 +138,7 @@ def test_sums_are_float32_or_better_whatever_the_inputs_and_autocast(dtype, auto
 
 @pytest.mark.parametrize("ratio", [30, 300])
 def test_a_mean_many_times_the_deviation_costs_no_precision_in_float32(ratio):
-    """BERT has such dimensions. Sums about the origin in float32 are seen to fail where these do not."""
+    """BERT has such dimensions, where sums about the origin in float32 lose the score."""
     points = torch.randn(20_000, 32, generator=torch.Generator().manual_seed(1))
     points[:, 0] = 4 * (points[:, 0] + ratio)
     exact = algorithm_1(points.double())
@@ -146,8 +148,8 @@ def test_a_mean_many_times_the_deviation_costs_no_precision_in_float32(ratio):
     assert abs(isoscore(points) - exact) < 1e-6
     assert abs(isoscore(streamed) - exact) < 1e-6
     assert abs(isoscore(Moments.of(points[1:]).update(points[:1])) - exact) < 1e-6
-    naive = steps_6_to_9(torch.linalg.eigvalsh(streamed_about_the_origin(points.split(64)).double()))
-    assert abs(naive - exact) > 1e-4
+    score_about_the_origin = steps_6_to_9(torch.linalg.eigvalsh(streamed_about_the_origin(points.split(64)).double()))
+    assert abs(score_about_the_origin - exact) > 1e-4
 
 
 def test_an_outlier_of_weight_zero_costs_no_precision_in_float32():
@@ -174,64 +176,64 @@ def test_gradients_flow_through_update_merge_mask_and_weights():
 # The fourth order ------------------------------------------------------------------------------------------
 
 
-def assert_fourth(moments, points, tolerance, weights=None):
-    """To a tolerance relative to each sum."""
+def assert_fourth_order_sums(moments, points, tolerance, weights=None):
+    """Assert that the sums of order 3 and 4 are those of the oracle, to a tolerance relative to each sum."""
     points = points.double().numpy()
     third, fourth = third_and_fourth(points, np.ones(len(points)) if weights is None else weights.numpy())
     assert abs(moments.fourth.item() - fourth) < tolerance * fourth
     assert np.linalg.norm(moments.third.numpy() - third) < tolerance * np.linalg.norm(third)
 
 
-def skewed(n=60, d=5, mean=0.0, seed=0):
+def make_skewed_cloud(n=60, d=5, mean=0.0, seed=0):
     return cloud(n, d, seed).exp().clamp(max=50) + mean * torch.linspace(1, 2, d)
 
 
 @pytest.mark.parametrize("mean", [0, 1e3, 1e5])
 def test_merged_fourth_order_sums_are_those_of_a_single_pass(mean):
     """The deviations are of the order of 10: the fourth power of the mean is up to 1e16 times theirs."""
-    points = skewed(mean=mean)
+    points = make_skewed_cloud(mean=mean)
     tolerance = 1e-10
-    assert_fourth(FourthMoments.of(points), points, tolerance)
+    assert_fourth_order_sums(FourthMoments.of(points), points, tolerance)
     for cuts in ((1,), (20, 21, 50), tuple(range(1, 60))):
-        streamed, tree = FourthMoments(5), FourthMoments(5)
+        streamed, merged = FourthMoments(5), FourthMoments(5)
         for batch in torch.tensor_split(points, cuts):
             streamed.update(batch)
-            tree = FourthMoments.of(batch).merge(tree)
-        for moments in (streamed, tree):
-            assert_fourth(moments, points, tolerance)
-            assert_same(moments, Moments.of(points), rtol=1e-10, atol=1e-10 * mean)
+            merged = FourthMoments.of(batch).merge(merged)
+        for moments in (streamed, merged):
+            assert_fourth_order_sums(moments, points, tolerance)
+            assert_moments_equal(moments, Moments.of(points), rtol=1e-10, atol=1e-10 * mean)
 
 
 def test_batches_far_from_each_other_merge_exactly():
-    points = torch.cat([skewed(seed=i) * 10**i + 1e4 * (i - 1) for i in range(3)])
+    points = torch.cat([make_skewed_cloud(seed=i) * 10**i + 1e4 * (i - 1) for i in range(3)])
     moments = [FourthMoments.of(part) for part in points.split(60)]
-    assert_fourth(FourthMoments(5).merge(moments[2]).merge(moments[0]).merge(moments[1]), points, 1e-10)
+    assert_fourth_order_sums(FourthMoments(5).merge(moments[2]).merge(moments[0]).merge(moments[1]), points, 1e-10)
 
 
 def test_weights_and_masks_count_in_the_fourth_order():
-    points, weights = skewed(mean=100), torch.arange(60).double() % 4 / 3
+    points, weights = make_skewed_cloud(mean=100), torch.arange(60).double() % 4 / 3
     mask = torch.arange(60) % 5 > 0
-    kept = (weights > 0) & mask
-    moments = FourthMoments.of(points.masked_fill(~kept[:, None], torch.nan), mask, weights)
-    assert_fourth(moments, points[kept], 1e-10, weights[kept])
+    is_counted = (weights > 0) & mask
+    moments = FourthMoments.of(points.masked_fill(~is_counted[:, None], torch.nan), mask, weights)
+    assert_fourth_order_sums(moments, points[is_counted], 1e-10, weights[is_counted])
 
 
 def test_the_sums_of_second_order_are_those_of_plain_moments_bit_for_bit():
-    fourth, plain = FourthMoments(5), Moments(5)
-    for batch in skewed(mean=100).split(7):
-        assert_same(fourth.update(batch), plain.update(batch), rtol=0, atol=0)
+    moments_to_order_4, moments_to_order_2 = FourthMoments(5), Moments(5)
+    for batch in make_skewed_cloud(mean=100).split(7):
+        assert_moments_equal(moments_to_order_4.update(batch), moments_to_order_2.update(batch), rtol=0, atol=0)
 
 
 def test_empty_accumulators_and_batches_change_no_fourth_order_sum():
-    expected = FourthMoments.of(skewed())
-    for same in (
-        FourthMoments.of(skewed()).merge(FourthMoments(5)),
-        FourthMoments(5).merge(FourthMoments.of(skewed())),
-        FourthMoments.of(skewed()).update(skewed()[:0]),
-        FourthMoments.of(skewed()).all_reduce(),
+    expected = FourthMoments.of(make_skewed_cloud())
+    for unchanged_moments in (
+        FourthMoments.of(make_skewed_cloud()).merge(FourthMoments(5)),
+        FourthMoments(5).merge(FourthMoments.of(make_skewed_cloud())),
+        FourthMoments.of(make_skewed_cloud()).update(make_skewed_cloud()[:0]),
+        FourthMoments.of(make_skewed_cloud()).all_reduce(),
     ):
-        assert torch.equal(same.third, expected.third)
-        assert torch.equal(same.fourth, expected.fourth)
+        assert torch.equal(unchanged_moments.third, expected.third)
+        assert torch.equal(unchanged_moments.fourth, expected.fourth)
 
 
 @pytest.mark.parametrize("scale", [1e-8, 1.0, 1e14])
@@ -240,12 +242,12 @@ def test_empty_accumulators_and_batches_change_no_fourth_order_sum():
 def test_fourth_order_sums_of_narrow_points_neither_overflow_nor_lose_precision(dtype, mean, scale):
     if dtype == torch.float16 and scale != 1:
         return
-    points = (scale * (skewed(n=500, d=16) + mean)).to(dtype)
+    points = (scale * (make_skewed_cloud(n=500, d=16) + mean)).to(dtype)
     moments = FourthMoments(16)
     for batch in points.split(64):
         moments.update(batch)
     assert moments.third.dtype == moments.fourth.dtype == torch.float64
-    assert_fourth(moments, points, 1e-5)
+    assert_fourth_order_sums(moments, points, 1e-5)
 
 
 def test_gradients_flow_through_the_fourth_order():
@@ -262,27 +264,27 @@ def test_gradients_flow_through_the_fourth_order():
 # One cloud, and the union of several --------------------------------------------------------------------------
 
 
-HALF = torch.arange(8) % 3 > 0
-SHARES = torch.linspace(0, 2, 8, dtype=torch.float64)
-COUNTED = pytest.mark.parametrize(
+MASK = torch.arange(8) % 3 > 0
+WEIGHTS = torch.linspace(0, 2, 8, dtype=torch.float64)
+MASKED_AND_WEIGHTED = pytest.mark.parametrize(
     ("mask", "weights"),
-    [(None, None), (HALF, None), (None, SHARES), (HALF, SHARES)],
+    [(None, None), (MASK, None), (None, WEIGHTS), (MASK, WEIGHTS)],
     ids=["all", "mask", "weights", "both"],
 )
 
 
-@COUNTED
+@MASKED_AND_WEIGHTED
 def test_mean_and_scatter_are_those_of_a_naive_sum(mask, weights):
     points = cloud(8, 3)
     counts = np.ones(8) * (1 if mask is None else mask.numpy()) * (1 if weights is None else weights.numpy())
-    size, mean, scatter = mean_and_scatter(points, mask, weights)[:3]
-    assert_close(size.item(), counts.sum(), **CLOSE)
+    count, mean, scatter = mean_and_scatter(points, mask, weights)[:3]
+    assert_close(count.item(), counts.sum(), **CLOSE)
     assert_close(mean.numpy(), np.average(points.numpy(), axis=0, weights=counts), **CLOSE)
     expected = np.cov(points.numpy(), rowvar=False, aweights=counts, ddof=0) * counts.sum()
     assert_close(scatter.numpy(), expected, rtol=1e-12, atol=1e-11)
 
 
-@COUNTED
+@MASKED_AND_WEIGHTED
 @pytest.mark.parametrize("function", [mean_and_scatter, fourth_moments])
 def test_first_and_second_derivatives_are_those_of_finite_differences(function, mask, weights):
     def differentiable(points):
@@ -293,23 +295,23 @@ def test_first_and_second_derivatives_are_those_of_finite_differences(function, 
     assert torch.autograd.gradgradcheck(differentiable, points)
 
 
-@pytest.mark.parametrize("which", ["mean", "scatter"])
-def test_either_output_alone_has_its_gradient(which):
+@pytest.mark.parametrize("output", ["mean", "scatter"])
+def test_either_output_alone_has_its_gradient(output):
     points = cloud(8, 3)
-    upstream = torch.linspace(-1, 2, 3 if which == "mean" else 9, dtype=torch.float64).view(
-        (3,) if which == "mean" else (3, 3)
+    upstream = torch.linspace(-1, 2, 3 if output == "mean" else 9, dtype=torch.float64).view(
+        (3,) if output == "mean" else (3, 3)
     )
 
     def naive(points):
-        mean = points[HALF].mean(0)
-        return mean if which == "mean" else (points[HALF] - mean).T @ (points[HALF] - mean)
+        mean = points[MASK].mean(0)
+        return mean if output == "mean" else (points[MASK] - mean).T @ (points[MASK] - mean)
 
     gradients = []
-    for function in (naive, lambda points: getattr(mean_and_scatter(points, HALF), which)):
+    for function in (naive, lambda points: getattr(mean_and_scatter(points, MASK), output)):
         leaf = points.clone().requires_grad_()
         gradients.append(torch.autograd.grad((function(leaf) * upstream).sum(), leaf)[0])
     assert_close(*gradients, **CLOSE)
-    assert not gradients[1][~HALF].any()
+    assert not gradients[1][~MASK].any()
 
 
 def test_a_hessian_vector_product_of_float32_points_is_that_of_float64_ones():
@@ -317,7 +319,7 @@ def test_a_hessian_vector_product_of_float32_points_is_that_of_float64_ones():
     gradients = []
     for dtype in (torch.float32, torch.float64):
         points = cloud(8, 3, dtype=dtype).requires_grad_()
-        loss = mean_and_scatter(points, HALF).scatter.square().sum()
+        loss = mean_and_scatter(points, MASK).scatter.square().sum()
         (gradient,) = torch.autograd.grad(loss, points, create_graph=True)
         gradients.append(torch.autograd.grad((gradient * direction.to(dtype)).sum(), points)[0].double())
     assert (gradients[0] - gradients[1]).norm() < 1e-5 * gradients[1].norm()
@@ -332,10 +334,10 @@ def test_products_in_bfloat16_have_no_second_derivative():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("apart", [0, 30, 1e4])
+@pytest.mark.parametrize("separation", [0, 30, 1e4])
 @pytest.mark.parametrize("function", [mean_and_scatter, fourth_moments])
-def test_merged_clouds_have_the_moments_of_everything(function, apart, dtype):
-    parts = [cloud(n=20 + 7 * i, seed=i) + apart * i for i in range(4)]
+def test_merged_clouds_have_the_moments_of_everything(function, separation, dtype):
+    parts = [cloud(n=20 + 7 * i, seed=i) + separation * i for i in range(4)]
     union = merge_moments([function(part.to(dtype)) for part in parts])
     points = torch.cat([part.to(dtype).double() for part in parts])
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
@@ -346,7 +348,7 @@ def test_merged_clouds_have_the_moments_of_everything(function, apart, dtype):
     assert np.linalg.norm(union.scatter.numpy() - expected) < tolerance * np.linalg.norm(expected)
     assert isinstance(union, FourthMoments) == (function is fourth_moments)
     if function is fourth_moments and dtype == torch.float64:
-        assert_fourth(union, points, 1e-10)
+        assert_fourth_order_sums(union, points, 1e-10)
 
 
 @pytest.mark.parametrize("function", [mean_and_scatter, fourth_moments])
@@ -362,10 +364,12 @@ def test_merging_has_the_derivatives_of_finite_differences(function):
 
 @pytest.mark.parametrize("function", [mean_and_scatter, fourth_moments])
 def test_empty_clouds_are_no_part_of_a_union(function):
-    empty, none = function(cloud()[:0]), function(cloud(), torch.zeros(60))
-    assert_same(merge_moments([none, function(cloud()), empty]), Moments.of(cloud()))
-    nothing = merge_moments([empty, none])
-    assert (nothing.count, nothing.mean.any(), nothing.scatter.any()) == (0, False, False)
+    moments_of_no_points, moments_of_masked = function(cloud()[:0]), function(cloud(), torch.zeros(60))
+    assert_moments_equal(
+        merge_moments([moments_of_masked, function(cloud()), moments_of_no_points]), Moments.of(cloud())
+    )
+    empty_union = merge_moments([moments_of_no_points, moments_of_masked])
+    assert (empty_union.count, empty_union.mean.any(), empty_union.scatter.any()) == (0, False, False)
 
 
 def test_a_point_far_off_costs_the_others_no_digits_in_bfloat16():
@@ -392,13 +396,15 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            self.settings.append((settings(), args[-1].dtype))
+            self.settings.append((read_precision_settings(), args[-1].dtype))
         return func(*args, **(kwargs or {}))
 
 
-def settings():
+def read_precision_settings():
     backends = torch.backends
-    return tuple(each.fp32_precision for each in (backends.cuda.matmul, backends.mkldnn.matmul, backends.mkldnn.conv))
+    return tuple(
+        backend.fp32_precision for backend in (backends.cuda.matmul, backends.mkldnn.matmul, backends.mkldnn.conv)
+    )
 
 
 def use_legacy(precision):
@@ -423,7 +429,7 @@ def use_all(precision):
 
 @pytest.fixture
 def restored_precision():
-    """Legacy and current settings of a fresh process, which torch does not let one mix."""
+    """Restore the legacy and the current settings of a new process, which torch does not allow to be mixed."""
     yield
     use_all("none")
     use_cuda("none")
@@ -447,18 +453,18 @@ def restored_precision():
 )
 def test_global_matmul_precision_is_neither_used_nor_changed(use, precision):
     use(precision)
-    before = settings()
-    assert set(before) != {"none"}
+    settings_before = read_precision_settings()
+    assert set(settings_before) != {"none"}
     points = cloud(dtype=torch.float32).requires_grad_()
     with Products() as forward, torch.autocast("cpu", torch.bfloat16):
         loss = Moments.of(points).scatter.sum()
     with Products() as backward, torch.autocast("cpu", torch.bfloat16):
         loss.backward()
     for products in (forward, backward):
-        [(used, dtype)] = products.settings
-        assert set(used) <= {"ieee", "none"}
+        [(precisions, dtype)] = products.settings
+        assert set(precisions) <= {"ieee", "none"}
         assert dtype == torch.float32
-    assert settings() == before
+    assert read_precision_settings() == settings_before
     if use is use_legacy:
         assert torch.get_float32_matmul_precision() == precision
 
@@ -476,10 +482,10 @@ def test_global_matmul_precision_is_put_back_after_an_error():
     with pytest.raises(ZeroDivisionError):
         fail()
     assert torch.get_float32_matmul_precision() == "medium"
-    assert settings() == ("tf32", "bf16", "none")
+    assert read_precision_settings() == ("tf32", "bf16", "none")
 
 
-WRONG = [
+INVALID_CALLS = [
     (lambda: Moments(0), "0 dimensions; expected at least 1"),
     (lambda: Moments(5).update(cloud(d=4)), r"shape \(60, 4\); expected \(\.\.\., 5\)"),
     (lambda: Moments(5).update(torch.tensor(1.0)), r"shape \(\)"),
@@ -499,7 +505,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), WRONG, ids=[message for _, message in WRONG])
+@pytest.mark.parametrize(("call", "message"), INVALID_CALLS, ids=[message for _, message in INVALID_CALLS])
 def test_what_has_no_moments_is_refused_in_one_line(call, message):
     with pytest.raises(UserError, match=message) as error:
         call()
@@ -511,8 +517,8 @@ def test_subtracted_points_were_never_there(cls):
     parts = [cloud(n=20 + 7 * i, seed=i) + 3 * i for i in range(3)]
     union = cls.of(torch.cat(parts))
     union.subtract(cls.of(parts[1])).subtract(cls(parts[0].shape[1]))
-    rest = cls.of(torch.cat([parts[0], parts[2]]))
-    for actual, expected in zip(union.as_batch(), rest.as_batch(), strict=True):
+    remaining = cls.of(torch.cat([parts[0], parts[2]]))
+    for actual, expected in zip(union.as_batch(), remaining.as_batch(), strict=True):
         if expected is not None:
             assert_close(actual.numpy(), expected.numpy(), rtol=1e-9, atol=1e-9 * float(expected.abs().max()))
 

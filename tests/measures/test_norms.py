@@ -17,17 +17,18 @@ def cloud(n=60, d=5, seed=0, shift=0.6, dtype=torch.float64):
     return (torch.randn(n, d, generator=generator, dtype=torch.float64) * 1.5 + shift).to(dtype)
 
 
-def assert_is_numpys(summary, points, edges=()):
+def assert_norms_match_numpy(summary, points, edges=()):
+    """Assert that a summary has the norms and the histogram of the points, computed row by row and by numpy."""
     norms = np.array([math.sqrt(sum(value**2 for value in row)) for row in points.tolist()])
     mean = math.sqrt(sum(value**2 for value in points.double().numpy().mean(0)))
-    close = {"rel": 1e-12, "abs": 1e-12}
+    tolerance = {"rel": 1e-12, "abs": 1e-12}
     assert summary.count == len(points)
-    assert summary.average == pytest.approx(norms.mean(), **close)
-    assert summary.mean_vector == pytest.approx(mean, **close)
-    assert summary.ratio == pytest.approx(mean / norms.mean(), **close)
+    assert summary.average == pytest.approx(norms.mean(), **tolerance)
+    assert summary.mean_vector == pytest.approx(mean, **tolerance)
+    assert summary.ratio == pytest.approx(mean / norms.mean(), **tolerance)
     assert (summary.smallest, summary.largest) == (
-        pytest.approx(norms.min(), **close),
-        pytest.approx(norms.max(), **close),
+        pytest.approx(norms.min(), **tolerance),
+        pytest.approx(norms.max(), **tolerance),
     )
     if edges:
         assert summary.edges == edges
@@ -39,7 +40,7 @@ def assert_is_numpys(summary, points, edges=()):
 
 @pytest.mark.parametrize("edges", [(), EDGES, (1.0, 2.0), (-3.0, 0.0, 4.0)])
 def test_a_cloud_has_the_norms_of_numpy(edges):
-    assert_is_numpys(norm_summary(cloud(), edges=edges), cloud(), edges)
+    assert_norms_match_numpy(norm_summary(cloud(), edges=edges), cloud(), edges)
 
 
 @pytest.mark.parametrize("block", [1, 33, 10_000])
@@ -48,20 +49,20 @@ def test_blocks_batches_and_merges_do_not_change_them(monkeypatch, block):
     points = cloud()
     streamed = Norms(5, EDGES).update(points[:7]).update(points[7:7]).update(points[7:20].reshape(13, 1, 5))
     streamed.merge(Norms(5, EDGES)).merge(Norms(5, EDGES).update(points[20:]))
-    assert_is_numpys(streamed.compute(), points, EDGES)
+    assert_norms_match_numpy(streamed.compute(), points, EDGES)
 
 
 def test_bins_hold_their_lower_edge_and_the_last_one_both():
     points = torch.tensor([[0.0], [1.0], [-1.0], [2.0], [4.0], [5.0]])
     summary = norm_summary(points, edges=(1, 2, 4))
     assert (summary.below, summary.histogram, summary.above) == (1, (2, 2), 1)
-    assert_is_numpys(summary, points, (1.0, 2.0, 4.0))
+    assert_norms_match_numpy(summary, points, (1.0, 2.0, 4.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_narrow_points_are_summed_in_float64(dtype):
     with torch.autocast("cpu", torch.bfloat16):
-        assert_is_numpys(norm_summary(cloud(dtype=dtype), edges=EDGES), cloud(dtype=dtype), EDGES)
+        assert_norms_match_numpy(norm_summary(cloud(dtype=dtype), edges=EDGES), cloud(dtype=dtype), EDGES)
 
 
 def test_masked_points_change_nothing():
@@ -116,17 +117,26 @@ def test_the_sum_tells_on_which_side_of_a_hyperplane_the_outputs_lie():
 
 
 def test_layer_norms_without_bias_or_gain():
-    without = layer_norm_summary(torch.ones(5))
-    assert (without.bias, without.ratio, without.bias_over_gain, without.outlier_biases) == (0, 0, 0, ())
-    nothing = layer_norm_summary(torch.zeros(5), torch.ones(5))
-    assert (nothing.ratio, nothing.bias_over_gain, nothing.zero_gains) == (math.inf, 0, 5)
+    summary_without_bias = layer_norm_summary(torch.ones(5))
+    assert (
+        summary_without_bias.bias,
+        summary_without_bias.ratio,
+        summary_without_bias.bias_over_gain,
+        summary_without_bias.outlier_biases,
+    ) == (0, 0, 0, ())
+    summary_of_zero_gains = layer_norm_summary(torch.zeros(5), torch.ones(5))
+    assert (summary_of_zero_gains.ratio, summary_of_zero_gains.bias_over_gain, summary_of_zero_gains.zero_gains) == (
+        math.inf,
+        0,
+        5,
+    )
     assert math.isnan(layer_norm_summary(torch.zeros(5)).ratio)
 
 
 WITH_NAN = cloud()
 WITH_NAN[2, 1] = math.nan
 ONES = torch.ones(3)
-WRONG = {
+INVALID_CALLS = {
     "empty": (lambda: norm_summary(torch.ones(0, 3)), UserError, "0 points have no norms"),
     "shape": (lambda: norm_summary(ONES), UserError, r"points have shape \(3,\); expected \(n, d\)"),
     "integers": (lambda: norm_summary(torch.ones(2, 3).long()), UserError, "int64; expected a floating"),
@@ -149,7 +159,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("call", "error", "message"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("call", "error", "message"), INVALID_CALLS.values(), ids=INVALID_CALLS)
 def test_what_has_no_norms_is_refused_in_one_line(call, error, message):
     with pytest.raises(error, match=message) as caught:
         call()

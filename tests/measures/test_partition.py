@@ -23,9 +23,9 @@ CASES = [(50, 6, 0.3), (50, 6, 0.0), (50, 6, 1.0), (9, 20, 0.2), (1, 4, 0.3), (3
 
 @pytest.mark.parametrize(("n", "d", "shift"), CASES)
 def test_with_both_signs_it_is_the_double_loop_over_numpys_eigenvectors(n, d, shift):
-    """numpy's signs may be others: they do not matter."""
+    """The signs of numpy's eigenvectors may differ, but do not matter."""
     w = embeddings(n, d, shift=shift).numpy()
-    # With fewer words than dimensions the other directions are arbitrary: compare in the words' own space.
+    # With fewer words than dimensions, eigenvectors outside of the span of the words are arbitrary: leave them out.
     if n < d:
         w = w @ np.linalg.svd(w, full_matrices=False)[2].T
     _, vectors = np.linalg.eigh(w.T @ w)
@@ -50,7 +50,7 @@ def test_as_computed_it_is_the_double_loop_over_the_solvers_own_signs(n, d, shif
 
 
 def test_signs_decide_where_the_mean_is_far_from_the_origin():
-    """The published value is one of several; the one of both signs is below them all, as it has Z(c) and Z(-c)."""
+    """The published value is one of several; that of both signs uses Z(c) and Z(-c), so it is below all of them."""
     w = embeddings(shift=1.0)
     vectors = torch.linalg.eigh(w.T @ w).eigenvectors.numpy()
     values = set()
@@ -75,18 +75,18 @@ def test_a_symmetric_isotropic_set_has_one(signs):
 @pytest.mark.parametrize("block", [1, 13, 130])
 def test_blocks_and_order_of_rows_do_not_change_it(monkeypatch, signs, block):
     w = embeddings()
-    whole = partition_isotropy(w, signs)
+    expected = partition_isotropy(w, signs)
     monkeypatch.setattr(rows, "BLOCK", block)
-    assert partition_isotropy(w, signs).value == pytest.approx(whole.value, rel=1e-11)
-    assert partition_isotropy(w.flip(0), signs).value == pytest.approx(whole.value, rel=1e-11)
+    assert partition_isotropy(w, signs).value == pytest.approx(expected.value, rel=1e-11)
+    assert partition_isotropy(w.flip(0), signs).value == pytest.approx(expected.value, rel=1e-11)
 
 
 def test_rotation_and_repetition_do_not_change_it():
     w = embeddings()
     rotation, _ = torch.linalg.qr(embeddings(6, 6, seed=3))
-    whole = partition_isotropy(w, signs="both")
-    assert partition_isotropy(w @ rotation, signs="both").value == pytest.approx(whole.value, rel=1e-10)
-    assert partition_isotropy(w.repeat(3, 1), signs="both").value == pytest.approx(whole.value, rel=1e-10)
+    expected = partition_isotropy(w, signs="both")
+    assert partition_isotropy(w @ rotation, signs="both").value == pytest.approx(expected.value, rel=1e-10)
+    assert partition_isotropy(w.repeat(3, 1), signs="both").value == pytest.approx(expected.value, rel=1e-10)
 
 
 def test_no_exponential_overflows():
@@ -105,19 +105,19 @@ def test_no_exponential_overflows():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_narrow_embeddings_are_measured_in_float64_unless_float32_is_asked_for(dtype):
     w = embeddings(dtype=dtype)
-    exact = partition_isotropy(w.double(), signs="both")
+    float64_result = partition_isotropy(w.double(), signs="both")
     with torch.autocast("cpu", torch.bfloat16):
-        assert partition_isotropy(w, signs="both") == exact
-        narrow = partition_isotropy(w, signs="both", dtype=torch.float32)
-    assert narrow.value == pytest.approx(exact.value, rel=1e-5)
-    assert narrow.value != exact.value
+        assert partition_isotropy(w, signs="both") == float64_result
+        float32_result = partition_isotropy(w, signs="both", dtype=torch.float32)
+    assert float32_result.value == pytest.approx(float64_result.value, rel=1e-5)
+    assert float32_result.value != float64_result.value
 
 
 def test_it_changes_neither_embeddings_nor_needs_their_gradient():
     w = embeddings().requires_grad_()
-    before = w.detach().clone()
+    original = w.detach().clone()
     result = partition_isotropy(w)
-    assert torch.equal(w.detach(), before)
+    assert torch.equal(w.detach(), original)
     assert 0 < result.value <= 1
     with pytest.raises(dataclasses.FrozenInstanceError):
         result.value = 0.5
@@ -125,7 +125,7 @@ def test_it_changes_neither_embeddings_nor_needs_their_gradient():
 
 WITH_NAN = embeddings()
 WITH_NAN[2, 1] = math.nan
-WRONG = {
+INVALID_CALLS = {
     "empty": (lambda: partition_isotropy(torch.ones(0, 3)), UserError, r"shape \(0, 3\); expected \(n, d\)"),
     "shape": (lambda: partition_isotropy(torch.ones(3)), UserError, r"embeddings have shape \(3,\)"),
     "integers": (lambda: partition_isotropy(torch.ones(5, 3).long()), UserError, "int64; expected a floating"),
@@ -136,7 +136,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("call", "error", "message"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("call", "error", "message"), INVALID_CALLS.values(), ids=INVALID_CALLS)
 def test_what_has_no_partition_function_is_refused_in_one_line(call, error, message):
     with pytest.raises(error, match=message) as caught:
         call()

@@ -30,7 +30,7 @@ def cloud(n=60, d=5, seed=0, dtype=torch.float64):
 POSITIONS = torch.arange(60) % 12
 
 
-def assert_is_naive(summaries, points, groups):
+def assert_summaries_are_naive(summaries, points, groups):
     for group, summary in enumerate(summaries):
         members = points[groups == group].double().numpy()
         assert summary.count == len(members)
@@ -76,7 +76,7 @@ def test_norms_and_cosines_by_position_in_any_partition(monkeypatch, block):
     streamed = GroupedPoints(6, 5).update(points[40:].reshape(4, 5, 5), bins[40:].reshape(4, 5))
     streamed.update(points[:0], bins[:0]).merge(GroupedPoints(6, 5))
     streamed.merge(GroupedPoints(6, 5).update(points[:40], bins[:40]))
-    assert_is_naive(streamed.compute(), points, bins)
+    assert_summaries_are_naive(streamed.compute(), points, bins)
     assert [summary.count for summary in streamed.compute()] == [5, 5, 10, 20, 20, 0]
 
 
@@ -100,14 +100,14 @@ def test_types_merge_into_bins_of_their_frequency_at_the_end():
     by_type = GroupedPoints(9, 5).update(points[:33], tokens[:33]).update(points[33:], tokens[33:])
     by_frequency = by_type.regroup(log2_bins(by_type.count), 7)
     bins = torch.tensor([math.floor(math.log2((tokens == token).sum().item())) + 1 for token in tokens.tolist()])
-    assert_is_naive(by_frequency.compute(), points, bins)
+    assert_summaries_are_naive(by_frequency.compute(), points, bins)
     assert [summary.count for summary in by_frequency.compute()] == [0, 3, 3, 7, 0, 47, 0]
     assert [summary.count for summary in by_type.regroup(log2_bins(by_type.count)).compute()][:7] == [
         summary.count for summary in by_frequency.compute()
     ]
-    # Frequencies that are known before give the same.
-    known = GroupedPoints(7, 5).update(points, log2_bins(tokens.bincount(minlength=9))[tokens])
-    assert_is_naive(known.compute(), points, bins)
+    # Grouping by frequencies that are known before gives the same.
+    by_known_frequency = GroupedPoints(7, 5).update(points, log2_bins(tokens.bincount(minlength=9))[tokens])
+    assert_summaries_are_naive(by_known_frequency.compute(), points, bins)
 
 
 def test_zeros_have_a_norm_but_no_cosine():
@@ -120,15 +120,15 @@ def test_zeros_have_a_norm_but_no_cosine():
 def test_narrow_points_are_summed_in_float64_and_masked_ones_left_out(dtype):
     points, bins, mask = cloud(dtype=dtype), log2_bins(POSITIONS), torch.arange(60) % 5 > 0
     masked = torch.where(mask[:, None], points, math.nan)
-    assert_is_naive(GroupedPoints(5, 5).update(masked, bins, mask).compute(), points[mask], bins[mask])
+    assert_summaries_are_naive(GroupedPoints(5, 5).update(masked, bins, mask).compute(), points[mask], bins[mask])
 
 
 @pytest.mark.parametrize("accumulator", [GroupedPoints, IntraSim])
 def test_types_without_points(accumulator):
-    """They have no cosine, and those of the other types are as without them."""
+    """Types without points have no cosine and do not change the cosines of the other types."""
     types = torch.tensor([0, 5, 99]).repeat(20)
-    by_type, other = (accumulator(100, 5).update(cloud(seed=seed), types) for seed in (0, 1))
-    by_type.merge(other)
+    by_type, other_points_by_type = (accumulator(100, 5).update(cloud(seed=seed), types) for seed in (0, 1))
+    by_type.merge(other_points_by_type)
     values = by_type.inter_sim() if accumulator is GroupedPoints else by_type.per_type()
     assert values.isfinite().nonzero().squeeze(1).tolist() == [0, 5, 99]
     points = torch.cat([cloud(seed=0), cloud(seed=1)])
@@ -139,7 +139,7 @@ def test_types_without_points(accumulator):
 WITH_NAN = cloud()
 WITH_NAN[2, 1] = math.nan
 GROUPS = POSITIONS % 3
-WRONG = {
+INVALID_CALLS = {
     "no groups": (lambda: GroupedPoints(0, 5), UserError, "0 groups"),
     "no dim": (lambda: GroupedPoints(3, 0), UserError, "0 dimensions"),
     "range": (lambda: GroupedPoints(2, 5).update(cloud(), GROUPS), UserError, "0 to 2; expected 0 to 1"),
@@ -159,7 +159,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("call", "error", "message"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("call", "error", "message"), INVALID_CALLS.values(), ids=INVALID_CALLS)
 def test_bad_input_is_refused_in_one_line(call, error, message):
     with pytest.raises(error, match=message) as caught:
         call()

@@ -1,4 +1,4 @@
-"""Post-processing against the papers' equations row by row with sklearn's PCA, and by what the result must be."""
+"""Post-processing against the papers' equations, row by row with sklearn's PCA, and properties of the result."""
 
 import math
 
@@ -30,11 +30,11 @@ def embeddings(n=50, d=6, seed=0, shift=1.0, dtype=torch.float64):
 
 def test_centering_leaves_no_mean_and_is_idempotent():
     w = embeddings()
-    once = centered(w)
-    assert_close(once.numpy(), w.numpy() - w.numpy().mean(0), **CLOSE)
-    assert once.mean(0).abs().max() < 1e-13
-    assert_close(centered(once), once, **CLOSE)
-    assert_close(centered(w + 9), once, **CLOSE)
+    centered_once = centered(w)
+    assert_close(centered_once.numpy(), w.numpy() - w.numpy().mean(0), **CLOSE)
+    assert centered_once.mean(0).abs().max() < 1e-13
+    assert_close(centered(centered_once), centered_once, **CLOSE)
+    assert_close(centered(w + 9), centered_once, **CLOSE)
 
 
 def test_scaled_centering_is_the_papers_formula():
@@ -81,8 +81,8 @@ def test_removed_directions_have_no_variance_and_the_others_all_of_theirs(varian
     if variant == "corrected":
         assert np.abs(mean).max() < 1e-13
     else:
-        top = pca.components_[:2]
-        np.testing.assert_allclose(mean, -top.T @ (top @ w.numpy().mean(0)), atol=1e-10)
+        removed_directions = pca.components_[:2]
+        np.testing.assert_allclose(mean, -removed_directions.T @ (removed_directions @ w.numpy().mean(0)), atol=1e-10)
 
 
 def test_of_no_components_it_is_centering_and_of_all_nothing_is_left():
@@ -106,8 +106,12 @@ def test_a_second_time_the_next_components_go():
 
 def test_isotropy_is_restored():
     w = embeddings(400, 6, shift=3.0) / 10
-    raw = partition_isotropy(w, "both").value
-    assert raw < partition_isotropy(centered(w), "both").value < partition_isotropy(all_but_the_top(w), "both").value
+    raw_isotropy = partition_isotropy(w, "both").value
+    assert (
+        raw_isotropy
+        < partition_isotropy(centered(w), "both").value
+        < partition_isotropy(all_but_the_top(w), "both").value
+    )
     assert abs(average_cosine(centered(w))) < 0.1 < average_cosine(w)
 
 
@@ -123,12 +127,12 @@ def test_blocks_do_not_change_it(monkeypatch, process, block):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_the_result_is_that_of_float64_rounded_once(process, dtype):
     w = embeddings(dtype=dtype)
-    before = w.clone()
+    original = w.clone()
     with torch.autocast("cpu", torch.bfloat16):
         actual = process(w)
     assert actual.dtype == dtype
     assert torch.equal(actual, process(w.double()).to(dtype))
-    assert torch.equal(w, before)
+    assert torch.equal(w, original)
 
 
 @pytest.mark.parametrize("process", PROCESSES.values(), ids=PROCESSES)
@@ -146,7 +150,7 @@ def test_parameters_come_back_without_a_graph(process):
 
 WITH_NAN = embeddings()
 WITH_NAN[2, 1] = math.nan
-WRONG = {
+INVALID_CALLS = {
     "shape": (lambda: centered(torch.ones(3)), UserError, r"embeddings have shape \(3,\); expected \(n, d\)"),
     "empty": (lambda: scaled_centered(torch.ones(0, 3)), UserError, r"shape \(0, 3\)"),
     "integers": (lambda: all_but_the_top(torch.ones(4, 3).long()), UserError, "int64; expected a floating"),
@@ -159,7 +163,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("call", "error", "message"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("call", "error", "message"), INVALID_CALLS.values(), ids=INVALID_CALLS)
 def test_what_cannot_be_processed_is_refused_in_one_line(call, error, message):
     with pytest.raises(error, match=message) as caught:
         call()

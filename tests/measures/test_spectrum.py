@@ -36,10 +36,10 @@ def cloud(n=60, d=5, seed=0, shift=3.0, dtype=torch.float64):
 @pytest.mark.parametrize("n", [60, 3, 1])
 def test_singular_values_are_those_of_numpy_and_of_pca(n):
     points = cloud(n)
-    raw = np.pad(np.linalg.svd(points.numpy(), compute_uv=False), (0, 5 - min(n, 5)))
-    assert_close(singular_values(points, centered=False).numpy(), raw, **CLOSE)
-    about_the_mean = np.linalg.svd(points.numpy() - points.numpy().mean(0), compute_uv=False)
-    assert_close(singular_values(points).numpy(), np.pad(about_the_mean, (0, 5 - min(n, 5))), **CLOSE)
+    raw_singular_values = np.pad(np.linalg.svd(points.numpy(), compute_uv=False), (0, 5 - min(n, 5)))
+    assert_close(singular_values(points, centered=False).numpy(), raw_singular_values, **CLOSE)
+    centered_singular_values = np.linalg.svd(points.numpy() - points.numpy().mean(0), compute_uv=False)
+    assert_close(singular_values(points).numpy(), np.pad(centered_singular_values, (0, 5 - min(n, 5))), **CLOSE)
     if n > 5:
         assert_close(singular_values(points).numpy(), PCA().fit(points.numpy()).singular_values_, **CLOSE)
 
@@ -58,8 +58,8 @@ def test_moments_have_the_singular_values_of_their_points(centered):
 def test_a_shift_adds_one_large_raw_value_and_changes_no_centered_one():
     points = cloud(shift=0.0)
     assert_close(singular_values(points + 50), singular_values(points), rtol=1e-9, atol=1e-9)
-    raw = singular_values(points + 50, centered=False)
-    assert raw[0] > 30 * raw[1]
+    raw_singular_values = singular_values(points + 50, centered=False)
+    assert raw_singular_values[0] > 30 * raw_singular_values[1]
 
 
 SPECTRA = [[3.0, 2.0, 1.0], [5.0], [1e-3, 0.0, 7.0, 7.0], [2.0] * 9, [1e300, 1e300, 1e299]]
@@ -111,10 +111,10 @@ def naive_outliers(values, k, rule, reference=None):
     values = np.asarray(values)
     if rule == "sigma":
         return [i for i, v in enumerate(values) if abs(v - np.mean(values)) > k * np.std(values)]
-    typical = {"mean": np.mean, "median": np.median}[rule](
+    typical_magnitude = {"mean": np.mean, "median": np.median}[rule](
         np.abs(values if reference is None else np.asarray(reference))
     )
-    return [i for i, v in enumerate(values) if abs(v) > k * typical]
+    return [i for i, v in enumerate(values) if abs(v) > k * typical_magnitude]
 
 
 @pytest.mark.parametrize("k", [1.0, 3.0, 5.0])
@@ -145,18 +145,18 @@ def test_moments_by_dimension_are_those_of_scipy(shape, shift):
     points = cloud().square() + shift
     moments = DimensionMoments.of(points.reshape(shape))
     array = points.numpy()
-    close = {"rtol": 1e-10, "atol": 1e-10}
+    tolerance = {"rtol": 1e-10, "atol": 1e-10}
     assert moments.count == 60
-    assert_close(moments.mean.numpy(), array.mean(0), **close)
+    assert_close(moments.mean.numpy(), array.mean(0), **tolerance)
     for correction in (0, 1):
-        assert_close(moments.variance(correction).numpy(), array.var(0, ddof=correction), **close)
-        assert_close(moments.deviation(correction).numpy(), array.std(0, ddof=correction), **close)
-    assert_close(moments.skewness().numpy(), scipy.stats.skew(array), **close)
-    assert_close(moments.kurtosis().numpy(), scipy.stats.kurtosis(array), **close)
-    assert_close(moments.kurtosis(excess=False).numpy(), scipy.stats.kurtosis(array, fisher=False), **close)
+        assert_close(moments.variance(correction).numpy(), array.var(0, ddof=correction), **tolerance)
+        assert_close(moments.deviation(correction).numpy(), array.std(0, ddof=correction), **tolerance)
+    assert_close(moments.skewness().numpy(), scipy.stats.skew(array), **tolerance)
+    assert_close(moments.kurtosis().numpy(), scipy.stats.kurtosis(array), **tolerance)
+    assert_close(moments.kurtosis(excess=False).numpy(), scipy.stats.kurtosis(array, fisher=False), **tolerance)
 
 
-def assert_same(actual, expected):
+def assert_moments_equal(actual, expected):
     for name in ("count", "mean", "m2", "m3", "m4"):
         scale = getattr(expected, name).abs().max().item()
         assert_close(getattr(actual, name), getattr(expected, name), rtol=1e-11, atol=1e-12 * scale)
@@ -164,26 +164,26 @@ def assert_same(actual, expected):
 
 @pytest.mark.parametrize("cuts", [(1, 2, 3), (7, 7, 50), (30, 31, 59)])
 def test_merging_is_exact_in_any_order(cuts):
-    # Parts of unlike size, place and shape, so that no term of the merge is small.
+    # The parts differ in size, mean and shape, so that no term of the merge is small.
     points = cloud().square() * torch.linspace(1, 3, 60)[:, None] + torch.linspace(0, 40, 60)[:, None]
     parts = [DimensionMoments.of(part) for part in points.tensor_split(cuts) if len(part)]
-    whole = DimensionMoments.of(points)
-    backwards = DimensionMoments(5)
+    expected = DimensionMoments.of(points)
+    merged_backwards = DimensionMoments(5)
     for part in reversed(parts):
-        backwards.merge(part)
-    assert_same(backwards, whole)
+        merged_backwards.merge(part)
+    assert_moments_equal(merged_backwards, expected)
     streamed = DimensionMoments(5)
     for part in points.tensor_split(cuts):
         streamed.update(part)
-    assert_same(streamed, whole)
+    assert_moments_equal(streamed, expected)
     assert_close(streamed.kurtosis().numpy(), scipy.stats.kurtosis(points.numpy()), rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("block", [1, 12, 100])
 def test_blocks_do_not_change_them(monkeypatch, block):
-    whole = DimensionMoments.of(cloud())
+    expected = DimensionMoments.of(cloud())
     monkeypatch.setattr(rows, "BLOCK", block)
-    assert_same(DimensionMoments.of(cloud()), whole)
+    assert_moments_equal(DimensionMoments.of(cloud()), expected)
 
 
 def test_masked_points_change_nothing_bit_for_bit():
@@ -204,15 +204,15 @@ def test_a_dimension_that_is_constant_has_no_kurtosis():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_narrow_values_are_summed_in_float64(dtype):
     points = cloud(dtype=dtype)
-    wide = points.double().numpy()
-    assert_close(DimensionMoments.of(points).kurtosis().numpy(), scipy.stats.kurtosis(wide), **CLOSE)
-    assert_close(singular_values(points).numpy(), PCA().fit(wide).singular_values_, **CLOSE)
+    float64_points = points.double().numpy()
+    assert_close(DimensionMoments.of(points).kurtosis().numpy(), scipy.stats.kurtosis(float64_points), **CLOSE)
+    assert_close(singular_values(points).numpy(), PCA().fit(float64_points).singular_values_, **CLOSE)
 
 
 WITH_NAN = cloud()
 WITH_NAN[2, 1] = math.nan
 ONES = torch.ones(3)
-WRONG = {
+INVALID_CALLS = {
     "shape": (lambda: singular_values(torch.ones(3)), UserError, r"points have shape \(3,\); expected \(n, d\)"),
     "empty": (lambda: singular_values(torch.ones(0, 3)), UserError, r"shape \(0, 3\)"),
     "integers": (lambda: singular_values(torch.ones(4, 3).int()), UserError, "int32; expected a floating"),
@@ -239,7 +239,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("call", "error", "message"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("call", "error", "message"), INVALID_CALLS.values(), ids=INVALID_CALLS)
 def test_what_has_no_spectrum_is_refused_in_one_line(call, error, message):
     with pytest.raises(error, match=message) as caught:
         call()

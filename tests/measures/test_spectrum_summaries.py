@@ -46,11 +46,13 @@ def naive_rank_me(points, epsilon):
 @pytest.mark.parametrize("n", [60, 5])
 def test_rank_me_is_equation_1_of_the_raw_points(n, epsilon):
     points = cloud(n)
-    raw = singular_values(points, centered=False)
-    assert rank_me(raw, epsilon).item() == pytest.approx(naive_rank_me(points.numpy(), epsilon), rel=1e-12)
+    raw_singular_values = singular_values(points, centered=False)
+    assert rank_me(raw_singular_values, epsilon).item() == pytest.approx(
+        naive_rank_me(points.numpy(), epsilon), rel=1e-12
+    )
     streamed = Moments(5).update(points[:3]).update(points[3:])
     assert rank_me(singular_values(streamed, centered=False), epsilon).item() == pytest.approx(
-        rank_me(raw, epsilon).item(), rel=1e-7
+        rank_me(raw_singular_values, epsilon).item(), rel=1e-7
     )
 
 
@@ -67,9 +69,11 @@ def test_rank_me_without_epsilon_is_the_effective_rank_and_exceeds_it_little_wit
 
 def test_a_distant_mean_lowers_rank_me_but_not_the_effective_rank_about_the_mean():
     points = cloud(500, shift=0.0)
-    far = points + 100
-    assert rank_me(singular_values(far, centered=False)) < 0.6 * rank_me(singular_values(points, centered=False))
-    assert effective_rank(singular_values(far)).item() == pytest.approx(
+    shifted_points = points + 100
+    assert rank_me(singular_values(shifted_points, centered=False)) < 0.6 * rank_me(
+        singular_values(points, centered=False)
+    )
+    assert effective_rank(singular_values(shifted_points)).item() == pytest.approx(
         effective_rank(singular_values(points)).item(), rel=1e-9
     )
 
@@ -84,8 +88,8 @@ def test_nesum_is_the_sum_over_the_largest(values):
 
 def test_nesum_of_a_cloud_is_its_stable_rank():
     points = cloud()
-    about_the_mean = points.numpy() - points.numpy().mean(0)
-    stable_rank = (np.linalg.norm(about_the_mean) / np.linalg.norm(about_the_mean, 2)) ** 2
+    centered_points = points.numpy() - points.numpy().mean(0)
+    stable_rank = (np.linalg.norm(centered_points) / np.linalg.norm(centered_points, 2)) ** 2
     assert nesum(singular_values(Moments.of(points)).square()).item() == pytest.approx(stable_rank, rel=1e-10)
     eigenvalues = np.linalg.eigvalsh(np.cov(points.numpy(), rowvar=False))
     assert nesum(torch.from_numpy(eigenvalues)).item() == pytest.approx(stable_rank, rel=1e-10)
@@ -109,13 +113,13 @@ def test_alpha_req_is_the_least_squares_line_of_scipy_and_numpy(first, last):
     last = min(last, 40)
     ranks = np.arange(first, last + 1)
     logs = np.log(np.sort(variances.numpy())[::-1][first - 1 : last])
-    line = scipy.stats.linregress(np.log(ranks), logs)
-    assert fit.alpha == pytest.approx(-line.slope, rel=1e-9)
-    assert fit.r_squared == pytest.approx(line.rvalue**2, rel=1e-9)
+    regression = scipy.stats.linregress(np.log(ranks), logs)
+    assert fit.alpha == pytest.approx(-regression.slope, rel=1e-9)
+    assert fit.r_squared == pytest.approx(regression.rvalue**2, rel=1e-9)
     assert (fit.first, fit.last) == (first, last)
     # polyfit squares its weights.
-    weighted = np.polyfit(np.log(ranks), logs, 1, w=1 / np.sqrt(ranks))
-    assert alpha_req(variances, first, last, "inverse_rank").alpha == pytest.approx(-weighted[0], rel=1e-9)
+    weighted_coefficients = np.polyfit(np.log(ranks), logs, 1, w=1 / np.sqrt(ranks))
+    assert alpha_req(variances, first, last, "inverse_rank").alpha == pytest.approx(-weighted_coefficients[0], rel=1e-9)
 
 
 def test_alpha_req_leaves_out_zeros_and_does_not_depend_on_scale():
@@ -130,7 +134,7 @@ def test_alpha_req_leaves_out_zeros_and_does_not_depend_on_scale():
 
 
 def test_summaries_of_a_gaussian_with_a_known_spectrum():
-    """Variances i^-1 of 40 dimensions, turned at random: all summaries of the sample are near those of the spectrum."""
+    """Points with randomly rotated variances 1 / i have summaries near those of this spectrum."""
     generator = torch.Generator().manual_seed(1)
     variances = torch.arange(1, 41, dtype=torch.float64) ** -1.0
     rotation, _ = torch.linalg.qr(torch.randn(40, 40, generator=generator, dtype=torch.float64))
@@ -162,7 +166,7 @@ def test_top_share_of_signed_values():
 
 
 ONES = torch.ones(20, dtype=torch.float64)
-WRONG = {
+INVALID_CALLS = {
     "rank_me shape": (lambda: rank_me(torch.ones(2, 2)), UserError, r"shape \(2, 2\); expected \(d,\)"),
     "rank_me zeros": (lambda: rank_me(torch.zeros(3)), UserError, "all values are zero"),
     "rank_me negative": (lambda: rank_me(vector(1, -1)), UserError, "expected none below 0"),
@@ -182,7 +186,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("call", "error", "message"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("call", "error", "message"), INVALID_CALLS.values(), ids=INVALID_CALLS)
 def test_bad_spectra_are_refused_in_one_line(call, error, message):
     with pytest.raises(error, match=message) as caught:
         call()

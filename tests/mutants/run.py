@@ -22,10 +22,10 @@ from tests.mutants.table import MUTATIONS, REPOSITORY, Mutation
 
 LIBRARIES = ["torch", "lightning", "datasets", "hydra", "scipy.stats", "sklearn.metrics", "matplotlib.pyplot", "pytest",
              "optuna", "transformers.models.bert.modeling_bert"]  # fmt: skip
-"""Imported once and then shared by all processes. What is mutated is not among them."""
-COPIED = ("benchmarks", "conf", "docs", "hydra_plugins", "istar", "sweep", "tests", "pyproject.toml", "train.py")
+"""Modules that are imported once and shared by all processes. None of them is mutated."""
+COPIED_PATHS = ("benchmarks", "conf", "docs", "hydra_plugins", "istar", "sweep", "tests", "pyproject.toml", "train.py")
 PASSED, FAILED = 100, 101
-"""Exit codes of a process: those of pytest plus 100, so that a process that breaks is not taken for a failed test."""
+"""Exit codes of a process: those of pytest plus 100, to distinguish a failed test from a process that crashes."""
 VERDICTS = {FAILED: "killed", PASSED: "SURVIVED"}
 
 
@@ -49,31 +49,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("words", nargs="*", help="only mutations with one of these words in their lines")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     options = parser.parse_args(arguments)
-    chosen = [
+    selected = [
         mutation
         for mutation in MUTATIONS
         if not options.words or any(word in f"{mutation.mistake} {mutation.file}" for word in options.words)
     ]
-    outdated = [mutation for mutation in chosen if mutation.problem()]
+    outdated = [mutation for mutation in selected if mutation.problem()]
     for mutation in outdated:
         print(f"{'outdated':<11}{mutation.mistake} {mutation.problem()}", flush=True)
-    chosen = [mutation for mutation in chosen if mutation not in outdated]
+    selected = [mutation for mutation in selected if mutation not in outdated]
     problems = len(outdated)
     with tempfile.TemporaryDirectory(prefix="istar-mutants-") as name:
-        everything = Attempt(None, sorted({mutation.test for mutation in chosen}), Path(name) / "unchanged")
-        attempts = [everything] if chosen else []
-        attempts += [Attempt(each, [each.test], Path(name) / str(number)) for number, each in enumerate(chosen)]
-        for attempt, code in results(attempts, options.jobs):
+        unmutated_attempt = Attempt(None, sorted({mutation.test for mutation in selected}), Path(name) / "unchanged")
+        attempts = [unmutated_attempt] if selected else []
+        attempts += [
+            Attempt(mutation, [mutation.test], Path(name) / str(index)) for index, mutation in enumerate(selected)
+        ]
+        for attempt, code in run_attempts(attempts, options.jobs):
             is_expected = code == (PASSED if attempt.mutation is None else FAILED)
             problems += not is_expected
-            print(line(attempt.mutation, code), flush=True)
+            print(describe_result(attempt.mutation, code), flush=True)
             if not is_expected:
                 print(attempt.log.read_text(encoding="utf-8"), flush=True)
-    print(f"{len(chosen) + len(outdated)} mutations, {problems} problems")
+    print(f"{len(selected) + len(outdated)} mutations, {problems} problems")
     return int(problems > 0)
 
 
-def line(mutation: Mutation | None, code: int) -> str:
+def describe_result(mutation: Mutation | None, code: int) -> str:
     """Describe the result of an attempt."""
     if mutation is None:
         return f"{'passed' if code == PASSED else 'FAILED':<11}all tests, without a mutation"
@@ -81,7 +83,7 @@ def line(mutation: Mutation | None, code: int) -> str:
     return f"{verdict:<11}{mutation.mistake} ({mutation.file}; {mutation.test})"
 
 
-def results(attempts: Sequence[Attempt], jobs: int) -> Iterator[tuple[Attempt, int]]:
+def run_attempts(attempts: Sequence[Attempt], jobs: int) -> Iterator[tuple[Attempt, int]]:
     """Execute the attempts, a number of them at a time; yields each with pytest's exit code when it has ended."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     context = multiprocessing.get_context("forkserver")
@@ -103,7 +105,7 @@ def results(attempts: Sequence[Attempt], jobs: int) -> Iterator[tuple[Attempt, i
 def start(attempt: Attempt, context: ForkServerContext) -> BaseProcess:
     """Copy the checkout, apply the mutation, and start pytest on the copy."""
     attempt.folder.mkdir()
-    for path in (REPOSITORY / name for name in COPIED):
+    for path in (REPOSITORY / name for name in COPIED_PATHS):
         if path.is_dir():
             ignore = shutil.ignore_patterns("__pycache__")
             shutil.copytree(path, attempt.folder / path.name, ignore=ignore, symlinks=True)

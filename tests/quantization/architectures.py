@@ -16,21 +16,21 @@ FEED_FORWARD: dict[str, Any] = {**SHAPE, "intermediate_size": 24}
 RELATIVE: dict[str, Any] = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_position_embeddings": 16}
 
 
-def random(model: Any, config: Any) -> Any:
+def make_random_model(model_class: Any, config: Any) -> Any:
     torch.manual_seed(0)
-    return model(config).eval()
+    return model_class(config).eval()
 
 
-KNOWN: dict[str, Callable[[], Any]] = {
+ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "bert": bert,
-    "roberta": lambda: random(hf.RobertaForSequenceClassification, hf.RobertaConfig(**FEED_FORWARD)),
-    "electra": lambda: random(
+    "roberta": lambda: make_random_model(hf.RobertaForSequenceClassification, hf.RobertaConfig(**FEED_FORWARD)),
+    "electra": lambda: make_random_model(
         hf.ElectraForSequenceClassification, hf.ElectraConfig(**FEED_FORWARD, embedding_size=8)
     ),
-    "deberta-v2": lambda: random(
+    "deberta-v2": lambda: make_random_model(
         hf.DebertaV2ForSequenceClassification, hf.DebertaV2Config(**FEED_FORWARD, **RELATIVE)
     ),
-    "deberta-v3": lambda: random(
+    "deberta-v3": lambda: make_random_model(
         hf.DebertaV2ForSequenceClassification,
         hf.DebertaV2Config(
             **FEED_FORWARD, **RELATIVE, share_att_key=True, position_buckets=4, norm_rel_ebd="layer_norm"
@@ -38,8 +38,8 @@ KNOWN: dict[str, Callable[[], Any]] = {
     ),
     "albert": albert,
     "distilbert": distilbert,
-    "llama": lambda: random(hf.LlamaForSequenceClassification, hf.LlamaConfig(**FEED_FORWARD)),
-    "opt": lambda: random(
+    "llama": lambda: make_random_model(hf.LlamaForSequenceClassification, hf.LlamaConfig(**FEED_FORWARD)),
+    "opt": lambda: make_random_model(
         hf.OPTForSequenceClassification,
         hf.OPTConfig(
             **{name: value for name, value in SHAPE.items() if name != "initializer_range"},

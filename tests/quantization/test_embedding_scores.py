@@ -37,15 +37,15 @@ def test_int8_is_the_nearest_level() -> None:
 
 
 def test_sentence_transformers_has_the_same_codes() -> None:
-    """It rounds down, and packs eight signs into a byte."""
+    """sentence-transformers rounds codes down, and packs eight signs into a byte."""
     library = pytest.importorskip("sentence_transformers.util.quantization")
     train, points = cloud().float(), 0.5 * cloud(seed=1).float()
     expected = library.quantize_embeddings(points.numpy(), "int8", calibration_embeddings=train.numpy())
-    ours = codes.int8_codes(points, codes.dimension_ranges(train)).int().numpy() - 128
-    inside = ((points >= train.amin(0)) & (points <= train.amax(0))).numpy()
-    assert set(np.unique((ours - expected)[inside])) == {0, 1}
-    packed = library.quantize_embeddings(points.numpy(), "ubinary")
-    assert np.array_equal(np.unpackbits(packed, axis=1).astype(bool), codes.signs(points).numpy())
+    actual = codes.int8_codes(points, codes.dimension_ranges(train)).int().numpy() - 128
+    is_in_range = ((points >= train.amin(0)) & (points <= train.amax(0))).numpy()
+    assert set(np.unique((actual - expected)[is_in_range])) == {0, 1}
+    packed_signs = library.quantize_embeddings(points.numpy(), "ubinary")
+    assert np.array_equal(np.unpackbits(packed_signs, axis=1).astype(bool), codes.signs(points).numpy())
 
 
 def test_hamming_distance_counts_bits() -> None:
@@ -60,11 +60,11 @@ def test_int8_does_not_know_shifts_and_scales_of_dimensions() -> None:
     train, points = cloud(), cloud(seed=1)
     factors = 2.0 ** torch.arange(-12, 12, dtype=torch.float64)
     offsets = 100 * torch.arange(24, dtype=torch.float64)
-    before = codes.int8_codes(points, codes.dimension_ranges(train))
-    after = codes.int8_codes(points * factors + offsets, codes.dimension_ranges(train * factors + offsets))
+    codes_before = codes.int8_codes(points, codes.dimension_ranges(train))
+    codes_after = codes.int8_codes(points * factors + offsets, codes.dimension_ranges(train * factors + offsets))
     # The offset costs some of the last digits, so that a number between two levels may fall on the other side.
-    assert (before.int() - after.int()).abs().max() <= 1
-    assert (before == after).double().mean() > 0.999
+    assert (codes_before.int() - codes_after.int()).abs().max() <= 1
+    assert (codes_before == codes_after).double().mean() > 0.999
     assert (codes.signs(points) != codes.signs(points + offsets)).any()
 
 
@@ -86,7 +86,7 @@ def test_edges_and_errors() -> None:
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random BERT with the vocabulary of the demo tasks."""
+    """Save a random BERT with the vocabulary of the demo tasks; returns its folder."""
     folder = tmp_path_factory.mktemp("encoder") / "bert"
     tokenizer = models.load_tokenizer(ModelConfig(name="tiny", pretrained=False))
     assert len(tokenizer) > len(demo.vocabulary())
@@ -95,8 +95,8 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def naive(folder: Path, calibration: int) -> dict[str, float]:
-    """Embed each sentence alone, and compute the correlations from the definitions."""
+def naive_spearman(folder: Path, num_calibration_pairs: int) -> dict[str, float]:
+    """Return the correlations from their definitions, with embeddings of single sentences."""
     tokenizer = models.load_tokenizer(ModelConfig(name=str(folder)))
     model: Any = models.load_encoder(ModelConfig(name=str(folder)), tokenizer, torch.float32)
     spec = get_similarity_task("demo_regression")
@@ -106,8 +106,10 @@ def naive(folder: Path, calibration: int) -> dict[str, float]:
         with torch.no_grad():
             return model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].double().mean(0).numpy()
 
-    chosen = torch.randperm(len(splits["train"]), generator=torch.Generator().manual_seed(0))[:calibration].tolist()
-    train = np.array([embed(splits["train"][row][column]) for row in chosen for column in spec.text_columns])
+    calibration_rows = torch.randperm(len(splits["train"]), generator=torch.Generator().manual_seed(0))[
+        :num_calibration_pairs
+    ].tolist()
+    train = np.array([embed(splits["train"][row][column]) for row in calibration_rows for column in spec.text_columns])
     first, second = (np.array([embed(text) for text in splits["validation"][column]]) for column in spec.text_columns)
     low, step = train.min(0), (train.max(0) - train.min(0)) / 255
 
@@ -127,12 +129,12 @@ def naive(folder: Path, calibration: int) -> dict[str, float]:
 
 
 def test_the_scores_of_an_encoder(encoder: Path) -> None:
-    scored = score_embeddings(encoder, get_similarity_task("demo_regression"), None, num_calibration_pairs=16, seed=0)
-    expected = naive(encoder, 16)
+    scores = score_embeddings(encoder, get_similarity_task("demo_regression"), None, num_calibration_pairs=16, seed=0)
+    expected = naive_spearman(encoder, 16)
     # A number on the border between two levels may be rounded either way, as sentences are in batches here.
-    assert scored.spearman_by_precision == pytest.approx(expected, abs=5e-4)
-    assert scored.spearman_by_precision["float32"] == pytest.approx(expected["float32"], abs=1e-6)
-    assert scored.num_dimensions == 32
+    assert scores.spearman_by_precision == pytest.approx(expected, abs=5e-4)
+    assert scores.spearman_by_precision["float32"] == pytest.approx(expected["float32"], abs=1e-6)
+    assert scores.num_dimensions == 32
 
 
 def test_the_command(encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,15 +163,15 @@ def test_the_command(encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.slow
 def test_a_real_encoder_on_sts_b(minilm: Path, real_data: Path) -> None:
     """MiniLM in 8 bits loses next to nothing, and in one bit a few points."""
-    scored = score_embeddings(
+    scores = score_embeddings(
         minilm, get_similarity_task("stsb"), real_data / "glue_data", num_calibration_pairs=256, seed=0
     )
-    assert scored.num_pairs == 1500
-    assert scored.num_dimensions == 384
-    assert 0.8 < scored.spearman_by_precision["float32"] < 0.9
-    assert scored.spearman_by_precision["int8"] == pytest.approx(scored.spearman_by_precision["float32"], abs=0.005)
+    assert scores.num_pairs == 1500
+    assert scores.num_dimensions == 384
+    assert 0.8 < scores.spearman_by_precision["float32"] < 0.9
+    assert scores.spearman_by_precision["int8"] == pytest.approx(scores.spearman_by_precision["float32"], abs=0.005)
     assert (
-        scored.spearman_by_precision["float32"] - 0.1
-        < scored.spearman_by_precision["binary"]
-        < scored.spearman_by_precision["float32"]
+        scores.spearman_by_precision["float32"] - 0.1
+        < scores.spearman_by_precision["binary"]
+        < scores.spearman_by_precision["float32"]
     )

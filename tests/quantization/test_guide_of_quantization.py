@@ -10,6 +10,6 @@ GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "quantization.md").read_
 
 def test_the_example_of_the_guide(capsys: pytest.CaptureFixture[str]) -> None:
     [code] = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
-    [printed] = re.findall(r"```text\n(.*?)```", GUIDE, re.DOTALL)
+    [expected_output] = re.findall(r"```text\n(.*?)```", GUIDE, re.DOTALL)
     exec(compile(code, "docs/quantization.md", "exec"), {})
-    assert capsys.readouterr().out == printed
+    assert capsys.readouterr().out == expected_output

@@ -51,35 +51,44 @@ def distilbert() -> Any:
     return DistilBertForSequenceClassification(config).eval()
 
 
-def batch(seed: int = 1) -> dict[str, Tensor]:
-    """Three texts of different lengths, padded on the right."""
+def make_batch(seed: int = 1) -> dict[str, Tensor]:
+    """Return three texts of different lengths, padded on the right."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([7, 4, 5])
     mask = (torch.arange(7) < lengths[:, None]).long()
     return {"input_ids": torch.randint(1, 50, (3, 7), generator=generator) * mask, "attention_mask": mask}
 
 
-def calibrated(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def calibrate_ranges(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the largest magnitude of the inputs of each linear layer."""
     ranges = InputRanges()
     with torch.no_grad():
         forward_observed(model, encoder_linears(model), inputs, inputs["attention_mask"], ranges.update)
     return ranges.largest
 
 
-def faked(model: nn.Module, form: Form, largest: dict[str, Tensor]) -> nn.Module:
+def quantize_with_torch(model: nn.Module, form: Form, largest: dict[str, Tensor]) -> nn.Module:
     """Quantize with torch's operators: weights in place, inputs in hooks."""
     model = copy.deepcopy(model)
-    last_weight, last = 2 ** (form.weight_bits - 1) - 1, 2 ** (form.activation_bits - 1) - 1
+    weight_limit, input_limit = 2 ** (form.weight_bits - 1) - 1, 2 ** (form.activation_bits - 1) - 1
 
     def fake_inputs(name: str) -> Any:
         def hook(module: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
             points = arguments[0]
             if form.activations == "tensor":
-                return (torch.fake_quantize_per_tensor_affine(points, (largest[name] / last).item(), 0, -last, last),)
+                return (
+                    torch.fake_quantize_per_tensor_affine(
+                        points,
+                        (largest[name] / input_limit).item(),
+                        0,
+                        -input_limit,
+                        input_limit,
+                    ),
+                )
             rows = points.reshape(-1, points.shape[-1])
-            scales = rows.abs().amax(1) / last
+            scales = rows.abs().amax(1) / input_limit
             zeros = torch.zeros(len(rows), dtype=torch.int32)
-            result = torch.fake_quantize_per_channel_affine(rows, scales, zeros, 0, -last, last)
+            result = torch.fake_quantize_per_channel_affine(rows, scales, zeros, 0, -input_limit, input_limit)
             return (result.reshape(points.shape),)
 
         return hook
@@ -87,12 +96,12 @@ def faked(model: nn.Module, form: Form, largest: dict[str, Tensor]) -> nn.Module
     for name, layer in encoder_linears(model).items():
         weight = layer.weight.detach()
         if form.weights == "tensor":
-            scale = (weight.abs().max() / last_weight).item()
-            weight = torch.fake_quantize_per_tensor_affine(weight, scale, 0, -last_weight, last_weight)
+            scale = (weight.abs().max() / weight_limit).item()
+            weight = torch.fake_quantize_per_tensor_affine(weight, scale, 0, -weight_limit, weight_limit)
         else:
-            scales = weight.abs().amax(1) / last_weight
+            scales = weight.abs().amax(1) / weight_limit
             zeros = torch.zeros(len(weight), dtype=torch.int32)
-            weight = torch.fake_quantize_per_channel_affine(weight, scales, zeros, 0, -last_weight, last_weight)
+            weight = torch.fake_quantize_per_channel_affine(weight, scales, zeros, 0, -weight_limit, weight_limit)
         layer.weight = nn.Parameter(weight)
         layer.register_forward_pre_hook(fake_inputs(name))
     return model
@@ -103,31 +112,36 @@ def faked(model: nn.Module, form: Form, largest: dict[str, Tensor]) -> nn.Module
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_model_is_quantized_as_by_torch(weights: Any, activations: Any, bits: int) -> None:
     model, form = bert(), Form(bits, bits, weights, activations)
-    largest = calibrated(model, batch())
+    largest = calibrate_ranges(model, make_batch())
     quantized = quantize_layers(model, encoder_linears(model), form, largest)
     with torch.no_grad():
-        result, expected = quantized(**batch(2)).logits, faked(model, form, largest)(**batch(2)).logits
+        result, expected = (
+            quantized(**make_batch(2)).logits,
+            quantize_with_torch(model, form, largest)(**make_batch(2)).logits,
+        )
         # A number on the border between two points of the grid would be rounded either way.
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
-        assert (result - model(**batch(2)).logits).abs().max() > 1e-4
+        assert (result - model(**make_batch(2)).logits).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize(("build", "layers"), [(bert, 12), (distilbert, 12), (albert, 7)])
-def test_the_encoder_is_quantized_and_nothing_else(build: Any, layers: int) -> None:
+@pytest.mark.parametrize(("build", "num_layers"), [(bert, 12), (distilbert, 12), (albert, 7)])
+def test_the_encoder_is_quantized_and_nothing_else(build: Any, num_layers: int) -> None:
     """ALBERT shares the six linear layers of its blocks; the seventh widens the embeddings."""
     model = build()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    weights_before = {name: value.clone() for name, value in model.state_dict().items()}
     names = list(encoder_linears(model))
-    assert len(names) == layers
+    assert len(names) == num_layers
     quantized = quantize_layers(model, names, Form(4, 4, activations="token"))
-    changed = {name for name, part in quantized.named_modules() if isinstance(part, QuantizedLinear)}
-    assert changed == set(names)
-    after = quantized.state_dict()
-    assert {name for name in before if not torch.equal(before[name], after[name])} == {f"{n}.weight" for n in names}
+    quantized_names = {name for name, part in quantized.named_modules() if isinstance(part, QuantizedLinear)}
+    assert quantized_names == set(names)
+    weights_after = quantized.state_dict()
+    assert {name for name in weights_before if not torch.equal(weights_before[name], weights_after[name])} == {
+        f"{name}.weight" for name in names
+    }
     assert not [name for name in names if "pooler" in name or "classifier" in name or "embedding_layer" in name]
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, weights_before[name]) for name, value in model.state_dict().items())
     with torch.no_grad():
-        assert quantized(**batch()).logits.isfinite().all()
+        assert quantized(**make_batch()).logits.isfinite().all()
 
 
 def test_a_question_answering_head_is_not_quantized() -> None:
@@ -136,11 +150,14 @@ def test_a_question_answering_head_is_not_quantized() -> None:
 
 def test_more_bits_are_closer_to_the_floating_model() -> None:
     model = bert()
-    largest = calibrated(model, batch())
+    largest = calibrate_ranges(model, make_batch())
     with torch.no_grad():
-        expected = model(**batch()).logits
+        expected = model(**make_batch()).logits
         errors = [
-            (quantize_layers(model, largest, Form(bits, bits), largest)(**batch()).logits - expected).abs().max().item()
+            (quantize_layers(model, largest, Form(bits, bits), largest)(**make_batch()).logits - expected)
+            .abs()
+            .max()
+            .item()
             for bits in (3, 8, 16)
         ]
     assert errors[0] > 10 * errors[1] > 100 * errors[2]
@@ -149,20 +166,24 @@ def test_more_bits_are_closer_to_the_floating_model() -> None:
 
 def test_padding_does_not_count() -> None:
     """The range is that of the tokens alone, and with a scale for each token padding changes no logits."""
-    model, inputs = bert(), batch()
+    model, inputs = bert(), make_batch()
     ranges = InputRanges()
     with torch.no_grad():
         for row, length in enumerate((7, 4, 5)):
-            single = {name: values[row : row + 1, :length] for name, values in inputs.items()}
-            forward_observed(model, encoder_linears(model), single, single["attention_mask"], ranges.update)
-    together = calibrated(model, inputs)
-    assert set(together) == set(ranges.largest)
+            unpadded_inputs = {name: values[row : row + 1, :length] for name, values in inputs.items()}
+            forward_observed(
+                model, encoder_linears(model), unpadded_inputs, unpadded_inputs["attention_mask"], ranges.update
+            )
+    largest = calibrate_ranges(model, inputs)
+    assert set(largest) == set(ranges.largest)
     for name, value in ranges.largest.items():
-        torch.testing.assert_close(together[name], value, rtol=1e-5, atol=0)
-    quantized = quantize_layers(model, together, Form(8, 8, activations="token"))
+        torch.testing.assert_close(largest[name], value, rtol=1e-5, atol=0)
+    quantized = quantize_layers(model, largest, Form(8, 8, activations="token"))
     with torch.no_grad():
-        alone = quantized(input_ids=inputs["input_ids"][1:2, :4], attention_mask=inputs["attention_mask"][1:2, :4])
-        torch.testing.assert_close(quantized(**inputs).logits[1:2], alone.logits, rtol=1e-3, atol=1e-3)
+        unpadded_outputs = quantized(
+            input_ids=inputs["input_ids"][1:2, :4], attention_mask=inputs["attention_mask"][1:2, :4]
+        )
+        torch.testing.assert_close(quantized(**inputs).logits[1:2], unpadded_outputs.logits, rtol=1e-3, atol=1e-3)
 
 
 def test_the_hooks_are_removed_after_an_error() -> None:
@@ -172,18 +193,18 @@ def test_the_hooks_are_removed_after_an_error() -> None:
         raise RuntimeError(name)
 
     with pytest.raises(RuntimeError):
-        forward_observed(model, encoder_linears(model), batch(), batch()["attention_mask"], fail)
-    assert model(**batch()).logits.isfinite().all()
+        forward_observed(model, encoder_linears(model), make_batch(), make_batch()["attention_mask"], fail)
+    assert model(**make_batch()).logits.isfinite().all()
 
 
 def test_ranges_of_batches_are_those_of_one_batch() -> None:
     rows = torch.randn(10, 4, generator=torch.Generator().manual_seed(0))
-    whole, parts = InputRanges(), InputRanges()
-    whole.update("a", rows)
+    ranges_of_all, ranges_of_parts = InputRanges(), InputRanges()
+    ranges_of_all.update("a", rows)
     for part in (rows[7:], rows[:0], rows[:7]):
-        parts.update("a", part)
-    assert torch.equal(whole.largest["a"], parts.largest["a"])
-    assert whole.largest["a"] == rows.abs().max()
+        ranges_of_parts.update("a", part)
+    assert torch.equal(ranges_of_all.largest["a"], ranges_of_parts.largest["a"])
+    assert ranges_of_all.largest["a"] == rows.abs().max()
 
 
 def test_wrong_forms_and_models() -> None:

@@ -1,4 +1,4 @@
-"""`istar quantize` on all kinds of tasks and on adapters, and what it computes again when files have changed."""
+"""`istar quantize` on all kinds of tasks and on adapters, and what it recomputes when files have changed."""
 
 import csv
 from collections.abc import Callable
@@ -21,13 +21,13 @@ from istar.tasks.specs import TASKS
 from istar.training.data import build_evaluation_loader
 from istar.training.module import inputs_without_labels
 from tests.conftest import SMALL
-from tests.quantization.test_linear_layers import faked
+from tests.quantization.test_linear_layers import quantize_with_torch
 from tests.runs.artifacts import table
 
-NAMES = ("entailment", "neutral", "contradiction")
+LABELS = ("entailment", "neutral", "contradiction")
 
 
-def save_random(folder: Path, task: str) -> Path:
+def save_random_model(folder: Path, task: str) -> Path:
     """Save a random tiny BERT with a head for a task."""
     spec, config = TASKS[task], ModelConfig(name="tiny", pretrained=False)
     tokenizer = models.load_tokenizer(config)
@@ -41,18 +41,21 @@ def save_random(folder: Path, task: str) -> Path:
     return folder
 
 
-def pairs(count: int, name: Callable[[int], str]) -> list[str]:
-    """Lines of MNLI, with a label for each number."""
-    texts = [f"{n}|the lamp {n} is {('old', 'new', 'red')[n % 3]} .|a lamp is new ." for n in range(count)]
-    return ["index|sentence1|sentence2|gold_label", *(f"{text}|{name(n)}" for n, text in enumerate(texts))]
+def make_mnli_lines(num_lines: int, get_label: Callable[[int], str]) -> list[str]:
+    """Return lines of an MNLI file; `get_label` returns the label of an index."""
+    texts = [
+        f"{index}|the lamp {index} is {('old', 'new', 'red')[index % 3]} .|a lamp is new ."
+        for index in range(num_lines)
+    ]
+    return ["index|sentence1|sentence2|gold_label", *(f"{text}|{get_label(index)}" for index, text in enumerate(texts))]
 
 
-def mnli(root: Path, matched: Callable[[int], str]) -> Path:
-    """MNLI with given labels of the matched set; those of the other sets vary."""
+def write_mnli(root: Path, get_matched_label: Callable[[int], str]) -> Path:
+    """Write MNLI files with chosen labels in the matched set and all labels in the other sets; returns the root."""
     folder = root / "MNLI"
-    table(folder, "train.tsv", *pairs(12, lambda n: NAMES[n % 3]))
-    table(folder, "dev_matched.tsv", *pairs(10, matched))
-    table(folder, "dev_mismatched.tsv", *pairs(8, lambda n: NAMES[n % 3]))
+    table(folder, "train.tsv", *make_mnli_lines(12, lambda index: LABELS[index % 3]))
+    table(folder, "dev_matched.tsv", *make_mnli_lines(10, get_matched_label))
+    table(folder, "dev_mismatched.tsv", *make_mnli_lines(8, lambda index: LABELS[index % 3]))
     return root
 
 
@@ -66,11 +69,11 @@ def quantize(*arguments: str | Path) -> list[dict[str, str]]:
 
 def test_a_changed_data_file_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The matched set of MNLI gives the score, and scores are kept only for the data they were computed on."""
-    model, data = save_random(tmp_path / "model", "mnli"), mnli(tmp_path / "data", lambda n: NAMES[0])
+    model, data = save_random_model(tmp_path / "model", "mnli"), write_mnli(tmp_path / "data", lambda index: LABELS[0])
     command = (model, "--task", "mnli", "--data-dir", data, "--forms", "w8a8", "--out", tmp_path / "out")
     shares = []
-    for name in NAMES:
-        mnli(data, lambda n, name=name: name)
+    for label in LABELS:
+        write_mnli(data, lambda index, label=label: label)
         [row] = quantize(*command)
         assert "1 of 1" in capsys.readouterr().err
         assert row["metric"] == "accuracy"
@@ -79,27 +82,27 @@ def test_a_changed_data_file_is_noticed(tmp_path: Path, capsys: pytest.CaptureFi
     assert sum(shares) == pytest.approx(100)
     quantize(*command)
     assert "1 of 1" not in capsys.readouterr().err
-    # Training data calibrate the scales, so that other training data are other settings of the form.
-    table(data / "MNLI", "train.tsv", *pairs(13, lambda n: NAMES[n % 3]))
+    # Training data calibrate the scales, so scores are recomputed when they change.
+    table(data / "MNLI", "train.tsv", *make_mnli_lines(13, lambda index: LABELS[index % 3]))
     quantize(*command)
     assert "1 of 1" in capsys.readouterr().err
 
 
 def test_regression_has_the_correlation_of_torch_quantization(tmp_path: Path) -> None:
-    folder, task = save_random(tmp_path / "model", "demo_regression"), "demo_regression"
+    folder, task = save_random_model(tmp_path / "model", "demo_regression"), "demo_regression"
     loaded = saved_runs.load_model_and_data(
         saved_runs.saved_model_for_task(folder, task, None), num_calibration=8, seed=0
     )
     form = Form(6, 6)
     expected = {}
-    gold = np.array(loaded.evaluator.examples["label"])
-    quantized = faked(loaded.model, form, calibrate_input_ranges(loaded, encoder_linears(loaded.model)))
+    labels = np.array(loaded.evaluator.examples["label"])
+    quantized = quantize_with_torch(loaded.model, form, calibrate_input_ranges(loaded, encoder_linears(loaded.model)))
     for name, model in {"float32": loaded.model, "w6a6": quantized}.items():
         module: Any = model
         batches = build_evaluation_loader(loaded.validation, loaded.collate, 16, range(len(loaded.validation)))
         with torch.no_grad():
             values = torch.cat([module(**inputs_without_labels(batch)).logits[:, 0] for batch in batches])
-        expected[name] = scipy.stats.pearsonr(values.double().numpy(), gold).statistic
+        expected[name] = scipy.stats.pearsonr(values.double().numpy(), labels).statistic
     scores = score_model(loaded, [form])
     assert scores.metric == "pearson"
     assert scores.floating == pytest.approx(expected["float32"], abs=1e-6)
@@ -127,7 +130,7 @@ def test_a_run_of_question_answering(composed: Callable[..., Config], tmp_path: 
 
 @pytest.mark.slow
 def test_a_run_on_mnli_has_the_score_of_the_matched_set(composed: Callable[..., Config], tmp_path: Path) -> None:
-    data = mnli(tmp_path / "data", lambda n: NAMES[n % 2])
+    data = write_mnli(tmp_path / "data", lambda index: LABELS[index % 2])
     options = (*SMALL, "task=mnli", "model=tiny", f"task.data_dir={data}", "reg=none", "task.submission=false")
     record = run(composed(*options, f"run.root={tmp_path / 'runs'}"))
     assert {"accuracy", "accuracy_mismatched"} <= set(record.metrics)
@@ -142,7 +145,7 @@ def test_a_run_with_adapters(
 ) -> None:
     """The adapters are merged into their base, whose weights belong to what identifies the model."""
     pytest.importorskip("peft")
-    base = save_random(tmp_path / "base", "demo")
+    base = save_random_model(tmp_path / "base", "demo")
     options = (*SMALL, "task=demo", "model=auto", f"model.name={base}", "model.lora=true", "reg=none")
     record = run(composed(*options, "optim.lr=0.01", f"run.root={tmp_path / 'runs'}"))
     [folder] = [path.parent for path in (tmp_path / "runs").glob(f"*/{results.RESULT}")]
@@ -150,8 +153,8 @@ def test_a_run_with_adapters(
     command = ("--forms", "w8a8", "--calibration", "4", "--out", tmp_path / "out")
     [row] = quantize(folder, *command)
     assert float(row["float32"]) == pytest.approx(100 * record.metrics["accuracy"])
-    single = ("--task", "demo", "--forms", "w16a16", "--calibration", "4", "--out", tmp_path / "single")
-    [row] = quantize(folder / "model", *single)
+    single_command = ("--task", "demo", "--forms", "w16a16", "--calibration", "4", "--out", tmp_path / "single")
+    [row] = quantize(folder / "model", *single_command)
     assert float(row["w16a16"]) == pytest.approx(float(row["float32"]), abs=2)
     capsys.readouterr()
     quantize(folder, *command)

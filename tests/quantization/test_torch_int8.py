@@ -11,29 +11,29 @@ from torch import nn
 from istar.errors import UserError
 from istar.quantization.linear_layers import encoder_linears
 from istar.quantization.torch_int8 import TorchInt8, quantize_by_torch
-from tests.quantization.test_linear_layers import batch, bert
+from tests.quantization.test_linear_layers import bert, make_batch
 
 
 @pytest.mark.parametrize("weights", ["channel", "tensor"])
 def test_the_encoder_has_torch_integer_layers(weights: Any) -> None:
     model = bert()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    weights_before = {name: value.clone() for name, value in model.state_dict().items()}
     layers = encoder_linears(model)
     quantized = quantize_by_torch(model, layers, TorchInt8(weights))
     kinds = {name: type(part).__module__ for name, part in quantized.named_modules()}
     assert {name for name, kind in kinds.items() if kind.endswith("quantized.dynamic.modules.linear")} == set(layers)
     assert type(quantized.classifier) is nn.Linear
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, weights_before[name]) for name, value in model.state_dict().items())
     with torch.inference_mode():
-        result, expected = quantized(**batch()).logits, model(**batch()).logits
+        result, expected = quantized(**make_batch()).logits, model(**make_batch()).logits
     assert 1e-5 < (result - expected).abs().max() < 0.1 * expected.abs().max()
     for name, layer in layers.items():
-        packed: Any = quantized.get_submodule(name)
+        quantized_layer: Any = quantized.get_submodule(name)
         weight = layer.weight.detach().double().numpy()
         largest = abs(weight).max(axis=1, keepdims=True) if weights == "channel" else abs(weight).max()
         step = largest / 127.5
         integers = np.clip(np.round(weight / step), -128, 127)
-        dequantized = packed.weight().dequantize().double().numpy()
+        dequantized = quantized_layer.weight().dequantize().double().numpy()
         assert abs(dequantized - integers * step).max() <= np.max(step) * 1.001
         assert np.mean(abs(dequantized - integers * step) < 1e-6) > 0.98
 

@@ -19,41 +19,43 @@ def cloud(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def naive(values: Tensor, bits: int) -> np.ndarray:
-    """Choose the nearest point of the grid for each number, from the list of all points."""
-    numbers = values.double().numpy().reshape(-1)
-    last = 2 ** (bits - 1) - 1
-    grid = np.array([step * max(abs(numbers)) / last for step in range(-last, last + 1)])
-    return np.array([grid[np.argmin(abs(grid - number))] for number in numbers]).reshape(values.shape)
+def naive_quantize(values: Tensor, bits: int) -> np.ndarray:
+    """Return for each value the nearest point of the grid, chosen from the list of all grid points."""
+    flat_values = values.double().numpy().reshape(-1)
+    largest_integer = 2 ** (bits - 1) - 1
+    grid = np.array(
+        [step * max(abs(flat_values)) / largest_integer for step in range(-largest_integer, largest_integer + 1)]
+    )
+    return np.array([grid[np.argmin(abs(grid - value))] for value in flat_values]).reshape(values.shape)
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_per_tensor_is_the_nearest_point_of_the_grid(bits: int) -> None:
     values = 3 * cloud(20, 7)
     torch.testing.assert_close(
-        uniform.quantize_per_tensor(values, bits), torch.from_numpy(naive(values, bits)), rtol=0, atol=1e-14
+        uniform.quantize_per_tensor(values, bits), torch.from_numpy(naive_quantize(values, bits)), rtol=0, atol=1e-14
     )
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_per_row_is_per_tensor_of_each_row(bits: int) -> None:
     values = cloud(3, 4, 9) * torch.tensor([1.0, 10.0, 0.1, 4.0], dtype=torch.float64)[:, None]
-    expected = np.array([[naive(row, bits) for row in rows] for rows in values])
+    expected = np.array([[naive_quantize(row, bits) for row in rows] for rows in values])
     torch.testing.assert_close(uniform.quantize_per_row(values, bits), torch.from_numpy(expected), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_torch_fakes_the_same_quantization(bits: int) -> None:
     """The largest magnitude is a power of 2 times q, so that neither side rounds the quotient."""
-    last = 2 ** (bits - 1) - 1
+    largest_integer = 2 ** (bits - 1) - 1
     values = cloud(16, 12, dtype=torch.float32)
-    values = values / values.abs().amax(1, keepdim=True) * last * 2.0 ** torch.arange(-8, 8)[:, None]
+    values = values / values.abs().amax(1, keepdim=True) * largest_integer * 2.0 ** torch.arange(-8, 8)[:, None]
     scale = uniform.scale_for(uniform.largest_magnitude(values), bits)
-    expected = torch.fake_quantize_per_tensor_affine(values, scale.item(), 0, -last, last)
+    expected = torch.fake_quantize_per_tensor_affine(values, scale.item(), 0, -largest_integer, largest_integer)
     torch.testing.assert_close(uniform.quantize_per_tensor(values, bits), expected, rtol=0, atol=0)
     scales = uniform.scale_for(values.abs().amax(1), bits)
     zeros = torch.zeros(len(values), dtype=torch.int32)
-    expected = torch.fake_quantize_per_channel_affine(values, scales, zeros, 0, -last, last)
+    expected = torch.fake_quantize_per_channel_affine(values, scales, zeros, 0, -largest_integer, largest_integer)
     torch.testing.assert_close(uniform.quantize_per_row(values, bits), expected, rtol=0, atol=0)
 
 
@@ -61,21 +63,25 @@ def test_torch_fakes_the_same_quantization(bits: int) -> None:
 def test_the_scale_is_that_of_torch_observers(bits: int) -> None:
     from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver
 
-    last = 2 ** (bits - 1) - 1
+    largest_integer = 2 ** (bits - 1) - 1
     batches = [cloud(5, 6, seed=seed, dtype=torch.float32) * (seed + 1) for seed in range(3)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         observer = MinMaxObserver(
-            dtype=torch.qint8, qscheme=torch.per_tensor_symmetric, quant_min=-last, quant_max=last
+            dtype=torch.qint8, qscheme=torch.per_tensor_symmetric, quant_min=-largest_integer, quant_max=largest_integer
         )
-        channels = PerChannelMinMaxObserver(
-            ch_axis=0, dtype=torch.qint8, qscheme=torch.per_channel_symmetric, quant_min=-last, quant_max=last
+        channel_observer = PerChannelMinMaxObserver(
+            ch_axis=0,
+            dtype=torch.qint8,
+            qscheme=torch.per_channel_symmetric,
+            quant_min=-largest_integer,
+            quant_max=largest_integer,
         )
         for batch in batches:
             observer(batch)
-        channels(batches[0])
+        channel_observer(batches[0])
         expected, zero = observer.calculate_qparams()
-        channel_scales, _ = channels.calculate_qparams()
+        channel_scales, _ = channel_observer.calculate_qparams()
     assert zero.item() == 0
     largest = torch.stack([uniform.largest_magnitude(batch) for batch in batches]).max()
     torch.testing.assert_close(uniform.scale_for(largest, bits), expected.squeeze(), rtol=1e-6, atol=0)
@@ -87,12 +93,12 @@ def test_properties_of_the_rounding(quantizer: object) -> None:
     assert callable(quantizer)
     values = cloud(40, 10)
     for bits in BITS:
-        once = quantizer(values, bits)
-        torch.testing.assert_close(quantizer(once, bits), once, rtol=1e-13, atol=1e-15)
-        torch.testing.assert_close(quantizer(-values, bits), -once, rtol=0, atol=0)
-        torch.testing.assert_close(quantizer(8 * values, bits), 8 * once, rtol=0, atol=0)
+        quantized = quantizer(values, bits)
+        torch.testing.assert_close(quantizer(quantized, bits), quantized, rtol=1e-13, atol=1e-15)
+        torch.testing.assert_close(quantizer(-values, bits), -quantized, rtol=0, atol=0)
+        torch.testing.assert_close(quantizer(8 * values, bits), 8 * quantized, rtol=0, atol=0)
         step = values.abs().max() / (2 ** (bits - 1) - 1)
-        assert (once - values).abs().max() <= step / 2 * (1 + 1e-12)
+        assert (quantized - values).abs().max() <= step / 2 * (1 + 1e-12)
         assert len(torch.unique((quantizer(values[0], bits)).abs())) <= 2 ** (bits - 1)
 
 
@@ -129,9 +135,9 @@ def test_wrong_arguments() -> None:
         uniform.quantize_per_row(torch.ones(2, 2, dtype=torch.int64), 8)
     with pytest.raises(UserError, match="shape"):
         uniform.noise_decibels(torch.ones(2), torch.ones(3))
-    for bad in (math.nan, math.inf):
+    for invalid_value in (math.nan, math.inf):
         with pytest.raises(NonFiniteError):
-            uniform.quantize_per_row(torch.tensor([[1.0, bad]]), 8)
+            uniform.quantize_per_row(torch.tensor([[1.0, invalid_value]]), 8)
 
 
 def test_an_offset_leaves_isoscore_and_costs_decibels() -> None:
@@ -140,12 +146,14 @@ def test_an_offset_leaves_isoscore_and_costs_decibels() -> None:
     shifted = points.clone()
     shifted[:, 5] += 100
     torch.testing.assert_close(isoscore(shifted), isoscore(points), rtol=1e-9, atol=0)
-    others = [dimension for dimension in range(128) if dimension != 5]
-    before, after = (
-        uniform.noise_decibels(cloud_[:, others], uniform.quantize_per_tensor(cloud_, 8)[:, others])
-        for cloud_ in (points, shifted)
+    other_dimensions = [dimension for dimension in range(128) if dimension != 5]
+    noise_of_points, noise_of_shifted_points = (
+        uniform.noise_decibels(
+            cloud_points[:, other_dimensions], uniform.quantize_per_tensor(cloud_points, 8)[:, other_dimensions]
+        )
+        for cloud_points in (points, shifted)
     )
     # The step grows with the largest magnitude.
-    naive_ratio = 20 * math.log10(shifted.abs().max() / points.abs().max())
-    assert after - before == pytest.approx(naive_ratio, abs=0.2)
-    assert 25.5 < after - before < 27.5
+    expected_decibels = 20 * math.log10(shifted.abs().max() / points.abs().max())
+    assert noise_of_shifted_points - noise_of_points == pytest.approx(expected_decibels, abs=0.2)
+    assert 25.5 < noise_of_shifted_points - noise_of_points < 27.5

@@ -1,4 +1,4 @@
-"""What the penalty sees of every architecture and head, against what `output_hidden_states=True` returns."""
+"""The hidden states that a penalty gets, for every architecture and head, are those that the model returns."""
 
 import copy
 from functools import cache
@@ -68,7 +68,7 @@ CASES = [(name, head) for name, architecture in ARCHITECTURES.items() for head i
 
 
 @cache
-def build(name: str, head: str) -> hf.PreTrainedModel:
+def build_model(name: str, head: str) -> hf.PreTrainedModel:
     architecture = ARCHITECTURES[name]
     config = getattr(hf, f"{architecture.prefix}Config")(**architecture.settings)
     torch.manual_seed(0)
@@ -79,28 +79,30 @@ def build(name: str, head: str) -> hf.PreTrainedModel:
     return model
 
 
-def batch(name: str, head: str, is_left_padded: bool = False, tokens: int = 7) -> dict[str, Tensor]:
-    """Three examples of unlike length with the labels of the head."""
+def make_batch(name: str, head: str, is_left_padded: bool = False, tokens: int = 7) -> dict[str, Tensor]:
+    """Return three examples of unequal length with the labels of the head."""
     mask = (torch.arange(tokens) < torch.tensor([tokens, 4, 2])[:, None]).long()
     mask = mask.flip(1) if is_left_padded else mask
     generator = torch.Generator().manual_seed(3)
     input_ids = torch.randint(3, VOCABULARY, (3, tokens), generator=generator) * mask
-    first = mask.argmax(1)
+    first_tokens = mask.argmax(1)
     inputs = {"input_ids": input_ids, "attention_mask": mask}
     if name == "longformer":
         # Without a global token, the padding at the end of a text sees nothing, and its gradient is NaN.
-        inputs["global_attention_mask"] = (torch.arange(tokens) == first[:, None]).long()
+        inputs["global_attention_mask"] = (torch.arange(tokens) == first_tokens[:, None]).long()
     labels: dict[str, dict[str, Tensor]] = {
         "Model": {},
         "ForSequenceClassification": {"labels": torch.tensor([0, 1, 1])},
         "ForTokenClassification": {"labels": (input_ids % 2).masked_fill(mask == 0, -100)},
-        "ForQuestionAnswering": {"start_positions": first, "end_positions": first + 1},
+        "ForQuestionAnswering": {"start_positions": first_tokens, "end_positions": first_tokens + 1},
         "LM": {"labels": input_ids.masked_fill(mask == 0, -100)},
     }
     return {**inputs, **labels[head]}
 
 
-def check(model: hf.PreTrainedModel, inputs: dict[str, Tensor], layers: str, seed: int = 1) -> list[Tensor]:
+def check_states_and_gradients(
+    model: hf.PreTrainedModel, inputs: dict[str, Tensor], layers: str, seed: int = 1
+) -> list[Tensor]:
     """Compare hidden states, loss and all gradients with the naive ones. Returns all hidden states of the model."""
     outputs = seeded_pass(model, inputs, seed, output_hidden_states=True)
     states = outputs.hidden_states[int(layers == "all") :]
@@ -109,8 +111,8 @@ def check(model: hf.PreTrainedModel, inputs: dict[str, Tensor], layers: str, see
 
     penalty = Recording(layers)
     with attach(model, penalty) as watch:
-        watched = seeded_pass(model, inputs, seed)
-        loss = watch.loss() + (watched.loss if "loss" in watched else 0)
+        watched_outputs = seeded_pass(model, inputs, seed)
+        loss = watch.loss() + (watched_outputs.loss if "loss" in watched_outputs else 0)
     assert_equal(penalty.received, states)
     assert_close([loss.detach(), gradients(model, loss)], expected, rtol=1e-9, atol=1e-9)
     assert penalty.last is not None
@@ -121,12 +123,12 @@ def check(model: hf.PreTrainedModel, inputs: dict[str, Tensor], layers: str, see
 @pytest.mark.parametrize("is_training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize(("name", "head"), CASES)
 def test_the_penalty_sees_what_the_model_returns_and_its_gradient_is_the_naive_one(name, head, is_training):
-    """Gradients of all layers in train mode, with the embeddings in eval mode; hidden states of both in both."""
-    model = build(name, head).train(is_training)
-    sides = [False, True] if ARCHITECTURES[name].is_decoder and name != "bloom" else [False]
-    for is_left_padded in sides:
-        inputs = batch(name, head, is_left_padded)
-        states = check(model, inputs, "all" if is_training else "with_embeddings")
+    """Gradients are checked for all layers in train mode and with the embeddings in eval mode; states in both."""
+    model = build_model(name, head).train(is_training)
+    padding_sides = [False, True] if ARCHITECTURES[name].is_decoder and name != "bloom" else [False]
+    for is_left_padded in padding_sides:
+        inputs = make_batch(name, head, is_left_padded)
+        states = check_states_and_gradients(model, inputs, "all" if is_training else "with_embeddings")
         assert len(states) == LAYERS + 1
         assert_equal(received(model, inputs, "with_embeddings", seed=1), states)
         assert_equal(received(model, inputs, "all", seed=1), states[1:])
@@ -134,7 +136,10 @@ def test_the_penalty_sees_what_the_model_returns_and_its_gradient_is_the_naive_o
 
 def test_bloom_padded_on_the_left_is_seen_in_float32():
     """Its float32 softmax makes NaN of a float64 row without any token to attend to."""
-    model, inputs = copy.deepcopy(build("bloom", "LM")).float().train(), batch("bloom", "LM", is_left_padded=True)
+    model, inputs = (
+        copy.deepcopy(build_model("bloom", "LM")).float().train(),
+        make_batch("bloom", "LM", is_left_padded=True),
+    )
     states = seeded_pass(model, inputs, 1, output_hidden_states=True).hidden_states
     assert_equal(received(model, inputs, "with_embeddings", seed=1), states)
 
@@ -142,52 +147,59 @@ def test_bloom_padded_on_the_left_is_seen_in_float32():
 # Layers that are skipped, and texts that are padded inside of the model ---------------------------------------
 
 
-def dropping(rate: float = 0.4) -> hf.PreTrainedModel:
-    """OPT, some of whose layers do not run."""
-    model = copy.deepcopy(build("opt", "LM")).train()
+def build_layerdrop_model(rate: float = 0.4) -> hf.PreTrainedModel:
+    """Return an OPT that skips each layer with probability `rate`."""
+    model = copy.deepcopy(build_model("opt", "LM")).train()
     model.get_decoder().layerdrop = rate
     return model
 
 
-def layers_that_run(model: hf.PreTrainedModel, inputs: dict[str, Tensor], seed: int) -> list[int]:
-    ran: list[int] = []
+def find_executed_layers(model: hf.PreTrainedModel, inputs: dict[str, Tensor], seed: int) -> list[int]:
+    """Return the numbers of the layers that layerdrop does not skip with a seed; the first layer is number 1."""
+    executed_layers: list[int] = []
     handles = [
-        layer.register_forward_hook(lambda *_, number=number: ran.append(number))
-        for number, layer in enumerate(model.get_decoder().layers, 1)
+        layer.register_forward_hook(lambda *_, layer_number=layer_number: executed_layers.append(layer_number))
+        for layer_number, layer in enumerate(model.get_decoder().layers, 1)
     ]
     seeded_pass(model, inputs, seed)
     for handle in handles:
         handle.remove()
-    return ran
+    return executed_layers
 
 
 def test_with_layerdrop_the_penalty_sees_what_the_model_returns():
-    model, inputs, counts = dropping(), batch("opt", "LM", is_left_padded=True), set()
+    model, inputs, state_counts = build_layerdrop_model(), make_batch("opt", "LM", is_left_padded=True), set()
     for seed in range(8):
-        counts.add(len(check(model, inputs, "all", seed)) if layers_that_run(model, inputs, seed) else 0)
-    assert {2, 3, 4} <= counts
+        state_counts.add(
+            len(check_states_and_gradients(model, inputs, "all", seed))
+            if find_executed_layers(model, inputs, seed)
+            else 0
+        )
+    assert {2, 3, 4} <= state_counts
 
 
 def test_layerdrop_does_not_shift_the_numbers_of_layers():
     """Layer L is the state behind the final norm, which is made of the output of the last layer that ran."""
-    model, inputs, executed = dropping(), batch("opt", "LM"), set()
+    model, inputs, executed_combinations = build_layerdrop_model(), make_batch("opt", "LM"), set()
     for seed in range(12):
-        ran = layers_that_run(model, inputs, seed)
-        executed.add(tuple(ran))
+        executed_layers = find_executed_layers(model, inputs, seed)
+        executed_combinations.add(tuple(executed_layers))
         states = seeded_pass(model, inputs, seed, output_hidden_states=True).hidden_states
-        for number in range(1, LAYERS + 1):
-            if not ran:
+        for layer_number in range(1, LAYERS + 1):
+            if not executed_layers:
                 expected = []
-            elif number == LAYERS:
+            elif layer_number == LAYERS:
                 expected = [states[-1]]
             else:
-                expected = [states[ran.index(number) + 1]] if number in ran[:-1] else []
-            assert_equal(received(model, inputs, [number], seed), expected)
-    assert executed >= {(1, 3), (2, 3), (1, 2), (1,), ()}
+                expected = (
+                    [states[executed_layers.index(layer_number) + 1]] if layer_number in executed_layers[:-1] else []
+                )
+            assert_equal(received(model, inputs, [layer_number], seed), expected)
+    assert executed_combinations >= {(1, 3), (2, 3), (1, 2), (1,), ()}
 
 
 def test_a_pass_whose_layers_are_all_skipped_has_no_penalty():
-    model, inputs = dropping(1.0), batch("opt", "LM")
+    model, inputs = build_layerdrop_model(1.0), make_batch("opt", "LM")
     with attach(model, IStar(1.0, zeta=0)) as watch:
         model(**inputs)
         loss = watch.loss()
@@ -197,23 +209,25 @@ def test_a_pass_whose_layers_are_all_skipped_has_no_penalty():
 
 @pytest.mark.parametrize("tokens", [5, 8, 11])
 def test_longformer_returns_its_states_without_the_padding_of_its_windows(tokens):
-    states = check(build("longformer", "LM").train(), batch("longformer", "LM", tokens=tokens), "with_embeddings")
+    states = check_states_and_gradients(
+        build_model("longformer", "LM").train(), make_batch("longformer", "LM", tokens=tokens), "with_embeddings"
+    )
     assert {state.shape[1] for state in states} == {tokens}
 
 
 def test_big_bird_in_blocks_is_seen_where_its_states_fit_the_mask_and_refused_where_they_are_longer():
     architecture = ARCHITECTURES["big_bird"]
     torch.manual_seed(0)
-    sparse = {"attention_type": "block_sparse", "block_size": 2, "num_random_blocks": 1}
-    model = hf.BigBirdForMaskedLM(hf.BigBirdConfig(**{**architecture.settings, **sparse})).double().train()
+    sparse_settings = {"attention_type": "block_sparse", "block_size": 2, "num_random_blocks": 1}
+    model = hf.BigBirdForMaskedLM(hf.BigBirdConfig(**{**architecture.settings, **sparse_settings})).double().train()
     np.random.seed(0)  # of the random blocks
-    inputs = batch("big_bird", "LM", tokens=20)
+    inputs = make_batch("big_bird", "LM", tokens=20)
     states = seeded_pass(model, inputs, 1, output_hidden_states=True).hidden_states
     assert model.bert.attention_type == "block_sparse"
     np.random.seed(0)
     assert_equal(received(model, inputs, "with_embeddings", seed=1), states)
     with attach(model, IStar(1.0, zeta=0)) as watch:
         with pytest.raises(UserError, match=r"mask has shape \(3, 21\) and the hidden states have shape \(3, 22, 16\)"):
-            model(**batch("big_bird", "LM", tokens=21))
+            model(**make_batch("big_bird", "LM", tokens=21))
         with pytest.raises(UserError, match="no forward pass was read"):
             watch.loss()

@@ -1,4 +1,4 @@
-"""`attach` in the ways that people run models, against the naive penalty of the same pass."""
+"""`attach` for the ways in which models are run, against the naive penalty of the same pass."""
 
 import gc
 import warnings
@@ -51,24 +51,26 @@ def llama() -> hf.PreTrainedModel:
     return hf.LlamaForCausalLM(config).double().train()
 
 
-def istar(layers: Any = "all", **arguments: Any) -> IStar:
+def make_istar(layers: Any = "all", **arguments: Any) -> IStar:
     penalty = IStar(WEIGHT, ZETA, layers, **arguments)
     penalty.shrinkage_covariance = sigma()
     return penalty
 
 
-def check(model: nn.Module, inputs: dict[str, Tensor], layers: str = "all", to_run: nn.Module | None = None) -> None:
+def check_states_and_gradients(
+    model: nn.Module, inputs: dict[str, Tensor], layers: str = "all", called_model: nn.Module | None = None
+) -> None:
     """Compare the states, the loss and the gradient of every parameter of a transformers model with the naive ones."""
     mask = inputs["attention_mask"]
     outputs = seeded_pass(model, inputs, 1, output_hidden_states=True)
     states = outputs.hidden_states[int(layers == "all") :]
-    # Prompt tuning puts tokens of its own, which count, in front of the text.
+    # Prompt tuning puts virtual tokens, which count, in front of the text.
     mask = nn.functional.pad(mask, (states[0].shape[1] - mask.shape[1], 0), value=1)
     loss = naive_loss(outputs, states, mask)
     expected = [loss.detach(), gradients(model, loss)]
     penalty = Recording(layers)
     with attach(model, penalty) as watch:
-        outputs = seeded_pass(model if to_run is None else to_run, inputs, 1)
+        outputs = seeded_pass(model if called_model is None else called_model, inputs, 1)
         loss = watch.loss() + outputs.loss
         actual = [loss.detach(), gradients(model, loss)]
     assert_equal(penalty.received, states)
@@ -85,26 +87,32 @@ OF_PEFT = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is depr
 
 @OF_PEFT
 @pytest.mark.parametrize("layers", ["all", "with_embeddings"])
-@pytest.mark.parametrize("make", [bert, llama])
-def test_lora_on_a_frozen_model(make, layers):
-    targets = ["query", "value"] if make is bert else ["q_proj", "v_proj"]
+@pytest.mark.parametrize("make_model", [bert, llama])
+def test_lora_on_a_frozen_model(make_model, layers):
+    targets = ["query", "value"] if make_model is bert else ["q_proj", "v_proj"]
     config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, lora_dropout=0.1)
-    model = peft.get_peft_model(make(), config).double().train()
-    inputs = INPUTS if make is bert else {**UNLABELLED, "labels": IDS.masked_fill(MASK == 0, -100)}
+    model = peft.get_peft_model(make_model(), config).double().train()
+    inputs = INPUTS if make_model is bert else {**UNLABELLED, "labels": IDS.masked_fill(MASK == 0, -100)}
     assert not model.base_model.model.get_input_embeddings().weight.requires_grad
-    check(model, inputs, layers)
+    check_states_and_gradients(model, inputs, layers)
 
 
 @OF_PEFT
-@pytest.mark.parametrize("make", [bert, llama])
-def test_the_tokens_of_prompt_tuning_count(make):
-    kind = "SEQ_CLS" if make is bert else "CAUSAL_LM"
-    model = peft.get_peft_model(make(), peft.PromptTuningConfig(task_type=kind, num_virtual_tokens=2)).double().train()
-    check(model, INPUTS if make is bert else {**UNLABELLED, "labels": IDS.masked_fill(MASK == 0, -100)})
+@pytest.mark.parametrize("make_model", [bert, llama])
+def test_the_tokens_of_prompt_tuning_count(make_model):
+    task_type = "SEQ_CLS" if make_model is bert else "CAUSAL_LM"
+    model = (
+        peft.get_peft_model(make_model(), peft.PromptTuningConfig(task_type=task_type, num_virtual_tokens=2))
+        .double()
+        .train()
+    )
+    check_states_and_gradients(
+        model, INPUTS if make_model is bert else {**UNLABELLED, "labels": IDS.masked_fill(MASK == 0, -100)}
+    )
 
 
 class Wrapper(nn.Module):
-    """A model within a module of somebody's own."""
+    """A module of a user that contains the model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -115,24 +123,24 @@ class Wrapper(nn.Module):
 
 
 def test_a_model_within_another_module():
-    check(Wrapper(bert()), INPUTS)
+    check_states_and_gradients(Wrapper(bert()), INPUTS)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("layers", ["all", "with_embeddings", [2]])
-@pytest.mark.parametrize("make", [bert, llama])
-def test_gradient_checkpointing_counts_each_state_once(make, layers, use_reentrant):
+@pytest.mark.parametrize("make_model", [bert, llama])
+def test_gradient_checkpointing_counts_each_state_once(make_model, layers, use_reentrant):
     """The naive pass has no checkpointing, under which transformers returns states without a gradient."""
-    model = make()
-    outputs = seeded_pass(model, {**UNLABELLED, "labels": INPUTS["labels"] if make is bert else IDS}, 1,
+    model = make_model()
+    outputs = seeded_pass(model, {**UNLABELLED, "labels": INPUTS["labels"] if make_model is bert else IDS}, 1,
                           output_hidden_states=True)  # fmt: skip
     states = [outputs.hidden_states[2]] if layers == [2] else outputs.hidden_states[int(layers == "all") :]
     expected = gradients(model, naive_loss(outputs, states, MASK))
-    newer = getattr(model, "activation_checkpointing_enable", None)
-    (newer or model.gradient_checkpointing_enable)({"use_reentrant": use_reentrant})
+    enable_checkpointing = getattr(model, "activation_checkpointing_enable", None)
+    (enable_checkpointing or model.gradient_checkpointing_enable)({"use_reentrant": use_reentrant})
     penalty = Recording(layers)
     with attach(model, penalty) as watch:
-        outputs = seeded_pass(model, {**UNLABELLED, "labels": INPUTS["labels"] if make is bert else IDS}, 1)
+        outputs = seeded_pass(model, {**UNLABELLED, "labels": INPUTS["labels"] if make_model is bert else IDS}, 1)
         # `torch.autograd.grad` is not for reentrant checkpoints.
         (watch.loss() + outputs.loss).backward()
         with pytest.raises(UserError, match="no forward pass was read"):
@@ -153,7 +161,7 @@ def test_encoder_decoders_are_refused_and_each_stack_can_be_attached_to(name):
     config = getattr(hf, f"{name}Config")(**sizes, vocab_size=40, decoder_start_token_id=1)
     model = getattr(hf, f"{name}ForConditionalGeneration")(config).double().train()
     with pytest.raises(UserError, match=r"is an encoder-decoder.*attach\(model\.get_encoder\(\), penalty\)") as error:
-        attach(model, istar())
+        attach(model, make_istar())
     assert "\n" not in str(error.value)
 
     inputs = {**UNLABELLED, "labels": IDS}
@@ -162,8 +170,8 @@ def test_encoder_decoders_are_refused_and_each_stack_can_be_attached_to(name):
     expected = gradients(model, naive_loss(outputs, outputs.encoder_hidden_states[1:], MASK))
     penalty = Recording()
     with attach(encoder, penalty) as watch:
-        again = seeded_pass(model, inputs, 1)
-        loss = watch.loss() + again.loss
+        watched_outputs = seeded_pass(model, inputs, 1)
+        loss = watch.loss() + watched_outputs.loss
     assert_equal(penalty.received, outputs.encoder_hidden_states[1:])
     assert_close(gradients(model, loss), expected, **CLOSE)
     decoder = model.get_decoder()
@@ -172,14 +180,14 @@ def test_encoder_decoders_are_refused_and_each_stack_can_be_attached_to(name):
 
 
 def test_the_head_of_a_question_answering_model_is_no_layer():
-    """DistilBERT drops out hidden states before its head: that is what a search for the last layer once found."""
+    """DistilBERT applies dropout to hidden states before its head, which must not be taken for the last layer."""
     torch.manual_seed(0)
     config = hf.DistilBertConfig(dim=WIDTH, n_layers=3, n_heads=2, hidden_dim=24, vocab_size=40, qa_dropout=0.5)
     model = hf.DistilBertForQuestionAnswering(config).double().train()
     states = seeded_pass(model, UNLABELLED, 1, output_hidden_states=True).hidden_states
     assert_equal(received(model, UNLABELLED, "last", 1), states[-1:])
     assert_equal(received(model, UNLABELLED, [1, 3], 1), [states[1], states[3]])
-    with attach(model, istar("last")) as watch:
+    with attach(model, make_istar("last")) as watch:
         assert watch.refresh([UNLABELLED]) == MASK.sum()
         assert watch.refresh([{**UNLABELLED, "start_positions": torch.zeros(3), "end_positions": torch.ones(3)}]) == 14
 
@@ -188,7 +196,7 @@ def test_the_head_of_a_question_answering_model_is_no_layer():
 
 
 class Tower(nn.Module):
-    """Layers of a model that is not of transformers; time comes first if asked for."""
+    """Linear layers of a model that is not of transformers."""
 
     def __init__(self, uses_checkpoint: bool = False, is_time_first: bool = False) -> None:
         super().__init__()
@@ -208,9 +216,9 @@ class Tower(nn.Module):
 POINTS = torch.randn(3, 6, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def naive_gradients(model: Tower, points: Tensor, mask: Tensor | None, numbers: list[int]) -> dict[str, Tensor]:
+def naive_gradients(model: Tower, points: Tensor, mask: Tensor | None, layer_indices: list[int]) -> dict[str, Tensor]:
     states = model(points)
-    score = algorithm_1(stack([states[n] for n in numbers], mask), sigma(), ZETA, torch.linalg.eigvalsh)
+    score = algorithm_1(stack([states[index] for index in layer_indices], mask), sigma(), ZETA, torch.linalg.eigvalsh)
     return gradients(model, WEIGHT * (1 - score) + states[-1].square().sum())
 
 
@@ -220,7 +228,7 @@ def naive_gradients(model: Tower, points: Tensor, mask: Tensor | None, numbers: 
 def test_any_module_whose_layers_are_named(mask, layers, numbers, uses_checkpoint):
     expected = naive_gradients(Tower(), POINTS, mask, numbers)
     model = Tower(uses_checkpoint)
-    with attach(model, istar(layers), modules=model.layers) as watch:
+    with attach(model, make_istar(layers), modules=model.layers) as watch:
         states = model(POINTS, mask)
         loss = watch.loss() + states[-1].square().sum()
         loss.backward()
@@ -230,7 +238,7 @@ def test_any_module_whose_layers_are_named(mask, layers, numbers, uses_checkpoin
 def test_states_with_time_first_and_gradients_that_are_not_contiguous():
     expected = naive_gradients(Tower(), POINTS, MASK, [1, 2, 3])
     model = Tower()
-    with attach(model, istar(), modules=model.layers) as watch:
+    with attach(model, make_istar(), modules=model.layers) as watch:
         states = model(POINTS.transpose(0, 1), MASK.T)
         loss = watch.loss() + states[-1].transpose(0, 1).square().sum()
         assert_close(gradients(model, loss), expected, **CLOSE)
@@ -239,17 +247,17 @@ def test_states_with_time_first_and_gradients_that_are_not_contiguous():
 def test_modules_that_cannot_be_layers_are_refused_in_one_line():
     model = Tower()
     with pytest.raises(UserError, match="layer 0, the embeddings, is not among the given modules"):
-        attach(model, istar("with_embeddings"), modules=model.layers)
+        attach(model, make_istar("with_embeddings"), modules=model.layers)
     with pytest.raises(UserError, match="named twice"):
-        attach(model, istar(), modules=[*model.layers, model.layers[0]])
+        attach(model, make_istar(), modules=[*model.layers, model.layers[0]])
     with pytest.raises(UserError, match="layer 4 does not exist"):
-        attach(model, istar([4]), modules=model.layers)
+        attach(model, make_istar([4]), modules=model.layers)
     with pytest.raises(UserError, match=r"no transformers model in Tower.*modules=\[\.\.\.\]"):
-        attach(model, istar())
+        attach(model, make_istar())
     with pytest.raises(UserError, match=r"nn\.DataParallel runs copies"):
-        attach(nn.DataParallel(bert()), istar())
+        attach(nn.DataParallel(bert()), make_istar())
     with (
-        attach(model, istar(), modules=[*model.layers, nn.Linear(1, 1)]),
+        attach(model, make_istar(), modules=[*model.layers, nn.Linear(1, 1)]),
         pytest.raises(UserError, match="Tower called 3 layers; expected a call of all 4"),
     ):
         model(POINTS)
@@ -275,20 +283,22 @@ def test_a_positional_mask_is_the_mask():
 
 
 @pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("is_added", [False, True])
-def test_a_mask_of_four_dimensions_counts_the_tokens_that_attend_to_themselves(is_added, heads):
+@pytest.mark.parametrize("is_additive", [False, True])
+def test_a_mask_of_four_dimensions_counts_the_tokens_that_attend_to_themselves(is_additive, heads):
     states = [torch.randn(3, 6, WIDTH, dtype=torch.float64) for _ in range(3)]
-    four = (MASK[:, None, None].bool() & MASK[:, None, :, None].bool()).expand(-1, heads, -1, -1)
-    four = torch.zeros(four.shape).masked_fill(~four, torch.finfo(torch.float32).min) if is_added else four
-    penalty = istar()
-    assert torch.equal(penalty(states, four), istar()(states, MASK))
+    mask_4d = (MASK[:, None, None].bool() & MASK[:, None, :, None].bool()).expand(-1, heads, -1, -1)
+    mask_4d = (
+        torch.zeros(mask_4d.shape).masked_fill(~mask_4d, torch.finfo(torch.float32).min) if is_additive else mask_4d
+    )
+    penalty = make_istar()
+    assert torch.equal(penalty(states, mask_4d), make_istar()(states, MASK))
     assert penalty.last.points == 2 * MASK.sum()
 
 
 @pytest.mark.parametrize("shape", [(3, 1, 6, 5), (3, 1, 1, 6), (2, 1, 6, 6), (3, 6, 6), (3, 1, 6)])
 def test_masks_of_other_shapes_are_refused_in_one_line(shape):
     with pytest.raises(UserError, match=r"expected a mask of shape \(3, 6\).*or \(batch, 1, tokens, tokens\)") as error:
-        istar()([torch.randn(3, 6, WIDTH) for _ in range(3)], torch.ones(shape, dtype=torch.bool))
+        make_istar()([torch.randn(3, 6, WIDTH) for _ in range(3)], torch.ones(shape, dtype=torch.bool))
     assert "\n" not in str(error.value)
 
 
@@ -296,19 +306,22 @@ def test_masks_by_kind_of_attention_are_refused_in_one_line():
     config = hf.Qwen3Config(**SHAPE, num_key_value_heads=1, head_dim=8, bos_token_id=1, eos_token_id=2)
     model = hf.Qwen3ForCausalLM(config)
     masks = {"full_attention": torch.zeros(3, 1, 6, 6)}
-    with attach(model, istar()), pytest.raises(UserError, match="attention mask is a dict; expected a tensor") as error:
+    with (
+        attach(model, make_istar()),
+        pytest.raises(UserError, match="attention mask is a dict; expected a tensor") as error,
+    ):
         model.model(input_ids=IDS, attention_mask=masks)
     assert "\n" not in str(error.value)
 
 
 def test_a_mask_of_another_shape_is_refused_in_every_pass_and_the_next_one_is_right():
-    penalty = istar()
+    penalty = make_istar()
     states = [torch.ones(3, 6, WIDTH) for _ in range(3)]
     for _ in range(3):
         assert penalty([torch.randn(3, 6, WIDTH) for _ in range(3)], MASK).isfinite()
-        for wrong in (MASK[:, 1:], MASK.T, MASK[:2], MASK[..., None], MASK.flatten()):
+        for wrong_mask in (MASK[:, 1:], MASK.T, MASK[:2], MASK[..., None], MASK.flatten()):
             with pytest.raises(UserError, match="the attention mask has shape"):
-                penalty(states, wrong)
+                penalty(states, wrong_mask)
 
 
 def test_batches_without_padding_have_no_mask_and_all_their_tokens_count():
@@ -350,29 +363,29 @@ def test_passes_without_gradients_are_not_read_and_leave_the_training_pass_alone
 
 def test_the_loss_is_that_of_the_latest_pass():
     model = bert()
-    with attach(model, istar()) as watch:
+    with attach(model, make_istar()) as watch:
         seeded_pass(model, INPUTS, 1)
         seeded_pass(model, INPUTS, 2)
-        latest = watch.loss()
+        latest_loss = watch.loss()
         seeded_pass(model, INPUTS, 2)
-        assert torch.equal(watch.loss(), latest)
+        assert torch.equal(watch.loss(), latest_loss)
         seeded_pass(model, INPUTS, 1)
-        assert not torch.equal(watch.loss(), latest)
+        assert not torch.equal(watch.loss(), latest_loss)
 
 
 def test_several_passes_make_one_cloud():
     model = bert()
-    other = {"input_ids": IDS.flip(0)[:, :4], "attention_mask": MASK.flip(0)[:, :4]}
+    other_inputs = {"input_ids": IDS.flip(0)[:, :4], "attention_mask": MASK.flip(0)[:, :4]}
     points = []
-    for each in (UNLABELLED, other):
-        states = seeded_pass(model, each, 1, output_hidden_states=True).hidden_states
-        points.append(stack(states[1:], each["attention_mask"]))
+    for inputs in (UNLABELLED, other_inputs):
+        states = seeded_pass(model, inputs, 1, output_hidden_states=True).hidden_states
+        points.append(stack(states[1:], inputs["attention_mask"]))
     score = algorithm_1(torch.cat(points), sigma(), ZETA, torch.linalg.eigvalsh)
     expected = [WEIGHT * (1 - score.detach()), gradients(model, WEIGHT * (1 - score))]
-    with attach(model, istar()) as watch:
+    with attach(model, make_istar()) as watch:
         summaries = []
-        for each in (UNLABELLED, other):
-            seeded_pass(model, each, 1)
+        for inputs in (UNLABELLED, other_inputs):
+            seeded_pass(model, inputs, 1)
             summaries += watch.take()
         loss = watch.combine(summaries)
     assert_close([loss.detach(), gradients(model, loss)], expected, **CLOSE)
@@ -380,11 +393,11 @@ def test_several_passes_make_one_cloud():
 
 
 def test_a_pass_that_fails_leaves_nothing_behind():
-    model, penalty = bert(), istar()
-    kept: list[weakref.ref[Tensor]] = []
+    model, penalty = bert(), make_istar()
+    state_references: list[weakref.ref[Tensor]] = []
 
     def fail(module: nn.Module, args: Any, output: Any) -> None:
-        kept.append(weakref.ref(args[0]))
+        state_references.append(weakref.ref(args[0]))
         raise ZeroDivisionError
 
     with attach(model, penalty) as watch:
@@ -393,7 +406,7 @@ def test_a_pass_that_fails_leaves_nothing_behind():
             model(**INPUTS)
         handle.remove()
         gc.collect()
-        assert kept[0]() is None
+        assert state_references[0]() is None
         with pytest.raises(UserError, match="no forward pass was read"):
             watch.loss()
         seeded_pass(model, INPUTS, 1)
@@ -405,27 +418,27 @@ def test_a_pass_that_fails_leaves_nothing_behind():
 
 def test_removed_hooks_leave_the_model_as_it_was():
     model = bert()
-    before = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
-    watch = attach(model, istar())
-    during = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+    counts_before = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+    watch = attach(model, make_istar())
+    counts_during = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
     watch.remove()
-    after = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
-    assert before == after != during
+    counts_after = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+    assert counts_before == counts_after != counts_during
     assert model(**INPUTS).hidden_states is None
 
 
 def test_two_penalties_on_one_model_add_up():
     model = bert()
-    with attach(model, istar()) as first, attach(model, CosReg(0.3)) as second:
+    with attach(model, make_istar()) as istar_watch, attach(model, CosReg(0.3)) as cosreg_watch:
         outputs = seeded_pass(model, INPUTS, 1, output_hidden_states=True)
-        loss = first.loss() + second.loss()
-    expected = istar()(outputs.hidden_states, MASK) + CosReg(0.3)(outputs.hidden_states, MASK)
+        loss = istar_watch.loss() + cosreg_watch.loss()
+    expected = make_istar()(outputs.hidden_states, MASK) + CosReg(0.3)(outputs.hidden_states, MASK)
     assert_close(loss, expected, rtol=1e-12, atol=0)
 
 
 def test_weight_0_is_bit_for_bit_no_penalty_and_a_schedule_turns_it_on_and_off():
     model, penalty = bert(), Recording()
-    plain = gradients(model, seeded_pass(model, INPUTS, 1).loss)
+    expected_gradients = gradients(model, seeded_pass(model, INPUTS, 1).loss)
     with attach(model, penalty) as watch:
         penalty.weight = 0.0
         outputs = seeded_pass(model, INPUTS, 1)
@@ -433,7 +446,7 @@ def test_weight_0_is_bit_for_bit_no_penalty_and_a_schedule_turns_it_on_and_off()
         assert loss == 0
         assert penalty.received == []
         for name, gradient in gradients(model, outputs.loss + loss).items():
-            assert torch.equal(gradient, plain[name])
+            assert torch.equal(gradient, expected_gradients[name])
         for weight in (0.5, -1.0, 0.0, 2.0):
             penalty.weight = weight
             seeded_pass(model, INPUTS, 1)
@@ -451,7 +464,7 @@ def test_weight_0_is_bit_for_bit_no_penalty_and_a_schedule_turns_it_on_and_off()
 def test_a_penalty_without_gradient_is_warned_of_once():
     model = bert()
     model.bert.requires_grad_(False)
-    with attach(model, istar()) as watch:
+    with attach(model, make_istar()) as watch:
         model(**INPUTS)
         with pytest.warns(UserWarning, match="nothing before the chosen layers is trainable") as caught:
             watch.loss()
@@ -470,22 +483,22 @@ def test_a_hessian_vector_product_through_a_model_is_that_of_the_naive_penalty()
     weight = model.encoder.layer[0].output.dense.weight
     direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
-    def product(loss: Tensor) -> Tensor:
+    def hessian_vector_product(loss: Tensor) -> Tensor:
         (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
         return torch.autograd.grad((gradient * direction).sum(), weight)[0]
 
     outputs = model(**UNLABELLED, output_hidden_states=True)
     score = algorithm_1(stack(outputs.hidden_states[1:], MASK), sigma(), ZETA, torch.linalg.eigvalsh)
-    expected = product(WEIGHT * (1 - score))
-    with attach(model, istar()) as watch:
+    expected = hessian_vector_product(WEIGHT * (1 - score))
+    with attach(model, make_istar()) as watch:
         model(**UNLABELLED)
-        assert_close(product(watch.loss()), expected, rtol=1e-8, atol=1e-10)
+        assert_close(hessian_vector_product(watch.loss()), expected, rtol=1e-8, atol=1e-10)
     assert expected.norm() > 1e-4
 
 
 def test_products_in_bfloat16_refuse_a_second_derivative_in_one_line():
     model = Tower()
-    with attach(model, istar(compute="bfloat16"), modules=model.layers) as watch:
+    with attach(model, make_istar(compute="bfloat16"), modules=model.layers) as watch:
         model(POINTS)
         with pytest.raises(UserError, match="no second derivative; use compute='float32'") as error:
             torch.autograd.grad(watch.loss(), list(model.parameters()), create_graph=True)
@@ -501,12 +514,12 @@ def test_a_state_that_is_modified_in_place_after_it_was_read_is_refused(tokens):
             return points
 
     model = InPlace()
-    with attach(model, istar(), modules=model.layers[:2]) as watch:
-        # Read when the pass has ended: the states are then what they were changed to.
+    with attach(model, make_istar(), modules=model.layers[:2]) as watch:
+        # The watch reads the states when the pass has ended, after they were modified.
         model(torch.randn(3, tokens, WIDTH, dtype=torch.float64))
         watch.loss().backward()
     states = [layer(torch.randn(3, tokens, WIDTH, dtype=torch.float64)) for layer in model.layers]
-    loss = istar()([states[0], *states])
+    loss = make_istar()([states[0], *states])
     states[1].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -531,25 +544,25 @@ def test_under_autocast_the_states_are_those_that_the_model_returns(name):
             loss = watch.loss()
     assert_equal(penalty.received, states)
     assert loss.dtype == torch.float32
-    exact = algorithm_1(stack([state.double() for state in states], MASK), sigma(), ZETA)
-    assert_close(loss.double(), WEIGHT * (1 - exact), rtol=1e-5, atol=0)
+    expected_score = algorithm_1(stack([state.double() for state in states], MASK), sigma(), ZETA)
+    assert_close(loss.double(), WEIGHT * (1 - expected_score), rtol=1e-5, atol=0)
     loss.backward()
     assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
 @pytest.fixture
 def backend():
-    """Dynamo's graphs, without a compiler behind them: tracing alone takes seconds."""
+    """Return the name of a backend that runs the graphs of Dynamo without compiling them, which would be slow."""
     torch._dynamo.reset()
     yield "eager"
     torch._dynamo.reset()
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch's own, while it traces
+@pytest.mark.filterwarnings("ignore")  # torch itself warns while it traces
 def test_a_compiled_layer_and_its_hooks_have_the_value_and_gradient_of_eager_ones(backend):
     expected = naive_gradients(Tower(), POINTS, MASK, [1, 2, 3])
     model = Tower()
-    with attach(model, istar(), modules=model.layers) as watch:
+    with attach(model, make_istar(), modules=model.layers) as watch:
         states = torch.compile(model, backend=backend)(POINTS, MASK)
         assert_close(gradients(model, watch.loss() + states[-1].square().sum()), expected, **CLOSE)
 
@@ -557,40 +570,40 @@ def test_a_compiled_layer_and_its_hooks_have_the_value_and_gradient_of_eager_one
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("layers", ["all", "with_embeddings"])
-@pytest.mark.parametrize("make", [bert, llama])
-def test_a_compiled_model_has_the_value_and_gradient_of_an_eager_one(make, layers, backend):
-    model = make().eval()
-    inputs = INPUTS if make is bert else {**UNLABELLED, "labels": IDS}
-    check(model, inputs, layers, to_run=torch.compile(model, backend=backend))
+@pytest.mark.parametrize("make_model", [bert, llama])
+def test_a_compiled_model_has_the_value_and_gradient_of_an_eager_one(make_model, layers, backend):
+    model = make_model().eval()
+    inputs = INPUTS if make_model is bert else {**UNLABELLED, "labels": IDS}
+    check_states_and_gradients(model, inputs, layers, called_model=torch.compile(model, backend=backend))
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("part", ["whole", "base", "layers"])
-def test_what_was_compiled_and_called_before_is_refused_or_right(part, backend):
-    """Which of the two depends on what torch recompiles for new hooks."""
+@pytest.mark.parametrize("compiled_part", ["whole", "base", "layers"])
+def test_what_was_compiled_and_called_before_is_refused_or_right(compiled_part, backend):
+    """The outcome depends on what torch recompiles for new hooks."""
     model = bert().eval()
-    parts = {"whole": [model], "base": [model.bert], "layers": list(model.bert.encoder.layer)}[part]
-    for module in parts:
+    compiled_modules = {"whole": [model], "base": [model.bert], "layers": list(model.bert.encoder.layer)}[compiled_part]
+    for module in compiled_modules:
         module.compile(backend=backend)
     states = model(**INPUTS, output_hidden_states=True).hidden_states
     model(**INPUTS)
     refusal = ""
-    with attach(model, istar()) as watch:
+    with attach(model, make_istar()) as watch:
         try:
             model(**INPUTS)
             loss = watch.loss()
         except UserError as error:
-            refusal, loss = str(error), istar()(states, MASK)
-    assert_close(loss, istar()(states, MASK), **CLOSE)
+            refusal, loss = str(error), make_istar()(states, MASK)
+    assert_close(loss, make_istar()(states, MASK), **CLOSE)
     assert not refusal or "compiled" in refusal
 
 
 def test_layers_whose_hooks_are_not_called_are_refused_by_name():
-    """As those of layers that were compiled before may be: fewer points than there are would be a wrong number."""
+    """Layers that were compiled before may skip their hooks; a penalty of only some of the layers would be wrong."""
     model = bert()
     model.bert.encoder.layer[1].forward, skipped = (lambda state, *_, **__: state), model.bert.encoder.layer[1]
-    with attach(model, istar()):
+    with attach(model, make_istar()):
         skipped._forward_hooks.clear()
         with pytest.raises(
             UserError, match="BertModel called 2 layers; expected a call of all 3: attach before"

@@ -21,47 +21,53 @@ from tests.regularizers.test_istar import mask, states, value_and_gradients
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
 
-def by_sentence(weight=1.0, layers="with_embeddings", **arguments):
+def make_penalty(weight=1.0, layers="with_embeddings", **arguments):
     return IStar(weight, 0, layers, estimator="unbiased_by_sentence", **arguments)
 
 
 def naive_score(points, sentences):
-    """The averages over all tuples of points `(n, d)` of distinct sentences, about the mean; differentiable."""
+    """Return the score from averages over all tuples of points `(n, d)` of distinct sentences; differentiable."""
     points = points - points.mean(0)
     products = points @ points.T
     norms = products.diagonal()
-    differ = (sentences[:, None] != sentences).to(points)
-    three = torch.einsum("ij,jk,ik->ijk", differ, differ, differ)
-    four = torch.einsum("ijk,il,jl,kl->ijkl", three, differ, differ, differ)
-    quadruples = torch.einsum("ijkl,ij,kl->", four, products, products) / four.sum()
-    squared_norm = (differ * products.square()).sum() / differ.sum() + quadruples
-    squared_norm = squared_norm - 2 * torch.einsum("ijk,ij,jk->", three, products, products) / three.sum()
-    squared_trace = (differ * norms[:, None] * norms).sum() / differ.sum() + quadruples
-    squared_trace = squared_trace - 2 * torch.einsum("ijk,i,jk->", three, norms, products) / three.sum()
+    distinct_pairs = (sentences[:, None] != sentences).to(points)
+    distinct_triples = torch.einsum("ij,jk,ik->ijk", distinct_pairs, distinct_pairs, distinct_pairs)
+    distinct_quadruples = torch.einsum(
+        "ijk,il,jl,kl->ijkl", distinct_triples, distinct_pairs, distinct_pairs, distinct_pairs
+    )
+    quadruples = torch.einsum("ijkl,ij,kl->", distinct_quadruples, products, products) / distinct_quadruples.sum()
+    squared_norm = (distinct_pairs * products.square()).sum() / distinct_pairs.sum() + quadruples
+    squared_norm = (
+        squared_norm - 2 * torch.einsum("ijk,ij,jk->", distinct_triples, products, products) / distinct_triples.sum()
+    )
+    squared_trace = (distinct_pairs * norms[:, None] * norms).sum() / distinct_pairs.sum() + quadruples
+    squared_trace = (
+        squared_trace - 2 * torch.einsum("ijk,i,jk->", distinct_triples, norms, products) / distinct_triples.sum()
+    )
     return (squared_trace / squared_norm - 1) / (points.shape[1] - 1)
 
 
 def naive_penalty(layers, attention_mask=None):
     attention_mask = torch.ones(layers[0].shape[:2]) if attention_mask is None else attention_mask
-    numbers = torch.arange(len(attention_mask))[:, None].expand(attention_mask.shape)[attention_mask.bool()]
-    return 1 - naive_score(stack(layers, attention_mask), numbers.repeat(len(layers)))
+    sentence_indices = torch.arange(len(attention_mask))[:, None].expand(attention_mask.shape)[attention_mask.bool()]
+    return 1 - naive_score(stack(layers, attention_mask), sentence_indices.repeat(len(layers)))
 
 
-def dependent(shape=(5, 4, 6), layers=3, seed=0):
-    """Hidden states whose tokens and layers have a common part in each sentence."""
-    shared = states((shape[0], 1, shape[2]), layers=1, seed=seed + 1)[0]
-    return [state + shared for state in states(shape, layers, seed=seed)]
+def make_dependent_states(shape=(5, 4, 6), layers=3, seed=0):
+    """Return hidden states whose tokens and layers have a common part in each sentence."""
+    common_part = states((shape[0], 1, shape[2]), layers=1, seed=seed + 1)[0]
+    return [state + common_part for state in states(shape, layers, seed=seed)]
 
 
-# Unequal lengths, with a sentence of padding alone.
+# Sentences of unequal lengths; the last one is padding only.
 LENGTHS = (torch.arange(4) < torch.tensor([1, 4, 2, 3, 0])[:, None]).long()
 
 
 @pytest.mark.parametrize("attention_mask", [None, LENGTHS], ids=["all", "masked"])
 @pytest.mark.parametrize("dim", [2, 6, 30])
 def test_value_and_gradient_are_those_of_all_tuples_of_points_of_different_sentences(dim, attention_mask):
-    layers = dependent((5, 4, dim))
-    penalty = by_sentence()
+    layers = make_dependent_states((5, 4, dim))
+    penalty = make_penalty()
     value, gradients = value_and_gradients(lambda layers: penalty(layers, attention_mask), layers)
     expected, naive_gradients = value_and_gradients(lambda layers: naive_penalty(layers, attention_mask), layers)
     assert penalty.last.score < 1
@@ -72,36 +78,36 @@ def test_value_and_gradient_are_those_of_all_tuples_of_points_of_different_sente
 
 @pytest.mark.parametrize("attention_mask", [None, LENGTHS], ids=["all", "masked"])
 def test_it_is_the_measure_of_the_union_of_the_layers(attention_mask):
-    layers = dependent()
-    repeated = None if attention_mask is None else attention_mask.repeat(1, len(layers))
+    layers = make_dependent_states()
+    repeated_mask = None if attention_mask is None else attention_mask.repeat(1, len(layers))
 
     def measure(layers):
-        return 1 - isoscore_by_sentence(torch.cat(list(layers), 1), repeated)
+        return 1 - isoscore_by_sentence(torch.cat(list(layers), 1), repeated_mask)
 
-    penalty = by_sentence()
+    penalty = make_penalty()
     actual = value_and_gradients(lambda layers: penalty(layers, attention_mask), layers)
     assert_close(actual, value_and_gradients(measure, layers), **CLOSE)
     assert penalty.measure == "isoscore_by_sentence"
 
 
 def test_first_and_second_derivatives_are_those_of_finite_differences():
-    layers = [state.requires_grad_() for state in dependent((4, 2, 3), layers=2)]
+    layers = [state.requires_grad_() for state in make_dependent_states((4, 2, 3), layers=2)]
     attention_mask = torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1]])
-    assert torch.autograd.gradcheck(lambda *layers: -3 * by_sentence()(layers, attention_mask), layers)
-    assert torch.autograd.gradgradcheck(lambda *layers: -3 * by_sentence()(layers, attention_mask), layers)
+    assert torch.autograd.gradcheck(lambda *layers: -3 * make_penalty()(layers, attention_mask), layers)
+    assert torch.autograd.gradgradcheck(lambda *layers: -3 * make_penalty()(layers, attention_mask), layers)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_narrow_states_have_the_score_of_the_rounded_states(dtype):
-    layers = [(state + 30).to(dtype) for state in dependent((8, 20, 16))]
-    penalty = by_sentence(2.0**12)
+    layers = [(state + 30).to(dtype) for state in make_dependent_states((8, 20, 16))]
+    penalty = make_penalty(2.0**12)
     value, gradients = value_and_gradients(lambda layers: penalty(layers, mask(8, 20)), layers)
     score = penalty.last.score
     doubles = [state.double() for state in layers]
-    _, exact = value_and_gradients(lambda layers: penalty(layers, mask(8, 20)), doubles)
+    _, exact_gradients = value_and_gradients(lambda layers: penalty(layers, mask(8, 20)), doubles)
     assert value.dtype == torch.float32
     assert_close(score.double(), penalty.last.score, rtol=1e-5, atol=0)
-    for gradient, exact_gradient in zip(gradients, exact, strict=True):
+    for gradient, exact_gradient in zip(gradients, exact_gradients, strict=True):
         assert gradient.dtype == dtype
         error = (gradient.double() - exact_gradient).norm() / exact_gradient.norm()
         assert error < max(torch.finfo(dtype).eps, 2e-5)
@@ -110,7 +116,7 @@ def test_narrow_states_have_the_score_of_the_rounded_states(dtype):
 @pytest.mark.parametrize("weight", [-1.0, 1.0])
 def test_a_score_above_1_is_measured_but_neither_rewarded_nor_punished(weight):
     points = torch.randn(5, 1, 30, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
-    penalty = by_sentence(weight, layers="last")
+    penalty = make_penalty(weight, layers="last")
     loss = penalty([points, points])
     assert penalty.last.score > 1
     assert loss == 0
@@ -119,65 +125,65 @@ def test_a_score_above_1_is_measured_but_neither_rewarded_nor_punished(weight):
 
 
 def test_the_placebo_rotates_its_gradient():
-    layers = dependent()
+    layers = make_dependent_states()
     placebo = RandomDirection(1.0, 0, "with_embeddings", estimator="unbiased_by_sentence", seed=3)
     value, gradients = value_and_gradients(lambda layers: placebo(layers, LENGTHS), layers)
-    expected, plain = value_and_gradients(lambda layers: by_sentence()(layers, LENGTHS), layers)
+    expected, istar_gradients = value_and_gradients(lambda layers: make_penalty()(layers, LENGTHS), layers)
     rotation = random_rotation(6, 3)
-    assert_close((value, gradients), (expected, [gradient @ rotation.T for gradient in plain]), **CLOSE)
+    assert_close((value, gradients), (expected, [gradient @ rotation.T for gradient in istar_gradients]), **CLOSE)
 
 
 # Which points belong to the same sentence ---------------------------------------------------------------------
 
 
-def packed(layers, attention_mask):
-    """All documents in one row, with their positions and a mask of four dimensions, and padding at both ends."""
-    chosen = attention_mask.bool()
-    rows = [torch.nn.functional.pad(state[chosen], (0, 0, 1, 2), value=7.0)[None] for state in layers]
+def pack_documents(layers, attention_mask):
+    """Return all documents in one row with padding at both ends, their positions, and a mask of four dimensions."""
+    is_real = attention_mask.bool()
+    packed_states = [torch.nn.functional.pad(state[is_real], (0, 0, 1, 2), value=7.0)[None] for state in layers]
     lengths = attention_mask.sum(1).tolist()
     positions = torch.cat([torch.zeros(1), *(torch.arange(length) for length in lengths), torch.ones(2)]).long()[None]
-    documents = torch.cat([torch.full((length,), number) for number, length in enumerate(lengths)])
+    documents = torch.cat([torch.full((length,), index) for index, length in enumerate(lengths)])
     documents = torch.nn.functional.pad(documents, (1, 2), value=-1)
     may_attend = (documents[:, None] == documents) & (documents >= 0)
-    return rows, positions, may_attend.tril()[None, None]
+    return packed_states, positions, may_attend.tril()[None, None]
 
 
 @pytest.mark.parametrize("kind", ["positions", "mask"])
 def test_packed_documents_are_sentences(kind):
-    layers = dependent()
-    rows, positions, may_attend = packed(layers, LENGTHS)
-    real = (may_attend[:, 0].diagonal(dim1=1, dim2=2)).long()
-    tokens = Tokens(may_attend) if kind == "mask" else Tokens(real, position_ids=positions)
-    penalty = by_sentence()
-    value = penalty.combine([penalty.summarize(state, tokens) for state in rows])
+    layers = make_dependent_states()
+    packed_states, positions, may_attend = pack_documents(layers, LENGTHS)
+    token_mask = (may_attend[:, 0].diagonal(dim1=1, dim2=2)).long()
+    tokens = Tokens(may_attend) if kind == "mask" else Tokens(token_mask, position_ids=positions)
+    penalty = make_penalty()
+    value = penalty.combine([penalty.summarize(state, tokens) for state in packed_states])
     assert_close(value, naive_penalty(layers, LENGTHS), **CLOSE)
 
 
 def test_several_passes_have_different_sentences():
-    first, second = dependent((2, 4, 6)), dependent((3, 2, 6), seed=5)
-    penalty = by_sentence()
+    first, second = make_dependent_states((2, 4, 6)), make_dependent_states((3, 2, 6), seed=5)
+    penalty = make_penalty()
     summaries = []
     for layers in (first, second):
         tokens = Tokens()
         summaries += [penalty.summarize(state, tokens) for state in layers]
     points = torch.cat([state.flatten(0, 1) for state in (*first, *second)])
-    numbers = [torch.arange(2).repeat_interleave(4)] * 3 + [2 + torch.arange(3).repeat_interleave(2)] * 3
-    assert_close(penalty.combine(summaries), 1 - naive_score(points, torch.cat(numbers)), **CLOSE)
+    sentence_indices = [torch.arange(2).repeat_interleave(4)] * 3 + [2 + torch.arange(3).repeat_interleave(2)] * 3
+    assert_close(penalty.combine(summaries), 1 - naive_score(points, torch.cat(sentence_indices)), **CLOSE)
 
 
 def test_layers_may_leave_out_different_points():
-    layers = dependent()
+    layers = make_dependent_states()
     layers[1][2] *= 100
     layers[2][0, 1] *= 100
     tokens = Tokens(LENGTHS, Points(max_norm_ratio=20))
-    penalty = by_sentence()
+    penalty = make_penalty()
     value = penalty.combine([penalty.summarize(state, tokens) for state in layers])
-    kept = [LENGTHS.bool().clone() for _ in layers]
-    kept[1][2] = False
-    kept[2][0, 1] = False
-    numbers = torch.arange(5)[:, None].expand(5, 4)
-    points = torch.cat([state[chosen] for state, chosen in zip(layers, kept, strict=True)])
-    expected = 1 - naive_score(points, torch.cat([numbers[chosen] for chosen in kept]))
+    masks = [LENGTHS.bool().clone() for _ in layers]
+    masks[1][2] = False
+    masks[2][0, 1] = False
+    sentence_indices = torch.arange(5)[:, None].expand(5, 4)
+    points = torch.cat([state[layer_mask] for state, layer_mask in zip(layers, masks, strict=True)])
+    expected = 1 - naive_score(points, torch.cat([sentence_indices[layer_mask] for layer_mask in masks]))
     assert_close(value, expected, **CLOSE)
 
 
@@ -188,8 +194,8 @@ def gpt2():
     return hf.GPT2LMHeadModel(config).double()
 
 
-def gradient_of(model, batch, points):
-    with attach(model, by_sentence(0.7), points=points) as watch:
+def compute_loss_and_gradients(model, batch, points):
+    with attach(model, make_penalty(0.7), points=points) as watch:
         model(**batch)
         loss = watch.loss()
     return loss.detach(), torch.autograd.grad(loss, list(model.transformer.h[0].parameters()))
@@ -202,19 +208,19 @@ def test_attached_to_a_model_it_is_that_of_the_returned_hidden_states_packed_or_
     ids[:, 0] = 3
     lengths = LENGTHS.clone()
     lengths[4, :3] = 1
-    separate = {"input_ids": ids, "attention_mask": lengths}
-    actual = gradient_of(model, separate, points)
-    chosen = lengths.bool() & (ids != 3) if points.which == "content" else lengths
-    hidden_states = model(**separate, output_hidden_states=True).hidden_states
-    loss = 0.7 * naive_penalty(hidden_states, chosen)
+    unpacked_batch = {"input_ids": ids, "attention_mask": lengths}
+    actual = compute_loss_and_gradients(model, unpacked_batch, points)
+    points_mask = lengths.bool() & (ids != 3) if points.which == "content" else lengths
+    hidden_states = model(**unpacked_batch, output_hidden_states=True).hidden_states
+    loss = 0.7 * naive_penalty(hidden_states, points_mask)
     gradients = torch.autograd.grad(loss, list(model.transformer.h[0].parameters()))
     assert_close(actual, (loss.detach(), gradients), **CLOSE)
 
-    [row], positions, may_attend = packed([ids[..., None]], lengths)
+    [row], positions, may_attend = pack_documents([ids[..., None]], lengths)
     attention = torch.zeros(may_attend.shape, dtype=torch.float64).masked_fill(~may_attend, -1e9)
     attention.diagonal(dim1=2, dim2=3)[..., [0, -2, -1]] = -1e9
-    batch = {"input_ids": row[..., 0], "position_ids": positions, "attention_mask": attention}
-    assert_close(gradient_of(model, batch, points), actual, rtol=1e-6, atol=1e-8)
+    packed_batch = {"input_ids": row[..., 0], "position_ids": positions, "attention_mask": attention}
+    assert_close(compute_loss_and_gradients(model, packed_batch, points), actual, rtol=1e-6, atol=1e-8)
 
 
 # Processes ----------------------------------------------------------------------------------------------------
@@ -229,34 +235,34 @@ class Tower(torch.nn.Module):
         self.layers = torch.nn.ModuleList(torch.nn.Linear(5, 5) for _ in range(3)).double()
 
     def forward(self, state, attention_mask, position_ids=None):
-        result = [state]
+        hidden_states = [state]
         for layer in self.layers:
-            result.append(torch.tanh(layer(result[-1])))
-        return result
+            hidden_states.append(torch.tanh(layer(hidden_states[-1])))
+        return hidden_states
 
 
 def test_positions_of_a_call_divide_a_padding_free_batch():
-    layers, values = dependent((5, 4, 5), layers=1), []
-    rows, positions, _ = packed(layers, LENGTHS)
-    for batch in ((layers[0], LENGTHS), (rows[0][:, 1:-2], None, positions[:, 1:-2])):
+    layers, values = make_dependent_states((5, 4, 5), layers=1), []
+    packed_states, positions, _ = pack_documents(layers, LENGTHS)
+    for batch in ((layers[0], LENGTHS), (packed_states[0][:, 1:-2], None, positions[:, 1:-2])):
         model = Tower()
-        with attach(model, by_sentence(layers="all"), list(model.layers)) as watch:
+        with attach(model, make_penalty(layers="all"), list(model.layers)) as watch:
             model(*batch)
             values.append(watch.loss())
     assert_close(*values, **CLOSE)
-    with attach(model, by_sentence(layers="all"), list(model.layers)) as watch:
-        model(rows[0], None)
+    with attach(model, make_penalty(layers="all"), list(model.layers)) as watch:
+        model(packed_states[0], None)
         with pytest.raises(UserError, match="the batch has 1 sentences"):
             watch.loss()
 
 
 SIZES = {"unequal": (4, 2), "few": (3, 1), "one is empty": (6, 0), "too few": (1, 2)}
-"""Number of sentences of each process."""
+"""Numbers of sentences of both processes."""
 
 
-def shard(sizes, rank):
-    """All sentences of a rank, or of both if it is None."""
-    points = dependent((sum(sizes), 4, 5), layers=1)[0] + 2
+def make_shard(sizes, rank):
+    """Return the hidden states and the mask of a rank's sentences, or of all sentences if the rank is None."""
+    points = make_dependent_states((sum(sizes), 4, 5), layers=1)[0] + 2
     attention_mask = mask(sum(sizes), 4)
     if rank is None:
         return points, attention_mask
@@ -267,7 +273,7 @@ def shard(sizes, rank):
 
 def train(model, points, attention_mask, is_attached=False, sync=True):
     """Plain SGD on the penalty alone; returns the losses and the parameters after the last step."""
-    penalty = by_sentence(0.7, layers="all", sync=sync)
+    penalty = make_penalty(0.7, layers="all", sync=sync)
     module = model.module if isinstance(model, DistributedDataParallel) else model
     watch = attach(model, penalty, list(module.layers)) if is_attached else None
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -282,41 +288,41 @@ def train(model, points, attention_mask, is_attached=False, sync=True):
     return torch.cat([torch.stack(losses), torch.nn.utils.parameters_to_vector(model.parameters()).detach()])
 
 
-def work(rank, folder):
+def run_worker(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     results = {}
     for name, sizes in SIZES.items():
         for is_attached in (False, True):
             try:
-                result = train(DistributedDataParallel(Tower()), *shard(sizes, rank), is_attached)
+                result = train(DistributedDataParallel(Tower()), *make_shard(sizes, rank), is_attached)
             except UserError as error:
                 result = str(error)
             results[name, is_attached] = result
-    points, attention_mask = shard((4, 5), rank)
-    results["no sync"] = by_sentence(sync=False)(Tower()(points, attention_mask), attention_mask).detach()
+    points, attention_mask = make_shard((4, 5), rank)
+    results["no sync"] = make_penalty(sync=False)(Tower()(points, attention_mask), attention_mask).detach()
     if rank == 1:
         points[0, 0, 0] = torch.nan
-    results["nan"] = by_sentence()([points, points], attention_mask)
+    results["nan"] = make_penalty()([points, points], attention_mask)
     torch.save(results, f"{folder}/{rank}.pt")
     dist.barrier()
-    # Not through the end of the interpreter, where what is left of a process group may abort.
+    # Skip the shutdown of the interpreter, in which the process group may abort.
     os._exit(0)
 
 
 def test_two_processes_are_one_with_the_union(tmp_path):
-    run_in_processes(work, (str(tmp_path),), 2)
+    run_in_processes(run_worker, (str(tmp_path),), 2)
     results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for rank, result in enumerate(results):
         for (name, is_attached), actual in ((key, value) for key, value in result.items() if isinstance(key, tuple)):
             if name == "too few":
                 assert actual.startswith("the batch has 3 sentences with points, in all processes together")
                 continue
-            expected = train(Tower(), *shard(SIZES[name], None), is_attached)
+            expected = train(Tower(), *make_shard(SIZES[name], None), is_attached)
             assert_close(actual, expected, **CLOSE)
-            start = torch.nn.utils.parameters_to_vector(Tower().parameters())
-            assert (actual[3:] - start).abs().max() > 1e-3
-        points, attention_mask = shard((4, 5), rank)
+            initial_parameters = torch.nn.utils.parameters_to_vector(Tower().parameters())
+            assert (actual[3:] - initial_parameters).abs().max() > 1e-3
+        points, attention_mask = make_shard((4, 5), rank)
         assert_close(result["no sync"], naive_penalty(Tower()(points, attention_mask), attention_mask), **CLOSE)
         assert result["nan"].isnan()
 
@@ -324,23 +330,26 @@ def test_two_processes_are_one_with_the_union(tmp_path):
 # Bad input ----------------------------------------------------------------------------------------------------
 
 
-WRONG = [
+INVALID_CALLS = [
     (
         lambda: IStar(1.0, 0.2, estimator="unbiased_by_sentence"),
         r"zeta is 0\.2; the unbiased_by_sentence estimator has",
     ),
     (lambda: IStar(1.0, "auto", estimator="unbiased_by_sentence"), "zeta is auto; the unbiased_by_sentence estimator"),
-    (lambda: by_sentence(compute="bfloat16"), "compute is bfloat16; the unbiased estimators"),
-    (lambda: by_sentence(include_padding=True), "padding, which belongs to no sentence"),
-    (lambda: by_sentence()(dependent(), LENGTHS * (torch.arange(5) < 3)[:, None]), "the batch has 3 sentences"),
-    (lambda: by_sentence()(dependent(), 0 * LENGTHS), "the batch has 0 sentences"),
-    (lambda: by_sentence()([torch.randn(9, 4)] * 2), r"expected hidden states \(batch, tokens, d\), not \(9, 4\)"),
-    (lambda: by_sentence()([torch.randn(5, 2, 4), torch.randn(5, 2, 3)]), r"the layers have \[3, 4\] dimensions"),
-    (lambda: by_sentence()([torch.randn(5, 2, 1)] * 2), "isotropy needs at least 2 dimensions"),
+    (lambda: make_penalty(compute="bfloat16"), "compute is bfloat16; the unbiased estimators"),
+    (lambda: make_penalty(include_padding=True), "padding, which belongs to no sentence"),
+    (
+        lambda: make_penalty()(make_dependent_states(), LENGTHS * (torch.arange(5) < 3)[:, None]),
+        "the batch has 3 sentences",
+    ),
+    (lambda: make_penalty()(make_dependent_states(), 0 * LENGTHS), "the batch has 0 sentences"),
+    (lambda: make_penalty()([torch.randn(9, 4)] * 2), r"expected hidden states \(batch, tokens, d\), not \(9, 4\)"),
+    (lambda: make_penalty()([torch.randn(5, 2, 4), torch.randn(5, 2, 3)]), r"the layers have \[3, 4\] dimensions"),
+    (lambda: make_penalty()([torch.randn(5, 2, 1)] * 2), "isotropy needs at least 2 dimensions"),
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), WRONG, ids=[str(i) for i in range(len(WRONG))])
+@pytest.mark.parametrize(("call", "message"), INVALID_CALLS, ids=[str(i) for i in range(len(INVALID_CALLS))])
 def test_what_has_no_penalty_is_refused_in_one_line(call, message):
     with pytest.raises(UserError, match=message) as error:
         call()

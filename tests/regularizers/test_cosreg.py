@@ -52,23 +52,27 @@ def test_the_penalty_is_the_double_sum_over_the_layers_chosen(layers, chosen):
 
 def test_the_last_layer_is_the_default_and_padding_counts_only_when_asked_to():
     assert_close(CosReg(1.0)(states(), MASK), oracles.cosreg(states()[2][MASK.bool()]), **CLOSE)
-    counting = CosReg(1.0, include_padding=True)(states(), MASK)
-    assert_close(counting, oracles.cosreg(oracles.stack(states()[2:])), **CLOSE)
+    value_with_padding = CosReg(1.0, include_padding=True)(states(), MASK)
+    assert_close(value_with_padding, oracles.cosreg(oracles.stack(states()[2:])), **CLOSE)
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e300, 0.0])
 def test_padding_changes_nothing_bit_for_bit_and_gets_no_gradient(garbage):
-    kept = MASK.bool()
+    is_real = MASK.bool()
     expected, expected_gradients = value_and_gradients(lambda s: cosine_penalty(s, MASK), states())
-    padded = [state.masked_fill(~kept[..., None], garbage) for state in states()]
-    value, gradients = value_and_gradients(lambda s: cosine_penalty(s, MASK), padded)
+    padded_states = [state.masked_fill(~is_real[..., None], garbage) for state in states()]
+    value, gradients = value_and_gradients(lambda s: cosine_penalty(s, MASK), padded_states)
     assert torch.equal(value, expected)
     for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
         assert torch.equal(gradient, expected_gradient)
-        assert not gradient[~kept].any()
-    without, gradients_without = value_and_gradients(cosine_penalty, [state[kept][None] for state in states()])
-    assert_close(value, without, **CLOSE)
-    assert_close([gradient[kept] for gradient in gradients], [gradient[0] for gradient in gradients_without], **CLOSE)
+        assert not gradient[~is_real].any()
+    unpadded_value, unpadded_gradients = value_and_gradients(
+        cosine_penalty, [state[is_real][None] for state in states()]
+    )
+    assert_close(value, unpadded_value, **CLOSE)
+    assert_close(
+        [gradient[is_real] for gradient in gradients], [gradient[0] for gradient in unpadded_gradients], **CLOSE
+    )
 
 
 def test_zero_vectors_have_cosine_0_and_no_gradient():
@@ -84,9 +88,9 @@ def test_zero_vectors_have_cosine_0_and_no_gradient():
 
 
 def test_score_lies_between_its_bounds():
-    same = torch.tensor([3.0, 4]).double().expand(2, 5, 2)
-    assert_close(cosine_penalty([same]).item(), 1 - 1 / 10, **CLOSE)
-    assert_close(cosine_penalty([torch.cat([same, -same])]).item(), -1 / 20, **CLOSE)
+    equal_points = torch.tensor([3.0, 4]).double().expand(2, 5, 2)
+    assert_close(cosine_penalty([equal_points]).item(), 1 - 1 / 10, **CLOSE)
+    assert_close(cosine_penalty([torch.cat([equal_points, -equal_points])]).item(), -1 / 20, **CLOSE)
 
 
 @pytest.mark.parametrize("scale", [1e-14, 1e-6, 1e10])
@@ -102,18 +106,18 @@ def test_the_length_of_float32_vectors_does_not_matter(scale):
 def test_half_precision_and_autocast_give_the_value_of_the_rounded_states(dtype):
     hidden_states = [200 * state for state in states(dtype=dtype)]
     exact, exact_gradients = value_and_gradients(cosine_penalty, [state.double() for state in hidden_states])
-    plain = value_and_gradients(cosine_penalty, hidden_states)
+    expected_under_autocast = value_and_gradients(cosine_penalty, hidden_states)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         value, gradients = value_and_gradients(cosine_penalty, hidden_states)
     assert value.dtype == torch.float32
-    assert_close((value, gradients), plain, rtol=0, atol=0)
+    assert_close((value, gradients), expected_under_autocast, rtol=0, atol=0)
     assert_close(value.double(), exact, rtol=1e-5, atol=1e-7)
     for gradient, exact_gradient in zip(gradients, exact_gradients, strict=True):
         error = (gradient.double() - exact_gradient).norm() / exact_gradient.norm()
         assert error < max(5 * torch.finfo(dtype).eps, 1e-5)
 
 
-def with_value(value):
+def make_states_with_value(value):
     hidden_states = states()
     hidden_states[1][0, 0, 0] = value
     return hidden_states
@@ -121,9 +125,9 @@ def with_value(value):
 
 @pytest.mark.parametrize("mask", [0 * MASK, MASK], ids=["no points", "a value that is not finite"])
 def test_what_has_no_cosine_is_nan(mask):
-    assert cosine_penalty(states() if not mask.any() else with_value(math.nan), mask).isnan()
+    assert cosine_penalty(states() if not mask.any() else make_states_with_value(math.nan), mask).isnan()
     assert mask.any() or CosReg(1.0)(states(), mask).isnan()
-    assert not mask.any() or cosine_penalty(with_value(math.inf), mask).isnan()
+    assert not mask.any() or cosine_penalty(make_states_with_value(math.inf), mask).isnan()
 
 
 @pytest.mark.parametrize(

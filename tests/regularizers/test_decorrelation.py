@@ -4,11 +4,11 @@ import torch
 from torch.testing import assert_close
 
 from istar.regularizers import Decorrelation
-from tests.regularizers.clouds import CLOSE, check, states, value_and_gradients
+from tests.regularizers.clouds import CLOSE, check_penalty, states, value_and_gradients
 
 
-def naive(points):
-    """The correlation of each pair of dimensions, one by one."""
+def naive_decorrelation(points):
+    """Return the sum of the squared correlations of all pairs of dimensions, one by one."""
     total = points.new_zeros(())
     for i in range(points.shape[1]):
         for j in range(points.shape[1]):
@@ -19,7 +19,7 @@ def naive(points):
 
 
 def test_the_sum_of_squared_correlations():
-    check(lambda weight, layers: Decorrelation(weight, layers), naive, scales=(0.01, 1.0, 100.0))
+    check_penalty(lambda weight, layers: Decorrelation(weight, layers), naive_decorrelation, scales=(0.01, 1.0, 100.0))
 
 
 def test_the_score_is_the_mean_of_numpys_correlations():
@@ -32,10 +32,10 @@ def test_the_score_is_the_mean_of_numpys_correlations():
 @pytest.mark.parametrize("value", [0.0, 3.0])
 def test_a_dimension_without_variance_has_correlation_0(value):
     hidden_states = states()
-    expected = naive(hidden_states[1][..., 1:].flatten(0, 1))
+    expected = naive_decorrelation(hidden_states[1][..., 1:].flatten(0, 1))
     hidden_states[1][..., 0] = value
-    penalty, gradients = value_and_gradients(lambda s: Decorrelation(1.0)(s) + 0 * s[0].sum(), hidden_states)
-    assert_close(penalty, expected, **CLOSE)
+    penalty_value, gradients = value_and_gradients(lambda s: Decorrelation(1.0)(s) + 0 * s[0].sum(), hidden_states)
+    assert_close(penalty_value, expected, **CLOSE)
     assert gradients[1].isfinite().all()
     assert not gradients[1][..., 0].any()
 

@@ -32,7 +32,7 @@ def llama(is_tied: bool = False) -> hf.PreTrainedModel:
     return hf.LlamaForCausalLM(config).double().train()
 
 
-def naive(name: str, matrix: Tensor) -> Tensor:
+def naive_penalty(name: str, matrix: Tensor) -> Tensor:
     if name == "istar":
         return -0.7 * (1 - algorithm_1(matrix, torch.eye(WIDTH, dtype=torch.float64), 0.0, torch.linalg.eigvalsh))
     rows = [row / row.norm() for row in matrix]
@@ -45,7 +45,7 @@ def naive(name: str, matrix: Tensor) -> Tensor:
 def test_value_and_gradient_are_those_of_all_rows(name, target):
     model = llama()
     weights = {INPUT: model.model.embed_tokens.weight, OUTPUT: model.lm_head.weight}
-    expected = naive(name, weights[target])
+    expected = naive_penalty(name, weights[target])
     (expected_gradient,) = torch.autograd.grad(expected, weights[target])
     watch = EmbeddingWatch(model, PENALTIES[name](), target)
     loss = watch.loss()
@@ -61,13 +61,13 @@ def test_value_and_gradient_are_those_of_all_rows(name, target):
 def test_gradcheck(name):
     model = llama()
     watch = EmbeddingWatch(model, PENALTIES[name](), OUTPUT)
-    start = model.lm_head.weight.detach()[:12].clone().requires_grad_()
+    initial_rows = model.lm_head.weight.detach()[:12].clone().requires_grad_()
 
-    def function(matrix: Tensor) -> Tensor:
-        points = watch.penalty.summarize_points(matrix, None)
-        return watch.penalty.combine([points])
+    def penalty_of_rows(matrix: Tensor) -> Tensor:
+        summary = watch.penalty.summarize_points(matrix, None)
+        return watch.penalty.combine([summary])
 
-    assert torch.autograd.gradcheck(function, start)
+    assert torch.autograd.gradcheck(penalty_of_rows, initial_rows)
 
 
 def test_tied_embeddings_are_one_matrix_and_both_uses_of_it_have_a_gradient():
@@ -79,7 +79,7 @@ def test_tied_embeddings_are_one_matrix_and_both_uses_of_it_have_a_gradient():
     (model(ids, labels=ids).loss + watch.loss()).backward()
     total = model.lm_head.weight.grad.clone()
     model.zero_grad()
-    (model(ids, labels=ids).loss + naive("cosreg", model.lm_head.weight)).backward()
+    (model(ids, labels=ids).loss + naive_penalty("cosreg", model.lm_head.weight)).backward()
     assert_close(total, model.lm_head.weight.grad, **CLOSE)
 
 
@@ -102,46 +102,46 @@ def test_rows_are_sampled_anew_without_repetition_and_exactly_again_from_a_saved
             samples.append(points.detach())
             return super().summarize_points(points, indices)
 
-    def draw(watch: EmbeddingWatch, times: int) -> list[Tensor]:
+    def draw_samples(watch: EmbeddingWatch, times: int) -> list[Tensor]:
         samples.clear()
         for _ in range(times):
             watch.loss()
         return list(samples)
 
     torch.manual_seed(5)
-    before = torch.get_rng_state()
+    initial_rng_state = torch.get_rng_state()
     watch = EmbeddingWatch(model, Recording(1.0), OUTPUT, rows=15, seed=3)
-    first = draw(watch, 2)
-    state = {name: value.clone() for name, value in watch.state_dict().items()}
-    later = draw(watch, 3)
-    assert torch.equal(torch.get_rng_state(), before)
-    everything = model.lm_head.weight
-    for sample in (*first, *later):
-        rows = [int((everything == row).all(1).nonzero()) for row in sample]
+    first_samples = draw_samples(watch, 2)
+    saved_state = {name: value.clone() for name, value in watch.state_dict().items()}
+    later_samples = draw_samples(watch, 3)
+    assert torch.equal(torch.get_rng_state(), initial_rng_state)
+    embedding_matrix = model.lm_head.weight
+    for sample in (*first_samples, *later_samples):
+        rows = [int((embedding_matrix == row).all(1).nonzero()) for row in sample]
         assert len(set(rows)) == 15
-    assert not torch.equal(*first)
-    resumed = EmbeddingWatch(model, Recording(1.0), OUTPUT, rows=15, seed=3)
-    resumed.load_state_dict(state)
-    assert all(torch.equal(*pair) for pair in zip(draw(resumed, 3), later, strict=True))
+    assert not torch.equal(*first_samples)
+    resumed_watch = EmbeddingWatch(model, Recording(1.0), OUTPUT, rows=15, seed=3)
+    resumed_watch.load_state_dict(saved_state)
+    assert all(torch.equal(*pair) for pair in zip(draw_samples(resumed_watch, 3), later_samples, strict=True))
     assert watch.state_dict().keys() == {"generator"}
     assert EmbeddingWatch(model, CosReg(1.0), OUTPUT).state_dict() == {}
     # A step with weight 0 draws as well, so that a schedule does not change the samples of later steps.
-    skipping = EmbeddingWatch(model, Recording(0.0), OUTPUT, rows=15, seed=3)
-    assert draw(skipping, 2) == []
-    skipping.penalty.weight = 1.0
-    assert torch.equal(draw(skipping, 1)[0], later[0])
+    skipping_watch = EmbeddingWatch(model, Recording(0.0), OUTPUT, rows=15, seed=3)
+    assert draw_samples(skipping_watch, 2) == []
+    skipping_watch.penalty.weight = 1.0
+    assert torch.equal(draw_samples(skipping_watch, 1)[0], later_samples[0])
 
 
 def test_the_mean_over_samples_of_rows_is_the_penalty_of_pairs():
-    """Sums over pairs of a sample without replacement: their mean over many samples is that of all pairs."""
+    """The sum over pairs of rows sampled without replacement is unbiased: its mean is that over all pairs."""
     model = llama()
     watch = EmbeddingWatch(model, CosReg(1.0), OUTPUT, rows=10)
     with torch.no_grad():
-        mean = torch.stack([watch.loss() for _ in range(4000)]).mean() * 10**2 / (10 * 9)
+        sampled_mean = torch.stack([watch.loss() for _ in range(4000)]).mean() * 10**2 / (10 * 9)
         units = torch.nn.functional.normalize(model.lm_head.weight, dim=1)
         cosines = units @ units.T
-        exact = (cosines.sum() - cosines.trace()) / (VOCABULARY * (VOCABULARY - 1))
-    assert_close(mean, exact, rtol=0, atol=3e-3)
+        exact_mean = (cosines.sum() - cosines.trace()) / (VOCABULARY * (VOCABULARY - 1))
+    assert_close(sampled_mean, exact_mean, rtol=0, atol=3e-3)
 
 
 def test_weight_0_is_skipped_and_nothing_is_refreshed():
@@ -168,7 +168,7 @@ def test_hidden_states_are_the_default_target():
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("call", "message"),
     [
         (lambda: EmbeddingWatch(llama(), CosReg(1.0), "embeddings"), "expected input_embeddings or output_embeddings"),
         (lambda: EmbeddingWatch(llama().model, CosReg(1.0), OUTPUT), "LlamaModel has no output embeddings"),
@@ -186,9 +186,9 @@ def test_hidden_states_are_the_default_target():
     ],
     ids=range(9),
 )  # fmt: skip
-def test_what_has_no_embedding_matrix_is_refused_in_one_line(make: Any, message: str):
+def test_what_has_no_embedding_matrix_is_refused_in_one_line(call: Any, message: str):
     with pytest.raises(UserError, match=message) as error:
-        make()
+        call()
     assert "\n" not in str(error.value)
 
 
@@ -198,9 +198,9 @@ IDS = torch.arange(24).reshape(4, 6) * 5 % VOCABULARY
 CASES = [(name, rows) for name in PENALTIES for rows in (None, 20)]
 
 
-def train(model: Any, inner: Any, ids: Tensor, name: str, rows: int | None) -> Tensor:
-    """Task loss and penalty, plain SGD, three steps; returns all parameters, the last penalty and its points."""
-    optimizer = torch.optim.SGD(inner.parameters(), lr=0.5)
+def train(model: Any, unwrapped_model: Any, ids: Tensor, name: str, rows: int | None) -> Tensor:
+    """Train three steps of plain SGD; returns all parameters, the last penalty and its number of points."""
+    optimizer = torch.optim.SGD(unwrapped_model.parameters(), lr=0.5)
     watch = EmbeddingWatch(model, PENALTIES[name](), OUTPUT, rows)
     for _ in range(3):
         optimizer.zero_grad()
@@ -208,18 +208,18 @@ def train(model: Any, inner: Any, ids: Tensor, name: str, rows: int | None) -> T
         optimizer.step()
     terms = watch.penalty.last
     assert terms is not None
-    numbers = torch.stack([terms.value.double(), terms.points.double()])
-    return torch.cat([torch.nn.utils.parameters_to_vector(inner.parameters()).detach(), numbers])
+    penalty_and_points = torch.stack([terms.value.double(), terms.points.double()])
+    return torch.cat([torch.nn.utils.parameters_to_vector(unwrapped_model.parameters()).detach(), penalty_and_points])
 
 
-def work(rank: int, folder: str) -> None:
+def run_worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     results: dict[str, Any] = {}
     for name, rows in CASES:
-        inner = llama()
+        unwrapped_model = llama()
         results[f"{name} {rows}"] = train(
-            DistributedDataParallel(inner), inner, IDS[2 * rank : 2 * rank + 2], name, rows
+            DistributedDataParallel(unwrapped_model), unwrapped_model, IDS[2 * rank : 2 * rank + 2], name, rows
         )
     sharded = fully_shard(llama(), mesh=dist.init_device_mesh("cpu", (2,)))
     try:
@@ -228,23 +228,23 @@ def work(rank: int, folder: str) -> None:
         results["sharded"] = str(error)
     torch.save(results, f"{folder}/{rank}.pt")
     dist.barrier()
-    # Not through the end of the interpreter, where what is left of a process group may abort.
+    # Skip the shutdown of the interpreter, in which the process group may abort.
     os._exit(0)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("gloo")
-    run_in_processes(work, (str(folder),), 2)
+    run_in_processes(run_worker, (str(folder),), 2)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
 @pytest.mark.parametrize(("name", "rows"), CASES)
 def test_two_processes_train_as_one(results, name, rows):
-    inner = llama()
-    start = torch.nn.utils.parameters_to_vector(inner.parameters()).detach()
-    expected = train(inner, inner, IDS, name, rows)
-    assert (expected[:-2] - start).abs().max() > 1e-2
+    model = llama()
+    initial_parameters = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    expected = train(model, model, IDS, name, rows)
+    assert (expected[:-2] - initial_parameters).abs().max() > 1e-2
     for result in results:
         assert_close(result[f"{name} {rows}"], expected, **CLOSE)
 

@@ -3,23 +3,23 @@ import torch
 from torch.testing import assert_close
 
 from istar.regularizers import Gor
-from tests.regularizers.clouds import CLOSE, check, states
+from tests.regularizers.clouds import CLOSE, check_penalty, states
 
 
-def naive(points):
-    """Means over all pairs of different points, one by one; zero vectors have cosine 0."""
+def naive_gor(points):
+    """Return the loss from all pairs of different points, one by one; zero vectors have cosine 0."""
     n, d = points.shape
-    first, second = points.new_zeros(()), points.new_zeros(())
+    cosine_sum, squared_cosine_sum = points.new_zeros(()), points.new_zeros(())
     for i in range(n):
         for j in range(n):
             if i != j and points[i].any() and points[j].any():
                 cosine = points[i] @ points[j] / (points[i].norm() * points[j].norm())
-                first, second = first + cosine, second + cosine**2
-    return (first / (n * (n - 1))) ** 2 + torch.relu(second / (n * (n - 1)) - 1 / d)
+                cosine_sum, squared_cosine_sum = cosine_sum + cosine, squared_cosine_sum + cosine**2
+    return (cosine_sum / (n * (n - 1))) ** 2 + torch.relu(squared_cosine_sum / (n * (n - 1)) - 1 / d)
 
 
 def test_the_formula_of_the_paper():
-    check(lambda weight, layers: Gor(weight, layers), naive, scales=(1e-3, 1.0, 1e3))
+    check_penalty(lambda weight, layers: Gor(weight, layers), naive_gor, scales=(1e-3, 1.0, 1e3))
 
 
 @pytest.mark.parametrize("offset", [-1.0, 0.0, 1.0])
@@ -32,12 +32,12 @@ def test_the_loss_of_sentence_transformers(offset):
 
 def test_orthogonal_points_have_only_what_their_mean_square_leaves():
     assert_close(Gor(1.0)([torch.eye(5).double()[None]] * 2).item(), 0.0, **CLOSE)
-    same = torch.ones(1, 4, 5).double()
-    assert_close(Gor(1.0)([same, same]).item(), 1 + 1 - 1 / 5, **CLOSE)
+    equal_points = torch.ones(1, 4, 5).double()
+    assert_close(Gor(1.0)([equal_points, equal_points]).item(), 1 + 1 - 1 / 5, **CLOSE)
 
 
 def test_zero_vectors():
     hidden_states = states()
     hidden_states[1][0, 1] = 0
-    assert_close(Gor(1.0)(hidden_states), naive(hidden_states[1].flatten(0, 1)), **CLOSE)
+    assert_close(Gor(1.0)(hidden_states), naive_gor(hidden_states[1].flatten(0, 1)), **CLOSE)
     assert Gor(1.0)([state[:1, :1] for state in states()]).isnan()

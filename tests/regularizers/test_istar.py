@@ -15,16 +15,16 @@ LAYERS, BATCH, TOKENS, DIM = 3, 4, 7, 6
 
 
 def states(shape=(BATCH, TOKENS, DIM), layers=LAYERS, ratio=10.0, seed=0, dtype=torch.float64):
-    """Layers of unlike mean, scale and direction."""
+    """Return hidden states of layers with unequal means, scales and directions."""
     generator = torch.Generator().manual_seed(seed)
     deviations = torch.logspace(0, -math.log10(ratio), shape[-1], dtype=torch.float64)
 
-    def layer(i):
+    def make_layer(index):
         mixing = torch.randn(shape[-1], shape[-1], generator=generator, dtype=torch.float64) / 3
         points = torch.randn(shape, generator=generator, dtype=torch.float64)
-        return ((i + 1) * (points * deviations) @ (torch.eye(shape[-1]) + mixing) + i * deviations).to(dtype)
+        return ((index + 1) * (points * deviations) @ (torch.eye(shape[-1]) + mixing) + index * deviations).to(dtype)
 
-    return [layer(i) for i in range(layers)]
+    return [make_layer(index) for index in range(layers)]
 
 
 def mask(batch=BATCH, tokens=TOKENS):
@@ -37,7 +37,7 @@ def sigma(dim=DIM):
 
 
 def make_penalty(zeta=0.2, shrinkage="default", weight=1.0, layers="with_embeddings", **arguments):
-    """A penalty on all states that it is given."""
+    """Return I-STAR on all hidden states, with a shrinkage covariance unless zeta is 0."""
     penalty = IStar(weight, zeta, layers, **arguments)
     if zeta != 0:
         penalty.shrinkage_covariance = sigma() if isinstance(shrinkage, str) else shrinkage
@@ -108,30 +108,32 @@ def test_first_and_second_derivatives_are_those_of_finite_differences(name, atte
 
 
 def test_second_derivatives_with_zeta_auto_are_those_of_the_zeta_of_the_batch():
-    """Zeta is a constant in the first derivative, which is hence none of finite differences."""
+    """Zeta is a constant in the first derivative, which therefore differs from that of finite differences."""
     hidden_states = [state.requires_grad_() for state in states((2, 3, 4), layers=2)]
     shrinkage = 1.2 * torch.cov(stack(states((2, 3, 4), layers=2)).T) + 0.1 * sigma(4)
-    automatic = make_penalty("auto", shrinkage)
-    automatic(hidden_states)
-    fixed = make_penalty(automatic.last.zeta.item(), shrinkage)
-    assert 0.02 < automatic.last.zeta < 0.98
-    products = []
-    for penalty in (automatic, fixed):
+    auto_penalty = make_penalty("auto", shrinkage)
+    auto_penalty(hidden_states)
+    fixed_penalty = make_penalty(auto_penalty.last.zeta.item(), shrinkage)
+    assert 0.02 < auto_penalty.last.zeta < 0.98
+    second_derivatives = []
+    for penalty in (auto_penalty, fixed_penalty):
         gradients = torch.autograd.grad(penalty(hidden_states), hidden_states, create_graph=True)
-        products.append(torch.autograd.grad(sum(each.square().sum() for each in gradients), hidden_states))
-    assert_close(*products, **CLOSE)
+        second_derivatives.append(
+            torch.autograd.grad(sum(gradient.square().sum() for gradient in gradients), hidden_states)
+        )
+    assert_close(*second_derivatives, **CLOSE)
 
 
 def test_the_incoming_gradient_and_layers_without_gradient_are_respected():
     penalty = make_penalty(0.3)
-    whole = value_and_gradients(lambda layers: penalty(layers, mask()), states())[1]
-    scaled = value_and_gradients(lambda layers: -7 * penalty(layers, mask()), states())[1]
-    assert_close(scaled, [-7 * gradient for gradient in whole], **CLOSE)
-    some = states()
-    some[1].requires_grad_()
-    penalty(some, mask()).backward()
-    assert_close(some[1].grad, whole[1], rtol=1e-14, atol=0)
-    assert some[0].grad is None
+    all_gradients = value_and_gradients(lambda layers: penalty(layers, mask()), states())[1]
+    scaled_gradients = value_and_gradients(lambda layers: -7 * penalty(layers, mask()), states())[1]
+    assert_close(scaled_gradients, [-7 * gradient for gradient in all_gradients], **CLOSE)
+    hidden_states = states()
+    hidden_states[1].requires_grad_()
+    penalty(hidden_states, mask()).backward()
+    assert_close(hidden_states[1].grad, all_gradients[1], rtol=1e-14, atol=0)
+    assert hidden_states[0].grad is None
     assert not penalty(states(), mask()).requires_grad
 
 
@@ -171,29 +173,31 @@ SCORES = pytest.mark.parametrize(
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e300])
 def test_what_padding_holds_changes_nothing_bit_for_bit_and_gets_no_gradient(garbage, dtype, penalty):
-    kept = mask().bool()
+    is_real = mask().bool()
     expected, expected_gradients = value_and_gradients(lambda layers: penalty(layers, mask()), states())
-    padded = [state.masked_fill(~kept[..., None], garbage) for state in states()]
-    value, gradients = value_and_gradients(lambda layers: penalty(layers, kept.to(dtype)), padded)
+    padded_states = [state.masked_fill(~is_real[..., None], garbage) for state in states()]
+    value, gradients = value_and_gradients(lambda layers: penalty(layers, is_real.to(dtype)), padded_states)
     assert torch.equal(value, expected)
     for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
         assert torch.equal(gradient, expected_gradient)
-        assert not gradient[~kept].any()
+        assert not gradient[~is_real].any()
 
 
 @SCORES
 def test_more_padding_on_any_side_and_none_at_all_change_nothing(penalty):
-    kept = mask().bool()
+    is_real = mask().bool()
     expected, expected_gradients = value_and_gradients(lambda layers: penalty(layers, mask()), states())
-    widen = torch.nn.ConstantPad2d((2, 3, 1, 2), 0)
-    wide = [torch.nn.functional.pad(state, (0, 0, 2, 3, 1, 2), value=1e30) for state in states()]
-    value, gradients = value_and_gradients(lambda layers: penalty(layers, widen(mask())), wide)
-    close = {"rtol": 1e-12, "atol": 1e-14}
-    assert_close(value, expected, **close)
-    assert_close([gradient[1:-2, 2:-3] for gradient in gradients], expected_gradients, **close)
-    value, gradients = value_and_gradients(penalty, [state[kept][None] for state in states()])
-    assert_close(value, expected, **close)
-    assert_close([g[0] for g in gradients], [g[kept] for g in expected_gradients], **close)
+    widen_mask = torch.nn.ConstantPad2d((2, 3, 1, 2), 0)
+    widened_states = [torch.nn.functional.pad(state, (0, 0, 2, 3, 1, 2), value=1e30) for state in states()]
+    value, gradients = value_and_gradients(lambda layers: penalty(layers, widen_mask(mask())), widened_states)
+    tolerance = {"rtol": 1e-12, "atol": 1e-14}
+    assert_close(value, expected, **tolerance)
+    assert_close([gradient[1:-2, 2:-3] for gradient in gradients], expected_gradients, **tolerance)
+    value, gradients = value_and_gradients(penalty, [state[is_real][None] for state in states()])
+    assert_close(value, expected, **tolerance)
+    assert_close(
+        [gradient[0] for gradient in gradients], [gradient[is_real] for gradient in expected_gradients], **tolerance
+    )
 
 
 def test_order_of_layers_examples_and_tokens_does_not_matter():
@@ -276,22 +280,22 @@ def test_unbiased_of_half_precision_is_the_score_of_the_rounded_states_in_full(d
 
 
 class Operations(TorchDispatchMode):
-    """The multiplications in matrix products of points, and the size of the largest tensor that an operation made."""
+    """Count the multiplications in matrix products of points, and record the size of the largest result."""
 
     def __init__(self):
         super().__init__()
         self.multiplications, self.largest = 0, 0  # products with a vector are cheap and do not count
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         assert not any(word in name for word in ("svd", "eig", "bmm", "cholesky", "einsum"))
         if name in ("mm", "addmm", "addmm_", "matmul"):
-            left, right = args[-2:]
-            self.multiplications += left.shape[0] * left.shape[1] * right.shape[1]
-        for tensor in out if isinstance(out, tuple) else (out,):
+            left_matrix, right_matrix = args[-2:]
+            self.multiplications += left_matrix.shape[0] * left_matrix.shape[1] * right_matrix.shape[1]
+        for tensor in result if isinstance(result, tuple) else (result,):
             self.largest = max(self.largest, tensor.numel() if isinstance(tensor, torch.Tensor) else 0)
-        return out
+        return result
 
 
 @SCORES
@@ -303,10 +307,10 @@ def test_layers_are_not_stacked_and_cost_one_product_each_way(attention_mask, pe
     with Operations() as backward:
         loss.backward()
     points = 5 * (8 * 16 if attention_mask is None else int(attention_mask.sum()))
-    # The products of the 5 layers' means, which merge their clouds, and of the chain rule through them.
-    small = 2 * 5 * (DIM * DIM + DIM)
-    assert 0 <= forward.multiplications - points * DIM * DIM <= small
-    assert 0 <= backward.multiplications - points * DIM * DIM <= small
+    # The means of the 5 layers are multiplied to merge the clouds, and in the derivative of the merge.
+    max_other_products = 2 * 5 * (DIM * DIM + DIM)
+    assert 0 <= forward.multiplications - points * DIM * DIM <= max_other_products
+    assert 0 <= backward.multiplications - points * DIM * DIM <= max_other_products
     assert forward.largest <= hidden_states[0].numel()
     assert backward.largest <= hidden_states[0].numel()
 
@@ -320,16 +324,17 @@ def test_layers_without_gradient_cost_no_product_on_the_way_back():
     assert 0 <= backward.multiplications - int(mask().sum()) * DIM * DIM <= 2 * LAYERS * (DIM * DIM + DIM)
 
 
-def saved_by(penalty, hidden_states, attention_mask):
-    saved = []
+def collect_saved_tensors(penalty, hidden_states, attention_mask):
+    """Return the tensors that autograd saves for the backward pass of a penalty."""
+    saved_tensors = []
 
-    def keep(tensor):
-        saved.append(tensor)
+    def record(tensor):
+        saved_tensors.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         penalty(hidden_states, attention_mask)
-    return saved
+    return saved_tensors
 
 
 @pytest.mark.parametrize("zeta", [0, 0.2])
@@ -337,20 +342,20 @@ def saved_by(penalty, hidden_states, attention_mask):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_backward_keeps_the_hidden_states_themselves_and_nothing_else_of_their_size(dtype, attention_mask, zeta):
     hidden_states = [state.requires_grad_() for state in states((8, 64, DIM), dtype=dtype)]
-    saved = saved_by(make_penalty(zeta), hidden_states, attention_mask)
-    pointers = {state.data_ptr() for state in hidden_states}
-    assert {tensor.data_ptr() for tensor in saved} >= pointers
-    rest = [tensor for tensor in saved if tensor.data_ptr() not in pointers]
+    saved_tensors = collect_saved_tensors(make_penalty(zeta), hidden_states, attention_mask)
+    state_pointers = {state.data_ptr() for state in hidden_states}
+    assert {tensor.data_ptr() for tensor in saved_tensors} >= state_pointers
+    other_tensors = [tensor for tensor in saved_tensors if tensor.data_ptr() not in state_pointers]
     # A mask of one byte a token, and matrices of d^2 numbers.
-    assert max(tensor.numel() for tensor in rest) <= (DIM * DIM * LAYERS if attention_mask is None else 8 * 64)
+    assert max(tensor.numel() for tensor in other_tensors) <= (DIM * DIM * LAYERS if attention_mask is None else 8 * 64)
 
 
 def test_products_in_bfloat16_keep_half_of_the_bytes_for_backward():
     hidden_states = [state.requires_grad_() for state in states((8, 64, DIM), dtype=torch.float32)]
-    saved = saved_by(make_penalty(compute="bfloat16"), hidden_states, None)
-    large = [tensor for tensor in saved if tensor.numel() >= hidden_states[0].numel()]
-    assert {tensor.dtype for tensor in large} == {torch.bfloat16}
-    assert sum(tensor.numel() for tensor in large) == LAYERS * hidden_states[0].numel()
+    saved_tensors = collect_saved_tensors(make_penalty(compute="bfloat16"), hidden_states, None)
+    large_tensors = [tensor for tensor in saved_tensors if tensor.numel() >= hidden_states[0].numel()]
+    assert {tensor.dtype for tensor in large_tensors} == {torch.bfloat16}
+    assert sum(tensor.numel() for tensor in large_tensors) == LAYERS * hidden_states[0].numel()
 
 
 # Precision ----------------------------------------------------------------------------------------------------
@@ -359,15 +364,18 @@ def test_products_in_bfloat16_keep_half_of_the_bytes_for_backward():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("attention_mask", [None, mask()], ids=["all", "masked"])
 def test_autocast_changes_nothing_bit_for_bit(dtype, attention_mask):
-    def penalty(layers):
+    def compute_penalty(layers):
         return make_penalty(shrinkage=sigma().float())(layers, attention_mask)
 
-    expected, expected_gradients = value_and_gradients(penalty, states(dtype=dtype))
+    expected, expected_gradients = value_and_gradients(compute_penalty, states(dtype=dtype))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        value, gradients = value_and_gradients(penalty, states(dtype=dtype))
+        value, gradients = value_and_gradients(compute_penalty, states(dtype=dtype))
     assert value.dtype == torch.float32
     assert torch.equal(value, expected)
-    assert all(torch.equal(g, e) for g, e in zip(gradients, expected_gradients, strict=True))
+    assert all(
+        torch.equal(gradient, expected_gradient)
+        for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -382,12 +390,12 @@ def test_half_precision_is_the_score_of_the_rounded_states_in_full(dtype, deviat
     loss_scale = 2.0**14 * deviation  # as a gradient scaler does for float16
     penalty = make_penalty(shrinkage=shrinkage)
     value, gradients = value_and_gradients(lambda layers: loss_scale * penalty(layers, mask(8, 32)), hidden_states)
-    exact, exact_gradients = value_and_gradients(
+    exact_value, exact_gradients = value_and_gradients(
         lambda layers: loss_scale * (1 - algorithm_1(stack(layers, mask(8, 32)), shrinkage, 0.2)),
         [state.double() for state in hidden_states],
     )
     assert value.dtype == torch.float32
-    assert_close(1 - value.double() / loss_scale, 1 - exact / loss_scale, rtol=1e-6, atol=0)
+    assert_close(1 - value.double() / loss_scale, 1 - exact_value / loss_scale, rtol=1e-6, atol=0)
     for gradient, exact_gradient in zip(gradients, exact_gradients, strict=True):
         assert gradient.dtype == dtype
         error = (gradient.double() - exact_gradient).norm() / exact_gradient.norm()
@@ -397,19 +405,19 @@ def test_half_precision_is_the_score_of_the_rounded_states_in_full(dtype, deviat
 @pytest.mark.parametrize("scale", [1e-6, 1e10])
 @pytest.mark.parametrize("kind", ["star", "auto", "unbiased"])
 def test_no_scale_of_float32_states_overflows(kind, scale):
-    def scores(factor):
+    def score_and_gradients(factor):
         penalty = {
             "star": lambda: make_penalty(shrinkage=factor**2 * sigma()),
             "auto": lambda: make_penalty("auto", factor**2 * sigma()),
             "unbiased": lambda: make_penalty(0, estimator="unbiased"),
         }[kind]()
         inputs = [factor * state for state in states(dtype=torch.float32)]
-        value, gradients = value_and_gradients(lambda layers: penalty(layers, mask()), inputs)
-        return 1 - value, [factor * gradient for gradient in gradients]
+        score, gradients = value_and_gradients(lambda layers: penalty(layers, mask()), inputs)
+        return 1 - score, [factor * gradient for gradient in gradients]
 
-    value, gradients = scores(scale)
-    expected, expected_gradients = scores(1)
-    assert_close(value, expected, rtol=1e-4 if kind == "unbiased" else 1e-5, atol=0)
+    score, gradients = score_and_gradients(scale)
+    expected, expected_gradients = score_and_gradients(1)
+    assert_close(score, expected, rtol=1e-4 if kind == "unbiased" else 1e-5, atol=0)
     assert_close(gradients, expected_gradients, rtol=1e-3, atol=1e-5)
 
 
@@ -422,18 +430,18 @@ def test_the_penalty_has_the_dtype_of_the_states_at_least_float32():
 @pytest.mark.parametrize("attention_mask", [None, mask(8, 32)], ids=["all", "masked"])
 @pytest.mark.parametrize("mean", [0, 300])
 def test_products_in_bfloat16_are_off_by_what_is_said(attention_mask, mean):
-    """The score by less than 1e-3 of itself, the gradient by less than 1e-2, however far the mean is."""
+    """The relative error of the score is below 1e-3, that of the gradient below 1e-2, for any mean."""
     hidden_states = [state.float() + mean * (torch.arange(16) == 3) for state in states((8, 32, 16), layers=4)]
 
     def penalty(compute):
         return lambda layers: make_penalty(shrinkage=sigma(16), compute=compute)(layers, attention_mask)
 
-    expected, exact = value_and_gradients(penalty("float32"), [state.double() for state in hidden_states])
+    expected, exact_gradients = value_and_gradients(penalty("float32"), [state.double() for state in hidden_states])
     value, gradients = value_and_gradients(penalty("bfloat16"), hidden_states)
     assert_close(1 - value.double(), 1 - expected, rtol=1e-3, atol=0)
-    for gradient, reference in zip(gradients, exact, strict=True):
+    for gradient, exact_gradient in zip(gradients, exact_gradients, strict=True):
         assert gradient.dtype == torch.float32
-        assert (gradient - reference).norm() < 1e-2 * reference.norm()
+        assert (gradient - exact_gradient).norm() < 1e-2 * exact_gradient.norm()
 
 
 # The module ---------------------------------------------------------------------------------------------------
@@ -442,23 +450,23 @@ def test_products_in_bfloat16_are_off_by_what_is_said(attention_mask, mean):
 @pytest.mark.parametrize("layers", ["all", "last", "with_embeddings", [0, -1]])
 def test_the_penalty_is_weight_times_one_minus_the_score_of_the_layers_chosen(layers):
     penalty = make_penalty(weight=-3.0, layers=layers)
-    chosen = {"all": [1, 2], "last": [2], "with_embeddings": [0, 1, 2]}.get(str(layers), [0, 2])
+    layer_indices = {"all": [1, 2], "last": [2], "with_embeddings": [0, 1, 2]}.get(str(layers), [0, 2])
     loss = penalty([state.requires_grad_() for state in states()], mask())
-    expected = algorithm_1(stack([states()[i] for i in chosen], mask()), sigma(), 0.2)
+    expected = algorithm_1(stack([states()[index] for index in layer_indices], mask()), sigma(), 0.2)
     assert_close(loss.detach(), -3 * (1 - expected), **CLOSE)
     assert_close((penalty.last.value, penalty.last.score), (1 - expected, expected), **CLOSE)
-    assert penalty.last.points == len(chosen) * mask().sum()
+    assert penalty.last.points == len(layer_indices) * mask().sum()
     assert penalty.last.zeta is None
     assert loss.requires_grad
     assert not any(term.requires_grad for term in penalty.last[:3])
 
 
 def test_padding_counts_when_asked_to_as_in_the_published_code():
-    counting, masking = make_penalty(include_padding=True), make_penalty()
+    penalty_with_padding, penalty_without_padding = make_penalty(include_padding=True), make_penalty()
     expected = 1 - algorithm_1(stack(states()), sigma(), 0.2)
-    assert_close(counting(states(), mask()), expected, **CLOSE)
-    assert abs(masking(states(), mask()) - expected) > 1e-3
-    assert_close(masking(states(), None), expected, **CLOSE)
+    assert_close(penalty_with_padding(states(), mask()), expected, **CLOSE)
+    assert abs(penalty_without_padding(states(), mask()) - expected) > 1e-3
+    assert_close(penalty_without_padding(states(), None), expected, **CLOSE)
 
 
 def test_zeta_0_and_the_unbiased_score_need_no_shrinkage_covariance():
@@ -488,7 +496,7 @@ def test_weight_0_is_0_whatever_the_states_hold_and_a_schedule_may_change_it():
     "arguments", [{}, {"compute": "bfloat16"}, {"zeta": "auto"}, {"zeta": 0, "estimator": "unbiased"}]
 )
 def test_a_state_that_is_not_finite_carries_nan_to_the_loss_and_the_gradient(value, arguments):
-    """So that a step can be refused where its gradient is, without asking a device before."""
+    """A step can then be refused by its gradient, without a synchronization with the device before."""
     hidden_states = states(dtype=torch.float32)
     hidden_states[1][0, 0, 0] = value
     hidden_states = [state.requires_grad_() for state in hidden_states]
@@ -511,13 +519,13 @@ def test_a_pass_without_enough_points_is_nan(points, arguments):
 # Sigma_S ------------------------------------------------------------------------------------------------------
 
 
-def negative():
+def make_negative_matrix():
     matrix = torch.eye(DIM, dtype=torch.float64)
     matrix[0, 0] = -0.1
     return matrix
 
 
-def lopsided():
+def make_asymmetric_matrix():
     matrix = sigma()
     matrix[0, 1] += 0.1
     return matrix
@@ -531,17 +539,17 @@ NOT_COVARIANCES = {
     "nan": (sigma() * math.nan, "covariance is not finite"),
     "infinite": (sigma() / 0, "covariance is not finite"),
     "zero": (0 * sigma(), "covariance is zero"),
-    "asymmetric": (lopsided(), "covariance is not symmetric"),
-    "negative": (negative(), "covariance has negative eigenvalues"),
+    "asymmetric": (make_asymmetric_matrix(), "covariance is not symmetric"),
+    "negative": (make_negative_matrix(), "covariance has negative eigenvalues"),
 }
 
 
 @pytest.mark.parametrize("name", NOT_COVARIANCES)
 def test_what_is_no_covariance_is_refused_when_it_is_set_and_the_old_one_stays(name):
-    wrong, message = NOT_COVARIANCES[name]
+    invalid_covariance, message = NOT_COVARIANCES[name]
     penalty = make_penalty()
     with pytest.raises(UserError, match=f"^the shrinkage {message}|{message}") as error:
-        penalty.shrinkage_covariance = wrong
+        penalty.shrinkage_covariance = invalid_covariance
     assert "\n" not in str(error.value)
     assert isinstance(error.value, NonFiniteError) == ("finite" in message)
     assert torch.equal(penalty.shrinkage_covariance, sigma())
@@ -549,16 +557,16 @@ def test_what_is_no_covariance_is_refused_when_it_is_set_and_the_old_one_stays(n
 
 @pytest.mark.parametrize("name", NOT_COVARIANCES)
 def test_what_is_no_covariance_is_refused_when_it_is_loaded_and_the_old_one_stays(name):
-    wrong, message = NOT_COVARIANCES[name]
+    invalid_covariance, message = NOT_COVARIANCES[name]
     penalty = make_penalty()
     with pytest.raises(UserError, match=message) as error:
-        penalty.load_state_dict({"shrinkage_covariance": wrong})
+        penalty.load_state_dict({"shrinkage_covariance": invalid_covariance})
     assert "\n" not in str(error.value)
     assert torch.equal(penalty.shrinkage_covariance, sigma())
-    fresh = IStar(1.0, 0.2)
+    new_penalty = IStar(1.0, 0.2)
     with pytest.raises(UserError, match=message):
-        fresh.load_state_dict({"shrinkage_covariance": wrong})
-    assert fresh.shrinkage_covariance is None
+        new_penalty.load_state_dict({"shrinkage_covariance": invalid_covariance})
+    assert new_penalty.shrinkage_covariance is None
 
 
 def test_what_is_no_tensor_is_refused_as_a_shrinkage_covariance():
@@ -569,41 +577,41 @@ def test_what_is_no_tensor_is_refused_as_a_shrinkage_covariance():
         penalty.shrinkage_covariance = torch.eye(DIM).long()
 
 
-@pytest.mark.parametrize("before", [None, sigma(4), sigma()], ids=["none", "another width", "another"])
-def test_sigma_s_survives_a_state_dict_into_another_penalty(before):
-    saved = make_penalty(shrinkage=2 * sigma()).state_dict()
-    assert torch.equal(saved["shrinkage_covariance"], 2 * sigma())
-    loaded = IStar(1.0, 0.2)
-    loaded.shrinkage_covariance = before
-    assert not any(loaded.load_state_dict(saved, strict=True))
-    assert torch.equal(loaded.shrinkage_covariance, 2 * sigma())
-    assert loaded.shrinkage_covariance is not saved["shrinkage_covariance"]
-    assert torch.equal(loaded(states()), make_penalty(shrinkage=2 * sigma(), layers="all")(states()))
+@pytest.mark.parametrize("initial_covariance", [None, sigma(4), sigma()], ids=["none", "another width", "another"])
+def test_sigma_s_survives_a_state_dict_into_another_penalty(initial_covariance):
+    state_dict = make_penalty(shrinkage=2 * sigma()).state_dict()
+    assert torch.equal(state_dict["shrinkage_covariance"], 2 * sigma())
+    loaded_penalty = IStar(1.0, 0.2)
+    loaded_penalty.shrinkage_covariance = initial_covariance
+    assert not any(loaded_penalty.load_state_dict(state_dict, strict=True))
+    assert torch.equal(loaded_penalty.shrinkage_covariance, 2 * sigma())
+    assert loaded_penalty.shrinkage_covariance is not state_dict["shrinkage_covariance"]
+    assert torch.equal(loaded_penalty(states()), make_penalty(shrinkage=2 * sigma(), layers="all")(states()))
 
 
 def test_sigma_s_within_a_larger_module_is_saved_moved_and_loaded():
-    inner = torch.nn.ModuleDict({"penalty": make_penalty(), "model": torch.nn.Linear(2, 2)})
-    assert "penalty.shrinkage_covariance" in inner.state_dict()
-    fresh = torch.nn.ModuleDict({"penalty": IStar(1.0, 0.2), "model": torch.nn.Linear(2, 2)})
-    fresh.load_state_dict(inner.state_dict())
-    assert torch.equal(fresh["penalty"].shrinkage_covariance, sigma())
-    assert fresh.to(torch.float32)["penalty"].shrinkage_covariance.dtype == torch.float32
-    assert fresh.to("meta")["penalty"].shrinkage_covariance.is_meta
-    assert list(inner["penalty"].parameters()) == []
+    saved_module = torch.nn.ModuleDict({"penalty": make_penalty(), "model": torch.nn.Linear(2, 2)})
+    assert "penalty.shrinkage_covariance" in saved_module.state_dict()
+    loaded_module = torch.nn.ModuleDict({"penalty": IStar(1.0, 0.2), "model": torch.nn.Linear(2, 2)})
+    loaded_module.load_state_dict(saved_module.state_dict())
+    assert torch.equal(loaded_module["penalty"].shrinkage_covariance, sigma())
+    assert loaded_module.to(torch.float32)["penalty"].shrinkage_covariance.dtype == torch.float32
+    assert loaded_module.to("meta")["penalty"].shrinkage_covariance.is_meta
+    assert list(saved_module["penalty"].parameters()) == []
 
 
 def test_none_stays_none():
-    empty = IStar(1.0, 0.2)
-    assert empty.state_dict() == {}
-    other = IStar(1.0, 0.2)
-    other.load_state_dict(empty.state_dict())
-    assert other.shrinkage_covariance is None
-    loaded = make_penalty()
-    loaded.load_state_dict({})
-    assert loaded.shrinkage_covariance is None
-    loaded.shrinkage_covariance = sigma()
-    loaded.shrinkage_covariance = None
-    assert loaded.state_dict() == {}
+    penalty_without_covariance = IStar(1.0, 0.2)
+    assert penalty_without_covariance.state_dict() == {}
+    other_penalty = IStar(1.0, 0.2)
+    other_penalty.load_state_dict(penalty_without_covariance.state_dict())
+    assert other_penalty.shrinkage_covariance is None
+    loaded_penalty = make_penalty()
+    loaded_penalty.load_state_dict({})
+    assert loaded_penalty.shrinkage_covariance is None
+    loaded_penalty.shrinkage_covariance = sigma()
+    loaded_penalty.shrinkage_covariance = None
+    assert loaded_penalty.state_dict() == {}
 
 
 def test_sigma_s_has_no_graph():
@@ -614,7 +622,7 @@ def test_sigma_s_has_no_graph():
 # What is refused ----------------------------------------------------------------------------------------------
 
 
-WRONG = [
+INVALID_CALLS = [
     (lambda: IStar(math.inf, 0.2), "lambda is inf; expected a finite number"),
     (lambda: IStar(math.nan, 0.2), "lambda is nan"),
     (lambda: IStar(1.0, -0.1), r"zeta is -0\.1; expected a number from 0 to 1"),
@@ -644,7 +652,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), WRONG, ids=[str(i) for i in range(len(WRONG))])
+@pytest.mark.parametrize(("call", "message"), INVALID_CALLS, ids=[str(i) for i in range(len(INVALID_CALLS))])
 def test_what_has_no_penalty_is_refused_in_one_line(call, message):
     with pytest.raises(UserError, match=message) as error:
         call()

@@ -5,21 +5,21 @@ from torch.testing import assert_close
 
 from istar.errors import UserError
 from istar.regularizers import Kurtosis, SetPoint
-from tests.regularizers.clouds import CLOSE, check, states
+from tests.regularizers.clouds import CLOSE, check_penalty, states
 
 
-def naive(points):
-    """The mean fourth power of the standardized coordinates."""
+def naive_kurtosis(points):
+    """Return the mean fourth power of the standardized coordinates."""
     values = points.flatten()
     return (((values - values.mean()) / values.std(correction=0)) ** 4).mean()
 
 
 def test_the_squared_deviation_from_the_paper_s_target():
-    check(Kurtosis, lambda points: (naive(points) - 1.8) ** 2, scales=(1e-2, 1.0, 1e2), factor=0.7)
+    check_penalty(Kurtosis, lambda points: (naive_kurtosis(points) - 1.8) ** 2, scales=(1e-2, 1.0, 1e2), factor=0.7)
 
 
 def test_without_a_target_it_is_the_kurtosis():
-    check(lambda weight, layers: Kurtosis(weight, layers, set_point=None), naive)
+    check_penalty(lambda weight, layers: Kurtosis(weight, layers, set_point=None), naive_kurtosis)
 
 
 def test_the_score_is_scipys_kurtosis():
@@ -31,9 +31,9 @@ def test_the_score_is_scipys_kurtosis():
 
 
 def test_a_large_mean_loses_no_digits():
-    shifted = [state + 1e4 for state in states()]
-    with_layers = {"layers": "with_embeddings", "set_point": None}
-    assert_close(Kurtosis(1.0, **with_layers)(shifted), Kurtosis(1.0, **with_layers)(states()), rtol=1e-9, atol=0)
+    shifted_states = [state + 1e4 for state in states()]
+    settings = {"layers": "with_embeddings", "set_point": None}
+    assert_close(Kurtosis(1.0, **settings)(shifted_states), Kurtosis(1.0, **settings)(states()), rtol=1e-9, atol=0)
 
 
 def test_equal_coordinates_have_no_kurtosis():

@@ -23,8 +23,8 @@ STATES = tuple(torch.full((2, 3, 4), float(i)) for i in range(4))  # embeddings 
 )
 def test_layers_are_those_named_once_each_in_order_and_not_copied(layers, numbers):
     assert layer_numbers(3, layers) == numbers
-    chosen = select_layers(STATES, layers)
-    assert [state.data_ptr() for state in chosen] == [STATES[number].data_ptr() for number in numbers]
+    selected_states = select_layers(STATES, layers)
+    assert [state.data_ptr() for state in selected_states] == [STATES[index].data_ptr() for index in numbers]
 
 
 def test_all_layers_is_the_default():

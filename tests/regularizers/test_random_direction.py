@@ -11,7 +11,7 @@ from tests.regularizers.clouds import CLOSE, MASK, states, value_and_gradients
 SIGMA = torch.diag(torch.linspace(1, 2, 4, dtype=torch.float64))
 
 
-def pair(**arguments):
+def make_placebo_and_penalty(**arguments):
     placebo = RandomDirection(-0.7, 0.3, "with_embeddings", seed=3, **arguments)
     penalty = IStar(-0.7, 0.3, "with_embeddings", **arguments)
     placebo.shrinkage_covariance = penalty.shrinkage_covariance = SIGMA
@@ -20,7 +20,7 @@ def pair(**arguments):
 
 @pytest.mark.parametrize("mask", [None, MASK], ids=["all", "masked"])
 def test_the_gradient_is_that_of_algorithm_1_rotated(mask):
-    actual = value_and_gradients(lambda s: pair()[0](s, mask), states())
+    actual = value_and_gradients(lambda s: make_placebo_and_penalty()[0](s, mask), states())
     value, gradients = value_and_gradients(
         lambda s: -0.7 * (1 - oracles.algorithm_1(oracles.stack(s, mask), SIGMA, 0.3, torch.linalg.eigvalsh)), states()
     )
@@ -32,7 +32,7 @@ def test_the_gradient_is_that_of_algorithm_1_rotated(mask):
 
 
 def test_everything_but_the_gradient_is_i_star_s():
-    placebo, penalty = pair(set_point=SetPoint(0.2), compute="bfloat16")
+    placebo, penalty = make_placebo_and_penalty(set_point=SetPoint(0.2), compute="bfloat16")
     assert placebo(states(), MASK) == penalty(states(), MASK)
     assert placebo.last == penalty.last
     assert list(placebo.state_dict()) == list(penalty.state_dict())
@@ -54,15 +54,15 @@ def test_rotations_are_uniform():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_half_precision(dtype):
-    placebo, penalty = pair()
+    placebo, penalty = make_placebo_and_penalty()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         value, gradients = value_and_gradients(lambda s: placebo(s, MASK), states(dtype=dtype))
-        expected_value, expected = value_and_gradients(lambda s: penalty(s, MASK), states(dtype=dtype))
+        expected_value, istar_gradients = value_and_gradients(lambda s: penalty(s, MASK), states(dtype=dtype))
     assert value == expected_value
-    for gradient, other in zip(gradients, expected, strict=True):
+    for gradient, istar_gradient in zip(gradients, istar_gradients, strict=True):
         assert gradient.dtype == dtype
-        rotated = other.double() @ random_rotation(4, 3).T
-        assert (gradient.double() - rotated).norm() < 0.01 * rotated.norm()
+        rotated_gradient = istar_gradient.double() @ random_rotation(4, 3).T
+        assert (gradient.double() - rotated_gradient).norm() < 0.01 * rotated_gradient.norm()
 
 
 def test_sigma_s_is_refreshed():

@@ -29,7 +29,7 @@ def value_and_gradients(function, hidden_states):
     return value.detach(), list(torch.autograd.grad(value, hidden_states))
 
 
-def build(kind, weight, set_point):
+def build_penalty(kind, weight, set_point):
     options = {"layers": "with_embeddings", "set_point": set_point}
     if kind == "cosreg":
         return CosReg(weight, **options)
@@ -65,7 +65,7 @@ KINDS = ["istar", "auto", "unbiased", "cosreg"]
 @pytest.mark.parametrize("target", [0.05, 0.95])
 @pytest.mark.parametrize("kind", KINDS)
 def test_value_and_gradient_are_those_of_the_squared_deviation(kind, target, side, weight):
-    penalty = build(kind, weight, SetPoint(target, side))
+    penalty = build_penalty(kind, weight, SetPoint(target, side))
     actual = value_and_gradients(lambda layers: penalty(layers, MASK), states())
     expected = value_and_gradients(lambda s: 2 * naive_penalty(naive_score(kind, s), target, side), states())
     assert_close(actual, expected, **CLOSE)
@@ -77,13 +77,13 @@ def test_value_and_gradient_are_those_of_the_squared_deviation(kind, target, sid
 
 @pytest.mark.parametrize("kind", ["istar", "unbiased", "cosreg"])
 def test_gradient_is_that_of_finite_differences(kind):
-    penalty = build(kind, 1.0, SetPoint(0.5))
+    penalty = build_penalty(kind, 1.0, SetPoint(0.5))
     assert torch.autograd.gradcheck(lambda *layers: penalty(layers, MASK), [s.requires_grad_() for s in states()])
 
 
 @pytest.mark.parametrize("target", [0.2, 0.6])
 def test_gradient_descent_stops_at_the_target(target):
-    penalty = build("istar", -1.0, SetPoint(target))
+    penalty = build_penalty("istar", -1.0, SetPoint(target))
     hidden_states = [state.requires_grad_() for state in states()]
     optimizer = torch.optim.SGD(hidden_states, lr=20.0)
     for _ in range(300):
@@ -95,7 +95,7 @@ def test_gradient_descent_stops_at_the_target(target):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_keep_holds_the_score_of_the_first_loss(kind):
-    penalty = build(kind, 3.0, SetPoint("keep"))
+    penalty = build_penalty(kind, 3.0, SetPoint("keep"))
     target = naive_score(kind, states())
     with torch.no_grad():
         assert penalty(states(seed=5), MASK).isnan()  # not yet measured, and losses without gradients do not count
@@ -110,10 +110,10 @@ def test_keep_holds_the_score_of_the_first_loss(kind):
 
 
 def test_keep_averages_the_first_losses_and_leaves_out_what_is_not_finite():
-    penalty = build("cosreg", 1.0, SetPoint("keep", batches=2))
-    broken = states(seed=7)
-    broken[0][0, 0, 0] = math.nan
-    assert penalty(broken, MASK).isnan()
+    penalty = build_penalty("cosreg", 1.0, SetPoint("keep", batches=2))
+    states_with_nan = states(seed=7)
+    states_with_nan[0][0, 0, 0] = math.nan
+    assert penalty(states_with_nan, MASK).isnan()
     for seed in (0, 1, 2, 3):
         loss = penalty(states(seed), MASK)
     scores = [naive_score("cosreg", states(seed)) for seed in (0, 1, 3)]
@@ -122,29 +122,29 @@ def test_keep_averages_the_first_losses_and_leaves_out_what_is_not_finite():
 
 
 def test_the_kept_score_survives_saving_and_loading():
-    penalty = build("istar", 1.0, SetPoint("keep"))
+    penalty = build_penalty("istar", 1.0, SetPoint("keep"))
     penalty(states(0), MASK)
     file = io.BytesIO()
     torch.save(penalty.state_dict(), file)
     file.seek(0)
-    resumed = build("istar", 1.0, SetPoint("keep"))
-    resumed.load_state_dict(torch.load(file))
-    assert torch.equal(resumed(states(1), MASK), penalty(states(1), MASK))
-    assert "kept_score" not in build("istar", 1.0, SetPoint(0.5)).state_dict()
+    loaded_penalty = build_penalty("istar", 1.0, SetPoint("keep"))
+    loaded_penalty.load_state_dict(torch.load(file))
+    assert torch.equal(loaded_penalty(states(1), MASK), penalty(states(1), MASK))
+    assert "kept_score" not in build_penalty("istar", 1.0, SetPoint(0.5)).state_dict()
 
 
 def test_weight_0_computes_nothing():
-    penalty = build("cosreg", 0.0, SetPoint("keep"))
+    penalty = build_penalty("cosreg", 0.0, SetPoint("keep"))
     assert penalty(states(), MASK) == 0
     assert penalty.last is None
     assert penalty.kept_batches == 0
 
 
 def test_a_score_that_is_not_finite_is_nan():
-    broken = states()
-    broken[0][0, 0, 0] = math.nan
+    states_with_nan = states()
+    states_with_nan[0][0, 0, 0] = math.nan
     for side in ("both", "above", "below"):
-        assert build("cosreg", 1.0, SetPoint(0.3, side))(broken, MASK).isnan()
+        assert build_penalty("cosreg", 1.0, SetPoint(0.3, side))(states_with_nan, MASK).isnan()
 
 
 @pytest.mark.parametrize(

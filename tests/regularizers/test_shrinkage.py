@@ -1,4 +1,4 @@
-"""The shrinkage covariance of a model's hidden states, and what computing it must leave alone."""
+"""The shrinkage covariance of a model's hidden states, and the state that its computation must not change."""
 
 import copy
 import math
@@ -23,15 +23,15 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def model() -> hf.PreTrainedModel:
+def make_model() -> hf.PreTrainedModel:
     torch.manual_seed(0)
     return hf.BertForSequenceClassification(hf.BertConfig(**SHAPE)).train()
 
 
-def batches(number: int = 4, size: int = 3, tokens: int = 6) -> list[dict[str, torch.Tensor]]:
+def make_batches(num_batches: int = 4, size: int = 3, tokens: int = 6) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(5)
     examples = []
-    for _ in range(number):
+    for _ in range(num_batches):
         lengths = torch.randint(2, tokens + 1, (size, 1), generator=generator)
         mask = (torch.arange(tokens) < lengths).long()
         ids = torch.randint(3, 40, (size, tokens), generator=generator) * mask
@@ -39,16 +39,20 @@ def batches(number: int = 4, size: int = 3, tokens: int = 6) -> list[dict[str, t
     return examples
 
 
-def naive(encoder: nn.Module, data: list[dict[str, torch.Tensor]], numbers: list[int], padding: bool = False) -> Any:
-    """np.cov of the stacked states, in eval mode; and their number."""
+def naive_covariance(
+    encoder: nn.Module, data: list[dict[str, torch.Tensor]], layer_indices: list[int], padding: bool = False
+) -> Any:
+    """Return the covariance of the stacked states in eval mode by `np.cov`, and their number."""
     encoder = copy.deepcopy(encoder).eval()
     points = []
     with torch.no_grad():
         for batch in data:
             states = encoder(**batch, output_hidden_states=True).hidden_states
-            points.append(stack([states[n] for n in numbers], None if padding else batch["attention_mask"]))
-    together = torch.cat(points).double().numpy()
-    return torch.from_numpy(np.cov(together, rowvar=False)), len(together)
+            points.append(
+                stack([states[index] for index in layer_indices], None if padding else batch["attention_mask"])
+            )
+    all_points = torch.cat(points).double().numpy()
+    return torch.from_numpy(np.cov(all_points, rowvar=False)), len(all_points)
 
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -57,48 +61,52 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize(("layers", "numbers"), [("all", [1, 2, 3]), ("last", [3]), ("with_embeddings", [0, 1, 2, 3])])
 def test_it_is_the_covariance_of_the_stacked_hidden_states(layers, numbers, padding):
-    encoder = model()
-    expected, points = naive(encoder, batches(), numbers, padding)
-    actual = shrinkage_covariance(encoder, batches(), layers=layers, include_padding=padding)
+    encoder = make_model()
+    expected, points = naive_covariance(encoder, make_batches(), numbers, padding)
+    actual = shrinkage_covariance(encoder, make_batches(), layers=layers, include_padding=padding)
     assert actual.dtype == torch.float32
     assert_close(actual.double(), expected, **CLOSE)
     penalty = IStar(1.0, 0.2, layers, include_padding=padding)
     with attach(encoder, penalty) as watch:
-        assert watch.refresh(batches()) == points
+        assert watch.refresh(make_batches()) == points
     assert torch.equal(penalty.shrinkage_covariance, actual)
 
 
 @pytest.mark.parametrize("num_points", [2, 30, 31, 100, 10**6])
 def test_batches_are_taken_until_there_are_enough_points(num_points):
-    encoder, data, taken, points = model(), batches(), 0, 0
-    while points < num_points and taken < len(data):
-        points += 3 * int(data[taken]["attention_mask"].sum())
-        taken += 1
-    loaded: list[int] = []
+    encoder, data, num_batches, points = make_model(), make_batches(), 0, 0
+    while points < num_points and num_batches < len(data):
+        points += 3 * int(data[num_batches]["attention_mask"].sum())
+        num_batches += 1
+    loaded_indices: list[int] = []
 
     def loader():
-        for number, batch in enumerate(data):
-            loaded.append(number)
+        for index, batch in enumerate(data):
+            loaded_indices.append(index)
             yield batch
 
     penalty = IStar(1.0, "auto")
     with attach(encoder, penalty) as watch:
         assert watch.refresh(loader(), num_points) == points
-    expected, _ = naive(encoder, data[:taken], [1, 2, 3])
+    expected, _ = naive_covariance(encoder, data[:num_batches], [1, 2, 3])
     assert_close(penalty.shrinkage_covariance.double(), expected, **CLOSE)
     # One batch ahead at most.
-    assert taken <= len(loaded) <= taken + 1
+    assert num_batches <= len(loaded_indices) <= num_batches + 1
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.3, 0.9])
 def test_momentum_keeps_a_share_of_the_previous_one(momentum):
-    encoder, penalty = model(), IStar(1.0, 0.2)
-    first, second = (naive(encoder, batches()[i : i + 2], [1, 2, 3])[0] for i in (0, 2))
+    encoder, penalty = make_model(), IStar(1.0, 0.2)
+    first_covariance, second_covariance = (
+        naive_covariance(encoder, make_batches()[i : i + 2], [1, 2, 3])[0] for i in (0, 2)
+    )
     with attach(encoder, penalty) as watch:
-        watch.refresh(batches()[:2], momentum=momentum)
-        assert_close(penalty.shrinkage_covariance.double(), first, **CLOSE)
-        watch.refresh(batches()[2:], momentum=momentum)
-    assert_close(penalty.shrinkage_covariance.double(), momentum * first + (1 - momentum) * second, **CLOSE)
+        watch.refresh(make_batches()[:2], momentum=momentum)
+        assert_close(penalty.shrinkage_covariance.double(), first_covariance, **CLOSE)
+        watch.refresh(make_batches()[2:], momentum=momentum)
+    assert_close(
+        penalty.shrinkage_covariance.double(), momentum * first_covariance + (1 - momentum) * second_covariance, **CLOSE
+    )
 
 
 def test_penalties_without_a_shrinkage_covariance_run_no_pass():
@@ -107,19 +115,19 @@ def test_penalties_without_a_shrinkage_covariance_run_no_pass():
         yield
 
     for penalty in (CosReg(1.0), IStar(1.0, 0), IStar(1.0, 0, estimator="unbiased")):
-        with attach(model(), penalty) as watch:
+        with attach(make_model(), penalty) as watch:
             assert watch.refresh(loader()) == 0
 
 
-def states_of_generators() -> list[Any]:
+def read_generator_states() -> list[Any]:
     return [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()]
 
 
 def test_modes_and_random_numbers_are_as_they_were_whatever_the_loader_draws():
-    encoder = model()
+    encoder = make_model()
     encoder.bert.encoder.layer[1].eval()
     modes = [module.training for module in encoder.modules()]
-    during = []
+    is_training_during_loading = []
 
     class Data(torch.utils.data.Dataset):
         def __len__(self):
@@ -129,109 +137,115 @@ def test_modes_and_random_numbers_are_as_they_were_whatever_the_loader_draws():
             torch.rand(1)
             random.random()
             np.random.rand()
-            during.append(any(module.training for module in encoder.modules()))
-            batch = batches(1, 12)[0]
+            is_training_during_loading.append(any(module.training for module in encoder.modules()))
+            batch = make_batches(1, 12)[0]
             return {name: value[index] for name, value in batch.items()}
 
     loader = torch.utils.data.DataLoader(Data(), batch_size=4, shuffle=True)
     random.seed(1)
     np.random.seed(1)
-    before = states_of_generators()
+    states_before = read_generator_states()
     with attach(encoder, IStar(1.0, 0.2)) as watch:
-        first = watch.refresh(loader)
-    after = states_of_generators()
-    assert torch.equal(before[0], after[0])
-    assert before[1] == after[1]
-    assert (before[2] == after[2]).all()
-    assert first == 3 * batches(1, 12)[0]["attention_mask"].sum()
+        num_points = watch.refresh(loader)
+    states_after = read_generator_states()
+    assert torch.equal(states_before[0], states_after[0])
+    assert states_before[1] == states_after[1]
+    assert (states_before[2] == states_after[2]).all()
+    assert num_points == 3 * make_batches(1, 12)[0]["attention_mask"].sum()
     assert [module.training for module in encoder.modules()] == modes
     # The loader fetches its first batch before the first pass, in eval mode like the others.
-    assert not any(during)
+    assert not any(is_training_during_loading)
     assert torch.is_grad_enabled()
 
 
 def test_modes_and_random_numbers_are_as_they_were_after_an_error():
-    encoder = model()
+    encoder = make_model()
 
     def loader():
-        yield batches()[0]
+        yield make_batches()[0]
         torch.rand(1)
         np.random.rand()
         raise ZeroDivisionError
 
-    before = states_of_generators()
-    hooks = [len(module._forward_hooks) for module in encoder.modules()]
+    states_before = read_generator_states()
+    hook_counts = [len(module._forward_hooks) for module in encoder.modules()]
     with pytest.raises(ZeroDivisionError):
         shrinkage_covariance(encoder, loader())
-    assert torch.equal(before[0], torch.get_rng_state())
-    assert (before[2] == np.random.get_state()[1]).all()
+    assert torch.equal(states_before[0], torch.get_rng_state())
+    assert (states_before[2] == np.random.get_state()[1]).all()
     assert all(module.training for module in encoder.modules())
-    assert [len(module._forward_hooks) for module in encoder.modules()] == hooks
+    assert [len(module._forward_hooks) for module in encoder.modules()] == hook_counts
 
 
 def test_batches_may_be_mappings_tuples_or_tensors():
-    base, data = model().bert, batches()
-    expected = shrinkage_covariance(base, data)
-    assert torch.equal(shrinkage_covariance(base, [(b["input_ids"], b["attention_mask"]) for b in data]), expected)
-    assert torch.equal(shrinkage_covariance(base, [hf.BatchEncoding(batch) for batch in data]), expected)
-    unmasked = [{"input_ids": b["input_ids"], "attention_mask": torch.ones_like(b["input_ids"])} for b in data]
-    without_mask, _ = naive(base, unmasked, [1, 2, 3])
-    assert_close(shrinkage_covariance(base, [b["input_ids"] for b in data]).double(), without_mask, **CLOSE)
+    encoder, data = make_model().bert, make_batches()
+    expected = shrinkage_covariance(encoder, data)
+    assert torch.equal(
+        shrinkage_covariance(encoder, [(batch["input_ids"], batch["attention_mask"]) for batch in data]), expected
+    )
+    assert torch.equal(shrinkage_covariance(encoder, [hf.BatchEncoding(batch) for batch in data]), expected)
+    all_ones_mask_batches = [
+        {"input_ids": batch["input_ids"], "attention_mask": torch.ones_like(batch["input_ids"])} for batch in data
+    ]
+    expected_without_mask, _ = naive_covariance(encoder, all_ones_mask_batches, [1, 2, 3])
+    assert_close(
+        shrinkage_covariance(encoder, [batch["input_ids"] for batch in data]).double(), expected_without_mask, **CLOSE
+    )
 
 
 def test_a_refresh_between_a_pass_and_its_loss_leaves_that_pass_alone():
-    encoder, penalty = model(), IStar(1.0, 0.2)
-    batch = batches()[0]
+    encoder, penalty = make_model(), IStar(1.0, 0.2)
+    batch = make_batches()[0]
     with attach(encoder, penalty) as watch:
-        watch.refresh(batches())
+        watch.refresh(make_batches())
         encoder(**batch)
-        watch.refresh(batches())
+        watch.refresh(make_batches())
         loss = watch.loss()
     assert loss.requires_grad
     assert penalty.last.points == 3 * batch["attention_mask"].sum()
 
 
 def test_under_autocast_it_is_that_of_the_states_in_that_precision():
-    encoder = model()
-    exact = shrinkage_covariance(encoder, batches())
+    encoder = make_model()
+    float32_covariance = shrinkage_covariance(encoder, make_batches())
     with torch.autocast("cpu", torch.bfloat16):
-        coarse = shrinkage_covariance(encoder, batches())
-        expected, _ = naive(encoder, batches(), [1, 2, 3])
-    assert coarse.dtype == torch.float32
-    assert_close(coarse.double(), expected, **CLOSE)
-    assert not torch.equal(coarse, exact)
+        bfloat16_covariance = shrinkage_covariance(encoder, make_batches())
+        expected, _ = naive_covariance(encoder, make_batches(), [1, 2, 3])
+    assert bfloat16_covariance.dtype == torch.float32
+    assert_close(bfloat16_covariance.double(), expected, **CLOSE)
+    assert not torch.equal(bfloat16_covariance, float32_covariance)
 
 
 def test_named_modules_have_a_shrinkage_covariance_too():
     torch.manual_seed(0)
     tower = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
     points = torch.randn(50, 4)
-    inner = tower[1](tower[0](points))
-    expected = np.cov(torch.cat([inner, tower(points)]).detach().numpy(), rowvar=False)
+    first_states = tower[1](tower[0](points))
+    expected = np.cov(torch.cat([first_states, tower(points)]).detach().numpy(), rowvar=False)
     actual = shrinkage_covariance(tower, points.split(20), modules=[tower[1], tower[3]])
     assert_close(actual.double(), torch.from_numpy(expected), **CLOSE)
 
 
-def broken() -> hf.PreTrainedModel:
-    encoder = model()
+def make_model_with_nan() -> hf.PreTrainedModel:
+    encoder = make_model()
     encoder.bert.encoder.layer[0].output.dense.weight.data.fill_(math.nan)
     return encoder
 
 
-WRONG = [
-    (lambda: shrinkage_covariance(model(), []), "0 points have no covariance; expected at least 2"),
-    (lambda: shrinkage_covariance(model(), batches(), num_points=1), "num_points is 1; expected at least 2"),
-    (lambda: shrinkage_covariance(broken(), batches()), "the shrinkage covariance is not finite"),
-    (lambda: shrinkage_covariance(model(), batches(), layers=[4]), "layer 4 does not exist"),
+INVALID_CALLS = [
+    (lambda: shrinkage_covariance(make_model(), []), "0 points have no covariance; expected at least 2"),
+    (lambda: shrinkage_covariance(make_model(), make_batches(), num_points=1), "num_points is 1; expected at least 2"),
+    (lambda: shrinkage_covariance(make_model_with_nan(), make_batches()), "the shrinkage covariance is not finite"),
+    (lambda: shrinkage_covariance(make_model(), make_batches(), layers=[4]), "layer 4 does not exist"),
     (
-        lambda: attach(model(), IStar(1.0, 0.2)).refresh(batches(), momentum=1),
+        lambda: attach(make_model(), IStar(1.0, 0.2)).refresh(make_batches(), momentum=1),
         "momentum is 1; expected",
     ),
-    (lambda: attach(model(), IStar(1.0, 0.2)).refresh(batches(), momentum=-0.1), r"momentum is -0\.1"),
+    (lambda: attach(make_model(), IStar(1.0, 0.2)).refresh(make_batches(), momentum=-0.1), r"momentum is -0\.1"),
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), WRONG, ids=[message[:20] for _, message in WRONG])
+@pytest.mark.parametrize(("call", "message"), INVALID_CALLS, ids=[message[:20] for _, message in INVALID_CALLS])
 def test_what_has_no_shrinkage_covariance_is_refused_in_one_line(call, message):
     with pytest.raises(UserError, match=message) as error:
         call()
@@ -240,11 +254,11 @@ def test_what_has_no_shrinkage_covariance_is_refused_in_one_line(call, message):
 
 
 def test_a_refresh_that_fails_leaves_the_old_one():
-    encoder, penalty = model(), IStar(1.0, 0.2)
+    encoder, penalty = make_model(), IStar(1.0, 0.2)
     with attach(encoder, penalty) as watch:
-        watch.refresh(batches())
-        old = penalty.shrinkage_covariance.clone()
+        watch.refresh(make_batches())
+        previous_covariance = penalty.shrinkage_covariance.clone()
         encoder.bert.encoder.layer[0].output.dense.weight.data.fill_(math.nan)
         with pytest.raises(NonFiniteError):
-            watch.refresh(batches())
-    assert torch.equal(penalty.shrinkage_covariance, old)
+            watch.refresh(make_batches())
+    assert torch.equal(penalty.shrinkage_covariance, previous_covariance)

@@ -9,12 +9,12 @@ from torch.testing import assert_close
 from istar.errors import UserError
 from istar.regularizers import SigReg
 from istar.regularizers.sigreg import random_directions
-from tests.regularizers.clouds import CLOSE, check, states
+from tests.regularizers.clouds import CLOSE, check_penalty, states
 
 
-def naive(points, number=7, seed=4, draw=0):
-    """Algorithm 1 with complex numbers, node by node."""
-    directions = random_directions(points.shape[1], number, seed, draw)
+def naive_sigreg(points, num_directions=7, seed=4, draw=0):
+    """Return the loss of Algorithm 1 with complex numbers, node by node."""
+    directions = random_directions(points.shape[1], num_directions, seed, draw)
     nodes = torch.linspace(-5, 5, 17, dtype=points.dtype)
     total = points.new_zeros(())
     for direction in directions.T:
@@ -24,15 +24,15 @@ def naive(points, number=7, seed=4, draw=0):
             normal = torch.exp(-(t**2) / 2)
             errors.append((characteristic - normal).abs() ** 2 * normal)
         total = total + len(points) * torch.trapezoid(torch.stack(errors), nodes)
-    return total / number
+    return total / num_directions
 
 
 def test_the_algorithm_of_the_paper():
-    check(lambda weight, layers: SigReg(weight, 7, seed=4, layers=layers), naive, scales=(0.1, 1.0, 3.0))
+    check_penalty(lambda weight, layers: SigReg(weight, 7, seed=4, layers=layers), naive_sigreg, scales=(0.1, 1.0, 3.0))
 
 
 def test_the_exact_integral():
-    """Of the integrand by adaptive quadrature, for one point and one direction."""
+    """The penalty of one point in one direction is the integral by adaptive quadrature."""
     point = torch.tensor([[[0.7, 0.0]]]).double()
     projection = float(point[0, 0] @ random_directions(2, 1, 0, 0)[:, 0])
 
@@ -45,7 +45,7 @@ def test_the_exact_integral():
 
 @pytest.mark.parametrize("n", [10, 1000])
 def test_the_mean_for_normal_points_does_not_depend_on_their_number(n):
-    """It is the integral of (1 - exp(-t^2)) exp(-t^2 / 2), as 1 - exp(-t^2) is the variance of exp(i t x)."""
+    """The mean is the integral of (1 - exp(-t^2)) exp(-t^2 / 2): 1 - exp(-t^2) is the variance of exp(i t x)."""
     expected = np.sqrt(2 * np.pi) * (1 - 1 / np.sqrt(3))
     generator = torch.Generator().manual_seed(0)
     values = []
@@ -58,21 +58,21 @@ def test_the_mean_for_normal_points_does_not_depend_on_their_number(n):
 
 def test_other_distributions_have_larger_values():
     points = torch.randn(1, 1000, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for other in (2 * points, points + 0.5, points.sign()):
-        assert SigReg(1.0, 64)([other, other]) > 5
+    for changed_points in (2 * points, points + 0.5, points.sign()):
+        assert SigReg(1.0, 64)([changed_points, changed_points]) > 5
 
 
 def test_every_loss_has_new_directions_which_survive_saving():
     penalty = SigReg(1.0, 7, seed=4)
     points = states()[1].flatten(0, 1)
     for draw in range(3):
-        assert_close(penalty(states()), naive(points, draw=draw), **CLOSE)
+        assert_close(penalty(states()), naive_sigreg(points, draw=draw), **CLOSE)
     file = io.BytesIO()
     torch.save(penalty.state_dict(), file)
     file.seek(0)
-    resumed = SigReg(1.0, 7, seed=4)
-    resumed.load_state_dict(torch.load(file))
-    assert torch.equal(resumed(states()), penalty(states()))
+    loaded_penalty = SigReg(1.0, 7, seed=4)
+    loaded_penalty.load_state_dict(torch.load(file))
+    assert torch.equal(loaded_penalty(states()), penalty(states()))
     assert penalty(states()) != SigReg(1.0, 7, seed=5)(states())
 
 

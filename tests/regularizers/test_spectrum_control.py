@@ -7,35 +7,35 @@ from torch.testing import assert_close
 
 from istar.errors import UserError
 from istar.regularizers import Spectrum
-from tests.regularizers.clouds import CLOSE, MASK, check, states, value_and_gradients
+from tests.regularizers.clouds import CLOSE, MASK, check_penalty, states, value_and_gradients
 
 
-def naive(points, decay="polynomial", rate=0.5):
-    """The singular values of the points by torch's SVD, against the prior one by one."""
+def naive_spectrum(points, decay="polynomial", rate=0.5):
+    """Return the mean squared deviation of the singular values, by torch's SVD, from the prior, one by one."""
     values, d = torch.linalg.svdvals(points), points.shape[1]
     total = points.new_zeros(())
     for k in range(1, d + 1):
-        p = k**-rate if decay == "polynomial" else math.exp(-rate * (k - 1) / (d - 1))
-        total = total + (values[k - 1] / values[0] - p) ** 2
+        prior = k**-rate if decay == "polynomial" else math.exp(-rate * (k - 1) / (d - 1))
+        total = total + (values[k - 1] / values[0] - prior) ** 2
     return total / d
 
 
 def test_the_formula():
-    check(lambda weight, layers: Spectrum(weight, layers=layers), naive, scales=(1e-3, 1.0, 1e3))
+    check_penalty(lambda weight, layers: Spectrum(weight, layers=layers), naive_spectrum, scales=(1e-3, 1.0, 1e3))
 
 
 @pytest.mark.parametrize("decay", ["polynomial", "exponential"])
 @pytest.mark.parametrize("rate", [0.0, 0.3, 2.0])
 def test_every_decay(decay, rate):
     value = Spectrum(1.0, decay, rate)(states(), MASK)
-    assert_close(value, naive(states()[1][MASK.bool()], decay, rate), **CLOSE)
+    assert_close(value, naive_spectrum(states()[1][MASK.bool()], decay, rate), **CLOSE)
 
 
 def test_points_of_the_prescribed_spectrum_have_no_penalty():
     """The deviation is quadratic around it, so that the gradient is 0, too."""
-    q = np.linalg.qr(np.random.default_rng(0).normal(size=(12, 4)))[0]
+    orthonormal = np.linalg.qr(np.random.default_rng(0).normal(size=(12, 4)))[0]
     rotation = np.linalg.qr(np.random.default_rng(1).normal(size=(4, 4)))[0]
-    points = torch.from_numpy(3 * q @ np.diag([1, 2**-0.5, 3**-0.5, 0.5]) @ rotation)[None]
+    points = torch.from_numpy(3 * orthonormal @ np.diag([1, 2**-0.5, 3**-0.5, 0.5]) @ rotation)[None]
     value, gradients = value_and_gradients(lambda s: Spectrum(1.0)(s) + 0 * s[0].sum(), [points, points])
     assert_close(value.item(), 0.0, rtol=0, atol=1e-25)
     assert gradients[1].abs().max() < 1e-12
@@ -47,14 +47,14 @@ def test_fewer_points_than_dimensions(dtype):
     points = torch.randn(1, 3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
     value, gradients = value_and_gradients(lambda s: Spectrum(1.0)(s) + 0 * s[0].sum(), [points, points])
 
-    def expected(hidden_states):
+    def naive_value(hidden_states):
         values = torch.linalg.svdvals(hidden_states[1][0])
         prior = torch.arange(1, 7, dtype=values.dtype) ** -0.5
         return (((values / values[0] - prior[:3]) ** 2).sum() + (prior[3:] ** 2).sum()) / 6 + 0 * hidden_states[0].sum()
 
-    exact, exact_gradients = value_and_gradients(expected, [points.double(), points.double()])
+    exact_value, exact_gradients = value_and_gradients(naive_value, [points.double(), points.double()])
     tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else CLOSE
-    assert_close(value.double(), exact, **tolerance)
+    assert_close(value.double(), exact_value, **tolerance)
     assert_close(gradients[1].double(), exact_gradients[1], **tolerance)
 
 

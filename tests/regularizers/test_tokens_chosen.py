@@ -1,4 +1,4 @@
-"""Which tokens are points: equal in all forms of a batch, and equal to the naive choice from each sentence alone."""
+"""Which tokens are points: the same in all forms of a batch as in a naive choice from each sentence by itself."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,8 +36,8 @@ CHOICES = {
 
 
 @torch.no_grad()
-def randomized(model: hf.PreTrainedModel) -> hf.PreTrainedModel:
-    """Gains and biases at random, because new normalization layers give all points nearly the same norm."""
+def randomize_gains_and_biases(model: hf.PreTrainedModel) -> hf.PreTrainedModel:
+    """Add noise to gains and biases, because new normalization layers give all points nearly the same norm."""
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter += 0.5 * torch.randn(parameter.shape)
@@ -46,20 +46,20 @@ def randomized(model: hf.PreTrainedModel) -> hf.PreTrainedModel:
 
 def bert() -> hf.PreTrainedModel:
     torch.manual_seed(0)
-    return randomized(hf.BertForMaskedLM(hf.BertConfig(**SHAPE)))
+    return randomize_gains_and_biases(hf.BertForMaskedLM(hf.BertConfig(**SHAPE)))
 
 
 def llama() -> hf.PreTrainedModel:
     torch.manual_seed(0)
     config = hf.LlamaConfig(**SHAPE, num_key_value_heads=1, bos_token_id=1, eos_token_id=2)
-    return randomized(hf.LlamaForCausalLM(config))
+    return randomize_gains_and_biases(hf.LlamaForCausalLM(config))
 
 
 def gpt2() -> hf.PreTrainedModel:
     torch.manual_seed(0)
     ends = {"bos_token_id": 1, "eos_token_id": 2}
     config = hf.GPT2Config(n_embd=WIDTH, n_layer=2, n_head=2, vocab_size=40, initializer_range=0.3, **ends)
-    return randomized(hf.GPT2LMHeadModel(config))
+    return randomize_gains_and_biases(hf.GPT2LMHeadModel(config))
 
 
 MODELS: dict[str, Callable[[], hf.PreTrainedModel]] = {"bert": bert, "llama": llama, "gpt2": gpt2}
@@ -68,29 +68,29 @@ MODELS: dict[str, Callable[[], hf.PreTrainedModel]] = {"bert": bert, "llama": ll
 # Forms of the same batch --------------------------------------------------------------------------------------
 
 
-def padded(side: str) -> dict[str, Tensor]:
-    """Rows padded to the longest sentence, on the right or on the left."""
+def make_padded_batch(side: str) -> dict[str, Tensor]:
+    """Return one row for each sentence, padded to the longest one on the right or on the left."""
 
-    def rows(values: Sequence[list[int]], fill: int) -> Tensor:
-        widths = [[fill] * (max(LENGTHS) - len(row)) for row in values]
+    def pad_rows(values: Sequence[list[int]], fill: int) -> Tensor:
+        paddings = [[fill] * (max(LENGTHS) - len(row)) for row in values]
         return torch.tensor(
-            [row + pad if side == "right" else pad + row for row, pad in zip(values, widths, strict=True)]
+            [row + pad if side == "right" else pad + row for row, pad in zip(values, paddings, strict=True)]
         )
 
     positions = [list(range(length)) for length in LENGTHS]
     return {
-        "input_ids": rows(SENTENCES, 0),
-        "attention_mask": rows([[1] * length for length in LENGTHS], 0),
-        "position_ids": rows(positions, 0),
-        "labels": rows(LABELS, -100),
+        "input_ids": pad_rows(SENTENCES, 0),
+        "attention_mask": pad_rows([[1] * length for length in LENGTHS], 0),
+        "position_ids": pad_rows(positions, 0),
+        "labels": pad_rows(LABELS, -100),
     }
 
 
-def packed(is_causal: bool) -> dict[str, Tensor]:
-    """Two sentences in one row, and the third with padding in the other, with a mask of four dimensions."""
+def make_packed_batch(is_causal: bool) -> dict[str, Tensor]:
+    """Return a row of two sentences and a row of one with padding, with a mask of four dimensions."""
     tokens = LENGTHS[0] + LENGTHS[1]
-    rest = tokens - LENGTHS[2]
-    documents = torch.tensor([[0] * LENGTHS[0] + [1] * LENGTHS[1], [0] * LENGTHS[2] + [-1] * rest])
+    num_padding_tokens = tokens - LENGTHS[2]
+    documents = torch.tensor([[0] * LENGTHS[0] + [1] * LENGTHS[1], [0] * LENGTHS[2] + [-1] * num_padding_tokens])
     allowed = documents[:, :, None] == documents[:, None]
     allowed &= (documents >= 0)[:, :, None]
     if is_causal:
@@ -98,15 +98,17 @@ def packed(is_causal: bool) -> dict[str, Tensor]:
     # Padding attends to the first token, since a row of attention weights needs one that is not 0.
     allowed[:, :, 0] |= documents < 0
     return {
-        "input_ids": torch.tensor([SENTENCES[0] + SENTENCES[1], SENTENCES[2] + [0] * rest]),
+        "input_ids": torch.tensor([SENTENCES[0] + SENTENCES[1], SENTENCES[2] + [0] * num_padding_tokens]),
         "attention_mask": allowed[:, None],
-        "position_ids": torch.tensor([[*range(LENGTHS[0]), *range(LENGTHS[1])], [*range(LENGTHS[2]), *[0] * rest]]),
-        "labels": torch.tensor([LABELS[0] + LABELS[1], LABELS[2] + [-100] * rest]),
+        "position_ids": torch.tensor(
+            [[*range(LENGTHS[0]), *range(LENGTHS[1])], [*range(LENGTHS[2]), *[0] * num_padding_tokens]]
+        ),
+        "labels": torch.tensor([LABELS[0] + LABELS[1], LABELS[2] + [-100] * num_padding_tokens]),
     }
 
 
-def padding_free() -> dict[str, Any]:
-    """All sentences in one row without a mask; their positions restart."""
+def make_padding_free_batch() -> dict[str, Any]:
+    """Return all sentences in one row without a mask; the positions restart in each sentence."""
     return {
         # With a cache, transformers does not look for documents in the positions.
         "use_cache": False,
@@ -116,36 +118,40 @@ def padding_free() -> dict[str, Any]:
     }
 
 
-def forms(name: str) -> dict[str, dict[str, Any]]:
+def make_batch_forms(name: str) -> dict[str, dict[str, Any]]:
     is_causal = name != "bert"
-    batches = {"right": padded("right"), "left": padded("left"), "packed": packed(is_causal)}
+    batches = {
+        "right": make_padded_batch("right"),
+        "left": make_padded_batch("left"),
+        "packed": make_packed_batch(is_causal),
+    }
     # Without a mask, only causal models of transformers keep documents apart.
-    return batches | ({"padding-free": padding_free()} if is_causal else {})
+    return batches | ({"padding-free": make_padding_free_batch()} if is_causal else {})
 
 
 # The naive choice, from each sentence alone -------------------------------------------------------------------
 
 
-def rows_chosen(which: str, number: int, is_causal: bool) -> list[int]:
-    ids, labels = SENTENCES[number], LABELS[number]
-    if which == "content":
+def choose_rows(points_choice: str, sentence_index: int, is_causal: bool) -> list[int]:
+    ids, labels = SENTENCES[sentence_index], LABELS[sentence_index]
+    if points_choice == "content":
         return [i for i, token in enumerate(ids) if token not in SPECIAL]
-    if which == "last":
+    if points_choice == "last":
         return [len(ids) - 1]
-    if which == "completion" or (which == "labelled" and not is_causal):
+    if points_choice == "completion" or (points_choice == "labelled" and not is_causal):
         return [i for i, label in enumerate(labels) if label != -100]
-    if which == "labelled":
+    if points_choice == "labelled":
         return [i for i in range(len(ids) - 1) if labels[i + 1] != -100]
     return list(range(len(ids)))
 
 
 def naive_layers(model: nn.Module, points: Points, is_causal: bool) -> list[Tensor]:
-    """The points of each layer: every sentence runs alone, and norms are compared one by one."""
+    """Return the points of each layer: sentences pass one by one, and norms are compared one by one."""
     layers: list[list[Tensor]] = [[], []]
-    for number, sentence in enumerate(SENTENCES):
+    for sentence_index, sentence in enumerate(SENTENCES):
         states = model(input_ids=torch.tensor([sentence]), output_hidden_states=True).hidden_states[1:]
         for layer, state in zip(layers, states, strict=True):
-            layer += [state[0, i] for i in rows_chosen(points.which, number, is_causal)]
+            layer += [state[0, i] for i in choose_rows(points.which, sentence_index, is_causal)]
     if points.max_norm_ratio is not None:
         for i, layer in enumerate(layers):
             norms = [row.norm().item() for row in layer]
@@ -154,7 +160,7 @@ def naive_layers(model: nn.Module, points: Points, is_causal: bool) -> list[Tens
     return [torch.stack(layer) for layer in layers]
 
 
-def istar() -> IStar:
+def make_istar() -> IStar:
     penalty = IStar(WEIGHT, ZETA)
     penalty.shrinkage_covariance = sigma()
     return penalty
@@ -165,14 +171,14 @@ def istar() -> IStar:
 def test_all_forms_of_a_batch_have_the_statistics_and_gradients_of_the_sentences_alone(name, choice):
     model, points = MODELS[name](), CHOICES[choice]
     layers = naive_layers(model, points, name != "bert")
-    everything = torch.cat(layers)
-    score = algorithm_1(everything, sigma(), ZETA, torch.linalg.eigvalsh)
-    expected = [score.detach(), torch.tensor(float(len(everything))), gradients(model, WEIGHT * (1 - score))]
-    assert (points.max_norm_ratio is not None) == (len(everything) < 2 * sum(
-        len(rows_chosen(points.which, number, name != "bert")) for number in range(3)
+    all_points = torch.cat(layers)
+    score = algorithm_1(all_points, sigma(), ZETA, torch.linalg.eigvalsh)
+    expected = [score.detach(), torch.tensor(float(len(all_points))), gradients(model, WEIGHT * (1 - score))]
+    assert (points.max_norm_ratio is not None) == (len(all_points) < 2 * sum(
+        len(choose_rows(points.which, sentence_index, name != "bert")) for sentence_index in range(3)
     ))  # fmt: skip
-    for form, batch in forms(name).items():
-        penalty = istar()
+    for form, batch in make_batch_forms(name).items():
+        penalty = make_istar()
         with attach(model, penalty, points=points) as watch:
             model(**batch)
             loss = watch.loss()
@@ -185,14 +191,14 @@ def test_all_forms_of_a_batch_have_the_statistics_and_gradients_of_the_sentences
 def test_sigma_s_is_computed_from_the_same_points(name, choice):
     model, points = MODELS[name](), CHOICES[choice]
     with torch.no_grad():
-        everything = torch.cat(naive_layers(model, points, name != "bert"))
-    expected = torch.cov(everything.T)
-    for batch in forms(name).values():
+        all_points = torch.cat(naive_layers(model, points, name != "bert"))
+    expected = torch.cov(all_points.T)
+    for batch in make_batch_forms(name).values():
         covariance = shrinkage_covariance(model, [batch], points=points)
         assert_close(covariance.double(), expected, rtol=1e-5, atol=1e-6)
         penalty = IStar(1.0, 0.4)
         with attach(model, penalty, points=points) as watch:
-            assert watch.refresh([batch]) == len(everything)
+            assert watch.refresh([batch]) == len(all_points)
         assert torch.equal(penalty.shrinkage_covariance, covariance)
 
 
@@ -202,7 +208,7 @@ def test_the_number_left_out_is_in_the_terms():
         penalty = CosReg(1.0, "all")
         with attach(model, penalty, points=points) as watch:
             for _ in range(2):
-                model(**padded("left"))
+                model(**make_padded_batch("left"))
                 watch.loss()
         left_out = penalty.last.left_out
         assert penalty.last.points + (0 if left_out is None else left_out) == 2 * sum(LENGTHS)
@@ -217,7 +223,7 @@ def test_a_norm_that_is_not_a_number_is_not_left_out():
         with torch.no_grad():
             model.get_input_embeddings().weight[9] = value
         with attach(model, CosReg(1.0), points=Points(max_norm_ratio=2.0)) as watch:
-            model(**padded("right"))
+            model(**make_padded_batch("right"))
             assert watch.loss().isnan()
 
 
@@ -225,16 +231,16 @@ def test_a_norm_that_is_not_a_number_is_not_left_out():
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_labels_reach_a_penalty_within_wrappers_that_skip_hooks():
     """LoRA's wrapper calls `forward` of the model with the head."""
-    plain = llama()
+    base_model = llama()
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     values = []
-    for model in (plain, peft.get_peft_model(llama(), config).double().eval()):
+    for model in (base_model, peft.get_peft_model(llama(), config).double().eval()):
         with attach(model, CosReg(1.0), points=Points("completion")) as watch:
-            model(**padded("right"))
+            model(**make_padded_batch("right"))
             values.append(watch.loss().detach())
             with pytest.raises(UserError, match="needs labels, which this call of the model does not have"):
-                model(**{**padded("right"), "labels": None})
-            model(**padded("left"))
+                model(**{**make_padded_batch("right"), "labels": None})
+            model(**make_padded_batch("left"))
             values.append(watch.loss().detach())
     assert_close(torch.stack(values), values[0].expand(4), **CLOSE)
 
@@ -242,12 +248,12 @@ def test_labels_reach_a_penalty_within_wrappers_that_skip_hooks():
 def test_labels_of_one_call_are_not_those_of_the_next():
     model = llama()
     with attach(model, CosReg(1.0), points=Points("labelled")) as watch:
-        model(**padded("right"))
+        model(**make_padded_batch("right"))
         watch.loss()
-        batch = {name: value for name, value in padded("right").items() if name != "labels"}
-        for call in (model, model.model):
+        batch = {name: value for name, value in make_padded_batch("right").items() if name != "labels"}
+        for called_module in (model, model.model):
             with pytest.raises(UserError, match="needs labels"):
-                call(**batch)
+                called_module(**batch)
 
 
 def test_last_tokens_with_a_gap_in_the_mask_are_one_for_each_row():
@@ -267,15 +273,15 @@ def test_special_ids_are_those_of_the_tokenizer():
     assert special_ids(tokenizer) == (0, 1, 2, 3, 4)
 
 
-def call(points: Points, **changes: Any) -> None:
+def forward_batch(points: Points, **changes: Any) -> None:
     model = changes.pop("model", None) or llama()
-    batch = {**padded("right"), **changes}
+    batch = {**make_padded_batch("right"), **changes}
     with attach(model, CosReg(1.0), points=points):
         model(**{name: value for name, value in batch.items() if value is not None})
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("call", "message"),
     [
         (lambda: Points("first"), "points is 'first'; expected one of all, content, labelled, last, completion"),
         (lambda: Points("content"), r"none are named: give special_ids=special_ids\(tokenizer\)"),
@@ -283,20 +289,22 @@ def call(points: Points, **changes: Any) -> None:
         (lambda: Points(max_norm_ratio=float("nan")), "max_norm_ratio is nan"),
         (lambda: attach(llama(), CosReg(1.0, include_padding=True), points=Points("last")), "include_padding"),
         (
-            lambda: shrinkage_covariance(llama(), [padded("left")], include_padding=True, points=Points("last")),
+            lambda: shrinkage_covariance(
+                llama(), [make_padded_batch("left")], include_padding=True, points=Points("last")
+            ),
             "include_padding",
         ),
         (
-            lambda: call(CHOICES["content"], input_ids=None, inputs_embeds=torch.zeros(3, 5, WIDTH).double()),
+            lambda: forward_batch(CHOICES["content"], input_ids=None, inputs_embeds=torch.zeros(3, 5, WIDTH).double()),
             "points='content' needs input_ids, which this call of the model does not have",
         ),
-        (lambda: call(CHOICES["labelled"], labels=None), "points='labelled' needs labels, which this call"),
+        (lambda: forward_batch(CHOICES["labelled"], labels=None), "points='labelled' needs labels, which this call"),
         (
             lambda: shrinkage_covariance(llama(), [{"input_ids": torch.ones(2, 3).long()}], points=Points("labelled")),
             "points='labelled' needs labels, which this call",
         ),
         (
-            lambda: call(
+            lambda: forward_batch(
                 Points("completion"),
                 model=hf.BertForSequenceClassification(hf.BertConfig(**SHAPE)),
                 labels=torch.tensor([0, 1, 1]),
@@ -306,7 +314,7 @@ def call(points: Points, **changes: Any) -> None:
     ],
     ids=range(10),
 )
-def test_points_that_a_call_does_not_have_are_refused_in_one_line(make, message):
+def test_points_that_a_call_does_not_have_are_refused_in_one_line(call, message):
     with pytest.raises(UserError, match=message) as error:
-        make()
+        call()
     assert "\n" not in str(error.value)

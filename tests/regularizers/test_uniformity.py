@@ -6,11 +6,11 @@ from torch.testing import assert_close
 
 from istar.errors import UserError
 from istar.regularizers import Uniformity
-from tests.regularizers.clouds import CLOSE, check, states
+from tests.regularizers.clouds import CLOSE, check_penalty, states
 
 
-def naive(points, t=2.0):
-    """All pairs of different points, one by one."""
+def naive_uniformity(points, t=2.0):
+    """Return the loss of the paper from all pairs of different points, one by one."""
     units = [point / point.norm() if point.any() else point for point in points]
     n = len(units)
     terms = [torch.exp(-t * ((units[i] - units[j]) ** 2).sum()) for i in range(n) for j in range(n) if i != j]
@@ -18,25 +18,25 @@ def naive(points, t=2.0):
 
 
 def test_the_formula_of_the_paper():
-    check(lambda weight, layers: Uniformity(weight, layers=layers), naive, scales=(1e-3, 1.0, 1e3))
+    check_penalty(lambda weight, layers: Uniformity(weight, layers=layers), naive_uniformity, scales=(1e-3, 1.0, 1e3))
 
 
 def test_the_published_pdist():
     points = torch.nn.functional.normalize(states()[1].flatten(0, 1), dim=1)
     for t in (0.5, 2.0, 5.0):
-        published = torch.pdist(points, p=2).pow(2).mul(-t).exp().mean().log()
-        assert_close(Uniformity(1.0, temperature=t)(states()), published, **CLOSE)
+        published_loss = torch.pdist(points, p=2).pow(2).mul(-t).exp().mean().log()
+        assert_close(Uniformity(1.0, temperature=t)(states()), published_loss, **CLOSE)
 
 
 def test_bounds_zero_vectors_and_single_points():
-    same = torch.ones(1, 3, 4).double()
-    assert_close(Uniformity(1.0)([same, same]).item(), 0.0, **CLOSE)
-    opposite = torch.cat([same[:, :1], -same[:, :1]], 1)
-    assert_close(Uniformity(1.0)([same, opposite]).item(), -8.0, **CLOSE)
+    equal_points = torch.ones(1, 3, 4).double()
+    assert_close(Uniformity(1.0)([equal_points, equal_points]).item(), 0.0, **CLOSE)
+    opposite_points = torch.cat([equal_points[:, :1], -equal_points[:, :1]], 1)
+    assert_close(Uniformity(1.0)([equal_points, opposite_points]).item(), -8.0, **CLOSE)
     hidden_states = states()
     hidden_states[1][0, 1] = 0
-    assert_close(Uniformity(1.0)(hidden_states), naive(hidden_states[1].flatten(0, 1)), **CLOSE)
-    assert Uniformity(1.0)([same[:, :1], same[:, :1]]).isnan()
+    assert_close(Uniformity(1.0)(hidden_states), naive_uniformity(hidden_states[1].flatten(0, 1)), **CLOSE)
+    assert Uniformity(1.0)([equal_points[:, :1], equal_points[:, :1]]).isnan()
 
 
 def test_bad_input_is_refused():

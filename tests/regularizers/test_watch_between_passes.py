@@ -1,4 +1,4 @@
-"""What happens between a pass and its loss, and what a refresh leaves as it was."""
+"""A pass without gradients between a pass and its loss, and the random numbers after a refresh."""
 
 import numpy as np
 import pytest
@@ -18,16 +18,16 @@ def model():
 
 def test_a_pass_without_gradients_does_not_replace_the_pass_before_it(model):
     model.eval()
-    batch, other = {"input_ids": torch.arange(12).view(2, 6)}, {"input_ids": torch.arange(8).view(1, 8)}
+    batch, other_batch = {"input_ids": torch.arange(12).view(2, 6)}, {"input_ids": torch.arange(8).view(1, 8)}
     with istar.attach(model, istar.IStar(1.0, 0.0)) as watch:
         model(**batch)
         expected = watch.loss()
         model(**batch)
         with torch.no_grad():
-            model(**other)
+            model(**other_batch)
         assert torch.equal(watch.loss(), expected)
         model(**batch)
-        model(**other)
+        model(**other_batch)
         assert not torch.equal(watch.loss(), expected)
 
 
@@ -37,6 +37,6 @@ def test_a_refresh_leaves_the_random_numbers_of_a_shuffling_loader_as_they_were(
         [{"input_ids": torch.randint(20, (6,))} for _ in range(8)], batch_size=2, shuffle=True, num_workers=workers
     )
     with istar.attach(model, istar.IStar(1.0, 0.5)) as watch:
-        before = torch.get_rng_state(), np.random.get_state()[1]
+        generator_states = torch.get_rng_state(), np.random.get_state()[1]
         watch.refresh(loader, num_points=30)
-        assert torch.equal(torch.get_rng_state(), before[0])
+        assert torch.equal(torch.get_rng_state(), generator_states[0])

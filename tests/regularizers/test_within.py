@@ -1,4 +1,4 @@
-"""I-STAR within classes: naive centering, derivatives, gloo processes, models of transformers, and bad input."""
+"""I-STAR within classes, against naive centering: derivatives, models of transformers, processes, and bad input."""
 
 import os
 from typing import Any
@@ -24,8 +24,8 @@ SIGMA = torch.diag(torch.linspace(1, 2, 4, dtype=torch.float64))
 LABELS = torch.tensor([1, 0, 1])
 
 
-def naive_within(layers, mask, labels):
-    """The pooled covariance of the union of the layers, each point centered on the mean of its class."""
+def naive_within_covariance(layers, mask, labels):
+    """Return the pooled covariance of the points of all layers, each centered on the mean of its class."""
     rows, classes = [], []
     for state in layers:
         for i in range(state.shape[0]):
@@ -33,21 +33,21 @@ def naive_within(layers, mask, labels):
                 if mask is None or mask[i, j]:
                     rows.append(state[i, j])
                     classes.append(int(labels[i]))
-    scatter, names = 0, sorted(set(classes))
-    for name in names:
-        members = torch.stack([row for row, other in zip(rows, classes, strict=True) if other == name])
+    scatter, class_labels = 0, sorted(set(classes))
+    for class_label in class_labels:
+        members = torch.stack([row for row, row_class in zip(rows, classes, strict=True) if row_class == class_label])
         centered = members - members.mean(0)
         scatter = scatter + sum(torch.outer(row, row) for row in centered)
-    return scatter / (len(rows) - len(names))
+    return scatter / (len(rows) - len(class_labels))
 
 
 def naive_penalty(layers, mask, labels, zeta=0.0, sigma=SIGMA):
-    covariance = (1 - zeta) * naive_within(layers, mask, labels) + zeta * sigma
+    covariance = (1 - zeta) * naive_within_covariance(layers, mask, labels) + zeta * sigma
     return 1 - steps_6_to_9(torch.linalg.eigvalsh(covariance))
 
 
-def build(weight=-0.7, zeta=0.3, layers="with_embeddings", kind=IStar, sigma=SIGMA, **arguments):
-    penalty = kind(weight, zeta, layers, within="label", **arguments)
+def build_penalty(weight=-0.7, zeta=0.3, layers="with_embeddings", penalty_class=IStar, sigma=SIGMA, **arguments):
+    penalty = penalty_class(weight, zeta, layers, within="label", **arguments)
     if zeta:
         penalty.shrinkage_covariance = sigma
     return penalty
@@ -58,77 +58,81 @@ def build(weight=-0.7, zeta=0.3, layers="with_embeddings", kind=IStar, sigma=SIG
 @pytest.mark.parametrize("labels", [LABELS, torch.tensor([4, 0, 2]), torch.zeros(3).long()], ids=str)
 def test_value_and_gradient_are_those_of_naive_centering(zeta, mask, labels):
     hidden_states = [state + 3 * labels[:, None, None] for state in states()]
-    penalty = build(zeta=zeta)
+    penalty = build_penalty(zeta=zeta)
     actual = value_and_gradients(lambda s: penalty(s, mask, labels), hidden_states)
     expected = value_and_gradients(lambda s: -0.7 * naive_penalty(s, mask, labels, zeta), hidden_states)
     assert_close(actual, expected, **CLOSE)
     assert penalty.last.points == (30 if mask is None else 2 * MASK.sum())
-    # Where the classes lie does not matter.
+    # The positions of the classes do not matter.
     moved = [state + 50 * labels[:, None, None] for state in hidden_states]
     assert_close(penalty(moved, mask, labels), actual[0], rtol=1e-8, atol=1e-10)
 
 
 def test_a_single_class_is_i_star():
     labels = torch.full((3,), 2)
-    plain = IStar(-0.7, 0.3, "all")
-    plain.shrinkage_covariance = SIGMA
-    assert_close(build(layers="all")(states(3), MASK, labels), plain(states(3), MASK), **CLOSE)
+    istar_penalty = IStar(-0.7, 0.3, "all")
+    istar_penalty.shrinkage_covariance = SIGMA
+    assert_close(build_penalty(layers="all")(states(3), MASK, labels), istar_penalty(states(3), MASK), **CLOSE)
 
 
 def test_first_and_second_derivatives_are_those_of_finite_differences():
     inputs = [state.requires_grad_() for state in states()]
     for zeta in (0.0, 0.3):
-        penalty = build(zeta=zeta)
+        penalty = build_penalty(zeta=zeta)
         assert torch.autograd.gradcheck(lambda *s, penalty=penalty: penalty(s, MASK, LABELS), inputs)
         assert torch.autograd.gradgradcheck(lambda *s, penalty=penalty: penalty(s, MASK, LABELS), inputs)
 
 
 def test_padding_is_no_point_unless_it_is_asked_for():
-    padded = [state.masked_fill(~MASK.bool()[..., None], torch.nan) for state in states()]
-    value, found = value_and_gradients(lambda s: build()(s, MASK, LABELS), padded)
-    assert_close(value, -0.7 * naive_penalty(padded, MASK, LABELS, 0.3), **CLOSE)
-    assert not any(gradient[~MASK.bool()].any() for gradient in found)
-    counted = build(include_padding=True)
-    assert_close(counted(states(), MASK, LABELS), -0.7 * naive_penalty(states(), None, LABELS, 0.3), **CLOSE)
-    assert build()(padded, None, LABELS).isnan()
+    padded_states = [state.masked_fill(~MASK.bool()[..., None], torch.nan) for state in states()]
+    value, state_gradients = value_and_gradients(lambda s: build_penalty()(s, MASK, LABELS), padded_states)
+    assert_close(value, -0.7 * naive_penalty(padded_states, MASK, LABELS, 0.3), **CLOSE)
+    assert not any(gradient[~MASK.bool()].any() for gradient in state_gradients)
+    penalty_with_padding = build_penalty(include_padding=True)
+    assert_close(
+        penalty_with_padding(states(), MASK, LABELS), -0.7 * naive_penalty(states(), None, LABELS, 0.3), **CLOSE
+    )
+    assert build_penalty()(padded_states, None, LABELS).isnan()
 
 
 def test_a_class_with_one_point_adds_nothing_but_the_point():
     labels, mask = torch.tensor([0, 0, 1]), torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
-    penalty, alone = build(zeta=0.3, layers="last"), build(zeta=0.3, layers="last")
+    penalty, penalty_without_the_class = build_penalty(zeta=0.3, layers="last"), build_penalty(zeta=0.3, layers="last")
     layers = states()
-    value, found = value_and_gradients(lambda s: penalty(s, mask, labels) + 0 * s[0].sum(), layers)
-    assert_close(value, alone([state[:2] for state in layers], mask[:2], labels[:2]), **CLOSE)
-    assert (penalty.last.points, alone.last.points) == (8, 7)
-    assert found[1][2].abs().max() < 1e-15
+    value, state_gradients = value_and_gradients(lambda s: penalty(s, mask, labels) + 0 * s[0].sum(), layers)
+    assert_close(value, penalty_without_the_class([state[:2] for state in layers], mask[:2], labels[:2]), **CLOSE)
+    assert (penalty.last.points, penalty_without_the_class.last.points) == (8, 7)
+    assert state_gradients[1][2].abs().max() < 1e-15
 
 
 def test_the_set_point_and_products_in_bfloat16():
-    pulled = build(0.7, layers="all", set_point=SetPoint(0.2))
-    value = pulled(states(3), MASK, LABELS)
+    penalty = build_penalty(0.7, layers="all", set_point=SetPoint(0.2))
+    value = penalty(states(3), MASK, LABELS)
     score = 1 - naive_penalty(states(3)[1:], MASK, LABELS, 0.3)
     assert_close(value, 0.7 * (score - 0.2) ** 2, **CLOSE)
     layers = [state.float() for state in states()]
-    exact, coarse = (build(compute=dtype)(layers, MASK, LABELS) for dtype in ("float32", "bfloat16"))
-    assert exact != coarse
-    assert exact.dtype == coarse.dtype == torch.float32
-    assert_close(coarse, exact, rtol=0.01, atol=0)
+    float32_value, bfloat16_value = (
+        build_penalty(compute=dtype)(layers, MASK, LABELS) for dtype in ("float32", "bfloat16")
+    )
+    assert float32_value != bfloat16_value
+    assert float32_value.dtype == bfloat16_value.dtype == torch.float32
+    assert_close(bfloat16_value, float32_value, rtol=0.01, atol=0)
 
 
 def test_the_placebo_has_the_gradient_within_classes_rotated():
-    value, found = value_and_gradients(
-        lambda s: build(kind=RandomDirection, seed=3)(s, MASK, LABELS), states()
-    )  # fmt: skip
-    expected_value, expected = value_and_gradients(lambda s: build()(s, MASK, LABELS), states())
+    value, placebo_gradients = value_and_gradients(
+        lambda s: build_penalty(penalty_class=RandomDirection, seed=3)(s, MASK, LABELS), states()
+    )
+    expected_value, istar_gradients = value_and_gradients(lambda s: build_penalty()(s, MASK, LABELS), states())
     assert value == expected_value
-    rotated = [torch.einsum("ij,btj->bti", random_rotation(4, 3), gradient) for gradient in expected]
-    assert_close(found, rotated, **CLOSE)
+    rotated_gradients = [torch.einsum("ij,btj->bti", random_rotation(4, 3), gradient) for gradient in istar_gradients]
+    assert_close(placebo_gradients, rotated_gradients, **CLOSE)
 
 
 # Models of transformers ---------------------------------------------------------------------------------------
 
 
-def classifier() -> hf.PreTrainedModel:
+def make_classifier() -> hf.PreTrainedModel:
     torch.manual_seed(0)
     config = hf.BertConfig(
         hidden_size=4, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8, vocab_size=20, num_labels=3,
@@ -137,7 +141,7 @@ def classifier() -> hf.PreTrainedModel:
     return hf.BertForSequenceClassification(config).double().eval()
 
 
-def batch(seed: int = 0) -> dict[str, torch.Tensor]:
+def make_batch(seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
         "input_ids": torch.randint(3, 20, (3, 5), generator=generator),
@@ -147,31 +151,31 @@ def batch(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def test_a_model_gives_its_labels_to_the_penalty_and_to_sigma_s():
-    model, batches = classifier(), [batch(0), batch(1)]
+    model, batches = make_classifier(), [make_batch(0), make_batch(1)]
     with torch.no_grad():
-        each = [model(**inputs, output_hidden_states=True).hidden_states[1:] for inputs in batches]
-    both = [torch.cat([first, second]) for first, second in zip(*each, strict=True)]
+        states_by_batch = [model(**inputs, output_hidden_states=True).hidden_states[1:] for inputs in batches]
+    joined_states = [torch.cat([first, second]) for first, second in zip(*states_by_batch, strict=True)]
     labels = torch.cat([inputs["labels"] for inputs in batches])
-    sigma = naive_within(both, torch.cat([MASK, MASK]), labels)
+    expected_covariance = naive_within_covariance(joined_states, torch.cat([MASK, MASK]), labels)
     covariance = shrinkage_covariance(model, batches, within="label")
-    assert_close(covariance.double(), sigma, rtol=1e-5, atol=1e-6)
+    assert_close(covariance.double(), expected_covariance, rtol=1e-5, atol=1e-6)
     assert (covariance - shrinkage_covariance(model, batches)).abs().max() > 1e-3
 
     penalty = IStar(-0.7, 0.3, within="label")
     with attach(model, penalty) as watch:
         assert watch.refresh(batches) == 2 * 2 * MASK.sum()
         assert torch.equal(penalty.shrinkage_covariance, covariance)
-        task_loss = model(**batch()).loss
+        task_loss = model(**make_batch()).loss
         actual = gradients(model, task_loss + watch.loss())
-    outputs = model(**batch(), output_hidden_states=True)
+    outputs = model(**make_batch(), output_hidden_states=True)
     expected = outputs.loss - 0.7 * naive_penalty(
-        outputs.hidden_states[1:], MASK, batch()["labels"], 0.3, covariance.double()
+        outputs.hidden_states[1:], MASK, make_batch()["labels"], 0.3, covariance.double()
     )
     assert_close(actual, gradients(model, expected), rtol=1e-9, atol=1e-9)
 
 
 def test_points_of_one_token_for_each_sequence():
-    model, inputs = classifier(), batch()
+    model, inputs = make_classifier(), make_batch()
     with attach(model, IStar(1.0, 0, "last", within="label"), points=Points("last")) as watch:
         model(**inputs)
         value = watch.loss()
@@ -203,7 +207,7 @@ SHARDS = {
 }
 
 
-def points_of(rank):
+def make_points(rank):
     return 2 * torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) + rank
 
 
@@ -223,55 +227,55 @@ def train(model, layers, points, mask, labels, sync=True):
     return torch.cat([torch.stack(values), torch.nn.utils.parameters_to_vector(model.parameters()).detach()])
 
 
-def work(rank, folder):
+def run_worker(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     results = {}
     for name, shards in SHARDS.items():
         labels, mask = shards[rank]
         model = DistributedDataParallel(Tower())
-        results[name] = train(model, model.module.layers, points_of(rank), mask, labels)
+        results[name] = train(model, model.module.layers, make_points(rank), mask, labels)
     labels, mask = SHARDS["equal"][rank]
     model = Tower()
-    results["alone"] = train(model, model.layers, points_of(rank), mask, labels, sync=False)
+    results["alone"] = train(model, model.layers, make_points(rank), mask, labels, sync=False)
     torch.save(results, f"{folder}/{rank}.pt")
     dist.barrier()
-    # Not through the end of the interpreter, where what is left of a process group may abort.
+    # Skip the shutdown of the interpreter, in which the process group may abort.
     os._exit(0)
 
 
 def test_two_processes_train_as_one_does_with_the_union(tmp_path):
-    run_in_processes(work, (str(tmp_path),), 2)
+    run_in_processes(run_worker, (str(tmp_path),), 2)
     results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    union = torch.cat([points_of(0), points_of(1)])
-    start = torch.nn.utils.parameters_to_vector(Tower().parameters())
+    all_points = torch.cat([make_points(0), make_points(1)])
+    initial_parameters = torch.nn.utils.parameters_to_vector(Tower().parameters())
     for name, shards in SHARDS.items():
         model = Tower()
         masks, labels = (torch.cat([shard[i] for shard in shards]) for i in (1, 0))
-        expected = train(model, model.layers, union, masks, labels)
-        assert (expected[3:] - start).abs().max() > 1e-3
+        expected = train(model, model.layers, all_points, masks, labels)
+        assert (expected[3:] - initial_parameters).abs().max() > 1e-3
         for result in results:
             # Sigma_S is float32.
             assert_close(result[name], expected, rtol=1e-5, atol=1e-6)
     for rank, result in enumerate(results):
         labels, mask = SHARDS["equal"][rank]
         model = Tower()
-        assert_close(result["alone"], train(model, model.layers, points_of(rank), mask, labels), **CLOSE)
+        assert_close(result["alone"], train(model, model.layers, make_points(rank), mask, labels), **CLOSE)
     assert not torch.allclose(results[0]["alone"], results[0]["equal"])
 
 
 # Bad input ----------------------------------------------------------------------------------------------------
 
 
-def call(labels: Any, points: Points = Points(), **arguments: Any) -> None:  # noqa: B008
-    model = classifier()
+def run_loss(labels: Any, points: Points = Points(), **arguments: Any) -> None:  # noqa: B008
+    model = make_classifier()
     with attach(model, IStar(1.0, 0, within="label", **arguments), points=points) as watch:
-        inputs = {name: value for name, value in batch().items() if name != "labels"}
+        inputs = {name: value for name, value in make_batch().items() if name != "labels"}
         model(**inputs, **({} if labels is None else {"labels": labels}))
         watch.loss()
 
 
-def language_model() -> None:
+def pass_token_labels() -> None:
     config = hf.GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=20, bos_token_id=1, eos_token_id=1)
     model = hf.GPT2LMHeadModel(config)
     ids = torch.arange(10).view(2, 5)
@@ -279,36 +283,39 @@ def language_model() -> None:
         model(input_ids=ids, labels=ids)
 
 
-def regression() -> None:
-    model = classifier()
+def pass_regression_labels() -> None:
+    model = make_classifier()
     model.config.num_labels, model.config.problem_type = 1, "regression"
     with attach(model, IStar(1.0, 0, within="label")):
-        model(**{**batch(), "labels": torch.tensor([0.5, 1.0, 2.0])})
+        model(**{**make_batch(), "labels": torch.tensor([0.5, 1.0, 2.0])})
 
 
-WRONG = {
+INVALID_CALLS = {
     "name": (lambda: IStar(1.0, 0, within="class"), "within is 'class'; expected label or None"),
     "unbiased": (lambda: IStar(1.0, 0, estimator="unbiased", within="label"), "within needs estimator shrinkage"),
     "auto": (lambda: IStar(1.0, "auto", within="label"), "within needs estimator shrinkage"),
-    "no labels": (lambda: call(None), "within='label' needs labels, which this call of the model does not have"),
-    "labels of tokens": (language_model, r"integers of shape \(2,\); the labels are torch.int64 of shape \(2, 5\)"),
-    "regression": (regression, r"the labels are torch.float32 of shape \(3,\): leave out within for regression"),
-    "negative": (lambda: build()(states(), MASK, LABELS - 1), "a label is -1; expected"),
+    "no labels": (lambda: run_loss(None), "within='label' needs labels, which this call of the model does not have"),
+    "labels of tokens": (pass_token_labels, r"integers of shape \(2,\); the labels are torch.int64 of shape \(2, 5\)"),
+    "regression": (
+        pass_regression_labels, r"the labels are torch.float32 of shape \(3,\): leave out within for regression"
+    ),
+    "negative": (lambda: build_penalty()(states(), MASK, LABELS - 1), "a label is -1; expected"),
     "no class with two points": (
-        lambda: call(torch.tensor([0, 1, 2]), Points("last"), layers="last"), "no class has two points"
+        lambda: run_loss(torch.tensor([0, 1, 2]), Points("last"), layers="last"), "no class has two points"
     ),
     "rows of an embedding": (
-        lambda: EmbeddingWatch(classifier(), IStar(1.0, 0, within="label"), "input_embeddings").loss(),
+        lambda: EmbeddingWatch(make_classifier(), IStar(1.0, 0, within="label"), "input_embeddings").loss(),
         "within='label' needs labels",
     ),
     "sentence labels for tokens": (
-        lambda: call(batch()["labels"], Points("labelled")), r"points='labelled' needs labels of shape \(3, 5\)"
+        lambda: run_loss(make_batch()["labels"], Points("labelled")),
+        r"points='labelled' needs labels of shape \(3, 5\)",
     ),
     "Sigma_S": (
-        lambda: shrinkage_covariance(classifier(), [{"input_ids": torch.ones(2, 3).long()}], within="label"),
+        lambda: shrinkage_covariance(make_classifier(), [{"input_ids": torch.ones(2, 3).long()}], within="label"),
         "within='label' needs labels",
     ),
-    "name of Sigma_S": (lambda: shrinkage_covariance(classifier(), [], within="class"), "within is 'class'"),
+    "name of Sigma_S": (lambda: shrinkage_covariance(make_classifier(), [], within="class"), "within is 'class'"),
     "config name": (lambda: IStarConfig(within="class"), r"reg\.within=class is not known"),
     "config unbiased": (
         lambda: IStarConfig(within="label", estimator="unbiased"), r"reg\.within=label needs reg\.estimator=shrinkage"
@@ -321,10 +328,10 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "message"), WRONG.values(), ids=WRONG)
-def test_bad_input_is_refused_in_one_line(make, message):
+@pytest.mark.parametrize(("call", "message"), INVALID_CALLS.values(), ids=INVALID_CALLS)
+def test_bad_input_is_refused_in_one_line(call, message):
     with pytest.raises(UserError, match=message) as error:
-        make()
+        call()
     assert "\n" not in str(error.value)
 
 
