@@ -14,7 +14,7 @@ del OPT["intermediate_size"]
 ENDS = {"bos_token_id": 1, "eos_token_id": 1}
 
 Make = Callable[[], PreTrainedModel]
-# The model, its blocks, and its final normalization.
+# By architecture: a function that builds the model, the path of its blocks, and the path of its final normalization.
 MODELS: dict[str, tuple[Make, str, str | None]] = {
     "bert": (lambda: hf.BertModel(hf.BertConfig(**SHAPE)), "encoder.layer", None),
     "albert": (
@@ -31,7 +31,7 @@ MODELS: dict[str, tuple[Make, str, str | None]] = {
     "opt": (
         lambda: hf.OPTModel(hf.OPTConfig(**OPT, word_embed_proj_dim=32)), "decoder.layers", "decoder.final_layer_norm"
     ),
-    # OPT-350m: normalized within the layers, and projected to the width of the embeddings behind them.
+    # OPT-350m normalizes within its layers, and projects the output of the last one to the width of the embeddings.
     "opt_350m": (
         lambda: hf.OPTModel(hf.OPTConfig(**OPT, word_embed_proj_dim=16, do_layer_norm_before=False)),
         "decoder.layers",

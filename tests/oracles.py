@@ -1,6 +1,6 @@
-"""The papers' formulas, written step by step and slowly: what the product is compared with.
+"""The papers' formulas, written step by step and slowly, as references for the package's own implementations.
 
-Nothing here uses the product or its formulas. Everything computes in the dtype of its input.
+Nothing here uses the package or its formulas. Everything computes in the dtype of its input.
 """
 
 import math
@@ -26,6 +26,7 @@ def algorithm_1(
 
 
 def steps_6_to_9(eigenvalues: Tensor) -> Tensor:
+    """IsoScore* of the eigenvalues of a covariance, steps 6 to 9 of `algorithm_1`."""
     d = eigenvalues.shape[0]
     normalized = math.sqrt(d) * eigenvalues / torch.linalg.vector_norm(eigenvalues)
     defect = torch.linalg.vector_norm(normalized - 1) / math.sqrt(2 * (d - math.sqrt(d)))
@@ -52,12 +53,12 @@ def unbiased_squares(points: Tensor) -> tuple[Tensor, Tensor]:
     n = len(points)
     differences = points[:, None] - points[None]
     products = torch.einsum("ijd,kld->ijkl", differences, differences)
-    numbers = torch.arange(n)
-    i, j, k, m = torch.meshgrid(numbers, numbers, numbers, numbers, indexing="ij")
+    indices = torch.arange(n)
+    i, j, k, m = torch.meshgrid(indices, indices, indices, indices, indexing="ij")
     distinct = (i != j) & (i != k) & (i != m) & (j != k) & (j != m) & (k != m)
     squares = differences.square().sum(-1)
-    both = squares[:, :, None, None] * squares[None, None]
-    return products[distinct].square().mean() / 4, both[distinct].mean() / 4
+    square_products = squares[:, :, None, None] * squares[None, None]
+    return products[distinct].square().mean() / 4, square_products[distinct].mean() / 4
 
 
 def unbiased_isoscore(points: Tensor) -> Tensor:
@@ -109,13 +110,13 @@ def stack(hidden_states: Sequence[Tensor], attention_mask: Tensor | None = None)
 
 
 def streamed_about_the_origin(batches: Sequence[Tensor]) -> Tensor:
-    """Covariance as E[x x^T] - E[x] E[x]^T, summed in the points' dtype: loses what the mean outweighs."""
+    """Covariance as E[x x^T] - E[x] E[x]^T, summed in the points' dtype: inexact if the mean is large."""
     n = sum(len(batch) for batch in batches)
-    mean, second = batches[0].new_zeros(()), batches[0].new_zeros(())
+    mean, second_moment = batches[0].new_zeros(()), batches[0].new_zeros(())
     for batch in batches:
         mean = mean + batch.sum(0) / n
-        second = second + batch.T @ batch / n
-    return (second - torch.outer(mean, mean)) * (n / (n - 1))
+        second_moment = second_moment + batch.T @ batch / n
+    return (second_moment - torch.outer(mean, mean)) * (n / (n - 1))
 
 
 def two_nn(points: np.ndarray, discard: float = 0.1) -> float:
@@ -125,9 +126,9 @@ def two_nn(points: np.ndarray, discard: float = 0.1) -> float:
         distances = sorted(math.dist(point, other) for j, other in enumerate(points) if j != i)
         ratios.append(distances[1] / distances[0])
     n = len(ratios)
-    kept = sorted(ratios)[: int(n * (1 - discard))]
-    x = np.log(kept)
-    y = np.array([-math.log(1 - (i + 1) / n) for i in range(len(kept))])
+    smallest_ratios = sorted(ratios)[: int(n * (1 - discard))]
+    x = np.log(smallest_ratios)
+    y = np.array([-math.log(1 - (i + 1) / n) for i in range(len(smallest_ratios))])
     return float(np.linalg.lstsq(x[:, None], y, rcond=None)[0][0])
 
 

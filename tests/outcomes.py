@@ -1,4 +1,4 @@
-"""Compares two run folders bit by bit, except for durations and paths."""
+"""Compare two run folders bit by bit, except for durations and paths."""
 
 from pathlib import Path
 
@@ -13,11 +13,13 @@ def assert_same(folder: Path, other: Path, but_for_the_name: bool = False) -> No
     Args:
         but_for_the_name: ignore the names of the runs and their `trainer` settings.
     """
-    ours, theirs = outcome(folder), outcome(other)
+    actual_outcome, expected_outcome = outcome(folder), outcome(other)
     if but_for_the_name:
-        for record in (ours["result.json"], theirs["result.json"]):
+        for record in (actual_outcome["result.json"], expected_outcome["result.json"]):
             del record["name"], record["config"]["trainer"]
-    for number, (row, expected) in enumerate(zip(ours["metrics.csv"], theirs["metrics.csv"], strict=True)):
-        assert row == expected, f"row {number} of metrics.csv"
-    unequal = differences(ours, theirs)
+    for index, (row, expected_row) in enumerate(
+        zip(actual_outcome["metrics.csv"], expected_outcome["metrics.csv"], strict=True)
+    ):
+        assert row == expected_row, f"row {index} of metrics.csv"
+    unequal = differences(actual_outcome, expected_outcome)
     assert not unequal, f"the runs differ in {', '.join(unequal)}"

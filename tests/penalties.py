@@ -1,4 +1,4 @@
-"""A penalty that keeps what it is given, and the naive penalty of what a model returns."""
+"""A penalty that records the hidden states that it receives, and a naive penalty on the outputs of a model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,15 +28,20 @@ class Recording(IStar):
 
 
 def sigma() -> Tensor:
+    """Return the shrinkage covariance of the tests, `(WIDTH, WIDTH)`, in float64."""
     points = torch.randn(5 * WIDTH, WIDTH, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     return torch.cov((points * torch.linspace(1, 2, WIDTH)).T)
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    """The gradient of every parameter that the loss depends on."""
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    computed = torch.autograd.grad(loss, [parameter for _, parameter in named], allow_unused=True)
-    return {name: gradient for (name, _), gradient in zip(named, computed, strict=True) if gradient is not None}
+    """Return the gradient of every parameter that the loss depends on, by the parameter's name."""
+    named_parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    parameter_gradients = torch.autograd.grad(loss, [parameter for _, parameter in named_parameters], allow_unused=True)
+    return {
+        name: gradient
+        for (name, _), gradient in zip(named_parameters, parameter_gradients, strict=True)
+        if gradient is not None
+    }
 
 
 def seeded_pass(model: nn.Module, inputs: dict[str, Tensor], seed: int, **arguments: Any) -> Any:
@@ -45,12 +50,13 @@ def seeded_pass(model: nn.Module, inputs: dict[str, Tensor], seed: int, **argume
 
 
 def naive_loss(outputs: Any, states: Sequence[Tensor], mask: Tensor) -> Tensor:
+    """Return the penalty on all real tokens of these hidden states, plus the model's own loss if it has one."""
     score = algorithm_1(stack(states, mask), sigma(), ZETA, torch.linalg.eigvalsh)
     return WEIGHT * (1 - score) + (outputs.loss if "loss" in outputs else 0)
 
 
 def received(model: nn.Module, inputs: dict[str, Tensor], layers: Any, seed: int) -> list[Tensor]:
-    """The hidden states that a penalty on these layers is given."""
+    """Return the hidden states that a penalty on these layers receives in a forward pass."""
     penalty = Recording(layers)
     with attach(model, penalty):
         seeded_pass(model, inputs, seed)

@@ -1,5 +1,7 @@
-"""docs/artefacts.md: the commands of the papers' tables and figures parse, and those of the third paper and of some
-figures of the second work."""
+"""docs/artefacts.md: the commands for the papers' tables and figures parse, and some of them are executed.
+
+The slow tests execute the commands of the third paper and those of some figures of the second paper.
+"""
 
 import re
 import shlex
@@ -30,7 +32,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table of the page."""
+    """A row of one of the tables of docs/artefacts.md."""
 
     paper: str
     artefact: str
@@ -39,40 +41,41 @@ class Row:
     differences: str
 
 
-def rows() -> list[Row]:
-    found = []
+def read_rows() -> list[Row]:
+    """Return the rows of all tables of docs/artefacts.md."""
+    rows = []
     for section in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]:
         paper = section.partition("\n")[0]
         for line in section.splitlines():
             cells = [cell.strip() for cell in line.strip("|").split(" | ")]
             if line.startswith("| ") and len(cells) == 5 and not cells[0].startswith(("---", "artefact")):
                 commands, files = (tuple(re.findall(r"`([^`]+)`", cell)) for cell in cells[2:4])
-                found.append(Row(paper, cells[0], commands, files, cells[4]))
-    return found
+                rows.append(Row(paper, cells[0], commands, files, cells[4]))
+    return rows
 
 
-ROWS = rows()
-FIGURES_OF_THE_SECOND = ("Figure 1", "Figure 2", "Figure 5", "Figure 6")
+ROWS = read_rows()
+EXECUTED_FIGURES = ("Figure 1", "Figure 2", "Figure 5", "Figure 6")
 """Figures of the second paper whose commands a test executes."""
-THIRD = [row for row in ROWS if row.paper == "Too Much in Common"]
+THIRD_PAPER_ROWS = [row for row in ROWS if row.paper == "Too Much in Common"]
 COMMANDS = sorted({command for row in ROWS for command in row.commands})
 
 
 @pytest.mark.parametrize(
-    ("paper", "tables", "figures"),
+    ("paper", "table_count", "figure_count"),
     [
         ("Stable Anisotropic Regularization", 2, 8),
         ("Anisotropy is Not Inherent to Transformers", 4, 13),
         ("Too Much in Common", 3, 6),
     ],
 )
-def test_every_table_and_figure_has_a_row(paper: str, tables: int, figures: int) -> None:
-    named: dict[str, set[int]] = {"Table": set(), "Figure": set()}
+def test_every_table_and_figure_has_a_row(paper: str, table_count: int, figure_count: int) -> None:
+    numbers_by_kind: dict[str, set[int]] = {"Table": set(), "Figure": set()}
     for row in ROWS:
         match = re.match(r"(Table|Figure)s? (\d+)(?: (?:to|and) (\d+))?", row.artefact)
         if row.paper == paper and match:
-            named[match[1]] |= set(range(int(match[2]), int(match[3] or match[2]) + 1))
-    assert named == {"Table": set(range(1, tables + 1)), "Figure": set(range(1, figures + 1))}
+            numbers_by_kind[match[1]] |= set(range(int(match[2]), int(match[3] or match[2]) + 1))
+    assert numbers_by_kind == {"Table": set(range(1, table_count + 1)), "Figure": set(range(1, figure_count + 1))}
 
 
 def test_a_row_has_a_command_and_its_files_or_says_what_is_missing() -> None:
@@ -93,20 +96,27 @@ def test_the_command_parses(command: str) -> None:
         return
     # Hydra parses the options of `istar train`.
     assert arguments[0] == "-m"
-    overrides = {one.key_or_group: one for one in OverridesParser.create().parse_overrides(arguments[1:])}
+    overrides = {
+        override.key_or_group: override for override in OverridesParser.create().parse_overrides(arguments[1:])
+    }
     assert overrides.keys() <= {"sweep", "task", "model"}
     assert (REPOSITORY / "sweep" / f"{overrides['sweep'].value()}.yaml").is_file()
 
 
 def make_inputs(folder: Path) -> None:
-    """Make tiny random models, benchmarks and a text under the names that the commands have."""
+    """Write tiny random models, benchmarks and a text with the names that the commands use."""
     names = sorted(
-        {name for row in THIRD for command in row.commands for name in re.findall(r" (\w+-?\w*/\S+)", command)}
+        {
+            name
+            for row in THIRD_PAPER_ROWS
+            for command in row.commands
+            for name in re.findall(r" (\w+-?\w*/\S+)", command)
+        }
     )
-    for number, name in enumerate(names):
+    for index, name in enumerate(names):
         model: Any = build("bert")
         with torch.no_grad():
-            model.get_input_embeddings().weight.mul_(1 + number / 10)
+            model.get_input_embeddings().weight.mul_(1 + index / 10)
         model.save_pretrained(folder / name)
         TOKENIZER.save_pretrained(folder / name)
     for name, line in FORMATS.items():
@@ -119,65 +129,65 @@ def test_the_commands_of_the_third_paper_make_their_files(tmp_path: Path, monkey
     make_inputs(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for command in sorted({command for row in THIRD for command in row.commands}):
+    for command in sorted({command for row in THIRD_PAPER_ROWS for command in row.commands}):
         assert main(shlex.split(command)[1:]) == 0, command
-    for row in THIRD:
+    for row in THIRD_PAPER_ROWS:
         [command] = row.commands
-        out = tmp_path / _make_parser().parse_args(shlex.split(command)[1:]).out
+        output_folder = tmp_path / _make_parser().parse_args(shlex.split(command)[1:]).out
         for name in row.files:
-            assert (out / name).stat().st_size > 0, (row.artefact, name)
-    # The paper's numbers stand beside those of its models, in each table.
-    for folder, table, models in (("embeddings", 1, 8), ("word-similarity", 2, 6), ("word-similarity", 3, 6)):
-        frame = pd.read_csv(tmp_path / folder / "tables" / f"table{table}.csv")
-        assert frame[frame["source"] == "paper"]["model"].nunique() == models
+            assert (output_folder / name).stat().st_size > 0, (row.artefact, name)
+    # Each table has the paper's numbers next to those of the models.
+    for folder_name, table, model_count in (("embeddings", 1, 8), ("word-similarity", 2, 6), ("word-similarity", 3, 6)):
+        frame = pd.read_csv(tmp_path / folder_name / "tables" / f"table{table}.csv")
+        assert frame[frame["source"] == "paper"]["model"].nunique() == model_count
 
 
 @pytest.mark.slow
 def test_the_commands_of_figures_of_the_second_paper_make_their_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Figures 1 and 2 have the final LayerNorm, Figures 5 and 6 bars of I(W) with the signs as computed."""
-    figures = [
+    """Figures 1 and 2 show the final LayerNorm; Figures 5 and 6 show bars of I(W) with the signs as computed."""
+    figure_rows = [
         row
         for row in ROWS
-        if row.paper == "Anisotropy is Not Inherent to Transformers" and row.artefact in FIGURES_OF_THE_SECOND
+        if row.paper == "Anisotropy is Not Inherent to Transformers" and row.artefact in EXECUTED_FIGURES
     ]
-    assert len(figures) == len(FIGURES_OF_THE_SECOND)
+    assert len(figure_rows) == len(EXECUTED_FIGURES)
     [options] = {
         (options.name, tuple(options.text), str(options.out))
-        for options in (_make_parser().parse_args(shlex.split(row.commands[0])[1:]) for row in figures)
+        for options in (_make_parser().parse_args(shlex.split(row.commands[0])[1:]) for row in figure_rows)
     }
     assert options == ("compare", ("enron.jsonl",), "comparison")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     Path("enron.jsonl").write_text('{"text": "the cat sees the dog"}\n{"text": "the house the garden"}\n' * 10)
-    # The commands differ in their models only, of which two are enough.
+    # The commands differ only in their models, and two models are enough.
     models = ("EleutherAI/pythia-70m", "EleutherAI/pythia-160m")
     for model in models:
         build("neox").save_pretrained(model)
         TOKENIZER.save_pretrained(model)
-    # The pages of the single models are not what the rows are about.
+    # The rows do not contain the pages of single models, so only their measures are written.
     monkeypatch.setattr(model_page, "write", measures_file.write)
     assert main(["compare", *models, "--text", "enron.jsonl", "--documents", "0"]) == 0
-    for row in figures:
+    for row in figure_rows:
         [name] = row.files
-        drawn = Path("comparison", name).read_text(encoding="utf-8")
+        svg = Path("comparison", name).read_text(encoding="utf-8")
         is_by_layer = name == "figures/directions.svg"
         labels = ("final", "norm") if is_by_layer else ("I(W), signs as computed", "I(W), both signs")
-        for text in (*labels, "pythia-70m", "pythia-160m"):
-            assert f">{text}<" in drawn, (row.artefact, text)
+        for label in (*labels, "pythia-70m", "pythia-160m"):
+            assert f">{label}<" in svg, (row.artefact, label)
 
 
 @pytest.mark.slow
 def test_a_real_encoder_and_decoder(tmp_path: Path, real_data: Path, minilm: Path, babyllama: Path) -> None:
-    """MiniLM agrees with people; the decoder has a token for each letter only, and so no row in Table 2."""
+    """MiniLM agrees with human ratings; the decoder, which has only one token per letter, has no row in Table 2."""
     benchmarks = [option for file in sorted((real_data / "wordsim").iterdir()) for option in ("--wordsim", str(file))]
-    out = tmp_path / "out"
-    assert main(["embed", f"minilm={minilm}", str(babyllama), *benchmarks, "--out", str(out)]) == 0
-    averages = pd.read_csv(out / "tables" / "table2.csv")
+    output_folder = tmp_path / "out"
+    assert main(["embed", f"minilm={minilm}", str(babyllama), *benchmarks, "--out", str(output_folder)]) == 0
+    averages = pd.read_csv(output_folder / "tables" / "table2.csv")
     assert set(averages["model"]) == {"minilm"}
     assert averages["cosine"].between(55, 80).all()
-    isotropy = pd.read_csv(out / "tables" / "table1.csv")
-    both = isotropy[isotropy["source"] == "both signs"].set_index("model")
-    assert (both["isotropy_raw"] < both["isotropy_centered"]).all()
-    assert (both["isotropy_centered"] < both["isotropy_post_processed"]).all()
+    isotropy = pd.read_csv(output_folder / "tables" / "table1.csv")
+    both_signs = isotropy[isotropy["source"] == "both signs"].set_index("model")
+    assert (both_signs["isotropy_raw"] < both_signs["isotropy_centered"]).all()
+    assert (both_signs["isotropy_centered"] < both_signs["isotropy_post_processed"]).all()

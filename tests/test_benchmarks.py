@@ -1,4 +1,4 @@
-"""The benchmarks' comparisons, and the short version of `python -m benchmarks.finetune`."""
+"""How the benchmarks compare contenders, and a short version of `python -m benchmarks.finetune`."""
 
 import argparse
 import itertools
@@ -59,15 +59,15 @@ def test_a_ratio_is_the_median_of_the_pairs_and_not_the_ratio_of_the_medians() -
 
 def test_each_round_starts_with_the_next_contender() -> None:
     order: list[str] = []
-    calls = {name: lambda number, name=name: order.append(f"{name}{number}") for name in "abc"}
-    results = common.run_in_rotation(calls, 4)
+    calls = {name: lambda round_number, name=name: order.append(f"{name}{round_number}") for name in "abc"}
+    results_by_name = common.run_in_rotation(calls, 4)
     assert order == ["a1", "b1", "c1", "b2", "c2", "a2", "c3", "a3", "b3", "a4", "b4", "c4"]
-    assert {name: len(values) for name, values in results.items()} == {"a": 4, "b": 4, "c": 4}
+    assert {name: len(values) for name, values in results_by_name.items()} == {"a": 4, "b": 4, "c": 4}
 
 
 def test_the_warm_up_round_is_not_counted() -> None:
-    moments = iter([0.0, 100.0, 0.0, 1.0, 0.0, 2.0])
-    seconds = common.time_in_rotation({"a": lambda: None}, 2, torch.device("cpu"), lambda: next(moments))
+    clock_times = iter([0.0, 100.0, 0.0, 1.0, 0.0, 2.0])
+    seconds = common.time_in_rotation({"a": lambda: None}, 2, torch.device("cpu"), lambda: next(clock_times))
     assert seconds == {"a": [1.0, 2.0]}
 
 
@@ -78,9 +78,9 @@ def test_emulated_bfloat16_is_noted_with_its_factor(
     common.note_emulated_bfloat16("cuda")
     assert capsys.readouterr().out == ""
     common.note_emulated_bfloat16("cpu")
-    printed = capsys.readouterr().out
-    assert printed.count("\n") == 1
-    assert "53 times as long in bfloat16 as in float32" in printed
+    output = capsys.readouterr().out
+    assert output.count("\n") == 1
+    assert "53 times as long in bfloat16 as in float32" in output
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])
@@ -94,7 +94,7 @@ def test_a_number_of_rounds_is_a_positive_integer(text: str) -> None:
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """The commands of a benchmark of sweeps, none of which is executed; each one takes 3 seconds."""
+    """Replace the execution of commands in a benchmark of sweeps by 3 seconds each; returns the list of commands."""
     executed: list[tuple[str, ...]] = []
 
     def run_command(*arguments: str) -> float:
@@ -163,10 +163,10 @@ def test_the_demo_task(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("accelerate")
     options = ["--limit-train", "64", "--limit-validation", "16", "--epochs", "2", "--max-length", "64"]
     assert finetune.main(options) == 0
-    printed = capsys.readouterr().out
-    assert "demo, float32, batches of 32, epochs: 2, runs of each: 1" in printed
+    output = capsys.readouterr().out
+    assert "demo, float32, batches of 32, epochs: 2, runs of each: 1" in output
     for contender in ("istar", "Trainer, padded to 64 (run_glue)", "Trainer, grouped by length"):
-        assert contender in printed
+        assert contender in output
 
 
 def test_the_order_rotates_by_seed_and_rates_are_compared_by_seed(

@@ -21,11 +21,11 @@ from tests.waiting import SECONDS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((REPOSITORY / "docs" / "tutorials").glob("*.ipynb"))
-NEEDED = ("mkdocs", "material", "mkdocstrings", "latex2mathml", "nbformat")
+REQUIRED_MODULES = ("mkdocs", "material", "mkdocstrings", "latex2mathml", "nbformat")
 
 
 class Links(HTMLParser):
-    """The identifiers of a page, and what it links to or loads."""
+    """Parser of a page: collects its identifiers, the targets of its links, and the files that it loads."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -46,69 +46,72 @@ class Links(HTMLParser):
 
 
 def test_the_architecture_has_every_module() -> None:
-    """Modules of commands have the commands' names, and stand in the reference."""
+    """Modules of commands are left out: they have the names of the commands, which the reference describes."""
     page = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
     modules = [path for path in (REPOSITORY / "istar").rglob("*.py") if path.name != "__init__.py"]
-    others = [path for path in modules if path.parent.name != "cli" and "hydra_plugins" not in path.parts]
-    assert len(others) > 150
-    assert [path.name for path in others if f"`{path.name}`" not in page] == []
+    other_modules = [path for path in modules if path.parent.name != "cli" and "hydra_plugins" not in path.parts]
+    assert len(other_modules) > 150
+    assert [path.name for path in other_modules if f"`{path.name}`" not in page] == []
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    missing = [module for module in NEEDED if importlib.util.find_spec(module) is None]
+    """Build the site and return its folder."""
+    missing = [module for module in REQUIRED_MODULES if importlib.util.find_spec(module) is None]
     if missing:
         pytest.skip(f"the site needs {', '.join(missing)}: pip install 'istar[docs]'")
     folder = tmp_path_factory.mktemp("documentation") / "site"
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(
+    completed = subprocess.run(
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     return folder
 
 
 @pytest.fixture(scope="module")
 def pages(site: Path) -> dict[Path, Links]:
+    """Return the parsed HTML pages of the site by their paths."""
     return {path: Links(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
 
 
-def names(entries: object) -> Iterator[str]:
-    """The files of a navigation, which is nested."""
+def list_files(entries: object) -> Iterator[str]:
+    """Yield the files of a nested navigation."""
     if isinstance(entries, str):
         yield entries
     elif isinstance(entries, dict):
         for entry in entries.values():
-            yield from names(entry)
+            yield from list_files(entry)
     elif isinstance(entries, list):
         for entry in entries:
-            yield from names(entry)
+            yield from list_files(entry)
 
 
-def navigation() -> list[str]:
-    # The line of the navigation and below: above it are tags that only MkDocs knows how to read.
+def read_navigation() -> list[str]:
+    """Return the files in the navigation of mkdocs.yml."""
+    # Parse from the line of the navigation on; above it are tags that only MkDocs can read.
     text = (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8")
-    return list(names(yaml.safe_load(text[text.index("\nnav:") :])["nav"]))
+    return list(list_files(yaml.safe_load(text[text.index("\nnav:") :])["nav"]))
 
 
 @pytest.mark.slow
 def test_every_page_of_the_navigation_exists(site: Path) -> None:
-    assert len(navigation()) > 20
-    assert [name for name in navigation() if not (site / name).with_suffix(".html").is_file()] == []
+    assert len(read_navigation()) > 20
+    assert [name for name in read_navigation() if not (site / name).with_suffix(".html").is_file()] == []
 
 
 def test_every_written_page_is_in_the_navigation() -> None:
     folder = REPOSITORY / "docs"
-    written = {str(path.relative_to(folder).with_suffix(".md")) for path in [*folder.rglob("*.md"), *NOTEBOOKS]}
-    assert written - set(navigation()) == set()
+    page_names = {str(path.relative_to(folder).with_suffix(".md")) for path in [*folder.rglob("*.md"), *NOTEBOOKS]}
+    assert page_names - set(read_navigation()) == set()
 
 
 @pytest.mark.slow
 def test_no_internal_link_is_broken(site: Path, pages: dict[Path, Links]) -> None:
     broken = []
     for path, page in pages.items():
-        # The page for addresses that do not exist is served from any place.
+        # The page for missing addresses is served at any address, so its links are not relative to its own path.
         if path.name == "404.html":
             continue
         for link in [*page.links, *page.loaded]:
@@ -132,12 +135,12 @@ def test_the_pages_load_nothing_from_a_network(pages: dict[Path, Links]) -> None
 @pytest.mark.slow
 def test_the_reference_has_every_key(site: Path, composed: Callable[..., Config]) -> None:
     text = (site / "reference" / "config.html").read_text(encoding="utf-8")
-    keys = set(re.findall(r"<td><code>([\w.]+)</code></td>", text))
-    assert {"reg.lambda", "reg.zeta", "logger.project", "sweep.jobs"} <= keys
-    for options in (("task=rte", "reg=istar", "logger=wandb"), ("task=demo", "reg=cosreg", "logger=csv")):
-        groups = schema.to_dict(composed(*options))
-        used = {f"{group}.{key}" for group, values in groups.items() if isinstance(values, dict) for key in values}
-        assert used | {"seed"} <= keys
+    documented_keys = set(re.findall(r"<td><code>([\w.]+)</code></td>", text))
+    assert {"reg.lambda", "reg.zeta", "logger.project", "sweep.jobs"} <= documented_keys
+    for overrides in (("task=rte", "reg=istar", "logger=wandb"), ("task=demo", "reg=cosreg", "logger=csv")):
+        groups = schema.to_dict(composed(*overrides))
+        keys = {f"{group}.{key}" for group, values in groups.items() if isinstance(values, dict) for key in values}
+        assert keys | {"seed"} <= documented_keys
 
 
 @pytest.mark.slow
@@ -148,16 +151,16 @@ def test_the_reference_has_every_command_and_name(site: Path, pages: dict[Path, 
     assert set(re.findall(r'<h2 id="istar-(\w+)"', text)) >= commands
     identifiers = {identifier for page in pages.values() for identifier in page.identifiers}
     for package in (istar, measures, regularizers):
-        public = [getattr(package, name) for name in package.__all__ if not name.startswith("__")]
-        assert {f"{value.__module__}.{value.__qualname__}" for value in public} - identifiers == set()
+        public_objects = [getattr(package, name) for name in package.__all__ if not name.startswith("__")]
+        assert {f"{value.__module__}.{value.__qualname__}" for value in public_objects} - identifiers == set()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_was_executed_in_order_and_names_no_place_of_a_machine(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    code = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
-    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
-    assert any(cell["outputs"] for cell in code)
-    assert [output for cell in code for output in cell["outputs"] if output["output_type"] == "error"] == []
+    code_cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code_cells] == list(range(1, len(code_cells) + 1))
+    assert any(cell["outputs"] for cell in code_cells)
+    assert [output for cell in code_cells for output in cell["outputs"] if output["output_type"] == "error"] == []
     assert not re.search(r"/(?:home|root|tmp|Users|usr|opt)/", text)
     assert len(text) < 300_000

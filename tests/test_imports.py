@@ -1,4 +1,4 @@
-"""Imports run one way: each part of the package imports only parts that stand lower in a table."""
+"""Imports run one way: each part of the package imports only the parts that a table without cycles allows."""
 
 import ast
 import subprocess
@@ -14,13 +14,14 @@ PACKAGE = Path(__file__).resolve().parents[1] / "istar"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
-def dotted(path: Path) -> str:
+def module_name(path: Path) -> str:
+    """Return the full name of a module from its path."""
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Full names, also of imports within functions; `from istar import x` counts as istar.x."""
+def imported_names(path: Path) -> Iterator[str]:
+    """Yield the full names that a module imports, also within functions; `from istar import x` counts as istar.x."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -33,12 +34,12 @@ def imported(path: Path) -> Iterator[str]:
                 yield node.module
 
 
-def part(name: str) -> str:
-    """`istar.measures.moments` -> `measures`."""
+def part_of(name: str) -> str:
+    """Return the part of the package that a module belongs to: `istar.measures.moments` -> `measures`."""
     return name.split(".")[1] if "." in name else ""
 
 
-# What each part of the package may import of it. Parts that stand lower may not import parts that stand higher.
+# The parts of the package that each of its parts may import.
 ALLOWED = {
     "errors": set(),
     "scores": set(),
@@ -79,13 +80,13 @@ LIBRARIES = {
 }
 
 
-@pytest.mark.parametrize("path", MODULES, ids=map(dotted, MODULES))
+@pytest.mark.parametrize("path", MODULES, ids=map(module_name, MODULES))
 def test_imports_run_one_way(path: Path) -> None:
-    package = part(dotted(path))
-    used = {part(name) for name in imported(path) if name.split(".")[0] == "istar"} - {package, "__version__"}
-    # The library's public names.
-    allowed = {"errors", "measures", "regularizers"} if package == "" else (ALLOWED | ASSEMBLING)[package]
-    assert used <= allowed, f"{dotted(path)} imports {sorted(used - allowed)}"
+    part = part_of(module_name(path))
+    parts = {part_of(name) for name in imported_names(path) if name.split(".")[0] == "istar"} - {part, "__version__"}
+    # The package itself imports the public names of the library.
+    allowed = {"errors", "measures", "regularizers"} if part == "" else (ALLOWED | ASSEMBLING)[part]
+    assert parts <= allowed, f"{module_name(path)} imports {sorted(parts - allowed)}"
 
 
 def test_the_table_has_no_cycles() -> None:
@@ -97,21 +98,21 @@ def test_the_table_has_no_cycles() -> None:
 
 
 def test_no_file_name_has_two_meanings() -> None:
-    """A command in istar/cli/ has the name of what it calls."""
+    """Commands in istar/cli/ are left out: each has the name of the module that it calls."""
     names = [path.stem for path in MODULES if path.stem != "__init__" and path.parent.name != "cli"]
     assert sorted(names) == sorted(set(names))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=map(dotted, MODULES))
+@pytest.mark.parametrize("path", MODULES, ids=map(module_name, MODULES))
 def test_libraries_of_the_light_parts(path: Path) -> None:
-    own = part(dotted(path))
-    if own not in LIBRARIES:
+    part = part_of(module_name(path))
+    if part not in LIBRARIES:
         return
-    used = {name.split(".")[0] for name in imported(path)} - {"istar"} - set(sys.stdlib_module_names)
-    assert used <= LIBRARIES[own], f"{dotted(path)} imports {sorted(used - LIBRARIES[own])}"
+    libraries = {name.split(".")[0] for name in imported_names(path)} - {"istar"} - set(sys.stdlib_module_names)
+    assert libraries <= LIBRARIES[part], f"{module_name(path)} imports {sorted(libraries - LIBRARIES[part])}"
 
 
-ABSENT = {
+FORBIDDEN_LIBRARIES = {
     "istar.measures": "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas",
     "istar.regularizers": "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas",
     "istar.quantization.linear_layers": "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas",
@@ -123,13 +124,13 @@ ABSENT = {
     "istar.reports.run_tables": "torch lightning transformers datasets hydra",
     "istar.config.schema": "lightning transformers datasets evaluate",
 }
-"""What the import of a module must not import."""
-IMPORTS = """
+"""By module: the libraries that its import must not import."""
+IMPORT_SCRIPT = """
 import importlib, os, sys
 
 for module in sys.argv[2:]:
     if module == sys.argv[1]:
-        import torch  # which all from here on may import, here once for all of them
+        import torch  # once for all modules from here on, which may import it
     child = os.fork()
     if child == 0:
         importlib.import_module(module)
@@ -140,13 +141,13 @@ for module in sys.argv[2:]:
 
 
 def test_what_an_import_brings_along() -> None:
-    modules = sorted(ABSENT, key=lambda module: "torch" not in ABSENT[module].split())
-    first_with_torch = next(module for module in modules if "torch" not in ABSENT[module].split())
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTS, first_with_torch, *modules],
+    modules = sorted(FORBIDDEN_LIBRARIES, key=lambda module: "torch" not in FORBIDDEN_LIBRARIES[module].split())
+    first_with_torch = next(module for module in modules if "torch" not in FORBIDDEN_LIBRARIES[module].split())
+    completed = subprocess.run(
+        [sys.executable, "-c", IMPORT_SCRIPT, first_with_torch, *modules],
         capture_output=True, text=True, check=True, cwd=PACKAGE.parent, timeout=SECONDS,
     )  # fmt: skip
-    loaded = {line.split()[0]: set(line.split()[1:]) for line in done.stdout.splitlines()}
-    assert [(module, set(ABSENT[module].split()) & loaded[module]) for module in modules] == [
+    loaded = {line.split()[0]: set(line.split()[1:]) for line in completed.stdout.splitlines()}
+    assert [(module, set(FORBIDDEN_LIBRARIES[module].split()) & loaded[module]) for module in modules] == [
         (module, set()) for module in modules
     ]

@@ -1,3 +1,5 @@
+"""The identity of a run, and `result.json`: how it is written and read."""
+
 import json
 import os
 import stat
@@ -27,7 +29,7 @@ RECORD = RunRecord(
 
 # ---- identity
 
-SAME = [
+IGNORED_OVERRIDES = [
     "task.data_dir=/elsewhere",
     "run.root=/elsewhere",
     "run.overwrite=true",
@@ -45,7 +47,7 @@ SAME = [
     "task.submission=true",
     "model.revision=main",
 ]
-OTHER = [
+COUNTED_OVERRIDES = [
     "seed=1",
     "optim.lr=2e-5",
     "optim.weight_decay=0",
@@ -85,41 +87,42 @@ OTHER = [
 ]
 
 
-def name_of(config: Config, data: str = "d", model: str = "m") -> str:
+def identity_of(config: Config, data: str = "d", model: str = "m") -> str:
+    """Return the hash by which a run with this config, data and model is identified."""
     return identity_hash(to_dict(config), data, model)
 
 
 def test_identity_is_a_name(composed: Callable[..., Config]) -> None:
-    digits = name_of(composed("task=rte"))
-    assert len(digits) == 12
-    assert set(digits) <= set("0123456789abcdef")
+    identity = identity_of(composed("task=rte"))
+    assert len(identity) == 12
+    assert set(identity) <= set("0123456789abcdef")
 
 
-@pytest.mark.parametrize("override", SAME)
+@pytest.mark.parametrize("override", IGNORED_OVERRIDES)
 def test_what_does_not_change_the_outcome_does_not_count(composed: Callable[..., Config], override: str) -> None:
-    assert name_of(composed("task=rte", override)) == name_of(composed("task=rte"))
+    assert identity_of(composed("task=rte", override)) == identity_of(composed("task=rte"))
 
 
 def test_what_changes_the_outcome_counts(composed: Callable[..., Config]) -> None:
-    names = [name_of(composed("task=rte", override)) for override in OTHER]
-    plain = composed("task=rte")
-    names += [name_of(plain), name_of(plain, data="other"), name_of(plain, model="other")]
-    assert len(set(names)) == len(names)
+    identities = [identity_of(composed("task=rte", override)) for override in COUNTED_OVERRIDES]
+    config = composed("task=rte")
+    identities += [identity_of(config), identity_of(config, data="other"), identity_of(config, model="other")]
+    assert len(set(identities)) == len(identities)
 
 
 def test_a_local_copy_of_the_model_is_the_same_run(composed: Callable[..., Config]) -> None:
-    configs = [composed("task=rte", "model=auto", f"model.name=/{place}") for place in ("here", "there")]
-    assert name_of(configs[0]) == name_of(configs[1])
+    configs = [composed("task=rte", "model=auto", f"model.name=/{folder}") for folder in ("here", "there")]
+    assert identity_of(configs[0]) == identity_of(configs[1])
 
 
 def test_key_order_does_not_count(composed: Callable[..., Config]) -> None:
     values = to_dict(composed("task=rte"))
-    turned = {
-        group: dict(reversed(part.items())) if isinstance(part, dict) else part
-        for group, part in reversed(values.items())
+    reversed_values = {
+        group: dict(reversed(group_values.items())) if isinstance(group_values, dict) else group_values
+        for group, group_values in reversed(values.items())
     }
-    assert list(turned) != list(values)
-    assert identity_hash(turned, "d", "m") == identity_hash(values, "d", "m")
+    assert list(reversed_values) != list(values)
+    assert identity_hash(reversed_values, "d", "m") == identity_hash(values, "d", "m")
 
 
 def test_identity_leaves_the_config_alone(composed: Callable[..., Config]) -> None:
@@ -143,11 +146,11 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 def test_records_without_the_later_fields_are_read(tmp_path: Path) -> None:
-    later = ("model_commit", "data_commit", "code_commit", "code_modified", "device", "processes", "cuda", "system")
-    values = {name: value for name, value in asdict(RECORD).items() if name not in later}
+    fields = ("model_commit", "data_commit", "code_commit", "code_modified", "device", "processes", "cuda", "system")
+    values = {name: value for name, value in asdict(RECORD).items() if name not in fields}
     (tmp_path / RESULT).write_text(json.dumps(values))
     assert results.read(tmp_path) == RECORD
-    assert [getattr(RECORD, name) for name in later] == [None] * len(later)
+    assert [getattr(RECORD, name) for name in fields] == [None] * len(fields)
 
 
 def test_text_is_utf8_with_plain_line_ends(tmp_path: Path) -> None:
@@ -159,13 +162,13 @@ def test_text_is_utf8_with_plain_line_ends(tmp_path: Path) -> None:
 def test_a_failing_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     results.write(RECORD, tmp_path)
 
-    def full(*args: Any) -> None:
+    def fail(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
     if step == "fsync":
-        monkeypatch.setattr(os, "fsync", full)
+        monkeypatch.setattr(os, "fsync", fail)
     else:
-        monkeypatch.setattr(Path, "replace", full)
+        monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(OSError, match="No space"):
         results.write(replace(RECORD, status="failed"), tmp_path)
     monkeypatch.undo()
@@ -183,11 +186,11 @@ def test_an_unwritable_record_leaves_the_old_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
 def test_the_file_mode_follows_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
-    before = os.umask(umask)
+    previous_umask = os.umask(umask)
     try:
         results.write(RECORD, tmp_path)
     finally:
-        os.umask(before)
+        os.umask(previous_umask)
     assert stat.S_IMODE((tmp_path / RESULT).stat().st_mode) == mode
 
 
@@ -217,10 +220,10 @@ BROKEN = {
 @pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
 def test_broken_and_foreign_files(tmp_path: Path, text: str) -> None:
     (tmp_path / RESULT).write_text(text)
-    with pytest.raises(UserError, match="is not a result that istar wrote") as caught:
+    with pytest.raises(UserError, match="is not a result that istar wrote") as error:
         results.read(tmp_path)
-    assert "\n" not in str(caught.value)
-    assert str(tmp_path / RESULT) in str(caught.value)
+    assert "\n" not in str(error.value)
+    assert str(tmp_path / RESULT) in str(error.value)
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
@@ -230,9 +233,9 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"holds no result\.json") as caught:
+    with pytest.raises(UserError, match=r"holds no result\.json") as error:
         results.read(tmp_path / "nowhere")
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("more", [{}, {"a_key_of_tomorrow": 1}])

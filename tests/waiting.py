@@ -1,14 +1,14 @@
-"""How tests wait: for an event, for as long as a busy machine may need."""
+"""Wait in tests for an event, for as long as a busy machine may need."""
 
 import time
 from collections.abc import Callable
 
 SECONDS = 600.0
-"""The longest wait for anything. It only ends a hang, so it is never to decide a test on a slow machine."""
+"""The longest wait for anything, in seconds. It ends only hangs: no test may depend on it, even on a slow machine."""
 
 
 def until(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
-    """Wait for a condition, and fail if it never holds."""
+    """Wait until a condition holds; fail if it does not hold in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -16,6 +16,6 @@ def until(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
 
 
 def until_the_next_second() -> None:
-    """Wait until the clock shows another second, by which W&B names the folder of a run."""
+    """Wait for the next second of the clock, so that W&B, which names folders by the second, uses a new folder."""
     second = int(time.time())
     until(lambda: int(time.time()) > second)

@@ -1,4 +1,4 @@
-"""What W&B has recorded of a run, read back from its own files."""
+"""Read what W&B has recorded of a run from W&B's own files."""
 
 import json
 import struct
@@ -11,39 +11,39 @@ from tests.waiting import SECONDS
 
 
 def recorded(path: Path) -> list[Any]:
-    """W&B's record of a run: protocol buffers in a log of LevelDB's format, behind seven bytes.
+    """Read W&B's records of a run: protocol buffers in a log of LevelDB's format, after a header of seven bytes.
 
-    Raises AssertionError where the file ends within a record, as it does while W&B is still writing it.
+    Raises AssertionError if the file ends within a record, as it does while W&B is still writing it.
     """
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, position, piece, records = path.read_bytes(), 7, b"", []
+    data, position, partial_record, records = path.read_bytes(), 7, b"", []
     while position + 7 <= len(data):
-        left = 2**15 - position % 2**15
-        if left < 7:  # too short for the head of a piece: the block ends with zeros
-            position += left
+        block_bytes_left = 2**15 - position % 2**15
+        if block_bytes_left < 7:  # too short for the header of a fragment: the block is padded with zeros
+            position += block_bytes_left
             continue
-        _, size, kind = struct.unpack_from("<IHB", data, position)
-        assert kind != 0, "an unwritten part of the file"
+        _, size, fragment_type = struct.unpack_from("<IHB", data, position)
+        assert fragment_type != 0, "an unwritten part of the file"
         assert position + 7 + size <= len(data), "a record that is cut short"
-        piece += data[position + 7 : position + 7 + size]
+        partial_record += data[position + 7 : position + 7 + size]
         position += 7 + size
-        if kind in (1, 4):  # whole, or the last of its pieces
-            records.append(Record.FromString(piece))
-            piece = b""
-    assert piece == b""
+        if fragment_type in (1, 4):  # a full record, or the last fragment of one
+            records.append(Record.FromString(partial_record))
+            partial_record = b""
+    assert partial_record == b""
     assert position == len(data)
     return records
 
 
 def offline_records(folder: Path) -> list[list[Any]]:
-    """Those of a run's starts, in their order."""
+    """Return W&B's records of a run folder: one list for each start of the run, in their order."""
     paths = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
     return [_when_written(path) for path in paths]
 
 
 def _when_written(path: Path) -> list[Any]:
-    """W&B's service may still be writing when it has said that the run is finished."""
+    """Return the records of a file when the end of the run is among them: W&B's service may write it late."""
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
         with suppress(AssertionError):
@@ -55,7 +55,7 @@ def _when_written(path: Path) -> list[Any]:
 
 
 def logged_by(records: list[Any], name: str) -> list[tuple[int, float]]:
-    """Global step and value of all rows that have one."""
+    """Return the global step and the value of each logged row that has a value of this name."""
     rows = [
         {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
         for record in records
@@ -65,16 +65,17 @@ def logged_by(records: list[Any], name: str) -> list[tuple[int, float]]:
 
 
 def summary_of(records: list[Any]) -> dict[str, Any]:
-    """The summary that stands for the run in the end."""
+    """Return the final summary of the run."""
     updates = [item for record in records if record.HasField("summary") for item in record.summary.update]
     return {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in updates}
 
 
 def start_of(records: list[Any]) -> Any:
-    """What W&B was told when the run began."""
+    """Return W&B's record of the start of the run."""
     [start] = [record.run for record in records if record.HasField("run")]
     return start
 
 
 def config_of(records: list[Any]) -> dict[str, Any]:
+    """Return the config that W&B has recorded for the run."""
     return {item.key: json.loads(item.value_json) for item in start_of(records).config.update}

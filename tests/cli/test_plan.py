@@ -21,7 +21,7 @@ SWEEP = ("sweep=table1", "task=demo", "sweep.only=[base,cosreg]", "sweep.seeds=[
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -32,12 +32,12 @@ def start(own_cache: Path) -> Iterator[Start]:
         yield start
 
 
-def kinds(folder: Path) -> dict[str, plan_departures.Departure]:
-    """Return the departures by kind, but for what depends on the checkout and on the chance of so short a training."""
+def find_departures(folder: Path) -> dict[str, plan_departures.Departure]:
+    """Return the departures by kind, except those that depend on the checkout or on chance in a short training."""
     plan = plan_file.read(folder / "plan" / plan_file.PLAN)
-    found = plan_departures.departures(plan, load_runs(folder / "runs").frame)
-    by_kind = {departure.kind: departure for departure in found}
-    return {kind: by_kind[kind] for kind in by_kind.keys() - {"other code", "collapsed run"}}
+    departures = plan_departures.departures(plan, load_runs(folder / "runs").frame)
+    departure_by_kind = {departure.kind: departure for departure in departures}
+    return {kind: departure_by_kind[kind] for kind in departure_by_kind.keys() - {"other code", "collapsed run"}}
 
 
 def test_a_sweep_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,37 +68,45 @@ def test_each_grid_of_a_sweep_is_a_method(tmp_path: Path) -> None:
 
 def test_runs_as_planned_and_otherwise(tmp_path: Path, composed: Callable[..., Config]) -> None:
     assert main(["plan", "reg=none", "seed=1,2", *SMALL]) == 0
-    assert set(kinds_of_no_run(tmp_path)) == {"missing run"}
+    assert set(find_departures_without_runs(tmp_path)) == {"missing run"}
     for seed in (1, 2):
         run(composed("reg=none", f"seed={seed}", *SMALL))
-    assert kinds(tmp_path) == {}
+    assert find_departures(tmp_path) == {}
     run(composed("reg=none", "seed=7", "optim.lr=1e-4", *SMALL))
-    found = kinds(tmp_path)
-    assert set(found) == {"changed setting", "seed that was not planned", "number of trials"}
-    assert (found["changed setting"].planned, found["changed setting"].actual) == ("optim.lr=0.001", "optim.lr=0.0001")
-    # The runs began before this plan, and are known to it.
+    departure_by_kind = find_departures(tmp_path)
+    assert set(departure_by_kind) == {"changed setting", "seed that was not planned", "number of trials"}
+    assert (departure_by_kind["changed setting"].planned, departure_by_kind["changed setting"].actual) == (
+        "optim.lr=0.001",
+        "optim.lr=0.0001",
+    )
+    # The runs are finished before this plan is written, and the plan counts them.
     assert main(["plan", "reg=none", "seed=1,2", *SMALL, "--force"]) == 0
     fields = yaml.safe_load((tmp_path / "plan" / plan_file.PLAN).read_text(encoding="utf-8"))
     assert fields["budget"]["finished_before"] == 2
     assert len(fields["replaces"]) == 1
 
 
-def kinds_of_no_run(folder: Path) -> dict[str, plan_departures.Departure]:
+def find_departures_without_runs(folder: Path) -> dict[str, plan_departures.Departure]:
     (folder / "runs").mkdir()
-    return kinds(folder)
+    return find_departures(folder)
 
 
 @pytest.mark.slow
 def test_a_sweep_runs_as_planned(tmp_path: Path, start: Start) -> None:
     assert main(["plan", *SWEEP]) == 0
     start(tmp_path, "-m", "+sweep=table1", *SWEEP[1:], "sweep.jobs=2").wait().well()
-    assert kinds(tmp_path) == {}
-    more = ("sweep.only=[base]", "sweep.seeds=[]", "optim.lr=1e-4", "seed=7")
-    start(tmp_path, "-m", "+sweep=table1", "task=demo", *SMALL, *more).wait().well()
-    found = kinds(tmp_path)
-    assert set(found) == {"changed setting", "seed that was not planned", "number of trials", "unequal seeds"}
-    assert found["changed setting"].planned == "optim.lr=0.001, 1e-05"
-    assert found["changed setting"].actual == "optim.lr=0.0001"
+    assert find_departures(tmp_path) == {}
+    overrides = ("sweep.only=[base]", "sweep.seeds=[]", "optim.lr=1e-4", "seed=7")
+    start(tmp_path, "-m", "+sweep=table1", "task=demo", *SMALL, *overrides).wait().well()
+    departure_by_kind = find_departures(tmp_path)
+    assert set(departure_by_kind) == {
+        "changed setting",
+        "seed that was not planned",
+        "number of trials",
+        "unequal seeds",
+    }
+    assert departure_by_kind["changed setting"].planned == "optim.lr=0.001, 1e-05"
+    assert departure_by_kind["changed setting"].actual == "optim.lr=0.0001"
 
 
 def test_a_sweep_without_a_file(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tests.reports.synthetic import BASE, istar, record, save
 
 
 @pytest.fixture(autouse=True)
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
 
 
@@ -33,7 +33,7 @@ def test_the_smallest_difference(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Path:
+def run_root(tmp_path: Path) -> Path:
     random = np.random.default_rng(0)
     for seed in range(1, 6):
         save(record("rte", "mine", BASE, seed, 0.6), tmp_path)
@@ -43,27 +43,27 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def cells(text: str, method: str) -> list[str]:
+def split_row(text: str, method: str) -> list[str]:
     [line] = [line for line in text.splitlines() if method in line]
     return [cell.strip() for cell in line.strip("│┃").split("│")]
 
 
-def test_the_spread_of_runs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_spread_of_runs(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     differences = 2 * np.random.default_rng(0).normal(0, 1, 5)
     sd = float(np.std(differences, ddof=1))
     low, high = sd_interval(sd, 5)
-    known = ["mine", "rte, accuracy", "I-STAR λ=-3 ζ=0.4", "5", f"{sd:.3g}", f"{low:.3g} to {high:.3g}"]
-    answers = {
+    expected_cells = ["mine", "rte, accuracy", "I-STAR λ=-3 ζ=0.4", "5", f"{sd:.3g}", f"{low:.3g} to {high:.3g}"]
+    answer_by_options = {
         "--difference 1": str(pairs_needed(1.0, sd)),
         "--pairs 20": f"{smallest_difference(sd, 20):.3g}",
         "": f"{smallest_difference(sd, 5):.3g}",
     }
-    for options, answer in answers.items():
-        assert main(["power", "--runs", str(runs), *options.split()]) == 0
+    for options, answer in answer_by_options.items():
+        assert main(["power", "--runs", str(run_root), *options.split()]) == 0
         text = capsys.readouterr().out
-        assert cells(text, "λ=-3") == [*known, answer]
-        assert cells(text, "λ=1")[3:] == ["5", "0", "-", "all differences are equal"]
-        assert cells(text, "λ=2")[3:] == ["1", "-", "-", "needs 2 seeds"]
+        assert split_row(text, "λ=-3") == [*expected_cells, answer]
+        assert split_row(text, "λ=1")[3:] == ["5", "0", "-", "all differences are equal"]
+        assert split_row(text, "λ=2")[3:] == ["1", "-", "-", "needs 2 seeds"]
         assert "│ Base" not in text
 
 

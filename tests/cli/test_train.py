@@ -1,4 +1,4 @@
-"""train.py as a user calls it. A call that starts Python anew takes seconds, so there are few; others are forks."""
+"""`train.py` on the command line. Few calls start a new interpreter, which takes seconds; the others are forks."""
 
 import os
 import re
@@ -17,23 +17,29 @@ TINY = ("task.limit_train=16", "task.limit_validation=8", "data.batch_size=8", "
         "trainer.accelerator=cpu", "trainer.progress_bar=false")  # fmt: skip
 
 
-def call(*arguments: str, cwd: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
-    clean = {key: value for key, value in os.environ.items() if key != "HYDRA_FULL_ERROR"}
-    environment = {**clean, "HF_HUB_OFFLINE": "1", "COLUMNS": "200", "OMP_NUM_THREADS": "1", **environment}
+def run_train(*arguments: str, cwd: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    inherited_environment = {key: value for key, value in os.environ.items() if key != "HYDRA_FULL_ERROR"}
+    environment = {
+        **inherited_environment,
+        "HF_HUB_OFFLINE": "1",
+        "COLUMNS": "200",
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
     return subprocess.run(
         [sys.executable, str(REPOSITORY / "train.py"), *arguments],
         cwd=cwd, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False,
     )  # fmt: skip
 
 
-def assert_refused_in_one_line(done: "Done | subprocess.CompletedProcess[str]", folder: Path, message: str) -> None:
-    """Assert that a call ended with the exit code 2 and one line on stderr, and left nothing behind."""
-    code = done.code if isinstance(done, Done) else done.returncode
-    [line] = done.stderr.splitlines()
+def assert_refused_in_one_line(result: "Done | subprocess.CompletedProcess[str]", folder: Path, message: str) -> None:
+    """Assert that a call ended with the exit code 2 and one line on stderr, and wrote no files of a run."""
+    code = result.code if isinstance(result, Done) else result.returncode
+    [line] = result.stderr.splitlines()
     assert code == 2
     assert line.startswith("error: ")
     assert message in line
-    assert done.stdout == ""
+    assert result.stdout == ""
     assert not list(folder.rglob(results.RESULT))
     assert not list(folder.glob("runs/demo*"))
 
@@ -54,59 +60,61 @@ def test_a_mistake_is_one_line(tmp_path: Path, own_cache: Path, argument: str, m
 
 
 def test_a_mistake_is_one_line_in_a_new_interpreter(tmp_path: Path) -> None:
-    assert_refused_in_one_line(call("reg.lamda=1", cwd=tmp_path), tmp_path, "did you mean reg.lambda?")
+    assert_refused_in_one_line(run_train("reg.lamda=1", cwd=tmp_path), tmp_path, "did you mean reg.lambda?")
 
 
 @pytest.mark.parametrize("argument", ["--dry-run", "sweep.jobs=2", "sweep.search=optuna", "++sweep.jobs=2"])
 def test_options_of_sweeps_need_m(tmp_path: Path, own_cache: Path, argument: str) -> None:
     with starting(own_cache) as start:
-        done = start(tmp_path, "debug=smoke", argument).wait()
+        result = start(tmp_path, "debug=smoke", argument).wait()
     message = f"{argument} is for sweeps, and this command starts a single run; add -m, or leave it out"
-    assert_refused_in_one_line(done, tmp_path, message)
+    assert_refused_in_one_line(result, tmp_path, message)
 
 
 def test_help(tmp_path: Path, own_cache: Path) -> None:
     with starting(own_cache) as start:
-        done = start(tmp_path, "--help").wait()
-    assert done.code == 0
-    assert done.stderr == ""
+        result = start(tmp_path, "--help").wait()
+    assert result.code == 0
+    assert result.stderr == ""
     for group in ("task", "model", "reg", "optim", "trainer", "logger", "experiment", "debug"):
-        assert re.search(rf"^{group}: ", done.stdout, re.MULTILINE)
-    assert "python train.py task=rte reg=istar reg.lambda=-1" in done.stdout
-    assert "istar_paper_code" in done.stdout
-    assert "Traceback" not in done.stdout
+        assert re.search(rf"^{group}: ", result.stdout, re.MULTILINE)
+    assert "python train.py task=rte reg=istar reg.lambda=-1" in result.stdout
+    assert "istar_paper_code" in result.stdout
+    assert "Traceback" not in result.stdout
 
 
 @pytest.mark.slow
 def test_the_trace_on_request(tmp_path: Path) -> None:
-    done = call("reg.zeta=2", cwd=tmp_path, HYDRA_FULL_ERROR="1")
-    assert done.returncode != 0
-    assert "Traceback (most recent call last)" in done.stderr
+    result = run_train("reg.zeta=2", cwd=tmp_path, HYDRA_FULL_ERROR="1")
+    assert result.returncode != 0
+    assert "Traceback (most recent call last)" in result.stderr
 
 
 @pytest.mark.slow
 def test_smoke(tmp_path: Path) -> None:
-    """With two processes, which are new interpreters, too."""
-    two = ("trainer.devices=2", "trainer.strategy=ddp")
-    done = call("debug=smoke", "trainer.accelerator=cpu", *two, cwd=tmp_path, ISTAR_CACHE=str(tmp_path / "cache"))
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    assert "Warning" not in done.stderr
-    assert "accuracy (epoch 1)" in done.stdout
-    assert "IsoScore" in done.stdout
+    """The run has two processes, both of which are new interpreters."""
+    two_processes = ("trainer.devices=2", "trainer.strategy=ddp")
+    result = run_train(
+        "debug=smoke", "trainer.accelerator=cpu", *two_processes, cwd=tmp_path, ISTAR_CACHE=str(tmp_path / "cache")
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    assert "Warning" not in result.stderr
+    assert "accuracy (epoch 1)" in result.stdout
+    assert "IsoScore" in result.stdout
     [folder] = (tmp_path / "runs" / "smoke").glob("demo-*")
-    assert f"runs/smoke/{folder.name}/" in done.stdout
+    assert f"runs/smoke/{folder.name}/" in result.stdout
     assert results.read(folder).status == "finished"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "runs"]
 
 
 @pytest.mark.slow
 def test_the_methods_are_compared(tmp_path: Path) -> None:
-    done = call("-m", "experiment=demo", *TINY, cwd=tmp_path, ISTAR_CACHE=str(tmp_path / "cache"))
-    assert done.returncode == 0, done.stderr
+    result = run_train("-m", "experiment=demo", *TINY, cwd=tmp_path, ISTAR_CACHE=str(tmp_path / "cache"))
+    assert result.returncode == 0, result.stderr
     [sweep] = (tmp_path / "runs" / "sweeps").iterdir()
-    # Each run is told, then all of them together.
-    comparison = done.stdout[done.stdout.index("demo, accuracy · tiny") :]
+    # The output has a line for each run and then the comparison of all runs.
+    comparison = result.stdout[result.stdout.index("demo, accuracy · tiny") :]
     for method in ("Base", r"I-STAR λ=-[\d.]+", r"I-STAR λ=[\d.]+", "CosReg λ=1"):
         assert re.search(method, comparison)
         assert re.search(method, (sweep / "comparison.md").read_text())
@@ -118,8 +126,8 @@ def test_the_methods_are_compared(tmp_path: Path) -> None:
     runs = [path for path in (tmp_path / "runs").iterdir() if path.name.startswith("demo-")]
     assert len(runs) == 4
     assert {results.read(path).status for path in runs} == {"finished"}
-    # Sent again, it finds what is there.
-    again = call("-m", "experiment=demo", *TINY, cwd=tmp_path, ISTAR_CACHE=str(tmp_path / "cache"))
-    assert again.returncode == 0, again.stderr
-    assert "4 runs, 0 of them to do" in again.stdout
-    assert again.stdout.endswith(comparison)
+    # The repeated command finds the finished runs.
+    second_result = run_train("-m", "experiment=demo", *TINY, cwd=tmp_path, ISTAR_CACHE=str(tmp_path / "cache"))
+    assert second_result.returncode == 0, second_result.stderr
+    assert "4 runs, 0 of them to do" in second_result.stdout
+    assert second_result.stdout.endswith(comparison)

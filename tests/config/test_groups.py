@@ -1,3 +1,5 @@
+"""The groups of options: their defaults, the refusal of mistakes, and the way from config to file and back."""
+
 import itertools
 import math
 import re
@@ -30,8 +32,8 @@ OPTIONS = sorted(
 )
 
 
-# Keys that options of `model` leave to the command line.
-NEEDED = {
+# By option of `model`: the overrides without which it does not compose.
+REQUIRED_OVERRIDES = {
     "auto": ["model.name=some/model"],
     "finetune_own": ["model.name=some/model"],
     "new": ["model.architecture=llama"],
@@ -39,10 +41,11 @@ NEEDED = {
 
 
 def options(group: str) -> list[str]:
+    """Return the names of all options of a group."""
     return [name for option_group, name in OPTIONS if option_group == group]
 
 
-def refusal(composed: Callable[..., Config], *overrides: str, folder: Path = CONF) -> str:
+def read_refusal(composed: Callable[..., Config], *overrides: str, folder: Path = CONF) -> str:
     """Return the one-line message with which a config with these overrides is refused."""
     try:
         composed(*overrides, folder=folder)
@@ -70,7 +73,7 @@ def test_all_shipped_groups_are_seen() -> None:
 def test_every_option_composes(composed: Callable[..., Config], group: str, name: str) -> None:
     # These two groups are not in the defaults list of config.yaml.
     choice = f"+{group}={name}" if group in ("experiment/method", "sweep") else f"{group}={name}"
-    config = composed(choice, *(NEEDED.get(name, []) if group in ("model", "sweep") else []))
+    config = composed(choice, *(REQUIRED_OVERRIDES.get(name, []) if group in ("model", "sweep") else []))
     assert isinstance(config, Config)
     assert "???" not in str(to_dict(config))
 
@@ -84,7 +87,10 @@ def test_every_penalty_of_the_table_is_an_option(composed: Callable[..., Config]
 
 
 def check_choice(composed: Callable[..., Config], task: str, reg: str, model: str) -> None:
-    config = composed(f"task={task}", f"reg={reg}", f"model={model}", *NEEDED.get(model, []), "model.name=m")
+    """Assert that these options compose together, each with its effect."""
+    config = composed(
+        f"task={task}", f"reg={reg}", f"model={model}", *REQUIRED_OVERRIDES.get(model, []), "model.name=m"
+    )
     assert (config.task.name, config.model.name) == (task, "m")
     # The option `istar_paper_code` is a variant of `istar`.
     assert config.reg.name == (reg if reg in PENALTIES else reg.partition("_")[0])
@@ -95,8 +101,8 @@ def check_choice(composed: Callable[..., Config], task: str, reg: str, model: st
 )
 def test_every_pair_of_task_and_reg_and_of_reg_and_model(composed: Callable[..., Config], reg: str) -> None:
     tasks, models = options("task"), options("model")
-    for number in range(max(len(tasks), len(models))):
-        check_choice(composed, tasks[number % len(tasks)], reg, models[number % len(models)])
+    for index in range(max(len(tasks), len(models))):
+        check_choice(composed, tasks[index % len(tasks)], reg, models[index % len(models)])
 
 
 @pytest.mark.slow
@@ -120,8 +126,8 @@ def test_paper_defaults(composed: Callable[..., Config]) -> None:
     assert type(cosreg) is CosRegConfig
     assert (cosreg.weight, cosreg.layers) == (1, "last")
     assert type(composed("reg=none").reg) is NoRegConfig
-    published = composed("reg=istar_paper_code").reg
-    assert (published.include_padding, published.sync) == (True, False)
+    paper_code_reg = composed("reg=istar_paper_code").reg
+    assert (paper_code_reg.include_padding, paper_code_reg.sync) == (True, False)
 
 
 def test_arguments_of_lightning_trainer_are_keys(composed: Callable[..., Config]) -> None:
@@ -135,7 +141,7 @@ def test_arguments_of_lightning_trainer_are_keys(composed: Callable[..., Config]
 
 
 def test_values_of_the_model_configuration_are_keys(composed: Callable[..., Config]) -> None:
-    """Without `+`, although the schema cannot know them."""
+    """They need no `+`, although the schema does not contain them."""
     config = composed("model=small_encoder", "model.config.hidden_size=128", "model.config.layer_norm_eps=1e-5")
     assert config.model.config["hidden_size"] == 128
     assert config.model.config["layer_norm_eps"] == 1e-5
@@ -208,8 +214,8 @@ def test_causal_language_modelling_has_a_decoder(composed: Callable[..., Config]
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_the_command_line_wins_in_any_order(composed: Callable[..., Config], order: int) -> None:
-    given = ["task=demo", "model=bert", "optim=adamw", "optim.lr=2e-4", "trainer.max_epochs=7", "debug=smoke"]
-    config = composed(*given[::order])
+    overrides = ["task=demo", "model=bert", "optim=adamw", "optim.lr=2e-4", "trainer.max_epochs=7", "debug=smoke"]
+    config = composed(*overrides[::order])
     assert config.model.name == "google-bert/bert-base-cased"
     assert (config.optim.lr, config.trainer.max_epochs) == (2e-4, 7)
     assert (config.task.limit_train, config.data.batch_size) == (32, 8)
@@ -218,8 +224,8 @@ def test_the_command_line_wins_in_any_order(composed: Callable[..., Config], ord
 
 @pytest.mark.parametrize(("experiment", "prefix"), [("methods", "istar"), ("demo", "scratch")])
 def test_experiments_of_four_methods(composed: Callable[..., Config], experiment: str, prefix: str) -> None:
-    sweep = OmegaConf.load(CONF / "experiment" / f"{experiment}.yaml").hydra.sweeper.params["+experiment/method"]
-    variants = sweep.split(",")
+    sweep_values = OmegaConf.load(CONF / "experiment" / f"{experiment}.yaml").hydra.sweeper.params["+experiment/method"]
+    variants = sweep_values.split(",")
     assert set(variants) == {"base", f"{prefix}_negative", f"{prefix}_positive", "cosreg"}
     assert set(variants) <= set(options("experiment/method"))
     methods = {}
@@ -231,26 +237,26 @@ def test_experiments_of_four_methods(composed: Callable[..., Config], experiment
     assert methods[f"{prefix}_negative"][0] == methods[f"{prefix}_positive"][0] == "istar"
     assert methods[f"{prefix}_negative"][1] == -methods[f"{prefix}_positive"][1] < 0
     assert methods["cosreg"] == ("cosreg", 1)
-    on_rte = composed(f"experiment={experiment}", "+experiment/method=cosreg", "task=rte")
-    assert (on_rte.task.name, on_rte.model.name, on_rte.reg.name) == (
+    rte_config = composed(f"experiment={experiment}", "+experiment/method=cosreg", "task=rte")
+    assert (rte_config.task.name, rte_config.model.name, rte_config.reg.name) == (
         "rte",
         "google-bert/bert-base-cased",
         "cosreg",
     )
-    changed = composed(
+    changed_config = composed(
         f"experiment={experiment}", f"+experiment/method={prefix}_negative", "reg.lambda=-3", "task=demo_span"
     )
-    assert (changed.reg.weight, changed.task.name) == (-3, "demo_span")
+    assert (changed_config.reg.weight, changed_config.task.name) == (-3, "demo_span")
 
 
 def test_defaults_stand_in_one_place(composed: Callable[..., Config]) -> None:
-    """A field of a dataclass that no YAML file mentions has the dataclass's default."""
+    """A field that no YAML file mentions has the default of its dataclass."""
     config = composed("task=rte", "reg=istar")
     for group in ("data", "optim", "trainer", "run", "reg"):
-        part, default = getattr(config, group), type(getattr(config, group))()
+        group_config, default_config = getattr(config, group), type(getattr(config, group))()
         if group == "reg":
-            default.resolve(config.trainer.precision)
-        assert part == default
+            default_config.resolve(config.trainer.precision)
+        assert group_config == default_config
 
 
 def test_null_where_it_is_allowed(composed: Callable[..., Config]) -> None:
@@ -401,15 +407,15 @@ REFUSED: list[tuple[list[str], list[str]]] = [
 
 @pytest.mark.parametrize(("overrides", "message_parts"), REFUSED, ids=[" ".join(overrides) for overrides, _ in REFUSED])
 def test_refused_in_one_line(composed: Callable[..., Config], overrides: list[str], message_parts: list[str]) -> None:
-    message = refusal(composed, *overrides)
+    message = read_refusal(composed, *overrides)
     for part in message_parts:
         assert part in message
 
 
-@pytest.mark.parametrize("text", ["schema", "Schema"])
-def test_options_shown_are_those_to_choose(composed: Callable[..., Config], text: str) -> None:
+@pytest.mark.parametrize("schema_name", ["schema", "Schema"])
+def test_options_shown_are_those_to_choose(composed: Callable[..., Config], schema_name: str) -> None:
     for group in ("task", "reg", "logger", "model"):
-        assert text not in refusal(composed, f"{group}=nothing_like_it")
+        assert schema_name not in read_refusal(composed, f"{group}=nothing_like_it")
 
 
 IN_FILES = [
@@ -432,7 +438,7 @@ def test_mistakes_in_an_experiment_file(
     conf = tmp_path / "conf"
     shutil.copytree(CONF, conf)
     (conf / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{text}")
-    message = refusal(composed, "experiment=mine", folder=conf)
+    message = read_refusal(composed, "experiment=mine", folder=conf)
     for part in message_parts:
         assert part in message
 
@@ -449,9 +455,9 @@ def test_mistakes_in_a_group_file(
 ) -> None:
     conf = tmp_path / "conf"
     shutil.copytree(CONF, conf)
-    with (conf / file).open("a") as handle:
-        handle.write("\nlrr: 1\n")
-    message = refusal(composed, "task=rte", "reg=istar_paper_code", folder=conf)
+    with (conf / file).open("a") as open_file:
+        open_file.write("\nlrr: 1\n")
+    message = read_refusal(composed, "task=rte", "reg=istar_paper_code", folder=conf)
     for part in message_parts:
         assert part in message
 
@@ -460,7 +466,7 @@ def test_mistakes_in_a_stored_node(composed: Callable[..., Config]) -> None:
     store = ConfigStore.instance()
     store.store(group="experiment", name="stored_for_test", node={"reg": {"lamda": 1}}, package="_global_")
     try:
-        message = refusal(composed, "experiment=stored_for_test")
+        message = read_refusal(composed, "experiment=stored_for_test")
     finally:
         del store.repo["experiment"]
     assert "reg.lamda" in message
@@ -481,7 +487,7 @@ def test_round_trip(composed: Callable[..., Config], reg: str, logger: str) -> N
 
 
 def test_round_trip_through_yaml_keeps_small_numbers(composed: Callable[..., Config], tmp_path: Path) -> None:
-    """PyYAML reads 1e-05 as text; a config.yaml must come back as the numbers that it held."""
+    """PyYAML reads 1e-05 as text; the numbers in a config.yaml must be read back as numbers."""
     import yaml
 
     values = to_dict(composed("optim.lr=1e-5", "optim.eps=1e-8", "reg.lambda=-1"))
@@ -521,17 +527,17 @@ GROUPS = [
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_field_is_typed(composed: Callable[..., Config], group: str) -> None:
     """A value of the wrong type is refused for every number and boolean."""
-    options = ("task=rte", "reg=istar", "logger=wandb")
-    for key, value in to_dict(getattr(composed(*options), group)).items():
+    overrides = ("task=rte", "reg=istar", "logger=wandb")
+    for key, value in to_dict(getattr(composed(*overrides), group)).items():
         if isinstance(value, bool | int | float) and key != "devices":
-            message = refusal(composed, *options, f"{group}.{key}=nonsense")
+            message = read_refusal(composed, *overrides, f"{group}.{key}=nonsense")
             assert message.startswith(f"{group}.{key}")
             assert "nonsense" in message
 
 
 def test_zeta_is_a_number_or_auto(composed: Callable[..., Config]) -> None:
-    for given, expected in (("0.2", 0.2), ("1", 1.0), ("'0.4'", 0.4), ("auto", "auto")):
-        zeta = composed("reg=istar", f"reg.zeta={given}").reg.zeta
+    for text, expected in (("0.2", 0.2), ("1", 1.0), ("'0.4'", 0.4), ("auto", "auto")):
+        zeta = composed("reg=istar", f"reg.zeta={text}").reg.zeta
         assert (type(zeta), zeta) == (type(expected), expected)
 
 
@@ -567,20 +573,24 @@ def test_products_follow_the_trainers_precision(
     assert composed("task=rte", "reg=istar", *overrides).reg.compute == expected
 
 
-@pytest.mark.parametrize("other", ["reg.zeta=auto", "reg.estimator=unbiased", "reg.estimator=unbiased_by_sentence"])
-def test_fourth_powers_in_bfloat16_are_refused(composed: Callable[..., Config], other: str) -> None:
+@pytest.mark.parametrize("override", ["reg.zeta=auto", "reg.estimator=unbiased", "reg.estimator=unbiased_by_sentence"])
+def test_fourth_powers_in_bfloat16_are_refused(composed: Callable[..., Config], override: str) -> None:
     with pytest.raises(UserError, match=r"reg\.compute=bfloat16: .* need float32"):
-        composed("task=rte", "reg=istar", "reg.compute=bfloat16", other)
+        composed("task=rte", "reg=istar", "reg.compute=bfloat16", override)
 
 
 def test_the_name_of_a_run_tells_products_in_bfloat16_from_others(composed: Callable[..., Config]) -> None:
-    def name(*overrides: str) -> str:
+    def run_hash(*overrides: str) -> str:
         return identity_hash(to_dict(composed("task=rte", "reg=istar", *overrides)), "data", "model")
 
-    assert name() == name("reg.compute=float32")
-    assert name() != name("reg.compute=bfloat16")
-    in_bfloat16 = "trainer.precision=bf16-mixed"
-    assert name(in_bfloat16) == name(in_bfloat16, "reg.compute=bfloat16") != name(in_bfloat16, "reg.compute=float32")
+    assert run_hash() == run_hash("reg.compute=float32")
+    assert run_hash() != run_hash("reg.compute=bfloat16")
+    bfloat16_training = "trainer.precision=bf16-mixed"
+    assert (
+        run_hash(bfloat16_training)
+        == run_hash(bfloat16_training, "reg.compute=bfloat16")
+        != run_hash(bfloat16_training, "reg.compute=float32")
+    )
 
 
 @pytest.mark.parametrize(

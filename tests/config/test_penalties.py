@@ -35,22 +35,23 @@ def test_the_estimator_reaches_the_penalty() -> None:
         assert IStarConfig(estimator=name).build().estimator == name
 
 
-def tiny() -> hf.PreTrainedModel:
+def make_tiny_model() -> hf.PreTrainedModel:
+    """Return a tiny GPT-2 with random weights."""
     config = hf.GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=20, bos_token_id=1, eos_token_id=1)
     return hf.GPT2LMHeadModel(config)
 
 
 def test_every_choice_of_points_reaches_the_watch() -> None:
-    watch = CosRegConfig(points="content", max_norm_ratio=4.0).attach(tiny(), (1, 2), seed=3)
+    watch = CosRegConfig(points="content", max_norm_ratio=4.0).attach(make_tiny_model(), (1, 2), seed=3)
     assert isinstance(watch, Watch)
     assert watch.points == Points("content", 4.0, (1, 2))
-    assert isinstance(watch := CosRegConfig().attach(tiny(), (1, 2), seed=3), Watch)
+    assert isinstance(watch := CosRegConfig().attach(make_tiny_model(), (1, 2), seed=3), Watch)
     assert watch.points.are_all
 
 
 def test_the_target_its_rows_and_the_seed_reach_the_watch() -> None:
     watches = [
-        CosRegConfig(target="output_embeddings", rows=rows).attach(tiny(), (), seed=seed)
+        CosRegConfig(target="output_embeddings", rows=rows).attach(make_tiny_model(), (), seed=seed)
         for rows, seed in ((5, 3), (5, 4), (None, 3))
     ]
     assert all(isinstance(watch, EmbeddingWatch) and watch.target == "output_embeddings" for watch in watches)
@@ -62,7 +63,7 @@ def test_the_target_its_rows_and_the_seed_reach_the_watch() -> None:
 
 def test_zeta_is_0_for_embeddings() -> None:
     assert IStarConfig(target="input_embeddings").zeta == 0
-    assert isinstance(IStarConfig(target="input_embeddings", zeta=0.8).attach(tiny(), (), 0), EmbeddingWatch)
+    assert isinstance(IStarConfig(target="input_embeddings", zeta=0.8).attach(make_tiny_model(), (), 0), EmbeddingWatch)
 
 
 def test_the_schedule_has_every_setting() -> None:
@@ -71,10 +72,10 @@ def test_the_schedule_has_every_setting() -> None:
     assert [schedule(step, 4) for step in range(5)] == [0, -1, -2, -1, 0]
     assert CosRegConfig().weight_schedule() is None
     assert NoRegConfig().weight_schedule() is None
-    assert NoRegConfig().attach(tiny(), (), 0) is None
+    assert NoRegConfig().attach(make_tiny_model(), (), 0) is None
 
 
-PEERS: dict[str, dict[str, Any]] = {
+SPECIFIC_SETTINGS: dict[str, dict[str, Any]] = {
     "vicreg": {"variance_weight": 2.0, "covariance_weight": 3.0, "gamma": 0.5},
     "decorrelation": {},
     "gor": {},
@@ -85,14 +86,14 @@ PEERS: dict[str, dict[str, Any]] = {
     "spectrum": {"decay": "exponential", "rate": 2.0},
     "random_direction": {"zeta": 0.3, "compute": "bfloat16", "seed": 5},
 }
-"""The settings of each penalty that the others do not have."""
+"""By penalty: its settings beyond those of COSREG."""
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", SPECIFIC_SETTINGS)
 def test_every_setting_reaches_its_penalty(name: str) -> None:
     kind = PENALTIES[name]
     assert issubclass(kind, CosRegConfig)
-    settings = {**COSREG, "weight": 2.0, **PEERS[name]}
+    settings = {**COSREG, "weight": 2.0, **SPECIFIC_SETTINGS[name]}
     default, changed = kind().build(), kind(**settings).build()
     assert type(changed) is kind.kind
     for key, value in settings.items():
@@ -100,16 +101,16 @@ def test_every_setting_reaches_its_penalty(name: str) -> None:
         assert getattr(changed, key) == value
     target = {"uniformity": -0.5, "kurtosis": 2.5}.get(name, 0.5)
     assert kind(target_score=target).build().set_point == SetPoint(target)
-    assert isinstance(kind().attach(tiny(), (), seed=0), Watch)
+    assert isinstance(kind().attach(make_tiny_model(), (), seed=0), Watch)
 
 
 def test_the_placebos_without_a_penalty() -> None:
     decay, dropout = WeightDecayConfig(weight=0.3), DropoutConfig(weight=0.4)
     assert (decay.weight_decay(0.01), dropout.weight_decay(0.01)) == (0.3, 0.01)
-    model = tiny()
-    before = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    model = make_tiny_model()
+    probabilities = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
     assert (decay.attach(model, (), 0), decay.build(), dropout.build()) == (None, None, None)
-    assert before == [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    assert probabilities == [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
     dropout.attach(model, (), 0)
     assert {module.p for module in model.modules() if isinstance(module, nn.Dropout)} == {0.4}
     with pytest.raises(UserError, match="reg=dropout: Linear has no dropout modules"):
@@ -189,4 +190,4 @@ def test_settings_that_do_not_fit_are_refused_in_one_line(settings: dict[str, An
 
 def test_content_needs_a_tokenizer_with_special_tokens() -> None:
     with pytest.raises(UserError, match=r"reg\.points=content: the tokenizer has no special tokens"):
-        CosRegConfig(points="content").attach(tiny(), (), seed=0)
+        CosRegConfig(points="content").attach(make_tiny_model(), (), seed=0)

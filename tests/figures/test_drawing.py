@@ -18,12 +18,12 @@ from istar.figures.drawing import render
 from istar.figures.plot import Line, Panel, Plot
 
 
-def plot_of(*lines: Line, **more: object) -> Plot:
-    settings: dict[str, object] = {"kind": "line", "x_label": "layer", **more}
+def make_plot(*lines: Line, **options: object) -> Plot:
+    settings: dict[str, object] = {"kind": "line", "x_label": "layer", **options}
     return Plot("name", "title", "caption", panels=(Panel("", "task", lines, "", "InterSim"),), **settings)  # type: ignore[arg-type]
 
 
-SIMPLE = plot_of(Line("one", (1, 2, 3), (0.1, 0.5, 0.2)), Line("two", (1, 2, 3), (0.3, 0.2, 0.4)))
+SIMPLE = make_plot(Line("one", (1, 2, 3), (0.1, 0.5, 0.2)), Line("two", (1, 2, 3), (0.3, 0.2, 0.4)))
 
 
 def test_every_figure_has_three_formats() -> None:
@@ -32,7 +32,7 @@ def test_every_figure_has_three_formats() -> None:
     assert files["pdf"].startswith(b"%PDF")
     assert b"<svg" in files["svg"]
     assert render(SIMPLE) == files
-    # A file does not depend on which others are written.
+    # The content of a file does not depend on the other formats that are written.
     assert all(render(SIMPLE, [suffix])[suffix] == content for suffix, content in files.items())
 
 
@@ -52,11 +52,11 @@ def test_the_formats_have_the_same_colours() -> None:
     streams = re.findall(rb"stream\r?\n(.*?)\r?\nendstream", files["pdf"], re.DOTALL)
     text = b"\n".join(zlib.decompress(stream) for stream in streams if stream.startswith(b"x"))
     pdf = {
-        "#" + "".join(f"{round(255 * float(part)):02x}" for part in found)
-        for found in re.findall(rb"([\d.]+) ([\d.]+) ([\d.]+) RG", text)
+        "#" + "".join(f"{round(255 * float(component)):02x}" for component in components)
+        for components in re.findall(rb"([\d.]+) ([\d.]+) ([\d.]+) RG", text)
     }
     pixels = {
-        "#" + "".join(f"{part:02x}" for part in pixel[:3])
+        "#" + "".join(f"{component:02x}" for component in pixel[:3])
         for _, pixel in Image.open(io.BytesIO(files["png"])).getcolors(1 << 24)
     }  # type: ignore[union-attr,index]
     for colour in drawing.PALETTE[:2]:
@@ -65,30 +65,33 @@ def test_the_formats_have_the_same_colours() -> None:
 
 def test_points_with_fewer_seeds_are_hollow_and_collapsed_ones_crossed() -> None:
     line = Line("mean", (1, 2, 3), (0.1, 0.5, 0.2), num_seeds=(5, 1, 5), collapsed=(False, False, True))
-    [axes] = drawing._draw_figure(plot_of(line, kind="bars")).axes
+    [axes] = drawing._draw_figure(make_plot(line, kind="bars")).axes
     hollow = [mark for mark in axes.lines if mark.get_markerfacecolor() == drawing.PAPER]
     assert [list(mark.get_xdata()) for mark in hollow] == [[2]]
     crossed = [mark for mark in axes.lines if mark.get_marker() == "x"]
     assert [list(mark.get_xdata()) for mark in crossed] == [[3]]
-    # Nothing is marked where all points have as many seeds.
-    [axes] = drawing._draw_figure(plot_of(Line("mean", (1, 2), (0.1, 0.5), num_seeds=(2, 2)), kind="bars")).axes
+    # No point is marked if all points have the same number of seeds.
+    [axes] = drawing._draw_figure(make_plot(Line("mean", (1, 2), (0.1, 0.5), num_seeds=(2, 2)), kind="bars")).axes
     assert not [mark for mark in axes.lines if mark.get_markerfacecolor() == drawing.PAPER]
 
 
-def colours(*labels: str) -> dict[str, str]:
-    plot = plot_of(*(Line(label, (1.0,), (0.5,)) for label in labels))
+def assign_colours(*labels: str) -> dict[str, str]:
+    plot = make_plot(*(Line(label, (1.0,), (0.5,)) for label in labels))
     return {
         label: matplotlib.colors.to_hex(style["color"]) for label, style in drawing._assign_line_styles(plot).items()
     }
 
 
 def test_a_weight_has_the_same_colour_in_every_figure() -> None:
-    few, many = colours("Base", "λ = -1", "λ = 3"), colours("λ = -5", "λ = -1", "λ = 0.5", "λ = 3", "λ = 5", "Base")
-    assert all(many[label] == colour for label, colour in few.items())
-    assert many["Base"] == drawing.INK
-    assert len(set(many.values())) == 6
-    # Negative weights are red, positive ones blue, and darker the farther they are from 0.
-    rgb = {label: matplotlib.colors.to_rgb(colour) for label, colour in many.items()}
+    colours_of_three, colours_of_six = (
+        assign_colours("Base", "λ = -1", "λ = 3"),
+        assign_colours("λ = -5", "λ = -1", "λ = 0.5", "λ = 3", "λ = 5", "Base"),
+    )
+    assert all(colours_of_six[label] == colour for label, colour in colours_of_three.items())
+    assert colours_of_six["Base"] == drawing.INK
+    assert len(set(colours_of_six.values())) == 6
+    # Negative weights are red and positive ones blue; the colours are darker the farther the weights are from 0.
+    rgb = {label: matplotlib.colors.to_rgb(colour) for label, colour in colours_of_six.items()}
     assert rgb["λ = -5"][0] > rgb["λ = -5"][2]
     assert rgb["λ = 5"][2] > rgb["λ = 5"][0]
     assert sum(rgb["λ = -5"]) < sum(rgb["λ = -1"])
@@ -97,38 +100,46 @@ def test_a_weight_has_the_same_colour_in_every_figure() -> None:
 
 def test_zeta_has_a_sequential_scale() -> None:
     labels = [f"ζ = {zeta:g}" for zeta in (0, 0.2, 0.4, 0.6, 0.8, 1)]
-    found = colours(*labels, "ζ = auto", "unbiased")
-    brightness = [sum(matplotlib.colors.to_rgb(found[label])) for label in labels]
+    colour_by_label = assign_colours(*labels, "ζ = auto", "unbiased")
+    brightness = [sum(matplotlib.colors.to_rgb(colour_by_label[label])) for label in labels]
     assert brightness == sorted(brightness)
-    assert colours("ζ = 0.4")["ζ = 0.4"] == found["ζ = 0.4"]
-    assert len(set(found.values())) == 8
+    assert assign_colours("ζ = 0.4")["ζ = 0.4"] == colour_by_label["ζ = 0.4"]
+    assert len(set(colour_by_label.values())) == 8
 
 
-def axes_of(y_label: str, *values: float) -> Any:
+def draw_axes(y_label: str, *values: float) -> Any:
     panel = Panel("", "", (Line("one", tuple(map(float, range(len(values)))), values),), "", y_label)
     return drawing._draw_figure(Plot("name", "title", "caption", "line", "layer", (panel,))).axes[0]
 
 
 def test_a_bounded_measure_has_its_whole_range_or_says_that_it_is_cut() -> None:
-    whole = axes_of("InterSim", -0.1, 0.9)
-    assert (whole.get_ylabel(), whole.get_ylim()[0] <= -1, whole.get_ylim()[1] >= 1) == ("InterSim", True, True)
-    cut = axes_of("InterSim", 0.91, 0.93)
-    assert cut.get_ylabel() == "InterSim (part of -1 to 1)"
-    assert cut.get_ylim()[0] > 0.5
-    assert axes_of("IsoScore*", 0.1, 0.8).get_ylabel() == "IsoScore*"
-    assert axes_of("I(W), both signs", 0.01, 0.02).get_ylabel() == "I(W), both signs (part of 0 to 1)"
-    assert axes_of("TwoNN dimension", 1, 2).get_ylabel() == "TwoNN dimension"
-    assert axes_of("IntraSim - InterSim", 0.1, 0.2).get_ylabel() == "IntraSim - InterSim\n(part of -2 to 2)"
+    full_axes = draw_axes("InterSim", -0.1, 0.9)
+    assert (full_axes.get_ylabel(), full_axes.get_ylim()[0] <= -1, full_axes.get_ylim()[1] >= 1) == (
+        "InterSim",
+        True,
+        True,
+    )
+    cut_axes = draw_axes("InterSim", 0.91, 0.93)
+    assert cut_axes.get_ylabel() == "InterSim (part of -1 to 1)"
+    assert cut_axes.get_ylim()[0] > 0.5
+    assert draw_axes("IsoScore*", 0.1, 0.8).get_ylabel() == "IsoScore*"
+    assert draw_axes("I(W), both signs", 0.01, 0.02).get_ylabel() == "I(W), both signs (part of 0 to 1)"
+    assert draw_axes("TwoNN dimension", 1, 2).get_ylabel() == "TwoNN dimension"
+    assert draw_axes("IntraSim - InterSim", 0.1, 0.2).get_ylabel() == "IntraSim - InterSim\n(part of -2 to 2)"
 
 
 def test_a_panel_may_have_bounds() -> None:
     line = Line("one", (0.0, 1.0), (3.0, 4.0))
     panel = Panel("", "", (line,), "", "rank", y_bounds=(1, 384))
-    cut = drawing._draw_figure(Plot("name", "title", "caption", "line", "layer", (panel,))).axes[0]
-    assert cut.get_ylabel() == "rank (part of 1 to 384)"
-    wide = replace(panel, lines=(replace(line, y=(3.0, 300.0)),))
-    whole = drawing._draw_figure(Plot("name", "title", "caption", "line", "layer", (wide,))).axes[0]
-    assert (whole.get_ylabel(), whole.get_ylim()[0] <= 1, whole.get_ylim()[1] >= 384) == ("rank", True, True)
+    cut_axes = drawing._draw_figure(Plot("name", "title", "caption", "line", "layer", (panel,))).axes[0]
+    assert cut_axes.get_ylabel() == "rank (part of 1 to 384)"
+    wide_panel = replace(panel, lines=(replace(line, y=(3.0, 300.0)),))
+    full_axes = drawing._draw_figure(Plot("name", "title", "caption", "line", "layer", (wide_panel,))).axes[0]
+    assert (full_axes.get_ylabel(), full_axes.get_ylim()[0] <= 1, full_axes.get_ylim()[1] >= 384) == (
+        "rank",
+        True,
+        True,
+    )
 
 
 def test_a_single_point_of_a_line_has_an_error_bar_and_its_colour() -> None:
@@ -139,7 +150,7 @@ def test_a_single_point_of_a_line_has_an_error_bar_and_its_colour() -> None:
     [bar] = [container for container in axes.containers if isinstance(container, ErrorbarContainer)]
     [segment] = bar.lines[2][0].get_segments()
     assert segment == pytest.approx(np.array([[1.2, 4.5], [1.2, 5.5]]))
-    assert len({to_hex(drawn.get_color()) for drawn in axes.lines if drawn.get_label() == "one"}) == 1
+    assert len({to_hex(drawn_line.get_color()) for drawn_line in axes.lines if drawn_line.get_label() == "one"}) == 1
     # A single label needs no legend.
     assert not figure.legends
 
@@ -153,7 +164,7 @@ def test_compared_panels_share_their_axes() -> None:
     assert first.get_xlim() == second.get_xlim()
     assert first.get_ylim() == second.get_ylim()
     assert first.get_xlim()[0] < -1 < 6 < first.get_xlim()[1]
-    # A unit has the same length in both.
+    # A unit has the same length in both panels.
     figure.draw_without_rendering()
     widths = [axes.transData.transform((1, 0))[0] - axes.transData.transform((0, 0))[0] for axes in figure.axes]
     assert abs(widths[0] - widths[1]) < 0.02 * widths[0]

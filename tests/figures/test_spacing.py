@@ -1,4 +1,4 @@
-"""Evenly spaced layers, with the first and the last, and the rows of ridgelines."""
+"""Evenly spaced layers, which include the first and the last one, and the rows of ridgelines."""
 
 import itertools
 import math
@@ -11,14 +11,14 @@ from istar.figures.spacing import evenly_spaced, stack_ridges
 
 @pytest.mark.parametrize("count", range(1, 101))
 def test_every_depth_is_divided_evenly(count: int) -> None:
-    shown = evenly_spaced(range(count))
+    selected = evenly_spaced(range(count))
     if count <= 5:
-        assert shown == list(range(count))
+        assert selected == list(range(count))
         return
     # A half rounds up at each position, never to the even neighbour.
-    assert shown == [math.floor(Fraction(number * (count - 1), 4) + Fraction(1, 2)) for number in range(5)]
-    assert (shown[0], shown[-1], len(set(shown))) == (0, count - 1, 5)
-    gaps = [after - before for before, after in itertools.pairwise(shown)]
+    assert selected == [math.floor(Fraction(position * (count - 1), 4) + Fraction(1, 2)) for position in range(5)]
+    assert (selected[0], selected[-1], len(set(selected))) == (0, count - 1, 5)
+    gaps = [after - before for before, after in itertools.pairwise(selected)]
     assert max(gaps) - min(gaps) <= 1
 
 

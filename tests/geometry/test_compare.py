@@ -27,11 +27,11 @@ WORDS = demo.vocabulary()[:20]
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Measurements]:
-    """Measurements of an encoder of two layers, and of a decoder of three with a final normalization, over a text."""
-    place = tmp_path_factory.mktemp("models")
+def measurements_by_name(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Measurements]:
+    """Measure a two-layer encoder and a three-layer decoder with a final normalization over one text."""
+    folder = tmp_path_factory.mktemp("models")
     random = np.random.default_rng(0)
-    (place / "text.txt").write_text("\n".join(" ".join(random.choice(WORDS, 9)) for _ in range(40)))
+    (folder / "text.txt").write_text("\n".join(" ".join(random.choice(WORDS, 9)) for _ in range(40)))
     tokenizer = tiny.make_tokenizer(demo.vocabulary())
     shape = {"num_attention_heads": 2, "intermediate_size": 32, "vocab_size": len(tokenizer)}
     torch.manual_seed(0)
@@ -41,66 +41,69 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Measurements
             hf.GPTNeoXConfig(hidden_size=24, num_hidden_layers=3, bos_token_id=1, eos_token_id=1, **shape)
         ),
     }
-    results = {}
+    measurements = {}
     for name, model in models.items():
-        model.save_pretrained(place / name)
-        tokenizer.save_pretrained(place / name)
-        source = Source("text", place / "text.txt")
-        results[name] = measure.measure_model(
-            str(place / name), [source], Pass(16, sample=0), place / f"{name}-measures"
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+        source = Source("text", folder / "text.txt")
+        measurements[name] = measure.measure_model(
+            str(folder / name), [source], Pass(16, sample=0), folder / f"{name}-measures"
         )
-    return results
+    return measurements
 
 
-def read(arguments: list[str]) -> list[MeasuredModel]:
-    """Read finished folders as the command does."""
-    chosen = compare.parse_compared_models(arguments)
+def read_models(arguments: list[str]) -> list[MeasuredModel]:
+    """Parse the arguments and read the finished folders as `istar compare` does."""
+    model_arguments = compare.parse_compared_models(arguments)
     return compare.label_models(
-        chosen, [measures_file.read(Path(choice.name) / measures_file.JSON_FILE) for choice in chosen]
+        model_arguments,
+        [measures_file.read(Path(argument.name) / measures_file.JSON_FILE) for argument in model_arguments],
     )
 
 
 @pytest.fixture
-def folders(measured: dict[str, Measurements], tmp_path: Path) -> list[str]:
-    """The folders of `istar measure` for both models."""
-    for name, result in measured.items():
+def folders(measurements_by_name: dict[str, Measurements], tmp_path: Path) -> list[str]:
+    """Write the measurements of both models as `istar measure` does; return their folders."""
+    for name, measurements in measurements_by_name.items():
         (tmp_path / name).mkdir()
-        measures_file.write(result, tmp_path / name)
-    return [str(tmp_path / name) for name in measured]
+        measures_file.write(measurements, tmp_path / name)
+    return [str(tmp_path / name) for name in measurements_by_name]
 
 
-def test_tables_hold_the_measures_of_each_model(measured: dict[str, Measurements], folders: list[str]) -> None:
-    subjects = read(folders)
-    assert [subject.label for subject in subjects] == ["encoder", "decoder"]
-    frame = compare.make_layer_table(subjects)
-    layers = {model: group["layer"].tolist() for model, group in frame.groupby("model")}
-    assert layers == {
+def test_tables_hold_the_measures_of_each_model(
+    measurements_by_name: dict[str, Measurements], folders: list[str]
+) -> None:
+    models = read_models(folders)
+    assert [model.label for model in models] == ["encoder", "decoder"]
+    frame = compare.make_layer_table(models)
+    layers_by_model = {name: group["layer"].tolist() for name, group in frame.groupby("model")}
+    assert layers_by_model == {
         "encoder": ["embeddings", "layer_1", "layer_2"],
         "decoder": ["embeddings", "layer_1", "layer_2", "layer_3", "final_norm"],
     }
-    depths = [0, 1 / 3, 2 / 3, 1, np.nan]
-    assert frame[frame["model"] == "decoder"]["relative_depth"].tolist() == pytest.approx(depths, nan_ok=True)
-    for name, result in measured.items():
-        columns = frame[frame["model"] == name].set_index("layer")
-        for tap, figures in result.all_texts.items():
-            assert columns.loc[tap, "inter_sim"] == pytest.approx(figures["inter_sim"], rel=1e-12)
-    summary = compare.summarize_models(subjects).set_index("model")
+    expected_depths = [0, 1 / 3, 2 / 3, 1, np.nan]
+    assert frame[frame["model"] == "decoder"]["relative_depth"].tolist() == pytest.approx(expected_depths, nan_ok=True)
+    for name, measurements in measurements_by_name.items():
+        row_by_layer = frame[frame["model"] == name].set_index("layer")
+        for tap, measures in measurements.all_texts.items():
+            assert row_by_layer.loc[tap, "inter_sim"] == pytest.approx(measures["inter_sim"], rel=1e-12)
+    summary = compare.summarize_models(models).set_index("model")
     assert summary.loc["decoder", "matrix"] == "output"
-    raw = measured["decoder"].matrices["output"]["raw"]
-    assert summary.loc["decoder", "partition_raw"] == pytest.approx(raw["partition_isotropy_both"], rel=1e-12)
+    raw_measures = measurements_by_name["decoder"].matrices["output"]["raw"]
+    assert summary.loc["decoder", "partition_raw"] == pytest.approx(raw_measures["partition_isotropy_both"], rel=1e-12)
     assert summary.loc["encoder", "dimensions"] == 16
     assert np.isnan(summary.loc["encoder", "gain"])
 
 
 def test_plots_have_a_line_for_each_model(folders: list[str]) -> None:
-    plots = {plot.name: plot for plot in compare_page.make_plots(read(folders))}
+    plots = {plot.name: plot for plot in compare_page.make_plots(read_models(folders))}
     for name in ("spectra", "state_norms"):
         for panel in plots[name].panels:
             assert [line.label for line in panel.lines] == ["encoder", "decoder"], name
     for name in ("isotropy", "directions", "spectrum", "outliers", "norms"):
         for panel in plots[name].panels:
             assert [line.label for line in panel.lines] == ["encoder", "decoder", "decoder"], name
-    # The decoder alone has output embeddings of its own and a final normalization.
+    # Only the decoder has separate output embeddings and a final normalization.
     assert [[line.label for line in panel.lines] for panel in plots["partition"].panels] == [
         *[["encoder", "decoder"]] * 2,
         *[["decoder"]] * 2,
@@ -112,116 +115,131 @@ def test_plots_have_a_line_for_each_model(folders: list[str]) -> None:
         assert (line.y[0], line.y[-1]) == (0, 100)
 
 
-def test_the_final_norm_is_a_mark_beyond_the_last_layer(measured: dict[str, Measurements], folders: list[str]) -> None:
-    plot = {plot.name: plot for plot in compare_page.make_plots(read(folders))}["directions"]
+def test_the_final_norm_is_a_mark_beyond_the_last_layer(
+    measurements_by_name: dict[str, Measurements], folders: list[str]
+) -> None:
+    plot = {plot.name: plot for plot in compare_page.make_plots(read_models(folders))}["directions"]
     for key, panel in zip(("inter_sim", "intra_sim", "adjusted_intra_sim"), plot.panels, strict=True):
-        _, layers, mark = panel.lines
-        figures = measured["decoder"].all_texts
-        assert layers.y == tuple(values[key] for tap, values in figures.items() if tap != "final_norm")
-        assert mark.y == (figures["final_norm"][key],)
-        assert mark.x[0] > max(layers.x)
-        assert plot.x_names[mark.x[0]] == "final\nnorm"
+        _, layer_line, marker = panel.lines
+        measures_by_tap = measurements_by_name["decoder"].all_texts
+        assert layer_line.y == tuple(measures[key] for tap, measures in measures_by_tap.items() if tap != "final_norm")
+        assert marker.y == (measures_by_tap["final_norm"][key],)
+        assert marker.x[0] > max(layer_line.x)
+        assert plot.x_names[marker.x[0]] == "final\nnorm"
     # The error bar is half of the 95% interval.
     [inter_sim, *_] = plot.panels
-    error = measured["decoder"].all_texts["final_norm"]["inter_sim_error"]
-    assert inter_sim.lines[2].y_error == pytest.approx((scipy.stats.t.ppf(0.975, 9) * error,), rel=1e-12)
+    standard_error = measurements_by_name["decoder"].all_texts["final_norm"]["inter_sim_error"]
+    assert inter_sim.lines[2].y_error == pytest.approx((scipy.stats.t.ppf(0.975, 9) * standard_error,), rel=1e-12)
     # Without a final normalization, the axis has plain numbers.
-    encoders = [MeasuredModel(name, measured["encoder"]) for name in "ab"]
-    assert {plot.name: plot for plot in compare_page.make_plots(encoders)}["directions"].x_names == {}
+    models = [MeasuredModel(name, measurements_by_name["encoder"]) for name in "ab"]
+    assert {plot.name: plot for plot in compare_page.make_plots(models)}["directions"].x_names == {}
 
 
-def test_a_model_has_the_same_colour_in_all_figures(measured: dict[str, Measurements]) -> None:
-    """The encoder, which is between the decoders, has no line in the figure of the final normalization.
+def test_a_model_has_the_same_colour_in_all_figures(measurements_by_name: dict[str, Measurements]) -> None:
+    """The encoder, which stands between the decoders, has no line in the figure of the final normalization.
 
-    `Base` is the label of runs without a penalty, which the figures of runs draw in black; a model is none.
+    In the figures of runs, `Base` is the label of runs without a penalty, whose line is black. A model with this label
+    has a colour like any other.
     """
-    names = ("small", "encoder", "Base", "large")
-    subjects = [MeasuredModel(name, measured["encoder" if name == "encoder" else "decoder"]) for name in names]
-    plots = {
-        plot.name: plot for plot in (compare_page._make_difference_plot(subjects), *compare_page.make_plots(subjects))
-    }
+    labels = ("small", "encoder", "Base", "large")
+    models = [
+        MeasuredModel(name, measurements_by_name["encoder" if name == "encoder" else "decoder"]) for name in labels
+    ]
+    plots = {plot.name: plot for plot in (compare_page._make_difference_plot(models), *compare_page.make_plots(models))}
     assert {line.label for panel in plots["final_norm"].panels for line in panel.lines} == {"small", "Base", "large"}
-    styles = {name: drawing._assign_line_styles(plot) for name, plot in plots.items()}
-    first = {label: styles["directions"][label] for label in names}
-    assert len({style["color"] for style in first.values()}) == 4
-    for name, of_plot in styles.items():
-        assert {label: of_plot[label] for label in names} == first, name
+    styles_by_plot = {name: drawing._assign_line_styles(plot) for name, plot in plots.items()}
+    expected_styles = {label: styles_by_plot["directions"][label] for label in labels}
+    assert len({style["color"] for style in expected_styles.values()}) == 4
+    for name, styles_of_plot in styles_by_plot.items():
+        assert {label: styles_of_plot[label] for label in labels} == expected_styles, name
 
 
-def test_i_w_has_both_conventions_of_the_signs(measured: dict[str, Measurements], folders: list[str]) -> None:
-    plot = {plot.name: plot for plot in compare_page.make_plots(read(folders))}["partition"]
+def test_i_w_has_both_conventions_of_the_signs(
+    measurements_by_name: dict[str, Measurements], folders: list[str]
+) -> None:
+    plot = {plot.name: plot for plot in compare_page.make_plots(read_models(folders))}["partition"]
     assert [(panel.task, panel.y_label) for panel in plot.panels] == [
-        (f"{which} embeddings", f"I(W), {signs}")
-        for which in ("input", "output")
+        (f"{matrix} embeddings", f"I(W), {signs}")
+        for matrix in ("input", "output")
         for signs in ("signs as computed", "both signs")
     ]
-    for panel, which, signs in zip(plot.panels[2:], ("output", "output"), ("as_computed", "both"), strict=True):
-        forms = measured["decoder"].matrices[which]
-        assert panel.lines[0].y == tuple(figures[f"partition_isotropy_{signs}"] for figures in forms.values())
+    for panel, matrix, signs in zip(plot.panels[2:], ("output", "output"), ("as_computed", "both"), strict=True):
+        measures_by_form = measurements_by_name["decoder"].matrices[matrix]
+        assert panel.lines[0].y == tuple(
+            measures[f"partition_isotropy_{signs}"] for measures in measures_by_form.values()
+        )
 
 
-def test_the_page_has_differences_with_intervals(measured: dict[str, Measurements], tmp_path: Path) -> None:
-    subjects = [MeasuredModel(name, result) for name, result in measured.items()]
-    out = compare_page.write_page(subjects, tmp_path / "page").parent
-    said = " ".join(" ".join(parsed(out / "index.html").text).split())
-    assert "decoder and encoder read the same documents in the same groups" in said
+def test_the_page_has_differences_with_intervals(measurements_by_name: dict[str, Measurements], tmp_path: Path) -> None:
+    models = [MeasuredModel(name, measurements) for name, measurements in measurements_by_name.items()]
+    out = compare_page.write_page(models, tmp_path / "page").parent
+    page_text = " ".join(" ".join(parsed(out / "index.html").text).split())
+    assert "decoder and encoder read the same documents in the same groups" in page_text
     frame = pd.read_csv(out / "tables" / "differences.csv").set_index("measure")
     assert set(frame["layer"]) == {"layer_3"}
     replicates = [
-        np.array(result.replicates["text"][tap]["inter_sim"])
-        for result, tap in zip(measured.values(), ("layer_2", "layer_3"), strict=True)
+        np.array(measurements.replicates["text"][tap]["inter_sim"])
+        for measurements, tap in zip(measurements_by_name.values(), ("layer_2", "layer_3"), strict=True)
     ]
-    # The standard error of the mean of pseudo-values; each is -9 times a difference, apart from a constant.
-    error = scipy.stats.sem(9 * (replicates[1] - replicates[0]))
-    assert frame.loc["inter_sim", "error"] == pytest.approx(error, rel=1e-9)
-    plot = compare_page._make_difference_plot(subjects)
+    # The standard error of the mean of pseudo-values, which are -9 times a difference plus a constant.
+    expected_error = scipy.stats.sem(9 * (replicates[1] - replicates[0]))
+    assert frame.loc["inter_sim", "error"] == pytest.approx(expected_error, rel=1e-9)
+    plot = compare_page._make_difference_plot(models)
     for panel in plot.panels:
-        zero, difference = panel.lines
-        assert (zero.label, zero.y, difference.label) == ("encoder", (0.0,), "decoder")
-    [names] = {tuple(panel.y_label for panel in plot.panels)}
-    assert "difference of InterSim" in names
+        zero_line, difference_line = panel.lines
+        assert (zero_line.label, zero_line.y, difference_line.label) == ("encoder", (0.0,), "decoder")
+    [y_labels] = {tuple(panel.y_label for panel in plot.panels)}
+    assert "difference of InterSim" in y_labels
     assert (out / "figures" / "differences.svg").is_file()
 
 
 @pytest.mark.slow
 def test_without_errors_the_page_has_a_sentence_instead_of_differences(
-    measured: dict[str, Measurements], tmp_path: Path
+    measurements_by_name: dict[str, Measurements], tmp_path: Path
 ) -> None:
-    bare = {
-        tap: {name: value for name, value in figures.items() if not name.endswith("_error")}
-        for tap, figures in measured["decoder"].all_texts.items()
+    measures_without_errors = {
+        tap: {name: value for name, value in measures.items() if not name.endswith("_error")}
+        for tap, measures in measurements_by_name["decoder"].all_texts.items()
     }
-    without = replace(measured["decoder"], sources={"text": bare}, replicates={})
-    subjects = [MeasuredModel("encoder", measured["encoder"]), MeasuredModel("decoder", without)]
-    out = compare_page.write_page(subjects, tmp_path / "page").parent
-    said = " ".join(" ".join(parsed(out / "index.html").text).split())
+    decoder_without_errors = replace(
+        measurements_by_name["decoder"], sources={"text": measures_without_errors}, replicates={}
+    )
+    models = [
+        MeasuredModel("encoder", measurements_by_name["encoder"]),
+        MeasuredModel("decoder", decoder_without_errors),
+    ]
+    out = compare_page.write_page(models, tmp_path / "page").parent
+    page_text = " ".join(" ".join(parsed(out / "index.html").text).split())
     assert (
-        "No differences between decoder and encoder: decoder has no standard errors; measure it with --groups" in said
+        "No differences between decoder and encoder: decoder has no standard errors; measure it with --groups"
+        in page_text
     )
     assert not (out / "figures" / "differences.svg").exists()
     assert (out / "tables" / "differences.csv").read_text().strip() in ("", '""')
 
 
-def test_spectra_are_root_mean_squares(measured: dict[str, Measurements], folders: list[str]) -> None:
+def test_spectra_are_root_mean_squares(measurements_by_name: dict[str, Measurements], folders: list[str]) -> None:
     """The squares of the raw values add up to the mean squared norm of the last layer's states."""
-    plots = {plot.name: plot for plot in compare_page.make_plots(read(folders))}
+    plots = {plot.name: plot for plot in compare_page.make_plots(read_models(folders))}
     raw, centered = plots["spectra"].panels
-    for number, name in enumerate(measured):
-        layers = {tap: figures for tap, figures in measured[name].all_texts.items() if tap != "final_norm"}
-        average_norm = list(layers.values())[-1]["average_norm"]
-        total = sum(value**2 for value in raw.lines[number].y)
-        assert total >= average_norm**2 * (1 - 1e-6)
-        assert total == pytest.approx(average_norm**2, rel=0.05)
-        assert sum(value**2 for value in centered.lines[number].y) < total
+    for index, name in enumerate(measurements_by_name):
+        measures_by_layer = {
+            tap: measures for tap, measures in measurements_by_name[name].all_texts.items() if tap != "final_norm"
+        }
+        average_norm = list(measures_by_layer.values())[-1]["average_norm"]
+        sum_of_squares = sum(value**2 for value in raw.lines[index].y)
+        assert sum_of_squares >= average_norm**2 * (1 - 1e-6)
+        assert sum_of_squares == pytest.approx(average_norm**2, rel=0.05)
+        assert sum(value**2 for value in centered.lines[index].y) < sum_of_squares
 
 
 @pytest.mark.slow
 def test_the_command_writes_a_page(folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "page"
     assert main(["compare", f"first={folders[0]}", folders[1], "--out", str(out)]) == 0
-    printed = capsys.readouterr().out
-    assert "first" in printed
-    assert "decoder" in printed
+    output = capsys.readouterr().out
+    assert "first" in output
+    assert "decoder" in output
     assert parsed(out / "index.html").tags
     balanced((out / "tables" / "models.tex").read_text())
     frame = pd.read_csv(out / compare.TABLE_FILE)
@@ -237,10 +255,16 @@ def test_the_command_writes_a_page(folders: list[str], tmp_path: Path, capsys: p
 
 @pytest.mark.slow
 def test_models_are_measured_and_their_layers_compared(
-    measured: dict[str, Measurements], folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    measurements_by_name: dict[str, Measurements],
+    folders: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One model is measured already, the other is not; CKA needs both models and a text."""
-    decoder, text = measured["decoder"].model["name"], measured["decoder"].settings["texts"]["text"]
+    """One model has been measured, the other has not; CKA needs both models and a text."""
+    decoder, text = (
+        measurements_by_name["decoder"].model["name"],
+        measurements_by_name["decoder"].settings["texts"]["text"],
+    )
     out = tmp_path / "page"
     command = ["compare", folders[0], f"new={decoder}", "--text", text, "--documents", "30", "--out", str(out)]
     assert main(command) == 0
@@ -255,19 +279,21 @@ def test_models_are_measured_and_their_layers_compared(
     assert (out / "figures" / "similarity.svg").is_file()
 
 
-def test_other_texts_and_settings_are_pointed_out(measured: dict[str, Measurements]) -> None:
-    encoder = compare.MeasuredModel("encoder", measured["encoder"])
-    assert compare.describe_differences([encoder, compare.MeasuredModel("decoder", measured["decoder"])]) == []
-    settings = {**measured["decoder"].settings, "texts": {"other": "other.txt"}, "length": 8}
+def test_other_texts_and_settings_are_pointed_out(measurements_by_name: dict[str, Measurements]) -> None:
+    encoder = compare.MeasuredModel("encoder", measurements_by_name["encoder"])
+    assert (
+        compare.describe_differences([encoder, compare.MeasuredModel("decoder", measurements_by_name["decoder"])]) == []
+    )
+    settings = {**measurements_by_name["decoder"].settings, "texts": {"other": "other.txt"}, "length": 8}
     # A file of another name with the same content is the same text, and the size of batches changes no measure.
     renamed = replace(
-        measured["decoder"],
+        measurements_by_name["decoder"],
         settings={**settings, "length": 16, "batch_tokens": 64, "batch_size": 32},
-        text_hashes={"other": measured["decoder"].text_hashes["text"]},
+        text_hashes={"other": measurements_by_name["decoder"].text_hashes["text"]},
     )
     assert compare.describe_differences([encoder, compare.MeasuredModel("decoder", renamed)]) == []
     other = compare.MeasuredModel(
-        "decoder", replace(measured["decoder"], settings=settings, text_hashes={"other": "0123"})
+        "decoder", replace(measurements_by_name["decoder"], settings=settings, text_hashes={"other": "0123"})
     )
     assert compare.describe_differences([encoder, other]) == [
         "decoder was measured over other texts than encoder.",
@@ -275,14 +301,14 @@ def test_other_texts_and_settings_are_pointed_out(measured: dict[str, Measuremen
     ]
 
 
-def test_equal_names_get_their_folders(measured: dict[str, Measurements], tmp_path: Path) -> None:
+def test_equal_names_get_their_folders(measurements_by_name: dict[str, Measurements], tmp_path: Path) -> None:
     for folder in ("first", "second"):
         (tmp_path / folder).mkdir()
-        measures_file.write(measured["encoder"], tmp_path / folder)
+        measures_file.write(measurements_by_name["encoder"], tmp_path / folder)
     folders = [str(tmp_path / folder) for folder in ("first", "second")]
-    assert [subject.label for subject in read(folders)] == ["encoder (first)", "encoder (second)"]
+    assert [model.label for model in read_models(folders)] == ["encoder (first)", "encoder (second)"]
     with pytest.raises(UserError, match="several models are called a; give them names"):
-        read([f"a={folder}" for folder in folders])
+        read_models([f"a={folder}" for folder in folders])
     with pytest.raises(UserError, match="is given twice"):
         compare.parse_compared_models([folders[0], f"again={folders[0]}"])
 
@@ -291,22 +317,32 @@ def test_models_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "run" / "model").mkdir(parents=True)
     (tmp_path / "run" / "model" / "config.json").write_text("{}")
     (tmp_path / "a@b").mkdir()
-    run, odd, hub, named = compare.parse_compared_models(
+    run_folder, folder_with_at_sign, hub_model, labelled_model = compare.parse_compared_models(
         [str(tmp_path / "run"), str(tmp_path / "a@b"), "EleutherAI/pythia-70m@step10", "mine=bert-base-cased"]
     )
-    assert (run.model_name, run.is_measured) == (str(tmp_path / "run" / "model"), False)
-    assert (odd.name, odd.revision) == (str(tmp_path / "a@b"), None)
-    assert (hub.name, hub.revision, hub.default_label) == ("EleutherAI/pythia-70m", "step10", "pythia-70m-step10")
-    assert (named.label, named.name) == ("mine", "bert-base-cased")
+    assert (run_folder.model_name, run_folder.is_measured) == (str(tmp_path / "run" / "model"), False)
+    assert (folder_with_at_sign.name, folder_with_at_sign.revision) == (str(tmp_path / "a@b"), None)
+    assert (hub_model.name, hub_model.revision, hub_model.default_label) == (
+        "EleutherAI/pythia-70m",
+        "step10",
+        "pythia-70m-step10",
+    )
+    assert (labelled_model.label, labelled_model.name) == ("mine", "bert-base-cased")
 
 
-def test_a_run_is_named_by_its_folder(measured: dict[str, Measurements], tmp_path: Path) -> None:
+def test_a_run_is_named_by_its_folder(measurements_by_name: dict[str, Measurements], tmp_path: Path) -> None:
     for revision in (None, "step10"):
-        model = {**measured["encoder"].model, "name": "runs/rte-small-istar-0123/model", "revision": revision}
+        model = {
+            **measurements_by_name["encoder"].model,
+            "name": "runs/rte-small-istar-0123/model",
+            "revision": revision,
+        }
         folder = tmp_path / str(revision)
         folder.mkdir()
-        measures_file.write(replace(measured["encoder"], model=model), folder)
-    labels = [subject.label for subject in read([str(tmp_path / "None"), str(tmp_path / "step10")])]
+        measures_file.write(replace(measurements_by_name["encoder"], model=model), folder)
+    labels = [
+        measured_model.label for measured_model in read_models([str(tmp_path / "None"), str(tmp_path / "step10")])
+    ]
     assert labels == ["rte-small-istar-0123", "rte-small-istar-0123 at step10"]
 
 

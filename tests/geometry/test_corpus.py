@@ -17,7 +17,7 @@ from istar.models import tiny
 from istar.tasks import demo
 from istar.tasks.tokenizing import chunks
 
-Make = Callable[[], PreTrainedTokenizerFast]
+MakeTokenizer = Callable[[], PreTrainedTokenizerFast]
 TEXTS = ["the cat sees a dog .", "a", " ".join(["dog cat"] * 40), "does the dog see ?"]
 
 
@@ -26,22 +26,25 @@ def bert() -> PreTrainedTokenizerFast:
 
 
 def gpt() -> PreTrainedTokenizerFast:
-    """Byte-level tokenizer with an end-of-text token and no special tokens around a text."""
-    inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.train_from_iterator(TEXTS, trainers.BpeTrainer(special_tokens=["<end>"], show_progress=False))
-    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
+    """Return a byte-level tokenizer with an end-of-text token and no special tokens around a text."""
+    bpe_tokenizer = Tokenizer(models.BPE())
+    bpe_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe_tokenizer.train_from_iterator(TEXTS, trainers.BpeTrainer(special_tokens=["<end>"], show_progress=False))
+    return PreTrainedTokenizerFast(tokenizer_object=bpe_tokenizer, eos_token="<end>")
 
 
 @pytest.mark.parametrize("documents", ["separate", "packed"])
 def test_documents_are_counted_as_they_are_read(documents: corpus.Documents) -> None:
-    """The tokenizer reads all texts at once; only those whose blocks have been taken count."""
+    """The tokenizer reads all texts at once, but a document is counted only when its first block is returned."""
     texts = ["the cat", "a dög", "does the dog see a cat ?", "the dog\nthe cat"]
     reading = corpus.Reading()
     for block in Blocks(bert(), 512, documents)(texts, reading):
-        begun = block.document_index + 1 if documents == "separate" else 4
-        assert (reading.documents, reading.characters) == (begun, sum(map(len, texts[:begun])))
-    # Two bytes for ö.
+        num_documents_read = block.document_index + 1 if documents == "separate" else 4
+        assert (reading.documents, reading.characters) == (
+            num_documents_read,
+            sum(map(len, texts[:num_documents_read])),
+        )
+    # The letter ö has two bytes.
     assert reading.bytes == sum(map(len, texts)) + 1
     total = corpus.Reading(documents=1, seconds=0.5)
     total.add(reading)
@@ -62,46 +65,50 @@ def test_sentences(text: str, sentences: int) -> None:
 
 
 @pytest.mark.parametrize("length", [4, 7, 512])
-@pytest.mark.parametrize("make", [bert, gpt])
-def test_packed_blocks_hold_all_tokens_in_their_order(make: Make, length: int) -> None:
-    tokenizer = make()
-    end = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
-    expected, is_end = [], []
+@pytest.mark.parametrize("make_tokenizer", [bert, gpt])
+def test_packed_blocks_hold_all_tokens_in_their_order(make_tokenizer: MakeTokenizer, length: int) -> None:
+    tokenizer = make_tokenizer()
+    end_id = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
+    expected_tokens, expected_is_special = [], []
     for text in TEXTS:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        expected += [*ids, end]
-        is_end += [*[False] * len(ids), True]
+        expected_tokens += [*ids, end_id]
+        expected_is_special += [*[False] * len(ids), True]
     blocks = list(Blocks(tokenizer, length, "packed")(TEXTS))
     assert {len(block.tokens) for block in blocks[:-1]} <= {length}
     assert 0 < len(blocks[-1].tokens) <= length
     assert all(len(block.tokens) == len(block.is_special) for block in blocks)
-    assert sum(block.num_text_tokens for block in blocks) == is_end.count(False)
+    assert sum(block.num_text_tokens for block in blocks) == expected_is_special.count(False)
     if tokenizer.cls_token_id is not None:
         assert {(block.tokens[0], block.tokens[-1]) for block in blocks} == {
             (tokenizer.cls_token_id, tokenizer.sep_token_id)
         }
         assert all(block.is_special[0] and block.is_special[-1] for block in blocks)
         blocks = [Block(block.tokens[1:-1], block.is_special[1:-1]) for block in blocks]
-    assert list(itertools.chain.from_iterable(block.tokens for block in blocks)) == expected
-    assert list(itertools.chain.from_iterable(block.is_special for block in blocks)) == is_end
+    assert list(itertools.chain.from_iterable(block.tokens for block in blocks)) == expected_tokens
+    assert list(itertools.chain.from_iterable(block.is_special for block in blocks)) == expected_is_special
 
 
 @pytest.mark.parametrize("length", [4, 7, 512])
-@pytest.mark.parametrize("make", [bert, gpt])
-def test_separate_documents_share_no_block(make: Make, length: int) -> None:
-    tokenizer = make()
+@pytest.mark.parametrize("make_tokenizer", [bert, gpt])
+def test_separate_documents_share_no_block(make_tokenizer: MakeTokenizer, length: int) -> None:
+    tokenizer = make_tokenizer()
     blocks = Blocks(tokenizer, length)(TEXTS)
     for text in TEXTS:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        read: list[int] = []
-        while len(read) < len(ids):
+        ids_read: list[int] = []
+        while len(ids_read) < len(ids):
             block = next(blocks)
-            inner = [token for token, is_special in zip(block.tokens, block.is_special, strict=True) if not is_special]
-            around = tokenizer.cls_token_id is not None
-            assert block.tokens == ([tokenizer.cls_token_id, *inner, tokenizer.sep_token_id] if around else inner)
-            read += inner
-            assert len(block.tokens) == length or read == ids
-        assert read == ids
+            text_ids = [
+                token for token, is_special in zip(block.tokens, block.is_special, strict=True) if not is_special
+            ]
+            has_special_tokens = tokenizer.cls_token_id is not None
+            assert block.tokens == (
+                [tokenizer.cls_token_id, *text_ids, tokenizer.sep_token_id] if has_special_tokens else text_ids
+            )
+            ids_read += text_ids
+            assert len(block.tokens) == length or ids_read == ids
+        assert ids_read == ids
     assert next(blocks, None) is None
 
 
@@ -109,11 +116,11 @@ def test_the_pieces_of_a_document_and_the_runs_of_packed_blocks_have_one_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lengths = [len(bert()(text, add_special_tokens=False)["input_ids"]) for text in TEXTS]
-    expected = [number for number, length in enumerate(lengths) for _ in range(math.ceil(length / 5))]
+    expected = [index for index, length in enumerate(lengths) for _ in range(math.ceil(length / 5))]
     assert [block.document_index for block in Blocks(bert(), 7)(TEXTS)] == expected
     monkeypatch.setattr(corpus, "RUN_LENGTH", 3)
-    packed = [block.document_index for block in Blocks(bert(), 7, "packed")(TEXTS)]
-    assert packed == [number // 3 for number in range(len(packed))]
+    packed_indices = [block.document_index for block in Blocks(bert(), 7, "packed")(TEXTS)]
+    assert packed_indices == [index // 3 for index in range(len(packed_indices))]
 
 
 def test_documents_without_tokens_make_no_block() -> None:
@@ -127,8 +134,8 @@ def test_a_separator_in_the_text_is_no_special_token() -> None:
 
 def test_windows_are_sorted_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "WINDOW_SIZE", 4)
-    words = ["a", "bbb", "cc", "dd", "e", "ff"]
-    assert list(corpus.sorted_windows(words, len)) == [["bbb", "cc", "dd", "a"], ["ff", "e"]]
+    blocks = ["a", "bbb", "cc", "dd", "e", "ff"]
+    assert list(corpus.sorted_windows(blocks, len)) == [["bbb", "cc", "dd", "a"], ["ff", "e"]]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40, 100, 5_000])
@@ -137,10 +144,10 @@ def test_batches_hold_as_many_blocks_as_fit(num_tokens: int) -> None:
     lengths = torch.randint(1, 41, (200,), generator=generator).tolist()
     batches = list(corpus.split_into_batches(lengths, lambda length: length, cpu, num_tokens))
     assert [length for batch in batches for length in batch] == lengths
-    for batch, following in itertools.pairwise([*batches, []]):
+    for batch, next_batch in itertools.pairwise([*batches, []]):
         assert len(batch) == 1 or len(batch) * max(batch) <= num_tokens
-        if following:
-            assert (len(batch) + 1) * max(*batch, following[0]) > num_tokens
+        if next_batch:
+            assert (len(batch) + 1) * max(*batch, next_batch[0]) > num_tokens
 
 
 def test_the_default_size_of_batches_depends_on_the_device() -> None:
@@ -157,12 +164,12 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 def test_batches() -> None:
-    one = pad_batch([[5, 6, 7], [5, 6, 8]], 0)
-    assert one["input_ids"].tolist() == [[5, 6, 7], [5, 6, 8]]
-    assert one["attention_mask"].all()
-    other = pad_batch([[1], [2, 3]], 0)
-    assert other["input_ids"].tolist() == [[1, 0], [2, 3]]
-    assert torch.equal(other["attention_mask"], torch.tensor([[1, 0], [1, 1]]))
+    batch_of_equal_lengths = pad_batch([[5, 6, 7], [5, 6, 8]], 0)
+    assert batch_of_equal_lengths["input_ids"].tolist() == [[5, 6, 7], [5, 6, 8]]
+    assert batch_of_equal_lengths["attention_mask"].all()
+    padded_batch = pad_batch([[1], [2, 3]], 0)
+    assert padded_batch["input_ids"].tolist() == [[1, 0], [2, 3]]
+    assert torch.equal(padded_batch["attention_mask"], torch.tensor([[1, 0], [1, 1]]))
     assert list(chunks(range(5), 2)) == [[0, 1], [2, 3], [4]]
     assert list(chunks([], 2)) == []
 
@@ -170,14 +177,14 @@ def test_batches() -> None:
 def test_sources(tmp_path: Path) -> None:
     for name in ("wiki.txt", "a=b.txt"):
         (tmp_path / name).write_text("x")
-    wiki, odd = tmp_path / "wiki.txt", tmp_path / "a=b.txt"
-    assert parse_sources([str(wiki), f"other={wiki}", str(odd)]) == [
-        Source("wiki", wiki), Source("other", wiki), Source("a=b", odd)
+    wiki_path, path_with_equals_sign = tmp_path / "wiki.txt", tmp_path / "a=b.txt"
+    assert parse_sources([str(wiki_path), f"other={wiki_path}", str(path_with_equals_sign)]) == [
+        Source("wiki", wiki_path), Source("other", wiki_path), Source("a=b", path_with_equals_sign)
     ]  # fmt: skip
     with pytest.raises(UserError, match=r"two sources are named wiki"):
-        parse_sources([str(wiki), str(wiki)])
-    assert parse_sources([f"combined={wiki}"]) == [Source("combined", wiki)]
+        parse_sources([str(wiki_path), str(wiki_path)])
+    assert parse_sources([f"combined={wiki_path}"]) == [Source("combined", wiki_path)]
     with pytest.raises(UserError, match=r"combined is the name of all texts together"):
-        parse_sources([f"combined={wiki}", str(odd)])
+        parse_sources([f"combined={wiki_path}", str(path_with_equals_sign)])
     with pytest.raises(UserError, match=r"there is no .*none\.txt; expected a file or folder"):
         parse_sources([f"new={tmp_path / 'none.txt'}"])

@@ -1,4 +1,4 @@
-"""`istar embed` on tiny saved models, checked against plain numpy."""
+"""`istar embed` on tiny saved models, checked against computations in numpy."""
 
 import csv
 import json
@@ -42,20 +42,20 @@ def build(kind: str) -> hf.PreTrainedModel:
     return model
 
 
-def saved(folder: Path, kind: str = "bert", **settings: Any) -> Path:
+def save_model(folder: Path, kind: str = "bert", **settings: Any) -> Path:
     build(kind).save_pretrained(folder, **settings)
     TOKENIZER.save_pretrained(folder)
     return folder
 
 
-def isotropy(matrix: np.ndarray) -> float:
+def compute_isotropy(matrix: np.ndarray) -> float:
     """Compute I(W) over both signs by its definition."""
     _, vectors = np.linalg.eigh(matrix.T @ matrix)
     z = np.exp(matrix @ np.concatenate([vectors, -vectors], 1)).sum(0)
     return float(z.min() / z.max())
 
 
-def rows_of(path: Path) -> list[dict[str, str]]:
+def read_rows(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -65,104 +65,104 @@ def run(folder: Path, out: Path, *arguments: str) -> int:
 
 
 def test_measures_equal_their_definitions(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "model")
+    folder = save_model(tmp_path / "model")
     assert run(folder, tmp_path / "out", "--form", "scaled_centered") == 0
     weights = build("bert").get_input_embeddings().weight.detach().double().numpy()  # type: ignore[operator]
     norms = np.linalg.norm(weights, axis=1, keepdims=True)
     centered = weights - weights.mean(0)
     directions = np.linalg.eigh(centered.T @ centered)[1][:, ::-1][:, : math.ceil(WIDTH / 100)]
-    forms = {
+    matrix_by_form = {
         "raw": weights,
         "centered": centered,
         "all_but_the_top": centered - centered @ directions @ directions.T,
         "scaled_centered": weights - norms * (weights / norms).mean(0),
     }
-    found = {row["form"]: row for row in rows_of(tmp_path / "out" / "embeddings.csv")}
-    assert found.keys() == forms.keys()
-    for form, matrix in forms.items():
-        own = found[form]
-        assert float(own["partition_isotropy_both"]) == pytest.approx(isotropy(matrix), rel=1e-5)
-        assert float(own["average_norm"]) == pytest.approx(np.linalg.norm(matrix, axis=1).mean(), rel=1e-5)
-        assert float(own["mean_vector_norm"]) == pytest.approx(np.linalg.norm(matrix.mean(0)), abs=1e-6)
-    told = json.loads((tmp_path / "out" / "embeddings.json").read_text())
-    assert (told["tensor"], told["tied"]) == (INPUT["bert"], True)
-    spectrum = np.linalg.svd(forms["centered"], compute_uv=False)
-    np.testing.assert_allclose(told["figures"]["centered"]["singular_values"], spectrum, rtol=1e-5)
+    row_by_form = {row["form"]: row for row in read_rows(tmp_path / "out" / "embeddings.csv")}
+    assert row_by_form.keys() == matrix_by_form.keys()
+    for form, matrix in matrix_by_form.items():
+        row = row_by_form[form]
+        assert float(row["partition_isotropy_both"]) == pytest.approx(compute_isotropy(matrix), rel=1e-5)
+        assert float(row["average_norm"]) == pytest.approx(np.linalg.norm(matrix, axis=1).mean(), rel=1e-5)
+        assert float(row["mean_vector_norm"]) == pytest.approx(np.linalg.norm(matrix.mean(0)), abs=1e-6)
+    record = json.loads((tmp_path / "out" / "embeddings.json").read_text())
+    assert (record["tensor"], record["tied"]) == (INPUT["bert"], True)
+    spectrum = np.linalg.svd(matrix_by_form["centered"], compute_uv=False)
+    np.testing.assert_allclose(record["figures"]["centered"]["singular_values"], spectrum, rtol=1e-5)
 
 
-def only_this_is_left(path: Path, tensor: str) -> None:
-    """Overwrite all other tensors with NaN."""
+def overwrite_other_tensors(path: Path, tensor: str) -> None:
+    """Overwrite all tensors of a safetensors file except one with NaN."""
     content = bytearray(path.read_bytes())
-    header = int.from_bytes(content[:8], "little")
-    names = json.loads(content[8 : 8 + header])
-    for name, about in names.items():
+    header_size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + header_size])
+    for name, entry in header.items():
         if name not in ("__metadata__", tensor):
-            start, end = (8 + header + place for place in about["data_offsets"])
+            start, end = (8 + header_size + offset for offset in entry["data_offsets"])
             content[start:end] = b"\xff" * (end - start)
     path.write_bytes(content)
 
 
 def test_the_rest_of_the_file_is_not_read(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "model")
-    only_this_is_left(folder / "model.safetensors", INPUT["bert"])
-    found = read_matrix(ModelConfig(name=str(folder)))
-    assert torch.equal(found.values, build("bert").get_input_embeddings().weight)  # type: ignore[operator]
-    assert found.tied
-    assert (found.tensor, found.file) == (INPUT["bert"], "model.safetensors")
+    folder = save_model(tmp_path / "model")
+    overwrite_other_tensors(folder / "model.safetensors", INPUT["bert"])
+    matrix = read_matrix(ModelConfig(name=str(folder)))
+    assert torch.equal(matrix.values, build("bert").get_input_embeddings().weight)  # type: ignore[operator]
+    assert matrix.tied
+    assert (matrix.tensor, matrix.file) == (INPUT["bert"], "model.safetensors")
 
 
 @pytest.mark.parametrize("which", ["input", "output"])
 def test_other_shards_may_be_missing(tmp_path: Path, which: Any) -> None:
-    folder = saved(tmp_path / "model", "neox", max_shard_size="12KB")
-    shards = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    [own] = {file for name, file in shards.items() if name in (
+    folder = save_model(tmp_path / "model", "neox", max_shard_size="12KB")
+    shard_by_tensor = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    [shard] = {file for name, file in shard_by_tensor.items() if name in (
         {INPUT["neox"]} if which == "input" else {"lm_head.weight", "embed_out.weight"}
     )}  # fmt: skip
-    others = set(shards.values()) - {own}
-    assert others
-    for file in others:
+    other_shards = set(shard_by_tensor.values()) - {shard}
+    assert other_shards
+    for file in other_shards:
         (folder / file).unlink()
-    found = read_matrix(ModelConfig(name=str(folder)), which)
+    matrix = read_matrix(ModelConfig(name=str(folder)), which)
     model: Any = build("neox")
     expected = model.get_input_embeddings() if which == "input" else model.get_output_embeddings()
-    assert torch.equal(found.values, expected.weight)
-    assert found.file == own
-    assert not found.tied
-    (folder / own).unlink()
-    with pytest.raises(UserError, match=f"lacks {own}"):
+    assert torch.equal(matrix.values, expected.weight)
+    assert matrix.file == shard
+    assert not matrix.tied
+    (folder / shard).unlink()
+    with pytest.raises(UserError, match=f"lacks {shard}"):
         read_matrix(ModelConfig(name=str(folder)), which)
 
 
 def test_tensor_names_with_and_without_a_head(tmp_path: Path) -> None:
     """Checkpoints of GPT-2 and others were written without the head that their config names."""
-    folder = saved(tmp_path / "model")
+    folder = save_model(tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
-    bare = {name.removeprefix("bert."): tensor for name, tensor in weights.items()}
-    save_file(bare, folder / "model.safetensors")
-    found = read_matrix(ModelConfig(name=str(folder)))
-    assert torch.equal(found.values, weights[INPUT["bert"]])
-    assert found.file == "model.safetensors"
+    weights_without_prefix = {name.removeprefix("bert."): tensor for name, tensor in weights.items()}
+    save_file(weights_without_prefix, folder / "model.safetensors")
+    matrix = read_matrix(ModelConfig(name=str(folder)))
+    assert torch.equal(matrix.values, weights[INPUT["bert"]])
+    assert matrix.file == "model.safetensors"
 
 
 def test_pythia_has_a_former_name_for_its_output_embeddings(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "model", "neox")
+    folder = save_model(tmp_path / "model", "neox")
     weights = load_file(folder / "model.safetensors")
     head = weights.pop("lm_head.weight") if "lm_head.weight" in weights else weights.pop("embed_out.weight")
     save_file({**weights, "embed_out.weight": head}, folder / "model.safetensors")
-    found = read_untied_output(ModelConfig(name=str(folder)))
-    assert found is not None
-    assert found.tensor == "embed_out.weight"
-    assert torch.equal(found.values, head)
+    matrix = read_untied_output(ModelConfig(name=str(folder)))
+    assert matrix is not None
+    assert matrix.tensor == "embed_out.weight"
+    assert torch.equal(matrix.values, head)
 
 
 def test_without_safetensors_the_model_is_loaded_but_no_code_from_it(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "model")
+    folder = save_model(tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     torch.save(weights, folder / "pytorch_model.bin")
-    found = read_matrix(ModelConfig(name=str(folder)))
-    assert torch.equal(found.values, weights[INPUT["bert"]])
-    assert found.file is None
+    matrix = read_matrix(ModelConfig(name=str(folder)))
+    assert torch.equal(matrix.values, weights[INPUT["bert"]])
+    assert matrix.file is None
     torch.save({**weights, "more": Path("code")}, folder / "pytorch_model.bin")
     with pytest.raises(UserError, match="pickled weights"):
         read_matrix(ModelConfig(name=str(folder)))
@@ -172,25 +172,25 @@ def test_from_the_cache_of_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cache = tmp_path / "hub" / "models--some--model"
-    saved(cache / "snapshots" / "abc")
+    save_model(cache / "snapshots" / "abc")
     (cache / "refs").mkdir()
     (cache / "refs" / "step10").write_text("abc")
     with serving() as hub:
         use(hub, tmp_path, monkeypatch)
         set_offline(True, monkeypatch)
-        call = ["embed", "some/model", "--out", str(tmp_path / "out")]
-        assert main([*call, "--revision", "step10"]) == 0
-        assert rows_of(tmp_path / "out" / "embeddings.csv")[0]["revision"] == "step10"
+        command = ["embed", "some/model", "--out", str(tmp_path / "out")]
+        assert main([*command, "--revision", "step10"]) == 0
+        assert read_rows(tmp_path / "out" / "embeddings.csv")[0]["revision"] == "step10"
         capsys.readouterr()
-        assert main([*call, "--revision", "step20"]) == 2
+        assert main([*command, "--revision", "step20"]) == 2
         assert hub.requests == []
     [line] = capsys.readouterr().err.splitlines()
     assert "not in the local cache" in line
 
 
 def test_one_shard_is_brought_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = saved(tmp_path / "model", "neox", max_shard_size="12KB")
-    shards = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    folder = save_model(tmp_path / "model", "neox", max_shard_size="12KB")
+    shard_by_tensor = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     with serving() as hub:
         hub.repositories["models/some/model"] = Repository()
         hub.repositories["models/some/model"].push(
@@ -198,15 +198,15 @@ def test_one_shard_is_brought_from_the_hub(tmp_path: Path, monkeypatch: pytest.M
         )
         use(hub, tmp_path / "cache", monkeypatch)
         assert main(["embed", "some/model", "--revision", "step10", "--out", str(tmp_path / "out")]) == 0
-    read = {request.rpartition("/")[2] for request in hub.requests if request.startswith("GET")}
-    assert {name for name in read if name.endswith(".safetensors")} == {shards[INPUT["neox"]]}
+    requested_files = {request.rpartition("/")[2] for request in hub.requests if request.startswith("GET")}
+    assert {name for name in requested_files if name.endswith(".safetensors")} == {shard_by_tensor[INPUT["neox"]]}
 
 
-# ---- what is written
+# ---- files that are written
 
 
 def test_the_matrix_and_its_tokens(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "model")
+    folder = save_model(tmp_path / "model")
     assert run(folder, tmp_path / "out", "--form", "all_but_the_top", "--components", "2", "--save", "matrix") == 0
     with safe_open(tmp_path / "out" / "embeddings.safetensors", "pt") as file:
         values = file.get_tensor("input_embeddings").double().numpy()
@@ -217,7 +217,7 @@ def test_the_matrix_and_its_tokens(tmp_path: Path) -> None:
 
 
 def test_the_published_form_subtracts_before_centering(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "model")
+    folder = save_model(tmp_path / "model")
     assert run(folder, tmp_path / "out", "--form", "all_but_the_top_published", "--save", "matrix") == 0
     values = load_file(tmp_path / "out" / "embeddings.safetensors")["input_embeddings"].double().numpy()
     weights = build("bert").get_input_embeddings().weight.detach().double().numpy()  # type: ignore[operator]
@@ -227,43 +227,43 @@ def test_the_published_form_subtracts_before_centering(tmp_path: Path) -> None:
 
 
 def test_back_into_a_tied_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = saved(tmp_path / "model")
+    folder = save_model(tmp_path / "model")
     assert run(folder, tmp_path / "out", "--form", "centered", "--save", "model") == 0
     assert "tied" in capsys.readouterr().out
     model = hf.AutoModelForMaskedLM.from_pretrained(tmp_path / "out" / "model")
-    own = model.get_input_embeddings().weight
-    assert own is model.get_output_embeddings().weight
-    before = build("bert").get_input_embeddings().weight  # type: ignore[operator]
-    torch.testing.assert_close(own, before - before.mean(0))
+    embeddings = model.get_input_embeddings().weight
+    assert embeddings is model.get_output_embeddings().weight
+    original_embeddings = build("bert").get_input_embeddings().weight  # type: ignore[operator]
+    torch.testing.assert_close(embeddings, original_embeddings - original_embeddings.mean(0))
     assert hf.AutoTokenizer.from_pretrained(tmp_path / "out" / "model")("the cat")["input_ids"]
     # A second call replaces the model.
     assert run(folder, tmp_path / "out", "--save", "model") == 0
-    assert torch.equal(read_matrix(ModelConfig(name=str(tmp_path / "out" / "model"))).values, before)
+    assert torch.equal(read_matrix(ModelConfig(name=str(tmp_path / "out" / "model"))).values, original_embeddings)
 
 
 def test_back_into_an_untied_model(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "model", "neox")
+    folder = save_model(tmp_path / "model", "neox")
     assert run(folder, tmp_path / "out", "--matrix", "output", "--form", "centered", "--save", "model") == 0
-    before: Any = build("neox")
-    after = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
-    assert torch.equal(after.get_input_embeddings().weight, before.get_input_embeddings().weight)
-    head = before.get_output_embeddings().weight
-    torch.testing.assert_close(after.get_output_embeddings().weight, head - head.mean(0))
+    original_model: Any = build("neox")
+    saved_model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    assert torch.equal(saved_model.get_input_embeddings().weight, original_model.get_input_embeddings().weight)
+    head = original_model.get_output_embeddings().weight
+    torch.testing.assert_close(saved_model.get_output_embeddings().weight, head - head.mean(0))
 
 
 # ---- words
 
 
 def test_word_similarity_of_the_form_and_of_raw(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "model")
+    folder = save_model(tmp_path / "model")
     pairs = [("cat", "dog", 40), ("house", "garden", 30), ("cat", "garden", 3), ("house", "dog", 11)]
     benchmark = tmp_path / "men.txt"
     benchmark.write_text("".join(f"{a} {b} {rating}\n" for a, b, rating in [*pairs, ("cat", "unheard", 1)]))
     assert run(folder, tmp_path / "out", "--form", "centered", "--wordsim", str(benchmark)) == 0
-    found = rows_of(tmp_path / "out" / "wordsim.csv")
-    assert [row["form"] for row in found] == ["raw", "centered"]
+    rows = read_rows(tmp_path / "out" / "wordsim.csv")
+    assert [row["form"] for row in rows] == ["raw", "centered"]
     weights = build("bert").get_input_embeddings().weight.detach().double().numpy()  # type: ignore[operator]
-    for row, matrix in zip(found, (weights, weights - weights.mean(0)), strict=True):
+    for row, matrix in zip(rows, (weights, weights - weights.mean(0)), strict=True):
         vectors = {word: matrix[TOKENIZER.convert_tokens_to_ids(word)] for pair in pairs for word in pair[:2]}
         scores = [
             vectors[a] @ vectors[b] / np.linalg.norm(vectors[a]) / np.linalg.norm(vectors[b]) for a, b, _ in pairs
@@ -274,7 +274,7 @@ def test_word_similarity_of_the_form_and_of_raw(tmp_path: Path) -> None:
 
 
 def test_a_benchmark_without_known_words_gives_a_remark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = saved(tmp_path / "model")
+    folder = save_model(tmp_path / "model")
     benchmark = tmp_path / "men.txt"
     benchmark.write_text("unheard words 3\nof others 4\n")
     assert run(folder, tmp_path / "out", "--wordsim", str(benchmark)) == 0
@@ -286,51 +286,57 @@ def test_a_benchmark_without_known_words_gives_a_remark(tmp_path: Path, capsys: 
 
 
 def test_a_constant_score_is_undefined_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = saved(tmp_path / "model")
+    folder = save_model(tmp_path / "model")
     benchmark = tmp_path / "men.txt"
     benchmark.write_text("cat dog 4\nhouse garden 4\ncat garden 4\n")
     assert run(folder, tmp_path / "out", "--wordsim", str(benchmark)) == 0
-    for row in rows_of(tmp_path / "out" / "wordsim.csv"):
+    for row in read_rows(tmp_path / "out" / "wordsim.csv"):
         assert row["cosine_pearson"] == row["inner_product_spearman"] == ""
         assert row["note"] == "cosine: the rating is constant; inner product: the rating is constant"
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "nan" not in shown
-    assert "men, raw: cosine: the rating is constant" in shown
+    output = " ".join(capsys.readouterr().out.split())
+    assert "nan" not in output
+    assert "men, raw: cosine: the rating is constant" in output
 
 
 def test_frequency_and_unused_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embed, "BIN_SIZE", 3)
-    folder = saved(tmp_path / "model")
+    folder = save_model(tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text("the cat the dog\n\nthe house sees the cat\n")
     assert run(folder, tmp_path / "out", "--form", "centered", "--text", str(text)) == 0
     counts = {"the": 4, "cat": 2, "dog": 1, "house": 1, "sees": 1}
-    frequency = rows_of(tmp_path / "out" / "frequency.csv")
-    assert {json.loads(row["token"]): int(row["count"]) for row in frequency} == counts
-    assert [int(row["rank"]) for row in frequency] == [1, 2, 3, 4, 5]
-    assert [json.loads(row["token"]) for row in frequency][:2] == ["the", "cat"]
-    assert float(frequency[1]["cumulative_share"]) == pytest.approx(6 / 9)
+    frequency_rows = read_rows(tmp_path / "out" / "frequency.csv")
+    assert {json.loads(row["token"]): int(row["count"]) for row in frequency_rows} == counts
+    assert [int(row["rank"]) for row in frequency_rows] == [1, 2, 3, 4, 5]
+    assert [json.loads(row["token"]) for row in frequency_rows][:2] == ["the", "cat"]
+    assert float(frequency_rows[1]["cumulative_share"]) == pytest.approx(6 / 9)
 
     weights = build("bert").get_input_embeddings().weight.detach().double().numpy()  # type: ignore[operator]
-    unit = weights / np.linalg.norm(weights, axis=1, keepdims=True)
-    unused = TOKENIZER.convert_tokens_to_ids(UNUSED)
-    rows = rows_of(tmp_path / "out" / "unused.csv")
-    [first] = [row for row in rows if row["order"] == "frequency" and row["first"] == "1"]
-    most = [int(row["id"]) for row in frequency[:3]]
-    expected = np.mean([unit[one] @ unit[other] for one in unused for other in most])
-    assert float(first["cosine_raw"]) == pytest.approx(expected, abs=1e-6)
-    assert first["occurrences"] == "7"
-    by_index = [row for row in rows if row["order"] == "index"]
-    left_out = {*unused, *TOKENIZER.all_special_ids}
-    assert sum(int(row["tokens"]) for row in by_index) == len(TOKENIZER) - len(left_out)
-    for row in by_index:
-        members = [
-            i for i in range(int(row["first"]), int(row["last"]) + 1) if i not in left_out and i < len(TOKENIZER)
+    unit_rows = weights / np.linalg.norm(weights, axis=1, keepdims=True)
+    unused_ids = TOKENIZER.convert_tokens_to_ids(UNUSED)
+    rows = read_rows(tmp_path / "out" / "unused.csv")
+    [first_bin] = [row for row in rows if row["order"] == "frequency" and row["first"] == "1"]
+    most_frequent_ids = [int(row["id"]) for row in frequency_rows[:3]]
+    expected = np.mean(
+        [unit_rows[unused_id] @ unit_rows[member_id] for unused_id in unused_ids for member_id in most_frequent_ids]
+    )
+    assert float(first_bin["cosine_raw"]) == pytest.approx(expected, abs=1e-6)
+    assert first_bin["occurrences"] == "7"
+    index_bins = [row for row in rows if row["order"] == "index"]
+    excluded_ids = {*unused_ids, *TOKENIZER.all_special_ids}
+    assert sum(int(row["tokens"]) for row in index_bins) == len(TOKENIZER) - len(excluded_ids)
+    for row in index_bins:
+        member_ids = [
+            token_id
+            for token_id in range(int(row["first"]), int(row["last"]) + 1)
+            if token_id not in excluded_ids and token_id < len(TOKENIZER)
         ]
-        expected = np.mean([unit[one] @ unit[other] for one in unused for other in members])
+        expected = np.mean(
+            [unit_rows[unused_id] @ unit_rows[member_id] for unused_id in unused_ids for member_id in member_ids]
+        )
         assert float(row["cosine_raw"]) == pytest.approx(expected, abs=1e-6)
-    [never] = [row for row in rows if row["order"] == "not in the text"]
-    assert int(never["tokens"]) == len(TOKENIZER) - len(left_out) - len(counts)
+    [bin_of_unseen_tokens] = [row for row in rows if row["order"] == "not in the text"]
+    assert int(bin_of_unseen_tokens["tokens"]) == len(TOKENIZER) - len(excluded_ids) - len(counts)
 
 
 def test_which_tokens_are_unused() -> None:
@@ -339,11 +345,11 @@ def test_which_tokens_are_unused() -> None:
     assert embed.find_unused_tokens([*map(str, range(2000)), None]) == list(range(1000, 2000))
 
 
-# ---- mistakes
+# ---- errors
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--components", "2"], "--components needs an all_but_the_top form, but --form is raw"),
         (["--form", "all_but_the_top", "--components", "99"], "components is 99; expected 0 to 24"),
@@ -353,18 +359,18 @@ def test_which_tokens_are_unused() -> None:
     ],
 )
 def test_an_error_is_one_line(
-    tmp_path: Path, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = saved(tmp_path / "model")
-    capsys.readouterr()  # transformers' bars
+    folder = save_model(tmp_path / "model")
+    capsys.readouterr()  # discard the progress bars of transformers
     assert run(folder, tmp_path / "out", *arguments) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert told in line
+    assert message in line
     assert not (tmp_path / "out").exists()
 
 
 def test_a_file_in_the_place_of_the_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = saved(tmp_path / "model")
+    folder = save_model(tmp_path / "model")
     (tmp_path / "out").write_text("something")
     capsys.readouterr()
     assert run(folder, tmp_path / "out") == 2
@@ -373,28 +379,28 @@ def test_a_file_in_the_place_of_the_folder_is_one_line(tmp_path: Path, capsys: p
 
 
 def test_half_precision_is_widened(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "model")
+    folder = save_model(tmp_path / "model")
     weights = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors")
     assert run(folder, tmp_path / "out", "--form", "centered", "--save", "matrix") == 0
-    found = load_file(tmp_path / "out" / "embeddings.safetensors")["input_embeddings"]
-    wide = weights[INPUT["bert"]].double()
-    torch.testing.assert_close(found.double(), wide - wide.mean(0), atol=1e-6, rtol=0)
+    saved_matrix = load_file(tmp_path / "out" / "embeddings.safetensors")["input_embeddings"]
+    double_matrix = weights[INPUT["bert"]].double()
+    torch.testing.assert_close(saved_matrix.double(), double_matrix - double_matrix.mean(0), atol=1e-6, rtol=0)
 
 
 def test_damaged_and_foreign_files(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "model")
+    folder = save_model(tmp_path / "model")
     config = ModelConfig(name=str(folder))
-    whole = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(whole[:5000])
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:5000])
     with pytest.raises(UserError, match=r"model\.safetensors is damaged"):
         read_matrix(config)
-    (folder / "model.safetensors").write_bytes(whole)
-    settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**settings, "hidden_size": 32}))
+    (folder / "model.safetensors").write_bytes(content)
+    model_config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**model_config, "hidden_size": 32}))
     with pytest.raises(UserError, match="not of one model"):
         read_matrix(config)
-    (folder / "config.json").write_text(json.dumps({**settings, "architectures": ["BertModel"]}))
+    (folder / "config.json").write_text(json.dumps({**model_config, "architectures": ["BertModel"]}))
     with pytest.raises(UserError, match="no output embeddings"):
         read_matrix(config, "output")
     assert read_untied_output(config) is None
@@ -405,33 +411,35 @@ def test_damaged_and_foreign_files(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_real_embeddings_and_benchmarks(tmp_path: Path, real_data: Path, minilm: Path) -> None:
-    """The raw MiniLM vectors agree with people about as well as those of the paper's models."""
+    """The raw MiniLM vectors agree with human ratings about as well as those of the models in the paper."""
     files = sorted((real_data / "wordsim").iterdir())
     arguments = [argument for file in files for argument in ("--wordsim", str(file))]
     assert run(minilm, tmp_path, "--form", "all_but_the_top", *arguments) == 0
-    found = rows_of(tmp_path / "wordsim.csv")
-    assert len({row["benchmark"] for row in found}) == len(files)
-    assert all(0.4 < float(row["cosine_pearson"]) < 0.9 for row in found)
-    figures = {row["form"]: float(row["partition_isotropy_both"]) for row in rows_of(tmp_path / "embeddings.csv")}
-    assert figures["raw"] < figures["centered"] < figures["all_but_the_top"] < 1
+    rows = read_rows(tmp_path / "wordsim.csv")
+    assert len({row["benchmark"] for row in rows}) == len(files)
+    assert all(0.4 < float(row["cosine_pearson"]) < 0.9 for row in rows)
+    isotropy_by_form = {
+        row["form"]: float(row["partition_isotropy_both"]) for row in read_rows(tmp_path / "embeddings.csv")
+    }
+    assert isotropy_by_form["raw"] < isotropy_by_form["centered"] < isotropy_by_form["all_but_the_top"] < 1
 
 
 def test_another_model_does_not_replace_the_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, second, out = saved(tmp_path / "first"), saved(tmp_path / "second", "neox"), tmp_path / "out"
+    first, second, out = save_model(tmp_path / "first"), save_model(tmp_path / "second", "neox"), tmp_path / "out"
     assert run(first, out, "--save", "matrix") == 0
-    before = {path: path.read_bytes() for path in out.iterdir()}
+    contents_before = {path: path.read_bytes() for path in out.iterdir()}
     assert run(second, out) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"error: --out {out} holds the measures of {first}, not of {second}; expected another folder: --out <folder>"
     )
-    assert {path: path.read_bytes() for path in out.iterdir()} == before
+    assert {path: path.read_bytes() for path in out.iterdir()} == contents_before
     # The same weights in another place are the same model.
     moved = Path(shutil.copytree(first, tmp_path / "moved"))
     assert run(moved, out) == 0
 
 
 def test_files_of_an_earlier_call_do_not_remain(tmp_path: Path) -> None:
-    folder, out = saved(tmp_path / "model"), tmp_path / "out"
+    folder, out = save_model(tmp_path / "model"), tmp_path / "out"
     assert run(folder, out, "--form", "centered", "--save", "matrix") == 0
     assert run(folder, out, "--form", "centered", "--save", "model") == 0
     assert not (out / "embeddings.safetensors").exists()

@@ -6,7 +6,7 @@ import pytest
 from istar.geometry.findings import describe_findings
 from istar.geometry.measures_file import Measurements
 
-USUAL = {
+USUAL_MEASURES = {
     "tokens": 10_000.0,
     "isoscore": 0.3,
     "participation_ratio": 231.0,
@@ -17,18 +17,20 @@ USUAL = {
 }
 
 
-def measurements(
+def make_measurements(
     layers: dict[str, dict[str, float]], extremes: Any = None, partition: tuple[float, float] = (0.95, 0.99)
 ) -> Measurements:
-    """Return measures that differ from the usual ones as given, by layer."""
-    taps = {tap: {**USUAL, **layers.get(tap, {})} for tap in ("embeddings", "layer_1", "layer_2", "final_norm")}
-    matrix = {"dimensions": 768}
-    raw, centered = ({**matrix, "partition_isotropy_both": value} for value in partition)
+    """Return measurements of a model; `layers` has the measures that are unusual, by layer and name."""
+    measures_by_tap = {
+        tap: {**USUAL_MEASURES, **layers.get(tap, {})} for tap in ("embeddings", "layer_1", "layer_2", "final_norm")
+    }
+    matrix_measures = {"dimensions": 768}
+    raw, centered = ({**matrix_measures, "partition_isotropy_both": value} for value in partition)
     return Measurements(
         model={"name": "model", "revision": None},
         weights="",
         settings={},
-        sources={"text": taps},
+        sources={"text": measures_by_tap},
         spectra={},
         matrices={"input": {"raw": raw, "centered": centered}},
         final_norm=None,
@@ -37,7 +39,7 @@ def measurements(
 
 
 def test_nothing_is_unusual() -> None:
-    assert describe_findings(measurements({"layer_2": {"isoscore": 0.4}})) == [
+    assert describe_findings(make_measurements({"layer_2": {"isoscore": 0.4}})) == [
         "No layer is unusual: IsoScore is 0.30 to 0.40, and the average cosine of two tokens is at most 0.20."
     ]
 
@@ -68,7 +70,7 @@ def test_nothing_is_unusual() -> None:
     ],
 )
 def test_one_unusual_measure(layers: dict[str, dict[str, float]], sentence: str) -> None:
-    assert describe_findings(measurements(layers)) == [sentence]
+    assert describe_findings(make_measurements(layers)) == [sentence]
 
 
 def test_rogue_dimensions() -> None:
@@ -76,58 +78,72 @@ def test_rogue_dimensions() -> None:
         "layer_1": {"sample_inter_sim": 0.95, "sample_inter_sim_without_top_5": 0.8},
         "layer_2": {"sample_inter_sim": 0.62, "sample_inter_sim_without_top_5": 0.11},
     }
-    assert describe_findings(measurements(cosines)) == [
+    assert describe_findings(make_measurements(cosines)) == [
         "Five dimensions carry much of the common direction of layer 2: without them, the average cosine of a sample "
         "of tokens falls from 0.62 to 0.11."
     ]
     cosines["layer_2"]["sample_inter_sim_without_top_5"] = 0.4
-    assert "No layer is unusual" in describe_findings(measurements(cosines))[0]
+    assert "No layer is unusual" in describe_findings(make_measurements(cosines))[0]
 
 
 def test_massive_activations() -> None:
-    def activation(value: float, ratio: float | None) -> dict[str, Any]:
+    def make_activation(value: float, ratio: float | None) -> dict[str, Any]:
         return {"value": value, "dimension": 1415, "token": 1, "position": 0, "ratio": ratio, "text": "x"}
 
-    massive = {"text": {"layer_1": [activation(400, 1_100)], "layer_2": [activation(-2_446, 8_765)], "final_norm": []}}
-    assert describe_findings(replace(measurements({}), massive=massive)) == [
+    massive = {
+        "text": {
+            "layer_1": [make_activation(400, 1_100)],
+            "layer_2": [make_activation(-2_446, 8_765)],
+            "final_norm": [],
+        }
+    }
+    assert describe_findings(replace(make_measurements({}), massive=massive)) == [
         "Layer 2 has massive activations: -2,446 in dimension 1415 at position 0 is 8,765 times the median magnitude."
     ]
 
 
 def test_the_first_position() -> None:
-    def columns(first: float, start: int = 0) -> dict[str, list[float]]:
-        return {"first": [start, 1, 2], "last": [start, 1, 3], "tokens": [10, 10, 30], "norm": [first, 8.0, 4.0]}
+    def make_columns(first_norm: float, first_position: int = 0) -> dict[str, list[float]]:
+        return {
+            "first": [first_position, 1, 2],
+            "last": [first_position, 1, 3],
+            "tokens": [10, 10, 30],
+            "norm": [first_norm, 8.0, 4.0],
+        }
 
-    # The others have an average norm of 5.
-    by_position = {"text": {"layer_1": columns(12), "layer_2": columns(200)}}
-    assert describe_findings(replace(measurements({}), by_position=by_position)) == [
+    # The tokens at the other positions have an average norm of 5.
+    by_position = {"text": {"layer_1": make_columns(12), "layer_2": make_columns(200)}}
+    assert describe_findings(replace(make_measurements({}), by_position=by_position)) == [
         "The first token of the model's input has 40 times the average norm of the others in layer 2."
     ]
-    # Without position 0, which may be that of a special token, nothing is said.
-    without = {"text": {"layer_1": columns(200, start=1)}}
-    assert "No layer is unusual" in describe_findings(replace(measurements({}), by_position=without))[0]
+    # There is no finding if position 0 is not measured, as when it holds a special token.
+    without_position_0 = {"text": {"layer_1": make_columns(200, first_position=1)}}
+    assert "No layer is unusual" in describe_findings(replace(make_measurements({}), by_position=without_position_0))[0]
 
 
 def test_a_dimension_far_from_zero() -> None:
-    def extreme(dimension: int, offset: float) -> dict[str, float]:
+    def make_extreme(dimension: int, offset: float) -> dict[str, float]:
         return {"dimension": dimension, "mean_by_typical_deviation": offset}
 
-    extremes = {"layer_1": [extreme(3, 12.0), extreme(4, float("nan"))], "layer_2": [extreme(308, -42.4)]}
-    assert describe_findings(measurements({}, extremes)) == [
+    extremes = {
+        "layer_1": [make_extreme(3, 12.0), make_extreme(4, float("nan"))],
+        "layer_2": [make_extreme(308, -42.4)],
+    }
+    assert describe_findings(make_measurements({}, extremes)) == [
         "The mean of dimension 308 of layer 2 is 42 typical standard deviations from 0."
     ]
 
 
 def test_embeddings_with_a_common_shift() -> None:
-    assert describe_findings(measurements({}, partition=(0.12, 0.98))) == [
+    assert describe_findings(make_measurements({}, partition=(0.12, 0.98))) == [
         "The input embeddings are isotropic but for a common shift: centering raises I(W) from 0.12 to 0.98."
     ]
     # Embeddings that stay anisotropic are not only shifted.
-    assert "shift" not in describe_findings(measurements({}, partition=(0.12, 0.5)))[0]
+    assert "shift" not in describe_findings(make_measurements({}, partition=(0.12, 0.5)))[0]
 
 
 def test_the_most_unusual_come_first_and_tokens_last() -> None:
-    unusual = {
+    unusual_measures = {
         "largest_variance_share": 0.9,
         "inter_sim": 0.6,
         "isoscore": 0.04,
@@ -135,23 +151,25 @@ def test_the_most_unusual_come_first_and_tokens_last() -> None:
         "largest_kurtosis": 200.0,
         "average_norm": 1000.0,
     }
-    tokens = {tap: {"tokens": 7679.0} for tap in ("embeddings", "layer_2", "final_norm")}
-    lines = describe_findings(measurements({**tokens, "layer_1": {**unusual, "tokens": 7679.0}}))
-    # Ten, nine, 1.41, 1.25 and 1.2 times the thresholds; the fifth is left out.
-    assert [line.split()[0:3] for line in lines] == [
+    tokens_by_tap = {tap: {"tokens": 7679.0} for tap in ("embeddings", "layer_2", "final_norm")}
+    findings = describe_findings(
+        make_measurements({**tokens_by_tap, "layer_1": {**unusual_measures, "tokens": 7679.0}})
+    )
+    # They are 10, 9, 1.41, 1.25 and 1.2 times the thresholds; only the first four findings are shown.
+    assert [line.split()[0:3] for line in findings] == [
         ["The", "average", "norm"],
         ["One", "dimension", "holds"],
         ["A", "dimension", "of"],
         ["The", "variance", "of"],
         ["There", "are", "only"],
     ]
-    assert lines[-1].startswith("There are only 7,679 tokens for 768 dimensions")
-    assert len(describe_findings(measurements({tap: {"tokens": 7680.0} for tap in tokens}))) == 1
+    assert findings[-1].startswith("There are only 7,679 tokens for 768 dimensions")
+    assert len(describe_findings(make_measurements({tap: {"tokens": 7680.0} for tap in tokens_by_tap}))) == 1
 
 
 def test_undefined_measures_are_passed_over() -> None:
     nan = float("nan")
-    layers = {tap: {"inter_sim": nan, "largest_kurtosis": nan} for tap in ("embeddings", "layer_1", "layer_2")}
-    assert describe_findings(measurements({**layers, "layer_1": {"largest_variance_share": 0.5}})) == [
+    measures_by_tap = {tap: {"inter_sim": nan, "largest_kurtosis": nan} for tap in ("embeddings", "layer_1", "layer_2")}
+    assert describe_findings(make_measurements({**measures_by_tap, "layer_1": {"largest_variance_share": 0.5}})) == [
         "One dimension holds 50% of the variance of layer 1."
     ]

@@ -23,51 +23,56 @@ CPU = torch.device("cpu")
 DIM, TYPES, GROUPS, LENGTH = 6, 9, 4, 12
 
 
-def text(documents: int = 20, length: int = LENGTH, seed: int = 0) -> tuple[Any, Any, Any, Any, Any]:
-    """Return points, tokens, positions, groups and numbers of documents, whose points have a common part."""
+def make_text(num_documents: int = 20, length: int = LENGTH, seed: int = 0) -> tuple[Any, Any, Any, Any, Any]:
+    """Return the points, types, positions, groups and document numbers of the tokens of a text.
+
+    The points of a document share a random shift.
+    """
     random = np.random.default_rng(seed)
-    shifts = np.repeat(random.normal(1, 1, (documents, DIM)), length, axis=0)
+    shifts = np.repeat(random.normal(1, 1, (num_documents, DIM)), length, axis=0)
     points = torch.from_numpy(shifts + random.normal(0, 2, shifts.shape))
-    tokens = torch.from_numpy(random.integers(0, TYPES, documents * length))
-    number = torch.arange(documents * length)
-    return points, tokens, number % length, number // length % GROUPS, number // length
+    tokens = torch.from_numpy(random.integers(0, TYPES, num_documents * length))
+    token_index = torch.arange(num_documents * length)
+    return points, tokens, token_index % length, token_index // length % GROUPS, token_index // length
 
 
-def layer(*parts: Any, settings: LayerSettings | None = None) -> Layer:
-    """Return a layer that has seen batches."""
+def make_layer(*batches: Any, settings: LayerSettings | None = None) -> Layer:
+    """Return a layer that has accumulated the given batches."""
     result = Layer(DIM, TYPES, CPU, settings or LayerSettings("all", GROUPS))
-    for part in parts:
-        result.update(*part)
+    for batch in batches:
+        result.update(*batch)
     return result
 
 
-def split(part: Any, at: int) -> tuple[Any, Any]:
-    """Return the tokens before and after an index."""
-    return tuple(values[:at] for values in part), tuple(values[at:] for values in part)
+def split_batch(batch: Any, index: int) -> tuple[Any, Any]:
+    """Split the tokens of a batch at an index; return the tokens before it and those from it on."""
+    return tuple(values[:index] for values in batch), tuple(values[index:] for values in batch)
 
 
-@pytest.mark.parametrize("waiting", [1, 7, 10_000])
-def test_batches_merges_and_states_do_not_change_measures(waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped_moments, "MAX_WAITING_POINTS", waiting)
-    first, second = split(text(), 8 * LENGTH)
-    whole = layer(text())
-    merged, again = layer(second), layer(settings=LayerSettings("all", GROUPS))
-    again.load_state_dict(layer(first).state_dict())
-    again.merge(merged)
-    expected = whole.compute_measures()
-    for other in (layer(first, second), again):
+@pytest.mark.parametrize("max_waiting_points", [1, 7, 10_000])
+def test_batches_merges_and_states_do_not_change_measures(
+    max_waiting_points: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped_moments, "MAX_WAITING_POINTS", max_waiting_points)
+    first, second = split_batch(make_text(), 8 * LENGTH)
+    expected_layer = make_layer(make_text())
+    second_layer, restored_layer = make_layer(second), make_layer(settings=LayerSettings("all", GROUPS))
+    restored_layer.load_state_dict(make_layer(first).state_dict())
+    restored_layer.merge(second_layer)
+    expected = expected_layer.compute_measures()
+    for other in (make_layer(first, second), restored_layer):
         assert other.compute_measures() == pytest.approx(expected, rel=1e-9, nan_ok=True)
-        for field in ("summarize_by_position", "summarize_by_frequency"):
-            for column, values in getattr(whole, field)().items():
-                assert getattr(other, field)()[column] == pytest.approx(values, rel=1e-9, nan_ok=True)
-        assert other.find_massive_activations() == whole.find_massive_activations()
+        for method in ("summarize_by_position", "summarize_by_frequency"):
+            for column, values in getattr(expected_layer, method)().items():
+                assert getattr(other, method)()[column] == pytest.approx(values, rel=1e-9, nan_ok=True)
+        assert other.find_massive_activations() == expected_layer.find_massive_activations()
 
 
-def naive(points: Any) -> dict[str, float]:
-    """Compute the measures that have a standard error."""
+def compute_naive_measures(points: Any) -> dict[str, float]:
+    """Compute the measures that have a standard error by their definitions; return them by name."""
     covariance = np.cov(points.T)
-    singular = np.linalg.svd(points - points.mean(0), compute_uv=False)
-    shares = singular / singular.sum()
+    singular_values = np.linalg.svd(points - points.mean(0), compute_uv=False)
+    shares = singular_values / singular_values.sum()
     participation = np.trace(covariance) ** 2 / np.trace(covariance @ covariance)
     average_norm, mean_vector = np.linalg.norm(points, axis=1).mean(), np.linalg.norm(points.mean(0))
     return {
@@ -84,176 +89,201 @@ def naive(points: Any) -> dict[str, float]:
 
 
 def test_errors_are_those_of_measures_without_each_group() -> None:
-    points, _, _, groups, _ = text()
-    without = [naive(points[groups != group].numpy()) for group in range(GROUPS)]
-    measured = layer(text()).compute_measures()
-    assert {name for name in measured if name.endswith("_error")} == {f"{name}_error" for name in without[0]}
-    for name in without[0]:
-        pseudo_values = [-(GROUPS - 1) * figures[name] for figures in without]
-        assert measured[f"{name}_error"] == pytest.approx(scipy.stats.sem(pseudo_values), rel=1e-8), name
+    points, _, _, groups, _ = make_text()
+    measures_without_group = [compute_naive_measures(points[groups != group].numpy()) for group in range(GROUPS)]
+    measures = make_layer(make_text()).compute_measures()
+    assert {name for name in measures if name.endswith("_error")} == {
+        f"{name}_error" for name in measures_without_group[0]
+    }
+    for name in measures_without_group[0]:
+        pseudo_values = [-(GROUPS - 1) * values[name] for values in measures_without_group]
+        assert measures[f"{name}_error"] == pytest.approx(scipy.stats.sem(pseudo_values), rel=1e-8), name
 
 
-@pytest.mark.parametrize("waiting", [1, 7, 10_000])
+@pytest.mark.parametrize("max_waiting_points", [1, 7, 10_000])
 def test_sentences_are_documents_of_unlike_length_about_an_origin(
-    waiting: int, monkeypatch: pytest.MonkeyPatch
+    max_waiting_points: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grouped_moments, "MAX_WAITING_POINTS", waiting)
-    points, tokens, positions, groups, documents = text()
-    is_kept = positions <= documents % 5
-    # Of the points of every seventh document, none counts.
-    numbers = torch.where(documents % 7 == 0, -1, documents)
-    chosen = is_kept & (numbers >= 0)
-    padded, mask = points.view(20, LENGTH, DIM), chosen.view(20, LENGTH)
+    monkeypatch.setattr(grouped_moments, "MAX_WAITING_POINTS", max_waiting_points)
+    points, tokens, positions, groups, documents = make_text()
+    is_within_length = positions <= documents % 5
+    # The points of every seventh document do not count.
+    document_numbers = torch.where(documents % 7 == 0, -1, documents)
+    is_counted = is_within_length & (document_numbers >= 0)
+    padded_points, mask = points.view(20, LENGTH, DIM), is_counted.view(20, LENGTH)
     for settings in (LayerSettings("all"), LayerSettings("all", GROUPS)):
-        measured = Layer(DIM, TYPES, CPU, settings, origin=points[chosen].mean(0))
+        accumulator = Layer(DIM, TYPES, CPU, settings, origin=points[is_counted].mean(0))
         for rows in ((documents < 9), (documents >= 9)):
-            parts = (points, tokens, positions, groups, numbers)
-            measured.update(*(part[rows & is_kept] for part in parts))
-        expected = isoscore_by_sentence(padded, mask).item()
-        assert measured.compute_measures()[SCORE_BY_SENTENCE] == pytest.approx(expected, rel=1e-9)
+            columns = (points, tokens, positions, groups, document_numbers)
+            accumulator.update(*(column[rows & is_within_length] for column in columns))
+        expected = isoscore_by_sentence(padded_points, mask).item()
+        assert accumulator.compute_measures()[SCORE_BY_SENTENCE] == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_score_by_sentence_needs_four_documents_and_separate_documents() -> None:
-    few = layer(split(text(), 3 * LENGTH)[0]).compute_measures()
-    assert math.isnan(few[SCORE_BY_SENTENCE])
-    assert math.isnan(few[f"{SCORE_BY_SENTENCE}_error"])
-    packed = layer(text(), settings=LayerSettings("all", GROUPS, has_separate_documents=False)).compute_measures()
-    assert not [name for name in packed if name.startswith(SCORE_BY_SENTENCE)]
+    measures_of_three_documents = make_layer(split_batch(make_text(), 3 * LENGTH)[0]).compute_measures()
+    assert math.isnan(measures_of_three_documents[SCORE_BY_SENTENCE])
+    assert math.isnan(measures_of_three_documents[f"{SCORE_BY_SENTENCE}_error"])
+    packed_measures = make_layer(
+        make_text(), settings=LayerSettings("all", GROUPS, has_separate_documents=False)
+    ).compute_measures()
+    assert not [name for name in packed_measures if name.startswith(SCORE_BY_SENTENCE)]
 
 
 def test_replicates_are_measures_without_each_group() -> None:
-    points, tokens, positions, groups, documents = text()
-    without = [naive(points[groups != group].numpy()) for group in range(GROUPS)]
-    replicates = layer(text()).compute_replicates()
-    assert replicates.keys() == {"tokens", *without[0]}
-    for name in without[0]:
-        assert replicates[name] == pytest.approx([figures[name] for figures in without], rel=1e-8), name
+    points, tokens, positions, groups, documents = make_text()
+    measures_without_group = [compute_naive_measures(points[groups != group].numpy()) for group in range(GROUPS)]
+    replicates = make_layer(make_text()).compute_replicates()
+    assert replicates.keys() == {"tokens", *measures_without_group[0]}
+    for name in measures_without_group[0]:
+        assert replicates[name] == pytest.approx([values[name] for values in measures_without_group], rel=1e-8), name
     assert replicates["tokens"] == [int((groups != group).sum()) for group in range(GROUPS)]
-    assert layer(text(), settings=LayerSettings("basic")).compute_replicates() == {}
-    empty_group = layer((points, tokens, positions, groups.clamp(max=GROUPS - 2), documents)).compute_replicates()
-    assert set(map(tuple, empty_group.values())) == {()}
+    assert make_layer(make_text(), settings=LayerSettings("basic")).compute_replicates() == {}
+    replicates_with_empty_group = make_layer(
+        (points, tokens, positions, groups.clamp(max=GROUPS - 2), documents)
+    ).compute_replicates()
+    assert set(map(tuple, replicates_with_empty_group.values())) == {()}
 
 
 def test_groups_do_not_change_the_measures() -> None:
-    plain = layer(text(), settings=LayerSettings("all")).compute_measures()
-    assert not [name for name in plain if name.endswith("_error")]
-    grouped = layer(text()).compute_measures()
-    assert {name: grouped[name] for name in plain} == pytest.approx(plain, rel=1e-11, nan_ok=True)
+    ungrouped_measures = make_layer(make_text(), settings=LayerSettings("all")).compute_measures()
+    assert not [name for name in ungrouped_measures if name.endswith("_error")]
+    grouped_measures = make_layer(make_text()).compute_measures()
+    assert {name: grouped_measures[name] for name in ungrouped_measures} == pytest.approx(
+        ungrouped_measures, rel=1e-11, nan_ok=True
+    )
 
 
 def test_without_scatter_by_group_some_errors_are_left_out() -> None:
-    few = layer(text(), settings=LayerSettings("basic", GROUPS, scatter_by_group=False)).compute_measures()
-    full = layer(text()).compute_measures()
-    assert {name for name in few if name.endswith("_error")} == {f"{name}_error" for name in MEASURES_WITH_ERROR}
-    assert few == pytest.approx({name: full[name] for name in few}, rel=1e-10, nan_ok=True)
+    basic_measures = make_layer(
+        make_text(), settings=LayerSettings("basic", GROUPS, scatter_by_group=False)
+    ).compute_measures()
+    all_measures = make_layer(make_text()).compute_measures()
+    assert {name for name in basic_measures if name.endswith("_error")} == {
+        f"{name}_error" for name in MEASURES_WITH_ERROR
+    }
+    assert basic_measures == pytest.approx(
+        {name: all_measures[name] for name in basic_measures}, rel=1e-10, nan_ok=True
+    )
 
 
 def test_errors_are_not_defined_if_a_group_is_empty() -> None:
-    points, tokens, positions, groups, documents = text()
-    measured = layer((points, tokens, positions, groups.clamp(max=GROUPS - 2), documents)).compute_measures()
+    points, tokens, positions, groups, documents = make_text()
+    measures = make_layer((points, tokens, positions, groups.clamp(max=GROUPS - 2), documents)).compute_measures()
     for name in (*MEASURES_WITH_ERROR, *COVARIANCE_MEASURES_WITH_ERROR, SCORE_BY_SENTENCE):
-        assert math.isnan(measured[f"{name}_error"])
-        assert math.isfinite(measured[name])
+        assert math.isnan(measures[f"{name}_error"])
+        assert math.isfinite(measures[name])
 
 
 def test_by_position_and_by_frequency() -> None:
-    points, tokens, positions, *_ = text()
+    points, tokens, positions, *_ = make_text()
     counts = np.bincount(tokens, minlength=TYPES)
-    table = layer(text()).summarize_by_position()
-    assert (table["first"], table["last"]) == ([0, 1, 2, 4, 8], [0, 1, 3, 7, 15])
-    for values, rows in ((positions.numpy(), table), (counts[tokens], layer(text()).summarize_by_frequency())):
-        for first, last, number, norm, cosine in zip(*rows.values(), strict=True):
-            members = points.numpy()[(values >= first) & (values <= last)]
-            assert len(members) == number > 0
-            assert norm == pytest.approx(np.linalg.norm(members, axis=1).mean(), rel=1e-12)
-            assert cosine == pytest.approx(oracles.mean_pair_cosine(members), rel=1e-9)
-        assert sum(rows["tokens"]) == len(points)
+    position_table = make_layer(make_text()).summarize_by_position()
+    assert (position_table["first"], position_table["last"]) == ([0, 1, 2, 4, 8], [0, 1, 3, 7, 15])
+    for token_values, table in (
+        (positions.numpy(), position_table),
+        (counts[tokens], make_layer(make_text()).summarize_by_frequency()),
+    ):
+        for first, last, num_tokens, average_norm, inter_sim in zip(*table.values(), strict=True):
+            members = points.numpy()[(token_values >= first) & (token_values <= last)]
+            assert len(members) == num_tokens > 0
+            assert average_norm == pytest.approx(np.linalg.norm(members, axis=1).mean(), rel=1e-12)
+            assert inter_sim == pytest.approx(oracles.mean_pair_cosine(members), rel=1e-9)
+        assert sum(table["tokens"]) == len(points)
 
 
 def test_basic_measures_and_no_vocabulary() -> None:
     settings = LayerSettings("basic")
-    basic, every = layer(text(), settings=settings).compute_measures(), layer(text()).compute_measures()
-    extra = {
+    basic_measures, all_measures = (
+        make_layer(make_text(), settings=settings).compute_measures(),
+        make_layer(make_text()).compute_measures(),
+    )
+    expected_extra = {
         SCORE_BY_SENTENCE,
         "token_kurtosis",
         "largest_token_kurtosis",
         "massive_activations",
         "largest_activation_ratio",
     }
-    assert {name for name in every if not name.endswith("_error")} - basic.keys() == extra
-    assert layer(text(), settings=settings).find_massive_activations() is None
-    bare = Layer(DIM, 0, CPU, settings)
-    bare.update(*text()[:3])
-    assert basic.keys() - bare.compute_measures().keys() == {"intra_sim", "adjusted_intra_sim"}
-    assert bare.summarize_by_frequency() == {}
+    assert {name for name in all_measures if not name.endswith("_error")} - basic_measures.keys() == expected_extra
+    assert make_layer(make_text(), settings=settings).find_massive_activations() is None
+    layer_without_vocabulary = Layer(DIM, 0, CPU, settings)
+    layer_without_vocabulary.update(*make_text()[:3])
+    assert basic_measures.keys() - layer_without_vocabulary.compute_measures().keys() == {
+        "intra_sim",
+        "adjusted_intra_sim",
+    }
+    assert layer_without_vocabulary.summarize_by_frequency() == {}
 
 
 def test_massive_activations_have_their_places() -> None:
-    points, tokens, positions, *groups = text()
+    points, tokens, positions, *groups = make_text()
     points[17, 3] = -2e4
-    found = layer((points, tokens, positions, *groups)).find_massive_activations()
-    assert found is not None
-    assert [tuple(item) for item in found.top] == [(-2e4, 3, int(tokens[17]), 5)]
+    summary = make_layer((points, tokens, positions, *groups)).find_massive_activations()
+    assert summary is not None
+    assert [tuple(item) for item in summary.top] == [(-2e4, 3, int(tokens[17]), 5)]
 
 
 def test_a_power_law_is_found_and_needs_twelve_dimensions() -> None:
-    assert math.isnan(layer(text()).compute_measures()["alpha_req"])
+    assert math.isnan(make_layer(make_text()).compute_measures()["alpha_req"])
     random = np.random.default_rng(0)
     axes = random.normal(size=(400, 40))
     axes, _ = np.linalg.qr(axes - axes.mean(0))
-    wide = Layer(40, 0, CPU)
-    wide.update(
+    wide_layer = Layer(40, 0, CPU)
+    wide_layer.update(
         torch.from_numpy(axes * np.arange(1, 41) ** -0.7), torch.zeros(400, dtype=torch.int64), torch.arange(400)
     )
-    measured = wide.compute_measures()
-    assert measured["alpha_req"] == pytest.approx(1.4, rel=1e-6)
-    assert measured["alpha_req_r_squared"] == pytest.approx(1, rel=1e-9)
+    measures = wide_layer.compute_measures()
+    assert measures["alpha_req"] == pytest.approx(1.4, rel=1e-6)
+    assert measures["alpha_req_r_squared"] == pytest.approx(1, rel=1e-9)
 
 
 # ---- coverage of the intervals
 
 
-def covers(estimate: float, error: float, true: float, quantile: float) -> bool:
-    return abs(estimate - true) <= quantile * error
+def covers(estimate: float, error: float, true_value: float, quantile: float) -> bool:
+    return abs(estimate - true_value) <= quantile * error
 
 
 @pytest.mark.slow
 def test_intervals_from_documents_cover_and_those_from_tokens_do_not() -> None:
     """The tokens of a document come from the few types of its topic, so that they depend on each other.
 
-    The true values are exact sums over types. The expectation of IsoScore is that of the estimator.
+    The true values are exact sums over types. For IsoScore, the mean of the estimates replaces the true value.
     """
     random = np.random.default_rng(0)
     types = 1.5 + random.normal(size=(12, 4)) * np.array([3, 1, 1, 0.5])
     topics = random.dirichlet(np.full(12, 0.3), size=8)
     unit = types / np.linalg.norm(types, axis=1, keepdims=True)
     shares = topics.mean(0)
-    true = {"inter_sim": np.sum((shares @ unit) ** 2), "average_norm": shares @ np.linalg.norm(types, axis=1)}
+    true_values = {"inter_sim": np.sum((shares @ unit) ** 2), "average_norm": shares @ np.linalg.norm(types, axis=1)}
     groups, documents, length, rounds = 10, 150, 20, 250
-    numbers = torch.arange(documents).repeat_interleave(length) % groups
+    group_by_token = torch.arange(documents).repeat_interleave(length) % groups
     settings = LayerSettings("basic", groups)
     by_document: dict[str, list[tuple[float, float]]] = {"inter_sim": [], "average_norm": [], "isoscore": []}
     by_token: dict[str, list[tuple[float, float]]] = {"inter_sim": [], "average_norm": []}
     for _ in range(rounds):
-        chosen = topics[random.integers(8, size=documents)]
-        ends = chosen.cumsum(1)[:, None, :]
-        tokens = (random.random((documents, length, 1)) > ends).sum(2).clip(max=11).ravel()
-        corpus = Layer(4, 0, CPU, settings)
+        document_topics = topics[random.integers(8, size=documents)]
+        cumulative_shares = document_topics.cumsum(1)[:, None, :]
+        tokens = (random.random((documents, length, 1)) > cumulative_shares).sum(2).clip(max=11).ravel()
+        accumulator = Layer(4, 0, CPU, settings)
         points = types[tokens]
-        corpus.update(torch.from_numpy(points), torch.from_numpy(tokens), torch.zeros(len(tokens)).long(), numbers)
-        measured = corpus.compute_measures()
+        accumulator.update(
+            torch.from_numpy(points), torch.from_numpy(tokens), torch.zeros(len(tokens)).long(), group_by_token
+        )
+        measures = accumulator.compute_measures()
         for name, values in by_document.items():
-            values.append((measured[name], measured[f"{name}_error"]))
-        # The errors of independent tokens: that of a mean, and by the delta method.
+            values.append((measures[name], measures[f"{name}_error"]))
+        # These errors assume independent tokens: the first is that of a mean, the second is by the delta method.
         directions = unit[tokens]
         for name, influence in (
             ("average_norm", np.linalg.norm(points, axis=1)),
             ("inter_sim", 2 * directions @ directions.mean(0)),
         ):
-            by_token[name].append((measured[name], scipy.stats.sem(influence)))
-    true["isoscore"] = np.mean([estimate for estimate, _ in by_document["isoscore"]])
+            by_token[name].append((measures[name], scipy.stats.sem(influence)))
+    true_values["isoscore"] = np.mean([estimate for estimate, _ in by_document["isoscore"]])
     quantile = scipy.stats.t.ppf(0.975, groups - 1)
     for name, values in by_document.items():
-        assert 0.9 <= np.mean([covers(*value, true[name], quantile) for value in values]) <= 0.98, name
+        assert 0.9 <= np.mean([covers(*pair, true_values[name], quantile) for pair in values]) <= 0.98, name
     for name, values in by_token.items():
-        assert np.mean([covers(*value, true[name], 1.96) for value in values]) < 0.75, name
+        assert np.mean([covers(*pair, true_values[name], 1.96) for pair in values]) < 0.75, name

@@ -23,16 +23,16 @@ from istar.measures import Activation, MassiveActivationsSummary
 from istar.measures.catalogue import MEASURES
 from tests import oracles
 from tests.architectures import MODELS
-from tests.geometry.test_stream import TOKENIZER, WORDS, bert
+from tests.geometry.test_stream import SENTENCES, TOKENIZER, bert
 
-ALIBI = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+FALCON_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
 BLOOM = hf.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=50)
 MPT = hf.MptConfig(d_model=32, n_layers=2, n_heads=4, max_seq_len=40, vocab_size=50)
 XLNET = hf.XLNetConfig(d_model=32, n_layer=2, n_head=4, d_inner=64, vocab_size=50)
 
 
-class Model:
-    """What `_with_length` reads of a model."""
+class ModelStub:
+    """Stub of a model with its config, the only attribute that `_resolve_length` reads."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -40,98 +40,102 @@ class Model:
 
 @pytest.mark.parametrize(
     "config",
-    [BLOOM, XLNET, hf.FalconConfig(**ALIBI, alibi=True, max_position_embeddings=20)],
+    [BLOOM, XLNET, hf.FalconConfig(**FALCON_SIZES, alibi=True, max_position_embeddings=20)],
     ids=["bloom", "xlnet", "falcon"],
 )
 def test_models_without_absolute_positions_take_any_length(config: Any) -> None:
-    model: Any = Model(config)
+    model: Any = ModelStub(config)
     assert measure._resolve_length(Pass(5_000), model).length == 5_000
     assert measure._resolve_length(Pass(0), model).length == 512
 
 
 @pytest.mark.parametrize(
-    ("config", "longest"),
+    ("config", "max_length"),
     [
         (MPT, 40),
         (hf.BertConfig(max_position_embeddings=100), 100),
         (hf.RobertaConfig(max_position_embeddings=130, pad_token_id=1), 128),
         (hf.GPT2Config(n_positions=64), 64),
-        (hf.FalconConfig(**ALIBI, max_position_embeddings=20), 20),
+        (hf.FalconConfig(**FALCON_SIZES, max_position_embeddings=20), 20),
         (MODELS["llama"][0]().config, 2048),
     ],
     ids=["mpt", "bert", "roberta", "gpt2", "falcon", "llama"],
 )
-def test_the_length_of_other_models_is_limited(config: Any, longest: int) -> None:
-    model: Any = Model(config)
-    assert measure._resolve_length(Pass(longest), model).length == longest
-    assert measure._resolve_length(Pass(0), model).length == min(longest, 512)
-    with pytest.raises(UserError, match=rf"--length {longest + 1} is too long; the model takes at most {longest} tok"):
-        measure._resolve_length(Pass(longest + 1), model)
+def test_the_length_of_other_models_is_limited(config: Any, max_length: int) -> None:
+    model: Any = ModelStub(config)
+    assert measure._resolve_length(Pass(max_length), model).length == max_length
+    assert measure._resolve_length(Pass(0), model).length == min(max_length, 512)
+    with pytest.raises(
+        UserError, match=rf"--length {max_length + 1} is too long; the model takes at most {max_length} tok"
+    ):
+        measure._resolve_length(Pass(max_length + 1), model)
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("measured")
-    bert().float().save_pretrained(place / "model")
-    TOKENIZER.save_pretrained(place / "model")
-    (place / "text.txt").write_text("\n".join(WORDS * 3))
-    return place
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("measured")
+    bert().float().save_pretrained(folder / "model")
+    TOKENIZER.save_pretrained(folder / "model")
+    (folder / "text.txt").write_text("\n".join(SENTENCES * 3))
+    return folder
 
 
 @pytest.fixture(scope="module")
-def measured(place: Path) -> Measurements:
-    """Measurements whose TwoNN is not defined, because the sample has two points."""
-    texts = [Source(name, place / "text.txt") for name in ("a", "b")]
-    return measure.measure_model(str(place / "model"), texts, Pass(16, sample=2), place / "out")
+def measurements(folder: Path) -> Measurements:
+    """Return measurements whose TwoNN is not defined, because the sample has two points."""
+    sources = [Source(name, folder / "text.txt") for name in ("a", "b")]
+    return measure.measure_model(str(folder / "model"), sources, Pass(16, sample=2), folder / "out")
 
 
-def test_undefined_numbers_are_null_in_the_file(measured: Measurements, tmp_path: Path) -> None:
-    assert math.isnan(measured.sources["a"]["layer_1"]["two_nn"])
-    measures_file.write(measured, tmp_path)
+def test_undefined_numbers_are_null_in_the_file(measurements: Measurements, tmp_path: Path) -> None:
+    assert math.isnan(measurements.sources["a"]["layer_1"]["two_nn"])
+    measures_file.write(measurements, tmp_path)
     text = (tmp_path / measures_file.JSON_FILE).read_text()
 
     def refuse(constant: str) -> float:
         raise AssertionError(f"{constant} is not JSON")
 
     assert json.loads(text, parse_constant=refuse)["sources"]["a"]["layer_1"]["two_nn"] is None
-    again = measures_file.read(tmp_path / measures_file.JSON_FILE)
-    assert math.isnan(again.sources["a"]["layer_1"]["two_nn"])
-    assert again.model["revision"] is None
-    assert again.settings["limit"] is None
-    assert again.final_norm is None
-    assert measures_file.file_contents(again) == measures_file.file_contents(measured)
+    reread = measures_file.read(tmp_path / measures_file.JSON_FILE)
+    assert math.isnan(reread.sources["a"]["layer_1"]["two_nn"])
+    assert reread.model["revision"] is None
+    assert reread.settings["limit"] is None
+    assert reread.final_norm is None
+    assert measures_file.file_contents(reread) == measures_file.file_contents(measurements)
 
 
-def test_a_list_with_undefined_numbers_is_on_one_line(measured: Measurements, tmp_path: Path) -> None:
+def test_a_list_with_undefined_numbers_is_on_one_line(measurements: Measurements, tmp_path: Path) -> None:
     spectra = {"a": {"layer_1": {"raw": [1.5, math.nan, -2e-7, math.inf]}}}
-    measures_file.write(replace(measured, spectra=spectra), tmp_path)
+    measures_file.write(replace(measurements, spectra=spectra), tmp_path)
     assert "[ 1.5, null, -2e-07, null ]" in (tmp_path / measures_file.JSON_FILE).read_text()
     spectrum = measures_file.read(tmp_path / measures_file.JSON_FILE).spectra["a"]["layer_1"]["raw"]
     assert spectrum == pytest.approx([1.5, math.nan, -2e-7, math.nan], nan_ok=True)
 
 
-def test_a_file_of_an_earlier_version_is_refused(measured: Measurements, tmp_path: Path) -> None:
-    measures_file.write(replace(measured, format=1), tmp_path)
+def test_a_file_of_an_earlier_version_is_refused(measurements: Measurements, tmp_path: Path) -> None:
+    measures_file.write(replace(measurements, format=1), tmp_path)
     with pytest.raises(UserError, match=r"has format 1, of another version of istar; expected 2; delete the file and"):
         measures_file.read(tmp_path / measures_file.JSON_FILE)
 
 
 @pytest.mark.slow
-def test_settings_are_recorded_and_shown(place: Path, measured: Measurements, tmp_path: Path) -> None:
-    assert (measured.settings["documents"], measured.settings["special_tokens"]) == ("separate", "exclude")
-    text, out = str(place / "text.txt"), tmp_path / "out"
+def test_settings_are_recorded_and_shown(folder: Path, measurements: Measurements, tmp_path: Path) -> None:
+    assert (measurements.settings["documents"], measurements.settings["special_tokens"]) == ("separate", "exclude")
+    text, out = str(folder / "text.txt"), tmp_path / "out"
     options = ["--documents", "packed", "--special-tokens", "include", "--length", "16", "--out", str(out)]
-    assert main(["measure", str(place / "model"), "--text", text, *options]) == 0
+    assert main(["measure", str(folder / "model"), "--text", text, *options]) == 0
     settings = json.loads((out / measures_file.JSON_FILE).read_text())["settings"]
     assert (settings["documents"], settings["special_tokens"]) == ("packed", "include")
-    page = " ".join((out / "index.html").read_text().split())
-    assert "The model has read blocks of several documents." in page
-    assert "of all tokens, with special tokens and without padding." in page
-    assert "<code>packed</code>" in page
-    assert "<code>include</code>" in page
-    said = model_page._describe_input(measured.settings)
-    assert said.startswith("The model has read each document alone. The measures are over the hidden states of all")
-    assert "tokens, without special tokens and padding." in said
+    page_text = " ".join((out / "index.html").read_text().split())
+    assert "The model has read blocks of several documents." in page_text
+    assert "of all tokens, with special tokens and without padding." in page_text
+    assert "<code>packed</code>" in page_text
+    assert "<code>include</code>" in page_text
+    description = model_page._describe_input(measurements.settings)
+    assert description.startswith(
+        "The model has read each document alone. The measures are over the hidden states of all"
+    )
+    assert "tokens, without special tokens and padding." in description
 
 
 @pytest.mark.slow
@@ -148,40 +152,42 @@ def test_sentences_of_a_real_encoder_one_at_a_time(minilm: Path, real_data: Path
             states.append(model(**tokenizer(sentence, return_tensors="pt")).last_hidden_state[0, 1:-1])
     points = torch.cat(states).numpy()
     settings = Pass(0, sample=0, intra=False)
-    found = measure.measure_model(
+    measures = measure.measure_model(
         str(minilm), [Source("rte", tmp_path / "rte.txt")], settings, tmp_path, dtype="float64", device="cpu"
     ).sources["rte"]["layer_6"]
-    assert found["tokens"] == len(points)
-    assert found["inter_sim"] == pytest.approx(oracles.mean_pair_cosine(points), rel=1e-9)
-    assert found["mean_vector_norm"] == pytest.approx(np.linalg.norm(points.mean(0)), rel=1e-9)
+    assert measures["tokens"] == len(points)
+    assert measures["inter_sim"] == pytest.approx(oracles.mean_pair_cosine(points), rel=1e-9)
+    assert measures["mean_vector_norm"] == pytest.approx(np.linalg.norm(points.mean(0)), rel=1e-9)
 
 
 @pytest.fixture(scope="module")
-def complete(place: Path) -> Measurements:
+def complete_measurements(folder: Path) -> Measurements:
     settings = Pass(16, measures="all", groups=3)
-    return measure.measure_model(str(place / "model"), [Source("a", place / "text.txt")], settings, place / "complete")
+    return measure.measure_model(
+        str(folder / "model"), [Source("a", folder / "text.txt")], settings, folder / "complete"
+    )
 
 
-def test_tables_have_fields_of_their_own(complete: Measurements, tmp_path: Path) -> None:
-    measures_file.write(complete, tmp_path)
-    again = measures_file.read(tmp_path / measures_file.JSON_FILE)
-    assert measures_file.file_contents(again) == measures_file.file_contents(complete)
-    assert (again.settings["groups"], again.settings["measures"]) == (3, "all")
-    for tap, measures in again.sources["a"].items():
-        for table in (again.by_position["a"][tap], again.by_frequency["a"][tap]):
+def test_tables_have_fields_of_their_own(complete_measurements: Measurements, tmp_path: Path) -> None:
+    measures_file.write(complete_measurements, tmp_path)
+    reread = measures_file.read(tmp_path / measures_file.JSON_FILE)
+    assert measures_file.file_contents(reread) == measures_file.file_contents(complete_measurements)
+    assert (reread.settings["groups"], reread.settings["measures"]) == (3, "all")
+    for tap, measures in reread.sources["a"].items():
+        for table in (reread.by_position["a"][tap], reread.by_frequency["a"][tap]):
             assert list(table) == ["first", "last", "tokens", "norm", "inter_sim"]
             assert sum(table["tokens"]) == measures["tokens"]
-            means = np.average(table["norm"], weights=table["tokens"])
-            assert means == pytest.approx(measures["average_norm"], rel=1e-7)
-        assert [scale["n1"] for scale in again.gride["a"][tap]][:2] == [1, 2]
+            mean_norm = np.average(table["norm"], weights=table["tokens"])
+            assert mean_norm == pytest.approx(measures["average_norm"], rel=1e-7)
+        assert [scale["n1"] for scale in reread.gride["a"][tap]][:2] == [1, 2]
         assert measures["isoscore_error"] > 0
-        assert again.massive["a"][tap] == []
-        replicates = again.replicates["a"][tap]
+        assert reread.massive["a"][tap] == []
+        replicates = reread.replicates["a"][tap]
         for name in ("isoscore", "inter_sim"):
-            # The standard error of the mean of pseudo-values.
-            error = scipy.stats.sem((len(replicates[name]) - 1) * np.array(replicates[name]))
-            assert measures[f"{name}_error"] == pytest.approx(error, rel=1e-6)
-    assert math.isfinite(measures_file.layer_frame(again)["inter_sim_error"].min())
+            # This is the standard error of the mean of the pseudo-values.
+            expected_error = scipy.stats.sem((len(replicates[name]) - 1) * np.array(replicates[name]))
+            assert measures[f"{name}_error"] == pytest.approx(expected_error, rel=1e-6)
+    assert math.isfinite(measures_file.layer_frame(reread)["inter_sim_error"].min())
 
 
 def test_massive_activations_have_the_text_of_their_token() -> None:
@@ -198,14 +204,14 @@ def test_the_hash_of_a_text_is_that_of_its_content(tmp_path: Path) -> None:
         (tmp_path / name).write_text(content)
     first, same, other = (stream.compute_identity(tmp_path / f"{name}.txt") for name in "abc")
     assert first == same != other
-    # The content of a folder is that of its files.
-    before = stream.compute_identity(tmp_path)
+    # The identity of a folder depends on the contents of its files.
+    identity_before = stream.compute_identity(tmp_path)
     (tmp_path / "c.txt").write_text("three")
-    assert stream.compute_identity(tmp_path) != before
+    assert stream.compute_identity(tmp_path) != identity_before
 
 
-def test_a_file_without_the_later_fields_is_read(complete: Measurements, tmp_path: Path) -> None:
-    values = json.loads(measures_file.file_contents(complete)[measures_file.JSON_FILE])
+def test_a_file_without_the_later_fields_is_read(complete_measurements: Measurements, tmp_path: Path) -> None:
+    values = json.loads(measures_file.file_contents(complete_measurements)[measures_file.JSON_FILE])
     for name in ("by_position", "by_frequency", "massive", "gride", "replicates", "text_hashes"):
         del values[name]
     (tmp_path / measures_file.JSON_FILE).write_text(json.dumps(values))
@@ -215,13 +221,13 @@ def test_a_file_without_the_later_fields_is_read(complete: Measurements, tmp_pat
 def test_the_catalogue_needs_no_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "250")
     assert main(["measure", "--list"]) == 0
-    printed = capsys.readouterr().out
+    output = capsys.readouterr().out
     for title in ("hidden states of each layer", "embedding matrices", "final normalization"):
-        assert title in printed
+        assert title in output
     for entry in MEASURES:
-        assert entry.name in printed
-    assert all(header in printed for header in ("what it is", "range", "convention", "cost", "blind to"))
-    assert "[0, 1]" in printed
+        assert entry.name in output
+    assert all(header in output for header in ("what it is", "range", "convention", "cost", "blind to"))
+    assert "[0, 1]" in output
 
 
 @pytest.mark.parametrize(
@@ -236,6 +242,6 @@ def test_bad_options_are_refused_in_one_line(
     options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["measure", "model", *options]) == 2
-    printed = capsys.readouterr().err
-    assert message in printed
-    assert printed.count("\n") == 1
+    error_output = capsys.readouterr().err
+    assert message in error_output
+    assert error_output.count("\n") == 1

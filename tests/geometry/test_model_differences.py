@@ -18,7 +18,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def subject(
+def make_model(
     label: str = "first",
     taps: tuple[str, ...] = ("embeddings", "layer_1", "layer_2"),
     seed: int = 0,
@@ -27,111 +27,125 @@ def subject(
     error: float = 0.02,
     **settings: Any,
 ) -> MeasuredModel:
-    """Return a model with IsoScore and InterSim, their errors, and their values without each group."""
+    """Return a model with random IsoScore and InterSim, their errors, and their values without each group."""
     random = np.random.default_rng(seed)
-    figures, replicates = {}, {}
+    measures_by_tap, replicates_by_tap = {}, {}
     for tap in taps:
-        isoscore, cosine = random.random(2)
-        figures[tap] = {
-            "tokens": 500.0, "isoscore": isoscore, "isoscore_error": error, "inter_sim": cosine,
+        isoscore, inter_sim = random.random(2)
+        measures_by_tap[tap] = {
+            "tokens": 500.0, "isoscore": isoscore, "isoscore_error": error, "inter_sim": inter_sim,
             "inter_sim_error": 2 * error, "two_nn": 5.0, "two_nn_error": 0.1,
         }  # fmt: skip
-        replicates[tap] = {
+        replicates_by_tap[tap] = {
             "tokens": [450.0] * GROUPS,
             "isoscore": (isoscore + 0.01 * random.normal(size=GROUPS)).tolist(),
-            "inter_sim": (cosine + 0.01 * random.normal(size=GROUPS)).tolist(),
+            "inter_sim": (inter_sim + 0.01 * random.normal(size=GROUPS)).tolist(),
         }
-    measured = Measurements(
+    measurements = Measurements(
         model={"name": label, "revision": None},
         weights="",
         settings={**SETTINGS, **settings},
-        sources={"text": figures},
+        sources={"text": measures_by_tap},
         spectra={},
         matrices={},
         final_norm=None,
-        replicates={"text": replicates} if with_replicates else {},
+        replicates={"text": replicates_by_tap} if with_replicates else {},
         text_hashes={"text": "0123"} if hashes is None else hashes,
     )
-    return MeasuredModel(label, measured)
+    return MeasuredModel(label, measurements)
 
 
 def test_the_paired_error_is_that_of_the_mean_of_pseudo_values() -> None:
-    """Values without each group, made from group means: the jackknife of a mean is the paired t interval."""
+    """The replicates are computed from group means; the jackknife interval of a mean is that of the paired t-test."""
     random = np.random.default_rng(0)
     first, second = random.normal(size=(2, 7))
-    without = [(values.sum() - values) / 6 for values in (first, second)]
-    found = model_differences.paired_difference(first.mean(), second.mean(), *(values.tolist() for values in without))
-    test = scipy.stats.ttest_rel(second, first)
-    low, high = test.confidence_interval(0.95)
-    assert found.value == pytest.approx(np.mean(second - first), rel=1e-12)
-    assert found.error == pytest.approx(scipy.stats.sem(second - first), rel=1e-10)
-    assert found.value - found.half_width == pytest.approx(low, rel=1e-10)
-    assert found.value + found.half_width == pytest.approx(high, rel=1e-10)
+    replicates = [(values.sum() - values) / 6 for values in (first, second)]
+    difference = model_differences.paired_difference(
+        first.mean(), second.mean(), *(values.tolist() for values in replicates)
+    )
+    t_test = scipy.stats.ttest_rel(second, first)
+    low, high = t_test.confidence_interval(0.95)
+    assert difference.value == pytest.approx(np.mean(second - first), rel=1e-12)
+    assert difference.error == pytest.approx(scipy.stats.sem(second - first), rel=1e-10)
+    assert difference.value - difference.half_width == pytest.approx(low, rel=1e-10)
+    assert difference.value + difference.half_width == pytest.approx(high, rel=1e-10)
 
 
 def test_the_paired_error_ignores_what_both_models_have_in_common() -> None:
     random = np.random.default_rng(1)
     first, second, common = random.normal(size=(3, 8))
-    alone = model_differences.paired_difference(0, 1, first.tolist(), second.tolist())
-    shifted = model_differences.paired_difference(0, 1, (first + common).tolist(), (second + common).tolist())
-    assert shifted.error == pytest.approx(alone.error, rel=1e-10)
-    same = model_differences.paired_difference(2.0, 2.0, first.tolist(), first.tolist())
-    assert (same.value, same.error) == (0, 0)
+    difference = model_differences.paired_difference(0, 1, first.tolist(), second.tolist())
+    difference_with_common_part = model_differences.paired_difference(
+        0, 1, (first + common).tolist(), (second + common).tolist()
+    )
+    assert difference_with_common_part.error == pytest.approx(difference.error, rel=1e-10)
+    difference_to_itself = model_differences.paired_difference(2.0, 2.0, first.tolist(), first.tolist())
+    assert (difference_to_itself.value, difference_to_itself.error) == (0, 0)
 
 
 def test_independent_errors_add_as_squares_and_the_smaller_number_of_groups_counts() -> None:
-    found = model_differences.independent_difference(1.0, 3.0, (0.3, 0.4), (10, 4))
-    assert (found.value, found.error, found.method) == (2.0, pytest.approx(0.5, rel=1e-12), "independent")
-    assert found.half_width == pytest.approx(0.5 * scipy.stats.t.ppf(0.975, 3), rel=1e-12)
+    difference = model_differences.independent_difference(1.0, 3.0, (0.3, 0.4), (10, 4))
+    assert (difference.value, difference.error, difference.method) == (
+        2.0,
+        pytest.approx(0.5, rel=1e-12),
+        "independent",
+    )
+    assert difference.half_width == pytest.approx(0.5 * scipy.stats.t.ppf(0.975, 3), rel=1e-12)
 
 
 def test_intervals_of_paired_differences_cover_the_true_difference() -> None:
-    """Two models measure the same documents, whose differences are much alike in both."""
+    """Both models read the same documents, so that the groups differ in nearly the same way for both."""
     random = np.random.default_rng(2)
-    covered = {"paired": 0, "independent": 0}
-    rounds = 1_000
-    for _ in range(rounds):
-        common = random.normal(size=GROUPS)
-        groups = np.stack([common, common + 0.5]) + 0.2 * random.normal(size=(2, GROUPS))
-        without = (groups.sum(1, keepdims=True) - groups) / (GROUPS - 1)
-        first, second = groups.mean(1)
-        errors = tuple(map(float, scipy.stats.sem(groups, axis=1)))
-        for found in (
-            model_differences.paired_difference(first, second, without[0].tolist(), without[1].tolist()),
+    num_covered = {"paired": 0, "independent": 0}
+    num_rounds = 1_000
+    for _ in range(num_rounds):
+        common_part = random.normal(size=GROUPS)
+        group_means = np.stack([common_part, common_part + 0.5]) + 0.2 * random.normal(size=(2, GROUPS))
+        replicates = (group_means.sum(1, keepdims=True) - group_means) / (GROUPS - 1)
+        first, second = group_means.mean(1)
+        errors = tuple(map(float, scipy.stats.sem(group_means, axis=1)))
+        for difference in (
+            model_differences.paired_difference(first, second, replicates[0].tolist(), replicates[1].tolist()),
             model_differences.independent_difference(first, second, (errors[0], errors[1]), (GROUPS, GROUPS)),
         ):
-            covered[found.method] += abs(found.value - 0.5) <= found.half_width
-    assert 0.93 <= covered["paired"] / rounds <= 0.97
-    assert covered["independent"] / rounds > 0.99
+            num_covered[difference.method] += abs(difference.value - 0.5) <= difference.half_width
+    assert 0.93 <= num_covered["paired"] / num_rounds <= 0.97
+    assert num_covered["independent"] / num_rounds > 0.99
 
 
 def test_rows_of_models_of_equal_depth_have_each_layer() -> None:
-    first, other = subject(), subject("other", seed=1)
+    first, other = make_model(), make_model("other", seed=1)
     rows = list(model_differences.compute_differences(first, other))
     assert [(row["layer"], row["measure"]) for row in rows] == [
         (tap, name) for tap in ("embeddings", "layer_1", "layer_2") for name in ("inter_sim", "isoscore")
     ]
     assert [row["is_last"] for row in rows] == [False] * 4 + [True] * 2
-    last = rows[-1]
-    after, before = (one.last_layer_measures["isoscore"] for one in (other, first))
-    assert (last["value"], last["value_of_first"], last["difference"]) == (after, before, after - before)
-    changes = np.subtract(*(one.measurements.replicates["text"]["layer_2"]["isoscore"] for one in (other, first)))
-    error = math.sqrt((GROUPS - 1) ** 2 / GROUPS) * np.std(changes, ddof=1)
-    assert last["error"] == pytest.approx(error, rel=1e-9)
-    half_width = scipy.stats.t.ppf(0.975, GROUPS - 1) * error
-    assert (last["low"], last["high"]) == pytest.approx(
-        (after - before - half_width, after - before + half_width), rel=1e-9
+    last_row = rows[-1]
+    other_value, first_value = (model.last_layer_measures["isoscore"] for model in (other, first))
+    assert (last_row["value"], last_row["value_of_first"], last_row["difference"]) == (
+        other_value,
+        first_value,
+        other_value - first_value,
+    )
+    replicate_differences = np.subtract(
+        *(model.measurements.replicates["text"]["layer_2"]["isoscore"] for model in (other, first))
+    )
+    expected_error = math.sqrt((GROUPS - 1) ** 2 / GROUPS) * np.std(replicate_differences, ddof=1)
+    assert last_row["error"] == pytest.approx(expected_error, rel=1e-9)
+    half_width = scipy.stats.t.ppf(0.975, GROUPS - 1) * expected_error
+    assert (last_row["low"], last_row["high"]) == pytest.approx(
+        (other_value - first_value - half_width, other_value - first_value + half_width), rel=1e-9
     )
 
 
 def test_models_of_other_depth_are_compared_at_the_last_layer_before_a_final_norm() -> None:
-    other = subject("other", ("embeddings", "layer_1", "final_norm"), seed=1)
-    rows = list(model_differences.compute_differences(subject(), other))
+    other = make_model("other", ("embeddings", "layer_1", "final_norm"), seed=1)
+    rows = list(model_differences.compute_differences(make_model(), other))
     assert {(row["layer"], row["is_last"]) for row in rows} == {("layer_1", True)}
-    assert rows[0]["value_of_first"] == subject().last_layer_measures["inter_sim"]
-    # Two models with a final normalization are compared there, too, but it is not the last layer.
+    assert rows[0]["value_of_first"] == make_model().last_layer_measures["inter_sim"]
+    # If both models have a final normalization, they are compared there, too, but it is not the last layer.
     taps = ("embeddings", "layer_1", "final_norm")
-    rows = list(model_differences.compute_differences(subject(taps=taps), other))
+    rows = list(model_differences.compute_differences(make_model(taps=taps), other))
     assert {row["layer"]: row["is_last"] for row in rows} == {
         "embeddings": False, "layer_1": True, "final_norm": False,
     }  # fmt: skip
@@ -141,7 +155,7 @@ def test_models_of_other_depth_are_compared_at_the_last_layer_before_a_final_nor
     ("first", "other", "method"),
     [
         ({}, {}, "paired"),
-        # Names and paths do not matter.
+        # The names and the paths of the texts do not matter.
         ({}, {"texts": {"x": "b.txt"}, "hashes": {"x": "0123"}}, "paired"),
         ({"length": 8}, {}, "paired"),
         ({"limit": 100}, {"limit": 100}, "paired"),
@@ -153,17 +167,17 @@ def test_models_of_other_depth_are_compared_at_the_last_layer_before_a_final_nor
 def test_the_method_follows_from_documents_and_groups(
     first: dict[str, Any], other: dict[str, Any], method: str
 ) -> None:
-    pair = subject(**first), subject("other", seed=1, **other)
-    assert model_differences.explain_no_differences(*pair) == ""
-    assert model_differences.choose_error_method(*pair) == method
-    rows = list(model_differences.compute_differences(*pair))
+    models = make_model(**first), make_model("other", seed=1, **other)
+    assert model_differences.explain_no_differences(*models) == ""
+    assert model_differences.choose_error_method(*models) == method
+    rows = list(model_differences.compute_differences(*models))
     assert {row["method"] for row in rows} == {method}
     if method == "independent":
         assert rows[-1]["error"] == pytest.approx(math.hypot(0.02, 0.02), rel=1e-12)
 
 
 def test_with_a_limit_the_groups_must_have_the_same_tokens() -> None:
-    first, other = subject(limit=100), subject("other", limit=100)
+    first, other = make_model(limit=100), make_model("other", limit=100)
     other.measurements.replicates["text"]["embeddings"]["tokens"][3] += 1
     assert model_differences.choose_error_method(first, other) == "independent"
 
@@ -185,6 +199,6 @@ def test_with_a_limit_the_groups_must_have_the_same_tokens() -> None:
     ],
 )
 def test_without_errors_or_the_same_texts_there_is_a_sentence_and_no_number(other: dict[str, Any], reason: str) -> None:
-    pair = subject(), subject("other", **other)
-    assert model_differences.explain_no_differences(*pair) == f"No differences between other and first: {reason}"
-    assert list(model_differences.compute_differences(*pair)) == []
+    models = make_model(), make_model("other", **other)
+    assert model_differences.explain_no_differences(*models) == f"No differences between other and first: {reason}"
+    assert list(model_differences.compute_differences(*models)) == []

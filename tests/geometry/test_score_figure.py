@@ -26,7 +26,7 @@ other,step1000,sciq,0.9,0.01
 """
 
 
-def plotted(folder: Path, geometry: str, scores: str, **selection: object) -> Plot | None:
+def join_and_plot(folder: Path, geometry: str, scores: str, **selection: object) -> Plot | None:
     (folder / "geometry.csv").write_text(geometry)
     (folder / "scores.csv").write_text(scores)
     joined = score_join.join_measures_and_scores(folder / "geometry.csv", folder / "scores.csv", Selection(**selection))  # type: ignore[arg-type]
@@ -36,23 +36,23 @@ def plotted(folder: Path, geometry: str, scores: str, **selection: object) -> Pl
 @pytest.mark.parametrize("pool", [False, True])
 def test_a_panel_for_each_task_and_a_line_for_each_model(tmp_path: Path, pool: bool) -> None:
     """Scores of checkpoints without measures are drawn too; models without measures are left out."""
-    figure = plotted(tmp_path, GEOMETRY, SCORES, pool=pool)
-    assert figure is not None
-    assert figure.x_label == "step"
-    lines = {(panel.task, line.label): line for panel in figure.panels for line in panel.lines}
-    assert set(lines) == {("sciq", "small"), ("sciq", "large"), ("lambada", "large")}
-    small = lines["sciq", "small"]
-    assert (small.x, small.y) == ((512, 1000, 2000), (0.3, 0.4, 0.5))
-    width = scipy.stats.norm.interval(0.95)[1]
-    assert small.y_error == pytest.approx((0.02 * width, 0.02 * width, 0.01 * width))
-    assert lines["sciq", "large"].y_error == ()
+    plot = join_and_plot(tmp_path, GEOMETRY, SCORES, pool=pool)
+    assert plot is not None
+    assert plot.x_label == "step"
+    line_by_task_and_model = {(panel.task, line.label): line for panel in plot.panels for line in panel.lines}
+    assert set(line_by_task_and_model) == {("sciq", "small"), ("sciq", "large"), ("lambada", "large")}
+    small_line = line_by_task_and_model["sciq", "small"]
+    assert (small_line.x, small_line.y) == ((512, 1000, 2000), (0.3, 0.4, 0.5))
+    quantile = scipy.stats.norm.interval(0.95)[1]
+    assert small_line.y_error == pytest.approx((0.02 * quantile, 0.02 * quantile, 0.01 * quantile))
+    assert line_by_task_and_model["sciq", "large"].y_error == ()
 
 
 def test_the_steps_of_the_measures_count_where_the_scores_have_names_only(tmp_path: Path) -> None:
     geometry = "revision,step,isoscore\nfirst,10,0.1\nsecond,30,0.2\n"
-    figure = plotted(tmp_path, geometry, "revision,sciq,MR\nsecond,0.4,0.6\nfirst,0.3,0.5\nlast,0.6,0.7\n")
-    assert figure is not None
-    assert {panel.task: (panel.lines[0].x, panel.lines[0].y) for panel in figure.panels} == {
+    plot = join_and_plot(tmp_path, geometry, "revision,sciq,MR\nsecond,0.4,0.6\nfirst,0.3,0.5\nlast,0.6,0.7\n")
+    assert plot is not None
+    assert {panel.task: (panel.lines[0].x, panel.lines[0].y) for panel in plot.panels} == {
         "sciq": ((10, 30), (0.3, 0.4)),
         "MR": ((10, 30), (0.5, 0.6)),
     }
@@ -63,8 +63,8 @@ def test_the_command_writes_the_figure_and_deletes_an_earlier_one(tmp_path: Path
     (tmp_path / "scores.csv").write_text(SCORES)
     arguments = [str(tmp_path / "scores.csv"), "--out", str(tmp_path / "out")]
     assert main(["correlate", str(tmp_path / "geometry.csv"), *arguments]) == 0
-    names = {f"scores.{suffix}" for suffix in ("svg", "pdf", "png")}
-    assert {path.name for path in (tmp_path / "out" / "figures").iterdir()} == names
+    expected_files = {f"scores.{suffix}" for suffix in ("svg", "pdf", "png")}
+    assert {path.name for path in (tmp_path / "out" / "figures").iterdir()} == expected_files
     # Without steps there is no figure.
     (tmp_path / "geometry.csv").write_text("revision,isoscore\na,0.1\nb,0.2\nc,0.3\n")
     (tmp_path / "scores.csv").write_text("revision,sciq\na,0.1\nb,0.2\nc,0.3\n")

@@ -13,14 +13,14 @@ from istar.errors import UserError
 from istar.geometry.score_files import read_scores
 
 
-def write(path: Path, values: Any) -> Path:
+def write_file(path: Path, content: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(values if isinstance(values, str) else json.dumps(values))
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
     return path
 
 
-def harness(name: str, revision: str | None, accuracy: float, **more: Any) -> dict[str, Any]:
-    """What lm-evaluation-harness 0.4 writes to `results_<date>.json`, of one task and a group."""
+def make_harness_results(name: str, revision: str | None, accuracy: float, **fields: Any) -> dict[str, Any]:
+    """Return what lm-evaluation-harness 0.4 writes to `results_<date>.json` for two tasks and a group of tasks."""
     arguments = f"pretrained={name},dtype=float32" + (f",revision={revision}" if revision else "")
     return {
         "results": {
@@ -35,12 +35,12 @@ def harness(name: str, revision: str | None, accuracy: float, **more: Any) -> di
         "n-shot": {"sciq": 0},
         "model_name": name,
         "date": 1.7e9,
-        **more,
+        **fields,
     }  # fmt: skip
 
 
-def mteb(task: str, **splits: list[tuple[str, float]]) -> dict[str, Any]:
-    """What MTEB 1.11 and later write to `<task>.json`."""
+def make_mteb_results(task: str, **splits: list[tuple[str, float]]) -> dict[str, Any]:
+    """Return what MTEB 1.11 and later versions write to `<task>.json`."""
     scores = {
         split: [
             {"hf_subset": subset, "languages": ["eng"], "f1": 0.0, "main_score": score} for subset, score in entries
@@ -56,7 +56,7 @@ def mteb(task: str, **splits: list[tuple[str, float]]) -> dict[str, Any]:
     }
 
 
-def records(path: Path) -> list[tuple[str, str, str, float]]:
+def read_records(path: Path) -> list[tuple[str, str, str, float]]:
     cells, _ = read_scores(path)
     return [
         (model, revision, task, float(score))
@@ -65,8 +65,8 @@ def records(path: Path) -> list[tuple[str, str, str, float]]:
 
 
 def test_a_file_of_the_harness(tmp_path: Path) -> None:
-    path = write(tmp_path / "results_1.json", harness("EleutherAI/pythia-70m", "step1000", 0.4))
-    assert records(path) == [
+    path = write_file(tmp_path / "results_1.json", make_harness_results("EleutherAI/pythia-70m", "step1000", 0.4))
+    assert read_records(path) == [
         ("pythia-70m", "step1000", "sciq acc", 0.4),
         ("pythia-70m", "step1000", "sciq acc_norm", 0.2),
         ("pythia-70m", "step1000", "gsm8k exact_match strict-match", 0.1),
@@ -74,10 +74,13 @@ def test_a_file_of_the_harness(tmp_path: Path) -> None:
 
 
 def test_standard_errors_of_the_harness(tmp_path: Path) -> None:
-    path = write(tmp_path / "results_1.json", harness("EleutherAI/pythia-70m", "step1000", 0.4))
+    path = write_file(tmp_path / "results_1.json", make_harness_results("EleutherAI/pythia-70m", "step1000", 0.4))
     assert list(read_scores(path)[0]["standard_error"]) == ["0.015", "", "0.1"]
-    old = {"results": {"sciq": {"acc": 0.4, "acc_stderr": 0.02}}, "config": {"model_args": "pretrained=pythia-70m"}}
-    assert list(read_scores(write(tmp_path / "old.json", old))[0]["standard_error"]) == ["0.02"]
+    old_results = {
+        "results": {"sciq": {"acc": 0.4, "acc_stderr": 0.02}},
+        "config": {"model_args": "pretrained=pythia-70m"},
+    }
+    assert list(read_scores(write_file(tmp_path / "old.json", old_results))[0]["standard_error"]) == ["0.02"]
 
 
 @pytest.mark.parametrize(
@@ -90,9 +93,9 @@ def test_standard_errors_of_the_harness(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_other_versions_of_the_harness(config: dict[str, Any], tmp_path: Path) -> None:
     """Before version 0.4, metrics had no filter, and there was no `model_name`."""
-    figures = {"ppl": 4465.3, "ppl_stderr": 200.2, "acc": 0.05, "acc_stderr": 0.003}
-    values = {"results": {"lambada_openai": figures}, "versions": {"lambada_openai": 0}, "config": config}
-    assert records(write(tmp_path / "70m_step1000.json", values)) == [
+    metrics = {"ppl": 4465.3, "ppl_stderr": 200.2, "acc": 0.05, "acc_stderr": 0.003}
+    results = {"results": {"lambada_openai": metrics}, "versions": {"lambada_openai": 0}, "config": config}
+    assert read_records(write_file(tmp_path / "70m_step1000.json", results)) == [
         ("pythia-v1.1-70m", "step1000", "lambada_openai ppl", 4465.3),
         ("pythia-v1.1-70m", "step1000", "lambada_openai acc", 0.05),
     ]
@@ -100,35 +103,38 @@ def test_other_versions_of_the_harness(config: dict[str, Any], tmp_path: Path) -
 
 def test_a_folder_of_mteb(tmp_path: Path) -> None:
     folder = tmp_path / "org__encoder" / "step500"
-    write(folder / "Banking77.json", mteb("Banking77", test=[("default", 0.8)]))
-    write(folder / "STS22.json", mteb("STS22", test=[("en", 0.6), ("de", 0.5)], validation=[("default", 0.7)]))
+    write_file(folder / "Banking77.json", make_mteb_results("Banking77", test=[("default", 0.8)]))
+    write_file(
+        folder / "STS22.json",
+        make_mteb_results("STS22", test=[("en", 0.6), ("de", 0.5)], validation=[("default", 0.7)]),
+    )
     expected = {
         ("encoder", "step500", "Banking77", 0.8),
         ("encoder", "step500", "STS22 en", 0.6),
         ("encoder", "step500", "STS22 de", 0.5),
         ("encoder", "step500", "STS22 validation", 0.7),
     }
-    assert set(records(tmp_path)) == expected
-    write(folder / "model_meta.json", {"name": "org/other", "revision": "step9", "n_parameters": 1})
-    assert set(records(tmp_path)) == {("other", "step9", task, score) for _, _, task, score in expected}
+    assert set(read_records(tmp_path)) == expected
+    write_file(folder / "model_meta.json", {"name": "org/other", "revision": "step9", "n_parameters": 1})
+    assert set(read_records(tmp_path)) == {("other", "step9", task, score) for _, _, task, score in expected}
     # A subfolder, a single file and the folder above are read alike.
-    assert records(folder / "Banking77.json") == [("other", "step9", "Banking77", 0.8)]
+    assert read_records(folder / "Banking77.json") == [("other", "step9", "Banking77", 0.8)]
 
 
 def test_folders_without_a_revision_are_checkpoints_of_one_model(tmp_path: Path) -> None:
     for step in (10, 20):
-        values = harness(f"runs/mine/models/step-{step}", None, step / 100)
-        write(tmp_path / "scores" / f"results_{step}.json", values)
-    assert {record[:2] for record in records(tmp_path / "scores")} == {("", "step-10"), ("", "step-20")}
-    write(tmp_path / "scores" / "results_3.json", harness("org/mine", "step30", 0.3))
-    write(tmp_path / "scores" / "results_4.json", harness("org/mine", None, 0.4))
-    assert {record[:2] for record in records(tmp_path / "scores")} >= {("mine", "step30"), ("mine", "main")}
+        results = make_harness_results(f"runs/mine/models/step-{step}", None, step / 100)
+        write_file(tmp_path / "scores" / f"results_{step}.json", results)
+    assert {record[:2] for record in read_records(tmp_path / "scores")} == {("", "step-10"), ("", "step-20")}
+    write_file(tmp_path / "scores" / "results_3.json", make_harness_results("org/mine", "step30", 0.3))
+    write_file(tmp_path / "scores" / "results_4.json", make_harness_results("org/mine", None, 0.4))
+    assert {record[:2] for record in read_records(tmp_path / "scores")} >= {("mine", "step30"), ("mine", "main")}
 
 
 def test_foreign_files_of_a_folder_are_counted(tmp_path: Path) -> None:
-    write(tmp_path / "a" / "results_1.json", harness("org/mine", "step1", 0.3))
+    write_file(tmp_path / "a" / "results_1.json", make_harness_results("org/mine", "step1", 0.3))
     for name in ("b.json", "c.json"):
-        write(tmp_path / name, {"results": [1, 2]})
+        write_file(tmp_path / name, {"results": [1, 2]})
     _, [remark] = read_scores(tmp_path)
     assert (
         remark == f"left out: {tmp_path / 'b.json'} and 1 more, which hold no scores of lm-evaluation-harness or MTEB"
@@ -149,8 +155,8 @@ def test_foreign_files_of_a_folder_are_counted(tmp_path: Path) -> None:
 def test_another_file_is_one_line(
     content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    geometry = write(tmp_path / "geometry.csv", "revision,isoscore\nstep1,1\n")
-    scores = write(tmp_path / "scores.json", content)
+    geometry = write_file(tmp_path / "geometry.csv", "revision,isoscore\nstep1,1\n")
+    scores = write_file(tmp_path / "scores.json", content)
     assert main(["correlate", str(geometry), str(scores), "--out", str(tmp_path / "out")]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert message in line
@@ -169,18 +175,20 @@ def test_the_same_scores_in_each_form_give_the_same_correlations(form: str, tmp_
     isoscore, accuracy = [0.1, 0.3, 0.2, 0.5, 0.4], [0.25, 0.3, 0.4, 0.45, 0.6]
     steps = [1, 2, 4, 8, 16]
     lines = [f"org/tiny,step{step},{step},wiki,layer_2,{value}" for step, value in zip(steps, isoscore, strict=True)]
-    geometry = write(tmp_path / "geometry.csv", "\n".join(["model,revision,step,source,layer,isoscore", *lines]))
+    geometry = write_file(tmp_path / "geometry.csv", "\n".join(["model,revision,step,source,layer,isoscore", *lines]))
     scores = tmp_path / "scores"
     for step, value in zip(steps, accuracy, strict=True):
         if form == "harness":
-            write(scores / "org__tiny" / f"results_{step}.json", harness("org/tiny", f"step{step}", value))
+            write_file(
+                scores / "org__tiny" / f"results_{step}.json", make_harness_results("org/tiny", f"step{step}", value)
+            )
         elif form == "mteb":
             folder = scores / "org__tiny" / f"step{step}"
-            write(folder / "sciq.json", mteb("sciq", test=[("default", value)]))
-            write(folder / "model_meta.json", {"name": "org/tiny", "revision": f"step{step}"})
+            write_file(folder / "sciq.json", make_mteb_results("sciq", test=[("default", value)]))
+            write_file(folder / "model_meta.json", {"name": "org/tiny", "revision": f"step{step}"})
     if form == "csv":
         rows = [f"tiny,step{step},{value}" for step, value in zip(steps, accuracy, strict=True)]
-        scores = write(tmp_path / "scores.csv", "\n".join(["model,revision,sciq", *rows]))
+        scores = write_file(tmp_path / "scores.csv", "\n".join(["model,revision,sciq", *rows]))
     out = tmp_path / "out"
     assert main(["correlate", str(geometry), str(scores), "--task", "sciq", "--out", str(out)]) == 0
     with (out / "correlation.csv").open(newline="") as file:
@@ -195,8 +203,10 @@ def test_the_same_scores_in_each_form_give_the_same_correlations(form: str, tmp_
 
 def test_a_second_score_of_a_checkpoint_names_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in (1, 2):
-        write(tmp_path / "scores" / f"results_{number}.json", harness("org/tiny", "step1", number / 10))
-    geometry = write(tmp_path / "geometry.csv", "revision,isoscore\nstep1,1\nstep2,2\n")
+        write_file(
+            tmp_path / "scores" / f"results_{number}.json", make_harness_results("org/tiny", "step1", number / 10)
+        )
+    geometry = write_file(tmp_path / "geometry.csv", "revision,isoscore\nstep1,1\nstep2,2\n")
     assert main(["correlate", str(geometry), str(tmp_path / "scores"), "--out", str(tmp_path / "out")]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "results_2.json: there is a second number for sciq acc tiny step1" in line

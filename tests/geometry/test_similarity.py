@@ -1,4 +1,4 @@
-"""Mean states of documents against one forward pass for each document, and CKA between the layers of two models."""
+"""Mean states of documents, checked against a forward pass for each document, and CKA between layers of two models."""
 
 from pathlib import Path
 
@@ -19,57 +19,57 @@ TOKENIZER = tiny.make_tokenizer(demo.vocabulary())
 WORDS = demo.vocabulary()[:20]
 
 
-def encoder(seed: int, layers: int = 2) -> hf.BertModel:
+def make_encoder(seed: int, num_layers: int = 2) -> hf.BertModel:
     torch.manual_seed(seed)
     return hf.BertModel(
         hf.BertConfig(
             vocab_size=len(TOKENIZER),
             hidden_size=16,
-            num_hidden_layers=layers,
+            num_hidden_layers=num_layers,
             num_attention_heads=2,
             intermediate_size=32,
         )
     ).eval()
 
 
-def documents(count: int, seed: int = 0) -> list[str]:
+def make_documents(num_documents: int, seed: int = 0) -> list[str]:
     random = np.random.default_rng(seed)
-    return [" ".join(random.choice(WORDS, random.integers(1, 12))) for _ in range(count)]
+    return [" ".join(random.choice(WORDS, random.integers(1, 12))) for _ in range(num_documents)]
 
 
 def test_mean_states_are_those_of_each_document_alone() -> None:
-    model, texts = encoder(0), documents(25)
+    model, texts = make_encoder(0), make_documents(25)
     states = compute_mean_states(model, TOKENIZER, texts, length=8, batch_tokens=32)
-    for number, text in enumerate(texts):
-        ids = TOKENIZER(text, truncation=True, max_length=8, return_tensors="pt")
+    for index, text in enumerate(texts):
+        encoding = TOKENIZER(text, truncation=True, max_length=8, return_tensors="pt")
         with torch.no_grad():
-            alone = Taps(model)(ids)
-        for name, state in alone.items():
-            # Without [CLS] and [SEP].
-            torch.testing.assert_close(states[name][number], state[0, 1:-1].mean(0), rtol=0, atol=1e-5)
+            state_by_tap = Taps(model)(encoding)
+        for tap, state in state_by_tap.items():
+            # The mean is over the tokens without [CLS] and [SEP].
+            torch.testing.assert_close(states[tap][index], state[0, 1:-1].mean(0), rtol=0, atol=1e-5)
 
 
 def test_similarities_of_all_pairs(tmp_path: Path) -> None:
     models = []
-    for number, layers in enumerate((1, 2, 2)):
-        encoder(number, layers).save_pretrained(tmp_path / str(number))
-        TOKENIZER.save_pretrained(tmp_path / str(number))
-        models.append((f"model {number}", ModelConfig(name=str(tmp_path / str(number)))))
-    texts = documents(40)
-    results = compute_similarities([*models[:2], ("again", models[1][1])], texts)
-    assert [(pair.first, pair.second) for pair in results] == [
+    for index, num_layers in enumerate((1, 2, 2)):
+        make_encoder(index, num_layers).save_pretrained(tmp_path / str(index))
+        TOKENIZER.save_pretrained(tmp_path / str(index))
+        models.append((f"model {index}", ModelConfig(name=str(tmp_path / str(index)))))
+    texts = make_documents(40)
+    similarities = compute_similarities([*models[:2], ("again", models[1][1])], texts)
+    assert [(pair.first, pair.second) for pair in similarities] == [
         ("model 0", "model 1"),
         ("model 0", "again"),
         ("model 1", "again"),
     ]
-    assert np.shape(results[0].values) == (2, 3)
-    assert results[0].first_taps == ("embeddings", "layer_1")
-    # A model and itself.
-    assert np.diag(results[2].values) == pytest.approx([1, 1, 1], abs=1e-6)
+    assert np.shape(similarities[0].values) == (2, 3)
+    assert similarities[0].first_taps == ("embeddings", "layer_1")
+    # The last pair compares a model with itself.
+    assert np.diag(similarities[2].values) == pytest.approx([1, 1, 1], abs=1e-6)
     first, second = (
-        compute_mean_states(encoder(number, layers), TOKENIZER, texts) for number, layers in ((0, 1), (1, 2))
+        compute_mean_states(make_encoder(index, num_layers), TOKENIZER, texts) for index, num_layers in ((0, 1), (1, 2))
     )
-    assert results[0].values[1][2] == pytest.approx(cka(first["layer_1"], second["layer_2"]), abs=1e-6)
+    assert similarities[0].values[1][2] == pytest.approx(cka(first["layer_1"], second["layer_2"]), abs=1e-6)
 
 
 def test_documents_come_evenly_from_the_texts(tmp_path: Path) -> None:

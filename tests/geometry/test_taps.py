@@ -11,46 +11,46 @@ from istar.geometry.taps import Taps
 from tests.architectures import MODELS
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_states_equal_the_outputs_of_the_blocks(name: str) -> None:
-    make, blocks, norm = MODELS[name]
+@pytest.mark.parametrize("architecture", MODELS)
+def test_states_equal_the_outputs_of_the_blocks(architecture: str) -> None:
+    make_model, blocks_name, norm_name = MODELS[architecture]
     torch.manual_seed(0)
-    model = make().eval()
+    model = make_model().eval()
     for parameter in model.parameters():
-        # New normalizations scale by 1 and shift by 0, which could hide a wrong tap.
+        # Freshly initialized normalizations scale by 1 and shift by 0, which could hide a wrong tap.
         parameter.data += 0.05 * torch.randn_like(parameter)
     inputs = {"input_ids": torch.randint(2, 50, (2, 7)), "attention_mask": torch.ones(2, 7, dtype=torch.long)}
     outputs: list[Tensor] = []
 
-    def keep(module: nn.Module, arguments: Any, output: Any) -> None:
+    def record_output(module: nn.Module, arguments: Any, output: Any) -> None:
         outputs.append(output if isinstance(output, Tensor) else output[0])
 
-    handles = [block.register_forward_hook(keep) for block in model.get_submodule(blocks)]  # type: ignore[union-attr]
+    handles = [block.register_forward_hook(record_output) for block in model.get_submodule(blocks_name)]  # type: ignore[union-attr]
     with torch.no_grad():
-        last = model(**inputs).last_hidden_state
+        last_hidden_state = model(**inputs).last_hidden_state
     for handle in handles:
         handle.remove()
     with torch.no_grad():
-        # transformers registers permanent hooks for its own recording.
+        # With `output_hidden_states`, transformers registers permanent hooks of its own.
         model(**inputs, output_hidden_states=True)
-    before = hooks(model)
+    num_hooks_before = count_hooks(model)
     taps = Taps(model)
     states = taps(inputs)
     layers = [f"layer_{number}" for number in (1, 2, 3)]
-    assert list(states) == taps.names == ["embeddings", *layers, *(["final_norm"] if norm else [])]
+    assert list(states) == taps.names == ["embeddings", *layers, *(["final_norm"] if norm_name else [])]
     assert len(outputs) == 3
     for layer, output in zip(layers, outputs, strict=True):
         assert torch.equal(states[layer], output), layer
-    if norm:
-        assert taps.norm is model.get_submodule(norm)
-        assert torch.equal(states["final_norm"], last)
+    if norm_name:
+        assert taps.norm is model.get_submodule(norm_name)
+        assert torch.equal(states["final_norm"], last_hidden_state)
         assert not torch.allclose(states["final_norm"], states["layer_3"], atol=1e-3)
-    elif name != "opt_350m":
-        assert torch.equal(states["layer_3"], last)
+    elif architecture != "opt_350m":
+        assert torch.equal(states["layer_3"], last_hidden_state)
     assert {tuple(state.shape) for state in states.values()} == {(2, 7, 32)}
-    # Our hooks are removed.
-    assert hooks(model) == before
+    # The hooks of `Taps` are removed.
+    assert count_hooks(model) == num_hooks_before
 
 
-def hooks(model: PreTrainedModel) -> int:
+def count_hooks(model: PreTrainedModel) -> int:
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())

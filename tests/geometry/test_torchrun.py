@@ -13,43 +13,43 @@ import pytest
 
 from istar.cli.main import main
 from tests.forks import run_in_processes
-from tests.geometry.test_stream import TOKENIZER, WORDS, bert
+from tests.geometry.test_stream import SENTENCES, TOKENIZER, bert
 from tests.waiting import SECONDS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def measure_as(rank: int, port: int, folder: Path, arguments: Sequence[str]) -> None:
-    """Call `istar` with the variables that torchrun sets for one of two processes; stdout goes to a file."""
+def measure_as_rank(rank: int, port: int, folder: Path, arguments: Sequence[str]) -> None:
+    """Run `istar` with the variables that torchrun sets for one of two processes, and write stdout to `<rank>.txt`."""
     os.chdir(folder)
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "COLUMNS": "150",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none",
     }  # fmt: skip
     with Path(f"{rank}.txt").open("w") as file, redirect_stdout(file):
-        code = main(arguments)
+        exit_code = main(arguments)
     # Skip the interpreter's shutdown, in which the remains of a process group may abort.
-    os._exit(code)
+    os._exit(exit_code)
 
 
 def with_torchrun(folder: Path, arguments: Sequence[str]) -> str:
-    """Call `istar` by torchrun itself; returns its stdout."""
+    """Run `istar` with torchrun; return its stdout."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     command = [sys.executable, *torchrun, "-m", "istar.cli.main", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "COLUMNS": "150"}
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 def in_two_processes(folder: Path, arguments: Sequence[str]) -> str:
-    """Call `istar` in two processes as torchrun would start them; returns their stdout."""
+    """Run `istar` in two processes as torchrun would start them; return their stdout."""
     with socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    run_in_processes(measure_as, (port, folder, arguments), 2)
+    run_in_processes(measure_as_rank, (port, folder, arguments), 2)
     return "".join((folder / f"{rank}.txt").read_text() for rank in range(2))
 
 
@@ -57,13 +57,13 @@ def in_two_processes(folder: Path, arguments: Sequence[str]) -> str:
 def folder(tmp_path: Path) -> Path:
     bert().float().save_pretrained(tmp_path / "model")
     TOKENIZER.save_pretrained(tmp_path / "model")
-    (tmp_path / "text.txt").write_text("\n".join(WORDS * 20))
+    (tmp_path / "text.txt").write_text("\n".join(SENTENCES * 20))
     return tmp_path
 
 
-@pytest.mark.parametrize("start", [in_two_processes, pytest.param(with_torchrun, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("run_two_processes", [in_two_processes, pytest.param(with_torchrun, marks=pytest.mark.slow)])
 def test_measures_equal_those_of_one_process(
-    start: Callable[[Path, Sequence[str]], str],
+    run_two_processes: Callable[[Path, Sequence[str]], str],
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -72,24 +72,24 @@ def test_measures_equal_those_of_one_process(
     monkeypatch.setenv("COLUMNS", "150")
     arguments = ("measure", "model", "--text", "text.txt", "--length", "16", "--batch-tokens", "64", "--sample", "50")
     assert main([*arguments, "--out", "one"]) == 0
-    printed = capsys.readouterr().out
-    printed_by_two = start(folder, [*arguments, "--out", "two"])
+    output = capsys.readouterr().out
+    output_of_two = run_two_processes(folder, [*arguments, "--out", "two"])
     # Only rank 0 prints.
-    assert printed_by_two.count("embeddings") == printed.count("embeddings") > 0
+    assert output_of_two.count("embeddings") == output.count("embeddings") > 0
     tables = []
     for name in ("one", "two"):
         with (folder / name / "measures.csv").open(newline="") as file:
             tables.append(list(csv.DictReader(file)))
         assert (folder / name / "index.html").exists()
         assert not list((folder / name).glob(".*"))
-    for ours, theirs in zip(*tables, strict=True):
-        for key, value in ours.items():
+    for row, row_of_two in zip(*tables, strict=True):
+        for key, value in row.items():
             if key in ("model", "revision", "source", "layer") or not value:
-                assert theirs[key] == value
+                assert row_of_two[key] == value
             else:
-                # A singular value that layer normalization makes 0 is a rounding error of float32.
-                relative = 0.1 if key == "effective_rank_error" else 1e-3 if "rank" in key else 1e-5
-                assert float(theirs[key]) == pytest.approx(float(value), rel=relative), key
+                # Layer normalization makes one singular value 0, so its computed value is a rounding error of float32.
+                relative_tolerance = 0.1 if key == "effective_rank_error" else 1e-3 if "rank" in key else 1e-5
+                assert float(row_of_two[key]) == pytest.approx(float(value), rel=relative_tolerance), key
 
 
 def test_checkpoints_need_a_single_process(

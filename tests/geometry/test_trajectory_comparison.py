@@ -21,30 +21,38 @@ COLUMNS = (
 )
 
 
-def number(model: str, step: int, layer: str, measure: str) -> float:
-    """A number that is different for each place of each table."""
+def compute_value(model: str, step: int, layer: str, measure: str) -> float:
+    """Return a value that depends on the model, step, layer and measure; a few combinations have the same value."""
     return sum(map(ord, f"{model}{layer}{measure}")) / 10_000 + step / 1e6
 
 
-def write(folder: Path, model: str, steps: list[int], layers: int, norm: bool = True, source: str = "wiki") -> Path:
+def write_trajectory(
+    folder: Path, model: str, steps: list[int], layers: int, has_final_norm: bool = True, source: str = "wiki"
+) -> Path:
     """Write a trajectory; a model without a final normalization has no output embeddings either."""
     rows = []
     for step in steps:
-        states = [
+        state_layers = [
             "embeddings",
             *(f"layer_{layer}" for layer in range(1, layers + 1)),
-            *(["final_norm"] if norm else []),
+            *(["final_norm"] if has_final_norm else []),
         ]
-        places = [(source, layer, ("inter_sim", "intra_sim", "isoscore", "two_nn")) for layer in states]
-        matrices = ["input_embeddings", *(["output_embeddings"] if norm else [])]
+        cells = [(source, layer, ("inter_sim", "intra_sim", "isoscore", "two_nn")) for layer in state_layers]
+        matrices = ["input_embeddings", *(["output_embeddings"] if has_final_norm else [])]
         measures = ("partition_isotropy_as_computed", "partition_isotropy_both")
-        places += [("", layer, measures) for layer in matrices]
-        if norm:
-            places.append(("", "final_norm_parameters", ("layer_norm_gain", "layer_norm_bias")))
-        for text, layer, names in places:
-            keys = {"model": model, "revision": f"step{step}", "step": step, "weights": f"w{step}", "source": text}
-            numbers = {name: repr(number(model, step, layer, name)) for name in names}
-            rows.append({**keys, "layer": layer, **numbers})
+        cells += [("", layer, measures) for layer in matrices]
+        if has_final_norm:
+            cells.append(("", "final_norm_parameters", ("layer_norm_gain", "layer_norm_bias")))
+        for source_name, layer, names in cells:
+            keys = {
+                "model": model,
+                "revision": f"step{step}",
+                "step": step,
+                "weights": f"w{step}",
+                "source": source_name,
+            }
+            values = {name: repr(compute_value(model, step, layer, name)) for name in names}
+            rows.append({**keys, "layer": layer, **values})
     folder.mkdir(parents=True)
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, COLUMNS.split(","), restval="")
@@ -54,47 +62,47 @@ def write(folder: Path, model: str, steps: list[int], layers: int, norm: bool = 
     return folder
 
 
-def read(*arguments: object) -> list[MeasuredTraining]:
+def read_trainings(*arguments: object) -> list[MeasuredTraining]:
     return trajectory_comparison.read_trainings(compare.parse_compared_models(list(map(str, arguments))))
 
 
 @pytest.fixture
-def three(tmp_path: Path) -> list[Path]:
-    """Two decoders and an encoder, with checkpoints that are not in the order of their steps."""
+def training_folders(tmp_path: Path) -> list[Path]:
+    """Write trajectories of two decoders and an encoder; the checkpoints of the first are not sorted by step."""
     return [
-        write(tmp_path / "a", "org/small", [1000, 0, 1, 143_000], 10),
-        write(tmp_path / "b", "org/encoder", [0, 500], 2, norm=False),
-        write(tmp_path / "c", "org/large", [0, 1, 2], 3),
+        write_trajectory(tmp_path / "a", "org/small", [1000, 0, 1, 143_000], 10),
+        write_trajectory(tmp_path / "b", "org/encoder", [0, 500], 2, has_final_norm=False),
+        write_trajectory(tmp_path / "c", "org/large", [0, 1, 2], 3),
     ]
 
 
-def test_every_line_has_the_numbers_of_its_table(three: list[Path]) -> None:
-    plots = {plot.name: plot for plot in trajectory_comparison.make_plots(read(*three))}
-    last = {"org/small": "layer_10", "org/encoder": "layer_2", "org/large": "layer_3"}
-    steps = {"org/small": [0, 1, 1000, 143_000], "org/encoder": [0, 500], "org/large": [0, 1, 2]}
+def test_every_line_has_the_numbers_of_its_table(training_folders: list[Path]) -> None:
+    plots = {plot.name: plot for plot in trajectory_comparison.make_plots(read_trainings(*training_folders))}
+    last_layer_by_model = {"org/small": "layer_10", "org/encoder": "layer_2", "org/large": "layer_3"}
+    steps_by_model = {"org/small": [0, 1, 1000, 143_000], "org/encoder": [0, 500], "org/large": [0, 1, 2]}
     decoders = ["org/small", "org/large"]
     expected = [
         *(
-            (plot, name, title, [*steps] if place is None else decoders, place, measure)
+            (plot, name, title, [*steps_by_model] if fixed_layer is None else decoders, fixed_layer, measure)
             for plot, name, measure in (
                 ("directions", "InterSim", "inter_sim"),
                 ("directions", "IntraSim", "intra_sim"),
                 ("isotropy", "IsoScore", "isoscore"),
                 ("isotropy", "TwoNN dimension", "two_nn"),
             )
-            for title, place in (("last layer", None), ("final normalization", "final_norm"))
+            for title, fixed_layer in (("last layer", None), ("final normalization", "final_norm"))
         ),
         *(
             (
                 "partition",
                 "I(W)",
-                f"{which} embeddings, {words}",
+                f"{side} embeddings, {signs}",
                 models,
-                f"{which}_embeddings",
-                f"partition_isotropy_{s}",
+                f"{side}_embeddings",
+                f"partition_isotropy_{suffix}",
             )
-            for which, models in (("input", [*steps]), ("output", decoders))
-            for words, s in (("signs as computed", "as_computed"), ("both signs", "both"))
+            for side, models in (("input", [*steps_by_model]), ("output", decoders))
+            for signs, suffix in (("signs as computed", "as_computed"), ("both signs", "both"))
         ),
         *(
             ("final_norm", "norm", name, decoders, "final_norm_parameters", f"layer_norm_{name}")
@@ -102,30 +110,32 @@ def test_every_line_has_the_numbers_of_its_table(three: list[Path]) -> None:
         ),
     ]
     assert sum(len(plot.panels) for plot in plots.values()) == len(expected)
-    for plot, y_label, title, models, place, measure in expected:
+    for plot, y_label, title, models, fixed_layer, measure in expected:
         [panel] = [panel for panel in plots[plot].panels if (panel.y_label, panel.task) == (y_label, title)]
         assert [line.label for line in panel.lines] == [model.removeprefix("org/") for model in models]
         for line, model in zip(panel.lines, models, strict=True):
-            assert line.x == tuple(steps[model])
-            layer = place or last[model]
-            assert line.y == pytest.approx([number(model, step, layer, measure) for step in steps[model]], rel=1e-12)
+            assert line.x == tuple(steps_by_model[model])
+            layer = fixed_layer or last_layer_by_model[model]
+            assert line.y == pytest.approx(
+                [compute_value(model, step, layer, measure) for step in steps_by_model[model]], rel=1e-12
+            )
         assert plots[plot].log_x
 
 
-def test_a_model_has_the_same_colour_in_all_figures(three: list[Path]) -> None:
-    """The encoder, which is between the decoders, has no line in the figure of the final normalization."""
+def test_a_model_has_the_same_colour_in_all_figures(training_folders: list[Path]) -> None:
+    """The encoder, which stands between the decoders, has no line in the figure of the final normalization."""
     colours = []
-    for plot in trajectory_comparison.make_plots(read(*three)):
+    for plot in trajectory_comparison.make_plots(read_trainings(*training_folders)):
         styles = drawing._assign_line_styles(plot)
         colours.append({label: styles[label]["color"] for label in ("small", "encoder", "large")})
         assert len(set(colours[-1].values())) == 3
     assert all(colour == colours[0] for colour in colours)
 
 
-def test_the_axis_shows_step_0_and_the_legend_is_there_once(three: list[Path]) -> None:
-    plots = {plot.name: plot for plot in trajectory_comparison.make_plots(read(*three))}
-    picture = drawing.render(plots["directions"], ["svg"])["svg"].decode()
-    texts = re.findall(r">([^<>]+)</text>", picture)
+def test_the_axis_shows_step_0_and_the_legend_is_there_once(training_folders: list[Path]) -> None:
+    plots = {plot.name: plot for plot in trajectory_comparison.make_plots(read_trainings(*training_folders))}
+    svg = drawing.render(plots["directions"], ["svg"])["svg"].decode()
+    texts = re.findall(r">([^<>]+)</text>", svg)
     assert {"0", "1", "1000"} <= set(texts)
     assert [texts.count(label) for label in ("small", "encoder", "large")] == [1, 1, 1]
     texts = re.findall(r">([^<>]+)</text>", drawing.render(plots["final_norm"], ["svg"])["svg"].decode())
@@ -134,24 +144,38 @@ def test_the_axis_shows_step_0_and_the_legend_is_there_once(three: list[Path]) -
 
 def test_all_texts_together_count(tmp_path: Path) -> None:
     """The rows of a single text are not mixed with those of all texts."""
-    folder = write(tmp_path / "a", "m", [0, 1], 1, source="wiki")
-    combined = write(tmp_path / "b", "m", [0, 1], 1, source="combined")
-    lines = (combined / "trajectory.csv").read_text().splitlines()[1:]
-    changed = [re.sub(r"0\.\d+", "0.5", line) for line in lines if ",combined," in line]
+    folder = write_trajectory(tmp_path / "a", "m", [0, 1], 1, source="wiki")
+    combined_folder = write_trajectory(tmp_path / "b", "m", [0, 1], 1, source="combined")
+    lines = (combined_folder / "trajectory.csv").read_text().splitlines()[1:]
+    changed_lines = [re.sub(r"0\.\d+", "0.5", line) for line in lines if ",combined," in line]
     table = folder / "trajectory.csv"
-    table.write_text(table.read_text() + "\n".join(changed) + "\n")
-    [first, _] = read(f"x={folder}", f"y={combined}")
-    assert first.values_by_step("layer_1", "inter_sim") == [0.5, 0.5]
-    assert first.values_by_step("layer_1", "kurtosis") == pytest.approx([math.nan] * 2, nan_ok=True)
-    assert first.values_by_step("input_embeddings", "partition_isotropy_both")[0] == number(
+    table.write_text(table.read_text() + "\n".join(changed_lines) + "\n")
+    [training, _] = read_trainings(f"x={folder}", f"y={combined_folder}")
+    assert training.values_by_step("layer_1", "inter_sim") == [0.5, 0.5]
+    assert training.values_by_step("layer_1", "kurtosis") == pytest.approx([math.nan] * 2, nan_ok=True)
+    assert training.values_by_step("input_embeddings", "partition_isotropy_both")[0] == compute_value(
         "m", 0, "input_embeddings", "partition_isotropy_both"
     )
 
 
 @pytest.mark.slow
-def test_the_command_writes_a_page(three: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_page(
+    training_folders: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "page"
-    assert main(["compare", f"first={three[0]}", str(three[1]), str(three[2]), "--out", str(out)]) == 0
+    assert (
+        main(
+            [
+                "compare",
+                f"first={training_folders[0]}",
+                str(training_folders[1]),
+                str(training_folders[2]),
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
     assert "At the last checkpoint of each training" in capsys.readouterr().out
     page = parsed(out / "index.html")
     assert "Geometry of first, encoder and large over their training" in page.text
@@ -163,24 +187,24 @@ def test_the_command_writes_a_page(three: list[Path], tmp_path: Path, capsys: py
     with (out / "trajectories.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert {row["model"] for row in rows} == {"first", "encoder", "large"}
-    with (three[2] / "trajectory.csv").open(newline="") as file:
-        table = list(csv.DictReader(file))
-    for row, other in zip([row for row in rows if row["model"] == "large"], table, strict=True):
-        assert {**row, "model": "org/large"}.keys() == other.keys()
-        assert float(row["inter_sim"] or 0) == float(other["inter_sim"] or 0)
+    with (training_folders[2] / "trajectory.csv").open(newline="") as file:
+        expected_rows = list(csv.DictReader(file))
+    for row, expected_row in zip([row for row in rows if row["model"] == "large"], expected_rows, strict=True):
+        assert {**row, "model": "org/large"}.keys() == expected_row.keys()
+        assert float(row["inter_sim"] or 0) == float(expected_row["inter_sim"] or 0)
     with (out / "tables" / "models.csv").open(newline="") as file:
         [summary] = [row for row in csv.DictReader(file) if row["model"] == "first"]
     assert (summary["checkpoints"], summary["first step"], summary["last step"]) == ("4", "0", "143000")
-    assert float(summary["InterSim"]) == number("org/small", 143_000, "layer_10", "inter_sim")
-    # The page of models is another one.
-    assert main(["compare", *map(str, three), "--out", str(three[0])]) == 2
+    assert float(summary["InterSim"]) == compute_value("org/small", 143_000, "layer_10", "inter_sim")
+    # The command does not write its page into a folder of measures.
+    assert main(["compare", *map(str, training_folders), "--out", str(training_folders[0])]) == 2
 
 
 def test_equal_names_get_their_folders(tmp_path: Path) -> None:
-    folders = [write(tmp_path / name, "m", [0], 1) for name in ("first", "second")]
-    assert [training.label for training in read(*folders)] == ["m (first)", "m (second)"]
+    folders = [write_trajectory(tmp_path / name, "m", [0], 1) for name in ("first", "second")]
+    assert [training.label for training in read_trainings(*folders)] == ["m (first)", "m (second)"]
     with pytest.raises(UserError, match="several trainings are called a; give them names"):
-        read(*(f"a={folder}" for folder in folders))
+        read_trainings(*(f"a={folder}" for folder in folders))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +220,7 @@ def test_equal_names_get_their_folders(tmp_path: Path) -> None:
 def test_a_damaged_table_is_one_line(
     change: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good, bad = (write(tmp_path / name, "m", [0, 1], 1) for name in ("good", "bad"))
+    good, bad = (write_trajectory(tmp_path / name, "m", [0, 1], 1) for name in ("good", "bad"))
     assert callable(change)
     (bad / "trajectory.csv").write_text(change((bad / "trajectory.csv").read_text()))
     assert main(["compare", str(good), str(bad), "--out", str(tmp_path / "out")]) == 2
@@ -207,10 +231,13 @@ def test_a_damaged_table_is_one_line(
 
 
 def test_trainings_and_models_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    training = write(tmp_path / "training", "m", [0, 1], 1)
+    training_folder = write_trajectory(tmp_path / "training", "m", [0, 1], 1)
     (tmp_path / "model").mkdir()
-    assert main(["compare", str(training), str(tmp_path / "model"), "--out", str(tmp_path / "out")]) == 2
+    assert main(["compare", str(training_folder), str(tmp_path / "model"), "--out", str(tmp_path / "out")]) == 2
     assert "model holds no trajectory.csv; expected folders of istar measure --revis" in capsys.readouterr().err
-    other = write(tmp_path / "other", "n", [0, 1], 1)
-    assert main(["compare", str(training), str(other), "--text", "x.txt", "--out", str(tmp_path / "out")]) == 2
+    other_folder = write_trajectory(tmp_path / "other", "n", [0, 1], 1)
+    assert (
+        main(["compare", str(training_folder), str(other_folder), "--text", "x.txt", "--out", str(tmp_path / "out")])
+        == 2
+    )
     assert "--text does not go with folders of trainings" in capsys.readouterr().err

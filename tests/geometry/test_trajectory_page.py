@@ -14,13 +14,13 @@ from istar.figures.plot import Line, Panel, Plot
 from istar.figures.spacing import are_log_spaced
 from istar.geometry import saved_checkpoints, trajectory, trajectory_page
 from istar.geometry.stream import Pass
-from tests.geometry.test_stream import TOKENIZER, WORDS, gpt2
+from tests.geometry.test_stream import SENTENCES, TOKENIZER, gpt2
 
 STEPS = (10, 200, 3000)
 
 
 @pytest.fixture(scope="module")
-def training(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def training_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("training")
     for step in STEPS:
         model = gpt2().float()
@@ -30,32 +30,32 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.save_pretrained(folder / f"step{step}")
         TOKENIZER.save_pretrained(folder / f"step{step}")
         saved_checkpoints.record_step(folder / f"step{step}", step)
-    (folder / "text.txt").write_text("\n".join(WORDS * 10))
-    asked = ["--checkpoints", str(folder / "step*"), "--text", str(folder / "text.txt"), "--length", "16"]
-    assert main(["measure", *asked, "--sample", "50", "--out", str(folder / "out")]) == 0
+    (folder / "text.txt").write_text("\n".join(SENTENCES * 10))
+    options = ["--checkpoints", str(folder / "step*"), "--text", str(folder / "text.txt"), "--length", "16"]
+    assert main(["measure", *options, "--sample", "50", "--out", str(folder / "out")]) == 0
     return folder
 
 
-def test_the_page_is_complete(training: Path) -> None:
-    text = (training / "out" / "index.html").read_text(encoding="utf-8")
+def test_the_page_is_complete(training_folder: Path) -> None:
+    text = (training_folder / "out" / "index.html").read_text(encoding="utf-8")
     assert not re.search(r'(?:src|href)="(?:https?:)?//', text)
     for name in ("isotropy", "partition", "final_norm"):
         for suffix in ("svg", "pdf", "png"):
-            assert (training / "out" / "figures" / f"{name}.{suffix}").stat().st_size > 1_000
+            assert (training_folder / "out" / "figures" / f"{name}.{suffix}").stat().st_size > 1_000
     assert "--checkpoints" in text
 
 
-def test_figures_equal_the_table(training: Path) -> None:
-    stops = saved_checkpoints.find_checkpoints(str(training / "step*"))
-    found = {
-        checkpoint.label: trajectory.measures_file.read(training / "out" / checkpoint.folder / "measures.json")
-        for checkpoint in stops
+def test_figures_equal_the_table(training_folder: Path) -> None:
+    checkpoints = saved_checkpoints.find_checkpoints(str(training_folder / "step*"))
+    measurements_by_label = {
+        checkpoint.label: trajectory.measures_file.read(training_folder / "out" / checkpoint.folder / "measures.json")
+        for checkpoint in checkpoints
     }
-    isotropy, partition, norms = trajectory_page.make_plots(stops, found)
-    with (training / "out" / "trajectory.csv").open(newline="") as file:
+    isotropy, partition, norms = trajectory_page.make_plots(checkpoints, measurements_by_label)
+    with (training_folder / "out" / "trajectory.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
 
-    def column(layer: str, name: str) -> list[float]:
+    def read_column(layer: str, name: str) -> list[float]:
         return [float(row[name]) for row in rows if row["layer"] == layer]
 
     assert isotropy.x_label == "step"
@@ -63,41 +63,43 @@ def test_figures_equal_the_table(training: Path) -> None:
         lines = {line.label: line for line in panel.lines}
         for label, layer in (("layer 1", "layer_1"), ("final norm", "final_norm")):
             assert lines[label].x == tuple(map(float, STEPS))
-            assert lines[label].y == pytest.approx(column(layer, name))
+            assert lines[label].y == pytest.approx(read_column(layer, name))
     [line] = partition.panels[0].lines
     # Matrices of different checkpoints are compared by the convention that does not depend on the eigensolver.
-    assert line.y == pytest.approx(column("input_embeddings", "partition_isotropy_both"))
+    assert line.y == pytest.approx(read_column("input_embeddings", "partition_isotropy_both"))
     assert partition.panels[0].y_label == "I(W), both signs"
-    gains = next(line for line in norms.panels[0].lines if line.label == "gain")
-    assert gains.y == pytest.approx(column("final_norm_parameters", "layer_norm_gain"))
+    gain_line = next(line for line in norms.panels[0].lines if line.label == "gain")
+    assert gain_line.y == pytest.approx(read_column("final_norm_parameters", "layer_norm_gain"))
 
 
 @pytest.mark.slow
-def test_trajectories_are_compared_on_one_page(training: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Another folder of the same training is warned of if it was measured with other settings."""
-    copy = training / "copy"
-    shutil.copytree(training / "out", copy)
-    folders = [f"first={training / 'out'}", f"second={copy}"]
-    assert main(["compare", *folders, "--out", str(training / "both")]) == 0
+def test_trajectories_are_compared_on_one_page(training_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A warning names a folder of the same training that was measured with other settings."""
+    copied_folder = training_folder / "copy"
+    shutil.copytree(training_folder / "out", copied_folder)
+    folders = [f"first={training_folder / 'out'}", f"second={copied_folder}"]
+    assert main(["compare", *folders, "--out", str(training_folder / "both")]) == 0
     assert "warning" not in capsys.readouterr().out
-    last = copy / "step3000" / "measures.json"
-    last.write_text(last.read_text().replace('"length": 16', '"length": 8'))
-    assert main(["compare", *folders, "--out", str(training / "both")]) == 0
+    last_file = copied_folder / "step3000" / "measures.json"
+    last_file.write_text(last_file.read_text().replace('"length": 16', '"length": 8'))
+    assert main(["compare", *folders, "--out", str(training_folder / "both")]) == 0
     assert "second was measured with other settings than first: length 8 instead of 16" in capsys.readouterr().out
-    with (training / "both" / "trajectories.csv").open(newline="") as file:
+    with (training_folder / "both" / "trajectories.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["model"] for row in rows] == ["first"] * (len(rows) // 2) + ["second"] * (len(rows) // 2)
 
 
-def test_checkpoints_without_steps_keep_their_order(training: Path) -> None:
-    stops = [saved_checkpoints.Checkpoint(name, "") for name in ("last", "first")]
-    kept = [trajectory.measures_file.read(training / "out" / f"step{step}" / "measures.json") for step in STEPS[:2]]
-    plots = trajectory_page.make_plots(stops, dict(zip(("last", "first"), kept, strict=True)))
+def test_checkpoints_without_steps_keep_their_order(training_folder: Path) -> None:
+    checkpoints = [saved_checkpoints.Checkpoint(name, "") for name in ("last", "first")]
+    measurements = [
+        trajectory.measures_file.read(training_folder / "out" / f"step{step}" / "measures.json") for step in STEPS[:2]
+    ]
+    plots = trajectory_page.make_plots(checkpoints, dict(zip(("last", "first"), measurements, strict=True)))
     assert plots[0].x_label == "checkpoint, in the given order"
     assert plots[0].panels[0].lines[0].x == (1.0, 2.0)
-    plan = trajectory.TrajectoryPlan("<b>", [], Pass(16), training / "escaped", command="istar")
+    plan = trajectory.TrajectoryPlan("<b>", [], Pass(16), training_folder / "escaped", command="istar")
     page = trajectory_page.write_page(
-        plan, stops, trajectory.Trajectory(dict(zip(("last", "first"), kept, strict=True)))
+        plan, checkpoints, trajectory.Trajectory(dict(zip(("last", "first"), measurements, strict=True)))
     )
     assert "<b>" not in page.read_text(encoding="utf-8")
 
@@ -122,6 +124,6 @@ def test_when_the_axis_is_logarithmic(steps: list[int], is_logarithmic: bool) ->
 def test_a_logarithmic_axis_shows_step_0() -> None:
     line = Line("layer 1", (0, 1, 10, 100), (0.1, 0.2, 0.3, 0.4))
     plot = Plot("name", "title", "caption", "line", "step", (Panel("", "", (line,), "", "InterSim"),), log_x=True)
-    picture = render(plot, ["svg"])["svg"].decode()
-    labels = re.findall(r">([\d.]+)</text>", picture)
+    svg = render(plot, ["svg"])["svg"].decode()
+    labels = re.findall(r">([\d.]+)</text>", svg)
     assert [label for label in labels if label in ("0", "1", "10", "100")] == ["0", "1", "10", "100"]

@@ -144,21 +144,22 @@ def test_all_tokens_count_where_batches_have_no_padding(packing, tmp_path):
 
 
 def test_the_penalty_is_refreshed_and_logged_and_evaluations_hold_none(tmp_path):
-    trainer = make_trainer(
-        tmp_path,
-        make_model("gpt2").float(),
-        istar.IStar(WEIGHT, ZETA),
-        refresh="epoch",
-        max_steps=2,
-        eval_strategy="steps",
-        eval_steps=2,
-        gradient_accumulation_steps=2,
-        learning_rate=1e-3,
-    )
+    arguments = {
+        "refresh": "epoch",
+        "max_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-3,
+    }
+    trainer_without_penalty = make_trainer(tmp_path, make_model("gpt2").float(), istar.IStar(0.0, ZETA), **arguments)
+    trainer_without_penalty.train()
+    trainer = make_trainer(tmp_path, make_model("gpt2").float(), istar.IStar(WEIGHT, ZETA), **arguments)
     trainer.train()
+    task_loss = trainer_without_penalty.state.log_history[0]["loss"]
     first_log = trainer.state.log_history[0]
     assert first_log["penalty"] == pytest.approx(WEIGHT * (1 - first_log["isoscore_star"]), rel=1e-5)
-    assert first_log["loss"] == pytest.approx(4 + first_log["penalty"], rel=0.5)
+    assert first_log["loss"] == pytest.approx(task_loss + first_log["penalty"], rel=1e-4)
     [evaluation] = [log for log in trainer.state.log_history if "eval_loss" in log]
     assert evaluation["eval_loss"] < 4.5
     assert "eval_penalty" not in evaluation

@@ -1,4 +1,4 @@
-"""SVG files as parts of a page."""
+"""SVG files that are inlined in a page."""
 
 import re
 from xml.etree import ElementTree
@@ -11,33 +11,33 @@ from istar.pages.inline_svg import inline_svg
 HOSTILE = ("<script>alert(1)</script>", "a\x01b", '"]]>&', "</svg><img src=x onerror=alert(1)>", "--><!--")
 
 
-def plot_of(*labels: str, kind: str = "bars") -> Plot:
+def make_plot(*labels: str, kind: str = "bars") -> Plot:
     lines = tuple(Line(label, (1, 2, 3), (0.1, 0.5, 0.2)) for label in labels)
     return Plot("name", "title", "caption", kind, labels[0], (Panel("", labels[0], lines, "", labels[0]),))
 
 
-def inlined(plot: Plot, name: str = "name", description: str = "words") -> str:
+def render_inline(plot: Plot, name: str = "name", description: str = "words") -> str:
     files, spots = render_with_spots(plot)
     return str(inline_svg(files["svg"], name, description, spots))
 
 
 def test_hostile_texts_stay_texts() -> None:
-    text = inlined(plot_of(*HOSTILE), description=HOSTILE[2])
+    text = render_inline(make_plot(*HOSTILE), description=HOSTILE[2])
     root = ElementTree.fromstring(text)
     assert {element.tag for element in root.iter()} <= {
         "svg", "g", "desc", "defs", "path", "use", "text", "clipPath", "rect", "circle", "title",
     }  # fmt: skip
     texts = ["".join(element.itertext()) for element in root.iter("text")]
-    printed = [label.replace("\x01", "") for label in HOSTILE]
-    assert set(printed) <= set(texts)
+    printable_labels = [label.replace("\x01", "") for label in HOSTILE]
+    assert set(printable_labels) <= set(texts)
     titles = [element.text or "" for element in root.iter("title")]
-    assert [title.split("\n")[0] for title in titles] == [label for label in printed for _ in range(3)]
+    assert [title.split("\n")[0] for title in titles] == [label for label in printable_labels for _ in range(3)]
     assert [element.text for element in root.iter("desc")] == [HOSTILE[2]]
     assert not re.search(r"<script|<img|<!--|]]>|\son\w+=\"", text)
 
 
 def test_the_style_is_in_attributes() -> None:
-    text = inlined(plot_of("one", "two"))
+    text = render_inline(make_plot("one", "two"))
     root = ElementTree.fromstring(text)
     assert "<style" not in text
     assert " style=" not in text
@@ -50,21 +50,21 @@ def test_the_style_is_in_attributes() -> None:
 def test_ids_of_different_figures_differ_and_lead_somewhere() -> None:
     ids = []
     for name in ("a", "b"):
-        root = ElementTree.fromstring(inlined(plot_of("one", "two"), name))
-        own = [element.attrib["id"] for element in root.iter() if "id" in element.attrib]
+        root = ElementTree.fromstring(render_inline(make_plot("one", "two"), name))
+        figure_ids = [element.attrib["id"] for element in root.iter() if "id" in element.attrib]
         targets = {value[1:] for element in root.iter() if (value := element.get("href"))}
         clips = {value for element in root.iter() if (value := element.get("clip-path"))}
         targets |= {match[1] for clip in clips if (match := re.fullmatch(r"url\(#(.*)\)", clip))}
         assert clips
-        assert targets | {f"figure-{name}-description"} == set(own)
-        ids += own
+        assert targets | {f"figure-{name}-description"} == set(figure_ids)
+        ids += figure_ids
     assert len(ids) == len(set(ids))
 
 
 def test_the_size_is_that_of_the_file_and_the_text_is_shorter() -> None:
-    plot = plot_of("one", "two")
+    plot = make_plot("one", "two")
     files, spots = render_with_spots(plot)
-    root = ElementTree.fromstring(inlined(plot))
+    root = ElementTree.fromstring(render_inline(plot))
     source = ElementTree.fromstring(files["svg"])
     assert root.attrib["viewBox"] == source.attrib["viewBox"]
     for key in ("width", "height"):

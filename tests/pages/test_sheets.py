@@ -11,7 +11,7 @@ from istar.pages.sheets import Entry, Sheet
 from tests.reports.test_report import balanced
 
 
-def numbers(*texts: str, bold: bool = False) -> Sheet:
+def make_number_sheet(*texts: str, bold: bool = False) -> Sheet:
     """Return a table of one column."""
     rows = [[Entry(text, bold, number=True)] for text in texts]
     return Sheet("name", "title", "caption", ("column",), {"": rows}, pd.DataFrame())
@@ -36,15 +36,15 @@ def test_a_number_is_cut_behind_its_units(text: str, parts: tuple[str, str]) -> 
 
 
 def test_the_width_behind_the_units_is_the_largest_of_the_column() -> None:
-    assert sheets.rest_widths(numbers("1", "22.5", "3.125", "-")) == [4]
-    assert sheets.rest_widths(numbers("1", "1,000")) == [0]
-    assert sheets.rest_widths(numbers(f"1.{'0' * 50}")) == [30]
-    text = Sheet("n", "t", "c", ("a",), {"": [[Entry("1.5 is a text")]]}, pd.DataFrame())
-    assert sheets.rest_widths(text) == [0]
+    assert sheets.rest_widths(make_number_sheet("1", "22.5", "3.125", "-")) == [4]
+    assert sheets.rest_widths(make_number_sheet("1", "1,000")) == [0]
+    assert sheets.rest_widths(make_number_sheet(f"1.{'0' * 50}")) == [30]
+    text_sheet = Sheet("n", "t", "c", ("a",), {"": [[Entry("1.5 is a text")]]}, pd.DataFrame())
+    assert sheets.rest_widths(text_sheet) == [0]
 
 
 def column_type(*texts: str) -> str:
-    tex = sheets.to_latex(numbers(*texts))
+    tex = sheets.to_latex(make_number_sheet(*texts))
     balanced(tex)
     return re.findall(r"\\begin\{tabular\}\{(.*)\}\n", tex)[0]
 
@@ -63,12 +63,14 @@ def test_columns_of_numbers_have_the_type_of_siunitx() -> None:
 
 
 def test_cells_of_siunitx_are_plain_numbers_or_texts_in_braces() -> None:
-    tex = sheets.to_latex(numbers("1,234", "+0.50", "\u22121.5", "3e-07", "-", "2.0 ± 0.1 (collapsed)", "<0.001"))
+    tex = sheets.to_latex(
+        make_number_sheet("1,234", "+0.50", "\u22121.5", "3e-07", "-", "2.0 ± 0.1 (collapsed)", "<0.001")
+    )
     cells = re.findall(r"(?m)^(.*) \\\\$", tex)
     assert cells[1:] == ["1234", "+0.50", "-1.5", "3e-7", "{-}", r"2.0 {~$\pm$ 0.1 (collapsed)}", "<0.001"]
-    bold = sheets.to_latex(numbers("1.5", "2.0 ± 0.1", bold=True))
-    assert r"\bfseries 1.5 \\" in bold
-    assert r"\bfseries 2.0 {~\boldmath$\pm$ 0.1} \\" in bold
+    bold_tex = sheets.to_latex(make_number_sheet("1.5", "2.0 ± 0.1", bold=True))
+    assert r"\bfseries 1.5 \\" in bold_tex
+    assert r"\bfseries 2.0 {~\boldmath$\pm$ 0.1} \\" in bold_tex
 
 
 def test_groups_are_rows_of_their_own() -> None:
@@ -83,7 +85,7 @@ def test_groups_are_rows_of_their_own() -> None:
 
 
 def test_a_table_without_rows_is_still_one() -> None:
-    balanced(sheets.to_latex(numbers()))
+    balanced(sheets.to_latex(make_number_sheet()))
 
 
 @pytest.mark.parametrize(

@@ -198,12 +198,11 @@ def test_the_head_of_a_question_answering_model_is_no_layer():
 class Tower(nn.Module):
     """Linear layers of a model that is not of transformers."""
 
-    def __init__(self, uses_checkpoint: bool = False, is_time_first: bool = False) -> None:
+    def __init__(self, uses_checkpoint: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)).double()
         self.uses_checkpoint = uses_checkpoint
-        self.is_time_first = is_time_first
 
     def forward(self, points: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
         states = [points]

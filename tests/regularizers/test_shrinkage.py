@@ -164,6 +164,7 @@ def test_modes_and_random_numbers_are_as_they_were_after_an_error():
     def loader():
         yield make_batches()[0]
         torch.rand(1)
+        random.random()
         np.random.rand()
         raise ZeroDivisionError
 
@@ -172,6 +173,7 @@ def test_modes_and_random_numbers_are_as_they_were_after_an_error():
     with pytest.raises(ZeroDivisionError):
         shrinkage_covariance(encoder, loader())
     assert torch.equal(states_before[0], torch.get_rng_state())
+    assert states_before[1] == random.getstate()
     assert (states_before[2] == np.random.get_state()[1]).all()
     assert all(module.training for module in encoder.modules())
     assert [len(module._forward_hooks) for module in encoder.modules()] == hook_counts

@@ -37,6 +37,7 @@ def test_a_refresh_leaves_the_random_numbers_of_a_shuffling_loader_as_they_were(
         [{"input_ids": torch.randint(20, (6,))} for _ in range(8)], batch_size=2, shuffle=True, num_workers=workers
     )
     with istar.attach(model, istar.IStar(1.0, 0.5)) as watch:
-        generator_states = torch.get_rng_state(), np.random.get_state()[1]
+        generator_states = torch.get_rng_state(), np.random.get_state()[1].copy()
         watch.refresh(loader, num_points=30)
         assert torch.equal(torch.get_rng_state(), generator_states[0])
+        assert (np.random.get_state()[1] == generator_states[1]).all()

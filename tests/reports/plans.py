@@ -17,30 +17,30 @@ NOT_PLANNED = (
     "task.name", "task.data_dir", "task.submission", "model.name", "model.revision", "data.cache_dir",
     "data.num_workers",
 )  # fmt: skip
-"""Keys of synthetic configs that do not change the outcome of a run, or that a plan has apart."""
+"""Keys of synthetic configs that do not change the outcome of a run, or that a plan has in fields of their own."""
 
 
-def run(task: str, reg: dict[str, Any], seed: int, value: float = 0.5, **more: Any) -> RunRecord:
-    """Return a run as planned: begun after the plan was written, with the same code."""
-    timing = {"total": 60.0, "shrinkage": [], "began": more.pop("began", LATER)}
-    made_with = {"versions": {"istar": more.pop("version", "1.0")}, "code_commit": more.pop("commit", COMMIT)}
-    data = {"fingerprint": more.pop("data", f"data-{task}"), "train": 100, "validation": {"validation": 50}}
-    changes = {"timing": timing, "code_modified": False, "data": data, **made_with, **more.pop("changes", {})}
-    return record(task, more.pop("model", "mine"), reg, seed, value, changes=changes, **more)
+def run(task: str, reg: dict[str, Any], seed: int, value: float = 0.5, **options: Any) -> RunRecord:
+    """Return the record of a run as planned, which began after the plan was written and has the same code."""
+    timing = {"total": 60.0, "shrinkage": [], "began": options.pop("began", LATER)}
+    code_fields = {"versions": {"istar": options.pop("version", "1.0")}, "code_commit": options.pop("commit", COMMIT)}
+    data = {"fingerprint": options.pop("data", f"data-{task}"), "train": 100, "validation": {"validation": 50}}
+    changes = {"timing": timing, "code_modified": False, "data": data, **code_fields, **options.pop("changes", {})}
+    return record(task, options.pop("model", "mine"), reg, seed, value, changes=changes, **options)
 
 
 def settings(run: RunRecord) -> dict[str, Any]:
-    flat = {
+    value_by_key = {
         f"{group}.{key}": value
         for group, values in run.config.items()
         if isinstance(values, dict) and group not in ("run", "logger")
         for key, value in values.items()
     }
-    return {key: value for key, value in flat.items() if key not in NOT_PLANNED and value is not None}
+    return {key: value for key, value in value_by_key.items() if key not in NOT_PLANNED and value is not None}
 
 
-def contents(runs: Sequence[RunRecord], grids: Sequence[str] = (), **more: Any) -> dict[str, Any]:
-    """Return the fields of a plan of these runs, a configuration each; `grids` has the name of the grid of each run."""
+def make_plan_fields(runs: Sequence[RunRecord], grids: Sequence[str] = (), **sweep_fields: Any) -> dict[str, Any]:
+    """Return the fields of a plan with one configuration for each run; `grids` names the grid of each run."""
     sweep = {"name": "s", "search": "grid", "trials": None, "pruner": None, "seeds_of_best": []}
     return {
         "kind": plan_file.KIND,
@@ -54,7 +54,7 @@ def contents(runs: Sequence[RunRecord], grids: Sequence[str] = (), **more: Any) 
         "hypotheses": ["I-STAR raises the accuracy."],
         "hypotheses_generated": False,
         "test": plan_file.build_test_fields("t", 0.05, 1, 5, 2.0, 0.8),
-        "sweep": {**sweep, **more},
+        "sweep": {**sweep, **sweep_fields},
         "tasks": [{"name": "rte", "metric": "accuracy", "reported_set": "validation"}],
         "models": ["mine"],
         "seeds": sorted({run.config["seed"] for run in runs}),
@@ -79,15 +79,15 @@ def contents(runs: Sequence[RunRecord], grids: Sequence[str] = (), **more: Any) 
     }
 
 
-def merged(fields: dict[str, Any]) -> dict[str, Any]:
-    """Merge the configurations that differ only in the seed, and move what all have in common to the top."""
-    grouped: dict[str, dict[str, Any]] = {}
+def merge_configurations(fields: dict[str, Any]) -> dict[str, Any]:
+    """Merge the configurations that differ only in the seed, and move the settings that all have to the top level."""
+    entry_by_group: dict[str, dict[str, Any]] = {}
     for entry in fields["configurations"]:
-        known = grouped.setdefault(repr((entry["task"], entry["model"], entry["settings"])), entry)
-        if known is not entry:
-            known["seeds"] = known["seeds"] + entry["seeds"]
-            known["names"] = known["names"] + entry["names"]
-    entries = list(grouped.values())
+        group_entry = entry_by_group.setdefault(repr((entry["task"], entry["model"], entry["settings"])), entry)
+        if group_entry is not entry:
+            group_entry["seeds"] = group_entry["seeds"] + entry["seeds"]
+            group_entry["names"] = group_entry["names"] + entry["names"]
+    entries = list(entry_by_group.values())
     common = {
         key: value
         for key, value in entries[0]["settings"].items()

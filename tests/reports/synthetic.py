@@ -1,4 +1,4 @@
-"""Synthetic run folders with the files that training leaves, for the tests of `istar.reports`."""
+"""Synthetic run folders with the files that training writes, for the tests of `istar.reports`."""
 
 import hashlib
 import json
@@ -16,9 +16,9 @@ LAYERS = 4
 BASE: dict[str, Any] = {"name": "none"}
 
 
-def istar(weight: float = -1.0, zeta: float = 0.4, layers: Any = "all", **more: Any) -> dict[str, Any]:
+def istar(weight: float = -1.0, zeta: float = 0.4, layers: Any = "all", **fields: Any) -> dict[str, Any]:
     reg = {"name": "istar", "lambda": weight, "layers": layers, "include_padding": False, "sync": True}
-    return {**reg, "zeta": zeta, "num_points": 250_000, **more}
+    return {**reg, "zeta": zeta, "num_points": 250_000, **fields}
 
 
 def cosreg(weight: float = 1.0, layers: Any = "last") -> dict[str, Any]:
@@ -55,7 +55,7 @@ def record(
     changes: Mapping[str, Any] | None = None,
     **keys: Any,
 ) -> RunRecord:
-    """Return a run with plausible results.
+    """Return the record of a run with plausible results.
 
     Args:
         value: headline metric, a fraction.
@@ -91,7 +91,7 @@ def record(
         "baseline": {metric: 0.5},
         "collapsed": {"validation": False},
         "isotropy": {"before": {**after, "union": 0.1}, "after": {**after, "union": after["1"]}, "points": 999},
-        "class_isotropy": {} if task in NO_CLASSES else classes(np.random.default_rng(seed)),
+        "class_isotropy": {} if task in NO_CLASSES else make_class_isotropy(np.random.default_rng(seed)),
         "epochs": epochs,
         "data": {"fingerprint": f"data-{task}", "train": 100, "validation": {"validation": 50}},
         "timing": {"total": 60.0 + seed, "shrinkage": refreshes},
@@ -100,8 +100,8 @@ def record(
     return RunRecord(name, status, settings, **values)
 
 
-def classes(random: np.random.Generator) -> dict[str, Any]:
-    """Return the field `class_isotropy` of a record; the embedding output has no measures, as that of [CLS]."""
+def make_class_isotropy(random: np.random.Generator) -> dict[str, Any]:
+    """Return the field `class_isotropy` of a record; like that of [CLS], the embedding output has no measures."""
     names = ("within", "between", "between_share")
     return {
         moment: {
@@ -113,7 +113,7 @@ def classes(random: np.random.Generator) -> dict[str, Any]:
 
 
 def save(run: RunRecord, root: Path, geometry: bool = True) -> Path:
-    """Write a run's folder, with a `geometry.json` unless it has failed."""
+    """Write and return a run's folder; only a finished run has a `geometry.json`."""
     folder = root / run.name
     if run.status == "unfinished":
         folder.mkdir(parents=True)
@@ -121,11 +121,11 @@ def save(run: RunRecord, root: Path, geometry: bool = True) -> Path:
         return folder
     write(run, folder)
     if geometry and run.status == "finished":
-        (folder / "geometry.json").write_text(json.dumps(measured(run)))
+        (folder / "geometry.json").write_text(json.dumps(make_geometry(run)))
     return folder
 
 
-def measured(run: RunRecord, dimensions: int = 64) -> dict[str, Any]:
+def make_geometry(run: RunRecord, dimensions: int = 64) -> dict[str, Any]:
     random = np.random.default_rng(run.config["seed"])
     weight = run.config["reg"].get("lambda", 0.0)
     mean = random.normal(0, 0.2, dimensions)
@@ -134,26 +134,26 @@ def measured(run: RunRecord, dimensions: int = 64) -> dict[str, Any]:
     return {"examples": 50, "tokens": 999, "mean_activation": mean.tolist(), "two_nn": [None, *two_nn[1:]]}
 
 
-def fifty(root: Path, models: Sequence[str] = ("google-bert/bert-base-cased", "mine/minilm")) -> None:
+def write_fifty_runs(root: Path, models: Sequence[str] = ("google-bert/bert-base-cased", "mine/minilm")) -> None:
     """Write fifty runs, some of them missing, failed or collapsed, two folders without a run, and a sweep's folder."""
     random = np.random.default_rng(0)
-    bert, other = models
+    bert, other_model = models
 
-    def add(task: str, model: str, reg: Mapping[str, Any], seed: int, level: float, **more: Any) -> None:
-        save(record(task, model, reg, seed, level + float(random.normal(0, 0.006)), **more), root)
+    def add(task: str, model: str, reg: Mapping[str, Any], seed: int, level: float, **options: Any) -> None:
+        save(record(task, model, reg, seed, level + float(random.normal(0, 0.006)), **options), root)
 
     for seed in range(1, 6):
         add("rte", bert, BASE, seed, 0.622)
         add("rte", bert, istar(-1, 0.8), seed, 0.631)
         add("rte", bert, cosreg(), seed, 0.615)
     for seed in (1, 2, 3):
-        add("rte", other, BASE, seed, 0.56)
-        add("rte", other, istar(-1), seed, 0.51, changes={"collapsed": {"validation": seed == 2}})
+        add("rte", other_model, BASE, seed, 0.56)
+        add("rte", other_model, istar(-1), seed, 0.51, changes={"collapsed": {"validation": seed == 2}})
         add("squad", bert, BASE, seed, 0.87)
         add("squad", bert, istar(-3, 0.6), seed, 0.88)
-    for number, weight in enumerate((-5, -3, 1, 3, 5)):
+    for index, weight in enumerate((-5, -3, 1, 3, 5)):
         for seed in (1, 2):
-            add("rte", bert, istar(weight, 0.8), seed, 0.625 - 0.01 * number)
+            add("rte", bert, istar(weight, 0.8), seed, 0.625 - 0.01 * index)
     for zeta in (0.0, 0.2, 0.6):
         add("rte", bert, istar(-1, zeta), 1, 0.6 + zeta / 20)
     for layer in (1, 2, 3):

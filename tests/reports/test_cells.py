@@ -17,36 +17,36 @@ Prepare = Callable[..., pd.DataFrame]
 
 @pytest.fixture
 def prepare(tmp_path: Path) -> Prepare:
-    """`prepare(record, ...)`: these runs written, read and grouped."""
+    """Return a function that writes runs, reads them and returns the frame with the columns of the selection."""
 
-    def build(*runs: RunRecord) -> pd.DataFrame:
-        for number, run in enumerate(runs):
-            save(run, tmp_path / f"{number:04d}")
+    def write_and_load(*runs: RunRecord) -> pd.DataFrame:
+        for index, run in enumerate(runs):
+            save(run, tmp_path / f"{index:04d}")
         return cells.add_selection_columns(load_runs(tmp_path, keep_records=True))
 
-    return build
+    return write_and_load
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_table1_is_what_pandas_says(prepare: Prepare, seed: int) -> None:
-    """Random runs; the oracle groups plain dictionaries and knows nothing of hashes."""
+    """The runs are random. The oracle groups tuples of their values and uses no hashes of configurations."""
     random = np.random.default_rng(seed)
-    runs, plain = [], []
-    choices: list[Any] = [BASE, istar(-1, 0.2), istar(-1, 0.4), istar(3, 0.4), cosreg(1), cosreg(2)]
+    runs, oracle_rows = [], []
+    regs: list[Any] = [BASE, istar(-1, 0.2), istar(-1, 0.4), istar(3, 0.4), cosreg(1), cosreg(2)]
     for task in ("rte", "squad"):
-        for number, reg in enumerate(choices):
+        for reg_index, reg in enumerate(regs):
             for lr in (1e-5, 3e-5):
                 for run_seed in random.choice(np.arange(1, 9), size=random.integers(1, 6), replace=False):
                     value = float(random.uniform(0.4, 0.9))
                     runs.append(record(task, BERT, reg, int(run_seed), value, optim__lr=lr))
-                    plain.append((task, reg["name"], number, lr, int(run_seed), value))
+                    oracle_rows.append((task, reg["name"], reg_index, lr, int(run_seed), value))
     order = random.permutation(len(runs))
-    frame = prepare(*(runs[place] for place in order))
-    oracle = pd.DataFrame(plain, columns=["task", "reg", "number", "lr", "seed", "value"])
+    frame = prepare(*(runs[index] for index in order))
+    oracle = pd.DataFrame(oracle_rows, columns=["task", "reg", "number", "lr", "seed", "value"])
     sheet = paper_tables.build_table1_sheet(cells.select_cells(frame))
-    names = {"Base": "none", "CosReg": "cosreg", "I-STAR": "istar"}
+    reg_name_by_method = {"Base": "none", "CosReg": "cosreg", "I-STAR": "istar"}
     for row in sheet.frame.to_dict("records"):
-        matching = oracle[(oracle["task"] == row["task"]) & (oracle["reg"] == names[row["method"]])]
+        matching = oracle[(oracle["task"] == row["task"]) & (oracle["reg"] == reg_name_by_method[row["method"]])]
         groups = matching.groupby(["number", "lr"])["value"].agg(["size", "mean", "std"])
         best = groups.sort_values(["size", "mean"], ascending=False).iloc[0]
         scale = 90 if row["metric"] == "exact_match" else 100
@@ -73,7 +73,7 @@ def test_most_seeds_then_mean(prepare: Prepare) -> None:
 
 
 def test_the_lowest_loss_is_the_best(prepare: Prepare) -> None:
-    """Among configurations and among the means of a table; a perplexity is not shown in percent."""
+    """This holds for configurations and for the means of a table; a perplexity is not shown in percent."""
     frame = prepare(
         record("clm", BERT, BASE, 1, 31.5),
         record("clm", BERT, istar(-1), 1, 30.25),
@@ -91,20 +91,20 @@ def test_the_lowest_loss_is_the_best(prepare: Prepare) -> None:
 
 
 def test_selection_sees_the_values_of_the_choosing_set_alone(prepare: Prepare) -> None:
-    """Other columns, however good they look, change nothing."""
+    """The other columns do not change the selection, even if their values are better."""
     runs = [record("squad", BERT, istar(weight), 1, value) for weight, value in ((-1, 0.5), (-3, 0.6), (-5, 0.4))]
     frame = prepare(*runs)
-    [chosen] = cells.select_cell(frame, "squad", "bert-base-cased", "istar").runs["reg.lambda"]
-    assert chosen == -3
-    tempting = {-1.0: 0.99, -3.0: 0.01, -5.0: 0.5}
-    others = [name for name in frame if name.startswith("validation.") or name.startswith("isoscore")]
-    for name in [*others, "value", "test.f1", "constant", "seconds", "epoch"]:
-        frame[name] = frame["reg.lambda"].map(tempting)
-    [still] = cells.select_cell(frame, "squad", "bert-base-cased", "istar").runs["reg.lambda"]
-    assert still == -3
-    frame["selection"] = frame["reg.lambda"].map(tempting)
-    [other] = cells.select_cell(frame, "squad", "bert-base-cased", "istar").runs["reg.lambda"]
-    assert other == -1
+    [chosen_weight] = cells.select_cell(frame, "squad", "bert-base-cased", "istar").runs["reg.lambda"]
+    assert chosen_weight == -3
+    tempting_values = {-1.0: 0.99, -3.0: 0.01, -5.0: 0.5}
+    irrelevant_columns = [name for name in frame if name.startswith("validation.") or name.startswith("isoscore")]
+    for name in [*irrelevant_columns, "value", "test.f1", "constant", "seconds", "epoch"]:
+        frame[name] = frame["reg.lambda"].map(tempting_values)
+    [same_weight] = cells.select_cell(frame, "squad", "bert-base-cased", "istar").runs["reg.lambda"]
+    assert same_weight == -3
+    frame["selection"] = frame["reg.lambda"].map(tempting_values)
+    [other_weight] = cells.select_cell(frame, "squad", "bert-base-cased", "istar").runs["reg.lambda"]
+    assert other_weight == -1
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,8 @@ def test_collapsed_failed_and_pruned_are_told(prepare: Prepare) -> None:
     cell = cells.select_cell(frame, "rte", "bert-base-cased", "istar")
     assert (cell.seeds, cell.num_collapsed, cell.num_failed, cell.num_pruned) == ([1, 2], 1, 1, 1)
     assert cell.mean_and_std("accuracy").mean == pytest.approx(55)
-    lost = cells.select_cell(frame, "rte", "bert-base-cased", "cosreg")
-    assert (lost.runs.empty, lost.seeds, lost.num_failed) == (True, [], 1)
+    cosreg_cell = cells.select_cell(frame, "rte", "bert-base-cased", "cosreg")
+    assert (cosreg_cell.runs.empty, cosreg_cell.seeds, cosreg_cell.num_failed) == (True, [], 1)
     remarks = {row[1].text: row[-1].text for row in paper_tables.build_table1_sheet(cells.select_cells(frame)).rows}
     assert remarks["I-STAR"].startswith("1 collapsed; 1 failed; 1 pruned; no test: no common seed")
     assert remarks["CosReg"] == "no finished run; 1 failed"
@@ -181,7 +181,7 @@ def test_ablations_do_not_fill_table1(prepare: Prepare) -> None:
         record("rte", BERT, istar(0.0), 1, 0.4),
     )
     means = {cell.family: cell.mean_and_std("accuracy").mean for cell in cells.select_cells(frame)}
-    # A weight of 0 is no penalty.
+    # A penalty with a weight of 0 counts as Base.
     assert means == {"istar": pytest.approx(50), "cosreg": pytest.approx(50), "base": pytest.approx(40)}
 
 
@@ -205,8 +205,8 @@ def test_beside_the_paper_and_base(prepare: Prepare) -> None:
     assert rows.loc["I-STAR", "minus_base"] == pytest.approx((66 - 62 + 71 - 63) / 2)
     assert rows.loc["I-STAR", "differs_from_base"] == "optim.lr"
     assert rows["split"].unique().tolist() == ["validation"]
-    second = paper_tables.build_table2_sheet(cells.select_cells(frame), frame).rows
-    texts = [entry.text for entry in second[0]]
+    table2_rows = paper_tables.build_table2_sheet(cells.select_cells(frame), frame).rows
+    texts = [entry.text for entry in table2_rows[0]]
     assert texts == ["rte", "-1 | 0.8", "3", "71.67", "1", "-1 | 0.8", "same", "validation"]
 
 
@@ -237,7 +237,7 @@ CONSTANT = {"collapsed": {"validation": True}}
 
 @pytest.mark.parametrize("changes", [CONSTANT, {"collapsed": {}}, {"collapsed": {"validation": False}}])
 def test_a_collapsed_cell_is_marked_and_never_bold(prepare: Prepare, changes: dict[str, Any]) -> None:
-    """Either the predictions were constant, or every seed has exactly the score of a constant prediction."""
+    """A cell is collapsed if its predictions are constant, or if every seed has the score of a constant prediction."""
     frame = prepare(
         *(record("rte", BERT, istar(), seed, 0.5, changes=changes) for seed in (1, 2, 3)),
         *(record("rte", BERT, BASE, seed, 0.4 + seed / 100) for seed in (1, 2)),
@@ -311,20 +311,20 @@ def test_results_that_are_not_whole(changes: dict[str, Any]) -> None:
     ],
 )
 def test_penalties_of_other_points_are_methods_of_their_own(prepare: Prepare, key: str, value: str, label: str) -> None:
-    """Table 1 compares penalties of hidden states, as the paper does; other ones do not compete as configurations."""
+    """Table 1 compares penalties of hidden states, as the paper does; other penalties are not its configurations."""
     last_layer = record("clm", "new", cosreg(), 1, 20.0)
-    other = record("clm", "new", {**cosreg(), key: value}, 1, 10.0)
-    frame = prepare(last_layer, other)
+    other_run = record("clm", "new", {**cosreg(), key: value}, 1, 10.0)
+    frame = prepare(last_layer, other_run)
     assert set(frame["method"]) == {"CosReg λ=1", label}
     cell = cells.select_cell(frame, "clm", "new", "cosreg")
     assert (cell.num_configurations, cell.first_run["value"]) == (1, 20.0)
 
 
 def test_a_method_is_named_with_its_set_point(prepare: Prepare) -> None:
-    to_target = istar(10.0, target_score=0.15, side="below")
-    kept = {**cosreg(10.0), "target_score": "keep", "side": "both"}
-    frame = prepare(record("rte", BERT, to_target, 1), record("rte", BERT, kept, 1))
-    assert set(frame["method"]) == {"I-STAR λ=10 ζ=0.4 to 0.15 if below", "CosReg λ=10 to keep"}
+    target_reg = istar(10.0, target_score=0.15, side="below")
+    keep_reg = {**cosreg(10.0), "target_score": "keep", "side": "both"}
+    frame = prepare(record("rte", BERT, target_reg, 1), record("rte", BERT, keep_reg, 1))
+    assert set(frame["method"]) == {"I-STAR λ=10 ζ=0.4 target=0.15 side=below", "CosReg λ=10 target=keep"}
 
 
 def test_a_training_is_described_by_its_steps_or_its_epochs(prepare: Prepare) -> None:

@@ -1,4 +1,4 @@
-"""The table of isotropy within and between classes, from records with and without these measures."""
+"""The table of isotropy within and between classes, for records with and without these measures."""
 
 import json
 from dataclasses import asdict
@@ -15,25 +15,30 @@ from istar.results import RunRecord
 from tests.reports.synthetic import BASE, istar, record, save
 
 
-def measured(within: float | None, share: float) -> dict[str, Any]:
-    first = {"within": 0.5, "between": 0.0, "between_share": 0.01}
-    last = {"within": within, "between": 0.0, "between_share": share}
-    return {"class_isotropy": {"before": {"2": first, "10": first}, "after": {"2": first, "10": last}}}
+def make_changes(within: float | None, share: float) -> dict[str, Any]:
+    initial_measures = {"within": 0.5, "between": 0.0, "between_share": 0.01}
+    final_measures = {"within": within, "between": 0.0, "between_share": share}
+    return {
+        "class_isotropy": {
+            "before": {"2": initial_measures, "10": initial_measures},
+            "after": {"2": initial_measures, "10": final_measures},
+        }
+    }
 
 
-def table(root: Path) -> Any:
+def build_sheet(root: Path) -> Any:
     runs = load_runs(root, keep_records=True)
     return build_class_isotropy_sheet(cells.add_selection_columns(runs), runs.records)
 
 
 def test_a_row_has_the_means_of_the_last_layer_over_seeds(tmp_path: Path) -> None:
     for seed, within in ((1, 0.2), (2, None), (3, 0.4)):
-        save(record("rte", "mine", BASE, seed, changes=measured(within, 0.1 * seed)), tmp_path)
-    save(record("rte", "mine", istar(), 1, changes=measured(0.3, 0.9)), tmp_path)
+        save(record("rte", "mine", BASE, seed, changes=make_changes(within, 0.1 * seed)), tmp_path)
+    save(record("rte", "mine", istar(), 1, changes=make_changes(0.3, 0.9)), tmp_path)
     save(record("rte", "mine", istar(), 2, changes={"class_isotropy": {}}), tmp_path)
     save(record("stsb", "mine", BASE, 1), tmp_path)
-    save(record("rte", "mine", istar(within="label"), 1, changes=measured(0.7, 0.5)), tmp_path)
-    sheet = table(tmp_path)
+    save(record("rte", "mine", istar(within="label"), 1, changes=make_changes(0.7, 0.5)), tmp_path)
+    sheet = build_sheet(tmp_path)
     rows = sheet.frame.to_dict("records")
     names = ["Base", "I-STAR λ=-1 ζ=0.4", "I-STAR λ=-1 ζ=0.4 within classes"]
     assert [(row["task"], row["method"], row["seeds"]) for row in rows] == [
@@ -60,7 +65,7 @@ def test_results_of_earlier_versions_are_read_and_left_out(tmp_path: Path) -> No
     del values["class_isotropy"]
     (folder / results.RESULT).write_text(json.dumps(values))
     assert results.read(folder).class_isotropy == {}
-    assert table(tmp_path).rows == []
+    assert build_sheet(tmp_path).rows == []
 
 
 def test_a_value_that_is_no_number_is_named() -> None:

@@ -19,7 +19,7 @@ REGS: list[dict[str, Any]] = [
 METHODS = ["Base", "I-STAR λ=-1 ζ=0.4", "I-STAR λ=1 ζ=0.4", "CosReg λ=1"]
 
 
-def make(number: int, value: float | None = None, baseline: bool = True) -> RunRecord:
+def make_record(number: int, value: float | None = None, baseline: bool = True) -> RunRecord:
     layers = [str(layer) for layer in range(13)]
     return RunRecord(
         name=f"run{number}",
@@ -37,77 +37,81 @@ def make(number: int, value: float | None = None, baseline: bool = True) -> RunR
 
 @pytest.mark.parametrize("count", [1, 6])
 def test_files(tmp_path: Path, count: int) -> None:
-    records = [make(number) for number in range(count)]
+    records = [make_record(number) for number in range(count)]
     for suffix in ("png", "svg"):
         comparison.draw_comparison(records, tmp_path / "new" / f"comparison.{suffix}")
     png = (tmp_path / "new" / "comparison.png").read_bytes()
     assert png.startswith(b"\x89PNG\r\n\x1a\n")
-    width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
+    width, height = (int.from_bytes(png[offset : offset + 4], "big") for offset in (16, 20))
     assert (width, height) == (3000, 1200)  # 10 by 4 inches
     root = ElementTree.parse(tmp_path / "new" / "comparison.svg").getroot()
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert not plt.get_fignums()
 
 
-def drawn_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, records: list[RunRecord]) -> Any:
-    """The figure before it is closed."""
-    kept: list[Any] = []
-    monkeypatch.setattr(comparison.plt, "close", kept.append)
+def draw_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, records: list[RunRecord]) -> Any:
+    """Draw the comparison of records and return the figure, which is captured when it is closed."""
+    figures: list[Any] = []
+    monkeypatch.setattr(comparison.plt, "close", figures.append)
     comparison.draw_comparison(records, tmp_path / "figure.png")
     monkeypatch.undo()
-    plt.close(kept[0])
-    return kept[0]
+    plt.close(figures[0])
+    return figures[0]
 
 
 def test_a_row_of_panels_per_task(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    records = [make(number) for number in range(4)]
+    records = [make_record(number) for number in range(4)]
     for record in records[::2]:
         record.config["task"] = {"name": "stsb"}
-    axes = drawn_figure(monkeypatch, tmp_path, records).axes
+    axes = draw_figure(monkeypatch, tmp_path, records).axes
     assert [panel.get_title(loc="right") for panel in axes[1::2]] == ["stsb · bert", "rte · bert"]
     assert [bar.get_width() for bar in axes[0].patches] == pytest.approx([60, 70])
     assert [bar.get_width() for bar in axes[2].patches] == pytest.approx([65, 75])
 
 
 def test_numbers_in_the_figure_are_the_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    records = [make(number) for number in range(4)]
-    left, right = drawn_figure(monkeypatch, tmp_path, records).axes
-    assert [bar.get_width() for bar in left.patches] == pytest.approx([60, 65, 70, 75])
-    assert [text.get_text() for text in left.texts] == ["60.0", "65.0", "70.0", "75.0"]
-    assert [label.get_text() for label in left.get_yticklabels()] == METHODS
-    assert "accuracy" in left.get_xlabel()
-    # The first run on top.
-    bottom, top = left.get_ylim()
+    records = [make_record(number) for number in range(4)]
+    score_panel, isotropy_panel = draw_figure(monkeypatch, tmp_path, records).axes
+    assert [bar.get_width() for bar in score_panel.patches] == pytest.approx([60, 65, 70, 75])
+    assert [text.get_text() for text in score_panel.texts] == ["60.0", "65.0", "70.0", "75.0"]
+    assert [label.get_text() for label in score_panel.get_yticklabels()] == METHODS
+    assert "accuracy" in score_panel.get_xlabel()
+    # The y axis is inverted, so that the first run is on top.
+    bottom, top = score_panel.get_ylim()
     assert bottom > top
-    assert left.lines[0].get_xdata() == [50, 50]
+    assert score_panel.lines[0].get_xdata() == [50, 50]
 
-    lines = {line.get_label(): line for line in right.lines}
-    assert list(lines) == [*METHODS, "before training"]
+    line_by_label = {line.get_label(): line for line in isotropy_panel.lines}
+    assert list(line_by_label) == [*METHODS, "before training"]
     for record, name in zip(records, METHODS, strict=True):
-        assert list(lines[name].get_xdata()) == list(range(13))
+        assert list(line_by_label[name].get_xdata()) == list(range(13))
         after = [record.isotropy["after"][str(layer)] for layer in range(13)]
-        assert list(lines[name].get_ydata()) == pytest.approx(after)
-    assert list(lines["before training"].get_ydata()) == pytest.approx([0.1 + 0.01 * layer for layer in range(13)])
-    assert right.get_ylim()[0] == 0
-    # One colour a run in both panels.
-    assert [bar.get_facecolor()[:3] for bar in left.patches] == [
-        plt.matplotlib.colors.to_rgb(lines[name].get_color()) for name in METHODS
+        assert list(line_by_label[name].get_ydata()) == pytest.approx(after)
+    assert list(line_by_label["before training"].get_ydata()) == pytest.approx(
+        [0.1 + 0.01 * layer for layer in range(13)]
+    )
+    assert isotropy_panel.get_ylim()[0] == 0
+    # A run has the same colour in both panels.
+    assert [bar.get_facecolor()[:3] for bar in score_panel.patches] == [
+        plt.matplotlib.colors.to_rgb(line_by_label[name].get_color()) for name in METHODS
     ]
 
 
-@pytest.mark.parametrize("records", [[make(0, baseline=False)], [make(0), make(1, baseline=False)]])
+@pytest.mark.parametrize(
+    "records", [[make_record(0, baseline=False)], [make_record(0), make_record(1, baseline=False)]]
+)
 def test_no_common_baseline_no_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, records: list[RunRecord]) -> None:
-    left = drawn_figure(monkeypatch, tmp_path, records).axes[0]
-    assert not left.lines
-    assert "constant" not in left.get_title(loc="left")
+    score_panel = draw_figure(monkeypatch, tmp_path, records).axes[0]
+    assert not score_panel.lines
+    assert "constant" not in score_panel.get_title(loc="left")
 
 
 @pytest.mark.parametrize("value", [0.0, -0.3, 1.0])
 def test_extreme_values(tmp_path: Path, value: float) -> None:
-    comparison.draw_comparison([make(0, value)], tmp_path / "figure.svg")
+    comparison.draw_comparison([make_record(0, value)], tmp_path / "figure.svg")
     assert (tmp_path / "figure.svg").stat().st_size > 1000
 
 
 def test_more_runs_than_colours(tmp_path: Path) -> None:
-    comparison.draw_comparison([make(number) for number in range(12)], tmp_path / "figure.png")
+    comparison.draw_comparison([make_record(number) for number in range(12)], tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000

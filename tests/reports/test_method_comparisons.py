@@ -14,21 +14,26 @@ from istar.statistics.conclusions import Verdict, conclusion, verdict
 from tests.reports.synthetic import BASE, cosreg, istar, record, save
 
 
-def compared_in(root: Path) -> ComparedMethods:
+def compare_methods_in(root: Path) -> ComparedMethods:
     return compare_methods(cells.add_selection_columns(load_runs(root, keep_records=True)))
 
 
-def by_name(root: Path) -> dict[tuple[str, str, str], MethodComparison]:
-    return {(each.method.model, each.method.task, each.method.name): each for each in compared_in(root).comparisons}
+def read_comparisons_by_method(root: Path) -> dict[tuple[str, str, str], MethodComparison]:
+    return {
+        (comparison.method.model, comparison.method.task, comparison.method.name): comparison
+        for comparison in compare_methods_in(root).comparisons
+    }
 
 
-def save_all(root: Path, reg: Mapping[str, Any], values: Mapping[int, float], task: str = "rte", **more: Any) -> None:
+def save_all(
+    root: Path, reg: Mapping[str, Any], values: Mapping[int, float], task: str = "rte", **options: Any
+) -> None:
     for seed, value in values.items():
-        save(record(task, more.pop("model", "mine"), reg, seed, value, **more), root, geometry=False)
+        save(record(task, options.pop("model", "mine"), reg, seed, value, **options), root, geometry=False)
 
 
-def permuted_p(differences: np.ndarray) -> float:
-    """The p-value of the paired permutation test by SciPy, which enumerates all patterns of signs."""
+def compute_permutation_p(differences: np.ndarray) -> float:
+    """Return the p-value of SciPy's paired permutation test, which enumerates all patterns of signs."""
     test = stats.permutation_test(
         (differences, np.zeros_like(differences)),
         lambda x, y: np.mean(x - y),
@@ -39,14 +44,14 @@ def permuted_p(differences: np.ndarray) -> float:
     return float(test.pvalue)
 
 
-def holm_by_hand(p_values: list[float]) -> list[float]:
-    """Adjusted p-values as the smallest level at which the step-down procedure rejects, hypothesis by hypothesis."""
-    order = sorted(range(len(p_values)), key=lambda number: p_values[number])
+def adjust_by_holm(p_values: list[float]) -> list[float]:
+    """Return adjusted p-values: for each hypothesis, the smallest level at which Holm's procedure rejects it."""
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
     adjusted = [0.0] * len(p_values)
-    largest = 0.0
-    for step, number in enumerate(order):
-        largest = max(largest, min(1.0, (len(order) - step) * p_values[number]))
-        adjusted[number] = largest
+    largest_so_far = 0.0
+    for step, index in enumerate(order):
+        largest_so_far = max(largest_so_far, min(1.0, (len(order) - step) * p_values[index]))
+        adjusted[index] = largest_so_far
     return adjusted
 
 
@@ -62,71 +67,75 @@ def test_tests_are_paired_and_corrected_over_the_whole_report(tmp_path: Path) ->
         values = {seed: value + shift + float(random.normal(0, 0.003)) for seed, value in base.items()}
         save_all(tmp_path, istar(weight), values, task)
         differences[task, weight] = np.array([100 * (values[seed] - base[seed]) for seed in base])
-    # One pair has no test, and is not counted.
+    # A method with one pair has no test, and is not counted.
     save_all(tmp_path, cosreg(), {1: 0.6})
-    compared = compared_in(tmp_path)
+    compared = compare_methods_in(tmp_path)
 
     assert (compared.holm.tests, compared.holm.left_out) == (4, 1)
-    raw = {key: permuted_p(values) for key, values in differences.items()}
-    adjusted = dict(zip(raw, holm_by_hand(list(raw.values())), strict=True))
-    rows = {(each.method.task, each.method.name): each for each in compared.comparisons}
+    unadjusted_p_values = {key: compute_permutation_p(values) for key, values in differences.items()}
+    adjusted_p_values = dict(zip(unadjusted_p_values, adjust_by_holm(list(unadjusted_p_values.values())), strict=True))
+    comparison_by_method = {
+        (comparison.method.task, comparison.method.name): comparison for comparison in compared.comparisons
+    }
     for (task, weight), values in differences.items():
-        each = rows[task, f"I-STAR λ={weight} ζ=0.4"]
-        assert each.unadjusted_p_value == pytest.approx(raw[task, weight], rel=1e-12)
-        assert each.statistics.p_value == pytest.approx(adjusted[task, weight], rel=1e-12)
-        known = stats.ttest_1samp(values, 0).confidence_interval(0.95)
-        assert each.statistics.interval == pytest.approx((known.low, known.high), rel=1e-9)
-        # By the noncentral F distribution: the square of a noncentral t.
+        comparison = comparison_by_method[task, f"I-STAR λ={weight} ζ=0.4"]
+        assert comparison.unadjusted_p_value == pytest.approx(unadjusted_p_values[task, weight], rel=1e-12)
+        assert comparison.statistics.p_value == pytest.approx(adjusted_p_values[task, weight], rel=1e-12)
+        reference_interval = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+        assert comparison.statistics.interval == pytest.approx(
+            (reference_interval.low, reference_interval.high), rel=1e-9
+        )
+        # The power follows from the noncentral F distribution, that of the square of a noncentral t.
         limit = stats.f.isf(0.05 / 4, 1, 7)
-        assert each.statistics.smallest_difference is not None
-        ratio = each.statistics.smallest_difference / values.std(ddof=1)
+        assert comparison.statistics.smallest_difference is not None
+        ratio = comparison.statistics.smallest_difference / values.std(ddof=1)
         assert stats.ncf.sf(limit, 1, 7, 8 * ratio**2) == pytest.approx(0.8, abs=1e-6)
-    assert verdict(rows["rte", "I-STAR λ=-1 ζ=0.4"].statistics) is Verdict.BETTER
-    assert verdict(rows["cola", "I-STAR λ=-1 ζ=0.4"].statistics) is Verdict.WORSE
-    # This difference would be found without the correction, and not with it.
-    assert raw["cola", 1] < 0.05 / 2
-    assert rows["rte", "CosReg λ=1"].statistics.p_value is None
+    assert verdict(comparison_by_method["rte", "I-STAR λ=-1 ζ=0.4"].statistics) is Verdict.BETTER
+    assert verdict(comparison_by_method["cola", "I-STAR λ=-1 ζ=0.4"].statistics) is Verdict.WORSE
+    # Without the correction, this difference would be significant.
+    assert unadjusted_p_values["cola", 1] < 0.05 / 2
+    assert comparison_by_method["rte", "CosReg λ=1"].statistics.p_value is None
 
 
 def test_holm_is_applied(tmp_path: Path) -> None:
-    """Six seeds reach p = 0.031 alone, and no adjusted p-value below 0.05 in a table of two such tests."""
-    base = dict.fromkeys(range(1, 7), 0.5)
-    better = {seed: 0.51 + seed / 1000 for seed in base}
-    save_all(tmp_path, BASE, base)
-    save_all(tmp_path, istar(-1), better)
-    [alone] = compared_in(tmp_path).comparisons
-    assert alone.statistics.p_value == alone.unadjusted_p_value == 2 / 2**6
-    assert verdict(alone.statistics) is Verdict.BETTER
-    save_all(tmp_path, istar(1), better)
-    for each in compared_in(tmp_path).comparisons:
-        assert (each.unadjusted_p_value, each.statistics.p_value) == (2 / 2**6, 4 / 2**6)
-        assert conclusion(each.statistics).endswith(
+    """With six seeds, one test reaches p = 0.031, but two such tests reach no adjusted p-value below 0.05."""
+    base_values = dict.fromkeys(range(1, 7), 0.5)
+    better_values = {seed: 0.51 + seed / 1000 for seed in base_values}
+    save_all(tmp_path, BASE, base_values)
+    save_all(tmp_path, istar(-1), better_values)
+    [single_comparison] = compare_methods_in(tmp_path).comparisons
+    assert single_comparison.statistics.p_value == single_comparison.unadjusted_p_value == 2 / 2**6
+    assert verdict(single_comparison.statistics) is Verdict.BETTER
+    save_all(tmp_path, istar(1), better_values)
+    for comparison in compare_methods_in(tmp_path).comparisons:
+        assert (comparison.unadjusted_p_value, comparison.statistics.p_value) == (2 / 2**6, 4 / 2**6)
+        assert conclusion(comparison.statistics).endswith(
             "they have 6 seeds in common, with which the test cannot give an adjusted p-value below 0.05; run more "
             "seeds."
         )
         # At the level 0.05 / 2, no difference is found, however large it is.
-        assert each.statistics.smallest_difference is None
+        assert comparison.statistics.smallest_difference is None
 
 
 def test_more_pairs_than_can_be_enumerated(tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     save_all(tmp_path, BASE, dict.fromkeys(range(1, 25), 0.5))
     save_all(tmp_path, istar(-1), {seed: 0.5 + float(random.normal(0.002, 0.01)) for seed in range(1, 25)})
-    [each] = compared_in(tmp_path).comparisons
-    known = stats.ttest_1samp(np.array(list(each.difference_by_seed.values())), 0).pvalue
-    assert each.unadjusted_p_value == pytest.approx(known, abs=0.03)
-    assert each.statistics.smallest_p == pytest.approx(1e-5)
+    [comparison] = compare_methods_in(tmp_path).comparisons
+    reference_p_value = stats.ttest_1samp(np.array(list(comparison.difference_by_seed.values())), 0).pvalue
+    assert comparison.unadjusted_p_value == pytest.approx(reference_p_value, abs=0.03)
+    assert comparison.statistics.smallest_p == pytest.approx(1e-5)
 
 
 # Trials.
 
 
-def tuned(root: Path, reg: Mapping[str, Any], rates: tuple[float, ...], seeds: int = 6, **more: Any) -> None:
-    """Write a search over learning rates on one seed, of which the last is repeated with all seeds."""
+def save_search(root: Path, reg: Mapping[str, Any], rates: tuple[float, ...], seeds: int = 6, **options: Any) -> None:
+    """Write the runs of a search over learning rates with seed 1; only the last rate has the other seeds, too."""
     for rate in rates:
-        save_all(root, reg, {1: 0.5}, optim__lr=rate, **more)
+        save_all(root, reg, {1: 0.5}, optim__lr=rate, **options)
     values = {seed: 0.5 + reg.get("lambda", 0) / 50 + seed / 1000 for seed in range(2, seeds + 1)}
-    save_all(root, reg, values, optim__lr=rates[-1], **more)
+    save_all(root, reg, values, optim__lr=rates[-1], **options)
 
 
 RATES = (1e-5, 3e-5, 5e-5)
@@ -134,38 +143,38 @@ RATES = (1e-5, 3e-5, 5e-5)
 
 def test_each_lambda_is_a_method_with_trials_of_its_own(tmp_path: Path) -> None:
     for reg in (BASE, istar(-1), istar(1), istar(3)):
-        tuned(tmp_path, reg, RATES)
-    found = by_name(tmp_path)
-    assert len(found) == 3
-    for each in found.values():
-        assert each.method.budget.num_trials == 3
-        assert each.statistics.has_equal_budgets
+        save_search(tmp_path, reg, RATES)
+    comparisons = read_comparisons_by_method(tmp_path)
+    assert len(comparisons) == 3
+    for comparison in comparisons.values():
+        assert comparison.method.budget.num_trials == 3
+        assert comparison.statistics.has_equal_budgets
 
 
 def test_unequal_trials_allow_no_conclusion(tmp_path: Path) -> None:
-    tuned(tmp_path, BASE, RATES)
-    tuned(tmp_path, istar(-1), (*RATES, 1e-4))
-    tuned(tmp_path, istar(1), RATES[1:])
-    for each, trials in zip(compared_in(tmp_path).comparisons, (4, 2), strict=True):
-        assert each.method.budget.num_trials == trials
-        assert conclusion(each.statistics).startswith(
-            f"Nothing can be concluded about {each.method.name} and Base on rte: their budgets differ"
+    save_search(tmp_path, BASE, RATES)
+    save_search(tmp_path, istar(-1), (*RATES, 1e-4))
+    save_search(tmp_path, istar(1), RATES[1:])
+    for comparison, num_trials in zip(compare_methods_in(tmp_path).comparisons, (4, 2), strict=True):
+        assert comparison.method.budget.num_trials == num_trials
+        assert conclusion(comparison.statistics).startswith(
+            f"Nothing can be concluded about {comparison.method.name} and Base on rte: their budgets differ"
         )
 
 
 def test_trials_that_failed_or_were_pruned_were_tried(tmp_path: Path) -> None:
-    tuned(tmp_path, BASE, RATES)
-    tuned(tmp_path, istar(-1), RATES[1:])
+    save_search(tmp_path, BASE, RATES)
+    save_search(tmp_path, istar(-1), RATES[1:])
     save_all(tmp_path, istar(-1), {1: 0.5}, status="failed", optim__lr=RATES[0])
-    # A run that is not finished yet is no trial, and a failed seed of a trial is none more.
+    # An unfinished run does not count as a trial, and a failed seed of a trial does not count as another one.
     save_all(tmp_path, istar(-1), {1: 0.5}, status="unfinished", optim__lr=1.0)
     save_all(tmp_path, istar(-1), {7: 0.5}, status="failed", optim__lr=RATES[-1])
-    tuned(tmp_path, istar(1), RATES[1:])
+    save_search(tmp_path, istar(1), RATES[1:])
     save_all(tmp_path, istar(1), {1: 0.4}, status="pruned", optim__lr=RATES[0])
-    for each in compared_in(tmp_path).comparisons:
-        assert each.method.budget.num_trials == 3
-        assert each.method.num_configurations == 2
-        assert each.statistics.has_equal_budgets
+    for comparison in compare_methods_in(tmp_path).comparisons:
+        assert comparison.method.budget.num_trials == 3
+        assert comparison.method.num_configurations == 2
+        assert comparison.statistics.has_equal_budgets
 
 
 @pytest.mark.parametrize(
@@ -174,38 +183,38 @@ def test_trials_that_failed_or_were_pruned_were_tried(tmp_path: Path) -> None:
     ids=lambda changes: next(iter(changes)),
 )
 def test_longer_trials_or_other_data_are_another_budget(tmp_path: Path, changes: dict[str, Any]) -> None:
-    tuned(tmp_path, BASE, RATES)
-    tuned(tmp_path, istar(-1), RATES, **changes)
-    tuned(tmp_path, istar(1), RATES)
-    longer, equal = compared_in(tmp_path).comparisons
-    assert longer.method.budget.num_trials == equal.method.budget.num_trials
-    assert (longer.statistics.has_equal_budgets, equal.statistics.has_equal_budgets) == (False, True)
+    save_search(tmp_path, BASE, RATES)
+    save_search(tmp_path, istar(-1), RATES, **changes)
+    save_search(tmp_path, istar(1), RATES)
+    different_budget, equal_budget = compare_methods_in(tmp_path).comparisons
+    assert different_budget.method.budget.num_trials == equal_budget.method.budget.num_trials
+    assert (different_budget.statistics.has_equal_budgets, equal_budget.statistics.has_equal_budgets) == (False, True)
 
 
 def test_a_search_over_epochs_is_equal_for_methods_that_end_with_different_ones(tmp_path: Path) -> None:
-    for reg, chosen in ((BASE, 3), (istar(-1), 5)):
+    for reg, chosen_epochs in ((BASE, 3), (istar(-1), 5)):
         for epochs in (3, 4, 5):
-            seeds = range(1, 7) if epochs == chosen else [1]
+            seeds = range(1, 7) if epochs == chosen_epochs else [1]
             save_all(tmp_path, reg, {seed: 0.5 + seed / 100 for seed in seeds}, trainer__max_epochs=epochs)
-    [each] = compared_in(tmp_path).comparisons
-    assert each.statistics.has_equal_budgets
+    [comparison] = compare_methods_in(tmp_path).comparisons
+    assert comparison.statistics.has_equal_budgets
 
 
 def test_steps_and_the_batch_are_the_examples_of_a_training_by_steps(tmp_path: Path) -> None:
-    for reg, batch in ((BASE, 32), (istar(-1), 32), (istar(1), 64)):
+    for reg, batch_size in ((BASE, 32), (istar(-1), 32), (istar(1), 64)):
         values = {seed: 0.5 + seed / 100 for seed in range(1, 7)}
-        save_all(tmp_path, reg, values, trainer__max_steps=30, data__batch_size=batch)
-    equal, larger = compared_in(tmp_path).comparisons
-    assert (equal.statistics.has_equal_budgets, larger.statistics.has_equal_budgets) == (True, False)
-    # Six seeds of 30 steps with 2 x 32 examples each, out of 100 training examples.
-    assert equal.method.budget.finished_examples == 6 * 30 * 64
-    assert equal.method.budget.finished_epochs == pytest.approx(6 * 30 * 64 / 100)
+        save_all(tmp_path, reg, values, trainer__max_steps=30, data__batch_size=batch_size)
+    equal_budget, larger_batch = compare_methods_in(tmp_path).comparisons
+    assert (equal_budget.statistics.has_equal_budgets, larger_batch.statistics.has_equal_budgets) == (True, False)
+    # Each of the six seeds has 30 steps of 2 x 32 examples; the training set has 100 examples.
+    assert equal_budget.method.budget.finished_examples == 6 * 30 * 64
+    assert equal_budget.method.budget.finished_epochs == pytest.approx(6 * 30 * 64 / 100)
 
 
 # The set that chooses.
 
 
-def held_out(value: float, chosen_by: float) -> dict[str, Any]:
+def make_selection_changes(value: float, chosen_by: float) -> dict[str, Any]:
     return {"selection": {"set": "held_out", "metric": "accuracy_held_out", "value": chosen_by}}
 
 
@@ -214,27 +223,37 @@ def test_the_held_out_set_chooses_and_the_reported_set_does_not(tmp_path: Path) 
         for rate, value, chosen_by in ((1e-5, 0.9, 0.5), (3e-5, 0.6, 0.7)):
             for seed in range(1, 7):
                 run = record(
-                    "rte", "mine", reg, seed, value + seed / 100, changes=held_out(value, chosen_by), optim__lr=rate
+                    "rte",
+                    "mine",
+                    reg,
+                    seed,
+                    value + seed / 100,
+                    changes=make_selection_changes(value, chosen_by),
+                    optim__lr=rate,
                 )
                 save(run, tmp_path, geometry=False)
-    [each] = compared_in(tmp_path).comparisons
-    assert each.method.selection_set == "held-out"
-    assert set(each.method.runs["optim.lr"]) == {3e-5}
-    assert each.method.score_by_seed[1] == pytest.approx(61)
-    assert (each.method.num_configurations, each.statistics.chosen_among, each.statistics.reference_chosen_among) == (
+    [comparison] = compare_methods_in(tmp_path).comparisons
+    assert comparison.method.selection_set == "held-out"
+    assert set(comparison.method.runs["optim.lr"]) == {3e-5}
+    assert comparison.method.score_by_seed[1] == pytest.approx(61)
+    assert (
+        comparison.method.num_configurations,
+        comparison.statistics.chosen_among,
+        comparison.statistics.reference_chosen_among,
+    ) == (
         2,
         1,
         1,
     )
-    assert "biased" not in conclusion(each.statistics)
+    assert "biased" not in conclusion(comparison.statistics)
 
 
 def test_a_choice_on_the_reported_set_is_said(tmp_path: Path) -> None:
     for reg in (BASE, istar(-1)):
-        tuned(tmp_path, reg, RATES)
-    [each] = compared_in(tmp_path).comparisons
-    assert each.method.selection_set == "validation"
-    assert conclusion(each.statistics).endswith(
+        save_search(tmp_path, reg, RATES)
+    [comparison] = compare_methods_in(tmp_path).comparisons
+    assert comparison.method.selection_set == "validation"
+    assert conclusion(comparison.statistics).endswith(
         " The mean of I-STAR λ=-1 ζ=0.4 is biased upwards by the choice among 3 configurations on the reported set, "
         "that of Base by the choice among 3."
     )
@@ -245,7 +264,7 @@ def test_runs_of_earlier_versions_do_not_record_what_chose(
     tmp_path: Path, fraction: float | None, expected: str
 ) -> None:
     save_all(tmp_path, BASE, {1: 0.5}, task__validation_fraction=fraction)
-    [method] = compared_in(tmp_path).methods
+    [method] = compare_methods_in(tmp_path).methods
     assert method.selection_set == expected
 
 
@@ -263,29 +282,36 @@ def test_runs_of_earlier_versions_do_not_record_what_chose(
 def test_other_seeds_than_those_of_base(tmp_path: Path, seeds: range, reason: str) -> None:
     save_all(tmp_path, BASE, {seed: 0.5 + seed / 100 for seed in range(1, 7)})
     save_all(tmp_path, istar(-1), dict.fromkeys(seeds, 0.6))
-    [each] = compared_in(tmp_path).comparisons
-    assert conclusion(each.statistics) == f"Nothing can be concluded about I-STAR λ=-1 ζ=0.4 and Base on rte: {reason}."
+    [comparison] = compare_methods_in(tmp_path).comparisons
+    assert (
+        conclusion(comparison.statistics)
+        == f"Nothing can be concluded about I-STAR λ=-1 ζ=0.4 and Base on rte: {reason}."
+    )
 
 
 def test_five_seeds_are_too_few_for_the_test(tmp_path: Path) -> None:
     for reg, level in ((BASE, 0.5), (istar(-1), 0.9)):
         save_all(tmp_path, reg, {seed: level + seed / 1000 for seed in range(1, 6)})
-    [each] = compared_in(tmp_path).comparisons
-    assert "they have 5 seeds in common, with which the test cannot" in conclusion(each.statistics)
+    [comparison] = compare_methods_in(tmp_path).comparisons
+    assert "they have 5 seeds in common, with which the test cannot" in conclusion(comparison.statistics)
 
 
 def test_without_base_nothing_is_concluded(tmp_path: Path) -> None:
     save_all(tmp_path, istar(-1), {1: 0.5})
-    [each] = compared_in(tmp_path).comparisons
-    assert (each.base, each.unadjusted_p_value, verdict(each.statistics)) == (None, None, Verdict.NONE)
+    [comparison] = compare_methods_in(tmp_path).comparisons
+    assert (comparison.base, comparison.unadjusted_p_value, verdict(comparison.statistics)) == (
+        None,
+        None,
+        Verdict.NONE,
+    )
 
 
 def test_collapsed_runs_of_the_pairs_are_counted(tmp_path: Path) -> None:
     for (reg, level), seed in itertools.product(((BASE, 0.5), (istar(-1), 0.52)), range(1, 7)):
         collapsed = {"collapsed": {"validation": reg is not BASE and seed < 3}}
         save(record("rte", "mine", reg, seed, level + seed**2 / 1000, changes=collapsed), tmp_path, geometry=False)
-    [each] = compared_in(tmp_path).comparisons
-    assert conclusion(each.statistics).endswith(
+    [comparison] = compare_methods_in(tmp_path).comparisons
+    assert conclusion(comparison.statistics).endswith(
         " 2 of 6 runs of I-STAR λ=-1 ζ=0.4 have collapsed to constant predictions and count."
     )
 
@@ -293,6 +319,6 @@ def test_collapsed_runs_of_the_pairs_are_counted(tmp_path: Path) -> None:
 def test_a_lower_perplexity_is_an_improvement(tmp_path: Path) -> None:
     save_all(tmp_path, BASE, {seed: 30.0 + seed for seed in range(1, 7)}, "clm")
     save_all(tmp_path, istar(-1), {seed: 28.0 + 1.1 * seed for seed in range(1, 7)}, "clm")
-    [each] = compared_in(tmp_path).comparisons
-    assert each.statistics.difference == pytest.approx(-2 + 0.35)
-    assert verdict(each.statistics) is Verdict.BETTER
+    [comparison] = compare_methods_in(tmp_path).comparisons
+    assert comparison.statistics.difference == pytest.approx(-2 + 0.35)
+    assert verdict(comparison.statistics) is Verdict.BETTER

@@ -13,11 +13,11 @@ from tests.reports.synthetic import BASE, cosreg, istar, record, save
 
 def test_methods_are_compared_with_base_over_the_same_seeds(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
-    base = {seed: float(random.uniform(0.5, 0.7)) for seed in range(1, 7)}
-    strong = {seed: base[seed] + float(random.normal(0.02, 0.01)) for seed in range(2, 7)}
-    for seed, value in base.items():
+    base_scores = {seed: float(random.uniform(0.5, 0.7)) for seed in range(1, 7)}
+    istar_scores = {seed: base_scores[seed] + float(random.normal(0.02, 0.01)) for seed in range(2, 7)}
+    for seed, value in base_scores.items():
         save(record("rte", "mine", BASE, seed, value), tmp_path)
-    for seed, value in strong.items():
+    for seed, value in istar_scores.items():
         save(record("rte", "mine", istar(-3), seed, value, changes={"collapsed": {"validation": seed == 2}}), tmp_path)
     # A trial of another learning rate has fewer seeds, and a better score.
     save(record("rte", "mine", istar(-3), 1, 0.99, optim__lr=1e-4), tmp_path)
@@ -26,31 +26,36 @@ def test_methods_are_compared_with_base_over_the_same_seeds(tmp_path: Path) -> N
     compared = compare_methods(cells.add_selection_columns(load_runs(tmp_path, keep_records=True)))
     sheet = build_methods_sheet(compared)
 
-    by_method = {(row["model"], row["method"]): row for row in sheet.frame.to_dict("records")}
-    assert list(by_method) == [
+    row_by_method = {(row["model"], row["method"]): row for row in sheet.frame.to_dict("records")}
+    assert list(row_by_method) == [
         ("mine", "Base"),
         ("mine", "I-STAR λ=-3 ζ=0.4"),
         ("mine", "I-STAR λ=1 ζ=0.4"),
         ("other", "CosReg λ=1"),
     ]
-    row = by_method["mine", "I-STAR λ=-3 ζ=0.4"]
-    differences = np.array([100 * (strong[seed] - base[seed]) for seed in strong])
+    row = row_by_method["mine", "I-STAR λ=-3 ζ=0.4"]
+    differences = np.array([100 * (istar_scores[seed] - base_scores[seed]) for seed in istar_scores])
     margin = stats.t.ppf(0.975, 4) * stats.sem(differences)
-    assert row["mean"] == pytest.approx(100 * np.mean(list(strong.values())), rel=1e-12)
+    assert row["mean"] == pytest.approx(100 * np.mean(list(istar_scores.values())), rel=1e-12)
     assert (row["seeds"], row["collapsed"]) == (5, 1)
     assert row["minus_base"] == pytest.approx(differences.mean(), rel=1e-9)
     assert (row["low"], row["high"]) == pytest.approx(
         (differences.mean() - margin, differences.mean() + margin), rel=1e-9
     )
-    # One pair has a difference and no interval; without Base there is neither.
-    assert np.isnan(by_method["mine", "I-STAR λ=1 ζ=0.4"]["low"])
-    assert by_method["mine", "I-STAR λ=1 ζ=0.4"]["minus_base"] == pytest.approx(60 - 100 * base[1])
-    assert np.isnan(by_method["other", "CosReg λ=1"]["minus_base"])
+    # A single pair has a difference but no interval; a method without Base has neither.
+    assert np.isnan(row_by_method["mine", "I-STAR λ=1 ζ=0.4"]["low"])
+    assert row_by_method["mine", "I-STAR λ=1 ζ=0.4"]["minus_base"] == pytest.approx(60 - 100 * base_scores[1])
+    assert np.isnan(row_by_method["other", "CosReg λ=1"]["minus_base"])
     # The tuned method has one trial more than Base, so that the page shows no p-value.
-    assert (row["trials"], by_method["mine", "Base"]["trials"], row["equal_budgets"]) == (2, 1, False)
+    assert (row["trials"], row_by_method["mine", "Base"]["trials"], row["equal_budgets"]) == (2, 1, False)
     assert row["p"] == row["p_holm"] == 2 / 2**5
-    columns = dict(zip(sheet.header, sheet.rows[1], strict=True))
-    assert [columns[name].text for name in ("trials", "chosen\non", "p", "p,\nHolm")] == ["2", "validation", "-", "-"]
+    entry_by_column = dict(zip(sheet.header, sheet.rows[1], strict=True))
+    assert [entry_by_column[name].text for name in ("trials", "chosen\non", "p", "p,\nHolm")] == [
+        "2",
+        "validation",
+        "-",
+        "-",
+    ]
     assert "for 1 test; 2 entries without a p-value are not among them. m = 1." in sheet.caption
 
 
@@ -65,9 +70,9 @@ def test_sentences_are_in_the_page_and_in_the_files(tmp_path: Path) -> None:
     assert list(build_conclusions_sheet(compared).frame["verdict"]) == ["better"]
     sheet = build_methods_sheet(compared)
     assert list(sheet.frame["conclusion"]) == ["", sentence.text]
-    columns = dict(zip(sheet.header, sheet.rows[1], strict=True))
-    assert [columns[name].text for name in ("p", "p,\nHolm")] == ["0.0156", "0.0156"]
-    assert columns["smallest"].text == f"{sheet.frame['smallest_difference'][1]:.2f}"
+    entry_by_column = dict(zip(sheet.header, sheet.rows[1], strict=True))
+    assert [entry_by_column[name].text for name in ("p", "p,\nHolm")] == ["0.0156", "0.0156"]
+    assert entry_by_column["smallest"].text == f"{sheet.frame['smallest_difference'][1]:.2f}"
     assert "at 0.05, Holm's strictest level (0.05 / m)" in sheet.caption
 
 

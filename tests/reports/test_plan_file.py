@@ -8,13 +8,13 @@ from scipy import stats
 from istar.errors import UserError
 from istar.reports import plan_file
 from istar.reports.plan_file import PLAN, TEXT, compute_digest, flatten_settings, read, write
-from tests.reports.plans import COMMIT, WRITTEN, contents, merged, run, settings
+from tests.reports.plans import COMMIT, WRITTEN, make_plan_fields, merge_configurations, run, settings
 from tests.reports.synthetic import BASE, istar
 
 
 @pytest.fixture
 def fields() -> dict:
-    return merged(contents([run("rte", reg, seed) for reg in (BASE, istar()) for seed in (1, 2)]))
+    return merge_configurations(make_plan_fields([run("rte", reg, seed) for reg in (BASE, istar()) for seed in (1, 2)]))
 
 
 def test_what_is_written_is_read(fields: dict, tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_a_grid_is_a_method(fields: dict, tmp_path: Path) -> None:
     base, other = read(write(fields, tmp_path)).configurations
     assert (base.grid, other.grid) == ("base", "up")
     assert (base.group, other.group) == (("rte", "mine", "Base (grid base)"), ("rte", "mine", "I-STAR (grid up)"))
-    # A plan without names of grids.
+    # A plan may lack the names of grids.
     for entry in fields["configurations"]:
         del entry["grid"]
     plan = read(write(fields, tmp_path / "without"))
@@ -53,17 +53,17 @@ def test_the_text_names_the_main_things(fields: dict, tmp_path: Path) -> None:
         "I-STAR raises the accuracy.",
         f"{smallest:.3g}",
         "4 runs",
-        compute_digest(yaml_of(tmp_path)),
+        compute_digest(read_yaml(tmp_path)),
     ):
         assert part in text
 
 
-def yaml_of(folder: Path) -> dict:
+def read_yaml(folder: Path) -> dict:
     return yaml.safe_load((folder / PLAN).read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("original_text", "edited_text"),
     [
         ("I-STAR raises the accuracy.", "I-STAR lowers the accuracy."),
         ("seeds: [1, 2]", "seeds: [1, 3]"),
@@ -71,32 +71,32 @@ def yaml_of(folder: Path) -> dict:
         (WRITTEN, "2026-02-01T12:00:00+00:00"),
     ],
 )
-def test_an_edit_is_noticed(fields: dict, tmp_path: Path, before: str, after: str) -> None:
+def test_an_edit_is_noticed(fields: dict, tmp_path: Path, original_text: str, edited_text: str) -> None:
     path = write(fields, tmp_path)
     text = path.read_text(encoding="utf-8")
-    assert before in text
-    path.write_text(text.replace(before, after), encoding="utf-8")
+    assert original_text in text
+    path.write_text(text.replace(original_text, edited_text), encoding="utf-8")
     assert read(path).is_edited
 
 
 def test_another_layout_is_no_edit(fields: dict, tmp_path: Path) -> None:
     path = write(fields, tmp_path)
-    path.write_text("# a comment\n" + yaml.safe_dump(yaml_of(tmp_path), sort_keys=True), encoding="utf-8")
+    path.write_text("# a comment\n" + yaml.safe_dump(read_yaml(tmp_path), sort_keys=True), encoding="utf-8")
     assert not read(path).is_edited
 
 
 def test_a_plan_is_replaced_by_force_and_kept(fields: dict, tmp_path: Path) -> None:
     write(fields, tmp_path)
-    first = (tmp_path / PLAN).read_text(encoding="utf-8")
+    first_text = (tmp_path / PLAN).read_text(encoding="utf-8")
     with pytest.raises(UserError, match=r"plan\.yaml exists; .*--force"):
         write(fields, tmp_path)
-    assert (tmp_path / PLAN).read_text(encoding="utf-8") == first
-    hashes = [yaml_of(tmp_path)["hash"]]
+    assert (tmp_path / PLAN).read_text(encoding="utf-8") == first_text
+    hashes = [read_yaml(tmp_path)["hash"]]
     for number in (1, 2):
         write({**fields, "hypotheses": [f"Number {number}"]}, tmp_path, force=True)
         assert read(tmp_path / PLAN).replaced_hashes == tuple(hashes)
-        hashes.append(yaml_of(tmp_path)["hash"])
-    assert (tmp_path / "plan.old-1.yaml").read_text(encoding="utf-8") == first
+        hashes.append(read_yaml(tmp_path)["hash"])
+    assert (tmp_path / "plan.old-1.yaml").read_text(encoding="utf-8") == first_text
     names = {PLAN, TEXT, "plan.old-1.yaml", "plan.old-1.md", "plan.old-2.yaml", "plan.old-2.md"}
     assert {path.name for path in tmp_path.iterdir()} == names
     assert not read(tmp_path / "plan.old-2.yaml").is_edited
@@ -125,9 +125,9 @@ def test_what_is_no_plan_is_refused(tmp_path: Path, text: str | bytes | None, me
     path = tmp_path / PLAN
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(UserError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as error:
         read(path)
-    assert len(str(caught.value).splitlines()) == 1
+    assert len(str(error.value).splitlines()) == 1
     with pytest.raises(UserError, match="is a folder; name the file"):
         read(tmp_path)
 
@@ -146,10 +146,10 @@ def test_settings_are_those_that_identify_a_run() -> None:
 
 @pytest.mark.parametrize(("comparisons", "pairs"), [(1, 5), (6, 10)])
 def test_the_smallest_difference(comparisons: int, pairs: int) -> None:
-    """Its power, by the noncentral t distribution, is the requested one."""
-    found = plan_file.build_test_fields("t", 0.05, comparisons, pairs, 2.0, 0.8)["smallest_difference"]
+    """The power of the smallest difference, from the noncentral t distribution, is the requested one."""
+    smallest_difference = plan_file.build_test_fields("t", 0.05, comparisons, pairs, 2.0, 0.8)["smallest_difference"]
     limit = stats.t.isf(0.05 / comparisons / 2, pairs - 1)
-    shift = math.sqrt(pairs) * found / 2.0
+    shift = math.sqrt(pairs) * smallest_difference / 2.0
     power = stats.nct.sf(limit, pairs - 1, shift) + stats.nct.cdf(-limit, pairs - 1, shift)
     assert power == pytest.approx(0.8, abs=1e-9)
 
@@ -157,7 +157,7 @@ def test_the_smallest_difference(comparisons: int, pairs: int) -> None:
 def test_without_a_deviation_the_smallest_difference_is_unknown(fields: dict, tmp_path: Path) -> None:
     test = plan_file.build_test_fields("sign-flip", 0.05, 3, 5, None, 0.8)
     assert test["smallest_difference"] is None
-    # All five signs equal, in either direction.
+    # The smallest p-value has all five signs equal, in either direction.
     assert test["smallest_p"] == 2 / 2**5
     write({**fields, "test": test}, tmp_path)
     text = (tmp_path / TEXT).read_text(encoding="utf-8")

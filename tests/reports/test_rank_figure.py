@@ -20,53 +20,57 @@ REGS: dict[str, dict[str, Any]] = {
 TASKS = ("rte", "cola", "stsb", "mrpc", "sst2", "qnli")
 
 
-def write(root: Path, levels: np.ndarray, seeds: int = 2, tasks: tuple[str, ...] = TASKS) -> np.ndarray:
+def write_runs(root: Path, levels: np.ndarray, seeds: int = 2, tasks: tuple[str, ...] = TASKS) -> np.ndarray:
     """Write runs whose means are about `levels` (tasks, methods); returns the scores (tasks, methods, seeds)."""
     random = np.random.default_rng(0)
     scores = levels[..., None] + random.normal(0, 0.001, (*levels.shape, seeds))
-    for (row, task), (column, reg) in itertools.product(enumerate(tasks), enumerate(REGS.values())):
+    for (task_index, task), (method_index, reg) in itertools.product(enumerate(tasks), enumerate(REGS.values())):
         for seed in range(1, seeds + 1):
-            save(record(task, "mine", reg, seed, float(scores[row, column, seed - 1])), root, geometry=False)
+            save(
+                record(task, "mine", reg, seed, float(scores[task_index, method_index, seed - 1])), root, geometry=False
+            )
     return scores
 
 
-def ranked_in(root: Path) -> list[RankedMethods]:
+def rank_methods_in(root: Path) -> list[RankedMethods]:
     return rank_methods(compare_methods(cells.add_selection_columns(load_runs(root, keep_records=True))))
 
 
 def test_ranks_are_those_of_the_means_over_seeds(tmp_path: Path) -> None:
     levels = np.random.default_rng(1).uniform(0.4, 0.8, (6, 4)) + np.array([0, 0.1, 0.3, 0.5])
-    scores = write(tmp_path, levels)
-    [ranked] = ranked_in(tmp_path)
+    scores = write_runs(tmp_path, levels)
+    [ranked] = rank_methods_in(tmp_path)
     assert ranked.tasks == tuple(cells.list_tasks(pd.DataFrame({"task": TASKS})))
     means = pd.DataFrame(scores.mean(axis=-1), columns=list(REGS))
     expected = means.rank(axis=1, ascending=False).mean()
     assert ranked.average_rank_by_method == pytest.approx(expected.to_dict())
     assert list(ranked.average_rank_by_method.values()) == sorted(ranked.average_rank_by_method.values())
     chi_square = stats.friedmanchisquare(*means.to_numpy().T).statistic
-    f = 5 * chi_square / (6 * 3 - chi_square)
-    assert ranked.friedman_p == pytest.approx(stats.f.sf(f, 3, 15), rel=1e-9)
-    # Demsar's Table 5 has q = 2.569 for four methods.
+    f_statistic = 5 * chi_square / (6 * 3 - chi_square)
+    assert ranked.friedman_p == pytest.approx(stats.f.sf(f_statistic, 3, 15), rel=1e-9)
+    # Table 5 of Demšar (2006) has q = 2.569 for four methods.
     assert ranked.critical_difference == pytest.approx(2.569 * np.sqrt(4 * 5 / (6 * 6)), abs=1e-3)
-    for number, name in enumerate(list(REGS)[1:], 1):
-        differences = 100 * (scores[:, number] - scores[:, 0]).mean(axis=-1)
-        known = stats.ttest_1samp(differences, 0).confidence_interval(0.95)
+    for method_index, name in enumerate(list(REGS)[1:], 1):
+        differences = 100 * (scores[:, method_index] - scores[:, 0]).mean(axis=-1)
+        reference_interval = stats.ttest_1samp(differences, 0).confidence_interval(0.95)
         assert ranked.difference_by_method[name].mean == pytest.approx(differences.mean(), rel=1e-9)
-        assert ranked.difference_by_method[name].interval == pytest.approx((known.low, known.high), rel=1e-9)
+        assert ranked.difference_by_method[name].interval == pytest.approx(
+            (reference_interval.low, reference_interval.high), rel=1e-9
+        )
 
 
 def test_bars_join_exactly_the_methods_that_do_not_differ() -> None:
     random = np.random.default_rng(2)
     for _ in range(200):
         values = np.sort(random.uniform(1, 6, 6).round(1)).tolist()
-        ranks = {str(number): value for number, value in enumerate(values)}
+        ranks = {str(index): value for index, value in enumerate(values)}
         ranked = RankedMethods("m", TASKS, ranks, friedman_p=0.01, critical_difference=1.5)
         for low, high in itertools.combinations(values, 2):
             is_joined = any(start <= low and high <= end for start, end in ranked.indistinguishable_ranges)
             assert is_joined == (high - low < 1.5)
         # No bar lies within another.
-        for one, other in itertools.permutations(ranked.indistinguishable_ranges, 2):
-            assert not (one[0] >= other[0] and one[1] <= other[1])
+        for first, second in itertools.permutations(ranked.indistinguishable_ranges, 2):
+            assert not (first[0] >= second[0] and first[1] <= second[1])
 
 
 def test_without_a_rejection_by_friedman_no_two_methods_differ() -> None:
@@ -79,17 +83,19 @@ def test_losses_are_ranked_and_not_averaged(tmp_path: Path, monkeypatch: pytest.
     for task in ("one", "two", "three"):
         monkeypatch.setitem(METRICS, task, "perplexity")
     levels = np.array([[30.0, 20.0, 25.0, 40.0], [31.0, 21.0, 26.0, 41.0], [32.0, 22.0, 27.0, 42.0]])
-    write(tmp_path, levels, tasks=("one", "two", "three"))
-    [ranked] = ranked_in(tmp_path)
+    write_runs(tmp_path, levels, tasks=("one", "two", "three"))
+    [ranked] = rank_methods_in(tmp_path)
     assert ranked.average_rank_by_method == {"CosReg λ=1": 1, "I-STAR λ=-1 ζ=0.4": 2, "Base": 3, "I-STAR λ=1 ζ=0.4": 4}
-    assert {(each.mean, each.interval) for each in ranked.difference_by_method.values()} == {(None, None)}
+    assert {(difference.mean, difference.interval) for difference in ranked.difference_by_method.values()} == {
+        (None, None)
+    }
 
 
 def test_too_few_tasks_are_said(tmp_path: Path) -> None:
-    write(tmp_path, np.full((2, 4), 0.5), tasks=("rte", "cola"))
-    # Base alone is no task on which methods are compared.
+    write_runs(tmp_path, np.full((2, 4), 0.5), tasks=("rte", "cola"))
+    # A task on which only Base has finished does not count.
     save(record("mrpc", "mine", BASE, 1), tmp_path, geometry=False)
-    [ranked] = ranked_in(tmp_path)
+    [ranked] = rank_methods_in(tmp_path)
     assert ranked.summarize() == (
         "mine: methods are compared over tasks from 3 tasks on; Base and another method have finished on 2 tasks."
     )
@@ -98,26 +104,26 @@ def test_too_few_tasks_are_said(tmp_path: Path) -> None:
 
 
 def test_methods_with_other_tasks_seeds_or_budgets_are_not_ranked(tmp_path: Path) -> None:
-    write(tmp_path, np.random.default_rng(3).uniform(0.4, 0.8, (6, 4)))
+    write_runs(tmp_path, np.random.default_rng(3).uniform(0.4, 0.8, (6, 4)))
     save(record("rte", "mine", istar(1), 3, 0.5), tmp_path, geometry=False)
     save(record("cola", "mine", cosreg(), 1, 0.5, optim__lr=1.0), tmp_path, geometry=False)
     for seed in (1, 2):
         save(record("cola", "mine", istar(5), seed, 0.5), tmp_path, geometry=False)
-    [ranked] = ranked_in(tmp_path)
+    [ranked] = rank_methods_in(tmp_path)
     assert set(ranked.average_rank_by_method) == {"Base", "I-STAR λ=-1 ζ=0.4"}
     assert set(ranked.unranked_methods) == {"CosReg λ=1", "I-STAR λ=1 ζ=0.4", "I-STAR λ=5 ζ=0.4"}
     assert "Not ranked, because they lack one of these tasks" in ranked.summarize()
     for task in TASKS:
         save(record(task, "mine", istar(-1), 7, 0.5), tmp_path, geometry=False)
-    [ranked] = ranked_in(tmp_path)
+    [ranked] = rank_methods_in(tmp_path)
     assert "no method has finished with the seeds and the budget of Base on all of its 6 tasks" in ranked.summarize()
 
 
 @pytest.mark.slow
 def test_the_page_of_three_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "runs", np.random.default_rng(4).uniform(0.4, 0.8, (3, 4)), tasks=TASKS[:3])
-    cloud = stability.compute_stability_scores((10, 50), (0.0, 1.0), num_draws=2, num_shrinkage_points=800)
-    monkeypatch.setattr(stability, "compute_stability_scores", lambda: cloud)
+    write_runs(tmp_path / "runs", np.random.default_rng(4).uniform(0.4, 0.8, (3, 4)), tasks=TASKS[:3])
+    quick_scores = stability.compute_stability_scores((10, 50), (0.0, 1.0), num_draws=2, num_shrinkage_points=800)
+    monkeypatch.setattr(stability, "compute_stability_scores", lambda: quick_scores)
     report.write_report(tmp_path / "runs", tmp_path / "report")
     page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
     assert "4 methods on 3 tasks (rte, cola, stsb)" in page
@@ -132,7 +138,7 @@ def test_the_diagram() -> None:
     files, spots = render_with_spots(plot)
     assert set(files) == {"svg", "pdf", "png"}
     assert [spot.text for spot in spots] == [f"{name}\naverage rank: {rank:g}" for name, rank in ranks.items()]
-    # From left to right, and each method in a row of its own.
+    # The methods are sorted from left to right, and each has its own row.
     assert [spot.x for spot in spots] == sorted(spot.x for spot in spots)
     assert [spot.y for spot in spots] == sorted(spot.y for spot in spots)
     text = files["svg"].decode()

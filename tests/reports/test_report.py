@@ -38,22 +38,22 @@ from istar.reports import run_frame as run_folders
 from istar.reports.run_frame import load_runs
 from istar.results import RunRecord
 from tests.reports import plans
-from tests.reports.synthetic import BASE, cosreg, fifty, istar, measured, record, save
+from tests.reports.synthetic import BASE, cosreg, istar, make_geometry, record, save, write_fifty_runs
 
 BERT = "google-bert/bert-base-cased"
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
 
 @pytest.fixture(scope="module")
-def quick() -> Any:
-    """Return a cloud that is quick to score; `written` samples one with the real batch sizes."""
+def quick_scores() -> Any:
+    """Return stability scores that are quick to compute; `report_folder` uses the real batch sizes."""
     return stability.compute_stability_scores((10, 50), (0.0, 1.0), num_draws=2, num_shrinkage_points=800)
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def report_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fifty")
-    fifty(folder / "runs")
+    write_fifty_runs(folder / "runs")
     cloud = stability.compute_stability_scores(num_draws=2, num_shrinkage_points=5_000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stability, "compute_stability_scores", lambda: cloud)
@@ -64,7 +64,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Reader(HTMLParser):
-    """Every tag is closed where it should be; what it refers to, and what it says, is kept."""
+    """Checks that tags are nested correctly, and collects the tags, ids, references and text of a page."""
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
@@ -120,7 +120,7 @@ def inline_parts(path: Path) -> dict[str, str]:
         assert attributes == ""
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         assert directives.pop(f"{tag}-src") == f"'sha256-{digest}'"
-        assert [other for other, _ in page.tags].count(tag) == 1
+        assert [page_tag for page_tag, _ in page.tags].count(tag) == 1
         parts[tag] = content
     assert directives == {}
     assert not [tag for tag, _ in page.tags if tag in ("link", "iframe", "object", "embed", "base", "form")]
@@ -131,24 +131,24 @@ def inline_parts(path: Path) -> dict[str, str]:
     return parts
 
 
-def test_page_is_whole_and_needs_nothing_else(written: Path) -> None:
-    page = parsed(written / "index.html")
-    text = (written / "index.html").read_text(encoding="utf-8")
+def test_page_is_whole_and_needs_nothing_else(report_folder: Path) -> None:
+    page = parsed(report_folder / "index.html")
+    text = (report_folder / "index.html").read_text(encoding="utf-8")
     assert len(page.ids) == len(set(page.ids))
     for _, target in page.references:
         assert not re.match(r"(https?:)?//", target)
         if target.startswith("#"):
             assert target[1:] in page.ids
         else:
-            assert (written / target).is_file()
-    inline_parts(written / "index.html")
-    for used in re.findall(r"url\(#([^)]+)\)", text):
-        assert used in page.ids
+            assert (report_folder / target).is_file()
+    inline_parts(report_folder / "index.html")
+    for used_id in re.findall(r"url\(#([^)]+)\)", text):
+        assert used_id in page.ids
 
 
-def test_page_can_be_read_by_everyone(written: Path) -> None:
-    page = parsed(written / "index.html")
-    text = (written / "index.html").read_text(encoding="utf-8")
+def test_page_can_be_read_by_everyone(report_folder: Path) -> None:
+    page = parsed(report_folder / "index.html")
+    text = (report_folder / "index.html").read_text(encoding="utf-8")
     assert "prefers-color-scheme: dark" in text
     assert "@media print" in text
     assert ("html", {"lang": "en"}) in page.tags
@@ -156,7 +156,7 @@ def test_page_can_be_read_by_everyone(written: Path) -> None:
     assert tags.count("table") == tags.count("caption") == 8
     assert tags.count("h1") == 1
     levels = [int(tag[1]) for tag in tags if re.fullmatch(r"h[1-6]", tag)]
-    assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
+    assert all(next_level - previous_level <= 1 for previous_level, next_level in itertools.pairwise(levels))
     drawings = [attributes for tag, attributes in page.tags if tag == "g" and attributes.get("role") == "img"]
     assert len(drawings) == tags.count("svg") == tags.count("desc") == tags.count("figure") >= 10
     for attributes in drawings:
@@ -164,43 +164,43 @@ def test_page_can_be_read_by_everyone(written: Path) -> None:
     assert all(len(text) > 20 for text in re.findall(r"<desc[^>]*>([^<]*)</desc>", text))
     assert tags.count("circle") > 100
     assert tags.count("circle") == tags.count("title") - 1
-    contents = [target[1:] for _, target in page.references if target.startswith("#") and target != "#content"]
-    assert {"table1", "table2", *(f"figure{number}" for number in range(2, 9)), "cost", "missing"} <= set(contents)
+    linked_ids = [target[1:] for _, target in page.references if target.startswith("#") and target != "#content"]
+    assert {"table1", "table2", *(f"figure{number}" for number in range(2, 9)), "cost", "missing"} <= set(linked_ids)
 
 
-def test_every_file(written: Path) -> None:
+def test_every_file(report_folder: Path) -> None:
     names = {"table1", "table2", "conclusions", "methods", "class_isotropy", "over_tasks"}
     names |= {"cost", "missing", "left_out"}
-    assert {path.name for path in (written / "tables").iterdir()} == {
+    assert {path.name for path in (report_folder / "tables").iterdir()} == {
         f"{name}.{suffix}" for name in names for suffix in ("csv", "md", "tex")
     }
     for name in names:
-        # No model has three tasks.
-        assert (len(pd.read_csv(written / "tables" / f"{name}.csv")) > 0) == (name != "over_tasks")
-        balanced((written / "tables" / f"{name}.tex").read_text(encoding="utf-8"))
-    pictures = {path.stem for path in (written / "figures").iterdir()}
+        # The comparison over tasks needs three tasks of a model, so its table is empty.
+        assert (len(pd.read_csv(report_folder / "tables" / f"{name}.csv")) > 0) == (name != "over_tasks")
+        balanced((report_folder / "tables" / f"{name}.tex").read_text(encoding="utf-8"))
+    pictures = {path.stem for path in (report_folder / "figures").iterdir()}
     assert {f"figure{number}-bert-base-cased" for number in range(3, 9)} | {"figure2"} <= pictures
     for name in pictures:
-        assert (written / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        ElementTree.parse(written / "figures" / f"{name}.svg")
+        assert (report_folder / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        ElementTree.parse(report_folder / "figures" / f"{name}.svg")
 
 
-def test_latex_accepts_every_table(written: Path, tmp_path: Path) -> None:
+def test_latex_accepts_every_table(report_folder: Path, tmp_path: Path) -> None:
     if not shutil.which("pdflatex") or not shutil.which("kpsewhich"):
         pytest.skip("needs pdflatex")
     packages = ("booktabs.sty", "graphicx.sty", "siunitx.sty")
     if subprocess.run(["kpsewhich", *packages], capture_output=True, check=False).returncode:
         pytest.skip("needs the packages booktabs, graphicx and siunitx")
-    tables = [path.read_text(encoding="utf-8") for path in sorted((written / "tables").glob("*.tex"))]
+    tables = [path.read_text(encoding="utf-8") for path in sorted((report_folder / "tables").glob("*.tex"))]
     lines = [r"\documentclass{article}", r"\usepackage{booktabs,graphicx,siunitx}", r"\begin{document}"]
     (tmp_path / "all.tex").write_text("\n".join([*lines, *tables, r"\end{document}"]))
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "-draftmode", "all.tex"]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
-    assert run.returncode == 0, run.stdout.decode(errors="replace")[-2_000:]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
+    assert result.returncode == 0, result.stdout.decode(errors="replace")[-2_000:]
 
 
-def test_what_the_page_says(written: Path) -> None:
-    page_text = " ".join(" ".join(parsed(written / "index.html").text).split())
+def test_what_the_page_says(report_folder: Path) -> None:
+    page_text = " ".join(" ".join(parsed(report_folder / "index.html").text).split())
     for phrase in (
         "50 runs", "44 finished", "2 failed", "2 pruned", "2 unfinished", "1 collapsed",
         "25 of the paper's 27 pairs of model and task have no run.",
@@ -208,60 +208,60 @@ def test_what_the_page_says(written: Path) -> None:
         "model=albert,bert,distilbert",
         "loss is NaN at step 7", "it holds no run", "stopped early by a search",
     ):  # fmt: skip
-        assert phrase in page_text or phrase in " ".join(reversed_pairs(page_text)), phrase
+        assert phrase in page_text or phrase in " ".join(reverse_pairs(page_text)), phrase
 
 
-def test_methods_are_called_better_or_worse_by_the_rules_alone(written: Path) -> None:
-    page_text = " ".join(" ".join(parsed(written / "index.html").text).split())
+def test_methods_are_called_better_or_worse_by_the_rules_alone(report_folder: Path) -> None:
+    page_text = " ".join(" ".join(parsed(report_folder / "index.html").text).split())
     summary, sentences = page_text.split("Of 13 comparisons, ")[1].split(".", 1)
     assert "nothing can be concluded in" in summary
-    for sentence in pd.read_csv(written / "tables" / "conclusions.csv")["conclusion"]:
+    for sentence in pd.read_csv(report_folder / "tables" / "conclusions.csv")["conclusion"]:
         assert " ".join(sentence.split()) in page_text
         sentences = sentences.replace(" ".join(sentence.split()), "")
     assert not re.search(r"\b(better|worse|outperforms?|improves?|significant(ly)?)\b", sentences)
     assert "Base and another method have finished on 2 tasks." in page_text
 
 
-def reversed_pairs(page_text: str) -> list[str]:
-    """The summary has its words before its numbers."""
+def reverse_pairs(page_text: str) -> list[str]:
+    """Return "number word" for each "word number" of the text; the summary has its words before its numbers."""
     return [f"{number} {word}" for word, number in re.findall(r"(\w+) (\d+)", page_text)]
 
 
 def balanced(tex: str) -> None:
-    """Braces close, environments nest, and all rows have as many cells as there are columns."""
-    plain = re.sub(r"\\[{}%&#_$]", "", re.sub(r"(?m)^%.*$", "", tex))
-    plain = plain.replace(r"\\", "")
+    """Assert that braces are closed, environments are nested, and every row has a cell for each column."""
+    tex_without_escapes = re.sub(r"\\[{}%&#_$]", "", re.sub(r"(?m)^%.*$", "", tex))
+    tex_without_escapes = tex_without_escapes.replace(r"\\", "")
     depth = 0
-    for letter in plain:
+    for letter in tex_without_escapes:
         depth += {"{": 1, "}": -1}.get(letter, 0)
         assert depth >= 0
     assert depth == 0
-    assert plain.count("$") % 2 == 0
-    assert "%" not in plain.replace("{!}{%", "")
-    assert "#" not in plain
-    assert not re.search(r"_", re.sub(r"\\label\{.*\}", "", plain))
-    opened: list[str] = []
-    for what, name in re.findall(r"\\(begin|end)\{([a-z*]+)\}", tex):
-        if what == "begin":
-            opened.append(name)
+    assert tex_without_escapes.count("$") % 2 == 0
+    assert "%" not in tex_without_escapes.replace("{!}{%", "")
+    assert "#" not in tex_without_escapes
+    assert not re.search(r"_", re.sub(r"\\label\{.*\}", "", tex_without_escapes))
+    open_environments: list[str] = []
+    for keyword, name in re.findall(r"\\(begin|end)\{([a-z*]+)\}", tex):
+        if keyword == "begin":
+            open_environments.append(name)
         else:
-            assert opened.pop() == name
-    assert opened == []
+            assert open_environments.pop() == name
+    assert open_environments == []
     [alignment] = re.findall(r"\\begin\{tabular\}\{(.*)\}\n", tex)
-    types = re.sub(r"\[[^\]]*\]", "", re.sub(r"\{[^{}]*\}", "", alignment))
-    assert re.fullmatch("[lrSp]+", types)
-    columns = len(types)
+    column_types = re.sub(r"\[[^\]]*\]", "", re.sub(r"\{[^{}]*\}", "", alignment))
+    assert re.fullmatch("[lrSp]+", column_types)
+    num_columns = len(column_types)
     body = tex[tex.index(r"\toprule") : tex.index(r"\bottomrule")]
     rows = [row for row in body.replace("\n", " ").split(r" \\") if "multicolumn" not in row and row.strip()]
-    assert all(len(re.findall(r"(?<!\\)&", row)) == columns - 1 for row in rows)
+    assert all(len(re.findall(r"(?<!\\)&", row)) == num_columns - 1 for row in rows)
     assert all(ord(letter) < 128 for letter in tex)
 
 
 NASTY = r"""<script>alert('x')</script> & "q" _a% #1 ~ ^ $x$ {y} \z | `t` λ ± <img src=//evil>"""
 
 
-def test_hostile_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: Any) -> None:
-    monkeypatch.setattr(stability, "compute_stability_scores", lambda: quick)
+def test_hostile_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_scores: Any) -> None:
+    monkeypatch.setattr(stability, "compute_stability_scores", lambda: quick_scores)
     model = 'mine/<b onclick="x()">$a_1$ & 100%\'s'
     for seed in (1, 2):
         save(record("rte", model, BASE, seed, 0.5), tmp_path / "runs")
@@ -304,8 +304,8 @@ def test_latex_and_markdown_of_a_table() -> None:
 # Missing runs.
 
 
-def missing_by_place(root: Path, folder: str = "runs") -> dict[tuple[str, str, str], tuple[str, str]]:
-    """What is missing, and its command, by artefact, model and task."""
+def find_missing_runs(root: Path, folder: str = "runs") -> dict[tuple[str, str, str], tuple[str, str]]:
+    """Return the texts of the missing runs and their commands by artefact, model and task."""
     runs = load_runs(root, keep_records=True)
     frame = cells.add_selection_columns(runs)
     sweep_command = missing_runs.make_sweep_command_builder(frame, runs.records, folder)
@@ -320,12 +320,15 @@ def missing_by_place(root: Path, folder: str = "runs") -> dict[tuple[str, str, s
     ]
     for plot in plots:
         missing += missing_runs.find_missing_plot_runs(plot, frame, {"bert-base-cased": 4}, sweep_command)
-    result: dict[tuple[str, str, str], tuple[str, str]] = {}
+    texts_by_place: dict[tuple[str, str, str], tuple[str, str]] = {}
     for entry in missing:
-        before = result.get((entry.artefact, entry.model, entry.task), ("", ""))
-        both = tuple(f"{old}\n{new}".strip() for old, new in zip(before, (entry.missing, entry.command), strict=True))
-        result[entry.artefact, entry.model, entry.task] = both  # type: ignore[assignment]
-    return result
+        previous_texts = texts_by_place.get((entry.artefact, entry.model, entry.task), ("", ""))
+        joined_texts = tuple(
+            f"{previous_text}\n{new_text}".strip()
+            for previous_text, new_text in zip(previous_texts, (entry.missing, entry.command), strict=True)
+        )
+        texts_by_place[entry.artefact, entry.model, entry.task] = joined_texts  # type: ignore[assignment]
+    return texts_by_place
 
 
 def test_missing_runs_are_named_with_their_commands(tmp_path: Path) -> None:
@@ -334,7 +337,7 @@ def test_missing_runs_are_named_with_their_commands(tmp_path: Path) -> None:
     for seed in range(1, 6):
         save(record("rte", BERT, istar(-1, 0.2), seed), tmp_path)
     save(record("cola", "here/my model", cosreg(), 7), tmp_path)
-    missing = missing_by_place(tmp_path)
+    missing = find_missing_runs(tmp_path)
     assert missing["Table 1", "bert-base-cased", "rte"] == (
         "CosReg: no run\nBase: seeds 3, 5",
         "python train.py -m +sweep=table1 task=rte model=bert\n"
@@ -352,7 +355,7 @@ def test_missing_runs_are_named_with_their_commands(tmp_path: Path) -> None:
         "λ = -5, -3, 0.5, 1, 3, 5: no run",
         "python train.py -m +sweep=figure3 task=rte model=bert",
     )
-    # One seed is as many as the paper has there.
+    # One seed suffices, because this figure of the paper has one.
     assert missing["Figure 6", "bert-base-cased", "rte"][0] == "λ = 1: no run"
     assert missing["Figure 7", "bert-base-cased", "rte"] == (
         "ζ = 0, 0.2, 0.4, 0.6, 0.8, 1: no run",
@@ -368,7 +371,7 @@ def test_missing_runs_are_named_with_their_commands(tmp_path: Path) -> None:
 def test_a_model_with_weights_of_its_own(tmp_path: Path) -> None:
     for weight in (-0.2, 0.2):
         save(record("demo", "tiny", istar(weight), 1, model__pretrained=False), tmp_path)
-    assert missing_by_place(tmp_path)["Figure 3", "tiny", "demo"] == (
+    assert find_missing_runs(tmp_path)["Figure 3", "tiny", "demo"] == (
         "λ = -0.2, 0.2: seeds 2, 3, 4, 5",
         "python train.py -m +sweep=figure3 task=demo model=tiny optim.lr=3e-05 trainer.max_epochs=3 "
         "trainer.accumulate_grad_batches=2 reg.lambda=-0.2,0.2",
@@ -385,14 +388,14 @@ def test_what_is_there_is_not_missing(tmp_path: Path) -> None:
             save(record("rte", BERT, istar(weight, 0.8), seed), tmp_path)
         for layer in range(1, 5):
             save(record("rte", BERT, istar(-1, 0.8, [layer]), seed), tmp_path)
-    missing = missing_by_place(tmp_path)
+    missing = find_missing_runs(tmp_path)
     assert list(missing) == [("Table 2", "bert-base-cased", "rte")]
     assert missing["Table 2", "bert-base-cased", "rte"][0] == "I-STAR: 15 of the 24 pairs of λ and ζ"
 
 
 def test_commands_name_the_data_and_the_folder(tmp_path: Path) -> None:
     save(record("rte", "tiny", BASE, 1, model__pretrained=False, task__data_dir="my data"), tmp_path)
-    _, command = missing_by_place(tmp_path, "elsewhere")["Table 1", "tiny", "rte"]
+    _, command = find_missing_runs(tmp_path, "elsewhere")["Table 1", "tiny", "rte"]
     assert command == (
         """python train.py -m +sweep=table1 task=rte model=tiny 'task.data_dir='"'"'my data'"'"'' """
         "optim.lr=3e-05 trainer.max_epochs=3 trainer.accumulate_grad_batches=2 run.root=elsewhere\n"
@@ -438,8 +441,8 @@ def test_of_the_paper() -> None:
     )  # type: ignore[index]
     pairs = [(model, task) for model in missing_runs.paper.MODELS for task in missing_runs.paper.TASKS]
     assert missing_runs.describe_missing_paper_pairs(pd.DataFrame(pairs, columns=["model", "task"])) is None
-    rest = missing_runs.describe_missing_paper_pairs(pd.DataFrame(pairs[1:], columns=["model", "task"]))
-    assert rest == (
+    remaining_pairs = missing_runs.describe_missing_paper_pairs(pd.DataFrame(pairs[1:], columns=["model", "task"]))
+    assert remaining_pairs == (
         "1 of the paper's 27 pairs of model and task have no run.",
         "python train.py -m +sweep=table1 task=sst2 model=albert",
     )
@@ -448,7 +451,7 @@ def test_of_the_paper() -> None:
 # Figures.
 
 
-def frame_of(root: Path) -> tuple[Any, pd.DataFrame]:
+def load_frame(root: Path) -> tuple[Any, pd.DataFrame]:
     loaded = load_runs(root, keep_records=True)
     return loaded, cells.add_selection_columns(loaded)
 
@@ -457,12 +460,12 @@ def test_lines_differ_in_nothing_but_what_they_vary(tmp_path: Path) -> None:
     for seed in (1, 2):
         for weight in (-1, 1):
             save(record("rte", BERT, istar(weight, 0.4), seed, 0.5 + weight / 10), tmp_path)
-        # Better, but alone: one lambda of another zeta and learning rate.
+        # These runs are better, but they are the only lambda with their zeta and learning rate.
         save(record("rte", BERT, istar(-5, 0.8), seed, 0.99), tmp_path)
         save(record("rte", BERT, istar(3, 0.4), seed, 0.99, optim__lr=1e-5), tmp_path)
         save(record("rte", BERT, BASE, seed, 0.55), tmp_path)
         save(record("rte", BERT, BASE, seed, 0.95, optim__lr=1e-5), tmp_path)
-    _, frame = frame_of(tmp_path)
+    _, frame = load_frame(tmp_path)
     [panel] = run_figures.build_isotropy_performance_plot(frame, {}).panels
     assert {line.label: line.y[0] for line in panel.lines} == pytest.approx({"Base": 55, "λ = -1": 40, "λ = 1": 60})
     assert all(line.seeds == (1, 2) for line in panel.lines)
@@ -478,7 +481,7 @@ def test_points_have_both_deviations(tmp_path: Path) -> None:
     runs = [record("rte", BERT, istar(-1), seed, value) for seed, value in values.items()]
     for run in runs:
         save(run, tmp_path)
-    _, frame = frame_of(tmp_path)
+    _, frame = load_frame(tmp_path)
     [panel] = run_figures.build_isotropy_performance_plot(frame, {}).panels
     [line] = panel.lines
     scores = [run.isotropy["after"]["union"] for run in runs]
@@ -494,13 +497,13 @@ def test_ablations(tmp_path: Path) -> None:
             save(record("rte", BERT, istar(-1, zeta), seed, value + seed / 100), tmp_path)
     for layer in (1, 3):
         save(record("rte", BERT, istar(-1, 0.4, [layer]), 1, 0.6 + layer / 100), tmp_path)
-    # Better, but not by the paper's estimator.
+    # These runs are better, but their estimator is not that of the paper.
     for seed in range(1, 5):
         for layers in ("all", [2]):
             save(record("rte", BERT, istar(-1, "auto", layers), seed, 0.9), tmp_path)  # type: ignore[arg-type]
             for estimator in ("unbiased", "unbiased_by_sentence"):
                 save(record("rte", BERT, istar(-1, 0.0, layers, estimator=estimator), seed, 0.9), tmp_path)
-    loaded, frame = frame_of(tmp_path)
+    loaded, frame = load_frame(tmp_path)
     [cell] = [cell for cell in cells.select_cells(frame) if cell.family == "istar"]
     assert (cell.num_configurations, cell.score_by_seed("accuracy")[1]) == (3, pytest.approx(71))
     assert len(paper_tables.collect_tried_pairs(frame, cell)) == 3
@@ -516,16 +519,16 @@ def test_ablations(tmp_path: Path) -> None:
 
 
 def test_figures_and_tables_choose_the_same_cells(tmp_path: Path) -> None:
-    """A mean of one seed is no best mean beside means of five, and the figure has the configuration of Table 2."""
+    """A mean of one seed is not the best beside means of five, and the figure has the configuration of Table 2."""
     for seed in range(1, 6):
         save(record("rte", BERT, istar(-1, 0.4), seed, 0.6 + seed / 1000), tmp_path)
         save(record("rte", BERT, istar(-1, 0.6), seed, 0.58), tmp_path)
     save(record("rte", BERT, istar(-1, 0.2), 1, 0.7), tmp_path)
-    # More runs in all, and better ones, but with fewer seeds for each configuration.
+    # These runs are more and better, but each configuration has fewer seeds.
     for zeta in (0.0, 0.2, 0.4, 0.6, 0.8):
         for seed in range(1, 4):
             save(record("rte", BERT, istar(3, zeta), seed, 0.65), tmp_path)
-    _, frame = frame_of(tmp_path)
+    _, frame = load_frame(tmp_path)
     [row] = paper_tables.build_table2_sheet(cells.select_cells(frame), frame).rows
     assert row[1].text == "-1 | 0.4"
     [panel] = run_figures.build_zeta_ablation_plot(frame).panels
@@ -545,7 +548,7 @@ def test_a_collapsed_mean_is_marked_and_not_the_best(tmp_path: Path) -> None:
     for seed in (1, 2):
         save(record("rte", BERT, istar(-1, 0.4), seed, 0.5, changes=constant), tmp_path)
         save(record("rte", BERT, istar(-1, 0.8), seed, 0.45), tmp_path)
-    _, frame = frame_of(tmp_path)
+    _, frame = load_frame(tmp_path)
     [panel] = run_figures.build_zeta_ablation_plot(frame).panels
     assert panel.vertical_line is None
     assert panel.lines[0].collapsed == (True, False)
@@ -555,21 +558,21 @@ def test_layers_and_dimensions_are_means_over_seeds(tmp_path: Path) -> None:
     runs = [record("rte", BERT, reg, seed) for reg in (BASE, cosreg(1), istar(-1)) for seed in (1, 2)]
     for run in runs:
         save(run, tmp_path)
-    loaded, frame = frame_of(tmp_path)
-    read = {folder: geometry_file.read_geometry(Path(folder)) for folder in frame["folder"]}
-    known = {folder: geometry for folder, geometry in read.items() if geometry is not None}
-    [panel] = run_figures.build_mean_activation_plot(frame, known).panels
+    loaded, frame = load_frame(tmp_path)
+    results_by_folder = {folder: geometry_file.read_geometry(Path(folder)) for folder in frame["folder"]}
+    geometry_by_folder = {folder: geometry for folder, geometry in results_by_folder.items() if geometry is not None}
+    [panel] = run_figures.build_mean_activation_plot(frame, geometry_by_folder).panels
     assert [line.label for line in panel.lines] == ["Base", "λ = 1"]
-    means = np.mean([measured(run)["mean_activation"] for run in runs[2:4]], axis=0)
+    means = np.mean([make_geometry(run)["mean_activation"] for run in runs[2:4]], axis=0)
     assert panel.lines[1].y == pytest.approx(means, rel=1e-12)
-    [panel] = run_figures.build_intrinsic_dimension_plot(frame, known).panels
+    [panel] = run_figures.build_intrinsic_dimension_plot(frame, geometry_by_folder).panels
     assert panel.lines[1].label == "λ = -1"
     assert np.isnan(panel.lines[1].y[0])
-    assert panel.lines[1].y[1:] == pytest.approx(measured(runs[4])["two_nn"][1:])
-    [panel] = run_figures.build_layer_isotropy_plot(frame, loaded.records, known).panels
+    assert panel.lines[1].y[1:] == pytest.approx(make_geometry(runs[4])["two_nn"][1:])
+    [panel] = run_figures.build_layer_isotropy_plot(frame, loaded.records, geometry_by_folder).panels
     after = [[run.isotropy["after"][str(layer)] for layer in range(5)] for run in runs[4:]]
     assert panel.lines[1].y == pytest.approx(np.mean(after, axis=0), rel=1e-12)
-    # Without the file there is no line, and the runs are missing.
+    # Without `geometry.json` there is no line, and the runs are listed as missing.
     assert run_figures.build_mean_activation_plot(frame, {}).panels == ()
     sweep_command = missing_runs.make_sweep_command_builder(frame, loaded.records, "runs")
     plot = run_figures.build_intrinsic_dimension_plot(frame, {})
@@ -579,54 +582,54 @@ def test_layers_and_dimensions_are_means_over_seeds(tmp_path: Path) -> None:
 
 
 def add_isoscore_star(run: RunRecord, root: Path, zeta: float = 0.2) -> dict[str, float]:
-    """Add IsoScore* to the `geometry.json` of a saved run; return the scores by layer and of the union."""
+    """Add IsoScore* to the `geometry.json` of a saved run, and return the scores of its layers and of their union."""
     values = np.random.default_rng([run.config["seed"], len(run.name)]).uniform(0, 1, 6).tolist()
     layers = {str(number): value for number, value in enumerate(values[1:])}
     path = root / run.name / "geometry.json"
-    star = {"zeta": zeta, "num_points": 1234, "union": values[0], "layers": layers}
-    path.write_text(json.dumps({**json.loads(path.read_text()), "isoscore_star": star}))
+    isoscore_star = {"zeta": zeta, "num_points": 1234, "union": values[0], "layers": layers}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "isoscore_star": isoscore_star}))
     return {**layers, "union": values[0]}
 
 
-def isotropy_figures(root: Path) -> tuple[Plot, Plot]:
-    """Figures 3 and 6 of the runs below a folder."""
-    loaded, frame = frame_of(root)
-    read = {folder: geometry_file.read_geometry(Path(folder)) for folder in frame["folder"]}
-    known = {folder: geometry for folder, geometry in read.items() if geometry is not None}
+def build_isotropy_plots(root: Path) -> tuple[Plot, Plot]:
+    """Return Figures 3 and 6 of the runs below a folder."""
+    loaded, frame = load_frame(root)
+    results_by_folder = {folder: geometry_file.read_geometry(Path(folder)) for folder in frame["folder"]}
+    geometry_by_folder = {folder: geometry for folder, geometry in results_by_folder.items() if geometry is not None}
     return (
-        run_figures.build_isotropy_performance_plot(frame, known),
-        run_figures.build_layer_isotropy_plot(frame, loaded.records, known),
+        run_figures.build_isotropy_performance_plot(frame, geometry_by_folder),
+        run_figures.build_layer_isotropy_plot(frame, loaded.records, geometry_by_folder),
     )
 
 
 def test_a_figure_has_isoscore_star_if_all_its_runs_have_it(tmp_path: Path) -> None:
     runs = [record("rte", BERT, reg, seed) for reg in (BASE, istar(-1), istar(1)) for seed in (1, 2)]
-    for run in (*runs, other := record("rte", BERT, cosreg(), 1)):
+    for run in (*runs, cosreg_run := record("rte", BERT, cosreg(), 1)):
         save(run, tmp_path)
-    # Runs of an earlier version, or without run.isotropy_zeta.
-    for plot in isotropy_figures(tmp_path):
+    # Runs of an earlier version or without `run.isotropy_zeta` have no IsoScore*.
+    for plot in build_isotropy_plots(tmp_path):
         assert plot.caption.startswith(
             "IsoScore (ζ = 0) over all tokens of the validation set; the paper has IsoScore*"
         )
         assert "No run of this figure has IsoScore*; run.isotropy_zeta=0.2 measures it." in plot.caption
     scores = [add_isoscore_star(run, tmp_path) for run in runs[:-1]]
-    missing = runs[-1]
+    last_run = runs[-1]
     for zeta in (None, 0.3):
         if zeta is not None:
-            add_isoscore_star(missing, tmp_path, zeta)
-        performance, by_layer = isotropy_figures(tmp_path)
+            add_isoscore_star(last_run, tmp_path, zeta)
+        performance, by_layer = build_isotropy_plots(tmp_path)
         assert performance.x_label == "IsoScore"
         assert by_layer.panels[0].y_label == "IsoScore"
         for plot in (performance, by_layer):
             assert "Of the 6 runs of this figure, 5 have IsoScore* as well." in plot.caption
-            assert f"without it: {missing.name}." in plot.caption
-        # All runs are shown with IsoScore, also those that have both.
+            assert f"without it: {last_run.name}." in plot.caption
+        # All runs are shown with IsoScore, including those that have IsoScore*, too.
         after = [run.isotropy["after"] for run in runs]
         assert [line.x[0] for line in performance.panels[0].lines] == pytest.approx(
             [np.mean([run["union"] for run in after[start : start + 2]]) for start in (0, 2, 4)], rel=1e-12
         )
-    scores.append(add_isoscore_star(missing, tmp_path))
-    performance, by_layer = isotropy_figures(tmp_path)
+    scores.append(add_isoscore_star(last_run, tmp_path))
+    performance, by_layer = build_isotropy_plots(tmp_path)
     assert performance.x_label == "IsoScore*"
     [panel] = performance.panels
     assert [line.label for line in panel.lines] == ["Base", "λ = -1", "λ = 1"]
@@ -645,15 +648,15 @@ def test_a_figure_has_isoscore_star_if_all_its_runs_have_it(tmp_path: Path) -> N
             "IsoScore* with the paper's ζ = 0.2 over all tokens of the validation set, in all 6"
         )
         assert "1,234 points of the training data" in plot.caption
-    # CosReg, without the measure, is in neither of the figures.
-    assert other.name not in performance.caption
+    # The run with CosReg has no IsoScore* and is not in the figure.
+    assert cosreg_run.name not in performance.caption
 
 
 def test_the_caption_does_not_name_hundreds_of_runs(tmp_path: Path) -> None:
     for seed in range(15):
         save(record("rte", BERT, istar(-1), seed), tmp_path)
     add_isoscore_star(record("rte", BERT, istar(-1), 3), tmp_path)
-    performance, _ = isotropy_figures(tmp_path)
+    performance, _ = build_isotropy_plots(tmp_path)
     assert re.search(r"without it: (rte-[\w-]+, ){10}and 4 others\.", performance.caption)
 
 
@@ -661,7 +664,7 @@ def test_curves_follow_the_runs_of_table1(tmp_path: Path) -> None:
     runs = [record("rte", BERT, BASE, seed, 0.5 + seed / 10) for seed in (1, 2)]
     for run in (*runs, record("rte", BERT, BASE, 1, 0.9, optim__lr=1e-5)):
         save(run, tmp_path)
-    loaded, frame = frame_of(tmp_path)
+    loaded, frame = load_frame(tmp_path)
     losses, metrics = run_figures.build_learning_curve_plots(cells.select_cells(frame), loaded.records)
     [[line]] = [panel.lines for panel in losses.panels]
     expected = [np.mean([run.epochs[epoch]["metrics"]["loss"] for run in runs]) for epoch in range(3)]
@@ -670,20 +673,22 @@ def test_curves_follow_the_runs_of_table1(tmp_path: Path) -> None:
     assert line.y == pytest.approx([0.8 * 65, 0.9 * 65, 65])
 
 
-def test_stability(quick: Any) -> None:
-    assert quick.true_score == pytest.approx(0.86734, abs=1e-5)
-    assert quick.scores_by_zeta[0.0][0].mean < quick.scores_by_zeta[0.0][1].mean < 0.1
-    assert quick.scores_by_zeta[1.0][0].mean == quick.scores_by_zeta[1.0][1].mean
-    again = stability.compute_stability_scores((10, 50), (0.0, 1.0), num_draws=2, num_shrinkage_points=800)
-    assert again == quick
-    assert abs(quick.unbiased_scores[1].mean - quick.true_score) < 0.1
+def test_stability(quick_scores: Any) -> None:
+    assert quick_scores.true_score == pytest.approx(0.86734, abs=1e-5)
+    assert quick_scores.scores_by_zeta[0.0][0].mean < quick_scores.scores_by_zeta[0.0][1].mean < 0.1
+    assert quick_scores.scores_by_zeta[1.0][0].mean == quick_scores.scores_by_zeta[1.0][1].mean
+    second_scores = stability.compute_stability_scores((10, 50), (0.0, 1.0), num_draws=2, num_shrinkage_points=800)
+    assert second_scores == quick_scores
+    assert abs(quick_scores.unbiased_scores[1].mean - quick_scores.true_score) < 0.1
     assert all(
-        auto.mean > 2 * plain.mean
-        for auto, plain in zip(quick.auto_zeta_scores, quick.scores_by_zeta[0.0], strict=True)
+        auto_score.mean > 2 * uncorrected_score.mean
+        for auto_score, uncorrected_score in zip(
+            quick_scores.auto_zeta_scores, quick_scores.scores_by_zeta[0.0], strict=True
+        )
     )
-    [panel] = run_figures.build_minibatch_stability_plot(quick).panels
+    [panel] = run_figures.build_minibatch_stability_plot(quick_scores).panels
     assert [line.label for line in panel.lines] == ["ζ = 0", "ζ = 1", "ζ = auto", "unbiased"]
-    assert panel.lines[3].y == tuple(score.mean for score in quick.unbiased_scores)
+    assert panel.lines[3].y == tuple(score.mean for score in quick_scores.unbiased_scores)
 
 
 @pytest.mark.parametrize(
@@ -707,8 +712,8 @@ def test_a_broken_geometry_is_told(tmp_path: Path, text: str) -> None:
 
 
 @pytest.fixture
-def one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: Any) -> Path:
-    monkeypatch.setattr(stability, "compute_stability_scores", lambda: quick)
+def one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_scores: Any) -> Path:
+    monkeypatch.setattr(stability, "compute_stability_scores", lambda: quick_scores)
     save(record("rte", BERT, BASE, 1), tmp_path / "runs")
     return tmp_path
 
@@ -726,22 +731,22 @@ def test_the_same_runs_give_the_same_files(one_run: Path) -> None:
 
 
 def test_every_run_is_read_once_and_every_picture_drawn_once(one_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """These take nearly all of a report's time."""
+    """Reading, computing and drawing take nearly all of a report's time."""
     for seed in (2, 3):
         save(record("rte", BERT, istar(), seed), one_run / "runs")
     calls: Counter[str] = Counter()
 
-    def counted(owner: Any, name: str) -> None:
+    def count_calls_of(owner: Any, name: str) -> None:
         original = getattr(owner, name)
 
-        def call(*arguments: Any) -> Any:
+        def counting_call(*arguments: Any) -> Any:
             calls[name] += 1
             return original(*arguments)
 
-        monkeypatch.setattr(owner, name, call)
+        monkeypatch.setattr(owner, name, counting_call)
 
     for owner, name in ((run_folders, "read"), (stability, "compute_stability_scores"), (drawing, "render_with_spots")):
-        counted(owner, name)
+        count_calls_of(owner, name)
     report.write_report(one_run / "runs", one_run / "report")
     pictures = list((one_run / "report" / "figures").glob("*.png"))
     assert len(pictures) > 3
@@ -754,29 +759,29 @@ def test_a_report_below_its_runs_is_no_trouble(one_run: Path) -> None:
     assert "not read" not in (one_run / "runs" / "report" / "tables" / "left_out.csv").read_text()
 
 
-def foreign(out: Path, kind: str) -> None:
+def write_foreign_files(folder: Path, kind: str) -> None:
     if kind == "a file":
-        out.write_text("mine")
+        folder.write_text("mine")
         return
-    out.mkdir()
+    folder.mkdir()
     if kind == "someone's folder":
-        (out / "thesis.tex").write_text("mine")
+        (folder / "thesis.tex").write_text("mine")
     if kind == "someone's page":
-        (out / "index.html").write_text("<html>mine</html>")
+        (folder / "index.html").write_text("<html>mine</html>")
     if kind == "someone's tables":
-        (out / "tables").mkdir()
-        (out / "tables" / "mine.csv").write_text("1")
+        (folder / "tables").mkdir()
+        (folder / "tables" / "mine.csv").write_text("1")
 
 
 @pytest.mark.parametrize("kind", ["a file", "someone's folder", "someone's page", "someone's tables"])
 def test_nobody_loses_files(one_run: Path, kind: str, capsys: Any) -> None:
     out = one_run / "report"
-    foreign(out, kind)
-    before = contents(out) if out.is_dir() else out.read_text()
+    write_foreign_files(out, kind)
+    contents_before = contents(out) if out.is_dir() else out.read_text()
     assert main(["report", str(one_run / "runs"), "--out", str(out)]) == 2
     [message] = capsys.readouterr().err.splitlines()
     assert message.startswith(f"error: --out {out} ")
-    assert (contents(out) if out.is_dir() else out.read_text()) == before
+    assert (contents(out) if out.is_dir() else out.read_text()) == contents_before
 
 
 def test_a_file_put_beside_a_report_is_kept(one_run: Path) -> None:
@@ -791,20 +796,20 @@ def test_a_file_put_beside_a_report_is_kept(one_run: Path) -> None:
 def test_an_interrupted_report_leaves_the_old_one(one_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = one_run / "report"
     report.write_report(one_run / "runs", out)
-    before = contents(out)
+    contents_before = contents(out)
     save(record("rte", BERT, BASE, 2), one_run / "runs")
     writes = iter(range(4))
-    real = Path.write_bytes
+    write_bytes = Path.write_bytes
 
-    def full(path: Path, data: bytes) -> int:
+    def write_until_full(path: Path, data: bytes) -> int:
         if next(writes, None) is None:
             raise OSError(28, "No space left on device")
-        return real(path, data)
+        return write_bytes(path, data)
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(Path, "write_bytes", write_until_full)
     with pytest.raises(UserError, match=r"cannot be written: .*No space left"):
         report.write_report(one_run / "runs", out)
-    assert contents(out) == before
+    assert contents(out) == contents_before
     assert sorted(path.name for path in one_run.iterdir()) == ["report", "runs"]
 
 
@@ -835,9 +840,9 @@ def test_nothing_to_report(tmp_path: Path, capsys: Any) -> None:
     ids=["failed", "unfinished", "pruned", "cosreg", "demo", "layer", "flawed"],
 )
 def test_whatever_there_is_makes_a_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: Any, runs: list[RunRecord]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_scores: Any, runs: list[RunRecord]
 ) -> None:
-    monkeypatch.setattr(stability, "compute_stability_scores", lambda: quick)
+    monkeypatch.setattr(stability, "compute_stability_scores", lambda: quick_scores)
     for run in runs:
         save(run, tmp_path / "runs", geometry=False)
     report.write_report(tmp_path / "runs", tmp_path / "report")
@@ -850,19 +855,21 @@ def test_the_command(one_run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
     (one_run / "runs" / "sweeps" / "a" / "result.json").write_text(json.dumps({}))
     assert main(["report", "runs"]) == 0
     assert capsys.readouterr().out.startswith("report/index.html: 1 run, ")
-    frame = pd.read_csv("report/tables/table1.csv")
-    assert frame.loc[0, "mean"] == pytest.approx(50)
+    table1 = pd.read_csv("report/tables/table1.csv")
+    assert table1.loc[0, "mean"] == pytest.approx(50)
     assert not pd.read_csv("report/tables/missing.csv")["command"].str.contains("run.root").any()
     assert list(pd.read_csv("report/tables/left_out.csv")["folder"]) == []
-    assert paper_tables.EMPTY_CELL not in frame.columns
+    assert paper_tables.EMPTY_CELL not in table1.columns
 
 
 @pytest.mark.slow
-def test_departures_from_a_plan(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, quick: Any) -> None:
-    monkeypatch.setattr(stability, "compute_stability_scores", lambda: quick)
+def test_departures_from_a_plan(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, quick_scores: Any
+) -> None:
+    monkeypatch.setattr(stability, "compute_stability_scores", lambda: quick_scores)
     monkeypatch.chdir(tmp_path)
     runs = [plans.run("rte", reg, seed) for reg in (BASE, istar()) for seed in (1, 2)]
-    plan = plan_file.write(plans.merged(plans.contents(runs)), tmp_path / "my plan")
+    plan = plan_file.write(plans.merge_configurations(plans.make_plan_fields(runs)), tmp_path / "my plan")
     for run in runs:
         save(run, tmp_path / "runs", geometry=False)
     assert main(["report", "runs", "--plan", str(plan)]) == 0
@@ -876,19 +883,19 @@ def test_departures_from_a_plan(tmp_path: Path, capsys: Any, monkeypatch: pytest
     text = "".join(parsed(tmp_path / "report" / "index.html").text)
     assert "There are 3 departures from it." in text
     assert "commit <b>d00d" in text
-    frame = pd.read_csv("report/tables/departures.csv")
-    assert set(frame["departure"]) == {"seed that was not planned", "unequal seeds", "other code"}
+    departures = pd.read_csv("report/tables/departures.csv")
+    assert set(departures["departure"]) == {"seed that was not planned", "unequal seeds", "other code"}
     assert main(["report", "runs"]) == 0
     assert "departures" not in parsed(tmp_path / "report" / "index.html").ids
     capsys.readouterr()
-    before = contents(tmp_path / "report")
-    for wrong, message in (
+    contents_before = contents(tmp_path / "report")
+    for wrong_path, message in (
         ("nowhere.yaml", "there is no such plan"),
         ("my plan", "is a folder"),
         ("my plan/plan.md", "plan"),
     ):
-        assert main(["report", "runs", "--plan", wrong]) == 2
+        assert main(["report", "runs", "--plan", wrong_path]) == 2
         [line] = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"error: {wrong}")
+        assert line.startswith(f"error: {wrong_path}")
         assert message in line
-    assert contents(tmp_path / "report") == before
+    assert contents(tmp_path / "report") == contents_before

@@ -20,10 +20,13 @@ from istar.results import RESULT, RunRecord, write
 
 
 @pytest.fixture
-def make(composed: Callable[..., Config], tmp_path: Path) -> Callable[..., RunRecord]:
-    """`make("name", "reg=cosreg", value=0.5)` writes a run's folder."""
+def write_run(composed: Callable[..., Config], tmp_path: Path) -> Callable[..., RunRecord]:
+    """Return a function that writes the folder of a run and returns its record.
 
-    def build(
+    Example: `write_run("name", "reg=cosreg", value=0.5)`.
+    """
+
+    def write_record(
         name: str, *overrides: str, value: float | None = 0.5, root: Path = tmp_path, **changes: Any
     ) -> RunRecord:
         record = RunRecord(name, "finished", to_dict(composed("task=rte", *overrides)))
@@ -40,11 +43,11 @@ def make(composed: Callable[..., Config], tmp_path: Path) -> Callable[..., RunRe
         write(record, root / name)
         return record
 
-    return build
+    return write_record
 
 
-def test_a_run_is_a_row(make: Callable[..., RunRecord], tmp_path: Path) -> None:
-    make("one", "reg=istar", "reg.lambda=3", "reg.layers=[1,2]", "seed=7", value=0.75)
+def test_a_run_is_a_row(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:
+    write_run("one", "reg=istar", "reg.lambda=3", "reg.layers=[1,2]", "seed=7", value=0.75)
     loaded = load_runs(tmp_path)
     assert loaded.read_errors == {}
     [run] = loaded.frame.to_dict("records")
@@ -57,9 +60,9 @@ def test_a_run_is_a_row(make: Callable[..., RunRecord], tmp_path: Path) -> None:
     assert {key: run[key] for key in expected} == expected
 
 
-def test_failed_and_unfinished_runs_are_rows_too(make: Callable[..., RunRecord], tmp_path: Path) -> None:
-    make("finished")
-    config = make("failed", value=None, status="failed", error="out of luck").config
+def test_failed_and_unfinished_runs_are_rows_too(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:
+    write_run("finished")
+    config = write_run("failed", value=None, status="failed", error="out of luck").config
     (tmp_path / "unfinished").mkdir()
     (tmp_path / "unfinished" / "config.yaml").write_text(yaml.safe_dump(config))
     frame = load_runs(tmp_path).frame.set_index("name")
@@ -68,22 +71,22 @@ def test_failed_and_unfinished_runs_are_rows_too(make: Callable[..., RunRecord],
     assert frame["value"].isna().to_dict() == {"finished": False, "failed": True, "unfinished": True}
 
 
-def test_where_runs_are_looked_for(make: Callable[..., RunRecord], tmp_path: Path) -> None:
-    make("deeper", root=tmp_path / "sweep" / "rte")
-    make("again")
-    make("again.old-1")
-    make("inside", root=tmp_path / "again" / "wandb")
+def test_where_runs_are_looked_for(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:
+    write_run("deeper", root=tmp_path / "sweep" / "rte")
+    write_run("again")
+    write_run("again.old-1")
+    write_run("inside", root=tmp_path / "again" / "wandb")
     (tmp_path / ".locks").mkdir()
     (tmp_path / "multirun").mkdir()
-    make("trial", root=tmp_path / "sweeps" / "table1")
+    write_run("trial", root=tmp_path / "sweeps" / "table1")
     loaded = load_runs(tmp_path)
     assert sorted(loaded.frame["name"]) == ["again", "deeper"]
     assert loaded.read_errors == {}
     assert list(load_runs(tmp_path / "again").frame["name"]) == ["again"]
 
 
-def test_metrics_and_records(make: Callable[..., RunRecord], tmp_path: Path) -> None:
-    record = make("one", metrics={"accuracy": 0.5, "f1": 0.25, "loss": 0.7}, data={"fingerprint": "abc"})
+def test_metrics_and_records(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:
+    record = write_run("one", metrics={"accuracy": 0.5, "f1": 0.25, "loss": 0.7}, data={"fingerprint": "abc"})
     loaded = load_runs(tmp_path, keep_records=True)
     [run] = loaded.frame.to_dict("records")
     assert (run["validation.f1"], run["fingerprint"]) == (0.25, "abc")
@@ -104,9 +107,9 @@ BROKEN: dict[str, dict[str, str]] = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_folder_that_is_no_run_is_told_and_the_others_are_read(
-    make: Callable[..., RunRecord], tmp_path: Path, name: str
+    write_run: Callable[..., RunRecord], tmp_path: Path, name: str
 ) -> None:
-    make("good")
+    write_run("good")
     (tmp_path / "bad").mkdir()
     for file, content in BROKEN[name].items():
         (tmp_path / "bad" / file).write_text(content)
@@ -118,8 +121,8 @@ def test_a_folder_that_is_no_run_is_told_and_the_others_are_read(
     assert "\n" not in message
 
 
-def test_a_record_without_a_config_of_a_run(make: Callable[..., RunRecord], tmp_path: Path) -> None:
-    record = make("good")
+def test_a_record_without_a_config_of_a_run(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:
+    record = write_run("good")
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / RESULT).write_text(json.dumps({**asdict(record), "config": {"task": 3}}))
     loaded = load_runs(tmp_path)
@@ -139,31 +142,31 @@ def test_no_folder_and_no_runs(tmp_path: Path) -> None:
     ("suffix", "reader"), [(".csv", pd.read_csv), (".json", pd.read_json), (".parquet", pd.read_parquet)]
 )
 def test_what_is_exported_is_read_back(
-    make: Callable[..., RunRecord], tmp_path: Path, suffix: str, reader: Any
+    write_run: Callable[..., RunRecord], tmp_path: Path, suffix: str, reader: Any
 ) -> None:
-    make("one", "reg=istar", "reg.layers=[1,2]", value=0.123456789012345)
-    make("two", "reg=none", "trainer.devices=auto")
-    make("three", value=None, status="failed", error='out of, "luck"')
+    write_run("one", "reg=istar", "reg.layers=[1,2]", value=0.123456789012345)
+    write_run("two", "reg=none", "trainer.devices=auto")
+    write_run("three", value=None, status="failed", error='out of, "luck"')
     frame = load_runs(tmp_path).frame
     export_frame(frame, tmp_path / "out" / f"runs{suffix}")
-    back = reader(tmp_path / "out" / f"runs{suffix}")
-    assert list(back["name"]) == list(frame["name"])
-    assert set(back.columns) == set(frame.columns)
-    pd.testing.assert_series_equal(back["value"], frame["value"], check_exact=suffix != ".json", rtol=1e-9)
-    assert back.set_index("name").loc["three", "error"] == 'out of, "luck"'
+    exported_frame = reader(tmp_path / "out" / f"runs{suffix}")
+    assert list(exported_frame["name"]) == list(frame["name"])
+    assert set(exported_frame.columns) == set(frame.columns)
+    pd.testing.assert_series_equal(exported_frame["value"], frame["value"], check_exact=suffix != ".json", rtol=1e-9)
+    assert exported_frame.set_index("name").loc["three", "error"] == 'out of, "luck"'
 
 
-def test_a_format_that_is_none(make: Callable[..., RunRecord], tmp_path: Path) -> None:
-    make("one")
+def test_a_format_that_is_none(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:
+    write_run("one")
     with pytest.raises(UserError, match=r"expected one of \.csv, \.parquet, \.json"):
         export_frame(load_runs(tmp_path).frame, tmp_path / "runs.xls")
 
 
-def test_the_command(make: Callable[..., RunRecord], tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_the_command(write_run: Callable[..., RunRecord], tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    make("low", value=0.25)
-    make("high", "reg=cosreg", value=0.75, collapsed={"validation": True})
-    make("broken", value=None, status="failed", error="out of luck")
+    write_run("low", value=0.25)
+    write_run("high", "reg=cosreg", value=0.75, collapsed={"validation": True})
+    write_run("broken", value=None, status="failed", error="out of luck")
     (tmp_path / "foreign").mkdir()
     out = tmp_path / "out" / "runs.csv"
     assert main(["results", str(tmp_path), "--sort", "value", "--out", str(out)]) == 0
@@ -182,28 +185,28 @@ def test_the_command(make: Callable[..., RunRecord], tmp_path: Path, capsys: Any
 
 
 def test_four_times_the_runs_take_four_times_the_work(
-    make: Callable[..., RunRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write_run: Callable[..., RunRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the number of calls; and a finished run needs no parser of YAML, which would take most of the time."""
-    make("first")
+    """The work is the number of calls. Finished runs are read without a YAML parser, which would take most of it."""
+    write_run("first")
     text = (tmp_path / "first" / RESULT).read_text()
     monkeypatch.setattr(run_frame.yaml, "load", None)
 
-    def calls(count: int) -> int:
+    def count_calls(count: int) -> int:
         root = tmp_path / str(count)
-        for number in range(count):
-            (root / f"run-{number}").mkdir(parents=True)
-            (root / f"run-{number}" / RESULT).write_text(text)
+        for run_index in range(count):
+            (root / f"run-{run_index}").mkdir(parents=True)
+            (root / f"run-{run_index}" / RESULT).write_text(text)
         events: Counter[str] = Counter()
-        before = sys.getprofile()
+        previous_profiler = sys.getprofile()
         sys.setprofile(lambda frame, event, argument: events.update([event]))
         try:
             loaded = load_runs(root)
         finally:
-            sys.setprofile(before)
+            sys.setprofile(previous_profiler)
         assert len(loaded.frame) == count
         return events["call"] + events["c_call"]
 
-    calls(2)  # what is imported or remembered at the first time
-    few, many = calls(100), calls(400)
-    assert many < 4.2 * few
+    count_calls(2)  # fills caches and imports modules, so that they are not counted below
+    calls_of_100_runs, calls_of_400_runs = count_calls(100), count_calls(400)
+    assert calls_of_400_runs < 4.2 * calls_of_100_runs

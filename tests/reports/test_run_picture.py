@@ -1,4 +1,4 @@
-"""The picture that a run leaves: IsoScore of every layer before and after training."""
+"""The picture in the folder of a run: IsoScore of every layer before and after training."""
 
 from istar.reports.run_picture import build_isotropy_plot, render_isotropy_plot
 from tests.reports.synthetic import istar, record

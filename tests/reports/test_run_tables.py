@@ -18,7 +18,7 @@ from istar.reports.run_tables import (
 from istar.results import RunRecord
 
 
-def make(reg: dict[str, Any] | None = None, **changes: Any) -> RunRecord:
+def make_record(reg: dict[str, Any] | None = None, **changes: Any) -> RunRecord:
     record = RunRecord(
         name="rte-bert-istar-0123456789ab",
         status="finished",
@@ -42,22 +42,26 @@ def make(reg: dict[str, Any] | None = None, **changes: Any) -> RunRecord:
     return replace(record, **changes)
 
 
-def text(table: Any) -> str:
+def render_table(table: Any) -> str:
     console = Console(file=io.StringIO(), width=200)
     console.print(table)
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
-def cells(line: str) -> list[str]:
+def split_cells(line: str) -> list[str]:
     return [cell.strip() for cell in re.split("[│┃|]", line)[1:-1]]
 
 
-def line_of(output: str, start: str) -> list[str]:
-    return next(cells(line) for line in output.splitlines() if len(cells(line)) and cells(line)[0].startswith(start))
+def find_row(output: str, start: str) -> list[str]:
+    return next(
+        split_cells(line)
+        for line in output.splitlines()
+        if len(split_cells(line)) and split_cells(line)[0].startswith(start)
+    )
 
 
 def test_row() -> None:
-    assert dict(zip(COLUMNS, build_comparison_row([make()]), strict=True)) == {
+    assert dict(zip(COLUMNS, build_comparison_row([make_record()]), strict=True)) == {
         "task": "rte, accuracy",
         "model": "bert-base-cased",
         "method": "I-STAR λ=-1 ζ=0.4",
@@ -71,22 +75,22 @@ def test_row() -> None:
 
 
 def test_collapse_is_shown() -> None:
-    collapsed = make(collapsed={"validation_matched": False, "validation_mismatched": True})
+    collapsed = make_record(collapsed={"validation_matched": False, "validation_mismatched": True})
     assert build_comparison_row([collapsed])[COLUMNS.index("value")] == "70.76 (collapsed)"
-    output = " ".join(text(build_run_table(collapsed)).split())
+    output = " ".join(render_table(build_run_table(collapsed)).split())
     assert "Collapsed on validation_mismatched: all predictions are the same." in output
     assert "validation_matched" not in output
-    assert "ollapsed" not in text(build_run_table(make()))
-    assert "(1 collapsed)" in format_comparison_as_markdown([make(), collapsed]).splitlines()[2]
+    assert "ollapsed" not in render_table(build_run_table(make_record()))
+    assert "(1 collapsed)" in format_comparison_as_markdown([make_record(), collapsed]).splitlines()[2]
 
 
 def test_no_baseline() -> None:
-    assert build_comparison_row([make(baseline={})])[COLUMNS.index("constant")] == "-"
-    assert "constant prediction" not in text(build_run_table(make(baseline={})))
+    assert build_comparison_row([make_record(baseline={})])[COLUMNS.index("constant")] == "-"
+    assert "constant prediction" not in render_table(build_run_table(make_record(baseline={})))
 
 
 def test_negative_metrics() -> None:
-    record = make(headline={"metric": "matthews_correlation", "value": -0.05, "epoch": 1})
+    record = make_record(headline={"metric": "matthews_correlation", "value": -0.05, "epoch": 1})
     assert build_comparison_row([record])[COLUMNS.index("value")] == "-5.00"
 
 
@@ -112,72 +116,80 @@ def test_negative_metrics() -> None:
     ],
 )
 def test_method(reg: dict[str, Any], name: str) -> None:
-    assert get_method_label(make(reg)) == name
+    assert get_method_label(make_record(reg)) == name
 
 
 def test_summary() -> None:
-    output = text(build_run_table(make()))
-    assert "rte · I-STAR λ=-1 ζ=0.4 · bert-base-cased" in output
-    assert line_of(output, "accuracy (epoch 3)")[2] == "70.76"
-    assert line_of(output, "f1")[2] == "65.43"
-    assert "loss" not in output
-    assert line_of(output, "IsoScore embeddings")[1:] == ["0.1111", "0.1555", "+0.0444"] or line_of(
-        output, "IsoScore embeddings"
+    summary = render_table(build_run_table(make_record()))
+    assert "rte · I-STAR λ=-1 ζ=0.4 · bert-base-cased" in summary
+    assert find_row(summary, "accuracy (epoch 3)")[2] == "70.76"
+    assert find_row(summary, "f1")[2] == "65.43"
+    assert "loss" not in summary
+    assert find_row(summary, "IsoScore embeddings")[1:] == ["0.1111", "0.1555", "+0.0444"] or find_row(
+        summary, "IsoScore embeddings"
     )[1:] == ["0.1111", "0.1556", "+0.0444"]
-    assert line_of(output, "IsoScore layer 2")[1:] == ["0.3333", "0.0778", "-0.2556"]
-    assert line_of(output, "IsoScore layers 1 to L")[1:] == ["0.0444", "0.0889", "+0.0444"]
-    assert "A constant prediction has accuracy 52.71." in output
-    assert "4321 validation tokens" in output
+    assert find_row(summary, "IsoScore layer 2")[1:] == ["0.3333", "0.0778", "-0.2556"]
+    assert find_row(summary, "IsoScore layers 1 to L")[1:] == ["0.0444", "0.0889", "+0.0444"]
+    assert "A constant prediction has accuracy 52.71." in summary
+    assert "4321 validation tokens" in summary
 
 
 def test_comparison() -> None:
-    records = [make(), make({"name": "none"}), make({"name": "cosreg", "lambda": 1.0, "include_padding": False})]
+    records = [
+        make_record(),
+        make_record({"name": "none"}),
+        make_record({"name": "cosreg", "lambda": 1.0, "include_padding": False}),
+    ]
     table = build_comparison_table(records)
     assert table.title == "rte, accuracy · bert-base-cased · seed 1"
     columns = [name for name in COLUMNS[2:] if name != "seed"]
     assert [column.header for column in table.columns] == columns
-    lines = [cells(line) for line in text(table).splitlines() if len(cells(line)) == len(columns)]
+    lines = [split_cells(line) for line in render_table(table).splitlines() if len(split_cells(line)) == len(columns)]
     assert lines[-3:] == [[row[2], *row[4:]] for row in (build_comparison_row([record]) for record in records)]
 
 
 def test_comparison_keeps_the_columns_in_which_runs_differ() -> None:
-    other = make()
+    other = make_record()
     other.config["task"] = {"name": "stsb"}
-    table = build_comparison_table([make(), other])
+    table = build_comparison_table([make_record(), other])
     assert table.title == "bert-base-cased · seed 1"
     assert [column.header for column in table.columns] == ["task", "method", *COLUMNS[4:]]
 
 
 def test_runs_that_differ_in_nothing_but_the_seed_are_one_row() -> None:
-    records = [seeded(seed, value) for seed, value in ((1, 0.70), (2, 0.73), (4, 0.71))]
-    other = seeded(1, 0.5)
+    records = [make_seeded_record(seed, value) for seed, value in ((1, 0.70), (2, 0.73), (4, 0.71))]
+    other = make_seeded_record(1, 0.5)
     other.config["optim"] = {"lr": 1.0}
     table = build_comparison_table([records[0], other, *records[1:]])
     assert table.title == "rte, accuracy · bert-base-cased"
     assert [column.header for column in table.columns] == list(COLUMNS[2:])
-    first, second = [row for row in (cells(line) for line in text(table).splitlines()) if row and "λ" in row[0]]
+    first, second = [
+        row for row in (split_cells(line) for line in render_table(table).splitlines()) if row and "λ" in row[0]
+    ]
     deviation = np.std([70, 73, 71], ddof=1)
     assert first[1:3] == ["1,2,4", f"{np.mean([70, 73, 71]):.2f} ± {deviation:.2f}"]
     assert second[1:3] == ["1", "50.00"]
-    assert "1 collapsed" in " ".join(build_comparison_row([*records, seeded(5, 0.5, collapsed={"validation": True})]))
+    assert "1 collapsed" in " ".join(
+        build_comparison_row([*records, make_seeded_record(5, 0.5, collapsed={"validation": True})])
+    )
 
 
-def seeded(seed: int, value: float, **fields: Any) -> RunRecord:
-    record = make(headline={"metric": "accuracy", "value": value, "epoch": 2}, **fields)
+def make_seeded_record(seed: int, value: float, **fields: Any) -> RunRecord:
+    record = make_record(headline={"metric": "accuracy", "value": value, "epoch": 2}, **fields)
     return replace(record, config={**record.config, "seed": seed})
 
 
 def test_markdown() -> None:
-    records = [make(), make({"name": "none"})]
+    records = [make_record(), make_record({"name": "none"})]
     lines = format_comparison_as_markdown(records).splitlines()
-    assert cells(lines[0]) == list(COLUMNS)
-    assert set(cells(lines[1])) == {"---"}
-    assert [cells(line) for line in lines[2:]] == [build_comparison_row([record]) for record in records]
+    assert split_cells(lines[0]) == list(COLUMNS)
+    assert set(split_cells(lines[1])) == {"---"}
+    assert [split_cells(line) for line in lines[2:]] == [build_comparison_row([record]) for record in records]
     assert len({line.count("|") for line in lines}) == 1
 
 
 def test_records_are_left_alone() -> None:
-    record, twin = make(), make()
-    text(build_run_table(record))
-    text(build_comparison_table([record]))
-    assert record == twin
+    record, equal_record = make_record(), make_record()
+    render_table(build_run_table(record))
+    render_table(build_comparison_table([record]))
+    assert record == equal_record

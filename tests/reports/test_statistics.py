@@ -26,34 +26,35 @@ def test_spread_of_few() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_paired_tests_by_hand(seed: int) -> None:
     random = np.random.default_rng(seed)
-    count = 2 + seed
-    base = {number: float(random.normal(60, 1)) for number in range(count)}
-    method = {number: value + float(random.normal(0.5, 0.7)) for number, value in base.items()}
-    # Seeds that only one of them has.
-    base[100], method[200] = 0.0, 99.0
-    result = compare_paired(method, base)
-    differences = np.array([method[number] - base[number] for number in range(count)])
-    t = differences.mean() / (differences.std(ddof=1) / math.sqrt(count))
-    assert result.num_pairs == count
+    num_pairs = 2 + seed
+    base_scores = {seed_index: float(random.normal(60, 1)) for seed_index in range(num_pairs)}
+    method_scores = {seed_index: value + float(random.normal(0.5, 0.7)) for seed_index, value in base_scores.items()}
+    # Only one of the two has each of these seeds.
+    base_scores[100], method_scores[200] = 0.0, 99.0
+    result = compare_paired(method_scores, base_scores)
+    differences = np.array([method_scores[seed_index] - base_scores[seed_index] for seed_index in range(num_pairs)])
+    t = differences.mean() / (differences.std(ddof=1) / math.sqrt(num_pairs))
+    assert result.num_pairs == num_pairs
     assert result.difference == pytest.approx(differences.mean(), rel=1e-12)
-    assert result.t_test.p_value == pytest.approx(2 * stats.t.sf(abs(t), count - 1), rel=1e-9)
-    margin = stats.t.ppf(0.975, count - 1) * differences.std(ddof=1) / math.sqrt(count)
+    assert result.t_test.p_value == pytest.approx(2 * stats.t.sf(abs(t), num_pairs - 1), rel=1e-9)
+    margin = stats.t.ppf(0.975, num_pairs - 1) * differences.std(ddof=1) / math.sqrt(num_pairs)
     assert result.interval == pytest.approx((differences.mean() - margin, differences.mean() + margin), rel=1e-9)
-    as_far = [
-        abs(sum(sign * one for sign, one in zip(signs, differences, strict=True))) >= abs(differences.sum()) - 1e-9
-        for signs in itertools.product((1, -1), repeat=count)
+    is_as_extreme = [
+        abs(sum(sign * difference for sign, difference in zip(signs, differences, strict=True)))
+        >= abs(differences.sum()) - 1e-9
+        for signs in itertools.product((1, -1), repeat=num_pairs)
     ]
-    assert result.sign_flip.p_value == pytest.approx(sum(as_far) / 2**count, rel=1e-12)
+    assert result.sign_flip.p_value == pytest.approx(sum(is_as_extreme) / 2**num_pairs, rel=1e-12)
 
 
 def test_sign_flip_is_that_of_scipy() -> None:
     random = np.random.default_rng(3)
     differences = random.normal(0.4, 1, size=9)
     result = compare_paired(dict(enumerate(differences)), dict.fromkeys(range(9), 0.0))
-    known = stats.permutation_test(
+    reference = stats.permutation_test(
         (differences, np.zeros(9)), lambda x, y: (x - y).mean(), permutation_type="samples", n_resamples=np.inf
     )
-    assert result.sign_flip.p_value == pytest.approx(known.pvalue, rel=1e-12)
+    assert result.sign_flip.p_value == pytest.approx(reference.pvalue, rel=1e-12)
 
 
 def test_five_pairs_cannot_be_significant_by_signs_alone() -> None:
@@ -71,27 +72,39 @@ def test_order_of_seeds_does_not_matter(order: int) -> None:
 
 
 def test_why_there_is_no_test() -> None:
-    none = compare_paired({1: 5.0}, {2: 5.0})
-    assert (none.num_pairs, none.difference, none.t_test.p_value, none.t_test.reason) == (
+    without_pairs = compare_paired({1: 5.0}, {2: 5.0})
+    assert (
+        without_pairs.num_pairs,
+        without_pairs.difference,
+        without_pairs.t_test.p_value,
+        without_pairs.t_test.reason,
+    ) == (
         0,
         None,
         None,
         "no test: no common seed",
     )
-    one = compare_paired({1: 5.0}, {1: 4.0})
-    assert (one.num_pairs, one.difference, one.sign_flip.p_value, one.sign_flip.reason) == (
+    with_one_pair = compare_paired({1: 5.0}, {1: 4.0})
+    assert (
+        with_one_pair.num_pairs,
+        with_one_pair.difference,
+        with_one_pair.sign_flip.p_value,
+        with_one_pair.sign_flip.reason,
+    ) == (
         1,
         1.0,
         None,
         "no test: one pair of seeds",
     )
-    equal = compare_paired({seed: 0.1 + seed for seed in range(4)}, {seed: float(seed) for seed in range(4)})
-    assert equal.t_test.p_value is None
-    assert equal.t_test.reason == "no t-test: all differences are equal"
-    assert equal.sign_flip.p_value == 2 / 2**4
-    same = compare_paired({1: 3.0, 2: 4.0}, {1: 3.0, 2: 4.0})
-    assert (same.t_test.p_value, same.sign_flip.p_value) == (None, None)
-    assert same.sign_flip.reason == "no sign-flip test: all differences are 0"
-    many = compare_paired({seed: seed % 5 + 0.5 for seed in range(40)}, dict.fromkeys(range(40), 1.0))
-    assert many.t_test.p_value is not None
-    assert many.sign_flip.reason == "no exact sign-flip test: more than 20 pairs"
+    equal_differences = compare_paired(
+        {seed: 0.1 + seed for seed in range(4)}, {seed: float(seed) for seed in range(4)}
+    )
+    assert equal_differences.t_test.p_value is None
+    assert equal_differences.t_test.reason == "no t-test: all differences are equal"
+    assert equal_differences.sign_flip.p_value == 2 / 2**4
+    zero_differences = compare_paired({1: 3.0, 2: 4.0}, {1: 3.0, 2: 4.0})
+    assert (zero_differences.t_test.p_value, zero_differences.sign_flip.p_value) == (None, None)
+    assert zero_differences.sign_flip.reason == "no sign-flip test: all differences are 0"
+    with_many_pairs = compare_paired({seed: seed % 5 + 0.5 for seed in range(40)}, dict.fromkeys(range(40), 1.0))
+    assert with_many_pairs.t_test.p_value is not None
+    assert with_many_pairs.sign_flip.reason == "no exact sign-flip test: more than 20 pairs"

@@ -46,11 +46,11 @@ def test_lines_are_means_over_the_seeds_of_each_method(tmp_path: Path) -> None:
     assert penalized.y_error == ()
     # Fifty bins of eight steps each.
     assert loss.lines[0].x[:2] == (4.0, 12.0)
-    assert loss.lines[0].y == pytest.approx([9 - (8 * number + 3.5) / 100 for number in range(50)])
+    assert loss.lines[0].y == pytest.approx([9 - (8 * bin_index + 3.5) / 100 for bin_index in range(50)])
 
 
 def test_broken_and_missing_files_show_nothing(tmp_path: Path) -> None:
     save(record("clm", "new", BASE, 1), tmp_path)
-    broken = save(record("clm", "new", BASE, 2), tmp_path)
-    (broken / METRICS).write_bytes(b"\xff\xfe\x00")
+    broken_folder = save(record("clm", "new", BASE, 2), tmp_path)
+    (broken_folder / METRICS).write_bytes(b"\xff\xfe\x00")
     assert build_training_plots(cells.add_selection_columns(load_runs(tmp_path, keep_records=True))) == []

@@ -1,4 +1,4 @@
-"""Fixtures of whole runs, of W&B servers and of a forbidden network."""
+"""Fixtures: finished runs, stand-ins for W&B's server, and a network that cannot be reached."""
 
 import errno
 import http.server
@@ -29,22 +29,24 @@ from tests.waiting import SECONDS
 
 
 @pytest.fixture(scope="session")
-def undisturbed(composed: Build, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of EPOCHS that nothing disturbed."""
-    shared = ("task.limit_validation=16", "trainer.accumulate_grad_batches=1", "trainer.log_every_n_steps=1",
+def undisturbed_run(composed: Build, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run with the overrides EPOCHS that was never interrupted."""
+    overrides = ("task.limit_validation=16", "trainer.accumulate_grad_batches=1", "trainer.log_every_n_steps=1",
               "trainer.progress_bar=false", "trainer.accelerator=cpu", "run.isotropy_zeta=null")  # fmt: skip
-    config = composed(*shared, *EPOCHS, f"run.root={tmp_path_factory.mktemp('undisturbed')}")
+    config = composed(*overrides, *EPOCHS, f"run.root={tmp_path_factory.mktemp('undisturbed')}")
     run(config)
     return only_folder(config)
 
 
 @pytest.fixture(scope="session")
-def done(composed: Build, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Config, RunRecord, Path]]:
-    """Runs that several tests look at and none changes; each is trained once."""
-    known: dict[tuple[str, ...], tuple[Config, RunRecord, Path]] = {}
+def cached_run(
+    composed: Build, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., tuple[Config, RunRecord, Path]]:
+    """Return a function that trains each run once and returns its config, record and folder; tests only read them."""
+    runs: dict[tuple[str, ...], tuple[Config, RunRecord, Path]] = {}
 
-    def get(*overrides: str) -> tuple[Config, RunRecord, Path]:
-        if overrides not in known:
+    def get_run(*overrides: str) -> tuple[Config, RunRecord, Path]:
+        if overrides not in runs:
             config = composed(
                 "task.limit_train=48",
                 "task.limit_validation=24",
@@ -58,36 +60,40 @@ def done(composed: Build, tmp_path_factory: pytest.TempPathFactory) -> Callable[
                 *overrides,
             )
             record = run(config)
-            known[overrides] = (config, record, place(config, record))
-        return known[overrides]
+            runs[overrides] = (config, record, place(config, record))
+        return runs[overrides]
 
-    return get
+    return get_run
 
 
 class Server:
-    """Answers each request with a status; `early` are those of the first requests, `known` are always well answered.
+    """An HTTP server that answers each request with a status, and records the requests.
 
     Args:
-        status: of all others.
-        early: of the first requests, one each.
-        known: what a request holds, and the answer's data.
+        status: the status of all answers but those below.
+        first_statuses: the statuses of the answers to the first requests, in their order.
+        data_by_content: by a part of a request's body, the data of the answer, whose status is 200.
     """
 
-    def __init__(self, status: int, early: tuple[int, ...] = (), known: dict[bytes, Any] | None = None) -> None:
+    def __init__(
+        self, status: int, first_statuses: tuple[int, ...] = (), data_by_content: dict[bytes, Any] | None = None
+    ) -> None:
         self.requests: list[str] = []
-        outer = self
+        recorder = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def do_POST(self) -> None:
-                asked = self.rfile.read(int(self.headers.get("content-length") or 0))
-                number = len(outer.requests)
-                outer.requests.append(f"{self.command} {self.path}")
-                data = next((data for name, data in (known or {}).items() if name in asked), None)
-                answered = 200 if data is not None else early[number] if number < len(early) else status
+                content = self.rfile.read(int(self.headers.get("content-length") or 0))
+                index = len(recorder.requests)
+                recorder.requests.append(f"{self.command} {self.path}")
+                data = next((data for name, data in (data_by_content or {}).items() if name in content), None)
+                answer_status = (
+                    200 if data is not None else first_statuses[index] if index < len(first_statuses) else status
+                )
                 body = b"" if self.command == "HEAD" else json.dumps({"data": data}).encode()
-                self.send_response(answered)
+                self.send_response(answer_status)
                 self.send_header("content-type", "application/json")
                 self.send_header("content-length", str(len(body)))
                 self.end_headers()
@@ -109,7 +115,8 @@ class Server:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Server]]:
+def start_server() -> Iterator[Callable[..., Server]]:
+    """Yield a function that starts a `Server` with its arguments; the servers are closed after the test."""
     started: list[Server] = []
 
     def start(*arguments: Any) -> Server:
@@ -122,16 +129,16 @@ def serve() -> Iterator[Callable[..., Server]]:
 
 
 @pytest.fixture
-def closed() -> str:
-    """The address of a port where nobody listens."""
+def closed_url() -> str:
+    """Return the URL of a port on which no process listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{free.getsockname()[1]}"
 
 
 @pytest.fixture
-def silent() -> Iterator[str]:
-    """The address of a server that takes connections and never says a word."""
+def silent_url() -> Iterator[str]:
+    """Yield the URL of a server that accepts connections and never answers."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen(64)
@@ -140,13 +147,13 @@ def silent() -> Iterator[str]:
 
 @pytest.fixture
 def wandb_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str], None]]:
-    """`wandb_at(url)`: a user with an API key, and W&B at that address; nothing of the real user's is seen."""
+    """Yield a function that sets the URL of W&B's server, with an API key and without the real user's settings."""
     import wandb
 
     wandb.teardown()
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
-    # Set and deleted, so that what the run sets is gone afterwards.
+    # The run sets these variables. Set and deleted here, they are removed after the test.
     for name in ("WANDB_ERROR_REPORTING", "WANDB_X_DISABLE_VIEWER"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -162,7 +169,7 @@ def wandb_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callab
     }
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    # A server that does answer is never too late.
+    # A server that answers is never given up on a slow machine.
     monkeypatch.setattr(loggers, "PROBE_TIMEOUT_SECONDS", SECONDS)
     monkeypatch.setattr(loggers, "request_status", partial(request_status, timeout=SECONDS))
     monkeypatch.setattr(loggers, "_INIT_TIMEOUT_SECONDS", SECONDS)
@@ -171,12 +178,12 @@ def wandb_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callab
 
 
 @dataclass
-class Patience:
-    """What was begun that may have to wait for W&B.
+class WandbWaits:
+    """The calls of a run that may have to wait for W&B's server. All timeouts are in seconds.
 
     Attributes:
-        probes: how long the server was given to answer each of the run's own questions.
-        starts: the mode of each call of `wandb.init`, and how long it and the end of the run may take.
+        probes: the timeout of each request that the run itself sent.
+        starts: the mode of each call of `wandb.init`, and the timeouts of the call and of the end of the run.
     """
 
     probes: list[float] = field(default_factory=list)
@@ -184,41 +191,41 @@ class Patience:
 
 
 @pytest.fixture
-def patience(monkeypatch: pytest.MonkeyPatch) -> Patience:
-    """W&B retries for as long as it may; one that is offline asks nobody and never has to."""
+def wandb_waits(monkeypatch: pytest.MonkeyPatch) -> WandbWaits:
+    """Record the timeouts of requests and of `wandb.init`. Offline, `wandb.init` gets all the time that it needs."""
     import requests
     import wandb
 
-    found, post, init = Patience(), requests.post, wandb.init
+    waits, original_post, original_init = WandbWaits(), requests.post, wandb.init
 
-    def asking(*arguments: Any, timeout: float, **named: Any) -> Any:
-        found.probes.append(timeout)
-        return post(*arguments, timeout=timeout, **named)
+    def record_post(*arguments: Any, timeout: float, **keywords: Any) -> Any:
+        waits.probes.append(timeout)
+        return original_post(*arguments, timeout=timeout, **keywords)
 
-    def starting(mode: str, settings: Any, **named: Any) -> Any:
-        found.starts.append((mode, settings.init_timeout, settings.finish_timeout))
+    def record_init(mode: str, settings: Any, **keywords: Any) -> Any:
+        waits.starts.append((mode, settings.init_timeout, settings.finish_timeout))
         if mode == "offline":
             settings.init_timeout = SECONDS
-        return init(mode=mode, settings=settings, **named)
+        return original_init(mode=mode, settings=settings, **keywords)
 
-    monkeypatch.setattr(requests, "post", asking)
-    monkeypatch.setattr(wandb, "init", starting)
-    return found
+    monkeypatch.setattr(requests, "post", record_post)
+    monkeypatch.setattr(wandb, "init", record_init)
+    return waits
 
 
 @pytest.fixture
-def no_network(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Any]]:
-    """Call it to forbid connections to other processes than one's own; gives the list of attempts."""
+def forbid_network(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Any]]:
+    """Return a function that forbids all connections but Unix sockets, and returns the growing list of attempts."""
     attempts: list[Any] = []
-    original = socket.socket.connect
+    original_connect = socket.socket.connect
 
     def connect(self: socket.socket, address: Any) -> None:
         if self.family == getattr(socket, "AF_UNIX", None):
-            return original(self, address)
+            return original_connect(self, address)
         attempts.append(address)
         raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
 
-    def create_connection(address: Any, *arguments: Any, **named: Any) -> None:
+    def create_connection(address: Any, *arguments: Any, **keywords: Any) -> None:
         attempts.append(address)
         raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
 

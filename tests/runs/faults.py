@@ -1,4 +1,4 @@
-"""Helpers for tests of failures: ways to interrupt a run, and checks of what it leaves."""
+"""Helpers for tests of failures: ways to interrupt a run, and checks of the files that it leaves."""
 
 import csv
 import errno
@@ -29,46 +29,50 @@ WANDB = (*FOUR_STEPS, "logger=wandb")
 
 
 class Broken(BaseException):
-    """Passes by whatever handles exceptions, as a kill does."""
+    """An error that `except Exception` does not catch, as a kill cannot be caught."""
 
 
 def only_folder(config: Config) -> Path:
+    """Return the folder of the only run below this config's root."""
     return only_run(Path(config.run.root))
 
 
 def metrics_of(folder: Path) -> list[dict[str, str]]:
+    """Return the rows of metrics.csv."""
     with (folder / "metrics.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
 
 def in_metrics(folder: Path, name: str) -> list[tuple[int, float]]:
+    """Return the step and the value of each row of metrics.csv that has a value in this column."""
     return [(int(row["step"]), float(row[name])) for row in metrics_of(folder) if row.get(name)]
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    ours = (record for record in caplog.records if record.name.startswith("istar"))
-    return [record.getMessage() for record in ours if record.levelno >= logging.WARNING]
+    """Return the warnings and errors that istar has logged."""
+    istar_records = (record for record in caplog.records if record.name.startswith("istar"))
+    return [record.getMessage() for record in istar_records if record.levelno >= logging.WARNING]
 
 
 def break_at(monkeypatch: pytest.MonkeyPatch, count: int, error: BaseException) -> Callable[[], None]:
-    """Let the count-th training step raise; the function given back mends it."""
-    original, calls = FineTuner.training_step, 0
+    """Make the count-th training step raise an error; the returned function undoes this."""
+    original_step, calls = FineTuner.training_step, 0
 
-    def breaks(self: FineTuner, batch: Any, batch_idx: int) -> Any:
+    def fail_at_count(self: FineTuner, batch: Any, batch_idx: int) -> Any:
         nonlocal calls
         calls += 1
         if calls == count:
             raise error
-        return original(self, batch, batch_idx)
+        return original_step(self, batch, batch_idx)
 
-    monkeypatch.setattr(FineTuner, "training_step", breaks)
-    return lambda: monkeypatch.setattr(FineTuner, "training_step", original)
+    monkeypatch.setattr(FineTuner, "training_step", fail_at_count)
+    return lambda: monkeypatch.setattr(FineTuner, "training_step", original_step)
 
 
 def assert_whole(folder: Path) -> None:
-    """Nothing in a run's folder is half written."""
-    names = [path for path in folder.rglob("*") if DRAFT.fullmatch(path.name)]
-    assert names == []
+    """Assert that no file in a run's folder is half written."""
+    drafts = [path for path in folder.rglob("*") if DRAFT.fullmatch(path.name)]
+    assert drafts == []
     for path in (folder / "checkpoints").glob("*"):
         assert path.suffix == ".ckpt"
         assert read_checkpoint(path)["state_dict"]
@@ -81,9 +85,10 @@ def assert_whole(folder: Path) -> None:
 
 
 def refused_in_one_line(config: Config) -> str:
-    with pytest.raises(UserError) as caught:
+    """Assert that the run is refused with a one-line message, and return the message."""
+    with pytest.raises(UserError) as error:
         run(config)
-    message = str(caught.value)
+    message = str(error.value)
     assert "\n" not in message
     assert "None" not in message
     assert len(message) < 1000
@@ -92,8 +97,8 @@ def refused_in_one_line(config: Config) -> str:
 
 @contextmanager
 def full_disk(monkeypatch: pytest.MonkeyPatch, name: str, after: int = 0) -> Iterator[None]:
-    """Drafts of a file, named by a pattern, cannot be brought to the disk once `after` of them have been."""
-    original, count = os.fsync, 0
+    """Make the disk seem full for files whose name matches a pattern, after `after` of them have been written."""
+    original_fsync, count = os.fsync, 0
 
     def fsync(descriptor: int) -> None:
         nonlocal count
@@ -101,7 +106,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, name: str, after: int = 0) -> Ite
             count += 1
             if count > after:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        original(descriptor)
+        original_fsync(descriptor)
 
     with monkeypatch.context() as patch:
         patch.setattr(files.os, "fsync", fsync)

@@ -13,7 +13,7 @@ SHORT = ("trainer.max_epochs=3", "task.limit_train=100", "task.limit_validation=
 
 
 def start_in_a_fork(root: Path, command: Sequence[str]) -> Fork:
-    """As `chaos.start`, but without the seconds that a new interpreter takes to import the libraries."""
+    """Start a command as `chaos.start` does, but in a fork, which need not import the libraries for seconds."""
     root.mkdir(parents=True, exist_ok=True)
     _, _, *arguments = command
     environment = {**os.environ, "ISTAR_CACHE": str(root.parent / "cache")}

@@ -1,9 +1,9 @@
-"""Processes forked from a server: each as if it were the first and had been started by itself.
+"""Processes forked from a server behave as if each were the first one and had a new interpreter.
 
-No test calls the GPU's driver, behind whose first call no fork could use it any more; a server that does fails here.
-A server takes seconds to import the libraries, so there is one for most tests; the others have servers that are forks
-themselves. They carry out a line of Python in place of a run, in a server that is otherwise the real one; sweeps
-through it, and that their results are those of train.py, are in sweeps/test_sweep.py.
+No test calls the GPU's driver, since after its first call no fork could use the GPU; a server that calls it fails here.
+A server takes seconds to import the libraries, so most tests share one; the others have servers that are themselves
+forks. The processes execute a line of Python instead of a run, in a server that is otherwise the real one. Sweeps with
+forked runs, and that their results are those of train.py, are tested in sweeps/test_sweep.py.
 """
 
 import json
@@ -26,7 +26,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.skipif(not fork_server.is_supported(), reason="runs are forked on Linux alone")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-STAND_IN = """
+SERVER_SCRIPT = """
 import sys
 import torch
 from istar.runs import fork_server, launch
@@ -45,7 +45,7 @@ def main(arguments):
 launch.main = main
 fork_server.main(sys.argv[1:])
 """
-STATE = """
+PRINT_STATE = """
 import json, os, random, signal, sys, threading, warnings
 import numpy, torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -74,24 +74,28 @@ THREADS = {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1"}
 Start = Callable[..., ForkedProcess]
 
 
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(REPOSITORY), **THREADS, **more}
+def make_environment(**variables: str) -> dict[str, str]:
+    """Return the environment of a process: that of this process, few threads, and these variables."""
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY), **THREADS, **variables}
 
 
 def fail(warning: str) -> None:
+    """Fail the test because of a warning."""
     raise AssertionError(warning)
 
 
-def is_over(process: ForkedProcess) -> int:
+def wait_for_exit_code(process: ForkedProcess) -> int:
+    """Wait for the end of a process and return its exit code."""
     until(lambda: process.poll() is not None)
     assert process.returncode is not None
     return process.returncode
 
 
 @pytest.fixture(scope="module", autouse=True)
-def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def server_script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Make all pools start SERVER_SCRIPT instead of the real server; yields its path."""
     script = tmp_path_factory.mktemp("server") / "server.py"
-    script.write_text(STAND_IN)
+    script.write_text(SERVER_SCRIPT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fork_server, "COMMAND", (sys.executable, str(script)))
         yield script
@@ -99,6 +103,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+    """Yield a pool of servers that must not warn or print anything."""
     folder = tmp_path_factory.mktemp("logs")
     with ServerPool(folder / "server.log", fail) as servers:
         yield servers
@@ -106,85 +111,91 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
 
 
 @pytest.fixture
-def told(servers: ServerPool, tmp_path: Path) -> Callable[..., dict[str, object]]:
-    """What a process that carries out the code prints."""
+def run_code(servers: ServerPool, tmp_path: Path) -> Callable[..., dict[str, object]]:
+    """Return a function that executes code in a forked process and returns the JSON value that the code prints."""
 
-    def tell(code: str = STATE, environment: Mapping[str, str] = environment()) -> dict[str, object]:
+    def run(code: str = PRINT_STATE, environment: Mapping[str, str] = make_environment()) -> dict[str, object]:
         log = tmp_path / f"{len(list(tmp_path.iterdir()))}.log"
-        assert is_over(servers.spawn([code], environment, log)) == 0, log.read_text()
+        assert wait_for_exit_code(servers.spawn([code], environment, log)) == 0, log.read_text()
         return json.loads(log.read_text())
 
-    return tell
+    return run
 
 
-def test_nothing_is_left_of_the_one_before(told: Callable[..., dict[str, object]], servers: ServerPool) -> None:
-    before = told()
-    assert is_over(servers.spawn([DISTURB], environment(), None)) == 0
-    assert told() == before
-    assert before["tasks"] == before["alive"] == 1
-    assert before["files"] == ["0", "1", "2", "3"]  # the last: the folder that is listed
-    assert (before["leads"], before["cuda"], before["rank"]) == (True, False, 0)
+def test_nothing_is_left_of_the_one_before(run_code: Callable[..., dict[str, object]], servers: ServerPool) -> None:
+    state_before = run_code()
+    assert wait_for_exit_code(servers.spawn([DISTURB], make_environment(), None)) == 0
+    assert run_code() == state_before
+    assert state_before["tasks"] == state_before["alive"] == 1
+    assert state_before["files"] == ["0", "1", "2", "3"]  # the last: the folder that is listed
+    assert (state_before["leads"], state_before["cuda"], state_before["rank"]) == (True, False, 0)
 
 
-def test_random_numbers_without_a_seed_differ(told: Callable[..., dict[str, object]]) -> None:
+def test_random_numbers_without_a_seed_differ(run_code: Callable[..., dict[str, object]]) -> None:
     draw = "import json, random, numpy; print(json.dumps([random.random(), numpy.random.random()]))"
-    first, second = told(draw), told(draw)
+    first, second = run_code(draw), run_code(draw)
     assert not set(first) & set(second)
 
 
-def test_each_has_its_own_environment(told: Callable[..., dict[str, object]]) -> None:
-    wanted = environment(CUDA_VISIBLE_DEVICES="3", LOCAL_RANK="1", RANK="1")
-    there = told(environment=wanted)
-    assert wanted.items() <= there["environment"].items()  # type: ignore[attr-defined]
-    assert there["rank"] == 1
-    without = {name: value for name, value in wanted.items() if name not in ("LOCAL_RANK", "RANK", "HOME")}
-    there = told(environment=without)
-    assert not {"LOCAL_RANK", "RANK", "HOME", "LEFT"} & there["environment"].keys()  # type: ignore[attr-defined]
-    assert there["rank"] == 0
+def test_each_has_its_own_environment(run_code: Callable[..., dict[str, object]]) -> None:
+    environment = make_environment(CUDA_VISIBLE_DEVICES="3", LOCAL_RANK="1", RANK="1")
+    state = run_code(environment=environment)
+    assert environment.items() <= state["environment"].items()  # type: ignore[attr-defined]
+    assert state["rank"] == 1
+    without_ranks = {name: value for name, value in environment.items() if name not in ("LOCAL_RANK", "RANK", "HOME")}
+    state = run_code(environment=without_ranks)
+    assert not {"LOCAL_RANK", "RANK", "HOME", "LEFT"} & state["environment"].keys()  # type: ignore[attr-defined]
+    assert state["rank"] == 0
 
 
 @pytest.mark.slow
-def test_threads_are_what_the_environment_says(told: Callable[..., dict[str, object]]) -> None:
-    """By what torch says and by the threads of a product that is large enough for all of them."""
+def test_threads_are_what_the_environment_says(run_code: Callable[..., dict[str, object]]) -> None:
+    """The number of threads that torch reports, and of those that a large product uses, are as in a new interpreter."""
     code = (
         "import json, os, torch; a = torch.ones(600, 600); (a @ a).exp().sum()\n"
         "print(json.dumps([torch.get_num_threads(), len(os.listdir('/proc/self/task'))]))"
     )
-    there = told(code)
-    alone = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
-    assert there == json.loads(alone.stdout)
-    assert there[0] == min(2, os.cpu_count() or 1)  # type: ignore[index]
+    counts_in_fork = run_code(code)
+    completed = subprocess.run(
+        [sys.executable, "-c", code], env=make_environment(), capture_output=True, text=True, check=True
+    )
+    assert counts_in_fork == json.loads(completed.stdout)
+    assert counts_in_fork[0] == min(2, os.cpu_count() or 1)  # type: ignore[index]
 
 
-def test_signals_wait_until_the_process_is_ready(told: Callable[..., dict[str, object]], servers: ServerPool) -> None:
-    assert told()["blocked"] == sorted(launch.FORWARDED_SIGNALS)
-    process = servers.spawn(["import os, signal; signal.sigwait([signal.SIGUSR1]); os._exit(7)"], environment(), None)
-    # At once: there is no process yet.
+def test_signals_wait_until_the_process_is_ready(
+    run_code: Callable[..., dict[str, object]], servers: ServerPool
+) -> None:
+    assert run_code()["blocked"] == sorted(launch.FORWARDED_SIGNALS)
+    process = servers.spawn(
+        ["import os, signal; signal.sigwait([signal.SIGUSR1]); os._exit(7)"], make_environment(), None
+    )
+    # The signal is sent before there is a process.
     process.send_signal(signal.SIGUSR1)
-    assert is_over(process) == 7
+    assert wait_for_exit_code(process) == 7
     process.send_signal(signal.SIGKILL)
-    assert is_over(process) == 7
+    assert wait_for_exit_code(process) == 7
 
 
 def test_one_that_is_killed_does_not_disturb_the_others(servers: ServerPool) -> None:
-    other = servers.spawn(["import signal; signal.sigwait([signal.SIGUSR1])"], environment(), None)
+    undisturbed = servers.spawn(["import signal; signal.sigwait([signal.SIGUSR1])"], make_environment(), None)
     for number in (signal.SIGKILL, signal.SIGSEGV):
-        process = servers.spawn([f"import os; os.kill(os.getpid(), {number:d})"], environment(), None)
-        assert is_over(process) == -number
-    waiting = servers.spawn(["import time; time.sleep(3600)"], environment(), None)
-    waiting.kill()
-    assert waiting.wait() == -signal.SIGKILL
-    assert other.poll() is None
-    other.send_signal(signal.SIGUSR1)
-    assert is_over(other) == 0
+        process = servers.spawn([f"import os; os.kill(os.getpid(), {number:d})"], make_environment(), None)
+        assert wait_for_exit_code(process) == -number
+    sleeping = servers.spawn(["import time; time.sleep(3600)"], make_environment(), None)
+    sleeping.kill()
+    assert sleeping.wait() == -signal.SIGKILL
+    assert undisturbed.poll() is None
+    undisturbed.send_signal(signal.SIGUSR1)
+    assert wait_for_exit_code(undisturbed) == 0
 
 
 def test_an_error_is_in_the_log(servers: ServerPool, tmp_path: Path) -> None:
-    assert is_over(servers.spawn(["1 / 0"], environment(), tmp_path / "log")) == launch.UNEXPECTED_ERROR
+    assert wait_for_exit_code(servers.spawn(["1 / 0"], make_environment(), tmp_path / "log")) == launch.UNEXPECTED_ERROR
     assert "ZeroDivisionError" in (tmp_path / "log").read_text()
 
 
-WATCH = """
+SLEEP_WITH_PARENT = """
 import os, signal, time
 from istar.runs import launch
 signal.pthread_sigmask(signal.SIG_UNBLOCK, launch.FORWARDED_SIGNALS)
@@ -194,22 +205,24 @@ time.sleep(3600)
 """
 
 
-def pid_in(log: Path) -> int:
+def read_pid(log: Path) -> int:
+    """Wait until a process has printed its PID to this file, and return it."""
     until(lambda: log.exists() and log.read_text().endswith("\n"))
     return int(log.read_text())
 
 
 def is_gone(pid: int) -> bool:
+    """Return whether a process has ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return True
-    return state == "Z"  # nobody's child any more: reaped by whoever takes care of this machine's
+    return state == "Z"  # its parent has ended, so the init process of this machine reaps it
 
 
 @pytest.fixture
 def forked_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have servers that are forks of a process which has the libraries already."""
+    """Start servers as forks of a process that has already imported the libraries."""
     monkeypatch.setattr(fork_server, "subprocess", SimpleNamespace(Popen=ForkedScript))
 
 
@@ -218,8 +231,8 @@ def forked_servers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_server_that_is_killed_and_one_that_nobody_needs_any_more(tmp_path: Path) -> None:
     with ServerPool(tmp_path / "server.log", fail) as servers:
         for ending in ("killed", "left"):
-            process = servers.spawn([WATCH], environment(), tmp_path / ending)
-            pid = pid_in(tmp_path / ending)
+            process = servers.spawn([SLEEP_WITH_PARENT], make_environment(), tmp_path / ending)
+            pid = read_pid(tmp_path / ending)
             [server] = servers._server_by_variables.values()
             if ending == "killed":
                 server._process.kill()
@@ -227,18 +240,20 @@ def test_a_server_that_is_killed_and_one_that_nobody_needs_any_more(tmp_path: Pa
                     process.wait()
                 until(lambda pid=pid: is_gone(pid))
                 process.send_signal(signal.SIGTERM)
-    # The second process had a server of its own, which has gone because the block is over.
+    # The second process had another server, which has ended with the block.
     assert server._process.returncode == 0
     until(lambda: is_gone(pid))
 
 
-def server_with(
+def make_pool(
     library: str, folder: Path, monkeypatch: pytest.MonkeyPatch, warn: Callable[[str], None] = fail
 ) -> ServerPool:
-    """Servers that import this library instead of those of a run."""
+    """Return a pool whose servers import this library instead of those of a run."""
     (folder / "library.py").write_text(library)
     script = folder / "server.py"
-    script.write_text(f"from istar.runs import fork_server; fork_server.PRELOADED_MODULES = ('library',)\n{STAND_IN}")
+    script.write_text(
+        f"from istar.runs import fork_server; fork_server.PRELOADED_MODULES = ('library',)\n{SERVER_SCRIPT}"
+    )
     monkeypatch.setattr(fork_server, "COMMAND", (sys.executable, str(script)))
     return ServerPool(folder / "server.log", warn)
 
@@ -246,8 +261,8 @@ def server_with(
 @pytest.mark.usefixtures("forked_servers")
 @pytest.mark.slow
 def test_a_library_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with server_with("import nowhere", tmp_path, monkeypatch) as servers:
-        process = servers.spawn(["pass"], environment(), None)
+    with make_pool("import nowhere", tmp_path, monkeypatch) as servers:
+        process = servers.spawn(["pass"], make_environment(), None)
         with pytest.raises(UserError, match=r"the process that starts the runs ended with exit code 1 .*server\.log"):
             process.wait()
     assert "ModuleNotFoundError: No module named 'nowhere'" in (tmp_path / "server.log").read_text()
@@ -256,22 +271,24 @@ def test_a_library_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.usefixtures("forked_servers")
 def test_fresh_processes_replace_forks_that_are_not_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
-    thread = "threading.Thread(target=time.sleep, args=(3600,), name='tracer', daemon=True)"
+    start_thread = "threading.Thread(target=time.sleep, args=(3600,), name='tracer', daemon=True)"
 
     def spawn_fresh(arguments: Sequence[str], environment: Mapping[str, str], log: Path | None) -> object:
         return subprocess.Popen([sys.executable, "-c", *arguments], env=environment, start_new_session=True)
 
     monkeypatch.setattr(launch, "spawn", spawn_fresh)
-    wait = "import signal; signal.sigwait([signal.SIGUSR1]); raise SystemExit({})"
-    with server_with(f"import threading, time; {thread}.start()", tmp_path, monkeypatch, warnings.append) as servers:
+    wait_then_exit = "import signal; signal.sigwait([signal.SIGUSR1]); raise SystemExit({})"
+    with make_pool(
+        f"import threading, time; {start_thread}.start()", tmp_path, monkeypatch, warnings.append
+    ) as servers:
         # Both are requested before the server has said that it cannot fork; the third one is requested afterwards.
-        first, second = (servers.spawn([wait.format(code)], environment(), None) for code in (3, 4))
+        first, second = (servers.spawn([wait_then_exit.format(code)], make_environment(), None) for code in (3, 4))
         first.send_signal(signal.SIGUSR1)
-        assert is_over(first) == 3
+        assert wait_for_exit_code(first) == 3
         until(lambda: second.poll() is None and second.is_fresh)
         second.send_signal(signal.SIGUSR1)
         assert second.wait() == 4
-        third = servers.spawn(["raise SystemExit(5)"], environment(OMP_NUM_THREADS="4"), None)
+        third = servers.spawn(["raise SystemExit(5)"], make_environment(OMP_NUM_THREADS="4"), None)
         assert third.wait() == 5
     [warning] = warnings
     assert "threads that a fork would lose: tracer, so that" in warning
@@ -291,10 +308,10 @@ def test_what_prevents_a_fork() -> None:
         (torch.ones(600, 600) @ torch.ones(600, 600)).sum()
         print(reason_not_to_fork())"""
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, check=True, env=environment(), capture_output=True, text=True)
-    nothing, gpu, product = done.stdout.splitlines()
-    assert (nothing, gpu) == ("", "loading the libraries has begun to use the GPU")
-    assert product.startswith("loading the libraries has left threads that a fork would lose: ")
+    completed = subprocess.run(command, check=True, env=make_environment(), capture_output=True, text=True)
+    no_reason, gpu_reason, thread_reason = completed.stdout.splitlines()
+    assert (no_reason, gpu_reason) == ("", "loading the libraries has begun to use the GPU")
+    assert thread_reason.startswith("loading the libraries has left threads that a fork would lose: ")
 
 
 @pytest.mark.usefixtures("forked_servers")
@@ -302,13 +319,13 @@ def test_a_fork_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.Monk
     script = tmp_path / "server.py"
     refuse = "def refuse(*_): raise BlockingIOError(11, 'Resource temporarily unavailable')"
     script.write_text(
-        f"{refuse}\nfrom istar.runs import fork_server as s; s.PRELOADED_MODULES, s._fork = (), refuse\n{STAND_IN}"
+        f"{refuse}\nfrom istar.runs import fork_server as s; s.PRELOADED_MODULES, s._fork = (), refuse\n{SERVER_SCRIPT}"
     )
     monkeypatch.setattr(fork_server, "COMMAND", (sys.executable, str(script)))
     with ServerPool(tmp_path / "server.log", fail) as servers:
         for _ in range(2):
             with pytest.raises(UserError, match=r"the process of the run could not be started: .*unavailable"):
-                servers.spawn(["pass"], environment(), None).wait()
-        # It is the same server, which goes on.
+                servers.spawn(["pass"], make_environment(), None).wait()
+        # The same server is used both times.
         assert len(servers._server_by_variables) == 1
         assert (tmp_path / "server.log").read_text() == ""

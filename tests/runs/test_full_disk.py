@@ -23,14 +23,14 @@ def test_drafts_are_removed_wherever_they_are_and_nothing_else(tmp_path: Path) -
             folder.mkdir(exist_ok=True)
             (folder / name).write_text("mine")
     files.remove_temporary_files(tmp_path)
-    kept = [".notes.txt", "RTE.tsv", f"x{draft}"]
-    assert sorted(path.name for path in tmp_path.glob("*.*")) == kept
-    assert sorted(path.name for path in (tmp_path / "submission").iterdir()) == kept
+    expected_names = [".notes.txt", "RTE.tsv", f"x{draft}"]
+    assert sorted(path.name for path in tmp_path.glob("*.*")) == expected_names
+    assert sorted(path.name for path in (tmp_path / "submission").iterdir()) == expected_names
 
 
 @contextmanager
-def files_up_to(size: int) -> Iterator[None]:
-    """The operating system refuses to write more into a file: not a pretence."""
+def limit_file_size(size: int) -> Iterator[None]:
+    """Make the operating system refuse to write more than `size` bytes into a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -39,44 +39,53 @@ def files_up_to(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def limited(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, size: int, after: int) -> Callable[[], None]:
-    """Let calls of a function, but for the first ones, write `size` bytes into a file at most."""
-    original, count = getattr(owner, name), 0
+def limit_writes(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, size: int, after: int) -> Callable[[], None]:
+    """Let a function write at most `size` bytes into a file after its first `after` calls; returns the undo."""
+    original_function, calls = getattr(owner, name), 0
 
-    def call(*arguments: Any, **named: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count <= after:
-            return original(*arguments, **named)
-        with files_up_to(size):
-            return original(*arguments, **named)
+    def limited_function(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls <= after:
+            return original_function(*arguments, **keywords)
+        with limit_file_size(size):
+            return original_function(*arguments, **keywords)
 
-    monkeypatch.setattr(owner, name, call)
-    return lambda: monkeypatch.setattr(owner, name, original)
+    monkeypatch.setattr(owner, name, limited_function)
+    return lambda: monkeypatch.setattr(owner, name, original_function)
 
 
 @pytest.mark.parametrize(
-    ("size", "after", "kept"),
+    ("size", "after", "last_checkpoint"),
     [(0, 0, None), (100_000, 0, None), (100_000, 3, "step-3.ckpt"), (0, 4, "step-3.ckpt"), (1000, 5, "step-4.ckpt")],
 )
 def test_a_checkpoint_that_the_disk_does_not_take(
-    small: Build, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, size: int, after: int, kept: str | None
+    small: Build,
+    undisturbed_run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    after: int,
+    last_checkpoint: str | None,
 ) -> None:
-    """The fourth is that of the best weights, after which comes the state behind the first epoch."""
+    """The fourth checkpoint has the best weights, and the fifth has the state after the first epoch."""
     config = small(*EPOCHS)
-    mend = limited(monkeypatch, AtomicCheckpointIO, "save_checkpoint", size, after)
+    restore_disk = limit_writes(monkeypatch, AtomicCheckpointIO, "save_checkpoint", size, after)
     message = refused_in_one_line(config)
-    mend()
+    restore_disk()
     folder = only_folder(config)
     assert f"the checkpoint {folder / 'checkpoints'}" in message
     assert "cannot be written" in message
     assert "File too large" in message
-    assert f"the last good state is {folder / 'checkpoints' / kept}" in message if kept else "no checkpoint" in message
+    assert (
+        f"the last good state is {folder / 'checkpoints' / last_checkpoint}" in message
+        if last_checkpoint
+        else "no checkpoint" in message
+    )
     assert "same command" in message
     assert_whole(folder)
     assert results.read(folder).status == "failed"
     run(config)
-    assert_same(folder, undisturbed)
+    assert_same(folder, undisturbed_run)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +94,7 @@ def test_a_checkpoint_that_the_disk_does_not_take(
      (r"predictions\.jsonl", 0), (r"result\.json", 0), (r"config\.yaml", 0)],
 )  # fmt: skip
 def test_a_file_that_the_disk_does_not_take(
-    small: Build, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, name: str, after: int
+    small: Build, undisturbed_run: Path, monkeypatch: pytest.MonkeyPatch, name: str, after: int
 ) -> None:
     config = small(*EPOCHS)
     with full_disk(monkeypatch, name, after):
@@ -95,17 +104,17 @@ def test_a_file_that_the_disk_does_not_take(
     assert "No space left on device" in message
     assert_whole(folder)
     run(config)
-    assert_same(folder, undisturbed)
+    assert_same(folder, undisturbed_run)
 
 
 @pytest.mark.parametrize("size", [0, 10_000, 100_000])
 def test_a_model_that_the_disk_does_not_take(
-    small: Build, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, size: int
+    small: Build, undisturbed_run: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     config = small(*EPOCHS)
-    mend = limited(monkeypatch, models, "save", size, 0)
+    restore_disk = limit_writes(monkeypatch, models, "save", size, 0)
     message = refused_in_one_line(config)
-    mend()
+    restore_disk()
     folder = only_folder(config)
     assert "File too large" in message
     assert "the model cannot be written" in message
@@ -113,4 +122,4 @@ def test_a_model_that_the_disk_does_not_take(
     assert not (folder / "model").exists()
     assert_whole(folder)
     run(config)
-    assert_same(folder, undisturbed)
+    assert_same(folder, undisturbed_run)

@@ -1,4 +1,4 @@
-"""Runs with a model and a data set of the hub, for which a server on this machine stands in."""
+"""Runs with a model and a data set from the hub, which is a mock server on this machine."""
 
 import logging
 from collections.abc import Iterator
@@ -41,16 +41,16 @@ MODEL = ("task=rte", "model=auto", "model.name=org/tiny", "reg=none", "run.geome
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bytes]]:
-    """The files of two models that differ in their weights alone."""
+def model_versions(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bytes]]:
+    """Return the files of two models that differ only in their weights."""
     return [model_files(tmp_path_factory.mktemp("model"), seed) for seed in (0, 1)]
 
 
 @pytest.fixture
-def hub(tmp_path: Path, weights: list[dict[str, bytes]], monkeypatch: pytest.MonkeyPatch) -> Iterator[MockHub]:
-    """A hub with the model org/tiny and GLUE's RTE, which the libraries ask, and whose cache is empty."""
+def hub(tmp_path: Path, model_versions: list[dict[str, bytes]], monkeypatch: pytest.MonkeyPatch) -> Iterator[MockHub]:
+    """Yield a mock hub with the model org/tiny and GLUE's RTE, which the libraries use with an empty cache."""
     with serving() as hub:
-        for name, files in (("models/org/tiny", weights[0]), ("datasets/nyu-mll/glue", rte_files())):
+        for name, files in (("models/org/tiny", model_versions[0]), ("datasets/nyu-mll/glue", rte_files())):
             hub.repositories[name] = Repository()
             hub.repositories[name].push(files)
         use(hub, tmp_path / "cache", monkeypatch)
@@ -58,33 +58,33 @@ def hub(tmp_path: Path, weights: list[dict[str, bytes]], monkeypatch: pytest.Mon
 
 
 def test_a_run_belongs_to_the_commit_that_its_branch_stands_for(
-    hub: MockHub, small: Build, weights: list[dict[str, bytes]], monkeypatch: pytest.MonkeyPatch,
+    hub: MockHub, small: Build, model_versions: list[dict[str, bytes]], monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    model, data = hub.repositories["models/org/tiny"], hub.repositories["datasets/nyu-mll/glue"]
-    before = model.branches["main"]
+    model_repository, data_repository = hub.repositories["models/org/tiny"], hub.repositories["datasets/nyu-mll/glue"]
+    first_commit = model_repository.branches["main"]
     with caplog.at_level(logging.INFO):
         first = run(small(*MODEL))
     assert not [record for record in caplog.records if record.name.startswith("httpx")]
-    assert (first.model_commit, first.data_commit) == (before, data.branches["main"])
-    assert first.config["model"]["revision"] == before
-    assert all(f"/{before}" in request for request in hub.requests if "/org/tiny/resolve/" in request)
+    assert (first.model_commit, first.data_commit) == (first_commit, data_repository.branches["main"])
+    assert first.config["model"]["revision"] == first_commit
+    assert all(f"/{first_commit}" in request for request in hub.requests if "/org/tiny/resolve/" in request)
 
     with monkeypatch.context() as patch:
         patch.setattr(run_module, "_assemble_job", None)  # nothing is trained
         assert run(small(*MODEL)) == first
         assert run(small(*MODEL, "model.revision=main")) == first
 
-    after = model.push(weights[1])
+    second_commit = model_repository.push(model_versions[1])
     second = run(small(*MODEL))
     assert second.name != first.name
-    assert second.model_commit == after
+    assert second.model_commit == second_commit
 
     with monkeypatch.context() as patch:
         patch.setattr(run_module, "_assemble_job", None)
         set_offline(True, patch)
         assert run(small(*MODEL)) == second
-        assert run(small(*MODEL, f"model.revision={before}")) == first
+        assert run(small(*MODEL, f"model.revision={first_commit}")) == first
 
 
 @pytest.mark.slow
@@ -100,12 +100,12 @@ def test_train_py_asks_the_hub_and_is_quiet_about_it(hub: MockHub, own_cache: Pa
 
 
 def test_all_processes_of_a_run_load_one_commit(hub: MockHub, small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commit is found before they are started."""
-    given = []
+    """The commit is resolved before the processes are started."""
+    revisions = []
 
-    class Ended:
+    class EndedProcesses:
         def __init__(self, config: Any, *_: Any) -> None:
-            given.append(config.model.revision)
+            revisions.append(config.model.revision)
 
         def has_ended(self) -> bool:
             return True
@@ -113,34 +113,34 @@ def test_all_processes_of_a_run_load_one_commit(hub: MockHub, small: Build, monk
         def read_record(self, signals: Any) -> RunRecord:
             return RunRecord("name", "finished", {})
 
-    monkeypatch.setattr(launch, "RunProcesses", Ended)
+    monkeypatch.setattr(launch, "RunProcesses", EndedProcesses)
     launch.launch(small(*MODEL, "trainer.devices=2"), 2)
-    assert given == [hub.repositories["models/org/tiny"].branches["main"]]
+    assert revisions == [hub.repositories["models/org/tiny"].branches["main"]]
 
 
 def test_a_complete_commit_and_a_folder_need_no_question(hub: MockHub, tmp_path: Path) -> None:
     commit, folder = hub.repositories["models/org/tiny"].branches["main"], str(tmp_path)
     assert resolve_model(ModelConfig("org/tiny", revision=commit)).revision == commit
-    for local in (ModelConfig(folder), ModelConfig(folder, pretrained=False), ModelConfig("tiny", pretrained=False)):
-        assert resolve_model(local) == local
+    for config in (ModelConfig(folder), ModelConfig(folder, pretrained=False), ModelConfig("tiny", pretrained=False)):
+        assert resolve_model(config) == config
     assert hub.requests == []
 
 
-def test_a_branch_and_the_main_branch_have_their_commits(hub: MockHub, weights: list[dict[str, bytes]]) -> None:
-    model = hub.repositories["models/org/tiny"]
-    other = model.push(weights[1], branch="step 1/2")
-    assert resolve_model(ModelConfig("org/tiny", revision="step 1/2")).revision == other
-    assert resolve_model(ModelConfig("org/tiny")).revision == model.branches["main"] != other
+def test_a_branch_and_the_main_branch_have_their_commits(hub: MockHub, model_versions: list[dict[str, bytes]]) -> None:
+    repository = hub.repositories["models/org/tiny"]
+    branch_commit = repository.push(model_versions[1], branch="step 1/2")
+    assert resolve_model(ModelConfig("org/tiny", revision="step 1/2")).revision == branch_commit
+    assert resolve_model(ModelConfig("org/tiny")).revision == repository.branches["main"] != branch_commit
 
 
 def test_the_commit_of_a_data_set_is_known_offline(hub: MockHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the commit of what is loaded, which is the data set that was prepared last."""
-    data = hub.repositories["datasets/nyu-mll/glue"]
-    assert find_source(TASKS["rte"], None, ["train"]).commit == data.branches["main"]
-    latest = data.push(rte_files(rows=20))
+    """Offline, the commit is that of the data set which was prepared last, since this one is loaded."""
+    repository = hub.repositories["datasets/nyu-mll/glue"]
+    assert find_source(TASKS["rte"], None, ["train"]).commit == repository.branches["main"]
+    latest_commit = repository.push(rte_files(rows=20))
     assert len(load_splits(TASKS["rte"], None, ["train"])["train"]) == 20
     set_offline(True, monkeypatch)
-    assert find_source(TASKS["rte"], None, ["train"]).commit == latest
+    assert find_source(TASKS["rte"], None, ["train"]).commit == latest_commit
 
 
 def test_the_diagnostic_set_is_another_configuration_of_the_same_commit(hub: MockHub) -> None:
@@ -181,20 +181,22 @@ def test_a_tokenizer_of_the_hub_is_loaded_by_its_commit(hub: MockHub) -> None:
     assert not [request for request in hub.requests if "mine" in request]
 
 
-# ---- what the hub refuses
+# ---- requests that the hub refuses
 
 MODEL_COPY = "; name a local copy with model=auto model.name=<folder from save_pretrained>"
 DATA_COPY = "; name a local copy with task.data_dir=<folder>"
 LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
 
 
-def complaint_about_model(revision: str | None = None) -> str:
+def read_model_error(revision: str | None = None) -> str:
+    """Return the message of the error with which the model org/tiny is refused."""
     with pytest.raises(UserError) as error:
         models.load_tokenizer(resolve_model(ModelConfig("org/tiny", revision=revision)))
     return str(error.value)
 
 
-def complaint_about_data() -> str:
+def read_data_error() -> str:
+    """Return the message of the error with which RTE is refused."""
     with pytest.raises(UserError) as error:
         load_splits(TASKS["rte"], None, ["train"])
     return str(error.value)
@@ -205,16 +207,16 @@ def test_a_gated_repository_needs_consent_and_a_token(hub: MockHub, status: int)
     for repository in hub.repositories.values():
         repository.status, repository.error = status, "GatedRepo"
     consent = f"access needs consent to its conditions: accept them at {hub.url}"
-    assert complaint_about_model() == f"model org/tiny: {consent}/org/tiny, then {LOG_IN}{MODEL_COPY}"
-    assert complaint_about_data() == (f"nyu-mll/glue rte: {consent}/datasets/nyu-mll/glue, then {LOG_IN}{DATA_COPY}")
+    assert read_model_error() == f"model org/tiny: {consent}/org/tiny, then {LOG_IN}{MODEL_COPY}"
+    assert read_data_error() == (f"nyu-mll/glue rte: {consent}/datasets/nyu-mll/glue, then {LOG_IN}{DATA_COPY}")
 
 
 def test_a_repository_that_is_gone_or_private(hub: MockHub) -> None:
     hub.repositories.clear()
-    assert complaint_about_model() == (
+    assert read_model_error() == (
         f"model org/tiny: the hub has no model of this name, or a private one: check the name, or {LOG_IN}{MODEL_COPY}"
     )
-    assert complaint_about_data() == (
+    assert read_data_error() == (
         "data set nyu-mll/glue: the hub has no data set of this name, or a private one: check the name, or "
         f"{LOG_IN}{DATA_COPY}"
     )
@@ -222,14 +224,14 @@ def test_a_repository_that_is_gone_or_private(hub: MockHub) -> None:
 
 def test_a_token_without_permission(hub: MockHub) -> None:
     hub.repositories["models/org/tiny"].status = 403
-    assert complaint_about_model() == (
+    assert read_model_error() == (
         "model org/tiny: the hub refuses access (HTTP status 403): log in with `hf auth login`, or set HF_TOKEN to a "
         f"token that may read it{MODEL_COPY}"
     )
 
 
 def test_a_branch_that_does_not_exist(hub: MockHub) -> None:
-    assert complaint_about_model("mian") == (
+    assert read_model_error("mian") == (
         "model org/tiny at revision mian: the hub has no such revision; expected a branch, a tag or a commit, which "
         f"are listed at {hub.url}/org/tiny{MODEL_COPY}"
     )
@@ -238,14 +240,14 @@ def test_a_branch_that_does_not_exist(hub: MockHub) -> None:
 def test_a_hub_that_does_not_answer(
     hub: MockHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is not waited for; a commit that it has named before is used, with a warning."""
+    """A run does not wait for the hub; it uses the last commit that is known, with a warning."""
     commit = resolve_model(ModelConfig("org/tiny")).revision
     hub.silent = True
     monkeypatch.setattr(hub_module, "COMMIT_TIMEOUT_SECONDS", 0.1)
-    silence = f"the hub {hub.url} gave no answer within 0.1 s"
+    no_answer = f"the hub {hub.url} gave no answer within 0.1 s"
     assert resolve_model(ModelConfig("org/tiny")).revision == commit
-    assert warnings_in(caplog) == [f"model org/tiny: {silence}; using commit {commit}, the latest that is known"]
+    assert warnings_in(caplog) == [f"model org/tiny: {no_answer}; using commit {commit}, the latest that is known"]
     assert (
-        complaint_about_model("other")
-        == f"model org/tiny at revision other: not in the local cache, and {silence}{MODEL_COPY}"
+        read_model_error("other")
+        == f"model org/tiny at revision other: not in the local cache, and {no_answer}{MODEL_COPY}"
     )

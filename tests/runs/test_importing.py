@@ -1,3 +1,5 @@
+"""The garbage collector while libraries are imported."""
+
 import gc
 
 import pytest
@@ -7,7 +9,7 @@ from istar.runs.importing import fast_imports
 
 @pytest.fixture
 def collector():
-    """As it was before, with nothing set aside."""
+    """Enable the garbage collector; afterwards, restore it, without frozen objects."""
     was_enabled = gc.isenabled()
     gc.enable()
     yield
@@ -17,12 +19,12 @@ def collector():
 
 
 def test_nothing_is_collected_within_and_what_is_there_is_set_aside(collector):
-    before = gc.get_freeze_count()
+    frozen_before = gc.get_freeze_count()
     with fast_imports():
         assert not gc.isenabled()
-        kept = [[] for _ in range(1_000)]
+        new_objects = [[] for _ in range(1_000)]
     assert gc.isenabled()
-    assert gc.get_freeze_count() >= before + len(kept)
+    assert gc.get_freeze_count() >= frozen_before + len(new_objects)
 
 
 def test_a_failed_import_leaves_the_collector_on(collector):

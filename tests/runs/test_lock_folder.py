@@ -16,7 +16,7 @@ from istar.errors import LockedError
 from istar.files import is_locked, lock_folder
 from tests.waiting import SECONDS
 
-HOLD = """
+HOLD_LOCK = """
 import sys
 from pathlib import Path
 from istar.files import lock_folder
@@ -27,10 +27,10 @@ with lock_folder(Path(sys.argv[1])):
 
 
 @pytest.fixture
-def other(tmp_path: Path, repository: Path) -> Iterator["subprocess.Popen[str]"]:
-    """A process that writes into `<tmp_path>/runs/one` until its input ends."""
+def lock_holder(tmp_path: Path, repository: Path) -> Iterator["subprocess.Popen[str]"]:
+    """Start a process that holds the lock of `<tmp_path>/runs/one` until its input ends."""
     environment = {**os.environ, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", HOLD, str(tmp_path / "runs" / "one")]
+    command = [sys.executable, "-c", HOLD_LOCK, str(tmp_path / "runs" / "one")]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
     ) as process:
@@ -42,16 +42,16 @@ def other(tmp_path: Path, repository: Path) -> Iterator["subprocess.Popen[str]"]
             process.kill()
 
 
-def test_one_writer_at_a_time(tmp_path: Path, other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_writer_at_a_time(tmp_path: Path, lock_holder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "runs" / "one"
     monkeypatch.setattr(files, "_LOCK_TIMEOUT_SECONDS", 0.2)
     assert is_locked(folder)
-    with pytest.raises(LockedError, match="is being written by another process") as told, lock_folder(folder):
+    with pytest.raises(LockedError, match="is being written by another process") as error, lock_folder(folder):
         pass
-    assert "\n" not in str(told.value)
-    other.kill()
-    assert other.wait() == -signal.SIGKILL
-    # It has let go of the folder: there is nothing to wait for.
+    assert "\n" not in str(error.value)
+    lock_holder.kill()
+    assert lock_holder.wait() == -signal.SIGKILL
+    # The killed process no longer holds the lock, so there is nothing to wait for.
     monkeypatch.setattr(files, "_LOCK_TIMEOUT_SECONDS", 0.0)
     assert not is_locked(folder)
     with lock_folder(folder):
@@ -64,17 +64,17 @@ def test_asking_for_a_lock_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_a_writer_that_is_just_ending_is_waited_for(
-    tmp_path: Path, other: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, lock_holder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sleep, waits = time.sleep, []
+    original_sleep, waits = time.sleep, []
 
-    def let_go(seconds: float) -> None:
-        other.stdin.close()
+    def release_and_sleep(seconds: float) -> None:
+        lock_holder.stdin.close()
         waits.append(seconds)
-        sleep(seconds)
+        original_sleep(seconds)
 
     monkeypatch.setattr(files, "_LOCK_TIMEOUT_SECONDS", SECONDS)
-    monkeypatch.setattr(time, "sleep", let_go)
+    monkeypatch.setattr(time, "sleep", release_and_sleep)
     with lock_folder(tmp_path / "runs" / "one"):
         assert waits
-    assert other.wait() == 0
+    assert lock_holder.wait() == 0

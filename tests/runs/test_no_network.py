@@ -15,20 +15,25 @@ from tests.runs.faults import Build
 from tests.waiting import SECONDS
 
 
-def test_attempts_to_connect_are_seen(no_network: Any, closed: str) -> None:
+def test_attempts_to_connect_are_seen(forbid_network: Any, closed_url: str) -> None:
     import requests
 
-    attempts = no_network()
+    attempts = forbid_network()
     with pytest.raises(requests.ConnectionError):
-        requests.get(closed, timeout=SECONDS)
+        requests.get(closed_url, timeout=SECONDS)
     with pytest.raises(OSError, match="unreachable"):
         socket.create_connection(("127.0.0.1", 9))
     assert len(attempts) == 2
 
 
-@pytest.mark.parametrize("since", ["the start", "assembly"])
+@pytest.mark.parametrize("offline_since", ["the start", "assembly"])
 def test_a_run_on_local_folders_needs_no_network(
-    small: Build, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_network: Any, since: str
+    small: Build,
+    undisturbed_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    forbid_network: Any,
+    offline_since: str,
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
@@ -41,17 +46,17 @@ def test_a_run_on_local_folders_needs_no_network(
         ]
         (data / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
     attempts: list[Any] = []
-    assemble = run_module._assemble_job
+    original_assemble = run_module._assemble_job
 
-    def then_without(*arguments: Any) -> Any:
-        job = assemble(*arguments)
-        attempts.append(no_network())
+    def assemble_then_forbid(*arguments: Any) -> Any:
+        job = original_assemble(*arguments)
+        attempts.append(forbid_network())
         return job
 
-    if since == "the start":
-        attempts.append(no_network())
+    if offline_since == "the start":
+        attempts.append(forbid_network())
     else:
-        monkeypatch.setattr(run_module, "_assemble_job", then_without)
-    config = small("task=rte", f"task.data_dir={data}", "model=auto", f"model.name={undisturbed / 'model'}")
+        monkeypatch.setattr(run_module, "_assemble_job", assemble_then_forbid)
+    config = small("task=rte", f"task.data_dir={data}", "model=auto", f"model.name={undisturbed_run / 'model'}")
     assert run(config).status == "finished"
     assert attempts == [[]]

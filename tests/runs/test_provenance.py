@@ -1,4 +1,4 @@
-"""The state of the code and the hardware that a record names."""
+"""The state of the code and the hardware in the record of a run."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ UNKNOWN = {"code_commit": None, "code_modified": None}
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The package of a checkout with one commit."""
+    """Return the folder of a package in a git checkout with one commit."""
     for name in [name for name in os.environ if name.startswith("GIT_")]:
         monkeypatch.delenv(name)
     if shutil.which("git") is None:
@@ -24,18 +24,19 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     package = tmp_path / "checkout" / "istar"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
-    git(package, "init", "-q", "..")
-    git(package, "add", ".")
-    git(package, "-c", "user.name=A", "-c", "user.email=a@b.c", "commit", "-q", "-m", "first")
+    run_git(package, "init", "-q", "..")
+    run_git(package, "add", ".")
+    run_git(package, "-c", "user.name=A", "-c", "user.email=a@b.c", "commit", "-q", "-m", "first")
     return package
 
 
-def git(folder: Path, *arguments: str) -> str:
+def run_git(folder: Path, *arguments: str) -> str:
+    """Run git in a folder and return its output."""
     return subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def test_a_checkout_has_a_commit_and_may_be_modified(package: Path) -> None:
-    commit = git(package, "rev-parse", "HEAD")
+    commit = run_git(package, "rev-parse", "HEAD")
     (package / "notes.txt").touch()
     assert describe_code(package) == {"code_commit": commit, "code_modified": False}
     (package / "__init__.py").write_text("more = 1")
@@ -56,7 +57,7 @@ def test_neither_has_a_folder_without_git(package: Path, tmp_path: Path, monkeyp
 
 
 def test_a_git_hook_does_not_mislead(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commit = git(package, "rev-parse", "HEAD")
+    commit = run_git(package, "rev-parse", "HEAD")
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
     assert describe_code(package)["code_commit"] == commit
 

@@ -16,12 +16,12 @@ from tests.runs.artifacts import TINY, Build, folders_in, place, rte
 
 
 def test_a_failing_training_is_told_and_goes_on(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = FineTuner.training_step
+    original_step = FineTuner.training_step
 
     def fail(self: FineTuner, batch: Any, batch_idx: int) -> Any:
         if self.trainer.global_step == 3:
             raise RuntimeError("out of\nluck")
-        return original(self, batch, batch_idx)
+        return original_step(self, batch, batch_idx)
 
     config = small("trainer.max_epochs=2", "trainer.checkpoint_every_n_steps=1")
     monkeypatch.setattr(FineTuner, "training_step", fail)
@@ -36,21 +36,21 @@ def test_a_failing_training_is_told_and_goes_on(small: Build, monkeypatch: pytes
     assert record.config == to_dict(config)
     assert folders_in(folder / "checkpoints") == ["step-2.ckpt", "step-3.ckpt"]
     assert not {"model", ".model", "predictions.jsonl", "geometry.json"} & set(folders_in(folder))
-    again = run(config)
-    assert again.status == "finished"
-    assert folders_in(Path(config.run.root)) == [again.name] == [name]
+    resumed_record = run(config)
+    assert resumed_record.status == "finished"
+    assert folders_in(Path(config.run.root)) == [resumed_record.name] == [name]
     assert results.read(folder).status == "finished"
 
 
 def test_a_model_that_diverges_is_not_a_finished_run(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = FineTuner.on_train_epoch_start
+    original_hook = FineTuner.on_train_epoch_start
 
-    def break_it(self: FineTuner) -> None:
-        original(self)
+    def fill_weights_with_nan(self: FineTuner) -> None:
+        original_hook(self)
         with torch.no_grad():
             self.model.classifier.weight.fill_(math.nan)  # type: ignore[union-attr, operator]
 
-    monkeypatch.setattr(FineTuner, "on_train_epoch_start", break_it)
+    monkeypatch.setattr(FineTuner, "on_train_epoch_start", fill_weights_with_nan)
     config = small("reg=none")
     with pytest.raises(Exception, match=r"diverged|finite|nan|NaN"):
         run(config)
@@ -76,13 +76,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "told"), REFUSED, ids=[" ".join(overrides) for overrides, _ in REFUSED])
-def test_refused_before_anything_is_written(small: Build, overrides: list[str], told: str) -> None:
+@pytest.mark.parametrize(("overrides", "message_part"), REFUSED, ids=[" ".join(overrides) for overrides, _ in REFUSED])
+def test_refused_before_anything_is_written(small: Build, overrides: list[str], message_part: str) -> None:
     config = small(*overrides)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error:
         run(config)
-    assert told in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert message_part in str(error.value)
+    assert "\n" not in str(error.value)
     assert folders_in(Path(config.run.root)) == []
 
 
@@ -107,7 +107,7 @@ def test_a_foreign_result_is_not_overwritten(small: Build) -> None:
 
 
 def test_a_validation_interval_longer_than_an_epoch(small: Build) -> None:
-    """Four batches an epoch; nothing is written."""
+    """An epoch has four batches; the run is refused and writes nothing."""
     config = small("trainer.val_check_interval=5", "trainer.max_epochs=3")
     with pytest.raises(UserError, match=r"has only 4 batches; .*set trainer\.check_val_every_n_epoch=null too"):
         run(config)

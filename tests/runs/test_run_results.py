@@ -1,4 +1,4 @@
-"""The files that a run leaves agree with each other and with the saved model."""
+"""The files that a run writes agree with each other and with the saved model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,8 +23,8 @@ from tests.runs.artifacts import DEMOS, REGS, Build, folders_in, logged, place, 
 
 
 @pytest.mark.parametrize(("task", "reg"), [*((task, "istar") for task in DEMOS), ("demo", "none"), ("demo", "cosreg")])
-def test_what_a_run_leaves(done: Callable[..., Any], task: str, reg: str) -> None:
-    config, record, folder = done(f"task={task}", f"reg={reg}")
+def test_what_a_run_leaves(cached_run: Callable[..., Any], task: str, reg: str) -> None:
+    config, record, folder = cached_run(f"task={task}", f"reg={reg}")
     spec = TASKS[task]
     assert folders_in(folder) == [
         "checkpoints", "config.yaml", "geometry.json", "isotropy.png", "metrics.csv", "model",
@@ -56,13 +56,13 @@ def test_what_a_run_leaves(done: Callable[..., Any], task: str, reg: str) -> Non
 
 
 @pytest.mark.parametrize("task", DEMOS)
-def test_predictions_are_the_validation_set_in_its_order(done: Callable[..., Any], task: str) -> None:
-    _, record, folder = done(f"task={task}", "reg=istar")
+def test_predictions_are_the_validation_set_in_its_order(cached_run: Callable[..., Any], task: str) -> None:
+    _, record, folder = cached_run(f"task={task}", "reg=istar")
     spec = TASKS[task]
     examples = sample_examples(demo.generate(task, "validation"), 24)
     rows = rows_of(folder / "predictions.jsonl")
-    wanted = examples["id"][:] if spec.kind == "span" else list(range(24))
-    assert [row["id"] for row in rows] == wanted
+    expected_ids = examples["id"][:] if spec.kind == "span" else list(range(24))
+    assert [row["id"] for row in rows] == expected_ids
     labels = [row["label"] for row in rows]
     predictions: list[Any] = [row["prediction"] for row in rows]
     if spec.kind == "classification":
@@ -77,24 +77,24 @@ def test_predictions_are_the_validation_set_in_its_order(done: Callable[..., Any
     else:
         assert labels == [answer["text"] for answer in examples["answers"]]
         assert all(row["prediction"] in context for row, context in zip(rows, examples["context"], strict=True))
-    # The metrics of the record are those of the file.
-    again = compute(spec.metrics, predictions, labels)
-    assert {name: record.metrics[name] for name in again} == pytest.approx(again)
+    # The metrics of the record are those of the predictions in the file.
+    recomputed_metrics = compute(spec.metrics, predictions, labels)
+    assert {name: record.metrics[name] for name in recomputed_metrics} == pytest.approx(recomputed_metrics)
 
 
 @pytest.mark.parametrize("reg", REGS)
-def test_logged_keys(done: Callable[..., Any], reg: str) -> None:
-    _, record, folder = done("task=demo", f"reg={reg}")
+def test_logged_keys(cached_run: Callable[..., Any], reg: str) -> None:
+    _, record, folder = cached_run("task=demo", f"reg={reg}")
     columns = logged(folder)
-    wanted = {"train/loss", "train/task_loss", "train/lr", "train/grad_norm", "val/accuracy", "val/f1", "val/loss"}
-    wanted |= {"train/tokens_per_second"}
-    wanted |= {"isotropy/isoscore_star", *(f"isotropy/layer_{layer}/isoscore_star" for layer in range(3))}
+    expected = {"train/loss", "train/task_loss", "train/lr", "train/grad_norm", "val/accuracy", "val/f1", "val/loss"}
+    expected |= {"train/tokens_per_second"}
+    expected |= {"isotropy/isoscore_star", *(f"isotropy/layer_{layer}/isoscore_star" for layer in range(3))}
     if reg == "istar":
-        wanted |= {"train/penalty", "train/isoscore_star", "shrinkage/points", "shrinkage/seconds"}
-    assert wanted <= set(columns)
+        expected |= {"train/penalty", "train/isoscore_star", "shrinkage/points", "shrinkage/seconds"}
+    assert expected <= set(columns)
     if reg != "none":
-        wanted |= {"train/points"}
-    assert {key for key in columns if key.startswith("train/")} <= wanted | {"train/penalty", "train/mean_cosine"} | {
+        expected |= {"train/points"}
+    assert {key for key in columns if key.startswith("train/")} <= expected | {"train/penalty", "train/mean_cosine"} | {
         key for key in columns if "cos" in key
     }
     assert len(columns["train/loss"]) == 12
@@ -110,25 +110,25 @@ def test_logged_keys(done: Callable[..., Any], reg: str) -> None:
     )
 
 
-def test_istar_logs_lambda_times_one_minus_isoscore(done: Callable[..., Any]) -> None:
-    _, _, folder = done("task=demo", "reg=istar", "reg.lambda=3")
+def test_istar_logs_lambda_times_one_minus_isoscore(cached_run: Callable[..., Any]) -> None:
+    _, _, folder = cached_run("task=demo", "reg=istar", "reg.lambda=3")
     columns = logged(folder)
     expected = [3 * (1 - score) for score in columns["train/isoscore_star"]]
     assert columns["train/penalty"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_zeta_is_logged_where_it_is_estimated(done: Callable[..., Any]) -> None:
-    _, _, folder = done("task=demo", "reg=istar", "reg.zeta=auto")
+def test_zeta_is_logged_where_it_is_estimated(cached_run: Callable[..., Any]) -> None:
+    _, _, folder = cached_run("task=demo", "reg=istar", "reg.zeta=auto")
     zetas = logged(folder)["train/zeta"]
     assert len(zetas) == len(logged(folder)["train/loss"])
     assert all(0 < zeta <= 1 for zeta in zetas)
     assert len(set(zetas)) > 1
-    _, _, given = done("task=demo", "reg=istar", "reg.lambda=3")
-    assert "train/zeta" not in logged(given)
+    _, _, fixed_zeta_folder = cached_run("task=demo", "reg=istar", "reg.lambda=3")
+    assert "train/zeta" not in logged(fixed_zeta_folder)
 
 
-def test_classification_records_the_isotropy_within_and_between_classes(done: Callable[..., Any]) -> None:
-    _, record, folder = done("task=demo", "reg=istar")
+def test_classification_records_the_isotropy_within_and_between_classes(cached_run: Callable[..., Any]) -> None:
+    _, record, folder = cached_run("task=demo", "reg=istar")
     isotropy = record.class_isotropy
     assert list(isotropy) == ["before", "after"]
     assert isotropy["after"] == record.epochs[record.headline["epoch"] - 1]["class_isotropy"]
@@ -137,36 +137,36 @@ def test_classification_records_the_isotropy_within_and_between_classes(done: Ca
     for layers in isotropy.values():
         assert list(layers) == list(record.isotropy["after"])[:-1]
         assert all(0 < layers["2"][name] < 1 for name in ("within", "between_share"))
-    _, regression, _ = done("task=demo_regression", "reg=istar")
-    assert regression.class_isotropy == {}
-    assert "class_isotropy" not in regression.epochs[0]
+    _, regression_record, _ = cached_run("task=demo_regression", "reg=istar")
+    assert regression_record.class_isotropy == {}
+    assert "class_isotropy" not in regression_record.epochs[0]
 
 
-def test_a_penalty_within_classes_is_trained_with_sigma_s_within_classes(done: Callable[..., Any]) -> None:
-    _, plain, _ = done("task=demo", "reg=istar")
-    _, record, folder = done("task=demo", "reg=istar", "reg.within=label")
+def test_a_penalty_within_classes_is_trained_with_sigma_s_within_classes(cached_run: Callable[..., Any]) -> None:
+    _, istar_record, _ = cached_run("task=demo", "reg=istar")
+    _, record, folder = cached_run("task=demo", "reg=istar", "reg.within=label")
     columns = logged(folder)
     assert columns["train/penalty"] == pytest.approx([-(1 - score) for score in columns["train/isoscore_star"]])
-    assert columns["train/isoscore_star"] != logged(done("task=demo", "reg=istar")[2])["train/isoscore_star"]
+    assert columns["train/isoscore_star"] != logged(cached_run("task=demo", "reg=istar")[2])["train/isoscore_star"]
     assert len(record.timing["shrinkage"]) == 2
-    assert record.name != plain.name
+    assert record.name != istar_record.name
 
 
 # ---- the saved model
 
 
 @pytest.mark.parametrize("task", ["demo", "demo_sentence", "demo_regression"])
-def test_the_saved_model_says_what_the_predictions_say(done: Callable[..., Any], task: str) -> None:
-    _, _, folder = done(f"task={task}", "reg=istar")
+def test_the_saved_model_says_what_the_predictions_say(cached_run: Callable[..., Any], task: str) -> None:
+    _, _, folder = cached_run(f"task={task}", "reg=istar")
     spec = TASKS[task]
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model = AutoModelForSequenceClassification.from_pretrained(folder / "model")
     assert model.dtype == torch.float32
     assert list(model.config.id2label.values()) == list(spec.labels or ["score"])
-    assert model.config.label2id == {name: number for number, name in model.config.id2label.items()}
+    assert model.config.label2id == {name: index for index, name in model.config.id2label.items()}
     examples = sample_examples(demo.generate(task, "validation"), 24)
-    for number, row in enumerate(rows_of(folder / "predictions.jsonl")):
-        texts = [examples[number][column] for column in spec.text_columns]
+    for index, row in enumerate(rows_of(folder / "predictions.jsonl")):
+        texts = [examples[index][column] for column in spec.text_columns]
         with torch.no_grad():
             logits = model(**tokenizer(*texts, return_tensors="pt")).logits[0]
         if spec.kind == "classification":
@@ -176,12 +176,12 @@ def test_the_saved_model_says_what_the_predictions_say(done: Callable[..., Any],
             assert logits.item() == pytest.approx(row["prediction"], abs=1e-4)
 
 
-def test_the_saved_span_model_says_what_the_predictions_say(done: Callable[..., Any]) -> None:
-    _, _, folder = done("task=demo_span", "reg=istar")
+def test_the_saved_span_model_says_what_the_predictions_say(cached_run: Callable[..., Any]) -> None:
+    _, _, folder = cached_run("task=demo_span", "reg=istar")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model = AutoModelForQuestionAnswering.from_pretrained(folder / "model")
     examples = sample_examples(demo.generate("demo_span", "validation"), 24)
-    agreeing = []
+    agreements = []
     for example, row in zip(examples, rows_of(folder / "predictions.jsonl"), strict=False):
         encoded = tokenizer(
             example["question"],
@@ -200,15 +200,15 @@ def test_the_saved_span_model_says_what_the_predictions_say(done: Callable[..., 
             offsets = torch.tensor(encoded["offset_mapping"][window])
             offsets[[part != 1 for part in encoded.sequence_ids(window)]] = -1
             windows.append((output.start_logits[0].numpy(), output.end_logits[0].numpy(), offsets.numpy()))
-        agreeing.append(best_answer(example["context"], windows) == row["prediction"])
-    # Ties within rounding may fall either way, once.
-    assert len(agreeing) == 24
-    assert sum(agreeing) >= 23
+        agreements.append(best_answer(example["context"], windows) == row["prediction"])
+    # At most one answer may differ, because of a tie within rounding.
+    assert len(agreements) == 24
+    assert sum(agreements) >= 23
 
 
 @pytest.mark.parametrize("reg", REGS)
-def test_checkpoints_open_without_pickled_code(done: Callable[..., Any], reg: str) -> None:
-    _, record, folder = done("task=demo", f"reg={reg}")
+def test_checkpoints_open_without_pickled_code(cached_run: Callable[..., Any], reg: str) -> None:
+    _, record, folder = cached_run("task=demo", f"reg={reg}")
     names = [f"best-epoch-{record.headline['epoch']}.ckpt", "step-12.ckpt"]
     assert folders_in(folder / "checkpoints") == names
     best, last = (torch.load(folder / "checkpoints" / name, weights_only=True) for name in names)
@@ -230,16 +230,16 @@ def test_checkpoints_open_without_pickled_code(done: Callable[..., Any], reg: st
 
 
 def test_the_best_epoch_is_kept_when_it_is_not_the_last(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No epoch learns; the second turns the head's sign and the third silences it, so the third is never the best."""
-    original = FineTuner.on_train_epoch_start
+    """No epoch learns. The second flips the signs of the head's weights; the third sets them to 0 and is never best."""
+    original_hook = FineTuner.on_train_epoch_start
 
-    def turn(self: FineTuner) -> None:
-        original(self)
+    def scale_head(self: FineTuner) -> None:
+        original_hook(self)
         with torch.no_grad():
             self.model.classifier.weight.mul_((1, -1, 0)[self.current_epoch])  # type: ignore[union-attr, operator]
             self.model.classifier.bias.fill_(1)  # type: ignore[union-attr, operator]
 
-    monkeypatch.setattr(FineTuner, "on_train_epoch_start", turn)
+    monkeypatch.setattr(FineTuner, "on_train_epoch_start", scale_head)
     config = small("task=demo_regression", "reg=none", "trainer.max_epochs=3", "optim.lr=1e-12")
     record = run(config)
     values = [epoch["metrics"]["pearson"] for epoch in record.epochs]
@@ -248,33 +248,35 @@ def test_the_best_epoch_is_kept_when_it_is_not_the_last(small: Build, monkeypatc
     assert record.headline["value"] == max(values) > 0
     folder = place(config, record)
     rows = rows_of(folder / "predictions.jsonl")
-    from_file = compute(("pearson",), [row["prediction"] for row in rows], [row["label"] for row in rows])
-    assert from_file["pearson"] == pytest.approx(max(values))
+    recomputed_metrics = compute(("pearson",), [row["prediction"] for row in rows], [row["label"] for row in rows])
+    assert recomputed_metrics["pearson"] == pytest.approx(max(values))
     model = AutoModelForSequenceClassification.from_pretrained(folder / "model")
-    # In the last epoch, only the steps of 1e-12 are left of the weights.
+    # The weights of the last epoch are only as large as its steps of 1e-12.
     assert model.classifier.weight.abs().max() > 1e-3
 
 
-def test_held_out_training_data_choose_the_epoch_and_the_validation_set_is_reported(done: Callable[..., Any]) -> None:
-    held_out = ("task.limit_train=64", "task.limit_validation=16", "task.validation_fraction=0.25")
-    training = ("trainer.max_epochs=4", "trainer.accumulate_grad_batches=1", "reg=none", "seed=1")
-    _, record, folder = done("task=demo_regression", *held_out, *training)
-    reported = [epoch["metrics"]["pearson"] for epoch in record.epochs]
-    choosing = [epoch["metrics"]["pearson_held_out"] for epoch in record.epochs]
-    chosen = choosing.index(max(choosing))
+def test_held_out_training_data_choose_the_epoch_and_the_validation_set_is_reported(
+    cached_run: Callable[..., Any],
+) -> None:
+    data_overrides = ("task.limit_train=64", "task.limit_validation=16", "task.validation_fraction=0.25")
+    training_overrides = ("trainer.max_epochs=4", "trainer.accumulate_grad_batches=1", "reg=none", "seed=1")
+    _, record, folder = cached_run("task=demo_regression", *data_overrides, *training_overrides)
+    validation_scores = [epoch["metrics"]["pearson"] for epoch in record.epochs]
+    held_out_scores = [epoch["metrics"]["pearson_held_out"] for epoch in record.epochs]
+    best_index = held_out_scores.index(max(held_out_scores))
     # The two sets prefer different epochs.
-    assert chosen != reported.index(max(reported))
-    assert record.headline == {"metric": "pearson", "value": reported[chosen], "epoch": chosen + 1}
-    assert record.selection == {"set": "held_out", "metric": "pearson_held_out", "value": choosing[chosen]}
-    assert record.selection_value == choosing[chosen]
+    assert best_index != validation_scores.index(max(validation_scores))
+    assert record.headline == {"metric": "pearson", "value": validation_scores[best_index], "epoch": best_index + 1}
+    assert record.selection == {"set": "held_out", "metric": "pearson_held_out", "value": held_out_scores[best_index]}
+    assert record.selection_value == held_out_scores[best_index]
     assert (record.data["train"], record.data["validation"]) == (48, {"validation": 16, "held_out": 16})
-    # The weights that are kept are those of that epoch.
+    # The saved predictions are those of the chosen epoch.
     predictions = rows_of(folder / "predictions_held_out.jsonl")
     values, labels = ([row[key] for row in predictions] for key in ("prediction", "label"))
-    assert np.corrcoef(values, labels)[0, 1] == pytest.approx(choosing[chosen], abs=1e-6)
+    assert np.corrcoef(values, labels)[0, 1] == pytest.approx(held_out_scores[best_index], abs=1e-6)
     assert "The epoch was chosen by pearson_held_out" in build_run_table(record).caption
 
 
-def test_without_them_the_validation_set_chooses(done: Callable[..., Any]) -> None:
-    _, record, _ = done("task=demo", "reg=istar")
+def test_without_them_the_validation_set_chooses(cached_run: Callable[..., Any]) -> None:
+    _, record, _ = cached_run("task=demo", "reg=istar")
     assert record.selection == {"set": "validation", "metric": "accuracy", "value": record.headline["value"]}

@@ -1,4 +1,4 @@
-"""The penalty and the switches of the training do what the config says."""
+"""The penalty and the switches of the training have the effects that the config documents."""
 
 import itertools
 import logging
@@ -20,78 +20,82 @@ from tests.runs.artifacts import DEMOS, TINY, Build, everything_measured, folder
 
 
 @pytest.mark.parametrize("reg", ["istar", "cosreg"])
-def test_lambda_0_is_no_regularizer(done: Callable[..., Any], reg: str) -> None:
-    _, plain, plain_folder = done("task=demo", "reg=none")
-    _, zero, zero_folder = done("task=demo", f"reg={reg}", "reg.lambda=0")
-    assert everything_measured(zero) == everything_measured(plain)
-    assert rows_of(zero_folder / "predictions.jsonl") == rows_of(plain_folder / "predictions.jsonl")
-    assert logged(zero_folder)["train/loss"] == logged(plain_folder)["train/loss"]
+def test_lambda_0_is_no_regularizer(cached_run: Callable[..., Any], reg: str) -> None:
+    _, base, base_folder = cached_run("task=demo", "reg=none")
+    _, zero_lambda, zero_lambda_folder = cached_run("task=demo", f"reg={reg}", "reg.lambda=0")
+    assert everything_measured(zero_lambda) == everything_measured(base)
+    assert rows_of(zero_lambda_folder / "predictions.jsonl") == rows_of(base_folder / "predictions.jsonl")
+    assert logged(zero_lambda_folder)["train/loss"] == logged(base_folder)["train/loss"]
 
 
-def test_the_placebos_are_weight_decay_and_dropout(done: Callable[..., Any]) -> None:
-    more = ("task=demo", "optim.lr=3e-3")
-    _, plain, plain_folder = done(*more, "reg=none")
-    _, decayed, _ = done(*more, "reg=none", "optim.weight_decay=0.5")
-    _, placebo, placebo_folder = done(*more, "reg=weight_decay", "reg.lambda=0.5")
-    assert everything_measured(placebo) == everything_measured(decayed) != everything_measured(plain)
+def test_the_placebos_are_weight_decay_and_dropout(cached_run: Callable[..., Any]) -> None:
+    overrides = ("task=demo", "optim.lr=3e-3")
+    _, base, base_folder = cached_run(*overrides, "reg=none")
+    _, decayed, _ = cached_run(*overrides, "reg=none", "optim.weight_decay=0.5")
+    _, placebo, placebo_folder = cached_run(*overrides, "reg=weight_decay", "reg.lambda=0.5")
+    assert everything_measured(placebo) == everything_measured(decayed) != everything_measured(base)
     assert get_method_label(placebo) == "weight decay λ=0.5"
     # The model's own probability is 0.1 everywhere.
-    _, same, same_folder = done(*more, "reg=dropout", "reg.lambda=0.1")
-    _, stronger, _ = done(*more, "reg=dropout", "reg.lambda=0.4")
-    assert everything_measured(same) == everything_measured(plain) != everything_measured(stronger)
-    assert logged(same_folder)["train/loss"] == logged(plain_folder)["train/loss"]
-    assert logged(placebo_folder)["train/loss"] != logged(plain_folder)["train/loss"]
+    _, same_dropout, same_dropout_folder = cached_run(*overrides, "reg=dropout", "reg.lambda=0.1")
+    _, more_dropout, _ = cached_run(*overrides, "reg=dropout", "reg.lambda=0.4")
+    assert everything_measured(same_dropout) == everything_measured(base) != everything_measured(more_dropout)
+    assert logged(same_dropout_folder)["train/loss"] == logged(base_folder)["train/loss"]
+    assert logged(placebo_folder)["train/loss"] != logged(base_folder)["train/loss"]
 
 
-def test_the_sign_of_lambda(done: Callable[..., Any]) -> None:
-    more = ("task=demo", "trainer.accumulate_grad_batches=1", "optim.lr=3e-3", "trainer.checkpoints=false")
-    _, plain, _ = done(*more, "reg=none")
-    _, lowered, _ = done(*more, "reg=istar", "reg.lambda=-10", "reg.zeta=0.2")
-    _, raised, _ = done(*more, "reg=istar", "reg.lambda=10", "reg.zeta=0.2")
-    assert lowered.isotropy["before"] == plain.isotropy["before"] == raised.isotropy["before"]
-    scores = [record.isotropy["after"]["union"] for record in (lowered, plain, raised)]
+def test_the_sign_of_lambda(cached_run: Callable[..., Any]) -> None:
+    overrides = ("task=demo", "trainer.accumulate_grad_batches=1", "optim.lr=3e-3", "trainer.checkpoints=false")
+    _, base, _ = cached_run(*overrides, "reg=none")
+    _, lowered, _ = cached_run(*overrides, "reg=istar", "reg.lambda=-10", "reg.zeta=0.2")
+    _, raised, _ = cached_run(*overrides, "reg=istar", "reg.lambda=10", "reg.zeta=0.2")
+    assert lowered.isotropy["before"] == base.isotropy["before"] == raised.isotropy["before"]
+    scores = [record.isotropy["after"]["union"] for record in (lowered, base, raised)]
     assert scores[0] < 0.8 * scores[1]
     assert scores[2] > 1.2 * scores[1]
 
 
-def test_accumulation_makes_steps_of_several_batches(done: Callable[..., Any]) -> None:
-    _, record, folder = done("task=demo", "reg=none", "trainer.accumulate_grad_batches=4")
+def test_accumulation_makes_steps_of_several_batches(cached_run: Callable[..., Any]) -> None:
+    _, record, folder = cached_run("task=demo", "reg=none", "trainer.accumulate_grad_batches=4")
     # 6 batches an epoch: 4 and 2.
     assert [epoch["step"] for epoch in record.epochs] == [2, 4]
     assert len(logged(folder)["train/loss"]) == 4
 
 
-def test_half_precision(done: Callable[..., Any]) -> None:
-    _, full, _ = done("task=demo", "reg=istar")
-    _, half, folder = done("task=demo", "reg=istar", "trainer.precision=bf16-mixed")
-    assert half.name != full.name
-    assert half.status == "finished"
-    assert half.isotropy["before"] == pytest.approx(full.isotropy["before"], rel=0.05)
-    assert half.isotropy["before"] != full.isotropy["before"]
+def test_half_precision(cached_run: Callable[..., Any]) -> None:
+    _, full_precision, _ = cached_run("task=demo", "reg=istar")
+    _, half_precision, folder = cached_run("task=demo", "reg=istar", "trainer.precision=bf16-mixed")
+    assert half_precision.name != full_precision.name
+    assert half_precision.status == "finished"
+    assert half_precision.isotropy["before"] == pytest.approx(full_precision.isotropy["before"], rel=0.05)
+    assert half_precision.isotropy["before"] != full_precision.isotropy["before"]
     model = AutoModelForSequenceClassification.from_pretrained(folder / "model")
     assert model.dtype == torch.float32
     assert all(math.isfinite(loss) for loss in logged(folder)["train/loss"])
 
 
-def test_learning_rates(done: Callable[..., Any]) -> None:
+def test_learning_rates(cached_run: Callable[..., Any]) -> None:
     def rates(*overrides: str) -> list[float]:
-        more = ("task=demo", "reg=none", "trainer.accumulate_grad_batches=1", "optim.lr=0.001", "trainer.max_epochs=2")
-        return logged(done(*more, *overrides)[2])["train/lr"]
+        base = ("task=demo", "reg=none", "trainer.accumulate_grad_batches=1", "optim.lr=0.001", "trainer.max_epochs=2")
+        return logged(cached_run(*base, *overrides)[2])["train/lr"]
 
-    # 12 steps; a quarter of them, 3, are warm-up. What is logged is the rate that the step uses.
-    rise = [0, 1 / 3, 2 / 3]
+    # A quarter of the 12 steps, 3, are warm-up. The logged rate is the one that the step uses.
+    warmup_factors = [0, 1 / 3, 2 / 3]
     assert rates() == pytest.approx([0.001] * 12)
-    assert rates("optim.warmup=0.25") == pytest.approx([0.001 * s for s in [*rise, *[1.0] * 9]])
-    linear = [*rise, *((9 - k) / 9 for k in range(9))]
-    assert rates("optim.schedule=linear", "optim.warmup=0.25") == pytest.approx([0.001 * s for s in linear])
-    cosine = [*rise, *(0.5 * (1 + math.cos(math.pi * k / 9)) for k in range(9))]
-    assert rates("optim.schedule=cosine", "optim.warmup=0.25") == pytest.approx([0.001 * s for s in cosine])
-    plain = [(12 - k) / 12 for k in range(12)]
-    assert rates("optim.schedule=linear") == pytest.approx([0.001 * s for s in plain])
+    assert rates("optim.warmup=0.25") == pytest.approx([0.001 * factor for factor in [*warmup_factors, *[1.0] * 9]])
+    linear_factors = [*warmup_factors, *((9 - k) / 9 for k in range(9))]
+    assert rates("optim.schedule=linear", "optim.warmup=0.25") == pytest.approx(
+        [0.001 * factor for factor in linear_factors]
+    )
+    cosine_factors = [*warmup_factors, *(0.5 * (1 + math.cos(math.pi * k / 9)) for k in range(9))]
+    assert rates("optim.schedule=cosine", "optim.warmup=0.25") == pytest.approx(
+        [0.001 * factor for factor in cosine_factors]
+    )
+    factors_without_warmup = [(12 - k) / 12 for k in range(12)]
+    assert rates("optim.schedule=linear") == pytest.approx([0.001 * factor for factor in factors_without_warmup])
 
 
 def test_early_stopping(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without learning no epoch is better than the first: the third is the last."""
+    """Without learning no epoch is better than the first, so training stops after the third."""
     config = small("reg=none", "trainer.max_epochs=9", "trainer.early_stopping=2", "optim.lr=1e-12")
     record = run(config)
     assert [epoch["epoch"] for epoch in record.epochs] == [1, 2, 3]
@@ -101,9 +105,9 @@ def test_early_stopping(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_early_stopping_and_the_best_epoch_go_by_the_highest_metric(
     small: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each epoch is better than all before it: training goes on to the last, which is the best."""
-    rising = itertools.count()
-    monkeypatch.setattr(metrics, "compute", lambda *_: {"accuracy": next(rising) / 100, "f1": 0.5})
+    """Each epoch is better than all before it, so training goes on to the last one, which is the best."""
+    epoch_counter = itertools.count()
+    monkeypatch.setattr(metrics, "compute", lambda *_: {"accuracy": next(epoch_counter) / 100, "f1": 0.5})
     record = run(small("reg=none", "trainer.max_epochs=4", "trainer.early_stopping=1"))
     assert [epoch["epoch"] for epoch in record.epochs] == [1, 2, 3, 4]
     assert record.headline["epoch"] == 4
@@ -111,7 +115,7 @@ def test_early_stopping_and_the_best_epoch_go_by_the_highest_metric(
 
 @pytest.mark.parametrize("task", DEMOS)
 def test_fast_dev_run(small: Build, task: str) -> None:
-    """One batch of everything, also where there are more."""
+    """A run trains on one batch and validates on one batch, even if there are more."""
     config = small(f"task={task}", "trainer.fast_dev_run=true", "data.eval_batch_size=5", "reg=istar")
     record = run(config)
     folder = place(config, record)
@@ -143,25 +147,25 @@ def test_without_checkpoints_the_last_epoch_is_the_result(small: Build) -> None:
     assert record.metrics == record.epochs[2]["metrics"]
     model = AutoModelForSequenceClassification.from_pretrained(folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    first = sample_examples(demo.generate("demo_regression", "validation"), config.task.limit_validation)[0]
+    example = sample_examples(demo.generate("demo_regression", "validation"), config.task.limit_validation)[0]
     with torch.no_grad():
-        said = model(**tokenizer(first["sentence1"], first["sentence2"], return_tensors="pt")).logits.item()
-    assert said == pytest.approx(rows_of(folder / "predictions.jsonl")[0]["prediction"], abs=1e-4)
+        prediction = model(**tokenizer(example["sentence1"], example["sentence2"], return_tensors="pt")).logits.item()
+    assert prediction == pytest.approx(rows_of(folder / "predictions.jsonl")[0]["prediction"], abs=1e-4)
 
 
 def test_a_model_of_the_user(small: Build, tmp_path: Path) -> None:
-    """What one run saved, another starts from; a changed weight is another run."""
+    """A run starts from the model that another run has saved; with a changed weight it is another run."""
     config = small()
-    saved = place(config, run(config)) / "model"
+    model_folder = place(config, run(config)) / "model"
     names = []
     for _ in range(2):
-        more = small("model=auto", f"model.name={saved}", "reg=cosreg", "task=demo_sentence")
-        record = run(more)
+        second_config = small("model=auto", f"model.name={model_folder}", "reg=cosreg", "task=demo_sentence")
+        record = run(second_config)
         names.append(record.name)
-        model = AutoModelForSequenceClassification.from_pretrained(saved)
+        model = AutoModelForSequenceClassification.from_pretrained(model_folder)
         with torch.no_grad():
             model.base_model.embeddings.word_embeddings.weight[10, 0] += 1
-        model.save_pretrained(saved)
+        model.save_pretrained(model_folder)
     assert names[0] != names[1]
 
 
@@ -170,19 +174,19 @@ def test_wandb_offline(small: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.chdir(tmp_path)
-    folders = []
+    record_names = []
     for seed in (1, 2):
         config = small("logger=wandb", f"seed={seed}", "reg=none")
         folder = place(config, run(config))
         assert wandb.run is None
-        offline = list((folder / "wandb").glob("offline-run-*"))
-        assert len(offline) == 1
-        written = list(offline[0].glob("run-*.wandb"))
-        assert len(written) == 1
-        assert written[0].stat().st_size > 0
+        offline_folders = list((folder / "wandb").glob("offline-run-*"))
+        assert len(offline_folders) == 1
+        record_files = list(offline_folders[0].glob("run-*.wandb"))
+        assert len(record_files) == 1
+        assert record_files[0].stat().st_size > 0
         assert (folder / "metrics.csv").exists()
-        folders.append(written[0].name)
-    assert folders[0] != folders[1]
+        record_names.append(record_files[0].name)
+    assert record_names[0] != record_names[1]
     assert folders_in(tmp_path) == ["runs"]
 
 

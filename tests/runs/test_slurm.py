@@ -1,4 +1,4 @@
-"""Sweeps as jobs of a queue, by submitit's executor for this machine; SLURM itself is in docs/slurm.md."""
+"""Sweeps as jobs of a queue, by submitit's executor for this machine; docs/slurm.md describes SLURM itself."""
 
 import os
 import pickle
@@ -15,9 +15,9 @@ from istar import results
 from istar.config import schema
 from istar.errors import StoppedError
 from tests.outcomes import assert_same
-from tests.runs.test_launch import LONG, Job, alone, start, twins
+from tests.runs.test_launch import LONG, Job, simultaneous_calls, single_process_run, start
 
-__all__ = ["alone", "start", "twins"]
+__all__ = ["simultaneous_calls", "single_process_run", "start"]
 
 pytestmark = [pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")]
 JOBS = ("-m", "hydra/launcher=local_jobs", *LONG)
@@ -28,20 +28,20 @@ def _installed() -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
 
 
-def job_of(submitter: Job, argument: str) -> int:
-    """The process that submitit started for the run with this argument: the parent of its training."""
-    found = [
+def find_job_pid(submitter: Job, argument: str) -> int:
+    """Return the PID of the process that submitit has started for the run with this argument."""
+    pids = [
         pid
         for pid in submitter.pids()
         if b"submitit.core._submit" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        and argument in asked(submitter.folder, pid)
+        and argument in read_seed_override(submitter.folder, pid)
     ]
-    [pid] = found
+    [pid] = pids
     return pid
 
 
-def asked(folder: Path, pid: int) -> str:
-    """The overrides of a job's run, as its training has them in the config it was started with."""
+def read_seed_override(folder: Path, pid: int) -> str:
+    """Return `seed=<seed>` of the run of a job, from the config with which its training was started."""
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         command = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
         if "istar.runs.launch" in command:
@@ -49,7 +49,8 @@ def asked(folder: Path, pid: int) -> str:
     return ""
 
 
-def printed(folder: Path, kind: str = "out") -> str:
+def read_logs(folder: Path, kind: str = "out") -> str:
+    """Return the text of all logs of a local queue."""
     return "".join(path.read_text() for path in folder.glob(f"runs/sweeps/local/*/*_log.{kind}"))
 
 
@@ -82,38 +83,38 @@ def test_a_job_that_fails_is_told_in_one_line_and_the_others_go_on(tmp_path, sta
 
 
 @pytest.mark.slow
-def test_a_preempted_job_is_saved_and_queued_again(tmp_path, start, alone):
-    submitter = start(tmp_path, *JOBS, "seed=1,2").until(lambda: saved(tmp_path, 1) > 0)
-    os.kill(job_of(submitter, "seed=1"), signal.SIGUSR2)
+def test_a_preempted_job_is_saved_and_queued_again(tmp_path, start, single_process_run):
+    submitter = start(tmp_path, *JOBS, "seed=1,2").until(lambda: last_saved_step(tmp_path, 1) > 0)
+    os.kill(find_job_pid(submitter, "seed=1"), signal.SIGUSR2)
     done = submitter.wait()
     assert (done.code, done.stderr) == (0, "")
-    told = printed(tmp_path)
-    assert len(re.findall(r"INFO .* Requeued job", told)) == 1
-    [step] = re.findall(r"was interrupted; it resumes from step-(\d+)\.ckpt", told)
+    log = read_logs(tmp_path)
+    assert len(re.findall(r"INFO .* Requeued job", log)) == 1
+    [step] = re.findall(r"was interrupted; it resumes from step-(\d+)\.ckpt", log)
     assert int(step) > 0
     runs = {results.read(path).config["seed"]: path for path in (tmp_path / "runs").glob("demo-*")}
     assert sorted(runs) == [1, 2]
-    assert_same(runs[1], alone)
+    assert_same(runs[1], single_process_run)
 
 
 @pytest.mark.slow
-def test_a_job_that_is_ended_does_not_end_the_others(tmp_path, start, alone):
-    submitter = start(tmp_path, *JOBS, "seed=1,2").until(lambda: saved(tmp_path, 2) > 0)
-    os.kill(job_of(submitter, "seed=2"), signal.SIGTERM)
+def test_a_job_that_is_ended_does_not_end_the_others(tmp_path, start, single_process_run):
+    submitter = start(tmp_path, *JOBS, "seed=1,2").until(lambda: last_saved_step(tmp_path, 2) > 0)
+    os.kill(find_job_pid(submitter, "seed=2"), signal.SIGTERM)
     done = submitter.wait()
     assert (done.code, done.stderr) == (1, "")
     assert re.search(r"seed 2: stopped by SIGTERM: saved at step \d+; run the same command to resume", done.stdout)
     assert "1 of 2 runs are not done; run the same command to resume" in done.stdout
-    again = start(tmp_path, *JOBS, "seed=1,2").wait()
-    assert (again.code, again.stderr) == (0, "")
-    assert "it resumes from step-" in printed(tmp_path)
+    resumed = start(tmp_path, *JOBS, "seed=1,2").wait()
+    assert (resumed.code, resumed.stderr) == (0, "")
+    assert "it resumes from step-" in read_logs(tmp_path)
     assert len(list((tmp_path / "runs").glob("demo-*/result.json"))) == 2
 
 
 @pytest.mark.slow
 def test_a_job_that_is_killed_is_one_line(tmp_path, start):
-    submitter = start(tmp_path, *JOBS, "seed=1").until(lambda: saved(tmp_path, 1) > 0)
-    os.kill(job_of(submitter, "seed=1"), signal.SIGKILL)
+    submitter = start(tmp_path, *JOBS, "seed=1").until(lambda: last_saved_step(tmp_path, 1) > 0)
+    os.kill(find_job_pid(submitter, "seed=1"), signal.SIGKILL)
     done = submitter.wait()
     assert done.code == 2
     assert done.line().startswith("error: UncompletedJobError: Job ")
@@ -121,8 +122,8 @@ def test_a_job_that_is_killed_is_one_line(tmp_path, start):
     submitter.until_it_is_gone()
 
 
-def saved(folder: Path, seed: int) -> int:
-    """The last step that the run with this seed has saved."""
+def last_saved_step(folder: Path, seed: int) -> int:
+    """Return the last step that the run with this seed has saved, or 0."""
     for path in folder.glob("runs/demo-*/config.yaml"):
         if yaml.safe_load(path.read_text())["seed"] == seed:
             steps = path.parent.glob("checkpoints/step-*.ckpt")

@@ -1,4 +1,4 @@
-"""What `logger=tensorboard` writes, read back by TensorBoard's own reader."""
+"""The files that `logger=tensorboard` writes, read by TensorBoard's own reader."""
 
 import csv
 import sys
@@ -23,9 +23,9 @@ def test_tensorboard_has_what_metrics_csv_has(small: Build) -> None:
                 values = [event.value for event in events.Scalars(name) if event.step == int(row["step"])]
                 assert values == [pytest.approx(float(row[name]), rel=1e-6)]
     # The table of hyperparameters has the scores of the best epoch.
-    [best] = events.Scalars("best/val/accuracy")
-    assert best.value == pytest.approx(record.headline["value"])
-    # Another logger is no other run.
+    [best_accuracy] = events.Scalars("best/val/accuracy")
+    assert best_accuracy.value == pytest.approx(record.headline["value"])
+    # With another logger it is the same run.
     assert run(small("trainer.max_epochs=2", "reg=istar")) == record
 
 

@@ -31,14 +31,15 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def options_of(task: str, decoder: Path) -> tuple[str, ...]:
+def make_overrides(task: str, decoder: Path) -> tuple[str, ...]:
+    """Return the overrides for a small run of `task=clm` or `task=mlm`."""
     model = ("model=auto", f"model.name={decoder}") if task == "clm" else ()
     return (f"task={task}", *TEXT, *model, "optim.lr=3e-3")
 
 
 @pytest.mark.parametrize(("task", "epochs"), [("clm", 1), pytest.param("mlm", 3, marks=pytest.mark.slow)])
 def test_perplexity_falls_below_that_of_single_words(small: Build, decoder: Path, task: str, epochs: int) -> None:
-    record = run(small(*options_of(task, decoder), "task.limit_train=600", f"trainer.max_epochs={epochs}"))
+    record = run(small(*make_overrides(task, decoder), "task.limit_train=600", f"trainer.max_epochs={epochs}"))
     before, after = record.metrics_before["perplexity"], record.metrics["perplexity"]
     assert after < record.baseline["perplexity"] < before
     assert record.headline["metric"] == "perplexity"
@@ -58,25 +59,27 @@ def test_perplexity_falls_below_that_of_single_words(small: Build, decoder: Path
 def test_a_broken_run_goes_on_exactly(
     small: Build, decoder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, task: str, reg: str
 ) -> None:
-    options = (*options_of(task, decoder), reg, "trainer.max_epochs=2", "trainer.checkpoint_every_n_steps=2")
+    overrides = (*make_overrides(task, decoder), reg, "trainer.max_epochs=2", "trainer.checkpoint_every_n_steps=2")
     if reg == "reg=istar":
-        options = (*options, "reg.num_points=500")
-    whole, broken = (small(*options, f"run.root={tmp_path / name}") for name in ("whole", "broken"))
-    run(whole)
-    step, calls = FineTuner.training_step, 0
+        overrides = (*overrides, "reg.num_points=500")
+    undisturbed_config, broken_config = (
+        small(*overrides, f"run.root={tmp_path / name}") for name in ("whole", "broken")
+    )
+    run(undisturbed_config)
+    original_step, calls = FineTuner.training_step, 0
 
-    def breaks(self: Any, batch: Any, batch_idx: int) -> Any:
+    def fail_in_fifth_step(self: Any, batch: Any, batch_idx: int) -> Any:
         nonlocal calls
         calls += 1
         if calls == 5:
             raise KeyboardInterrupt
-        return step(self, batch, batch_idx)
+        return original_step(self, batch, batch_idx)
 
     with monkeypatch.context() as patch:
-        patch.setattr(FineTuner, "training_step", breaks)
+        patch.setattr(FineTuner, "training_step", fail_in_fifth_step)
         with pytest.raises(BaseException):  # noqa: B017
-            run(broken)
-    run(broken)
+            run(broken_config)
+    run(broken_config)
     assert_same(only_run(tmp_path / "broken"), only_run(tmp_path / "whole"))
 
 
@@ -114,9 +117,9 @@ def test_texts_that_are_refused_in_one_line(small: Build, tmp_path: Path, conten
     (tmp_path / "train.txt").write_bytes(content)
     (tmp_path / "validation.txt").write_bytes(content)
     config = small("task=mlm", "task.max_length=32", f"task.data_dir={tmp_path}")
-    with pytest.raises(UserError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as error:
         run(config)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
     assert not Path(config.run.root).exists()
 
 

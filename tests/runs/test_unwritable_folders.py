@@ -25,16 +25,16 @@ def test_a_root_that_cannot_be_written(small: Build, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("owner", "name"), [(Path, "mkdir"), (os, "open")], ids=["folder", "lock"])
 def test_a_root_that_forbids_writing(small: Build, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
-    """As the test before, also for root."""
+    """The previous test with simulated permission errors, which also root gets."""
     config = small()
-    original = getattr(owner, name)
+    original_function = getattr(owner, name)
 
-    def forbidden(path: Any, *arguments: Any, **named: Any) -> Any:
+    def refuse(path: Any, *arguments: Any, **keywords: Any) -> Any:
         if str(path).startswith(config.run.root):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return original(path, *arguments, **named)
+        return original_function(path, *arguments, **keywords)
 
-    monkeypatch.setattr(owner, name, forbidden)
+    monkeypatch.setattr(owner, name, refuse)
     message = refused_in_one_line(config)
     assert f"run.root={config.run.root} cannot be written" in message
     assert "Permission denied" in message
@@ -48,19 +48,19 @@ def test_a_root_that_is_a_file(small: Build, tmp_path: Path) -> None:
 
 
 def forbid_drafts(monkeypatch: pytest.MonkeyPatch, name: str, after: int) -> Callable[[], None]:
-    """Drafts of a file, named by a pattern, cannot be opened once `after` of them have been."""
-    original, count = Path.open, 0
+    """Refuse to create drafts of files whose name matches a pattern, after the first `after`; returns the undo."""
+    original_open, count = Path.open, 0
 
-    def forbidden(self: Path, mode: str = "r", *arguments: Any, **named: Any) -> Any:
+    def refuse(self: Path, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
         nonlocal count
         if "x" in mode and re.fullmatch(rf"\.{name}\.[0-9a-f]{{32}}", self.name):
             count += 1
             if count > after:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
-        return original(self, mode, *arguments, **named)
+        return original_open(self, mode, *arguments, **keywords)
 
-    monkeypatch.setattr(Path, "open", forbidden)
-    return lambda: monkeypatch.setattr(Path, "open", original)
+    monkeypatch.setattr(Path, "open", refuse)
+    return lambda: monkeypatch.setattr(Path, "open", original_open)
 
 
 @pytest.mark.parametrize(
@@ -69,35 +69,37 @@ def forbid_drafts(monkeypatch: pytest.MonkeyPatch, name: str, after: int) -> Cal
      ("geometry.json", 0), ("result.json", 0)],
 )  # fmt: skip
 def test_a_folder_that_cannot_be_written_any_more(
-    small: Build, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, name: str, after: int
+    small: Build, undisturbed_run: Path, monkeypatch: pytest.MonkeyPatch, name: str, after: int
 ) -> None:
     config = small(*EPOCHS)
-    mend = forbid_drafts(monkeypatch, name, after)
+    allow_drafts = forbid_drafts(monkeypatch, name, after)
     message = refused_in_one_line(config)
-    mend()
+    allow_drafts()
     folder = only_folder(config)
     assert "Permission denied" in message
     assert re.search(name, message)
     assert not re.search("[0-9a-f]{32}", message)
     assert_whole(folder)
     run(config)
-    assert_same(folder, undisturbed)
+    assert_same(folder, undisturbed_run)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_loses_its_permissions(small: Build, undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_loses_its_permissions(
+    small: Build, undisturbed_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = small(*EPOCHS)
-    original, locked = AtomicCheckpointIO.save_checkpoint, []
+    original_save, locked_folders = AtomicCheckpointIO.save_checkpoint, []
 
-    def save(self: Any, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-        original(self, checkpoint, path)
+    def save_and_lock(self: Any, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        original_save(self, checkpoint, path)
         Path(path).parent.chmod(0o500)
-        locked.append(Path(path).parent)
+        locked_folders.append(Path(path).parent)
 
-    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", save)
+    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", save_and_lock)
     message = refused_in_one_line(config)
-    locked[0].chmod(0o700)
-    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", original)
+    locked_folders[0].chmod(0o700)
+    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", original_save)
     assert "Permission denied" in message
     run(config)
-    assert_same(only_folder(config), undisturbed)
+    assert_same(only_folder(config), undisturbed_run)

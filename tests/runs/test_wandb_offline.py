@@ -15,10 +15,12 @@ from tests.wandb_records import logged_by, offline_records
 
 
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
-def test_wandb_offline_touches_no_network(small: Build, wandb_at: Any, serve: Any, no_network: Any, mode: str) -> None:
-    server = serve(200)
+def test_wandb_offline_touches_no_network(
+    small: Build, wandb_at: Any, start_server: Any, forbid_network: Any, mode: str
+) -> None:
+    server = start_server(200)
     wandb_at(server.url)
-    attempts = no_network()
+    attempts = forbid_network()
     config = small(*WANDB, f"logger.mode={mode}")
     run(config)
     assert attempts == server.requests == []
@@ -27,14 +29,14 @@ def test_wandb_offline_touches_no_network(small: Build, wandb_at: Any, serve: An
 
 @pytest.mark.slow
 def test_wandb_offline_reports_nothing_at_the_end_of_the_process(
-    repository: Path, wandb_at: Any, serve: Any, tmp_path: Path
+    repository: Path, wandb_at: Any, start_server: Any, tmp_path: Path
 ) -> None:
-    server = serve(500)
+    server = start_server(500)
     wandb_at(server.url)
     command = [sys.executable, "train.py", "task=demo", "logger=wandb", "logger.mode=offline", *FOUR_STEPS,
                "task.limit_validation=8", "trainer.max_epochs=1", f"run.root={tmp_path / 'runs'}",
                "trainer.progress_bar=false", "trainer.accelerator=cpu"]  # fmt: skip
-    done = subprocess.run(
+    completed = subprocess.run(
         command,
         cwd=repository,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -42,39 +44,39 @@ def test_wandb_offline_reports_nothing_at_the_end_of_the_process(
         text=True,
         timeout=SECONDS,
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     assert server.requests == []
-    assert "deprecated" not in done.stderr + done.stdout
-    assert "opentelemetry" not in done.stderr + done.stdout
+    assert "deprecated" not in completed.stderr + completed.stdout
+    assert "opentelemetry" not in completed.stderr + completed.stdout
 
 
 def test_wandb_knows_one_run_by_one_id(
-    small: Build, wandb_at: Any, closed: str, monkeypatch: pytest.MonkeyPatch
+    small: Build, wandb_at: Any, closed_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import wandb
 
-    wandb_at(closed)
+    wandb_at(closed_url)
     config = small(*WANDB, "logger.mode=offline")
-    mend = break_at(monkeypatch, 3, RuntimeError("out of luck"))
+    restore_step = break_at(monkeypatch, 3, RuntimeError("out of luck"))
     with pytest.raises(RuntimeError, match="luck"):
         run(config)
     assert wandb.run is None
     folder = only_folder(config)
     until_the_next_second()
-    mend()
+    restore_step()
     run(config)
     assert wandb.run is None
     first, second = offline_records(folder)
-    known = (folder / "wandb" / "run-id").read_text()
+    run_id = (folder / "wandb" / "run-id").read_text()
     for records, exit_code, steps in ((first, 1, [0, 1]), (second, 0, [2, 3])):
-        assert {record.run.run_id for record in records if record.HasField("run")} == {known}
+        assert {record.run.run_id for record in records if record.HasField("run")} == {run_id}
         assert [record.exit.exit_code for record in records if record.HasField("exit")] == [exit_code]
         assert [step for step, _ in logged_by(records, "train/loss")] == steps
-    both = logged_by(first, "train/loss") + logged_by(second, "train/loss")
-    assert both == in_metrics(folder, "train/loss")
+    losses = logged_by(first, "train/loss") + logged_by(second, "train/loss")
+    assert losses == in_metrics(folder, "train/loss")
     run(small(*WANDB, "logger.mode=offline", "run.overwrite=true"))
-    assert (folder / "wandb" / "run-id").read_text() != known
-    [again] = offline_records(folder)
-    assert {record.run.run_id for record in again if record.HasField("run")} == {
+    assert (folder / "wandb" / "run-id").read_text() != run_id
+    [new_records] = offline_records(folder)
+    assert {record.run.run_id for record in new_records if record.HasField("run")} == {
         (folder / "wandb" / "run-id").read_text()
     }

@@ -15,8 +15,8 @@ from istar.statistics.power import smallest_difference
 ROW = Comparison(
     "I-STAR", "rte", pairs=5, difference=1.25, interval=(0.5, 2.0), p_value=0.012, smallest_difference=1.63
 )
-BUDGETS = "their budgets differ, so that a difference need not come from the method"
-COMPARED = re.compile(r"\b(better|worse|improve\w*|outperform\w*|beats?|higher|lower|significant\w*)\b")
+UNEQUAL_BUDGETS = "their budgets differ, so that a difference need not come from the method"
+COMPARATIVES = re.compile(r"\b(better|worse|improve\w*|outperform\w*|beats?|higher|lower|significant\w*)\b")
 
 
 def test_a_difference() -> None:
@@ -24,8 +24,8 @@ def test_a_difference() -> None:
         "I-STAR is better than Base on rte by 1.25 (difference +1.25, uncorrected 95% interval +0.50 to +2.00, "
         "adjusted p = 0.012, 5 seeds)."
     )
-    worse = replace(ROW, difference=-1.25, interval=(-2.0, -0.5), p_value=0.0004, level=0.9)
-    assert conclusion(worse) == (
+    worse_row = replace(ROW, difference=-1.25, interval=(-2.0, -0.5), p_value=0.0004, level=0.9)
+    assert conclusion(worse_row) == (
         "I-STAR is worse than Base on rte by 1.25 (difference -1.25, uncorrected 90% interval -2.00 to -0.50, "
         "adjusted p < 0.001, 5 seeds)."
     )
@@ -64,8 +64,8 @@ def test_no_difference() -> None:
          "their seeds differ, and 1 seed has a run of only one of them; run both with the same seeds"),
         ({"unmatched": 3},
          "their seeds differ, and 3 seeds have a run of only one of them; run both with the same seeds"),
-        ({"has_equal_budgets": False}, BUDGETS),
-        ({"has_equal_budgets": False, "pairs": 0}, BUDGETS),
+        ({"has_equal_budgets": False}, UNEQUAL_BUDGETS),
+        ({"has_equal_budgets": False, "pairs": 0}, UNEQUAL_BUDGETS),
         ({"smallest_p": smallest_sign_flip_p(5)},
          "they have 5 seeds in common, with which the test cannot give an adjusted p-value below 0.05; run more seeds"),
         ({"p_value": None}, "there is no test of their difference"),
@@ -76,7 +76,7 @@ def test_runs_that_allow_no_comparison(changes, reason: str) -> None:
     row = replace(ROW, **changes)
     assert conclusion(row) == f"Nothing can be concluded about I-STAR and Base on rte: {reason}."
     assert verdict(row) is Verdict.NONE
-    # No number that could be taken for an answer.
+    # The sentence has no number that could be taken for an answer.
     assert "1.25" not in conclusion(row)
     assert "0.012" not in conclusion(row)
 
@@ -94,24 +94,25 @@ def test_a_test_and_an_interval_that_disagree() -> None:
 
 
 def test_words_of_comparison_need_a_small_p_value() -> None:
-    seen = set()
-    for p, (low, high), lower, pairs, unmatched, equal, smallest_p, collapsed in itertools.product(
+    verdicts = set()
+    for p, (low, high), is_loss, pairs, unmatched, has_equal_budgets, smallest_p, collapsed in itertools.product(
         (None, 0.0, 0.049, 0.05, 0.051, 1.0), ((0.5, 2.0), (-0.5, 3.0), (-2.0, -0.5)), (True, False), (0, 1, 2, 9),
         (0, 2), (True, False), (0.0, 0.2), (0, 1),
     ):  # fmt: skip
         row = Comparison(
-            "A", "rte", pairs, (low + high) / 2, (low, high), p, 0.7, unmatched=unmatched, has_equal_budgets=equal,
-            lower_is_better=lower, smallest_p=smallest_p, collapsed=min(collapsed, pairs),
+            "A", "rte", pairs, (low + high) / 2, (low, high), p, 0.7, unmatched=unmatched,
+            has_equal_budgets=has_equal_budgets, lower_is_better=is_loss, smallest_p=smallest_p,
+            collapsed=min(collapsed, pairs),
         )  # fmt: skip
         text = conclusion(row)
         may_compare = p is not None and p < 0.05 and low * high > 0
-        may_compare = may_compare and pairs >= 2 and not unmatched and equal and not smallest_p
-        assert bool(COMPARED.search(text)) == may_compare, text
+        may_compare = may_compare and pairs >= 2 and not unmatched and has_equal_budgets and not smallest_p
+        assert bool(COMPARATIVES.search(text)) == may_compare, text
         if may_compare:
-            assert ("better" in text) == ((low > 0) != lower)
+            assert ("better" in text) == ((low > 0) != is_loss)
         assert ("collapsed" in text) == (row.collapsed > 0)
-        seen.add(verdict(row))
-    assert seen == set(Verdict)
+        verdicts.add(verdict(row))
+    assert verdicts == set(Verdict)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +125,9 @@ def test_words_of_comparison_need_a_small_p_value() -> None:
 )
 def test_collapsed_runs_are_counted(collapsed: int, of_base: int, sentence: str) -> None:
     for row in (ROW, replace(ROW, p_value=0.3), replace(ROW, unmatched=1)):
-        counted = replace(row, collapsed=collapsed, reference_collapsed=of_base)
-        assert conclusion(counted) == conclusion(row) + sentence
-        assert verdict(counted) is verdict(row)
+        row_with_collapses = replace(row, collapsed=collapsed, reference_collapsed=of_base)
+        assert conclusion(row_with_collapses) == conclusion(row) + sentence
+        assert verdict(row_with_collapses) is verdict(row)
 
 
 @pytest.mark.parametrize(
@@ -146,9 +147,9 @@ def test_collapsed_runs_are_counted(collapsed: int, of_base: int, sentence: str)
 )  # fmt: skip
 def test_a_choice_on_the_reported_set_ends_every_sentence(changes, sentence: str) -> None:
     for row in (ROW, replace(ROW, p_value=0.3), replace(ROW, unmatched=1), replace(ROW, collapsed=2)):
-        plain = replace(row, lower_is_better=changes.get("lower_is_better", False))
-        assert conclusion(replace(row, **changes)) == conclusion(plain) + sentence
-        assert verdict(replace(row, **changes)) is verdict(plain)
+        row_without_choice = replace(row, lower_is_better=changes.get("lower_is_better", False))
+        assert conclusion(replace(row, **changes)) == conclusion(row_without_choice) + sentence
+        assert verdict(replace(row, **changes)) is verdict(row_without_choice)
 
 
 def test_a_choice_among_none_is_refused() -> None:
@@ -171,23 +172,23 @@ def test_the_summary() -> None:
         "Of 1 comparison, no difference was found in 1. 1 run of a method has collapsed."
     )
     assert "worse" in summary([replace(ROW, difference=-1.0, interval=(-2.0, -0.1))])
-    assert not COMPARED.search(summary(rows[1:]))
+    assert not COMPARATIVES.search(summary(rows[1:]))
     assert summary([]) == "There is no comparison."
 
 
 def test_a_table_from_scores_to_sentences() -> None:
-    """Three methods without an effect and one with a large one; of the first, correction leaves none."""
+    """Of three methods without an effect and one with a large effect, only the last one is better after correction."""
     random = np.random.default_rng(11)
     base = random.normal(60, 1, 8)
     scores = {name: base + random.normal(shift, 1, 8) for name, shift in (("A", 0), ("B", 0), ("C", 0), ("D", 4))}
     differences = {name: values - base for name, values in scores.items()}
-    corrected = holm([t_test(values) for values in differences.values()]).adjusted
+    adjusted = holm([t_test(values) for values in differences.values()]).adjusted
     rows = [
         Comparison(
             name, "rte", 8, float(values.mean()), t_interval(values), p,
             smallest_difference(float(values.std(ddof=1)), 8),
         )
-        for (name, values), p in zip(differences.items(), corrected, strict=True)
+        for (name, values), p in zip(differences.items(), adjusted, strict=True)
     ]  # fmt: skip
     assert [verdict(row) for row in rows] == [Verdict.NO_DIFFERENCE] * 3 + [Verdict.BETTER]
 
@@ -204,9 +205,9 @@ def test_a_table_from_scores_to_sentences() -> None:
     ],
 )
 def test_numbers_out_of_range(changes, message: str) -> None:
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as error:
         replace(ROW, **changes)
-    assert message in str(refused.value)
+    assert message in str(error.value)
 
 
 def test_alpha_out_of_range() -> None:

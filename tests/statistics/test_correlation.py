@@ -14,7 +14,7 @@ from istar.statistics.correlation import (
 )
 
 
-def related(points: int, covariates: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def make_related_data(points: int, covariates: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     random = np.random.default_rng(seed)
     table = random.normal(3, 1, (points, covariates)) @ random.normal(size=(covariates, covariates))
     x = table.sum(axis=1) + random.normal(size=points)
@@ -24,7 +24,7 @@ def related(points: int, covariates: int, seed: int) -> tuple[np.ndarray, np.nda
 @pytest.mark.parametrize("method", ["pearson", "spearman"])
 @pytest.mark.parametrize("covariates", [1, 2, 4])
 def test_the_value_is_that_of_the_inverse_correlation_matrix(covariates: int, method: Method) -> None:
-    x, y, table = related(25, covariates, covariates)
+    x, y, table = make_related_data(25, covariates, covariates)
     columns = np.column_stack([x, y, table])
     matrix = np.corrcoef(columns.T) if method == "pearson" else np.corrcoef(stats.rankdata(columns, axis=0).T)
     inverse = np.linalg.inv(matrix)
@@ -33,7 +33,7 @@ def test_the_value_is_that_of_the_inverse_correlation_matrix(covariates: int, me
 
 
 def test_a_published_example() -> None:
-    """Four points whose correlation is 0.970 and whose partial correlation is 0.919, an often printed example."""
+    """A widely used example has four points with the correlation 0.970 and the partial correlation 0.919."""
     x, y, z = [2, 4, 15, 20], [1, 2, 3, 4], [0, 0, 1, 1]
     assert np.corrcoef(x, y)[0, 1] == pytest.approx(0.970, abs=5e-4)
     result = partial_correlation(x, y, z)
@@ -41,13 +41,13 @@ def test_a_published_example() -> None:
     # The recursive formula for one covariate.
     xy, xz, yz = (np.corrcoef(a, b)[0, 1] for a, b in ((x, y), (x, z), (y, z)))
     assert result.value == pytest.approx((xy - xz * yz) / math.sqrt((1 - xz**2) * (1 - yz**2)), rel=1e-12)
-    # 4 - 3 - 1 degrees of freedom are none.
+    # There are 4 - 3 - 1 = 0 degrees of freedom, so there is no interval.
     assert (result.low, result.high, result.points, result.covariates) == (None, None, 4, 1)
 
 
 @pytest.mark.parametrize("covariates", [1, 3])
 def test_the_p_value_is_that_of_a_regression_coefficient(covariates: int) -> None:
-    x, y, table = related(15, covariates, 7)
+    x, y, table = make_related_data(15, covariates, 7)
     design = np.column_stack([x, table, np.ones(15)])
     coefficients = np.linalg.inv(design.T @ design) @ design.T @ y
     degrees = 15 - design.shape[1]
@@ -57,18 +57,18 @@ def test_the_p_value_is_that_of_a_regression_coefficient(covariates: int) -> Non
 
 
 def test_without_covariates_it_is_the_correlation_of_scipy() -> None:
-    x, y, _ = related(20, 1, 3)
-    known = stats.pearsonr(x, y)
+    x, y, _ = make_related_data(20, 1, 3)
+    reference = stats.pearsonr(x, y)
     result = partial_correlation(x, y, np.empty((20, 0)), level=0.9)
-    interval = known.confidence_interval(0.9)
-    assert result[:4] == pytest.approx((known.statistic, interval.low, interval.high, known.pvalue), rel=1e-9)
+    interval = reference.confidence_interval(0.9)
+    assert result[:4] == pytest.approx((reference.statistic, interval.low, interval.high, reference.pvalue), rel=1e-9)
     spearman = stats.spearmanr(x, y)
     assert partial_correlation(x, y, [], "spearman").value == pytest.approx(spearman.statistic, rel=1e-12)
 
 
 @pytest.mark.parametrize(("method", "factor"), [("pearson", 1.0), ("spearman", 1.06)])
 def test_the_interval_is_fishers(method: Method, factor: float) -> None:
-    x, y, table = related(30, 2, 1)
+    x, y, table = make_related_data(30, 2, 1)
     result = partial_correlation(x, y, table, method)
     margin = stats.norm.ppf(0.975) * math.sqrt(factor / (30 - 3 - 2))
     expected = np.tanh(np.arctanh(result.value) + np.array([-margin, margin]))
@@ -76,27 +76,27 @@ def test_the_interval_is_fishers(method: Method, factor: float) -> None:
 
 
 def test_affine_changes_of_units_do_not_matter() -> None:
-    x, y, table = related(12, 2, 5)
+    x, y, table = make_related_data(12, 2, 5)
     result = partial_correlation(x, y, table)
-    moved = partial_correlation(1e6 * x - 5, -1e-6 * y + 2, table @ np.array([[3.0, 1.0], [0.0, 1e4]]) + 7)
-    assert moved.value == pytest.approx(-result.value, rel=1e-8)
-    assert (moved.low, moved.high) == pytest.approx((-result.high, -result.low), rel=1e-8)
-    monotone = partial_correlation(np.exp(x), y**3, np.exp(table), "spearman")
-    assert monotone == partial_correlation(x, y, table, "spearman")
+    rescaled_result = partial_correlation(1e6 * x - 5, -1e-6 * y + 2, table @ np.array([[3.0, 1.0], [0.0, 1e4]]) + 7)
+    assert rescaled_result.value == pytest.approx(-result.value, rel=1e-8)
+    assert (rescaled_result.low, rescaled_result.high) == pytest.approx((-result.high, -result.low), rel=1e-8)
+    monotone_result = partial_correlation(np.exp(x), y**3, np.exp(table), "spearman")
+    assert monotone_result == partial_correlation(x, y, table, "spearman")
 
 
 @pytest.mark.slow
 def test_the_partial_interval_covers_no_correlation() -> None:
-    """x and y that only a covariate links."""
+    """x and y depend on each other only through a covariate."""
     random = np.random.default_rng(0)
-    covered = []
+    is_covered = []
     for _ in range(2_000):
         z = random.normal(size=12)
         result = partial_correlation(z + random.normal(size=12), z + random.normal(size=12), z)
         assert result.low is not None
         assert result.high is not None
-        covered.append(result.low <= 0 <= result.high)
-    assert np.mean(covered) == pytest.approx(0.95, abs=0.02)
+        is_covered.append(result.low <= 0 <= result.high)
+    assert np.mean(is_covered) == pytest.approx(0.95, abs=0.02)
 
 
 LINE = np.arange(9.0)
@@ -121,9 +121,9 @@ LINE = np.arange(9.0)
     ],
 )
 def test_points_without_an_answer(x, y, covariates, message: str) -> None:
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as error:
         partial_correlation(x, y, covariates)
-    assert message in str(refused.value)
+    assert message in str(error.value)
 
 
 # ---- series
@@ -139,37 +139,37 @@ def test_blocks_of_one_are_the_bootstrap_of_scipy(method: Method) -> None:
     random = np.random.default_rng(0)
     x, y = random.normal(size=(2, 15))
     statistic = stats.pearsonr if method == "pearson" else stats.spearmanr
-    known = stats.bootstrap(
+    reference = stats.bootstrap(
         (x, y), lambda a, b: statistic(a, b).statistic, n_resamples=300, paired=True, vectorized=False,
         method="percentile", rng=np.random.default_rng(5),
     ).confidence_interval  # fmt: skip
     result = block_bootstrap_correlation(x, y, 1, method, resamples=300, seed=5)
-    assert (result.low, result.high) == pytest.approx((known.low, known.high), rel=1e-9)
+    assert (result.low, result.high) == pytest.approx((reference.low, reference.high), rel=1e-9)
     assert result.value == pytest.approx(statistic(x, y).statistic, rel=1e-12)
     assert (result.points, result.block_length, result.undefined) == (15, 1, 0)
 
 
 @pytest.mark.parametrize(("points", "length"), [(6, 3), (7, 3), (8, 4)])
 def test_moving_blocks_by_enumeration(points: int, length: int) -> None:
-    """The ends of a wide interval are those of all sequences of blocks, cut to the number of points."""
+    """The ends of a wide interval are the extremes over all sequences of blocks, cut to the number of points."""
     x, y = np.random.default_rng(points).normal(size=(2, points))
     blocks = [list(range(start, start + length)) for start in range(points - length + 1)]
     values = []
-    for chosen in itertools.product(blocks, repeat=math.ceil(points / length)):
-        index = [number for block in chosen for number in block][:points]
-        values.append(np.corrcoef(x[index], y[index])[0, 1])
+    for block_sequence in itertools.product(blocks, repeat=math.ceil(points / length)):
+        indices = [point for block in block_sequence for point in block][:points]
+        values.append(np.corrcoef(x[indices], y[indices])[0, 1])
     result = block_bootstrap_correlation(x, y, length, level=0.9999)
     assert (result.low, result.high) == pytest.approx((min(values), max(values)), abs=1e-9)
 
 
 @pytest.mark.parametrize("coefficient", [0.3, 0.6, 0.9])
 def test_the_automatic_length_minimizes_the_error_of_an_autoregressive_series(coefficient: float) -> None:
-    """l = (2 G^2 / D)^(1/3) n^(1/3) with G and D = (4 / 3) g^2 summed up over lags (Politis and White, 2004)."""
+    """The length is (2 G^2 n / D)^(1/3), D = (4 / 3) g^2, with sums G and g over lags (Politis and White, 2004)."""
     random = np.random.default_rng(3)
     x, y = autoregressive(coefficient, 400, random), autoregressive(coefficient, 400, random)
-    standard = [(values - values.mean()) / values.std() for values in (x, y)]
-    r = np.mean(standard[0] * standard[1])
-    influence = standard[0] * standard[1] - r * (standard[0] ** 2 + standard[1] ** 2) / 2
+    standardized = [(values - values.mean()) / values.std() for values in (x, y)]
+    r = np.mean(standardized[0] * standardized[1])
+    influence = standardized[0] * standardized[1] - r * (standardized[0] ** 2 + standardized[1] ** 2) / 2
     influence -= influence.mean()
     a = sum(influence[i] * influence[i + 1] for i in range(399)) / sum(influence**2)
     assert a > 0
@@ -190,16 +190,16 @@ def test_the_automatic_length_has_limits() -> None:
 
 @pytest.mark.slow
 def test_blocks_cover_better_than_single_points() -> None:
-    """Two unrelated series whose neighbours depend on each other."""
+    """The two series are unrelated, but the neighbouring points of each depend on each other."""
     random = np.random.default_rng(4)
-    covered: dict[int | None, list[bool]] = {1: [], None: []}
+    coverage_by_length: dict[int | None, list[bool]] = {1: [], None: []}
     for seed in range(300):
         x, y = autoregressive(0.8, 150, random), autoregressive(0.8, 150, random)
-        for length, hits in covered.items():
+        for length, is_covered in coverage_by_length.items():
             result = block_bootstrap_correlation(x, y, length, resamples=400, seed=seed)
-            hits.append(result.low <= 0 <= result.high)
-    assert np.mean(covered[1]) < 0.75
-    assert np.mean(covered[None]) > np.mean(covered[1]) + 0.07
+            is_covered.append(result.low <= 0 <= result.high)
+    assert np.mean(coverage_by_length[1]) < 0.75
+    assert np.mean(coverage_by_length[None]) > np.mean(coverage_by_length[1]) + 0.07
 
 
 @pytest.mark.parametrize(
@@ -218,6 +218,6 @@ def test_blocks_cover_better_than_single_points() -> None:
     ],
 )
 def test_arguments_out_of_range(call, message: str) -> None:
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as error:
         call()
-    assert message in str(refused.value)
+    assert message in str(error.value)

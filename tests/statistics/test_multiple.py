@@ -8,18 +8,18 @@ from istar.errors import UserError
 from istar.statistics.multiple import holm
 
 
-def closed_test(p_values: list[float]) -> list[float]:
-    """Close Bonferroni's test: a hypothesis is rejected if every set of hypotheses with it is."""
-    numbers = range(len(p_values))
-    sets = [chosen for size in numbers for chosen in itertools.combinations(numbers, size + 1)]
+def adjust_by_closed_test(p_values: list[float]) -> list[float]:
+    """Return the p-values of Bonferroni's closed test, which rejects a hypothesis if it rejects every set with it."""
+    indices = range(len(p_values))
+    sets = [subset for size in indices for subset in itertools.combinations(indices, size + 1)]
     return [
-        max(min(1.0, len(chosen) * min(p_values[other] for other in chosen)) for chosen in sets if number in chosen)
-        for number in numbers
+        max(min(1.0, len(subset) * min(p_values[member] for member in subset)) for subset in sets if index in subset)
+        for index in indices
     ]
 
 
 def test_a_published_example() -> None:
-    """A textbook's four p-values, by hand: 0.005 x 4, 0.01 x 3, 0.03 x 2, and for 0.04 x 1 the maximum so far."""
+    """Four p-values of a textbook are adjusted to 0.005 x 4, 0.01 x 3, 0.03 x 2, and for 0.04 to the maximum so far."""
     assert holm([0.01, 0.04, 0.03, 0.005]).adjusted == pytest.approx((0.03, 0.06, 0.06, 0.02), rel=1e-12)
 
 
@@ -27,7 +27,7 @@ def test_a_published_example() -> None:
 def test_holm_closes_bonferronis_test(seed: int) -> None:
     p_values = (np.random.default_rng(seed).uniform(size=1 + seed) ** 3).tolist()
     p_values.append(p_values[0])
-    assert holm(p_values).adjusted == pytest.approx(closed_test(p_values), rel=1e-12)
+    assert holm(p_values).adjusted == pytest.approx(adjust_by_closed_test(p_values), rel=1e-12)
 
 
 def test_entries_without_a_test_are_no_part_of_the_family() -> None:

@@ -40,13 +40,13 @@ def test_sign_flips_are_enumerated(count: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_sign_flips_are_those_of_scipy(seed: int) -> None:
     differences = np.random.default_rng(seed).normal(0.4, 1, 9)
-    known = stats.permutation_test([differences], np.sum, permutation_type="samples", n_resamples=2**9)
-    assert sign_flip_test(differences).p_value == pytest.approx(known.pvalue, rel=1e-12)
+    reference = stats.permutation_test([differences], np.sum, permutation_type="samples", n_resamples=2**9)
+    assert sign_flip_test(differences).p_value == pytest.approx(reference.pvalue, rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_rounding_errors_do_not_break_ties(seed: int) -> None:
-    """Differences of accuracies are multiples of one number, so that many patterns have equal sums."""
+    """Differences of accuracies are multiples of one number, so that many patterns of signs have equal sums."""
     steps = np.random.default_rng(seed).integers(-4, 5, 12)
     assert sign_flip_test(steps / 277 * 0.1).p_value == sign_flip_test(steps).p_value
 
@@ -90,7 +90,7 @@ def test_sign_flips_do_not_depend_on_unit_and_direction(scale: float) -> None:
 
 
 def test_students_example() -> None:
-    """As R's t.test prints them for its data set `sleep`: t = -4.0621, p = 0.002833, 0.7001142 to 2.4598858."""
+    """R's t.test prints these numbers for its data set `sleep`: t = -4.0621, p = 0.002833, 0.7001142 to 2.4598858."""
     assert t_test(SLEEP) == pytest.approx(0.002833, abs=5e-7)
     assert t_interval(SLEEP) == pytest.approx((0.7001142, 2.4598858), abs=5e-8)
 
@@ -99,27 +99,27 @@ def test_students_example() -> None:
 @pytest.mark.parametrize("count", [2, 5, 20])
 def test_t_is_that_of_scipy(count: int, level: float) -> None:
     differences = np.random.default_rng(count).normal(1, 2, count)
-    known = stats.ttest_1samp(differences, 0.0)
-    assert t_test(differences) == pytest.approx(known.pvalue, rel=1e-12)
-    interval = known.confidence_interval(level)
+    reference = stats.ttest_1samp(differences, 0.0)
+    assert t_test(differences) == pytest.approx(reference.pvalue, rel=1e-12)
+    interval = reference.confidence_interval(level)
     assert t_interval(differences, level) == pytest.approx((interval.low, interval.high), rel=1e-12)
 
 
 @pytest.mark.parametrize("count", [5, 12, 40])
 @pytest.mark.parametrize(("method", "name"), [("percentile", "percentile"), ("bca", "BCa")])
 def test_bootstrap_intervals_are_those_of_scipy(count: int, method: BootstrapMethod, name: str) -> None:
-    # Whole numbers, so that SciPy, too, sees which means are equal.
+    # The differences are integers, so that SciPy, too, recognizes equal means.
     differences = np.round(np.random.default_rng(count).exponential(20, count))
-    known = stats.bootstrap(
+    reference = stats.bootstrap(
         (differences,), np.mean, method=name, n_resamples=4_000, rng=np.random.default_rng(7)
     ).confidence_interval
     result = bootstrap_interval(differences, method, resamples=4_000, seed=7)
-    assert result == pytest.approx((known.low, known.high), rel=1e-9)
+    assert result == pytest.approx((reference.low, reference.high), rel=1e-9)
 
 
 @pytest.mark.parametrize("method", ["percentile", "expanded"])
 def test_bootstrap_intervals_by_enumeration(method: BootstrapMethod) -> None:
-    """Of the means of all 5^5 samples, the right proportion lies below each end."""
+    """The right proportion of the means of all 5^5 samples lies beyond each end of the interval."""
     differences = np.random.default_rng(1).normal(0, 1, 5)
     means = np.array([np.mean(sample) for sample in itertools.product(differences, repeat=5)])
     if method == "percentile":
@@ -128,23 +128,23 @@ def test_bootstrap_intervals_by_enumeration(method: BootstrapMethod) -> None:
         tail = stats.norm.cdf(-stats.t.isf(0.05, 4) * math.sqrt(5 / 4))
     low, high = bootstrap_interval(differences, method, level=0.9, resamples=60_000)
     noise = 4 * math.sqrt(tail / 60_000)
-    for as_far, further in (
+    for is_at_or_beyond_end, is_beyond_end in (
         (means <= low + 1e-9, means < low - 1e-9),
         (means >= high - 1e-9, means > high + 1e-9),
     ):
-        assert further.mean() <= tail + noise
-        assert as_far.mean() >= tail - noise
+        assert is_beyond_end.mean() <= tail + noise
+        assert is_at_or_beyond_end.mean() >= tail - noise
 
 
 def test_bca_by_the_formulas() -> None:
-    """Efron, Better Bootstrap Confidence Intervals, 1987, written out for the same resamples."""
+    """The formulas of Efron, Better Bootstrap Confidence Intervals, 1987, give the same for the same resamples."""
     differences = np.random.default_rng(9).exponential(1, 15)
     count = len(differences)
     random = np.random.default_rng(0)
     means = [float(np.mean(differences[row])) for row in random.integers(0, count, (3_000, count))]
     bias = stats.norm.ppf(sum(mean < differences.mean() for mean in means) / len(means))
-    without = [float(np.mean(np.delete(differences, number))) for number in range(count)]
-    deviations = [float(np.mean(without)) - value for value in without]
+    leave_one_out_means = [float(np.mean(np.delete(differences, index))) for index in range(count)]
+    deviations = [float(np.mean(leave_one_out_means)) - value for value in leave_one_out_means]
     acceleration = sum(d**3 for d in deviations) / (6 * sum(d**2 for d in deviations) ** 1.5)
     ends = []
     for z in (stats.norm.ppf(0.025), stats.norm.ppf(0.975)):
@@ -170,10 +170,10 @@ def test_intervals_move_and_scale_with_the_differences(method: BootstrapMethod) 
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "lowest"), [(5, 0.90), (10, 0.92), (20, 0.93)])
 def test_the_default_interval_covers_the_mean(count: int, lowest: float) -> None:
-    """The table in the module's docstring; the percentile interval and BCa cover less."""
+    """The coverages agree with the table in the module's docstring; the percentile interval and BCa cover less."""
     random = np.random.default_rng(count)
     samples = random.normal(size=(2_000, count))
-    covered = {
+    coverage_by_method = {
         method: np.mean([low <= 0 <= high for low, high in intervals])
         for method, intervals in {
             "t": [t_interval(sample) for sample in samples],
@@ -185,9 +185,9 @@ def test_the_default_interval_covers_the_mean(count: int, lowest: float) -> None
             },
         }.items()
     }
-    assert lowest < covered["expanded"] < 0.965
-    assert 0.935 < covered["t"] < 0.965
-    assert max(covered["percentile"], covered["bca"]) < covered["expanded"]
+    assert lowest < coverage_by_method["expanded"] < 0.965
+    assert 0.935 < coverage_by_method["t"] < 0.965
+    assert max(coverage_by_method["percentile"], coverage_by_method["bca"]) < coverage_by_method["expanded"]
 
 
 @pytest.mark.parametrize("function", [t_test, t_interval, bootstrap_interval])

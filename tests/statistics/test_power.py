@@ -5,13 +5,13 @@ import pytest
 from scipy import integrate, stats
 
 from istar.errors import UserError
-from istar.statistics import power as module
+from istar.statistics import power as power_module
 from istar.statistics.paired import t_test
 from istar.statistics.power import pairs_needed, sd_interval, smallest_difference, t_test_power
 
 
 def power_by_integration(difference: float, sd: float, pairs: int, alpha: float) -> float:
-    """P(|Z + shift| > t s) with the sample's s = sqrt(chi-square / degrees), which is integrated over."""
+    """Return P(|Z + shift| > t s), integrated over the sample's s = sqrt(chi-square / degrees)."""
     shift, degrees = math.sqrt(pairs) * difference / sd, pairs - 1
     limit = stats.t.isf(alpha / 2, degrees)
 
@@ -36,7 +36,7 @@ def test_power_without_a_difference_is_alpha() -> None:
 
 @pytest.mark.parametrize(("effect", "pairs"), [(0.2, 199), (0.5, 34), (0.8, 15), (1.0, 10)])
 def test_numbers_of_pairs_of_gpower(effect: float, pairs: int) -> None:
-    """Small, medium and large effects of Cohen, power 0.8, two-sided alpha 0.05, as G*Power gives them."""
+    """The numbers are those of G*Power for Cohen's effect sizes, power 0.8 and a two-sided alpha of 0.05."""
     assert pairs_needed(effect, 1.0) == pairs
     assert pairs_needed(-7 * effect, 7.0) == pairs
 
@@ -61,13 +61,13 @@ def test_the_smallest_difference_has_the_power(pairs: int, alpha: float, power: 
 def test_power_by_simulation() -> None:
     random = np.random.default_rng(0)
     difference = smallest_difference(1.0, 5)
-    found = np.mean([t_test(random.normal(difference, 1, 5)) < 0.05 for _ in range(5_000)])
-    assert found == pytest.approx(0.8, abs=4 * math.sqrt(0.16 / 5_000))
+    rejection_rate = np.mean([t_test(random.normal(difference, 1, 5)) < 0.05 for _ in range(5_000)])
+    assert rejection_rate == pytest.approx(0.8, abs=4 * math.sqrt(0.16 / 5_000))
 
 
 @pytest.mark.parametrize("pairs", [2, 5, 30])
 def test_the_interval_of_a_standard_deviation(pairs: int) -> None:
-    """At its ends, the observed standard deviation is as extreme as 2.5% of all."""
+    """If the true deviation is an end of the interval, 2.5% of samples have one as extreme as the observed one."""
     low, high = sd_interval(2.0, pairs)
     degrees = pairs - 1
     assert stats.chi2.sf(degrees * 4.0 / low**2, degrees) == pytest.approx(0.025, rel=1e-9)
@@ -75,16 +75,18 @@ def test_the_interval_of_a_standard_deviation(pairs: int) -> None:
 
 
 def test_the_sentences() -> None:
-    assert module.pairs_needed_sentence(-0.5, 1.0) == (
+    assert power_module.pairs_needed_sentence(-0.5, 1.0) == (
         "To find a difference of 0.5 with probability 0.8, train each method with 34 seeds, the same for both (paired "
         "t-test, two-sided, alpha = 0.05, standard deviation of the paired differences 1)."
     )
-    ten = module.smallest_difference_sentence(1.0, 10)
-    assert ten.startswith("With 10 seeds for each method, the same for both, the smallest difference that is found")
-    assert f"is {smallest_difference(1.0, 10):.3g} (" in ten
-    assert "sign-flip" not in ten
-    five = module.smallest_difference_sentence(1.0, 5)
-    assert five.endswith("The sign-flip test cannot give a p-value below 0.0625 with 5 pairs.")
+    sentence_of_ten_pairs = power_module.smallest_difference_sentence(1.0, 10)
+    assert sentence_of_ten_pairs.startswith(
+        "With 10 seeds for each method, the same for both, the smallest difference that is found"
+    )
+    assert f"is {smallest_difference(1.0, 10):.3g} (" in sentence_of_ten_pairs
+    assert "sign-flip" not in sentence_of_ten_pairs
+    sentence_of_five_pairs = power_module.smallest_difference_sentence(1.0, 5)
+    assert sentence_of_five_pairs.endswith("The sign-flip test cannot give a p-value below 0.0625 with 5 pairs.")
 
 
 @pytest.mark.parametrize(
@@ -103,6 +105,6 @@ def test_the_sentences() -> None:
     ],
 )
 def test_arguments_out_of_range(call, message: str) -> None:
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as error:
         call()
-    assert message in str(refused.value)
+    assert message in str(error.value)

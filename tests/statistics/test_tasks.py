@@ -39,7 +39,7 @@ C45 = np.array(
 
 
 def test_demsars_example() -> None:
-    """Section 3.2.2: average ranks, Friedman's 9.28, F 3.69 above the critical 2.85, differences 1.25 and 1.12."""
+    """The numbers are those of Section 3.2.2: average ranks, chi-square 9.28, F 3.69 and critical values."""
     result = friedman(C45, correct_ties=False)
     assert result.average_ranks == pytest.approx([3.143, 2.000, 2.893, 1.964], abs=5e-4)
     assert result.chi_square == pytest.approx(9.28, abs=5e-3)
@@ -58,33 +58,33 @@ def test_demsars_example() -> None:
     ],
 )
 def test_demsars_critical_values(alpha: float, values: tuple[float, ...]) -> None:
-    """Table 5a, for 2 to 10 methods."""
+    """The critical values are those of Table 5a for 2 to 10 methods."""
     for methods, value in enumerate(values, start=2):
         difference = nemenyi_critical_difference(methods, 6, alpha)
         assert difference * math.sqrt(36 / (methods * (methods + 1))) == pytest.approx(value, abs=1.1e-3)
 
 
-def with_ties(seed: int) -> np.ndarray:
+def make_scores_with_ties(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 6, (7 + seed, 3 + seed)).astype(float)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_friedman_is_that_of_scipy(seed: int) -> None:
-    scores = with_ties(seed)
-    known = stats.friedmanchisquare(*scores.T)
+    scores = make_scores_with_ties(seed)
+    reference = stats.friedmanchisquare(*scores.T)
     result = friedman(scores)
-    assert (result.chi_square, result.chi_square_p) == pytest.approx((known.statistic, known.pvalue), rel=1e-10)
+    assert (result.chi_square, result.chi_square_p) == pytest.approx((reference.statistic, reference.pvalue), rel=1e-10)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_iman_and_davenport_is_an_analysis_of_variance_of_ranks(seed: int) -> None:
-    ranks = task_ranks(with_ties(seed))
+    ranks = task_ranks(make_scores_with_ties(seed))
     tasks, methods = ranks.shape
     between = sum(tasks * (ranks[:, j].mean() - ranks.mean()) ** 2 for j in range(methods))
     total = sum((rank - ranks.mean()) ** 2 for rank in ranks.ravel())
-    # Tasks have equal average ranks, and so no sum of squares.
+    # All tasks have the same average rank, so their sum of squares is 0.
     f = (between / (methods - 1)) / ((total - between) / ((methods - 1) * (tasks - 1)))
-    assert friedman(with_ties(seed)).f == pytest.approx(f, rel=1e-10)
+    assert friedman(make_scores_with_ties(seed)).f == pytest.approx(f, rel=1e-10)
 
 
 def test_ranks() -> None:
@@ -95,8 +95,8 @@ def test_ranks() -> None:
 
 
 def test_only_the_order_within_a_task_counts() -> None:
-    changed = np.exp(C45) * np.arange(1, 15)[:, None]
-    assert friedman(changed).chi_square == pytest.approx(friedman(C45).chi_square, rel=1e-12)
+    transformed_scores = np.exp(C45) * np.arange(1, 15)[:, None]
+    assert friedman(transformed_scores).chi_square == pytest.approx(friedman(C45).chi_square, rel=1e-12)
 
 
 def test_all_tasks_agree() -> None:
@@ -116,9 +116,9 @@ def test_all_tasks_agree() -> None:
     ],
 )
 def test_scores_without_an_answer(scores, message: str) -> None:
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as error:
         friedman(scores)
-    assert message in str(refused.value)
+    assert message in str(error.value)
 
 
 # ---- the average difference
@@ -126,26 +126,28 @@ def test_scores_without_an_answer(scores, message: str) -> None:
 DIFFERENCES = ([0.3, 1.2, 0.7], [2.0, 2.9], [-0.4, 0.1, 0.9, 0.2])
 
 
-def resamples(differences, resample: Resample) -> list[tuple[float, float]]:
-    """All averages that a resample may have, with their probabilities."""
+def enumerate_averages(differences, resample: Resample) -> list[tuple[float, float]]:
+    """Return all averages that a resample may have, with their probabilities."""
     count = len(differences)
     draws = [tuple(range(count))] if resample == "seeds" else list(itertools.product(range(count), repeat=count))
     averages = []
     for draw in draws:
-        chosen = [differences[task] for task in draw]
+        drawn_tasks = [differences[task] for task in draw]
         samples = [
             [values] if resample == "tasks" else list(itertools.product(values, repeat=len(values)))
-            for values in chosen
+            for values in drawn_tasks
         ]
         combined = list(itertools.product(*samples))
         probability = 1 / len(draws) / len(combined)
-        averages += [(float(np.mean([np.mean(one) for one in sample])), probability) for sample in combined]
+        averages += [
+            (float(np.mean([np.mean(task_values) for task_values in sample])), probability) for sample in combined
+        ]
     return averages
 
 
 @pytest.mark.parametrize("resample", ["tasks and seeds", "tasks", "seeds"])
 def test_the_hierarchical_bootstrap_by_enumeration(resample: Resample) -> None:
-    """Of the averages of all resamples, the right proportion lies below each end."""
+    """The right proportion of the averages of all resamples lies beyond each end of the interval."""
     differences = DIFFERENCES[1:] if resample == "tasks and seeds" else DIFFERENCES
     level = 0.6
     result = bootstrap_over_tasks(differences, resample, level, resamples=6_000, seed=2)
@@ -156,7 +158,7 @@ def test_the_hierarchical_bootstrap_by_enumeration(resample: Resample) -> None:
         tail = stats.norm.cdf(-t * math.sqrt(2 / 1))
     else:
         tail = stats.norm.cdf(-stats.t.ppf(0.8, tasks - 1) * math.sqrt(tasks / (tasks - 1)))
-    averages, weights = map(np.array, zip(*resamples(differences, resample), strict=True))
+    averages, weights = map(np.array, zip(*enumerate_averages(differences, resample), strict=True))
     noise = 4 * math.sqrt(tail / 6_000)
     assert weights[averages < result.low - 1e-9].sum() <= tail + noise
     assert weights[averages <= result.low + 1e-9].sum() >= tail - noise
@@ -185,24 +187,26 @@ def test_wide_intervals_are_those_of_a_normal_distribution() -> None:
 
 def test_the_t_interval_over_tasks_is_that_of_scipy() -> None:
     means = [np.mean(values) for values in DIFFERENCES]
-    known = stats.ttest_1samp(means, 0.0).confidence_interval(0.9)
-    assert t_interval_over_tasks(DIFFERENCES, 0.9) == pytest.approx((known.low, known.high), rel=1e-12)
-    assert t_interval_over_tasks([[mean] for mean in means], 0.9) == pytest.approx((known.low, known.high), rel=1e-12)
+    reference = stats.ttest_1samp(means, 0.0).confidence_interval(0.9)
+    assert t_interval_over_tasks(DIFFERENCES, 0.9) == pytest.approx((reference.low, reference.high), rel=1e-12)
+    assert t_interval_over_tasks([[mean] for mean in means], 0.9) == pytest.approx(
+        (reference.low, reference.high), rel=1e-12
+    )
 
 
 @pytest.mark.slow
 def test_intervals_over_tasks_cover_the_mean() -> None:
-    """The mean over all tasks, from six tasks with five seeds: drawing seeds as well is conservative."""
+    """Intervals from six tasks with five seeds cover the mean over all tasks; also drawing seeds is conservative."""
     random = np.random.default_rng(1)
-    covered: dict[str, list[bool]] = {"t": [], "tasks": [], "tasks and seeds": []}
+    coverage_by_interval: dict[str, list[bool]] = {"t": [], "tasks": [], "tasks and seeds": []}
     for seed in range(600):
         differences = list(random.normal(random.normal(0, 0.5, (6, 1)), 1, (6, 5)))
         low, high = t_interval_over_tasks(differences)
-        covered["t"].append(low <= 0 <= high)
+        coverage_by_interval["t"].append(low <= 0 <= high)
         for resample in ("tasks", "tasks and seeds"):
             _, low, high = bootstrap_over_tasks(differences, resample, resamples=600, seed=seed)  # type: ignore[arg-type]
-            covered[resample].append(low <= 0 <= high)
-    rates = {name: np.mean(hits) for name, hits in covered.items()}
+            coverage_by_interval[resample].append(low <= 0 <= high)
+    rates = {name: np.mean(is_covered) for name, is_covered in coverage_by_interval.items()}
     assert rates["t"] == pytest.approx(0.95, abs=0.035)
     assert rates["tasks"] > 0.88
     assert rates["tasks"] < rates["tasks and seeds"] > 0.94
@@ -222,6 +226,6 @@ def test_intervals_over_tasks_cover_the_mean() -> None:
     ],
 )
 def test_arguments_out_of_range(call, message: str) -> None:
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as error:
         call()
-    assert message in str(refused.value)
+    assert message in str(error.value)

@@ -1,4 +1,4 @@
-"""Hydra's side of a sweep, without a process of its own."""
+"""Fixtures that build a sweep as Hydra does, in the process of the tests."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,10 +23,10 @@ TINY = ("reg.num_points=200", "task.limit_train=32", "task.limit_validation=9", 
 
 
 @pytest.fixture
-def sweeper_for() -> Iterator[Callable[..., IstarSweeper]]:
-    """The sweeper that Hydra makes of a command line."""
+def make_sweeper() -> Iterator[Callable[..., IstarSweeper]]:
+    """Yield a function that returns the sweeper that Hydra creates for the arguments of a command line."""
 
-    def make(*arguments: str) -> IstarSweeper:
+    def compose_sweeper(*arguments: str) -> IstarSweeper:
         master = compose("config", overrides=list(arguments), return_hydra_config=True)
         sweeper = IstarSweeper(master.hydra.sweeper.params)
         context = HydraContext(GlobalHydra.instance().config_loader(), Callbacks(master))
@@ -35,22 +35,22 @@ def sweeper_for() -> Iterator[Callable[..., IstarSweeper]]:
 
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        yield make
+        yield compose_sweeper
     HydraConfig.instance().cfg = None
 
 
 @pytest.fixture
-def runs(tmp_path: Path, sweeper_for: Callable[..., IstarSweeper]) -> Callable[..., SweepRuns]:
-    """The runs that a command line asks for, before any is started."""
+def make_runs(tmp_path: Path, make_sweeper: Callable[..., IstarSweeper]) -> Callable[..., SweepRuns]:
+    """Return a function that returns the runs of a sweep for the arguments of a command line; none is started."""
 
-    def make(*arguments: str) -> SweepRuns:
+    def build_runs(*arguments: str) -> SweepRuns:
         arguments = (*arguments, f"run.root={tmp_path / 'runs'}")
-        sweeper = sweeper_for(*(argument for argument in arguments if "," not in argument))
+        sweeper = make_sweeper(*(argument for argument in arguments if "," not in argument))
         settings = schema.load_sweep(sweeper.config)
         request = SweepRequest(settings, arguments, {}, "python train.py", tmp_path / "runs", sweeper.compose)
         return SweepRuns(request, Console(quiet=True))
 
-    return make
+    return build_runs
 
 
 def with_grids(sweep: SweepRuns, grids: dict[str, dict[str, Any]], **settings: Any) -> SweepRuns:

@@ -1,4 +1,4 @@
-"""What plain Hydra does with `-m`, a sweep does as well, or refuses in one line."""
+"""A sweep does what Hydra itself does with `-m`, or refuses it with a message of one line."""
 
 import copy
 import logging
@@ -23,7 +23,7 @@ Call = Callable[..., int]
 
 
 class MultirunCallback(Callback):
-    """Records what Hydra calls."""
+    """Records the methods that Hydra calls."""
 
     calls: ClassVar[list[str]] = []
 
@@ -41,9 +41,9 @@ class JobCallback(Callback):
 
 @pytest.fixture
 def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
-    """Call `istar train` in this process and in an empty folder; returns the exit code."""
+    """Return a function that calls `istar train` in this process and an empty folder, and returns its exit code."""
 
-    def make(*arguments: str) -> int:
+    def run_command(*arguments: str) -> int:
         GlobalHydra.instance().clear()
         try:
             train.main([*arguments, *TINY], "istar train")
@@ -60,36 +60,36 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.setattr(sys, "argv", [])
-    yield make
+    yield run_command
     GlobalHydra.instance().clear()
     HydraConfig.instance().cfg = None
 
 
 @pytest.fixture
-def request_of(
-    sweeper_for: Callable[..., IstarSweeper], monkeypatch: pytest.MonkeyPatch
+def make_request(
+    make_sweeper: Callable[..., IstarSweeper], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., SweepRequest]:
-    """What the sweeper asks `istar.sweeps` for."""
+    """Return a function that returns the request that the sweeper passes to `istar.sweeps` for some arguments."""
 
-    def make(*arguments: str) -> SweepRequest:
+    def record_request(*arguments: str) -> SweepRequest:
         requests: list[SweepRequest] = []
         monkeypatch.setattr(sweep, "run_sweep", lambda request, console: requests.append(request) or 0)
-        sweeper_for(*(argument for argument in arguments if "," not in argument and "glob" not in argument)).sweep(
+        make_sweeper(*(argument for argument in arguments if "," not in argument and "glob" not in argument)).sweep(
             list(arguments)
         )
         return requests[0]
 
-    return make
+    return record_request
 
 
-def test_values_of_hydra_are_those_of_the_run(request_of: Callable[..., SweepRequest]) -> None:
+def test_values_of_hydra_are_those_of_the_run(make_request: Callable[..., SweepRequest]) -> None:
     arguments = (
         "task.data_dir=${hydra:runtime.cwd}/a,${hydra:runtime.cwd}/b",
         "model.name=${hydra:runtime.choices.reg}",
         "run.root=${hydra:runtime.cwd}/runs",
         "reg=none,cosreg",
     )
-    request = request_of(*arguments)
+    request = make_request(*arguments)
     assert request.root == Path.cwd() / "runs"
     [space] = trials.make_search_spaces(request.arguments, {}, {}, [], request.config_loader).values()
     configs = [schema.load(request.compose(overrides)) for overrides in trials.list_combinations(space)]
@@ -99,16 +99,16 @@ def test_values_of_hydra_are_those_of_the_run(request_of: Callable[..., SweepReq
     }
 
 
-def test_glob_chooses_options(request_of: Callable[..., SweepRequest]) -> None:
-    request = request_of("reg=glob(istar*)", "seed=1,2")
+def test_glob_chooses_options(make_request: Callable[..., SweepRequest]) -> None:
+    request = make_request("reg=glob(istar*)", "seed=1,2")
     [space] = trials.make_search_spaces(request.arguments, {}, {}, [], request.config_loader).values()
     assert sorted(space["reg"].sweep_string_iterator()) == ["istar", "istar_paper_code", "istar_scratch"]
 
 
-def test_the_environment_of_the_runs(request_of: Callable[..., SweepRequest]) -> None:
-    request = request_of("+hydra.job.env_set.FIRST=a b", "+hydra.job.env_set.SECOND=2", "seed=1,2")
+def test_the_environment_of_the_runs(make_request: Callable[..., SweepRequest]) -> None:
+    request = make_request("+hydra.job.env_set.FIRST=a b", "+hydra.job.env_set.SECOND=2", "seed=1,2")
     assert request.environment == {"FIRST": "a b", "SECOND": "2"}
-    assert request_of("seed=1,2").environment == {}
+    assert make_request("seed=1,2").environment == {}
 
 
 def test_callbacks_of_the_sweep(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,27 +10,27 @@ from istar.sweeps.planned_runs import PlannedConfiguration
 from istar.sweeps.sweep import SweepRuns
 from tests.sweeps.conftest import TINY, with_all_runs, with_grids
 
-Make = Callable[..., SweepRuns]
+MakeRuns = Callable[..., SweepRuns]
 SMALL = TINY[1:]
 
 
-def planned(runs: SweepRuns) -> list[PlannedConfiguration]:
+def list_configurations(runs: SweepRuns) -> list[PlannedConfiguration]:
     if runs.request.settings.search == "grid":
         with_all_runs(runs)
     return planned_runs.list_planned_configurations(runs)
 
 
-def test_configurations_are_the_runs_without_their_seeds(runs: Make) -> None:
-    sweep = runs("reg=none,cosreg", "optim.lr=1e-3,1e-4", "seed=1,2", *SMALL)
-    found = planned(sweep)
-    assert [entry.method for entry in found] == ["Base", "Base", "CosReg λ=1", "CosReg λ=1"]
-    assert all(entry.seeds == [1, 2] for entry in found)
-    assert {name for entry in found for name in entry.names} == set(sweep.trial_by_name)
-    assert {entry.group for entry in found} == {("demo", "tiny", "Base"), ("demo", "tiny", "CosReg")}
-    assert all(entry.examples == 32 for entry in found)
-    fields = planned_runs.make_plan_fields(found, sweep)
+def test_configurations_are_the_runs_without_their_seeds(make_runs: MakeRuns) -> None:
+    sweep = make_runs("reg=none,cosreg", "optim.lr=1e-3,1e-4", "seed=1,2", *SMALL)
+    configurations = list_configurations(sweep)
+    assert [entry.method for entry in configurations] == ["Base", "Base", "CosReg λ=1", "CosReg λ=1"]
+    assert all(entry.seeds == [1, 2] for entry in configurations)
+    assert {name for entry in configurations for name in entry.names} == set(sweep.trial_by_name)
+    assert {entry.group for entry in configurations} == {("demo", "tiny", "Base"), ("demo", "tiny", "CosReg")}
+    assert all(entry.examples == 32 for entry in configurations)
+    fields = planned_runs.make_plan_fields(configurations, sweep)
     # All settings of a run are either common to all runs or those of its configuration.
-    for entry, configuration in zip(found, fields["configurations"], strict=True):
+    for entry, configuration in zip(configurations, fields["configurations"], strict=True):
         assert fields["settings"] | configuration["settings"] == entry.settings
     base, cosreg = fields["methods"]
     assert (base["configurations"], cosreg["configurations"]) == (2, 2)
@@ -50,17 +50,17 @@ def test_configurations_are_the_runs_without_their_seeds(runs: Make) -> None:
     ],
 )
 def test_the_comparisons(
-    runs: Make, arguments: tuple[str, ...], seeds: list[int], comparisons: int, pairs: int
+    make_runs: MakeRuns, arguments: tuple[str, ...], seeds: list[int], comparisons: int, pairs: int
 ) -> None:
-    found = planned(runs(*arguments, *SMALL))
-    assert planned_runs.count_comparisons(found, seeds) == comparisons
-    assert planned_runs.count_seed_pairs(found, seeds) == pairs
+    configurations = list_configurations(make_runs(*arguments, *SMALL))
+    assert planned_runs.count_comparisons(configurations, seeds) == comparisons
+    assert planned_runs.count_seed_pairs(configurations, seeds) == pairs
 
 
-def test_each_setting_of_a_method_is_a_comparison(runs: Make) -> None:
-    found = planned(runs("reg=istar", "reg.lambda=-1,0,1", "seed=1", *SMALL))
-    # Without the grid of Base, there is nothing to compare with; λ = 0 has the name I-STAR.
-    assert planned_runs.count_comparisons(found, []) == 0
+def test_each_setting_of_a_method_is_a_comparison(make_runs: MakeRuns) -> None:
+    configurations = list_configurations(make_runs("reg=istar", "reg.lambda=-1,0,1", "seed=1", *SMALL))
+    # Without runs of Base, there is nothing to compare with; a run with λ = 0 has the method name I-STAR.
+    assert planned_runs.count_comparisons(configurations, []) == 0
 
 
 GRIDS = {
@@ -76,88 +76,104 @@ class TestNamedGrids:
     """Each grid is a method, because `sweep.seeds` repeats the best run of each."""
 
     @pytest.fixture
-    def sweep(self, runs: Make) -> SweepRuns:
+    def sweep(self, make_runs: MakeRuns) -> SweepRuns:
         arguments = ("task=demo,demo_sentence", "optim.lr=1e-3,1e-4", "seed=1", *SMALL)
-        return with_grids(runs(*arguments), GRIDS, seeds=[1, 2, 3])
+        return with_grids(make_runs(*arguments), GRIDS, seeds=[1, 2, 3])
 
     def test_the_groups_are_those_of_the_sweep(self, sweep: SweepRuns) -> None:
-        found = planned(sweep)
-        names = {name: entry.group for entry in found for name in entry.names}
-        pairs = {(names[entry.name], sweep.selection_group(entry)) for entry in sweep.state.entries}
-        assert len(pairs) == len({ours for ours, _ in pairs}) == len({theirs for _, theirs in pairs}) == 2 * 4
-        assert {entry.group for entry in found if entry.grid == "up"} == {
+        configurations = list_configurations(sweep)
+        group_by_run = {name: entry.group for entry in configurations for name in entry.names}
+        pairs = {(group_by_run[entry.name], sweep.selection_group(entry)) for entry in sweep.state.entries}
+        assert (
+            len(pairs)
+            == len({plan_group for plan_group, _ in pairs})
+            == len({sweep_group for _, sweep_group in pairs})
+            == 2 * 4
+        )
+        assert {entry.group for entry in configurations if entry.grid == "up"} == {
             ("demo", "tiny", "I-STAR (grid up)"), ("demo_sentence", "tiny", "I-STAR (grid up)"),
         }  # fmt: skip
 
     def test_the_fields(self, sweep: SweepRuns) -> None:
-        found = planned(sweep)
-        fields = planned_runs.make_plan_fields(found, sweep)
+        configurations = list_configurations(sweep)
+        fields = planned_runs.make_plan_fields(configurations, sweep)
         assert [entry["method"] for entry in fields["methods"]] == LABELS
         assert [entry["configurations"] for entry in fields["methods"]] == [2] * 4
         assert [entry["settings"].get("reg.lambda") for entry in fields["methods"]] == [None, -1, 1, 1]
         assert all(entry["grid"] == {"optim.lr": [1e-3, 1e-4]} for entry in fields["methods"])
-        assert [entry["grid"] for entry in fields["configurations"]] == [entry.grid for entry in found]
+        assert [entry["grid"] for entry in fields["configurations"]] == [entry.grid for entry in configurations]
         assert (
             "Of each task, model, method and grid, the run with the best such value is repeated" in fields["selection"]
         )
-        # Of each grid, two learning rates, and two more seeds of the better one, on two tasks.
+        # On two tasks, each grid has two learning rates, and the better one is repeated with two more seeds.
         assert fields["budget"]["runs"] == 2 * 4 * (2 + 2)
 
     def test_the_comparisons(self, sweep: SweepRuns) -> None:
-        found = planned(sweep)
-        assert planned_runs.count_comparisons(found, [1, 2, 3]) == 2 * 3
+        configurations = list_configurations(sweep)
+        assert planned_runs.count_comparisons(configurations, [1, 2, 3]) == 2 * 3
         # Without repetitions, a report compares each method with the settings in its name.
-        assert planned_runs.count_comparisons(found, []) == 2 * 3
-        assert planned_runs.count_comparisons([entry for entry in found if entry.grid != "base"], [1, 2, 3]) == 0
+        assert planned_runs.count_comparisons(configurations, []) == 2 * 3
+        assert (
+            planned_runs.count_comparisons([entry for entry in configurations if entry.grid != "base"], [1, 2, 3]) == 0
+        )
 
     def test_the_hypotheses(self, sweep: SweepRuns) -> None:
-        found = planned(sweep)
+        configurations = list_configurations(sweep)
         metrics = {"demo": "accuracy", "demo_sentence": "accuracy"}
-        sentences = planned_runs.make_hypotheses(found, metrics)
-        assert [text.split(" changes ")[0] for text in sentences] == LABELS[1:]
-        [alone] = planned_runs.make_hypotheses([entry for entry in found if entry.grid == "base"], metrics)
-        assert alone.startswith("Base has, with each of its configurations")
+        hypotheses = planned_runs.make_hypotheses(configurations, metrics)
+        assert [text.split(" changes ")[0] for text in hypotheses] == LABELS[1:]
+        [hypothesis] = planned_runs.make_hypotheses(
+            [entry for entry in configurations if entry.grid == "base"], metrics
+        )
+        assert hypothesis.startswith("Base has, with each of its configurations")
 
-    def test_one_grid_may_have_several_methods(self, runs: Make) -> None:
+    def test_one_grid_may_have_several_methods(self, make_runs: MakeRuns) -> None:
         grids = {"small": {"reg": "none,istar", "optim.lr": "1e-5,1e-4"}, "large": {"reg": "none,istar", "optim.lr": 1}}
-        sweep = with_grids(runs("seed=1", *SMALL), grids, seeds=[1, 2])
-        found = planned(sweep)
-        assert len({entry.group for entry in found}) == len({*map(sweep.selection_group, sweep.state.entries)}) == 4
-        assert planned_runs.count_comparisons(found, [1, 2]) == 2
+        sweep = with_grids(make_runs("seed=1", *SMALL), grids, seeds=[1, 2])
+        configurations = list_configurations(sweep)
+        assert (
+            len({entry.group for entry in configurations})
+            == len({*map(sweep.selection_group, sweep.state.entries)})
+            == 4
+        )
+        assert planned_runs.count_comparisons(configurations, [1, 2]) == 2
 
-    def test_of_a_search(self, runs: Make) -> None:
+    def test_of_a_search(self, make_runs: MakeRuns) -> None:
         arguments = ("optim.lr=1e-3,1e-4", "seed=1", "sweep.search=optuna", "sweep.trials=6", *SMALL)
-        sweep = with_grids(runs(*arguments), GRIDS, seeds=[1, 2])
-        found = planned(sweep)
-        assert [entry.grid for entry in found] == list(GRIDS)
-        fields = planned_runs.make_plan_fields(found, sweep)
+        sweep = with_grids(make_runs(*arguments), GRIDS, seeds=[1, 2])
+        configurations = list_configurations(sweep)
+        assert [entry.grid for entry in configurations] == list(GRIDS)
+        fields = planned_runs.make_plan_fields(configurations, sweep)
         assert [entry["method"] for entry in fields["methods"]] == LABELS
         assert fields["budget"]["runs"] == 6 + 4
-        assert planned_runs.count_comparisons(found, [1, 2]) == 3
+        assert planned_runs.count_comparisons(configurations, [1, 2]) == 3
 
 
-def test_the_budget(runs: Make) -> None:
-    small = [argument for argument in SMALL if not argument.startswith("trainer.max_epochs")]
-    found = planned(runs("reg=none,cosreg", "trainer.max_epochs=2,5", "seed=1", *small))
-    grid = {"runs": 4, "epochs": 2 * (2 + 5), "training_examples": 32 * 2 * (2 + 5), "finished_before": 1}
-    assert planned_runs.compute_budget(found, [], None, 1) == grid
-    # Two more seeds of the best of each method, which may be the one with five epochs.
-    repeated = planned_runs.compute_budget(found, [1, 2, 3], None, 0)
-    assert (repeated["runs"], repeated["epochs"]) == (4 + 4, 14 + 4 * 5)
-    assert repeated["training_examples"] == 32 * (14 + 4 * 5)
-    steps = planned(runs("seed=1", *SMALL, "trainer.max_steps=3", "trainer.accumulate_grad_batches=2"))
-    # Three steps of two micro-batches of eight examples, fewer than two epochs have.
-    assert planned_runs.compute_budget(steps, [], None, 0)["training_examples"] == 3 * 2 * 8
+def test_the_budget(make_runs: MakeRuns) -> None:
+    arguments = [argument for argument in SMALL if not argument.startswith("trainer.max_epochs")]
+    configurations = list_configurations(make_runs("reg=none,cosreg", "trainer.max_epochs=2,5", "seed=1", *arguments))
+    grid_budget = {"runs": 4, "epochs": 2 * (2 + 5), "training_examples": 32 * 2 * (2 + 5), "finished_before": 1}
+    assert planned_runs.compute_budget(configurations, [], None, 1) == grid_budget
+    # The best run of each method, which may be the one with five epochs, is repeated with two more seeds.
+    repeated_budget = planned_runs.compute_budget(configurations, [1, 2, 3], None, 0)
+    assert (repeated_budget["runs"], repeated_budget["epochs"]) == (4 + 4, 14 + 4 * 5)
+    assert repeated_budget["training_examples"] == 32 * (14 + 4 * 5)
+    step_configurations = list_configurations(
+        make_runs("seed=1", *SMALL, "trainer.max_steps=3", "trainer.accumulate_grad_batches=2")
+    )
+    # Three steps of two micro-batches of eight examples are fewer examples than two epochs have.
+    assert planned_runs.compute_budget(step_configurations, [], None, 0)["training_examples"] == 3 * 2 * 8
 
 
-def test_a_search_has_ranges(runs: Make) -> None:
-    small = [argument for argument in TINY if not argument.startswith("trainer.max_epochs")]
-    sweep = runs("reg=istar_scratch", "reg.lambda=interval(-1,1)", "optim.lr=1e-3,1e-4", "seed=1",
-                 "trainer.max_epochs=int(interval(1,4))", "sweep.search=optuna", "sweep.trials=7", *small)  # fmt: skip
-    [entry] = planned(sweep)
-    epochs = {"low": 1, "high": 4}
+def test_a_search_has_ranges(make_runs: MakeRuns) -> None:
+    arguments = [argument for argument in TINY if not argument.startswith("trainer.max_epochs")]
+    sweep = make_runs("reg=istar_scratch", "reg.lambda=interval(-1,1)", "optim.lr=1e-3,1e-4", "seed=1",
+                      "trainer.max_epochs=int(interval(1,4))", "sweep.search=optuna", "sweep.trials=7",
+                      *arguments)  # fmt: skip
+    [entry] = list_configurations(sweep)
+    epochs_range = {"low": 1, "high": 4}
     assert entry.ranges == {
-        "reg.lambda": {"low": -1.0, "high": 1.0}, "optim.lr": [1e-3, 1e-4], "trainer.max_epochs": epochs,
+        "reg.lambda": {"low": -1.0, "high": 1.0}, "optim.lr": [1e-3, 1e-4], "trainer.max_epochs": epochs_range,
     }  # fmt: skip
     assert (entry.seeds, entry.names) == ([1], [])
     fields = planned_runs.make_plan_fields([entry], sweep)
@@ -168,45 +184,49 @@ def test_a_search_has_ranges(runs: Make) -> None:
     assert sweep.state.entries == []
 
 
-def test_a_search_ends_when_all_runs_are_tried(runs: Make) -> None:
-    sweep = runs("reg=none,cosreg", "optim.lr=1e-3,1e-4", "seed=1,2", "sweep.search=optuna", "sweep.trials=100", *SMALL)
-    found = planned(sweep)
-    assert [entry.method for entry in found] == ["Base", "CosReg λ=1"]
-    assert planned_runs.make_plan_fields(found, sweep)["sweep"]["trials"] == 8
+def test_a_search_ends_when_all_runs_are_tried(make_runs: MakeRuns) -> None:
+    sweep = make_runs(
+        "reg=none,cosreg", "optim.lr=1e-3,1e-4", "seed=1,2", "sweep.search=optuna", "sweep.trials=100", *SMALL
+    )
+    configurations = list_configurations(sweep)
+    assert [entry.method for entry in configurations] == ["Base", "CosReg λ=1"]
+    assert planned_runs.make_plan_fields(configurations, sweep)["sweep"]["trials"] == 8
 
 
-def test_the_rule_of_selection(runs: Make) -> None:
+def test_the_rule_of_selection(make_runs: MakeRuns) -> None:
     arguments = ("seed=1", *SMALL)
-    same = planned_runs.make_plan_fields(planned(sweep := runs(*arguments)), sweep)
-    assert "accuracy on the set validation" in same["selection"]
-    assert "looks better than it is" in same["selection"]
-    apart = planned_runs.make_plan_fields(planned(sweep := runs("task.validation_fraction=0.25", *arguments)), sweep)
-    assert "on the set held_out" in apart["selection"]
-    assert "looks better than it is" not in apart["selection"]
-    assert apart["tasks"][0]["reported_set"] == "validation"
+    fields_of_one_set = planned_runs.make_plan_fields(list_configurations(sweep := make_runs(*arguments)), sweep)
+    assert "accuracy on the set validation" in fields_of_one_set["selection"]
+    assert "looks better than it is" in fields_of_one_set["selection"]
+    fields_of_two_sets = planned_runs.make_plan_fields(
+        list_configurations(sweep := make_runs("task.validation_fraction=0.25", *arguments)), sweep
+    )
+    assert "on the set held_out" in fields_of_two_sets["selection"]
+    assert "looks better than it is" not in fields_of_two_sets["selection"]
+    assert fields_of_two_sets["tasks"][0]["reported_set"] == "validation"
 
 
-def test_hypotheses_from_methods(runs: Make) -> None:
-    found = planned(runs("reg=none,cosreg,istar", "seed=1", *SMALL))
-    first, second = planned_runs.make_hypotheses(found, {"demo": "accuracy"})
+def test_hypotheses_from_methods(make_runs: MakeRuns) -> None:
+    configurations = list_configurations(make_runs("reg=none,cosreg,istar", "seed=1", *SMALL))
+    first, second = planned_runs.make_hypotheses(configurations, {"demo": "accuracy"})
     assert first.startswith("CosReg changes the accuracy on demo")
     assert second.startswith("I-STAR changes")
-    [alone] = planned_runs.make_hypotheses([found[1], found[2]], {"demo": "accuracy"})
-    assert alone.startswith("The configurations of CosReg, I-STAR differ in the accuracy")
+    [hypothesis] = planned_runs.make_hypotheses([configurations[1], configurations[2]], {"demo": "accuracy"})
+    assert hypothesis.startswith("The configurations of CosReg, I-STAR differ in the accuracy")
 
 
-def test_runs_without_data_cannot_be_planned(runs: Make, tmp_path: Path) -> None:
+def test_runs_without_data_cannot_be_planned(make_runs: MakeRuns, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"does not exist.*\(a plan identifies its runs by their data and models\)"):
-        planned(runs("task=rte", "model=tiny", f"task.data_dir={tmp_path / 'nowhere'}", "seed=1,2"))
+        list_configurations(make_runs("task=rte", "model=tiny", f"task.data_dir={tmp_path / 'nowhere'}", "seed=1,2"))
 
 
-def test_settings_without_a_value_are_left_out(runs: Make) -> None:
-    [entry] = planned(runs("seed=1", *SMALL))
+def test_settings_without_a_value_are_left_out(make_runs: MakeRuns) -> None:
+    [entry] = list_configurations(make_runs("seed=1", *SMALL))
     assert None not in entry.settings.values()
-    assert entry.settings == flatten_settings({"task": {}, **nested(entry.settings)})
+    assert entry.settings == flatten_settings({"task": {}, **nest_settings(entry.settings)})
 
 
-def nested(settings: dict) -> dict:
+def nest_settings(settings: dict) -> dict:
     groups: dict[str, dict] = {}
     for key, value in settings.items():
         group, _, name = key.partition(".")

@@ -1,4 +1,4 @@
-"""N runs at a time. The runs are stand-ins that end when they are told to; real ones are in test_sweep.py."""
+"""Running several trials at a time. The runs are stand-ins that start no process; test_sweep.py has real ones."""
 
 import signal
 from dataclasses import replace
@@ -17,25 +17,25 @@ from istar.sweeps.trials import Trial
 
 
 class Run:
-    """Lasts so many looks; ends as its name says."""
+    """Stand-in for `RunProcesses`: ends at the third check, with the outcome that the start of its name selects."""
 
     alive: ClassVar[list["Run"]] = []
-    most = 0
+    max_alive = 0
 
     def __init__(
         self, config: Any, processes: int, study: str | None, variables: dict[str, str], log: Path, start: Any
     ) -> None:
-        self.name, self.looks, self.signals = log.stem, 3, []
+        self.name, self.checks_left, self.signals = log.stem, 3, []
         self.variables = variables
         Run.alive.append(self)
-        Run.most = max(Run.most, len(Run.alive))
+        Run.max_alive = max(Run.max_alive, len(Run.alive))
 
-    def send_signal(self, number: int) -> None:
-        self.signals.append(number)
+    def send_signal(self, signal_number: int) -> None:
+        self.signals.append(signal_number)
 
     def has_ended(self) -> bool:
-        self.looks -= 1
-        ended = bool(self.signals) or self.looks <= 0
+        self.checks_left -= 1
+        ended = bool(self.signals) or self.checks_left <= 0
         if ended:
             Run.alive.remove(self)
         return ended
@@ -55,7 +55,7 @@ class Source:
         self.waiting = [Trial((), config, name) for name in names]
         self.elsewhere: list[Trial] = []
         self.running: list[str] = []
-        self.told: dict[str, str] = {}
+        self.outcome_by_run: dict[str, str] = {}
 
     def next_trial(self) -> Trial | None:
         return self.waiting.pop(0) if self.waiting else None
@@ -64,8 +64,10 @@ class Source:
         self.running.append(trial.name)
 
     def on_ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
-        assert trial.name not in self.told
-        self.told[trial.name] = status or (outcome.status if isinstance(outcome, RunRecord) else f"failed: {outcome}")
+        assert trial.name not in self.outcome_by_run
+        self.outcome_by_run[trial.name] = status or (
+            outcome.status if isinstance(outcome, RunRecord) else f"failed: {outcome}"
+        )
 
     def set_aside(self, trial: Trial) -> None:
         self.elsewhere.append(trial)
@@ -81,8 +83,8 @@ class Source:
 
 
 @pytest.fixture(autouse=True)
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    Run.alive, Run.most = [], 0
+def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    Run.alive, Run.max_alive = [], 0
     monkeypatch.setattr(pool, "RunProcesses", Run)
     monkeypatch.setattr(pool, "list_visible_gpus", list)
 
@@ -96,15 +98,15 @@ def test_so_many_at_a_time_and_each_of_them_once(composed: Any, tmp_path: Path, 
     names = [f"run{number}" for number in range(7)]
     source = Source(composed(), *names)
     execute(source, tmp_path, jobs)
-    assert source.told == dict.fromkeys(names, "finished")
+    assert source.outcome_by_run == dict.fromkeys(names, "finished")
     assert sorted(source.running) == names
-    assert Run.most == min(jobs, 7)
+    assert Run.max_alive == min(jobs, 7)
 
 
 def test_one_that_fails_does_not_stop_the_others(composed: Any, tmp_path: Path) -> None:
     source = Source(composed(), "a", "bad1", "b", "bad2", "c")
     execute(source, tmp_path)
-    assert source.told == {"a": "finished", "b": "finished", "c": "finished"} | dict.fromkeys(
+    assert source.outcome_by_run == {"a": "finished", "b": "finished", "c": "finished"} | dict.fromkeys(
         ("bad1", "bad2"), "failed: it broke"
     )
 
@@ -112,69 +114,69 @@ def test_one_that_fails_does_not_stop_the_others(composed: Any, tmp_path: Path) 
 def test_fail_fast(composed: Any, tmp_path: Path) -> None:
     source = Source(composed(), "bad", "b", "c", "d")
     execute(source, tmp_path, fail_fast=True)
-    # Its neighbour is stopped, or was done at the same moment; what waits is not begun.
-    assert source.told["bad"] == "failed: it broke"
-    assert source.told.keys() == {"bad", "b"}
+    # The run beside it is stopped, or has ended at the same moment; the waiting runs are not started.
+    assert source.outcome_by_run["bad"] == "failed: it broke"
+    assert source.outcome_by_run.keys() == {"bad", "b"}
     assert [trial.name for trial in source.waiting] == ["c", "d"]
 
 
 def test_one_that_cannot_be_started(composed: Any, tmp_path: Path) -> None:
     source = Source(composed("trainer.devices=[0,1]"), "a", "b")
     execute(source, tmp_path)
-    assert all("say how many devices a run gets" in told for told in source.told.values())
+    assert all("say how many devices a run gets" in outcome for outcome in source.outcome_by_run.values())
     assert source.running == []
 
 
 def test_a_signal_stops_all_and_begins_no_other(composed: Any, tmp_path: Path) -> None:
     class Stopping(Source):
         def tick(self) -> None:
-            if not self.told:
+            if not self.outcome_by_run:
                 signal.raise_signal(signal.SIGINT)
 
     source = Stopping(composed(), "a", "b", "c")
-    before = signal.getsignal(signal.SIGINT)
+    handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(StoppedError, match=r"stopped by SIGINT; run the same command to resume") as error:
         execute(source, tmp_path)
     assert error.value.exit_code == 128 + signal.SIGINT
-    assert source.told == {"a": "stopped", "b": "stopped"}
-    assert signal.getsignal(signal.SIGINT) is before
+    assert source.outcome_by_run == {"a": "stopped", "b": "stopped"}
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 @pytest.mark.parametrize("fork", [True, False])
 def test_how_processes_are_started(composed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork: bool) -> None:
-    starts, variables = [], []
+    start_functions, environments = [], []
 
     class Recorded(Run):
         def __init__(self, *arguments: Any) -> None:
-            starts.append(arguments[-1])
-            variables.append(arguments[3])
+            start_functions.append(arguments[-1])
+            environments.append(arguments[3])
             super().__init__(*arguments)
 
     monkeypatch.setattr(pool, "RunProcesses", Recorded)
     run_trials(Source(composed(), "a"), SweepConfig(fork=fork), tmp_path / "logs", {"OMP_NUM_THREADS": "7"})
-    assert variables == [{"OMP_NUM_THREADS": "7"}]
-    assert (starts == [launch.spawn]) == (not fork or not fork_server.is_supported())
+    assert environments == [{"OMP_NUM_THREADS": "7"}]
+    assert (start_functions == [launch.spawn]) == (not fork or not fork_server.is_supported())
 
 
 class SourceWithRunsElsewhere(Source):
-    """Runs that are executed elsewhere come back after some looks, once nothing else runs."""
+    """Makes a run that is executed elsewhere available again after a few ticks in which no run is alive."""
 
-    looks = 0
+    num_ticks = 0
 
     def tick(self) -> None:
         if Run.alive:
             return
-        self.looks += 1
-        if self.looks > 3 and self.elsewhere:
+        self.num_ticks += 1
+        if self.num_ticks > 3 and self.elsewhere:
             trial = self.elsewhere.pop()
             self.waiting.append(replace(trial, name=trial.name.removeprefix("locked-")))
 
 
 def test_what_another_process_executes_is_waited_for(composed: Any, tmp_path: Path) -> None:
-    """Neither a failure nor, with fail_fast, the end of the sweep; the others go on in the meantime."""
+    """A locked run neither fails nor, with fail_fast, ends the sweep; the other runs go on in the meantime."""
     source = SourceWithRunsElsewhere(composed(), "locked-a", "b", "locked-c", "d")
     execute(source, tmp_path, fail_fast=True)
-    assert source.told == dict.fromkeys("abcd", "finished")
+    assert source.outcome_by_run == dict.fromkeys("abcd", "finished")
     assert source.running == ["locked-a", "b", "locked-c", "d", "c", "a"]
 
 
@@ -187,7 +189,7 @@ def test_a_signal_ends_the_wait(composed: Any, tmp_path: Path) -> None:
     source = Stopping(composed(), "locked")
     with pytest.raises(StoppedError, match="stopped by SIGTERM"):
         execute(source, tmp_path)
-    assert source.told == {}
+    assert source.outcome_by_run == {}
 
 
 @pytest.mark.parametrize(

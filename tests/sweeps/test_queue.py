@@ -24,33 +24,36 @@ from tests.sweeps.conftest import TINY, with_all_runs, with_grids
 GRID = ("seed=1,2,3", *TINY)
 
 
-def record_of(name: str, config: Config) -> RunRecord:
+def make_record(name: str, config: Config) -> RunRecord:
     headline = {"metric": "accuracy", "value": config.seed / 10, "epoch": 1}
     return RunRecord(name, "finished", to_dict(config), headline)
 
 
 def write_result(folder: Path, config: Config) -> None:
-    """Write what a finished run leaves."""
-    results.write(record_of(folder.name, config), folder)
+    """Write the files that a finished run has."""
+    results.write(make_record(folder.name, config), folder)
     (folder / "model").mkdir(exist_ok=True)
     (folder / results.GEOMETRY).write_text("{}")
 
 
 class Run:
-    """Has ended at once and is finished; the seeds in `locked` find their folders locked the first time."""
+    """Stand-in for `RunProcesses` that finishes at once.
+
+    The first run with a seed in `locked_seeds` finds its folder locked.
+    """
 
     def __init__(self, config: Config, processes: int, study: Any, variables: Any, log: Path, start: Any) -> None:
         self.name, self.config = log.stem, config
-        self.is_locked = config.seed in Run.locked
-        Run.locked.discard(config.seed)
+        self.is_locked = config.seed in Run.locked_seeds
+        Run.locked_seeds.discard(config.seed)
         Run.seeds.append(config.seed)
         Run.rates.append(config.optim.lr)
 
-    locked: set[int]
+    locked_seeds: set[int]
     seeds: list[int]
     rates: list[float]
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, signal_number: int) -> None:
         pass
 
     def has_ended(self) -> bool:
@@ -65,14 +68,14 @@ class Run:
 
 
 @pytest.fixture(autouse=True)
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    Run.locked, Run.seeds, Run.rates = set(), [], []
+def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    Run.locked_seeds, Run.seeds, Run.rates = set(), [], []
     monkeypatch.setattr(pool, "RunProcesses", Run)
     monkeypatch.setattr(sweep, "CHECK_INTERVAL_SECONDS", 0)
 
 
 class Queue(TrialQueue):
-    """Calls `on_wait` whenever nothing is left but what other processes execute."""
+    """Calls `on_wait` at every tick at which all runs are finished or executed by other processes."""
 
     on_wait: Callable[[], None]
 
@@ -84,7 +87,7 @@ class Queue(TrialQueue):
 
 @pytest.fixture
 def locks() -> Iterator[ExitStack]:
-    """What other processes hold."""
+    """Yield the stack of the locks that other processes hold."""
     with ExitStack() as stack:
         yield stack
 
@@ -108,11 +111,11 @@ def lock(runs: SweepRuns, seed: int, locks: ExitStack) -> tuple[Path, Config]:
 
 @pytest.mark.parametrize("is_finished", [True, False])
 def test_a_run_of_another_process_is_waited_for(
-    runs: Callable[..., SweepRuns], locks: ExitStack, is_finished: bool
+    make_runs: Callable[..., SweepRuns], locks: ExitStack, is_finished: bool
 ) -> None:
-    """Its result counts; a run that the other process has left unfinished is executed here."""
-    ours = with_all_runs(runs(*GRID))
-    folder, config = lock(ours, 1, locks)
+    """The result of the other process is used; a run that it has left unfinished is executed by the sweep."""
+    sweep_runs = with_all_runs(make_runs(*GRID))
+    folder, config = lock(sweep_runs, 1, locks)
 
     def end_elsewhere() -> None:
         assert Run.seeds == [2, 3]
@@ -120,55 +123,55 @@ def test_a_run_of_another_process_is_waited_for(
             write_result(folder, config)
         locks.close()
 
-    assert execute(ours, end_elsewhere) == {1: "finished", 2: "finished", 3: "finished"}
+    assert execute(sweep_runs, end_elsewhere) == {1: "finished", 2: "finished", 3: "finished"}
     assert Run.seeds == ([2, 3] if is_finished else [2, 3, 1])
-    assert ours.entry_by_name[folder.name].value == 0.1
+    assert sweep_runs.entry_by_name[folder.name].value == 0.1
 
 
-def test_a_run_that_was_finished_since_the_sweep_began_is_not_started(runs: Callable[..., SweepRuns]) -> None:
-    ours = with_all_runs(runs(*GRID))
-    [trial] = [trial for trial in ours.trial_by_name.values() if trial.config.seed == 2]
-    folder = ours.request.root / trial.name
+def test_a_run_that_was_finished_since_the_sweep_began_is_not_started(make_runs: Callable[..., SweepRuns]) -> None:
+    sweep_runs = with_all_runs(make_runs(*GRID))
+    [trial] = [trial for trial in sweep_runs.trial_by_name.values() if trial.config.seed == 2]
+    folder = sweep_runs.request.root / trial.name
     write_result(folder, trial.config)
-    assert execute(ours) == {1: "finished", 2: "finished", 3: "finished"}
+    assert execute(sweep_runs) == {1: "finished", 2: "finished", 3: "finished"}
     assert Run.seeds == [1, 3]
 
 
-def test_the_lock_may_be_taken_between_the_look_and_the_start(runs: Callable[..., SweepRuns]) -> None:
-    Run.locked = {2}
+def test_the_lock_may_be_taken_between_the_look_and_the_start(make_runs: Callable[..., SweepRuns]) -> None:
+    Run.locked_seeds = {2}
     waits: list[None] = []
-    assert execute(with_all_runs(runs(*GRID)), lambda: waits.append(None)) == {
+    assert execute(with_all_runs(make_runs(*GRID)), lambda: waits.append(None)) == {
         1: "finished",
         2: "finished",
         3: "finished",
     }
-    # With one job at a time it is begun again as soon as nobody has the lock.
+    # The sweep starts the run again as soon as no process has the lock.
     assert sorted(Run.seeds) == [1, 2, 2, 3]
 
 
-def test_a_signal_ends_the_wait(runs: Callable[..., SweepRuns], locks: ExitStack) -> None:
-    ours = with_all_runs(runs(*GRID))
-    lock(ours, 1, locks)
+def test_a_signal_ends_the_wait(make_runs: Callable[..., SweepRuns], locks: ExitStack) -> None:
+    sweep_runs = with_all_runs(make_runs(*GRID))
+    lock(sweep_runs, 1, locks)
     with pytest.raises(StoppedError, match="stopped by SIGTERM; run the same command to resume"):
-        execute(ours, lambda: signal.raise_signal(signal.SIGTERM))
-    assert [entry.status for entry in ours.state.entries] == ["elsewhere", "finished", "finished"]
+        execute(sweep_runs, lambda: signal.raise_signal(signal.SIGTERM))
+    assert [entry.status for entry in sweep_runs.state.entries] == ["elsewhere", "finished", "finished"]
 
 
 def test_the_seeds_follow_when_all_is_settled(
-    runs: Callable[..., SweepRuns], locks: ExitStack, monkeypatch: pytest.MonkeyPatch
+    make_runs: Callable[..., SweepRuns], locks: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The best learning rate is that of the run that another process executes."""
-    request = runs("optim.lr=1e-3,1e-4", "seed=1", *TINY).request
+    """The seeds repeat the run that another process executes, because it has the best learning rate."""
+    request = make_runs("optim.lr=1e-3,1e-4", "seed=1", *TINY).request
     request = replace(request, settings=replace(request.settings, seeds=[1, 2]))
-    theirs = with_all_runs(runs("optim.lr=1e-4", "seed=1", *TINY))
-    [(name, trial)] = theirs.trial_by_name.items()
+    other_sweep_runs = with_all_runs(make_runs("optim.lr=1e-4", "seed=1", *TINY))
+    [(name, trial)] = other_sweep_runs.trial_by_name.items()
     folder = request.root / name
     locks.enter_context(lock_folder(folder))
 
     class Finishing(TrialQueue):
         def tick(self) -> None:
             if self.runs.state.entries_with("elsewhere") and self.runs.state.entries_with("finished"):
-                record = record_of(name, trial.config)
+                record = make_record(name, trial.config)
                 results.write(replace(record, headline={**record.headline, "value": 0.9}), folder)
                 (folder / "model").mkdir()
                 (folder / results.GEOMETRY).write_text("{}")
@@ -176,13 +179,13 @@ def test_the_seeds_follow_when_all_is_settled(
             super().tick()
 
     monkeypatch.setattr(sweep, "TrialQueue", Finishing)
-    monkeypatch.setattr(sweep, "print_results", lambda runs: 0)
+    monkeypatch.setattr(sweep, "print_results", lambda make_runs: 0)
     assert sweep.run_sweep(request, Console(quiet=True)) == 0
     assert (Run.seeds, Run.rates) == ([1, 2], [1e-3, 1e-4])
 
 
-def test_a_launcher_that_finds_a_lock(runs: Callable[..., SweepRuns]) -> None:
-    """What its jobs find locked is launched again; another error is a failure."""
+def test_a_launcher_that_finds_a_lock(make_runs: Callable[..., SweepRuns]) -> None:
+    """A run whose folder is locked is launched again; a run with another error has failed."""
     launched: list[list[str]] = []
 
     def launch(jobs: Any) -> list[RunRecord | UserError]:
@@ -193,38 +196,38 @@ def test_a_launcher_that_finds_a_lock(runs: Callable[..., SweepRuns]) -> None:
             errors[seed] if seed in errors and len(launched) == 1 else RunRecord("r", "finished", {}) for seed in seeds
         ]
 
-    ours = with_all_runs(runs(*GRID))
-    ours.request = replace(ours.request, launcher=launch)
-    assert execute(ours) == {1: "finished", 2: "finished", 3: "failed"}
+    sweep_runs = with_all_runs(make_runs(*GRID))
+    sweep_runs.request = replace(sweep_runs.request, launcher=launch)
+    assert execute(sweep_runs) == {1: "finished", 2: "finished", 3: "failed"}
     assert launched == [["seed=1", "seed=2", "seed=3"], ["seed=2"]]
 
 
 @pytest.mark.parametrize(("sampler", "trials", "expected"), [("tpe", 5, 5), ("random", 5, 5), ("tpe", 9, 6)])
 def test_a_search_executes_as_many_different_runs_as_it_has_trials(
-    runs: Callable[..., SweepRuns], sampler: str, trials: int, expected: int
+    make_runs: Callable[..., SweepRuns], sampler: str, trials: int, expected: int
 ) -> None:
-    """Unless the space has fewer; what is running or has ended is not executed again and is no failure."""
+    """Fewer runs are executed only if the search space has fewer; no run is executed twice or counts as failed."""
     pytest.importorskip("optuna")
-    ours = runs(
+    sweep_runs = make_runs(
         "optim.lr=1e-3,1e-4", "seed=1,2,3", f"sweep.trials={trials}", f"sweep.sampler={sampler}",
         "sweep.search=optuna", "sweep.jobs=2", *TINY,
     )  # fmt: skip
-    with Board(ours.folder, ours.state, Console(quiet=True)) as board:
-        sweep.run_search(ours, board)
+    with Board(sweep_runs.folder, sweep_runs.state, Console(quiet=True)) as board:
+        sweep.run_search(sweep_runs, board)
     executed = list(zip(Run.seeds, Run.rates, strict=True))
     assert len(executed) == len(set(executed)) == expected
-    assert [entry.status for entry in ours.state.entries] == ["finished"] * expected
-    assert ours.state.to_come == 0
+    assert [entry.status for entry in sweep_runs.state.entries] == ["finished"] * expected
+    assert sweep_runs.state.to_come == 0
 
 
 def test_a_search_waits_for_a_run_of_another_process(
-    runs: Callable[..., SweepRuns], locks: ExitStack, monkeypatch: pytest.MonkeyPatch
+    make_runs: Callable[..., SweepRuns], locks: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its result is the trial's."""
+    """The result of the other process becomes the value of the trial."""
     optuna = pytest.importorskip("optuna")
     arguments = ("sweep.search=optuna", "sweep.trials=3", *TINY)
-    ours = runs("seed=1,2,3", *arguments)
-    folder, config = lock(with_all_runs(runs("seed=2", *arguments)), 2, locks)
+    sweep_runs = make_runs("seed=1,2,3", *arguments)
+    folder, config = lock(with_all_runs(make_runs("seed=2", *arguments)), 2, locks)
 
     class Finishing(sweep.SearchQueue):
         def tick(self) -> None:
@@ -234,67 +237,71 @@ def test_a_search_waits_for_a_run_of_another_process(
             super().tick()
 
     monkeypatch.setattr(sweep, "SearchQueue", Finishing)
-    with Board(ours.folder, ours.state, Console(quiet=True)) as board:
-        sweep.run_search(ours, board)
+    with Board(sweep_runs.folder, sweep_runs.state, Console(quiet=True)) as board:
+        sweep.run_search(sweep_runs, board)
     assert sorted(Run.seeds) == [1, 3]
-    [study] = optuna.get_all_study_summaries(f"sqlite:///{ours.folder / 'optuna.db'}")
-    trials = optuna.load_study(study_name=study.study_name, storage=f"sqlite:///{ours.folder / 'optuna.db'}").trials
+    [study] = optuna.get_all_study_summaries(f"sqlite:///{sweep_runs.folder / 'optuna.db'}")
+    trials = optuna.load_study(
+        study_name=study.study_name, storage=f"sqlite:///{sweep_runs.folder / 'optuna.db'}"
+    ).trials
     complete = {trial.params["seed"]: trial.value for trial in trials if trial.state.name == "COMPLETE"}
     assert complete == {"1": 0.1, "2": 0.2, "3": 0.3}
 
 
-def test_the_best_is_chosen_by_held_out_data(runs: Callable[..., SweepRuns]) -> None:
-    """Its metric on the validation set is only reported."""
-    sweep = with_all_runs(runs("optim.lr=1e-4,1e-3", "sweep.seeds=[7]", *TINY))
-    for trial in sweep.trial_by_name.values():
+def test_the_best_is_chosen_by_held_out_data(make_runs: Callable[..., SweepRuns]) -> None:
+    """The metric on the validation set is only reported."""
+    sweep_runs = with_all_runs(make_runs("optim.lr=1e-4,1e-3", "sweep.seeds=[7]", *TINY))
+    for trial in sweep_runs.trial_by_name.values():
         is_better = trial.config.optim.lr == 1e-3
-        record = record_of(trial.name, trial.config)
+        record = make_record(trial.name, trial.config)
         held_out = {"set": "held_out", "metric": "accuracy_held_out", "value": 0.9 if is_better else 0.1}
         reported = {**record.headline, "value": 0.1 if is_better else 0.9}
-        sweep.entry_by_name[trial.name].apply_record(replace(record, headline=reported, selection=held_out))
-    [overrides] = sweep.list_repetitions_of_best()
+        sweep_runs.entry_by_name[trial.name].apply_record(replace(record, headline=reported, selection=held_out))
+    [overrides] = sweep_runs.list_repetitions_of_best()
     assert {"optim.lr=0.001", "seed=7"} <= set(overrides)
 
 
-def test_the_best_of_each_grid_is_repeated(runs: Callable[..., SweepRuns]) -> None:
+def test_the_best_of_each_grid_is_repeated(make_runs: Callable[..., SweepRuns]) -> None:
     """Two weights of the same penalty are two methods if they stand in grids of their own."""
     grids = {"up": {"reg": "istar", "reg.lambda": 1}, "down": {"reg": "istar", "reg.lambda": -1}}
-    sweep = with_all_runs(with_grids(runs("optim.lr=1e-4,1e-3", *TINY), grids, seeds=[7, 8]))
+    sweep_runs = with_all_runs(with_grids(make_runs("optim.lr=1e-4,1e-3", *TINY), grids, seeds=[7, 8]))
     records = []
-    for trial in sweep.trial_by_name.values():
+    for trial in sweep_runs.trial_by_name.values():
         is_up = trial.config.reg.weight > 0  # type: ignore[attr-defined]
         is_better = (trial.config.optim.lr == 1e-3) == is_up
-        record = record_of(trial.name, trial.config)
+        record = make_record(trial.name, trial.config)
         records.append(replace(record, headline={**record.headline, "value": 0.1 + 0.5 * is_better + 0.2 * is_up}))
-        sweep.entry_by_name[trial.name].apply_record(records[-1])
-    repeated = [set(overrides) for overrides in sweep.list_repetitions_of_best()]
-    assert len(repeated) == 4
+        sweep_runs.entry_by_name[trial.name].apply_record(records[-1])
+    repetitions = [set(overrides) for overrides in sweep_runs.list_repetitions_of_best()]
+    assert len(repetitions) == 4
     for weight, rate in (("1", "0.001"), ("-1", "0.0001")):
         for seed in (7, 8):
-            assert any({f"reg.lambda={weight}", f"optim.lr={rate}", f"seed={seed}"} <= each for each in repeated)
-    shown = select_best_configurations(records, sweep.grid_by_run)
-    assert {(run.config["reg"]["lambda"], run.config["optim"]["lr"]) for run in shown} == {(1, 1e-3), (-1, 1e-4)}
+            assert any(
+                {f"reg.lambda={weight}", f"optim.lr={rate}", f"seed={seed}"} <= repetition for repetition in repetitions
+            )
+    best_records = select_best_configurations(records, sweep_runs.grid_by_run)
+    assert {(run.config["reg"]["lambda"], run.config["optim"]["lr"]) for run in best_records} == {(1, 1e-3), (-1, 1e-4)}
 
 
-def test_a_search_repeats_the_best_of_each_grid(runs: Callable[..., SweepRuns]) -> None:
-    """So does the same command when it finds the trials of an earlier call."""
+def test_a_search_repeats_the_best_of_each_grid(make_runs: Callable[..., SweepRuns]) -> None:
+    """The same holds for a repeated command, which finds the trials of the first one."""
     pytest.importorskip("optuna")
     grids = {"up": {"reg": "istar", "reg.lambda": 1}, "down": {"reg": "istar", "reg.lambda": -1}}
     settings = {"search": "optuna", "trials": 4, "seeds": [7]}
     for _ in range(2):
-        ours = with_grids(runs("seed=1,2", *TINY), grids, **settings)
-        with Board(ours.folder, ours.state, Console(quiet=True)) as board:
-            sweep.run_search(ours, board)
-        repeated = [set(overrides) for overrides in ours.list_repetitions_of_best()]
-        assert len(repeated) == 2
+        sweep_runs = with_grids(make_runs("seed=1,2", *TINY), grids, **settings)
+        with Board(sweep_runs.folder, sweep_runs.state, Console(quiet=True)) as board:
+            sweep.run_search(sweep_runs, board)
+        repetitions = [set(overrides) for overrides in sweep_runs.list_repetitions_of_best()]
+        assert len(repetitions) == 2
         for weight in (1, -1):
-            assert any({f"reg.lambda={weight}", "seed=7"} <= each for each in repeated)
+            assert any({f"reg.lambda={weight}", "seed=7"} <= repetition for repetition in repetitions)
     assert len(Run.seeds) == 4
 
 
-def test_a_launcher_cannot_choose_the_precision(runs: Callable[..., SweepRuns]) -> None:
-    """The machine that executes the runs may be another one than this."""
-    sweep = runs("seed=1,2", "trainer.precision=auto", *TINY)
-    sweep.request = replace(sweep.request, launcher=lambda jobs: [])
+def test_a_launcher_cannot_choose_the_precision(make_runs: Callable[..., SweepRuns]) -> None:
+    """The runs may be executed on another machine, whose precision this machine does not know."""
+    sweep_runs = make_runs("seed=1,2", "trainer.precision=auto", *TINY)
+    sweep_runs.request = replace(sweep_runs.request, launcher=lambda jobs: [])
     with pytest.raises(UserError, match=r"^trainer\.precision=auto: .*name the precision"):
-        with_all_runs(sweep)
+        with_all_runs(sweep_runs)

@@ -1,4 +1,4 @@
-"""Which runs a sweep asks for, against products written out by hand and against Hydra's own composing."""
+"""The runs that a sweep lists, compared with hand-written products and with the configs that Hydra composes."""
 
 import itertools
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from istar.sweeps.trials import list_combinations, make_search_spaces, replace_s
 
 
 def expand(arguments=(), params=None, grids=None, only=()):
-    found = make_search_spaces(arguments, params or {}, grids or {}, only)
-    return {name: list_combinations(space) for name, space in found.items()}
+    space_by_grid = make_search_spaces(arguments, params or {}, grids or {}, only)
+    return {name: list_combinations(space) for name, space in space_by_grid.items()}
 
 
 def test_all_combinations_as_hydra_has_them() -> None:
@@ -32,27 +32,34 @@ def test_all_combinations_as_hydra_has_them() -> None:
         "+a=[1,2]",
     ]
     expected = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(arguments), None)[0]
-    [found] = expand(arguments).values()
-    assert [list(overrides) for overrides in found] == expected
-    assert len(found) == 2 * 2 * 2 * 3
+    [combinations] = expand(arguments).values()
+    assert [list(overrides) for overrides in combinations] == expected
+    assert len(combinations) == 2 * 2 * 2 * 3
 
 
 def test_grids_stand_beside_each_other() -> None:
     grids = {"base": {"reg": "none"}, "istar": {"reg": "istar", "reg.lambda": "-1,1", "reg.zeta": [0.2, 0.4]}}
-    found = expand(["seed=1"], {"optim.lr": "1e-5,3e-5"}, grids)
-    assert found["base"] == [(f"optim.lr={lr}", "reg=none", "seed=1") for lr in ("1e-05", "3e-05")]
+    combinations_by_grid = expand(["seed=1"], {"optim.lr": "1e-5,3e-5"}, grids)
+    assert combinations_by_grid["base"] == [(f"optim.lr={lr}", "reg=none", "seed=1") for lr in ("1e-05", "3e-05")]
     product = set(itertools.product((-1.0, 1.0), (0.2, 0.4), (1e-5, 3e-5)))
-    values = [dict(override.split("=") for override in overrides) for overrides in found["istar"]]
-    assert {(float(v["reg.lambda"]), float(v["reg.zeta"]), float(v["optim.lr"])) for v in values} == product
-    assert len(values) == len(product)
+    run_settings = [dict(override.split("=") for override in overrides) for overrides in combinations_by_grid["istar"]]
+    assert {
+        (float(settings["reg.lambda"]), float(settings["reg.zeta"]), float(settings["optim.lr"]))
+        for settings in run_settings
+    } == product
+    assert len(run_settings) == len(product)
     assert list(expand(["seed=1"], {}, grids, ["istar"])) == ["istar"]
 
 
 def test_the_command_line_replaces_what_it_names_and_only_there() -> None:
     grids = {"base": {"reg": "none"}, "istar": {"reg": "istar", "reg.zeta": "0.2,0.4"}}
-    found = expand(["reg.zeta=0.6", "optim.lr=1", "task=rte,mrpc"], {"optim.lr": "2,3", "seed": 7}, grids)
-    assert found["base"] == [("optim.lr=1", "seed=7", "reg=none", f"task={task}") for task in ("rte", "mrpc")]
-    assert found["istar"] == [
+    combinations_by_grid = expand(
+        ["reg.zeta=0.6", "optim.lr=1", "task=rte,mrpc"], {"optim.lr": "2,3", "seed": 7}, grids
+    )
+    assert combinations_by_grid["base"] == [
+        ("optim.lr=1", "seed=7", "reg=none", f"task={task}") for task in ("rte", "mrpc")
+    ]
+    assert combinations_by_grid["istar"] == [
         ("optim.lr=1", "seed=7", "reg=istar", "reg.zeta=0.6", f"task={task}") for task in ("rte", "mrpc")
     ]
 
@@ -77,13 +84,21 @@ def test_with_seed() -> None:
 
 
 def test_the_same_sweep_is_found_again() -> None:
-    def name(*arguments: str) -> str:
+    def compute_hash(*arguments: str) -> str:
         return sweep_hash(make_search_spaces(arguments, {}, {}, []))
 
-    assert name("seed=1,2", "sweep.jobs=2") == name("seed=1,2", "sweep.jobs=4", "sweep.fail_fast=true")
-    assert name("seed=1,2", "run.root=a", "logger=wandb") == name("seed=1,2", "run.root=b")
+    assert compute_hash("seed=1,2", "sweep.jobs=2") == compute_hash("seed=1,2", "sweep.jobs=4", "sweep.fail_fast=true")
+    assert compute_hash("seed=1,2", "run.root=a", "logger=wandb") == compute_hash("seed=1,2", "run.root=b")
     assert (
-        len({name("seed=1,2"), name("seed=1,3"), name("seed=1,2", "task=rte"), name("+sweep=table1", "seed=1,2")}) == 4
+        len(
+            {
+                compute_hash("seed=1,2"),
+                compute_hash("seed=1,3"),
+                compute_hash("seed=1,2", "task=rte"),
+                compute_hash("+sweep=table1", "seed=1,2"),
+            }
+        )
+        == 4
     )
 
 
@@ -94,9 +109,9 @@ FILES = sorted(path.stem for path in (CONF.parent / "sweep").glob("*.yaml"))
 
 
 def test_there_is_a_file_for_each_artefact() -> None:
-    figures = {f"figure{number}" for number in range(3, 9)}
-    assert figures | {"table1", "table2", "zeta_ablation", "layer_ablation"} <= set(FILES)
-    # The wheel has them in conf/, people look for them in sweep/.
+    figure_names = {f"figure{number}" for number in range(3, 9)}
+    assert figure_names | {"table1", "table2", "zeta_ablation", "layer_ablation"} <= set(FILES)
+    # In a wheel the files are in conf/; in the repository they are in sweep/.
     assert schema.sweep_folder() == CONF.parent / "sweep"
 
 
@@ -164,8 +179,8 @@ GRIDS = {
         "istar_keep": {"reg": ("istar",), "reg.lambda": (10,), "reg.target_score": ("keep",), **TASKS_AND_SEEDS},
     },
 }  # fmt: skip
-"""The values of each grid, as the paper has them in Section 4, Appendices E to G and the captions of the figures. The
-last five are istar's."""
+"""The values of each grid as in the paper's Section 4, Appendices E to G and captions. The last five sweeps are our
+own."""
 
 FIXED = {
     "table1": {"seed": 1},
@@ -185,47 +200,49 @@ FIXED |= {
     "collapse": {"trainer.max_epochs": 2, "optim.lr": 5e-5, "data.batch_size": 16},
 }
 FIXED |= {"zeta_ablation": FIXED["figure7"], "layer_ablation": FIXED["figure8"]}
-"""What all runs of a file have in common; lambda and zeta are Table 2's, for all models or for BERT and ALBERT."""
+"""Values common to all runs of a file. Lambda and zeta are those of Table 2, for all models or for BERT and ALBERT."""
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_sweep_file_has_the_values_of_the_paper(name: str, sweeper_for: Callable[..., IstarSweeper]) -> None:
-    sweeper = sweeper_for(f"+sweep={name}")
+def test_every_sweep_file_has_the_values_of_the_paper(name: str, make_sweeper: Callable[..., IstarSweeper]) -> None:
+    sweeper = make_sweeper(f"+sweep={name}")
     settings = schema.load_sweep(sweeper.config)
-    ten = (*SEEDS, 6, 7, 8, 9, 10)
-    assert tuple(settings.seeds) == {"table1": SEEDS, "finetune_own": ten, "penalties": ten}.get(name, ())
+    ten_seeds = (*SEEDS, 6, 7, 8, 9, 10)
+    assert tuple(settings.seeds) == {"table1": SEEDS, "finetune_own": ten_seeds, "penalties": ten_seeds}.get(name, ())
     for key, value in FIXED[name].items():
         assert OmegaConf.select(sweeper.config, key) == value
-    found = expand([], sweeper.params, settings.grids or {})
-    assert found.keys() == GRIDS[name].keys()
-    for grid, expected in GRIDS[name].items():
-        product = [dict(zip(expected, values, strict=True)) for values in itertools.product(*expected.values())]
-        runs = [
-            {key: yaml.safe_load(value) for key, value in (text.split("=") for text in overrides)}
-            for overrides in found[grid]
+    combinations_by_grid = expand([], sweeper.params, settings.grids or {})
+    assert combinations_by_grid.keys() == GRIDS[name].keys()
+    for grid, values_by_key in GRIDS[name].items():
+        expected_settings = [
+            dict(zip(values_by_key, values, strict=True)) for values in itertools.product(*values_by_key.values())
         ]
-        assert sorted(map(repr_of, runs)) == sorted(map(repr_of, product))
+        run_settings = [
+            {key: yaml.safe_load(value) for key, value in (text.split("=") for text in overrides)}
+            for overrides in combinations_by_grid[grid]
+        ]
+        assert sorted(map(format_settings, run_settings)) == sorted(map(format_settings, expected_settings))
 
 
-def test_all_methods_of_the_sweep_of_penalties_have_equal_trials(sweeper_for: Callable[..., IstarSweeper]) -> None:
-    """Also when it is called as an experiment, which has the same runs."""
-    found = []
+def test_all_methods_of_the_sweep_of_penalties_have_equal_trials(make_sweeper: Callable[..., IstarSweeper]) -> None:
+    """The experiment of the same name has the same runs as the sweep file."""
+    expansions = []
     for choice in ("+sweep=penalties", "experiment=penalties"):
-        sweeper = sweeper_for(choice, "task=mrpc")
+        sweeper = make_sweeper(choice, "task=mrpc")
         settings = schema.load_sweep(sweeper.config)
         assert settings.seeds == list(range(1, 11))
-        found.append(expand([], sweeper.params, settings.grids or {}))
-        config = sweeper.compose([choice, "task=mrpc", *found[-1]["random_direction"][0]])
+        expansions.append(expand([], sweeper.params, settings.grids or {}))
+        config = sweeper.compose([choice, "task=mrpc", *expansions[-1]["random_direction"][0]])
         assert (config.task.name, config.task.validation_fraction) == ("mrpc", 0.1)
         assert config.reg.name == "random_direction"
-    assert found[0] == found[1]
-    assert [len(runs) for runs in found[0].values()] == [3] * 12
+    assert expansions[0] == expansions[1]
+    assert [len(combinations) for combinations in expansions[0].values()] == [3] * 12
 
 
-def repr_of(run: dict[str, Any]) -> str:
-    """A text that is equal for equal values, whatever the order of the keys; YAML has 1e-05 as a text."""
-    numbers = {key: float(value) if key == "optim.lr" else value for key, value in run.items()}
-    return repr(sorted((key, float(value) if type(value) is int else value) for key, value in numbers.items()))
+def format_settings(settings: dict[str, Any]) -> str:
+    """Return a text that is equal for equal settings in any order. The rate is converted; YAML reads 1e-05 as text."""
+    values_by_key = {key: float(value) if key == "optim.lr" else value for key, value in settings.items()}
+    return repr(sorted((key, float(value) if type(value) is int else value) for key, value in values_by_key.items()))
 
 
 @pytest.mark.parametrize(
@@ -238,19 +255,19 @@ def repr_of(run: dict[str, Any]) -> str:
         for name in FILES
     ],
 )
-def test_every_sweep_file_composes(name: str, sweeper_for: Callable[..., IstarSweeper]) -> None:
+def test_every_sweep_file_composes(name: str, make_sweeper: Callable[..., IstarSweeper]) -> None:
     required = ["model.name=tiny", "model.pretrained=false"] if name == "finetune_own" else []
-    sweeper = sweeper_for(f"+sweep={name}", *required)
+    sweeper = make_sweeper(f"+sweep={name}", *required)
     assert sweeper.config.hydra.mode.name == "MULTIRUN"
     settings = schema.load_sweep(sweeper.config)
     assert settings.name == {"figure7": "zeta_ablation", "figure8": "layer_ablation"}.get(name, name)
-    found = expand([f"+sweep={name}", *required], sweeper.params, settings.grids or {})
-    for grid in found.values():
-        for overrides in (grid[0], grid[-1]):
+    combinations_by_grid = expand([f"+sweep={name}", *required], sweeper.params, settings.grids or {})
+    for combinations in combinations_by_grid.values():
+        for overrides in (combinations[0], combinations[-1]):
             composed = sweeper.compose(overrides)
             schema.load(composed)
-            # Faster than Hydra, but to the same end.
-            whole = sweeper.hydra_context.config_loader.load_sweep_config(sweeper.config, list(overrides))
-            expected = OmegaConf.to_container(whole)
+            # The sweeper composes faster than Hydra, with the same result.
+            hydra_config = sweeper.hydra_context.config_loader.load_sweep_config(sweeper.config, list(overrides))
+            expected = OmegaConf.to_container(hydra_config)
             assert isinstance(expected, dict)
             assert OmegaConf.to_container(composed) == {key: expected[key] for key in expected if key != "hydra"}
