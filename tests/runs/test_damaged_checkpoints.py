@@ -255,7 +255,8 @@ def test_a_run_with_damaged_checkpoints_ends_as_the_undisturbed_one(
     caplog.clear()
     run(config)
     warnings = warnings_in(caplog)
-    for path, warning in zip(reversed(damaged_checkpoints), warnings, strict=False):
+    damage_warnings = warnings[: len(damaged_checkpoints)]
+    for path, warning in zip(reversed(damaged_checkpoints), damage_warnings, strict=True):
         assert str(path) in warning
         assert "checksum" in warning
     assert warnings[len(damaged_checkpoints) :] == (

@@ -110,7 +110,8 @@ def test_the_seed_decides_everything(small: Build, tmp_path: Path, task: str) ->
     assert first == second
     other_seed = measure_and_predict("seed=43")
     assert other_seed[0][3]["before"] != first[0][3]["before"]
-    assert other_seed[1] != first[1] or task == "demo_span"
+    if task == "demo":  # after two epochs, both seeds predict the same spans of demo_span
+        assert other_seed[1] != first[1]
 
 
 def test_the_evaluation_batch_matters_only_to_rounding(cached_run: Callable[..., Any]) -> None:

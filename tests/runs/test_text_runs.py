@@ -79,6 +79,7 @@ def test_a_broken_run_goes_on_exactly(
         patch.setattr(FineTuner, "training_step", fail_in_fifth_step)
         with pytest.raises(BaseException):  # noqa: B017
             run(broken_config)
+    assert calls == 5
     run(broken_config)
     assert_same(only_run(tmp_path / "broken"), only_run(tmp_path / "whole"))
 
