@@ -214,7 +214,7 @@ def test_steps_and_the_batch_are_the_examples_of_a_training_by_steps(tmp_path: P
 # The set that chooses.
 
 
-def make_selection_changes(value: float, chosen_by: float) -> dict[str, Any]:
+def make_selection_changes(chosen_by: float) -> dict[str, Any]:
     return {"selection": {"set": "held_out", "metric": "accuracy_held_out", "value": chosen_by}}
 
 
@@ -228,7 +228,7 @@ def test_the_held_out_set_chooses_and_the_reported_set_does_not(tmp_path: Path) 
                     reg,
                     seed,
                     value + seed / 100,
-                    changes=make_selection_changes(value, chosen_by),
+                    changes=make_selection_changes(chosen_by),
                     optim__lr=rate,
                 )
                 save(run, tmp_path, geometry=False)

@@ -58,7 +58,7 @@ def test_missing_runs(plan: Plan) -> None:
     result = find_departures_by_kind(plan, RUNS[:4] + RUNS[6:])
     missing = result["missing run"]
     assert (missing.where, missing.planned) == ("rte, mine, I-STAR", "6 runs")
-    assert missing.actual == "4 runs; missing are seeds 2, 3"
+    assert missing.actual == "4 runs; missing: seeds 2, 3"
     assert set(missing.runs) == {RUNS[4].name, RUNS[5].name}
     assert set(result) == {"missing run"}
 
@@ -216,6 +216,12 @@ class TestTheBestIsRepeated:
         assert result["missing run"].planned == "the best configuration with seeds 1, 2, 3"
         assert result["missing run"].actual == "without seed 3"
 
+    def test_four_consecutive_seeds_are_a_range(self, tmp_path: Path) -> None:
+        plan = write_plan(self.tried_runs, tmp_path, seeds_of_best=[8, 4, 3, 2, 1])
+        base, penalty = departures(plan, make_frame(self.tried_runs))
+        assert base.planned == penalty.planned == "the best configuration with seeds 1 to 4, 8"
+        assert base.actual == penalty.actual == "without seeds 2, 3, 4, 8"
+
     def test_another_one_than_the_best(self, plan: Plan) -> None:
         worse_runs = [run("rte", istar(), seed, 0.5, optim__lr=1e-5) for seed in (2, 3)]
         result = find_departures_by_kind(plan, [*self.tried_runs, *self.repeated_runs[:2], *worse_runs])
@@ -271,6 +277,12 @@ class TestNamedGrids:
         assert result["unequal seeds"].actual == (
             "Base (grid base): 1, 2, 3; I-STAR (grid down): 1, 2, 3; I-STAR (grid up): 1, 2"
         )
+
+    def test_four_consecutive_seeds_are_a_range(self, tmp_path: Path) -> None:
+        plan = write_plan(self.tried_runs, tmp_path, seeds_of_best=[8, 4, 3, 2, 1])
+        base, penalty = departures(plan, make_frame(self.tried_runs))
+        assert base.planned == penalty.planned == "the best configuration with seeds 1 to 4, 8"
+        assert base.actual == penalty.actual == "without seeds 2, 3, 4, 8"
 
     def test_another_one_than_the_best(self, plan: Plan) -> None:
         worse_runs = [run("rte", istar(1), seed, 0.7, optim__lr=3e-5) for seed in (2, 3)]

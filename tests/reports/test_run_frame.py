@@ -85,6 +85,14 @@ def test_where_runs_are_looked_for(write_run: Callable[..., RunRecord], tmp_path
     assert list(load_runs(tmp_path / "again").frame["name"]) == ["again"]
 
 
+def test_folders_inside_a_run_are_not_missing_runs(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:
+    write_run("only")
+    (tmp_path / "only" / "model").mkdir()
+    loaded = load_runs(tmp_path / "only")
+    assert loaded.frame["name"].tolist() == ["only"]
+    assert loaded.read_errors == {}
+
+
 def test_metrics_and_records(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:
     record = write_run("one", metrics={"accuracy": 0.5, "f1": 0.25, "loss": 0.7}, data={"fingerprint": "abc"})
     loaded = load_runs(tmp_path, keep_records=True)

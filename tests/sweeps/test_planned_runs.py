@@ -57,7 +57,7 @@ def test_the_comparisons(
     assert planned_runs.count_seed_pairs(configurations, seeds) == pairs
 
 
-def test_each_setting_of_a_method_is_a_comparison(make_runs: MakeRuns) -> None:
+def test_without_base_there_is_no_comparison(make_runs: MakeRuns) -> None:
     configurations = list_configurations(make_runs("reg=istar", "reg.lambda=-1,0,1", "seed=1", *SMALL))
     # Without runs of Base, there is nothing to compare with; a run with λ = 0 has the method name I-STAR.
     assert planned_runs.count_comparisons(configurations, []) == 0
