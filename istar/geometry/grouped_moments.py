@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from istar.measures import FourthMoments, SentenceMoments
 from istar.measures.moments import BatchMoments, fourth_moments
 
-MAX_WAITING_POINTS = 1024
+MAX_WAITING_POINTS = 512
 """Number of points of a group that are collected before they are added to its moments together."""
 
 

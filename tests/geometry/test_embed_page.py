@@ -263,6 +263,7 @@ def test_unused_tokens_by_bins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     unused_ids = TOKENIZER.convert_tokens_to_ids(UNUSED)
     excluded_ids = {*unused_ids, *TOKENIZER.all_special_ids}
     [line] = by_index.lines
+    assert len(line.x) > 0
     for bin_index, cosine in zip(line.x, line.y, strict=True):
         start = 3 * int(bin_index)
         member_ids = [
@@ -333,13 +334,14 @@ def test_the_page_and_its_files(tmp_path: Path, command: list[str], capsys: pyte
     records = json.loads((out / "embeddings.json").read_text())["models"]
     assert [record["label"] for record in records] == ["gpt2", "mine"]
     for name in ("embeddings", "wordsim", "unused", "frequency"):
-        if (out / f"{name}.csv").exists():
-            assert {row["label"] for row in read_rows(out / f"{name}.csv")} == {"gpt2", "mine"}
+        assert {row["label"] for row in read_rows(out / f"{name}.csv")} == {"gpt2", "mine"}
     # The numbers are those of a call for a single form.
     assert main(["embed", str(tmp_path / "gpt2"), "--form", "centered", "--out", str(tmp_path / "single")]) == 0
     row_by_form = {row["form"]: row for row in read_rows(tmp_path / "single" / "embeddings.csv")}
-    for row in read_rows(out / "embeddings.csv"):
-        if row["label"] == "gpt2" and row["form"] in row_by_form:
+    rows_of_both = [row for row in read_rows(out / "embeddings.csv") if row["label"] == "gpt2"]
+    assert "centered" in row_by_form.keys() & {row["form"] for row in rows_of_both}
+    for row in rows_of_both:
+        if row["form"] in row_by_form:
             for name in ("partition_isotropy_both", "average_norm"):
                 assert row[name] == row_by_form[row["form"]][name]
     # A second call replaces the page by the same files.
