@@ -57,7 +57,7 @@ class MethodComparison:
     method: Method
     base: Method | None  # None if no run of Base has finished
     difference_by_seed: dict[int, float]  # score of the method minus that of Base
-    unadjusted_p_value: float | None  # two-sided, of the sign-flip test; None for fewer than two seeds
+    unadjusted_p_value: float | None  # two-sided; None where the test is not defined
     statistics: Comparison  # mean difference, interval and adjusted p-value, from which the conclusion is drawn
 
 
@@ -68,6 +68,7 @@ class ComparedMethods:
     methods: list[Method]  # by model and task; Base first, then the others by name
     comparisons: list[MethodComparison]  # in the same order
     holm: Holm  # Holm's correction over all comparisons that have a test
+    test: str  # the paired test behind the p-values, a key of `paired.TESTS`
 
     @property
     def strictest_level(self) -> float:
@@ -75,15 +76,17 @@ class ComparedMethods:
         return ALPHA / max(1, self.holm.tests)
 
 
-def compare_methods(all_runs: pd.DataFrame) -> ComparedMethods:
+def compare_methods(all_runs: pd.DataFrame, test: str = "sign-flip") -> ComparedMethods:
     """Compare every method of each model and task with Base.
 
-    The test is the sign-flip permutation test of the paired differences, exact for up to 20 pairs. Its p-values are
-    adjusted by Holm's method over all methods, tasks and models together. The interval is Student's 95% interval of the
-    mean difference, not adjusted.
+    The p-values of the paired differences are adjusted by Holm's method over all methods, tasks and models together.
+    The interval is Student's 95% interval of the mean difference, not adjusted.
 
     Args:
         all_runs: the runs of a report, from `cells.add_selection_columns`.
+        test: the test of the paired differences, a key of `paired.TESTS`. The sign-flip permutation test is exact for
+            up to 20 pairs. The paired t-test assumes approximately normal differences, and is not defined if all
+            differences are equal.
     """
     methods = [method for runs in by_model_and_task(all_runs) for method in _collect_methods(runs)]
     base_by_task: dict[tuple[str, str], Method] = {}
@@ -91,14 +94,14 @@ def compare_methods(all_runs: pd.DataFrame) -> ComparedMethods:
         if method.is_base:
             base_by_task.setdefault((method.model, method.task), method)
     comparisons = [
-        _compare_with_base(method, base_by_task.get((method.model, method.task)))
+        _compare_with_base(method, base_by_task.get((method.model, method.task)), test)
         for method in methods
         if not method.is_base
     ]
-    return _adjust_p_values(methods, comparisons)
+    return _adjust_p_values(methods, comparisons, test)
 
 
-def _adjust_p_values(methods: list[Method], comparisons: list[MethodComparison]) -> ComparedMethods:
+def _adjust_p_values(methods: list[Method], comparisons: list[MethodComparison], test: str) -> ComparedMethods:
     """Return the comparisons with Holm-adjusted p-values and with minimum detectable differences.
 
     Holm's method corrects for all comparisons that have a p-value. The minimum detectable differences are computed at
@@ -107,7 +110,7 @@ def _adjust_p_values(methods: list[Method], comparisons: list[MethodComparison])
     holm = multiple.holm([comparison.unadjusted_p_value for comparison in comparisons])
     # Lower bounds of the adjusted p-values: what they would be if every test gave its minimum attainable p-value.
     minimum_holm = multiple.holm([
-        None if comparison.unadjusted_p_value is None else _compute_minimum_p(comparison.statistics.pairs)
+        None if comparison.unadjusted_p_value is None else _compute_minimum_p(comparison.statistics.pairs, test)
         for comparison in comparisons
     ])  # fmt: skip
     strictest_level = ALPHA / max(1, holm.tests)
@@ -118,14 +121,14 @@ def _adjust_p_values(methods: list[Method], comparisons: list[MethodComparison])
             comparison.statistics,
             p_value=p_value,
             smallest_p=minimum_adjusted_p or 0.0,
-            smallest_difference=_compute_minimum_detectable_difference(differences, strictest_level),
+            smallest_difference=_compute_minimum_detectable_difference(differences, strictest_level, test),
             power=POWER,
         )
         adjusted_comparisons.append(replace(comparison, statistics=statistics))
-    return ComparedMethods(methods, adjusted_comparisons, holm)
+    return ComparedMethods(methods, adjusted_comparisons, holm, test)
 
 
-def _compare_with_base(method: Method, base: Method | None) -> MethodComparison:
+def _compare_with_base(method: Method, base: Method | None, test: str) -> MethodComparison:
     """Return the paired comparison of a method with Base over the seeds that both have.
 
     Its p-value is not adjusted for multiple comparisons yet. `base` is None if no run of Base has finished; the
@@ -150,25 +153,35 @@ def _compare_with_base(method: Method, base: Method | None) -> MethodComparison:
         chosen_among=method.num_candidates,
         reference_chosen_among=base.num_candidates if base else 1,
     )
-    p_value = paired.sign_flip_test(differences, _NUM_SIGN_PATTERNS).p_value if len(seeds) > 1 else None
-    return MethodComparison(method, base, difference_by_seed, p_value, statistics)
+    return MethodComparison(method, base, difference_by_seed, _compute_p_value(differences, test), statistics)
 
 
-def _compute_minimum_p(num_pairs: int) -> float:
-    """Return the smallest p-value that `paired.sign_flip_test` can give for this number of pairs."""
+def _compute_p_value(differences: np.ndarray, test: str) -> float | None:
+    """Return the two-sided p-value of a paired test, or None where it is not defined."""
+    if len(differences) < 2:
+        return None
+    if test == "sign-flip":
+        return paired.sign_flip_test(differences, _NUM_SIGN_PATTERNS).p_value
+    return None if is_constant(differences) else paired.t_test(differences)
+
+
+def _compute_minimum_p(num_pairs: int, test: str) -> float:
+    """Return the smallest p-value that a paired test can give for this number of pairs; 0 for the t-test."""
+    if test == "t":
+        return 0.0
     is_exact = num_pairs <= paired.MAX_EXACT_PAIRS
     return paired.smallest_sign_flip_p(num_pairs) if is_exact else 1 / (_NUM_SIGN_PATTERNS + 1)
 
 
-def _compute_minimum_detectable_difference(differences: np.ndarray, level: float) -> float | None:
+def _compute_minimum_detectable_difference(differences: np.ndarray, level: float, test: str) -> float | None:
     """Return the minimum detectable difference of the paired t-test at a significance level, or None if it is unknown.
 
     The number of pairs and the standard deviation are those of the given differences; the power is `POWER`. The result
-    is None for fewer than two differences, if all differences are equal, or if they are so few that the sign-flip test
-    cannot give a p-value below the level.
+    is None for fewer than two differences, if all differences are equal, or if they are so few that `test` cannot
+    give a p-value below the level.
     """
     num_pairs = len(differences)
-    if num_pairs < 2 or is_constant(differences) or _compute_minimum_p(num_pairs) >= level:
+    if num_pairs < 2 or is_constant(differences) or _compute_minimum_p(num_pairs, test) >= level:
         return None
     return _compute_minimum_detectable_effect_size(num_pairs, level) * float(differences.std(ddof=1))
 

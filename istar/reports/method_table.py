@@ -34,8 +34,8 @@ def build_methods_sheet(compared_methods: ComparedMethods) -> Sheet:
         "deviation (ddof = 1) over seeds. Trials: configurations tried. Chosen on: the set on which the epoch and the "
         "configuration were chosen, the reported validation set itself or held-out training data. Minus Base: mean "
         "difference over the seeds that both have, with Student's 95% interval, not corrected for the number of rows. "
-        "p: two-sided sign-flip permutation test over the pairs of seeds (exact up to "
-        f"{paired.MAX_EXACT_PAIRS} pairs); {_describe_holm_correction(compared_methods)} Smallest: the smallest "
+        f"p: two-sided {_describe_test(compared_methods.test)} over the pairs of seeds; "
+        f"{_describe_holm_correction(compared_methods)} Smallest: the smallest "
         f"difference that so many seeds find with probability {POWER:g}, by the paired t-test at "
         f"{compared_methods.strictest_level:.2g}, Holm's strictest level ({ALPHA:g} / m). IsoScore: layers 1 to L "
         "before → after training.",
@@ -78,6 +78,12 @@ def build_conclusions_sheet(compared_methods: ComparedMethods) -> Sheet:
         frame=pd.DataFrame(rows, columns=["model", "task", "metric", "method", "verdict", "conclusion"]),
         num_row_headers=2,
     )
+
+
+def _describe_test(test: str) -> str:
+    """Return the name of a paired test for a caption; `test` is a key of `paired.TESTS`."""
+    name = paired.TESTS[test]
+    return f"{name} (a permutation test, exact up to {paired.MAX_EXACT_PAIRS} pairs)" if test == "sign-flip" else name
 
 
 def _describe_holm_correction(compared_methods: ComparedMethods) -> str:

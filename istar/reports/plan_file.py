@@ -17,12 +17,11 @@ from istar.config.groups import Config, identity_values
 from istar.errors import UserError, shorten
 from istar.files import write_text
 from istar.statistics import power
-from istar.statistics.paired import smallest_sign_flip_p
+from istar.statistics.paired import TESTS, smallest_sign_flip_p
 
 PLAN, TEXT = "plan.yaml", "plan.md"
 KIND = "plan of an experiment by istar plan"
 FORMAT = 1
-TESTS = {"t": "paired t-test", "sign-flip": "paired sign-flip test"}
 """Values of `--test` and the names of the tests."""
 
 
@@ -57,6 +56,7 @@ class Plan:
     code_modified: bool | None
     settings: dict[str, Any]  # settings that all planned runs have in common
     configurations: tuple[Configuration, ...]
+    test: str = "sign-flip"  # test of each method against Base, a key of `paired.TESTS`
     num_trials: int | None = None  # number of trials of a search; None for a grid
     seeds_of_best: tuple[int, ...] = ()  # seeds with which the best run of each group of configurations is repeated
     can_prune: bool = False  # whether a search may stop runs early
@@ -116,7 +116,7 @@ def build_test_fields(
     strictest level of Holm's method. It is None without `sd`, without comparisons, or with fewer than two pairs.
 
     Args:
-        test: a key of `TESTS`.
+        test: a key of `paired.TESTS`.
         alpha: probability of any false difference among all comparisons.
         num_comparisons: number of comparisons with Base.
         num_pairs: number of seeds that both methods of a comparison have.
@@ -229,6 +229,7 @@ def read(path: Path) -> Plan:
             code_modified=fields["code_modified"],
             settings=dict(fields["settings"]),
             configurations=tuple(map(_parse_configuration, fields["configurations"])),
+            test={name: short_name for short_name, name in TESTS.items()}[fields["test"]["name"]],
             num_trials=fields["sweep"]["trials"],
             seeds_of_best=tuple(fields["sweep"]["seeds_of_best"]),
             can_prune=fields["sweep"]["pruner"] not in (None, "none"),

@@ -37,6 +37,8 @@ from istar.statistics.arguments import (
     to_finite_vector,
 )
 
+TESTS = {"t": "paired t-test", "sign-flip": "paired sign-flip test"}
+"""Paired tests of a mean difference by their short names: `t_test` and `sign_flip_test`."""
 MAX_EXACT_PAIRS = 20
 """Largest number of pairs for which `sign_flip_test` enumerates all patterns of signs; half a million by symmetry."""
 

@@ -14,8 +14,8 @@ from istar.statistics.conclusions import Verdict, conclusion, verdict
 from tests.reports.synthetic import BASE, cosreg, istar, record, save
 
 
-def compare_methods_in(root: Path) -> ComparedMethods:
-    return compare_methods(cells.add_selection_columns(load_runs(root, keep_records=True)))
+def compare_methods_in(root: Path, test: str = "sign-flip") -> ComparedMethods:
+    return compare_methods(cells.add_selection_columns(load_runs(root, keep_records=True)), test)
 
 
 def read_comparisons_by_method(root: Path) -> dict[tuple[str, str, str], MethodComparison]:
@@ -294,6 +294,33 @@ def test_five_seeds_are_too_few_for_the_test(tmp_path: Path) -> None:
         save_all(tmp_path, reg, {seed: level + seed / 1000 for seed in range(1, 6)})
     [comparison] = compare_methods_in(tmp_path).comparisons
     assert "they have 5 seeds in common, with which the test cannot" in conclusion(comparison.statistics)
+
+
+def test_the_t_test_of_a_plan_is_paired_and_needs_fewer_seeds(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    base_scores = random.uniform(0.4, 0.6, 5)
+    score_by_method = {
+        "I-STAR λ=-1 ζ=0.4": base_scores - 0.2 + random.normal(0, 0.01, 5),
+        "I-STAR λ=1 ζ=0.4": base_scores + random.normal(0, 0.01, 5),
+        "I-STAR λ=3 ζ=0.4": base_scores + 0.125,  # the test of equal differences is not defined
+    }
+    for reg, scores in zip(
+        (BASE, istar(-1), istar(1), istar(3)), (base_scores, *score_by_method.values()), strict=True
+    ):
+        save_all(tmp_path, reg, dict(enumerate(scores.tolist(), 1)))
+    compared_methods = compare_methods_in(tmp_path, test="t")
+    comparison_by_name = {comparison.method.name: comparison for comparison in compared_methods.comparisons}
+    p_values = [
+        float(stats.ttest_rel(score_by_method[name], base_scores).pvalue)
+        for name in ("I-STAR λ=-1 ζ=0.4", "I-STAR λ=1 ζ=0.4")
+    ]
+    for name, adjusted in zip(score_by_method, adjust_by_holm(p_values), strict=False):
+        assert comparison_by_name[name].statistics.p_value == pytest.approx(adjusted, rel=1e-9)
+        assert comparison_by_name[name].statistics.smallest_p == 0
+        assert comparison_by_name[name].statistics.smallest_difference is not None
+    verdicts = [verdict(comparison_by_name[name].statistics) for name in score_by_method]
+    assert verdicts == [Verdict.WORSE, Verdict.NO_DIFFERENCE, Verdict.NONE]
+    assert compared_methods.test == "t"
 
 
 def test_without_base_nothing_is_concluded(tmp_path: Path) -> None:

@@ -108,6 +108,12 @@ def test_a_file_is_no_folder_for_a_plan(fields: dict, tmp_path: Path) -> None:
         write(fields, tmp_path / "file", force=True)
 
 
+@pytest.mark.parametrize("test", ["t", "sign-flip"])
+def test_the_test_is_read_back(fields: dict, tmp_path: Path, test: str) -> None:
+    test_fields = plan_file.build_test_fields(test, 0.05, 3, 5, None, 0.8)
+    assert read(write({**fields, "test": test_fields}, tmp_path)).test == test
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -877,6 +877,8 @@ def test_departures_from_a_plan(
     assert "departures" in page.ids
     assert "The runs do not depart from it." in "".join(page.text)
     assert f"--plan '{plan}'" in "".join(page.text)
+    # The report uses the test of the plan.
+    assert "p: two-sided paired t-test" in "".join(page.text)
     assert pd.read_csv("report/tables/departures.csv").empty
     save(plans.run("rte", istar(), 3, commit="<b>d00d"), tmp_path / "runs", geometry=False)
     assert main(["report", "runs", "--plan", str(plan)]) == 0
@@ -886,7 +888,9 @@ def test_departures_from_a_plan(
     departures = pd.read_csv("report/tables/departures.csv")
     assert set(departures["departure"]) == {"seed that was not planned", "unequal seeds", "other code"}
     assert main(["report", "runs"]) == 0
-    assert "departures" not in parsed(tmp_path / "report" / "index.html").ids
+    page_without_plan = parsed(tmp_path / "report" / "index.html")
+    assert "departures" not in page_without_plan.ids
+    assert "p: two-sided paired sign-flip test" in "".join(page_without_plan.text)
     capsys.readouterr()
     contents_before = contents(tmp_path / "report")
     for wrong_path, message in (
