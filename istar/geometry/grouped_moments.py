@@ -54,7 +54,9 @@ class GroupedMoments:
     ) -> None:
         self._device = device
         self._moments = [FourthMoments(dim, device) for _ in range(num_groups)]
-        self._sentence_moments = [SentenceMoments(dim, origin, device) for _ in range(num_groups * has_sentences)]
+        self._sentence_moments: list[SentenceMoments] = []
+        if has_sentences:
+            self._sentence_moments = [SentenceMoments(dim, origin, device) for _ in range(num_groups)]
         self._waiting_points: list[list[Tensor]] = [[] for _ in range(num_groups)]
         self._waiting_sentences: list[list[Tensor]] = [[] for _ in range(num_groups)]
 
@@ -116,13 +118,16 @@ class GroupedMoments:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the tensors that `state_dict` returned."""
-        for name, parts in (("moments", self._moments), ("sentence_moments", self._sentence_moments)):
-            for part, tensors in zip(parts, state[name], strict=True):
-                set_tensors(part, tensors)
-        self._waiting_points, self._waiting_sentences = (
-            [[points.to(self._device) for points in waiting] for waiting in state[name]]
-            for name in ("waiting_points", "waiting_sentences")
-        )
+        for moments, tensors in zip(self._moments, state["moments"], strict=True):
+            set_tensors(moments, tensors)
+        for sums, tensors in zip(self._sentence_moments, state["sentence_moments"], strict=True):
+            set_tensors(sums, tensors)
+        self._waiting_points = self._move_to_device(state["waiting_points"])
+        self._waiting_sentences = self._move_to_device(state["waiting_sentences"])
+
+    def _move_to_device(self, tensors_by_group: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """Return the waiting tensors of each group on the device of the sums."""
+        return [[tensor.to(self._device) for tensor in tensors] for tensors in tensors_by_group]
 
     def _add_points(self, group: int, points: Tensor) -> None:
         """Add points `(n, d)` that belong to no sentence to those that wait, and to the moments if these are enough."""

@@ -43,6 +43,8 @@ MAX_GROUP_BYTES = 2**30
 """Most memory for the scatter matrices of all groups and layers; above it, covariance measures have no error."""
 ORIGIN_BLOCKS = 32
 """Number of blocks from the beginning of each source over which the origin of the score by sentence is the mean."""
+_STATE_FORMAT = 2
+"""Number of the layout of a state file, increased when the layout changes. Files with another number are ignored."""
 
 T = TypeVar("T")
 SpecialTokens = Literal["include", "exclude"]
@@ -457,20 +459,30 @@ class Stream:
     ) -> None:
         """Save this rank's state of a source after `num_blocks_done` blocks, unless the pass saves no state."""
         if self._state_path is not None:
-            state = {"identity": self._identity, "statistics": statistics.state_dict(), "blocks": num_blocks_done}
-            state |= {"tokens": num_tokens_done, "seconds": seconds, "forward_seconds": self._forward_seconds}
+            state = {
+                "format": _STATE_FORMAT,
+                "identity": self._identity,
+                "statistics": statistics.state_dict(),
+                "blocks": num_blocks_done,
+                "tokens": num_tokens_done,
+                "seconds": seconds,
+                "forward_seconds": self._forward_seconds,
+            }
             with atomic_write(self._get_state_path(source_index, self._rank)) as file:
                 torch.save(state, file)
 
     def _load_state(self, source_index: int, rank: int) -> dict[str, Any] | None:
-        """Load a rank's state of a source, or return None if it is missing, damaged or of another pass."""
+        """Load a rank's state of a source, or return None if it is missing, damaged, or of another pass or format."""
         if self._state_path is None:
             return None
         try:
             state = torch.load(self._get_state_path(source_index, rank), map_location="cpu", weights_only=True)
         except Exception:  # a missing, truncated or foreign file can raise any exception
             return None
-        return state if isinstance(state, dict) and state.get("identity") == self._identity else None
+        is_usable = (
+            isinstance(state, dict) and state.get("format") == _STATE_FORMAT and state.get("identity") == self._identity
+        )
+        return state if is_usable else None
 
 
 def _count_block_tokens(numbered_block: tuple[Any, ...]) -> int:

@@ -16,7 +16,7 @@ from istar.statistics.conclusions import Comparison
 from istar.statistics.multiple import Holm
 
 ALPHA, POWER = 0.05, 0.8
-"""Significance level of the adjusted p-values, and power at which minimum detectable differences are given."""
+"""Default significance level of the adjusted p-values, and power at which minimum detectable differences are given."""
 _NUM_SIGN_PATTERNS = 99_999
 """Number of random sign patterns of the sign-flip test for more than `paired.MAX_EXACT_PAIRS` pairs."""
 
@@ -69,14 +69,15 @@ class ComparedMethods:
     comparisons: list[MethodComparison]  # in the same order
     holm: Holm  # Holm's correction over all comparisons that have a test
     test: str  # the paired test behind the p-values, a key of `paired.TESTS`
+    alpha: float  # significance level of the adjusted p-values
 
     @property
     def strictest_level(self) -> float:
         """The smallest level that Holm's method compares a p-value with: alpha / m for m tests."""
-        return ALPHA / max(1, self.holm.tests)
+        return self.alpha / max(1, self.holm.tests)
 
 
-def compare_methods(all_runs: pd.DataFrame, test: str = "sign-flip") -> ComparedMethods:
+def compare_methods(all_runs: pd.DataFrame, test: str = "sign-flip", alpha: float = ALPHA) -> ComparedMethods:
     """Compare every method of each model and task with Base.
 
     The p-values of the paired differences are adjusted by Holm's method over all methods, tasks and models together.
@@ -87,6 +88,7 @@ def compare_methods(all_runs: pd.DataFrame, test: str = "sign-flip") -> Compared
         test: the test of the paired differences, a key of `paired.TESTS`. The sign-flip permutation test is exact for
             up to 20 pairs. The paired t-test assumes approximately normal differences, and is not defined if all
             differences are equal.
+        alpha: significance level of the adjusted p-values, the probability of any false difference.
     """
     methods = [method for runs in by_model_and_task(all_runs) for method in _collect_methods(runs)]
     base_by_task: dict[tuple[str, str], Method] = {}
@@ -98,10 +100,12 @@ def compare_methods(all_runs: pd.DataFrame, test: str = "sign-flip") -> Compared
         for method in methods
         if not method.is_base
     ]
-    return _adjust_p_values(methods, comparisons, test)
+    return _adjust_p_values(methods, comparisons, test, alpha)
 
 
-def _adjust_p_values(methods: list[Method], comparisons: list[MethodComparison], test: str) -> ComparedMethods:
+def _adjust_p_values(
+    methods: list[Method], comparisons: list[MethodComparison], test: str, alpha: float
+) -> ComparedMethods:
     """Return the comparisons with Holm-adjusted p-values and with minimum detectable differences.
 
     Holm's method corrects for all comparisons that have a p-value. The minimum detectable differences are computed at
@@ -113,7 +117,7 @@ def _adjust_p_values(methods: list[Method], comparisons: list[MethodComparison],
         None if comparison.unadjusted_p_value is None else _compute_minimum_p(comparison.statistics.pairs, test)
         for comparison in comparisons
     ])  # fmt: skip
-    strictest_level = ALPHA / max(1, holm.tests)
+    strictest_level = alpha / max(1, holm.tests)
     adjusted_comparisons = []
     for comparison, p_value, minimum_adjusted_p in zip(comparisons, holm.adjusted, minimum_holm.adjusted, strict=True):
         differences = np.array(list(comparison.difference_by_seed.values()))
@@ -125,7 +129,7 @@ def _adjust_p_values(methods: list[Method], comparisons: list[MethodComparison],
             power=POWER,
         )
         adjusted_comparisons.append(replace(comparison, statistics=statistics))
-    return ComparedMethods(methods, adjusted_comparisons, holm, test)
+    return ComparedMethods(methods, adjusted_comparisons, holm, test, alpha)
 
 
 def _compare_with_base(method: Method, base: Method | None, test: str) -> MethodComparison:

@@ -8,7 +8,7 @@ import pandas as pd
 
 from istar.pages.sheets import Entry, Sheet, numeric_entries
 from istar.reports.cells import describe_hyperparameters, row_dicts
-from istar.reports.method_comparisons import ALPHA, POWER, ComparedMethods, Method, MethodComparison
+from istar.reports.method_comparisons import POWER, ComparedMethods, Method, MethodComparison
 from istar.reports.paper_tables import EMPTY_CELL, format_mean_and_std, format_p_value
 from istar.reports.run_tables import format_number
 from istar.reports.statistics import mean_and_std
@@ -24,7 +24,7 @@ def build_methods_sheet(compared_methods: ComparedMethods) -> Sheet:
     # By identity, because methods hold data frames and have no hash.
     comparison_by_method_id = {id(comparison.method): comparison for comparison in compared_methods.comparisons}
     rows = [
-        _build_row(method, comparison_by_method_id.get(id(method)), compared_methods.strictest_level)
+        _build_row(method, comparison_by_method_id.get(id(method)), compared_methods)
         for method in compared_methods.methods
     ]
     return Sheet(
@@ -35,10 +35,9 @@ def build_methods_sheet(compared_methods: ComparedMethods) -> Sheet:
         "configuration were chosen, the reported validation set itself or held-out training data. Minus Base: mean "
         "difference over the seeds that both have, with Student's 95% interval, not corrected for the number of rows. "
         f"p: two-sided {_describe_test(compared_methods.test)} over the pairs of seeds; "
-        f"{_describe_holm_correction(compared_methods)} Smallest: the smallest "
-        f"difference that so many seeds find with probability {POWER:g}, by the paired t-test at "
-        f"{compared_methods.strictest_level:.2g}, Holm's strictest level ({ALPHA:g} / m). IsoScore: layers 1 to L "
-        "before → after training.",
+        f"{_describe_holm_correction(compared_methods)} Smallest: the smallest difference that so many seeds find with "
+        f"probability {POWER:g}, by the paired t-test at {compared_methods.strictest_level:.2g}, Holm's strictest "
+        f"level ({compared_methods.alpha:g} / m). IsoScore: layers 1 to L before → after training.",
         header=("task, metric", "method", "mean ± std", "seeds", "trials", "chosen\non", "minus\nBase",
                 "95% interval", "p", "p,\nHolm", "smallest", "collapsed", "IsoScore", "settings"),
         rows_by_group=_group_by_model(rows, _format_row),
@@ -54,21 +53,22 @@ def build_methods_sheet(compared_methods: ComparedMethods) -> Sheet:
 
 def build_conclusions_sheet(compared_methods: ComparedMethods) -> Sheet:
     """Return the table of conclusions: a sentence for each method, model and task on its comparison with Base."""
+    alpha = compared_methods.alpha
     rows = [
         {
             "model": comparison.method.model,
             "task": comparison.method.task,
             "metric": comparison.method.metric,
             "method": comparison.method.name,
-            "verdict": verdict(comparison.statistics, ALPHA).value,
-            "conclusion": conclusion(comparison.statistics, ALPHA),
+            "verdict": verdict(comparison.statistics, alpha).value,
+            "conclusion": conclusion(comparison.statistics, alpha),
         }
         for comparison in compared_methods.comparisons
     ]
     return Sheet(
         name="conclusions",
         title="What these runs allow to conclude",
-        caption=f"Each method of the table of all methods, compared with Base by fixed rules at the level {ALPHA:g}. "
+        caption=f"Each method of the table of all methods, compared with Base by fixed rules at the level {alpha:g}. "
         f"{_describe_holm_correction(compared_methods)}",
         header=("task, metric", "method", "conclusion"),
         rows_by_group=_group_by_model(
@@ -98,11 +98,13 @@ def _group_by_model(rows: Sequence[dict[str, Any]], format_row: Any) -> dict[str
     }
 
 
-def _build_row(method: Method, comparison: MethodComparison | None, strictest_level: float) -> dict[str, Any]:
+def _build_row(
+    method: Method, comparison: MethodComparison | None, compared_methods: ComparedMethods
+) -> dict[str, Any]:
     """Return the row of a method, with its comparison with Base.
 
-    Base itself has no comparison: `comparison` is None, and the columns on the comparison are empty. `strictest_level`
-    is the significance level of the minimum detectable differences.
+    Base itself has no comparison: `comparison` is None, and the columns on the comparison are empty. The
+    significance levels are those of `compared_methods`.
     """
     runs = method.runs
     first_run = row_dicts(runs.head(1))[0]
@@ -141,10 +143,10 @@ def _build_row(method: Method, comparison: MethodComparison | None, strictest_le
         "p": comparison.unadjusted_p_value,
         "p_holm": statistics.p_value,
         "smallest_difference": statistics.smallest_difference,
-        "smallest_level": None if statistics.smallest_difference is None else strictest_level,
+        "smallest_level": None if statistics.smallest_difference is None else compared_methods.strictest_level,
         "equal_budgets": None if comparison.base is None else statistics.has_equal_budgets,
-        "show_p_values": verdict(statistics, ALPHA) is not Verdict.NONE,
-        "conclusion": conclusion(statistics, ALPHA),
+        "show_p_values": verdict(statistics, compared_methods.alpha) is not Verdict.NONE,
+        "conclusion": conclusion(statistics, compared_methods.alpha),
     }
 
 

@@ -22,7 +22,6 @@ from istar.statistics.paired import TESTS, smallest_sign_flip_p
 PLAN, TEXT = "plan.yaml", "plan.md"
 KIND = "plan of an experiment by istar plan"
 FORMAT = 1
-"""Values of `--test` and the names of the tests."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,7 @@ class Plan:
     settings: dict[str, Any]  # settings that all planned runs have in common
     configurations: tuple[Configuration, ...]
     test: str = "sign-flip"  # test of each method against Base, a key of `paired.TESTS`
+    alpha: float = 0.05  # probability of any false difference among all comparisons
     num_trials: int | None = None  # number of trials of a search; None for a grid
     seeds_of_best: tuple[int, ...] = ()  # seeds with which the best run of each group of configurations is repeated
     can_prune: bool = False  # whether a search may stop runs early
@@ -230,6 +230,7 @@ def read(path: Path) -> Plan:
             settings=dict(fields["settings"]),
             configurations=tuple(map(_parse_configuration, fields["configurations"])),
             test={name: short_name for short_name, name in TESTS.items()}[fields["test"]["name"]],
+            alpha=fields["test"]["alpha"],
             num_trials=fields["sweep"]["trials"],
             seeds_of_best=tuple(fields["sweep"]["seeds_of_best"]),
             can_prune=fields["sweep"]["pruner"] not in (None, "none"),

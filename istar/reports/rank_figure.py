@@ -38,6 +38,7 @@ class RankedMethods:
     difference_by_method: dict[str, AverageDifference] = field(default_factory=dict)  # from Base
     friedman_p: float = 1.0  # p-value of Friedman's test, with the statistic of Iman and Davenport
     critical_difference: float = 0.0  # Nemenyi's
+    alpha: float = ALPHA  # significance level of both tests
     unranked_methods: tuple[str, ...] = ()  # methods that cannot be ranked with the others
     reason: str = ""  # why the methods are not ranked, as a sentence; empty if they are
 
@@ -48,7 +49,7 @@ class RankedMethods:
         Two methods differ if Friedman's test rejects and their ranks differ by the critical difference or more.
         """
         ranks = list(self.average_rank_by_method.values())
-        if self.friedman_p >= ALPHA:
+        if self.friedman_p >= self.alpha:
             return [(ranks[0], ranks[-1])]
         ranges: list[tuple[float, float]] = []
         for index, lowest_rank in enumerate(ranks):
@@ -65,12 +66,15 @@ class RankedMethods:
         p_value = "p < 0.001" if self.friedman_p < 0.001 else f"p = {self.friedman_p:.3g}"
         num_methods = len(self.average_rank_by_method)
         text = f"{self.model}: {num_methods} methods on {len(self.tasks)} tasks ({', '.join(self.tasks)}). "
-        if self.friedman_p >= ALPHA:
-            text += f"No difference between the methods was found by Friedman's test ({p_value})"
+        if self.friedman_p >= self.alpha:
+            text += (
+                f"No difference between the methods was found by Friedman's test ({p_value}, alpha = {self.alpha:g})"
+            )
         else:
             text += (
                 f"Friedman's test finds that the methods differ ({p_value}); two of them do if their average ranks "
-                f"differ by {self.critical_difference:.2f} or more (Nemenyi's critical difference, alpha = {ALPHA:g})"
+                f"differ by {self.critical_difference:.2f} or more (Nemenyi's critical difference, "
+                f"alpha = {self.alpha:g})"
             )
         return f"{text}.{self._describe_unranked_methods()}"
 
@@ -93,16 +97,18 @@ def rank_methods(compared_methods: ComparedMethods) -> list[RankedMethods]:
     models = dict.fromkeys(method.model for method in compared_methods.methods)
     return [
         _rank_methods_of_model(
-            model, [comparison for comparison in compared_methods.comparisons if comparison.method.model == model]
+            model,
+            [comparison for comparison in compared_methods.comparisons if comparison.method.model == model],
+            compared_methods.alpha,
         )
         for model in models
     ]
 
 
-def _rank_methods_of_model(model: str, comparisons: list[MethodComparison]) -> RankedMethods:
+def _rank_methods_of_model(model: str, comparisons: list[MethodComparison], alpha: float) -> RankedMethods:
     """Return the ranks of a model's methods over its tasks, or the reason why they are not ranked.
 
-    `comparisons` are those of the model's methods with Base.
+    `comparisons` are those of the model's methods with Base, and `alpha` is the significance level of the tests.
     """
     base_by_task = {
         comparison.method.task: comparison.base for comparison in comparisons if comparison.base is not None
@@ -154,7 +160,8 @@ def _rank_methods_of_model(model: str, comparisons: list[MethodComparison]) -> R
             for name, comparison_by_task in complete_methods.items()
         },
         friedman_p=test_result.f_p,
-        critical_difference=over_tasks.nemenyi_critical_difference(len(rank_by_method), len(tasks), ALPHA),
+        critical_difference=over_tasks.nemenyi_critical_difference(len(rank_by_method), len(tasks), alpha),
+        alpha=alpha,
         unranked_methods=unranked_methods,
     )
 
@@ -268,7 +275,7 @@ def build_rank_plot(ranked: list[RankedMethods]) -> Plot:
         title="Average ranks over tasks",
         caption="Critical-difference diagram (Demšar, JMLR 2006): average rank of each method over the tasks of a "
         "model; 1 is the highest metric or the lowest loss. A thick bar joins methods of which no two differ, by "
-        f"Friedman's and Nemenyi's tests at the level {ALPHA:g}.",
+        "Friedman's and Nemenyi's tests. The notes below the table of ranks give their significance level.",
         kind="ranks",
         x_label="average rank",
         panels=panels,

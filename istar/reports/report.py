@@ -60,7 +60,8 @@ def write_report(root: Path, out: Path, console: Console | None = None, plan_pat
         root: folder that holds the runs, as `run.root` names it.
         out: a new or empty folder, or an earlier report, which is replaced; after an error, the folder is unchanged.
         console: shows the progress if it is a terminal.
-        plan_path: `plan.yaml` of `istar plan`. The report uses its test, and a section names the departures from it.
+        plan_path: `plan.yaml` of `istar plan`. The report uses its test and its significance level, and a section names
+            the departures from it.
 
     Raises:
         UserError: if `plan_path` is no plan, if there are no runs, if `out` holds files that are no report, or if it
@@ -78,7 +79,7 @@ def write_report(root: Path, out: Path, console: Console | None = None, plan_pat
             note = f"; {num_errors} folder{'s' * (num_errors > 1)} could not be read as one" if num_errors else ""
             raise UserError(f"{root} holds no runs{note}; train.py leaves them below run.root")
         progress.update(progress_task, description="computing tables and figures", advance=1)
-        contents = _compute_contents(runs, root, "sign-flip" if plan is None else plan.test)
+        contents = _compute_contents(runs, root, plan)
         if plan_path is not None and plan is not None:
             contents = _add_departures(contents, plan_path, plan)
         # Besides the figures, there are two steps: the reading, which is done, and the writing.
@@ -132,12 +133,15 @@ def _add_departures(contents: _ReportContents, plan_path: Path, plan: Plan) -> _
     )
 
 
-def _compute_contents(runs: Runs, root: Path, test: str) -> _ReportContents:
-    """Compute all tables and plots of the report; `test` is the test of `method_comparisons.compare_methods`."""
+def _compute_contents(runs: Runs, root: Path, plan: Plan | None) -> _ReportContents:
+    """Compute all tables and plots of the report, with the test and the significance level of the plan, if any."""
     all_runs, records = cells.add_selection_columns(runs), runs.records
     geometry_by_folder, geometry_errors = _read_geometries(all_runs)
     table1_cells = cells.select_cells(all_runs)
-    compared_methods = method_comparisons.compare_methods(all_runs, test)
+    if plan is None:
+        compared_methods = method_comparisons.compare_methods(all_runs)
+    else:
+        compared_methods = method_comparisons.compare_methods(all_runs, plan.test, plan.alpha)
     ranked_methods = rank_figure.rank_methods(compared_methods)
     plots = [
         run_figures.build_minibatch_stability_plot(stability.compute_stability_scores()),
@@ -187,7 +191,7 @@ def _compute_contents(runs: Runs, root: Path, test: str) -> _ReportContents:
         plots=plots,
         missing=missing,
         build_sweep_command=build_sweep_command,
-        conclusions=conclusions.summary(comparison_statistics, method_comparisons.ALPHA),
+        conclusions=conclusions.summary(comparison_statistics, compared_methods.alpha),
         ranks=ranked_methods,
     )
 
@@ -249,10 +253,10 @@ _READING_GUIDE = (
     "pairs the latter cannot fall below 0.0625, with three not below 0.25. Neither is corrected for the selection of "
     "the configuration or for the number of rows. If p is above 0.05, the choice of seeds may explain the difference.",
     "What may be concluded is said by the sentences of the first section and by nothing else. They use the sign-flip "
-    "permutation test, or the test of the plan if there is one, with p-values corrected by Holm's method for all "
-    "comparisons of this page, and require that the method and Base have the same seeds and the same budget: as many "
-    "trials (configurations tried, with their epochs and examples) for each. A row of the table of all methods is one "
-    "method; each λ is a method of its own.",
+    "permutation test at the level 0.05, or the test and the level of the plan, if any, with p-values corrected "
+    "by Holm's method for all comparisons of this page, and require that the method and Base have the same seeds and "
+    "the same budget: as many trials (configurations tried, with their epochs and examples) for each. A row of the "
+    "table of all methods is one method; each λ is a method of its own.",
     "Means include collapsed runs (constant predictions), which the remarks count. Failed, unfinished and pruned runs "
     "do not count and are listed at the end. A mean is bold only among the methods with the most seeds, and never if "
     "all its runs have collapsed. The runs of a line in a figure differ only in the seed and in what its axis or "

@@ -335,10 +335,17 @@ def test_the_time_of_an_interrupted_pass_counts(
     assert reading.tokens == measures_by_source["text"]["embeddings"]["tokens"]
 
 
-@pytest.mark.parametrize("kind", ["foreign", "damaged"])
-def test_the_state_of_another_pass_is_ignored(source: Source, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param({"format": stream._STATE_FORMAT, "identity": "other"}, id="another pass"),
+        pytest.param({"identity": "same", "statistics": {}, "blocks": 3}, id="an earlier version"),
+        pytest.param(b"PK\x03\x04", id="damaged"),
+    ],
+)
+def test_an_unusable_state_is_ignored(source: Source, tmp_path: Path, content: Any) -> None:
     state_path = tmp_path / "state.0.0-1"
-    torch.save({"identity": "other"}, state_path) if kind == "foreign" else state_path.write_bytes(b"PK\x03\x04")
+    state_path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, state_path)
     measures_by_source = Stream(bert(), TOKENIZER, Pass(16), tmp_path / "state", "same")(
         [source], Statistics.compute_measures
     )

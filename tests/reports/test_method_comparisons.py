@@ -14,8 +14,8 @@ from istar.statistics.conclusions import Verdict, conclusion, verdict
 from tests.reports.synthetic import BASE, cosreg, istar, record, save
 
 
-def compare_methods_in(root: Path, test: str = "sign-flip") -> ComparedMethods:
-    return compare_methods(cells.add_selection_columns(load_runs(root, keep_records=True)), test)
+def compare_methods_in(root: Path, test: str = "sign-flip", alpha: float = 0.05) -> ComparedMethods:
+    return compare_methods(cells.add_selection_columns(load_runs(root, keep_records=True)), test, alpha)
 
 
 def read_comparisons_by_method(root: Path) -> dict[tuple[str, str, str], MethodComparison]:

@@ -108,10 +108,11 @@ def test_a_file_is_no_folder_for_a_plan(fields: dict, tmp_path: Path) -> None:
         write(fields, tmp_path / "file", force=True)
 
 
-@pytest.mark.parametrize("test", ["t", "sign-flip"])
-def test_the_test_is_read_back(fields: dict, tmp_path: Path, test: str) -> None:
-    test_fields = plan_file.build_test_fields(test, 0.05, 3, 5, None, 0.8)
-    assert read(write({**fields, "test": test_fields}, tmp_path)).test == test
+@pytest.mark.parametrize(("test", "alpha"), [("t", 0.05), ("sign-flip", 0.01)])
+def test_the_test_and_its_level_are_read_back(fields: dict, tmp_path: Path, test: str, alpha: float) -> None:
+    test_fields = plan_file.build_test_fields(test, alpha, 3, 5, None, 0.8)
+    plan = read(write({**fields, "test": test_fields}, tmp_path))
+    assert (plan.test, plan.alpha) == (test, alpha)
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,11 @@ def test_bars_join_exactly_the_methods_that_do_not_differ() -> None:
 def test_without_a_rejection_by_friedman_no_two_methods_differ() -> None:
     ranked = RankedMethods("m", TASKS, {"A": 1.0, "B": 1.9, "C": 3.0}, friedman_p=0.05, critical_difference=0.5)
     assert ranked.indistinguishable_ranges == [(1.0, 3.0)]
-    assert "No difference between the methods was found by Friedman's test (p = 0.05)." in ranked.summarize()
+    assert (
+        "No difference between the methods was found by Friedman's test (p = 0.05, alpha = 0.05)." in ranked.summarize()
+    )
+
+    assert dataclasses.replace(ranked, alpha=0.1).indistinguishable_ranges == []
 
 
 def test_losses_are_ranked_and_not_averaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
