@@ -129,7 +129,8 @@ class CosRegConfig(NoRegConfig):
     """Number of rows of the embedding matrix that are sampled for each micro-batch; None uses all rows."""
     points: str = "all"
     """Tokens whose hidden states are penalized: all, content (no special tokens), labelled (those from which a token
-    with a label is predicted), last (of each sequence or packed document), or completion (those with a label)."""
+    with a label is predicted), first or last (of each sequence or packed document; the first token of encoders is
+    [CLS]), or completion (those with a label)."""
     max_norm_ratio: float | None = None
     """Leave out points whose norm is more than this number times the median norm of the layer's points in the batch,
     such as attention sinks; None leaves out none."""
@@ -318,7 +319,7 @@ class IStarConfig(CosRegConfig):
         if self.points in ("labelled", "completion"):
             raise UserError(
                 f"reg.within={self.within} needs one label for each sequence and reg.points={self.points} one for each "
-                "token; use reg.points=all, content or last"
+                "token; use reg.points=all, content, first or last"
             )
         if self.target != HIDDEN_STATES:
             raise UserError(f"reg.target={self.target} has no labels; reg.within needs reg.target={HIDDEN_STATES}")
@@ -433,8 +434,11 @@ class SimCtgConfig(CosRegConfig):
         super().__post_init__()
         if not -1 <= self.margin <= 1:
             raise UserError(f"reg.margin={self.margin:g}; expected a number from -1 to 1")
-        if self.points == "last":
-            raise UserError("reg.points=last leaves no pairs of tokens of a sequence, which reg=simctg compares")
+        if self.points in ("first", "last"):
+            raise UserError(
+                f"reg.points={self.points} leaves no pairs of tokens of a sequence, which reg=simctg compares; use "
+                "reg.points=all"
+            )
         if self.target != HIDDEN_STATES:
             raise UserError(f"reg.target={self.target} has no sequences; reg=simctg needs reg.target={HIDDEN_STATES}")
 

@@ -14,7 +14,7 @@ from istar.measures.moments import mask_to_indices
 Layers = str | Sequence[int]
 
 NAMED_LAYERS = ("all", "last", "with_embeddings")
-POINTS = ("all", "content", "labelled", "last", "completion")
+POINTS = ("all", "content", "labelled", "first", "last", "completion")
 WITHIN_OPTIONS = ("label",)
 """Values of `within`, the source of the classes within which covariances are computed; see `istar.IStar`."""
 IGNORED_LABEL = -100
@@ -32,6 +32,8 @@ class Points:
             `labelled`: the hidden states from which a token with a label other than -100 is predicted. These are the
             masked tokens of a masked language model, and for a causal language model the positions before a labelled
             token of the same document;
+            `first`: the first token of each sequence, and of each document of a packed batch; for encoders such as BERT
+            this is [CLS], from whose state their classification heads predict;
             `last`: the last token of each sequence, and of each document of a packed batch;
             `completion`: the tokens with a label other than -100, such as the completions of prompts.
         max_norm_ratio: leave out points whose norm is more than this number times the median norm of the layer's
@@ -269,8 +271,8 @@ class Tokens:
             assert self.labels is not None
             return is_token & (self.labels != IGNORED_LABEL)
         starts = document_starts(is_token, self.attention_mask, self.position_ids)
-        if which == "last":
-            return last_tokens_of_documents(is_token, starts)
+        if which in ("first", "last"):
+            return end_tokens_of_documents(which, is_token, starts)
         assert self.labels is not None
         has_label = self.labels != IGNORED_LABEL
         return is_token & (next_token_has_label(has_label, starts) if self.predicts_next else has_label)
@@ -302,7 +304,7 @@ class Tokens:
         which = self.points.which
         if len(shape) != 3:
             raise UserError(f"points={which!r} needs hidden states (batch, tokens, d); these have shape {shape}")
-        if which == "last":
+        if which in ("first", "last"):
             return
         name, values = ("input_ids", self.input_ids) if which == "content" else ("labels", self.labels)
         if values is None:
@@ -347,18 +349,25 @@ def document_starts(is_token: Tensor, attention_mask: Tensor | None, position_id
     return starts
 
 
-def last_tokens_of_documents(is_token: Tensor, starts: Tensor) -> Tensor:
-    """Return the mask of the last token that is not padding in each document, `(batch, tokens)`, bool.
+def end_tokens_of_documents(which: str, is_token: Tensor, starts: Tensor) -> Tensor:
+    """Return the mask of the first or of the last token that is not padding in each document, `(batch, tokens)`, bool.
 
-    `is_token` is the mask of the tokens that are not padding; `starts` is the result of `document_starts`.
+    Args:
+        which: `first` or `last`.
+        is_token: mask of the tokens that are not padding, `(batch, tokens)`, bool.
+        starts: the result of `document_starts`.
     """
     token_rows = is_token.flatten().nonzero().squeeze(1)
     document_numbers = starts.flatten().cumsum(0)[token_rows]
-    is_last = torch.ones_like(token_rows, dtype=torch.bool)
-    is_last[:-1] = document_numbers[1:] != document_numbers[:-1]
-    last_mask = torch.zeros_like(is_token).flatten()
-    last_mask[token_rows[is_last]] = True
-    return last_mask.view_as(is_token)
+    is_new_document = document_numbers[1:] != document_numbers[:-1]
+    is_end = torch.ones_like(token_rows, dtype=torch.bool)
+    if which == "first":
+        is_end[1:] = is_new_document
+    else:
+        is_end[:-1] = is_new_document
+    end_mask = torch.zeros_like(is_token).flatten()
+    end_mask[token_rows[is_end]] = True
+    return end_mask.view_as(is_token)
 
 
 def next_token_has_label(has_label: Tensor, starts: Tensor) -> Tensor:

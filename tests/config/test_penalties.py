@@ -132,6 +132,7 @@ def test_the_placebos_without_a_penalty() -> None:
         ("spectrum", {"decay": "linear"}, r"reg\.decay=linear is not known"),
         ("spectrum", {"rate": -1.0}, r"reg\.rate=-1; expected a finite number of at least 0"),
         ("simctg", {"margin": 2.0}, r"reg\.margin=2; expected a number from -1 to 1"),
+        ("simctg", {"points": "first"}, r"reg\.points=first leaves no pairs"),
         ("simctg", {"points": "last"}, r"reg\.points=last leaves no pairs"),
         ("simctg", {"target": "input_embeddings"}, r"reg\.target=input_embeddings has no sequences"),
         ("vicreg", {"gamma": 0.0}, r"reg\.gamma=0; expected a finite number above 0"),

@@ -28,6 +28,7 @@ CHOICES = {
     "all": Points(),
     "content": Points("content", special_ids=SPECIAL),
     "labelled": Points("labelled"),
+    "first": Points("first"),
     "last": Points("last"),
     "completion": Points("completion"),
     "ratio": Points(max_norm_ratio=1.05),
@@ -136,6 +137,8 @@ def choose_rows(points_choice: str, sentence_index: int, is_causal: bool) -> lis
     ids, labels = SENTENCES[sentence_index], LABELS[sentence_index]
     if points_choice == "content":
         return [i for i, token in enumerate(ids) if token not in SPECIAL]
+    if points_choice == "first":
+        return [0]
     if points_choice == "last":
         return [len(ids) - 1]
     if points_choice == "completion" or (points_choice == "labelled" and not is_causal):
@@ -256,12 +259,13 @@ def test_labels_of_one_call_are_not_those_of_the_next():
                 called_module(**batch)
 
 
-def test_last_tokens_with_a_gap_in_the_mask_are_one_for_each_row():
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_end_tokens_with_a_gap_in_the_mask_are_one_for_each_row(which):
     """A token that is left out of the attention in the middle of a sentence does not end it."""
     model = llama()
     batch = {"input_ids": torch.tensor([[3, 4, 5, 6]]), "attention_mask": torch.tensor([[1, 0, 1, 1]])}
     penalty = CosReg(1.0)
-    with attach(model, penalty, points=Points("last")) as watch:
+    with attach(model, penalty, points=Points(which)) as watch:
         model(**batch)
         watch.loss()
     assert penalty.last.points == 1
@@ -283,7 +287,7 @@ def forward_batch(points: Points, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Points("first"), "points is 'first'; expected one of all, content, labelled, last, completion"),
+        (lambda: Points("middle"), "points is 'middle'; expected one of all, content, labelled, first, last, compl"),
         (lambda: Points("content"), r"none are named: give special_ids=special_ids\(tokenizer\)"),
         (lambda: Points(max_norm_ratio=1.0), r"max_norm_ratio is 1\.0; expected a number above 1"),
         (lambda: Points(max_norm_ratio=float("nan")), "max_norm_ratio is nan"),
