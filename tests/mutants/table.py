@@ -319,6 +319,13 @@ MUTATIONS = [
         "        if self.sync and False:\n            moments = moments.all_reduce(self.group)",
         "tests/regularizers/test_processes.py::test_penalties_and_training_equal_one_process_with_the_union",
     ),
+    Mutation(
+        "The first tokens of sequences are their last ones.",
+        "istar/regularizers/points.py",
+        "        is_end[1:] = is_new_document\n",
+        "        is_end[:-1] = is_new_document\n",
+        "tests/regularizers/test_tokens_chosen.py",
+    ),
     # ---- Sigma_S
     Mutation(
         "Dropout is on in the passes for Sigma_S.",
@@ -412,6 +419,20 @@ MUTATIONS = [
         "np.unique(types[order].numpy(), return_index=True)",
         "np.unique(order.numpy(), return_index=True)",
         "tests/geometry/test_sample.py::test_copies_do_not_change_the_dimension",
+    ),
+    Mutation(
+        "The scatter matrix for IsoScore by sentence is about the mean of the batch, not about the origin.",
+        "istar/geometry/grouped_moments.py",
+        "return torch.addr(batch.scatter.to(origin), offset * batch.size, offset)",
+        "return batch.scatter.to(origin)",
+        "tests/geometry/test_layers.py",
+    ),
+    Mutation(
+        "A pass goes on from the state of an earlier version.",
+        "istar/geometry/stream.py",
+        'state.get("format") == _STATE_FORMAT',
+        "True",
+        "tests/geometry/test_stream.py::test_an_unusable_state_is_ignored",
     ),
     # ---- training
     Mutation(
@@ -722,6 +743,20 @@ MUTATIONS = [
         "            p_value=p_value,\n",
         "            p_value=comparison.unadjusted_p_value,\n",
         "tests/reports/test_method_comparisons.py",
+    ),
+    Mutation(
+        "A report draws its conclusions at the level 0.05, whatever level was asked for.",
+        "istar/reports/method_table.py",
+        "verdict(comparison.statistics, alpha).value",
+        "verdict(comparison.statistics).value",
+        "tests/reports/test_method_table.py::test_the_significance_level_decides",
+    ),
+    Mutation(
+        "The test that a plan names is read as the sign-flip test.",
+        "istar/reports/plan_file.py",
+        '            test={name: short_name for short_name, name in TESTS.items()}[fields["test"]["name"]],\n',
+        "",
+        "tests/reports/test_plan_file.py::test_the_test_and_its_level_are_read_back",
     ),
     Mutation(
         "The reported set chooses the configuration, although other data are held out for it.",

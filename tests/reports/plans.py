@@ -53,7 +53,7 @@ def make_plan_fields(runs: Sequence[RunRecord], grids: Sequence[str] = (), **swe
         "train_command": "istar train -m",
         "hypotheses": ["I-STAR raises the accuracy."],
         "hypotheses_generated": False,
-        "test": plan_file.build_test_fields("t", 0.05, 1, 5, 2.0, 0.8),
+        "test": plan_file.build_test_fields("t", 0.01, 1, 5, 2.0, 0.8),
         "sweep": {**sweep, **sweep_fields},
         "tasks": [{"name": "rte", "metric": "accuracy", "reported_set": "validation"}],
         "models": ["mine"],

@@ -877,8 +877,9 @@ def test_departures_from_a_plan(
     assert "departures" in page.ids
     assert "The runs do not depart from it." in "".join(page.text)
     assert f"--plan '{plan}'" in "".join(page.text)
-    # The report uses the test of the plan.
+    # The report uses the test and the significance level of the plan.
     assert "p: two-sided paired t-test" in "".join(page.text)
+    assert "compared with Base by fixed rules at the level 0.01." in "".join(page.text)
     assert pd.read_csv("report/tables/departures.csv").empty
     save(plans.run("rte", istar(), 3, commit="<b>d00d"), tmp_path / "runs", geometry=False)
     assert main(["report", "runs", "--plan", str(plan)]) == 0
