@@ -34,6 +34,10 @@ _MEASURES_NOTE = (
     "inputs of the quantized layers; largest activation: the largest magnitude among them. All three are of the "
     "float32 model, on at most 1,000 validation examples without padding."
 )
+_CONSTANT_NOTE = (
+    "Constant: runs whose predictions had collapsed to a constant at the end of training. Quantization takes nothing "
+    "from them, so that a method with such runs is not compared."
+)
 _CAUSALITY_NOTE = (
     "Runs of different methods differ in more than the measure, and runs of one method are alike: a correlation over "
     "them does not show that the measure is the cause."
@@ -49,6 +53,8 @@ class SchemeComparison:
         float32_by_seed: float32 score by seed, in the unit of `istar.scores.displayed`.
         drop_by_seed: drop from the float32 score of the same run by seed, in the same unit; positive if quantization
             makes the score worse.
+        constant_seeds: seeds of the runs whose predictions had collapsed to a constant at the end of training. They
+            have nothing to lose, and their drops of 0 count in the mean.
         drop_interval: 95% interval of the mean drop by Student's t; None for fewer than two drops, or equal ones.
         comparison_with_base: comparison with the drops of Base over common seeds, with an adjusted p-value; None for
             Base itself, or without runs of Base.
@@ -61,6 +67,7 @@ class SchemeComparison:
     scheme_name: str
     float32_by_seed: dict[int, float]
     drop_by_seed: dict[int, float]
+    constant_seeds: tuple[int, ...]
     drop_interval: tuple[float, float] | None
     comparison_with_base: Comparison | None
 
@@ -157,6 +164,7 @@ def _compare_task(runs: pd.DataFrame, scheme_names: Sequence[str]) -> Iterator[S
                 scheme_name,
                 _get_values_by_seed(method_runs, "float32"),
                 drop_by_seed,
+                tuple(sorted(_find_constant_seeds(method_runs))),
                 paired.t_interval(drops) if has_interval else None,
                 _compare_with_base(method, scheme_name, method_runs, base_runs) if is_compared else None,
             )
@@ -186,12 +194,28 @@ def _compare_with_base(method: str, scheme_name: str, method_runs: pd.DataFrame,
         unmatched=len(drop_by_seed.keys() ^ base_drop_by_seed.keys()),
         has_equal_budgets=compute_budget(method_runs).is_equal_to(compute_budget(base_runs)),
         lower_is_better=True,
+        obstacle=_describe_constant_runs(method, method_runs, base_runs, common_seeds),
     )
 
 
 def _get_values_by_seed(runs: pd.DataFrame, column: str) -> dict[int, float]:
     """Return the values of a column by the seed of the run."""
     return {int(seed): float(value) for seed, value in zip(runs["seed"], runs[column], strict=True)}
+
+
+def _find_constant_seeds(runs: pd.DataFrame) -> set[int]:
+    """Return the seeds of the runs whose predictions had collapsed to a constant at the end of training."""
+    return {int(seed) for seed in runs.loc[runs["collapsed"].eq(True), "seed"]}
+
+
+def _describe_constant_runs(method: str, method_runs: pd.DataFrame, base_runs: pd.DataFrame, seeds: set[int]) -> str:
+    """Return a clause on the runs with the given seeds that were constant before quantization; empty if none was."""
+    counts = [
+        f"{num_constant} of {len(seeds)} runs of {name}"
+        for name, runs in ((method, method_runs), ("Base", base_runs))
+        if (num_constant := len(_find_constant_seeds(runs) & seeds))
+    ]
+    return f"{' and '.join(counts)} predict a constant without quantization and cannot lose anything" if counts else ""
 
 
 def _count_collapsed(runs: pd.DataFrame, scheme_name: str, seeds: set[int]) -> int:
@@ -210,6 +234,9 @@ def build_methods_sheet(comparisons: Sequence[SchemeComparison], holm_result: Ho
     rows_by_group: dict[str, list[list[Entry]]] = {}
     for record in records:
         rows_by_group.setdefault(_format_group_name(record), []).append(_make_method_cells(record))
+    notes: tuple[str, ...] = (_CONSTANT_NOTE,)
+    if holm_result.tests or holm_result.left_out:
+        notes += (holm_result.sentence(),)
     return Sheet(
         "methods",
         "Methods",
@@ -217,11 +244,11 @@ def build_methods_sheet(comparisons: Sequence[SchemeComparison], holm_result: Ho
         "except losses; mean ± standard deviation over seeds, with the 95% interval of the mean by Student's t). Minus "
         "Base: mean difference of the drops over the seeds that both have, with its 95% interval, not corrected; p: "
         "paired t-test, adjusted.",
-        ("method", "form", "seeds", "float32", "drop", "95% interval", "minus\nBase", "interval of\nminus Base", "p",
-         "drop is"),
+        ("method", "form", "seeds", "constant", "float32", "drop", "95% interval", "minus\nBase",
+         "interval of\nminus Base", "p", "drop is"),
         rows_by_group,
         pd.DataFrame(records),
-        (holm_result.sentence(),) if holm_result.tests or holm_result.left_out else (),
+        notes,
         num_row_headers=2,
         group_header=_GROUPED_BY,
     )  # fmt: skip
@@ -237,8 +264,8 @@ def _make_method_record(comparison: SchemeComparison) -> dict[str, Any]:
     record: dict[str, Any] = {
         "model": comparison.model, "task": comparison.task, "metric": comparison.metric,
         "method": comparison.method, "form": comparison.scheme_name,
-        "seeds": drop.count, "float32": float32.mean, "float32_std": float32.std, "drop": drop.mean,
-        "drop_std": drop.std, "low": low, "high": high,
+        "seeds": drop.count, "constant": len(comparison.constant_seeds), "float32": float32.mean,
+        "float32_std": float32.std, "drop": drop.mean, "drop_std": drop.std, "low": low, "high": high,
     }  # fmt: skip
     base_comparison = comparison.comparison_with_base
     minus_base_low, minus_base_high = (base_comparison.interval if base_comparison else None) or (None, None)
@@ -255,6 +282,7 @@ def _make_method_cells(record: Mapping[str, Any]) -> list[Entry]:
     """Return the formatted cells of a row of the table of methods."""
     number_texts = [
         str(record["seeds"]),
+        str(record["constant"]),
         format_mean_and_std(record["float32"], record["float32_std"]),
         format_mean_and_std(record["drop"], record["drop_std"]),
         _format_interval(record["low"], record["high"]),
@@ -281,7 +309,7 @@ def build_terminal_sheets(quantized: QuantizedScores, comparisons: Sequence[Sche
         return [_build_single_model_sheet(row, quantized.scheme_names) for row in row_dicts(quantized.rows)]
     rows_by_group: dict[str, list[list[Entry]]] = {}
     for record in map(_make_method_record, comparisons):
-        method, scheme, _, _, drop, _, minus_base, _, p_value, verdict_cell = _make_method_cells(record)
+        method, scheme, _, _, _, drop, _, minus_base, _, p_value, verdict_cell = _make_method_cells(record)
         terminal_cells = [method, scheme, drop, minus_base, p_value, verdict_cell]
         rows_by_group.setdefault(_format_group_name(record), []).append(terminal_cells)
     header = ("method", "form", "drop", "minus\nBase", "p", "drop is")
@@ -343,7 +371,8 @@ def build_correlation_sheet(quantized: QuantizedScores) -> Sheet:
         "relations",
         "Drop and geometry",
         "Spearman's correlation of the drop with a measure of the float32 model over all runs of a model and task, "
-        f"with Fisher's 95% interval, not corrected for the number of rows. {_MEASURES_NOTE}",
+        "with Fisher's 95% interval, not corrected for the number of rows. Runs that predict a constant without "
+        f"quantization have nothing to lose and are left out. {_MEASURES_NOTE}",
         ("task", "form", "measure", "runs", "Spearman", "95% interval", "note"),
         rows_by_model,
         pd.DataFrame(records),
@@ -358,8 +387,12 @@ def _get_model_and_task(runs: pd.DataFrame) -> dict[str, str]:
 
 
 def _correlate_drop(runs: pd.DataFrame, scheme_name: str, measure: str) -> dict[str, Any]:
-    """Return Spearman's correlation of the drop with a measure and its interval, or a note on why there is none."""
-    measures_and_drops = runs[[measure, f"{scheme_name}_drop"]].astype(float).dropna()
+    """Return Spearman's correlation of the drop with a measure and its interval, or a note on why there is none.
+
+    Runs that predict a constant without quantization are left out.
+    """
+    is_constant_run = runs["collapsed"].eq(True)
+    measures_and_drops = runs.loc[~is_constant_run, [measure, f"{scheme_name}_drop"]].astype(float).dropna()
     no_result = {"runs": len(measures_and_drops), "spearman": None, "low": None, "high": None}
     if len(measures_and_drops) < MIN_RUNS:
         return {**no_result, "note": f"needs {MIN_RUNS} runs"}

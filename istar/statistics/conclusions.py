@@ -52,6 +52,8 @@ class Comparison:
     # there was only one, or if it was chosen on other data.
     chosen_among: int = 1
     reference_chosen_among: int = 1  # the same for the reference
+    # Clause that says why these runs cannot be compared, for reasons that the other attributes do not express.
+    obstacle: str = ""
 
     def __post_init__(self) -> None:
         """Check that the numbers are in range.
@@ -109,8 +111,9 @@ def conclusion(row: Comparison, alpha: float = 0.05) -> str:
 
     The first of these rules that applies gives the main sentence:
 
-    1. Unequal budgets, no seed or one seed in common, different seeds, a test that is missing or cannot give a p-value
-       below alpha with so few pairs: nothing can be concluded, and why. The sentence has no difference and no p-value.
+    1. An obstacle of the caller, unequal budgets, no seed or one seed in common, different seeds, a test that is
+       missing or cannot give a p-value below alpha with so few pairs: nothing can be concluded, and why. The sentence
+       has no difference and no p-value.
     2. The adjusted p-value is at least alpha: no difference was found, and which differences could not have been found.
     3. The test and the interval disagree: nothing can be concluded.
     4. Otherwise the method is better or worse than the reference, by how much.
@@ -159,6 +162,8 @@ def _make_main_sentence(comparison: Comparison, alpha: float) -> str:
 
 def _find_obstacle(comparison: Comparison, alpha: float) -> str:
     """Return why the runs do not allow a comparison of method and reference; empty if they allow it."""
+    if comparison.obstacle:
+        return comparison.obstacle
     if not comparison.has_equal_budgets:
         return "their budgets differ, so that a difference need not come from the method"
     if comparison.pairs == 0:

@@ -4,7 +4,7 @@ import csv
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -304,14 +304,22 @@ def test_other_data_than_those_of_the_run_are_refused(run_folder: Path) -> None:
         saved_runs.load_model_and_data(saved_runs.saved_model_of_run(run_folder, changed_record), 4, 0)
 
 
-def make_synthetic_scores(drops: dict[str, dict[int, float]]) -> quantize.QuantizedScores:
-    """Return the scores of runs on RTE, where one form loses the given drops from 60%."""
+def make_synthetic_scores(
+    drops: dict[str, dict[int, float]], constant_runs: Collection[str] = ()
+) -> quantize.QuantizedScores:
+    """Return the scores of runs on RTE, where one form loses the given drops from 60%.
+
+    The runs named in `constant_runs`, such as `I-STAR-3` for seed 3, had collapsed at the end of training.
+    """
     penalties = {"Base": synthetic.BASE, "I-STAR": synthetic.istar(-1.0), "CosReg": synthetic.cosreg()}
     records = {
-        f"{name}-{seed}": synthetic.record("rte", "mine", penalties[name], seed, 0.6)
+        f"{name}-{seed}": synthetic.record(
+            "rte", "mine", penalties[name], seed, 0.6,
+            changes={"collapsed": {"validation": f"{name}-{seed}" in constant_runs}},
+        )
         for name, by_seed in drops.items()
         for seed in by_seed
-    }
+    }  # fmt: skip
     frame = pd.DataFrame([{"folder": path, **record_to_row(record)} for path, record in records.items()])
     table = cells.add_selection_columns(Runs(frame, {}, records))
     values = [drop for by_seed in drops.values() for drop in by_seed.values()]
@@ -378,6 +386,34 @@ def test_the_drop_and_the_geometry() -> None:
     assert frame.loc["isoscore", "spearman"] == pytest.approx(scipy.stats.spearmanr(range(15), drops).statistic)
     frame_of_two_runs = form_tables.build_correlation_sheet(make_synthetic_scores({"Base": {1: 1.0, 2: 2.0}})).frame
     assert set(frame_of_two_runs["note"]) == {"needs 4 runs"}
+
+
+def test_runs_that_were_constant_before_have_nothing_to_lose() -> None:
+    drops = {**DROPS, "I-STAR": {**DROPS["I-STAR"], 2: 0.0, 4: 0.0}}
+    constant_runs = ("I-STAR-2", "I-STAR-4")
+    quantized = make_synthetic_scores(drops, constant_runs)
+    comparisons, adjusted = form_tables.compare_methods(quantized)
+    by_method = {row.method.split()[0]: row for row in comparisons}
+    assert {name: row.constant_seeds for name, row in by_method.items()} == {"Base": (), "CosReg": (), "I-STAR": (2, 4)}
+    istar_comparison = by_method["I-STAR"].comparison_with_base
+    assert istar_comparison is not None
+    assert istar_comparison.p_value is not None
+    # The drop is significantly smaller, but the report does not call that better.
+    assert istar_comparison.p_value < 0.05
+    sentence = form_tables.write_conclusions(comparisons)[1]
+    assert sentence.startswith("Nothing can be concluded about I-STAR")
+    assert "2 of 5 runs of I-STAR λ=-1 ζ=0.4 predict a constant without quantization" in sentence
+    frame = form_tables.build_methods_sheet(comparisons, adjusted).frame.set_index("method")
+    assert dict(frame["constant"]) == {row.method: len(row.constant_seeds) for row in comparisons}
+    assert frame.loc[by_method["I-STAR"].method, "verdict"] == "no conclusion"
+    # The correlations are those of the runs that can lose something.
+    correlation = form_tables.build_correlation_sheet(quantized).frame.set_index("measure").loc["kurtosis"]
+    assert correlation["runs"] == 13
+
+    base_is_constant, _ = form_tables.compare_methods(make_synthetic_scores(DROPS, ("Base-1",)))
+    sentences = form_tables.write_conclusions(base_is_constant)
+    assert len(sentences) == 2
+    assert all("1 of 5 runs of Base predict" in sentence for sentence in sentences)
 
 
 def test_a_method_without_base_has_no_comparison() -> None:

@@ -64,6 +64,7 @@ def test_no_difference() -> None:
          "their seeds differ, and 1 seed has a run of only one of them; run both with the same seeds"),
         ({"unmatched": 3},
          "their seeds differ, and 3 seeds have a run of only one of them; run both with the same seeds"),
+        ({"obstacle": "their data differ", "pairs": 0}, "their data differ"),
         ({"has_equal_budgets": False}, UNEQUAL_BUDGETS),
         ({"has_equal_budgets": False, "pairs": 0}, UNEQUAL_BUDGETS),
         ({"smallest_p": smallest_sign_flip_p(5)},
