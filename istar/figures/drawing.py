@@ -46,7 +46,7 @@ _MAX_Y_LABEL = 32
 """Most characters of the label of a y axis in one line."""
 _MARKERS = "osD^vPX*"
 _MAX_MARKERS = 40
-"""Most points of a line with markers; more markers would hide the line."""
+"""Most points of a line with markers of full size; more would hide the line, or one another."""
 _MAX_TICKS = 12
 PNG_DPI = 300
 """Dots per inch of PNG files."""
@@ -463,7 +463,8 @@ def _draw_line(axes: Axes, kind: str, line: Line, style: dict[str, Any]) -> None
             high = [y + error for y, error in zip(line.y, line.y_error, strict=True)]
             axes.fill_between(line.x, low, high, color=style["color"], alpha=0.15, linewidth=0)
     elif kind == "points":
-        style |= {"linestyle": "", "markersize": 7}
+        overlap = len(line.x) > _MAX_MARKERS
+        style |= {"linestyle": "", "markersize": 4 if overlap else 7, "alpha": 0.6 if overlap else 1}
         errors = (line.y_error or None, line.x_error or None)
         axes.errorbar(line.x, line.y, *errors, label=line.label, capsize=3, elinewidth=1.1, **style)
     elif kind == "bars":

@@ -64,16 +64,19 @@ def _make_mean_drop_panel(comparisons: Sequence[SchemeComparison], scheme_names:
 def make_drop_by_measure_plot(quantized: QuantizedScores, measure: str) -> Plot:
     """Return a plot of the drop against a measure of the float32 model, with a panel for each model and task.
 
-    Each run is a point, and each quantization scheme a series. `measure` is a key of `MEASURE_LABELS`.
+    Each run is a point, and each quantization scheme a series. Runs that predict a constant without quantization are
+    left out. `measure` is a key of `MEASURE_LABELS`.
     """
     rows, label = quantized.rows, MEASURE_LABELS[measure]
     panels = []
-    for runs in by_model_and_task(rows.dropna(subset=[measure])):
+    can_lose = ~rows["collapsed"].eq(True)
+    for runs in by_model_and_task(rows[can_lose].dropna(subset=[measure])):
         panels.append(_make_measure_panel(runs, quantized.scheme_names, measure))
     return Plot(
         f"drop_by_{measure}",
         f"Drop by {label}",
-        f"Drop from the run's own float32 score against the {label} of its float32 model; a point for each run.",
+        f"Drop from the run's own float32 score against the {label} of its float32 model; a point for each run that "
+        "does not predict a constant.",
         "points",
         label,
         tuple(panels),

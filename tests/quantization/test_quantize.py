@@ -17,7 +17,8 @@ import torch
 from istar import results
 from istar.cli.main import main
 from istar.config import Config
-from istar.quantization import form_tables, quantize, saved_runs
+from istar.pages import folder
+from istar.quantization import form_figures, form_tables, quantize, saved_runs
 from istar.quantization.form_scores import (
     apply_checked_control,
     calibrate_input_ranges,
@@ -409,6 +410,10 @@ def test_runs_that_were_constant_before_have_nothing_to_lose() -> None:
     # The correlations are those of the runs that can lose something.
     correlation = form_tables.build_correlation_sheet(quantized).frame.set_index("measure").loc["kurtosis"]
     assert correlation["runs"] == 13
+    [panel] = form_figures.make_drop_by_measure_plot(quantized, "kurtosis").panels
+    assert [len(line.x) for line in panel.lines] == [13]
+    all_constant = make_synthetic_scores({"Base": {1: 0.0, 2: 0.0}}, ("Base-1", "Base-2"))
+    assert not folder.render_pictures(form_figures.make_drop_by_measure_plot(all_constant, "kurtosis"))
 
     base_is_constant, _ = form_tables.compare_methods(make_synthetic_scores(DROPS, ("Base-1",)))
     sentences = form_tables.write_conclusions(base_is_constant)
