@@ -13,6 +13,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("folder", type=Path, help="folder that holds the runs, as run.root")
     parser.add_argument("--out", type=Path, default=Path("report"), help="output folder (default: report)")
     parser.add_argument("--plan", type=Path, help="plan.yaml of istar plan; the page names the departures from it")
+    reference_help = (
+        "method with which the others are compared, such as a placebo, by its name in the table of all methods; "
+        "settings at its end may be left out if that is unique (default: Base)"
+    )
+    parser.add_argument("--reference", default="Base", metavar="METHOD", help=reference_help)
     parser.set_defaults(command=run, extra="report")
 
 
@@ -20,6 +25,8 @@ def run(options: argparse.Namespace) -> None:
     """Write the report, and print its path, the number of runs and how many rows of the papers' tables lack runs."""
     from istar.reports import report
 
-    written = report.write_report(options.folder, options.out, make_console(stderr=True), options.plan)
+    written = report.write_report(
+        options.folder, options.out, make_console(stderr=True), options.plan, options.reference
+    )
     runs = f"{written.num_runs} run{'s' * (written.num_runs != 1)}"
     make_console().out(f"{written.page_path}: {runs}, {written.num_missing_rows} rows of missing ones", highlight=False)

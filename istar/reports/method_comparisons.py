@@ -1,4 +1,4 @@
-"""Compares every method with Base over the same seeds, with one correction of the p-values for the whole report."""
+"""Compares every method with a reference, usually Base, over the same seeds, with one correction of all p-values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,6 +7,8 @@ from functools import cache
 import numpy as np
 import pandas as pd
 
+from istar.errors import UserError
+from istar.figures.plot import BASE
 from istar.reports.budgets import Budget, compute_budget
 from istar.reports.cells import HELD_OUT, VALIDATION, by_model_and_task, find_best_group
 from istar.scores import displayed, is_lower_better
@@ -30,7 +32,6 @@ class Method:
     metric: str
     name: str
     runs: pd.DataFrame  # finished runs of the configuration that is shown, one for each seed, ordered by seed
-    is_base: bool
     budget: Budget
     num_configurations: int  # number of configurations with finished runs, from which the shown one was chosen
     selection_set: str  # set on which the shown configuration was chosen, see `cells.get_selection_set`
@@ -52,20 +53,21 @@ class Method:
 
 @dataclass(frozen=True)
 class MethodComparison:
-    """Comparison of a method with Base over the seeds that both have."""
+    """Comparison of a method with the reference over the seeds that both have."""
 
     method: Method
-    base: Method | None  # None if no run of Base has finished
-    difference_by_seed: dict[int, float]  # score of the method minus that of Base
+    reference: Method | None  # None if no run of the reference has finished
+    difference_by_seed: dict[int, float]  # score of the method minus that of the reference
     unadjusted_p_value: float | None  # two-sided; None where the test is not defined
     statistics: Comparison  # mean difference, interval and adjusted p-value, from which the conclusion is drawn
 
 
 @dataclass(frozen=True)
 class ComparedMethods:
-    """All methods of a report, and the comparison of each method other than Base with Base."""
+    """All methods of a report, and the comparison of each with the reference."""
 
     methods: list[Method]  # by model and task; Base first, then the others by name
+    reference: str  # name of the method with which the others are compared, possibly without its settings
     comparisons: list[MethodComparison]  # in the same order
     holm: Holm  # Holm's correction over all comparisons that have a test
     test: str  # the paired test behind the p-values, a key of `paired.TESTS`
@@ -77,8 +79,10 @@ class ComparedMethods:
         return self.alpha / max(1, self.holm.tests)
 
 
-def compare_methods(all_runs: pd.DataFrame, test: str = "sign-flip", alpha: float = ALPHA) -> ComparedMethods:
-    """Compare every method of each model and task with Base.
+def compare_methods(
+    all_runs: pd.DataFrame, test: str = "sign-flip", alpha: float = ALPHA, reference: str = BASE
+) -> ComparedMethods:
+    """Compare every method of each model and task with a reference, such as Base or a placebo.
 
     The p-values of the paired differences are adjusted by Holm's method over all methods, tasks and models together.
     The interval is Student's 95% interval of the mean difference, not adjusted.
@@ -89,24 +93,49 @@ def compare_methods(all_runs: pd.DataFrame, test: str = "sign-flip", alpha: floa
             up to 20 pairs. The paired t-test assumes approximately normal differences, and is not defined if all
             differences are equal.
         alpha: significance level of the adjusted p-values, the probability of any false difference.
+        reference: name of the method with which the others are compared, such as `random direction λ=1 ζ=0.4`. The
+            settings at its end may be left out where only one method has the rest of the name.
+
+    Raises:
+        UserError: if no method has the name of the reference, or several of a model and task have it.
     """
     methods = [method for runs in by_model_and_task(all_runs) for method in _collect_methods(runs)]
-    base_by_task: dict[tuple[str, str], Method] = {}
-    for method in methods:
-        if method.is_base:
-            base_by_task.setdefault((method.model, method.task), method)
+    reference_by_task = _find_references(methods, reference)
     comparisons = [
-        _compare_with_base(method, base_by_task.get((method.model, method.task)), test)
+        _compare_with_reference(method, reference_method, reference, test)
         for method in methods
-        if not method.is_base
+        if method is not (reference_method := reference_by_task.get((method.model, method.task)))
     ]
-    return _adjust_p_values(methods, comparisons, test, alpha)
+    adjusted_comparisons, holm = _adjust_p_values(comparisons, test, alpha)
+    return ComparedMethods(methods, reference, adjusted_comparisons, holm, test, alpha)
+
+
+def _find_references(methods: list[Method], name: str) -> dict[tuple[str, str], Method]:
+    """Return the method with the given name, in full or without its settings, of each model and task that has it.
+
+    Raises:
+        UserError: if several methods of a model and task have the name, or none of any, unless it is that of Base.
+    """
+    reference_by_task: dict[tuple[str, str], Method] = {}
+    for method in sorted(methods, key=lambda method: method.name != name):  # full names before shortened ones
+        if method.name != name and not method.name.startswith(f"{name} "):
+            continue
+        other = reference_by_task.setdefault((method.model, method.task), method)
+        if other is not method and other.name != name:
+            raise UserError(
+                f"the reference {name!r} may be {other.name!r} or {method.name!r} on {method.task}; expected the full "
+                "name of one"
+            )
+    if not reference_by_task and name != BASE:
+        available_names = ", ".join(repr(other_name) for other_name in sorted({method.name for method in methods}))
+        raise UserError(f"no finished run is of the method {name!r}; expected one of {available_names or 'none'}")
+    return reference_by_task
 
 
 def _adjust_p_values(
-    methods: list[Method], comparisons: list[MethodComparison], test: str, alpha: float
-) -> ComparedMethods:
-    """Return the comparisons with Holm-adjusted p-values and with minimum detectable differences.
+    comparisons: list[MethodComparison], test: str, alpha: float
+) -> tuple[list[MethodComparison], Holm]:
+    """Return the comparisons with Holm-adjusted p-values and minimum detectable differences, and the adjustment.
 
     Holm's method corrects for all comparisons that have a p-value. The minimum detectable differences are computed at
     its strictest level, alpha divided by the number of tests.
@@ -129,18 +158,20 @@ def _adjust_p_values(
             power=POWER,
         )
         adjusted_comparisons.append(replace(comparison, statistics=statistics))
-    return ComparedMethods(methods, adjusted_comparisons, holm, test, alpha)
+    return adjusted_comparisons, holm
 
 
-def _compare_with_base(method: Method, base: Method | None, test: str) -> MethodComparison:
-    """Return the paired comparison of a method with Base over the seeds that both have.
+def _compare_with_reference(
+    method: Method, reference: Method | None, reference_name: str, test: str
+) -> MethodComparison:
+    """Return the paired comparison of a method with the reference over the seeds that both have.
 
-    Its p-value is not adjusted for multiple comparisons yet. `base` is None if no run of Base has finished; the
+    Its p-value is not adjusted for multiple comparisons yet. `reference` is None if no run of it has finished; the
     comparison then has no pairs.
     """
-    scores, base_scores = method.score_by_seed, base.score_by_seed if base else {}
-    seeds = sorted(scores.keys() & base_scores.keys())
-    difference_by_seed = {seed: scores[seed] - base_scores[seed] for seed in seeds}
+    scores, reference_scores = method.score_by_seed, reference.score_by_seed if reference else {}
+    seeds = sorted(scores.keys() & reference_scores.keys())
+    difference_by_seed = {seed: scores[seed] - reference_scores[seed] for seed in seeds}
     differences = np.array(list(difference_by_seed.values()))
     has_interval = len(seeds) > 1 and not is_constant(differences)
     statistics = Comparison(
@@ -149,15 +180,16 @@ def _compare_with_base(method: Method, base: Method | None, test: str) -> Method
         pairs=len(seeds),
         difference=float(differences.mean()) if seeds else None,
         interval=paired.t_interval(differences) if has_interval else None,
+        reference=reference.name if reference else reference_name,
         collapsed=method.count_collapsed(seeds),
-        reference_collapsed=base.count_collapsed(seeds) if base else 0,
-        unmatched=len(scores.keys() ^ base_scores.keys()),
-        has_equal_budgets=base is None or method.budget.is_equal_to(base.budget),
+        reference_collapsed=reference.count_collapsed(seeds) if reference else 0,
+        unmatched=len(scores.keys() ^ reference_scores.keys()),
+        has_equal_budgets=reference is None or method.budget.is_equal_to(reference.budget),
         lower_is_better=is_lower_better(method.metric),
         chosen_among=method.num_candidates,
-        reference_chosen_among=base.num_candidates if base else 1,
+        reference_chosen_among=reference.num_candidates if reference else 1,
     )
-    return MethodComparison(method, base, difference_by_seed, _compute_p_value(differences, test), statistics)
+    return MethodComparison(method, reference, difference_by_seed, _compute_p_value(differences, test), statistics)
 
 
 def _compute_p_value(differences: np.ndarray, test: str) -> float | None:
@@ -214,7 +246,6 @@ def _collect_methods(runs: pd.DataFrame) -> list[Method]:
                 metric=str(first_run["metric"]),
                 name=name,
                 runs=chosen_runs,
-                is_base=is_base(chosen_runs),
                 budget=compute_budget(method_runs),
                 num_configurations=int(finished_runs["config_hash"].nunique()),
                 selection_set=HELD_OUT if is_held_out else VALIDATION,

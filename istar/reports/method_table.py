@@ -1,4 +1,4 @@
-"""The report's tables of all methods: each penalty and setting, compared with Base over the same seeds."""
+"""The report's tables of all methods: each penalty and setting, compared with a reference over the same seeds."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -17,7 +17,7 @@ from istar.statistics.conclusions import Verdict, conclusion, verdict
 
 
 def build_methods_sheet(compared_methods: ComparedMethods) -> Sheet:
-    """Return the table with a row for each method of every model and task, compared with Base.
+    """Return the table with a row for each method of every model and task, compared with the reference.
 
     Table 1 has one row for I-STAR; this table has one for each lambda, zeta, and further setting in the method's name.
     """
@@ -27,18 +27,20 @@ def build_methods_sheet(compared_methods: ComparedMethods) -> Sheet:
         _build_row(method, comparison_by_method_id.get(id(method)), compared_methods)
         for method in compared_methods.methods
     ]
+    reference = compared_methods.reference
     return Sheet(
         name="methods",
         title="All methods",
         caption="Headline metric on the validation set (percent, except losses and perplexities), mean ± standard "
         "deviation (ddof = 1) over seeds. Trials: configurations tried. Chosen on: the set on which the epoch and the "
-        "configuration were chosen, the reported validation set itself or held-out training data. Minus Base: mean "
+        "configuration were chosen, the reported validation set itself or held-out training data. "
+        f"Minus {reference}: mean "
         "difference over the seeds that both have, with Student's 95% interval, not corrected for the number of rows. "
         f"p: two-sided {_describe_test(compared_methods.test)} over the pairs of seeds; "
         f"{_describe_holm_correction(compared_methods)} Smallest: the smallest difference that so many seeds find with "
         f"probability {POWER:g}, by the paired t-test at {compared_methods.strictest_level:.2g}, Holm's strictest "
         f"level ({compared_methods.alpha:g} / m). IsoScore: layers 1 to L before → after training.",
-        header=("task, metric", "method", "mean ± std", "seeds", "trials", "chosen\non", "minus\nBase",
+        header=("task, metric", "method", "mean ± std", "seeds", "trials", "chosen\non", f"minus\n{reference}",
                 "95% interval", "p", "p,\nHolm", "smallest", "collapsed", "IsoScore", "settings"),
         rows_by_group=_group_by_model(rows, _format_row),
         frame=pd.DataFrame(rows).drop(columns="show_p_values", errors="ignore"),
@@ -52,7 +54,7 @@ def build_methods_sheet(compared_methods: ComparedMethods) -> Sheet:
 
 
 def build_conclusions_sheet(compared_methods: ComparedMethods) -> Sheet:
-    """Return the table of conclusions: a sentence for each method, model and task on its comparison with Base."""
+    """Return the table of conclusions: a sentence for each method, model and task on its comparison."""
     alpha = compared_methods.alpha
     rows = [
         {
@@ -68,8 +70,8 @@ def build_conclusions_sheet(compared_methods: ComparedMethods) -> Sheet:
     return Sheet(
         name="conclusions",
         title="What these runs allow to conclude",
-        caption=f"Each method of the table of all methods, compared with Base by fixed rules at the level {alpha:g}. "
-        f"{_describe_holm_correction(compared_methods)}",
+        caption=f"Each method of the table of all methods, compared with {compared_methods.reference} by fixed rules "
+        f"at the level {alpha:g}. {_describe_holm_correction(compared_methods)}",
         header=("task, metric", "method", "conclusion"),
         rows_by_group=_group_by_model(
             rows,
@@ -101,9 +103,9 @@ def _group_by_model(rows: Sequence[dict[str, Any]], format_row: Any) -> dict[str
 def _build_row(
     method: Method, comparison: MethodComparison | None, compared_methods: ComparedMethods
 ) -> dict[str, Any]:
-    """Return the row of a method, with its comparison with Base.
+    """Return the row of a method, with its comparison with the reference.
 
-    Base itself has no comparison: `comparison` is None, and the columns on the comparison are empty. The
+    The reference itself has no comparison: `comparison` is None, and the columns on the comparison are empty. The
     significance levels are those of `compared_methods`.
     """
     runs = method.runs
@@ -122,7 +124,9 @@ def _build_row(
         "chosen_on": method.selection_set,
         "finished_epochs": method.budget.finished_epochs,
         "finished_examples": method.budget.finished_examples,
-        **dict.fromkeys(("pairs", "minus_base", "low", "high", "p", "p_holm", "smallest_difference", "smallest_level")),
+        **dict.fromkeys(
+            ("pairs", "minus_reference", "low", "high", "p", "p_holm", "smallest_difference", "smallest_level")
+        ),
         "equal_budgets": None,
         "collapsed": method.count_collapsed(list(runs["seed"])),
         "isoscore_before": float(runs["isoscore_before"].mean()),
@@ -137,14 +141,14 @@ def _build_row(
     low, high = statistics.interval or (None, None)
     return row | {
         "pairs": statistics.pairs,
-        "minus_base": statistics.difference,
+        "minus_reference": statistics.difference,
         "low": low,
         "high": high,
         "p": comparison.unadjusted_p_value,
         "p_holm": statistics.p_value,
         "smallest_difference": statistics.smallest_difference,
         "smallest_level": None if statistics.smallest_difference is None else compared_methods.strictest_level,
-        "equal_budgets": None if comparison.base is None else statistics.has_equal_budgets,
+        "equal_budgets": None if comparison.reference is None else statistics.has_equal_budgets,
         "show_p_values": verdict(statistics, compared_methods.alpha) is not Verdict.NONE,
         "conclusion": conclusion(statistics, compared_methods.alpha),
     }
@@ -154,7 +158,7 @@ def _format_row(row: dict[str, Any]) -> list[Entry]:
     """Return the cells of a method's row; p-values are shown only if there are enough runs for a test."""
     interval = EMPTY_CELL if row["low"] is None else f"{row['low']:+.2f} to {row['high']:+.2f}"
     number_texts = [
-        format_number(row["minus_base"], "+.2f"),
+        format_number(row["minus_reference"], "+.2f"),
         interval,
         *(format_p_value(row[name] if row["show_p_values"] else None) for name in ("p", "p_holm")),
         format_number(row["smallest_difference"], ".2f"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from istar.figures.plot import BASE
 from istar.pages.sheets import Entry, Sheet
 from istar.reports.plan_file import (
     Configuration,
@@ -97,8 +98,8 @@ class _Match:
         return self.configuration is not None and not self.changed_keys
 
 
-def departures(plan: Plan, frame: pd.DataFrame) -> list[Departure]:
-    """Return all departures of the runs in a frame from a plan; an empty list if there are none.
+def departures(plan: Plan, frame: pd.DataFrame, reference: str = BASE) -> list[Departure]:
+    """Return all departures of the runs in a frame and their comparison from a plan; an empty list if there are none.
 
     A planned run counts as done if a run has its settings and its seed. A run is compared with the planned
     configuration of the same task, model and method (without λ and the other settings) from which it differs in the
@@ -108,10 +109,12 @@ def departures(plan: Plan, frame: pd.DataFrame) -> list[Departure]:
     Args:
         plan: from `istar.reports.plan_file.read`.
         frame: `istar.reports.run_frame.Runs.frame`, of runs with any status.
+        reference: method with which the report compares the others. A plan compares them with Base.
     """
     rows = map(_replace_nan_by_none, frame.to_dict("records"))
     runs = [_Run(row, _get_identifying_settings(row)) for row in rows]
     matches = [_match_to_plan(plan, run) for run in runs]
+    other_reference = Departure("other comparison", "all methods", f"with {BASE}", f"with {reference}")
     departures_by_kind = (
         _find_plan_edit(plan),
         _find_missing_runs(plan, matches),
@@ -124,6 +127,7 @@ def departures(plan: Plan, frame: pd.DataFrame) -> list[Departure]:
         _find_runs_without_result(plan, matches),
         _find_other_code(plan, runs),
         _find_early_runs(plan, runs),
+        [] if reference == BASE else [other_reference],
     )
     return [departure for departures_of_kind in departures_by_kind for departure in departures_of_kind]
 

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from istar.errors import UserError
-from istar.figures.plot import Line, Panel, Plot
+from istar.figures.plot import BASE, Line, Panel, Plot
 from istar.pages.sheets import Entry, Sheet
 from istar.reports.method_comparisons import ALPHA, ComparedMethods, Method, MethodComparison
 from istar.reports.paper_tables import EMPTY_CELL
@@ -22,7 +22,7 @@ MIN_TASKS = 3
 
 @dataclass(frozen=True)
 class AverageDifference:
-    """A method minus Base, as the mean over tasks of the means over seeds, with Student's 95% interval over tasks."""
+    """A method minus the reference: mean over tasks of the means over seeds, with Student's 95% interval over tasks."""
 
     mean: float | None = None  # None where the tasks' differences have no common unit
     interval: Interval | None = None  # None also if all tasks have equal differences
@@ -35,11 +35,12 @@ class RankedMethods:
     model: str
     tasks: tuple[str, ...] = ()
     average_rank_by_method: dict[str, float] = field(default_factory=dict)  # in ascending order; 1 is the best
-    difference_by_method: dict[str, AverageDifference] = field(default_factory=dict)  # from Base
+    difference_by_method: dict[str, AverageDifference] = field(default_factory=dict)  # from the reference
     friedman_p: float = 1.0  # p-value of Friedman's test, with the statistic of Iman and Davenport
     critical_difference: float = 0.0  # Nemenyi's
     alpha: float = ALPHA  # significance level of both tests
     unranked_methods: tuple[str, ...] = ()  # methods that cannot be ranked with the others
+    reference: str = BASE  # name of the method with which the others are compared
     reason: str = ""  # why the methods are not ranked, as a sentence; empty if they are
 
     @property
@@ -83,44 +84,48 @@ class RankedMethods:
         if not self.unranked_methods:
             return ""
         return (
-            " Not ranked, because they lack one of these tasks or have other seeds or another budget than Base on one: "
-            f"{', '.join(self.unranked_methods)}."
+            " Not ranked, because they lack one of these tasks or have other seeds or another budget than "
+            f"{self.reference} on one: {', '.join(self.unranked_methods)}."
         )
 
 
 def rank_methods(compared_methods: ComparedMethods) -> list[RankedMethods]:
     """Rank the methods of each model over its tasks by their mean headline metric; 1 is the best.
 
-    The tasks are those on which Base and another method have finished, and the methods are Base and all that have, on
-    each of these tasks, the seeds and the budget of Base.
+    The tasks are those on which the reference and another method have finished, and the methods are the reference and
+    all that have, on each of these tasks, its seeds and its budget.
     """
     models = dict.fromkeys(method.model for method in compared_methods.methods)
     return [
         _rank_methods_of_model(
             model,
             [comparison for comparison in compared_methods.comparisons if comparison.method.model == model],
-            compared_methods.alpha,
+            compared_methods,
         )
         for model in models
     ]
 
 
-def _rank_methods_of_model(model: str, comparisons: list[MethodComparison], alpha: float) -> RankedMethods:
+def _rank_methods_of_model(
+    model: str, comparisons: list[MethodComparison], compared_methods: ComparedMethods
+) -> RankedMethods:
     """Return the ranks of a model's methods over its tasks, or the reason why they are not ranked.
 
-    `comparisons` are those of the model's methods with Base, and `alpha` is the significance level of the tests.
+    `comparisons` are those of the model's methods among all `compared_methods`.
     """
-    base_by_task = {
-        comparison.method.task: comparison.base for comparison in comparisons if comparison.base is not None
+    alpha, reference = compared_methods.alpha, compared_methods.reference
+    reference_by_task = {
+        comparison.method.task: comparison.reference for comparison in comparisons if comparison.reference is not None
     }
-    tasks = tuple(base_by_task)
+    tasks = tuple(reference_by_task)
     if len(tasks) < MIN_TASKS:
         num_tasks = f"{len(tasks)} task{'s' * (len(tasks) != 1)}"
         return RankedMethods(
             model,
             tasks,
-            reason=f"methods are compared over tasks from {MIN_TASKS} tasks on; Base and another method have finished "
-            f"on {num_tasks}.",
+            reference=reference,
+            reason=f"methods are compared over tasks from {MIN_TASKS} tasks on; {reference} and another method have "
+            f"finished on {num_tasks}.",
         )
     comparisons_by_method: dict[str, dict[str, MethodComparison]] = {}
     for comparison in comparisons:
@@ -135,10 +140,12 @@ def _rank_methods_of_model(model: str, comparisons: list[MethodComparison], alph
         return RankedMethods(
             model,
             tasks,
+            reference=reference,
             unranked_methods=unranked_methods,
-            reason=f"no method has finished with the seeds and the budget of Base on all of its {len(tasks)} tasks.",
+            reason=f"no method has finished with the seeds and the budget of {reference} on all of its {len(tasks)} "
+            "tasks.",
         )
-    merits_by_method = [[_compute_mean_merit(base) for base in base_by_task.values()]]
+    merits_by_method = [[_compute_mean_merit(method) for method in reference_by_task.values()]]
     merits_by_method += [
         [_compute_mean_merit(comparison_by_task[task].method) for task in tasks]
         for comparison_by_task in complete_methods.values()
@@ -147,13 +154,14 @@ def _rank_methods_of_model(model: str, comparisons: list[MethodComparison], alph
         test_result = over_tasks.friedman(np.array(merits_by_method).T)
     except UserError:
         reason = "all methods have equal scores on every task."
-        return RankedMethods(model, tasks, unranked_methods=unranked_methods, reason=reason)
-    base_name = next(iter(base_by_task.values())).name
-    rank_by_method = dict(zip([base_name, *complete_methods], test_result.average_ranks.tolist(), strict=True))
+        return RankedMethods(model, tasks, unranked_methods=unranked_methods, reference=reference, reason=reason)
+    reference_name = next(iter(reference_by_task.values())).name
+    rank_by_method = dict(zip([reference_name, *complete_methods], test_result.average_ranks.tolist(), strict=True))
     ordered_methods = sorted(rank_by_method, key=lambda name: rank_by_method[name])
     return RankedMethods(
         model,
         tasks,
+        reference=reference,
         average_rank_by_method={name: rank_by_method[name] for name in ordered_methods},
         difference_by_method={
             name: _compute_average_difference([comparison_by_task[task] for task in tasks])
@@ -167,7 +175,7 @@ def _rank_methods_of_model(model: str, comparisons: list[MethodComparison], alph
 
 
 def _is_complete(comparison_by_task: dict[str, MethodComparison], tasks: tuple[str, ...]) -> bool:
-    """Return whether a method has the seeds and the budget of Base on all tasks."""
+    """Return whether a method has the seeds and the budget of the reference on all tasks."""
     task_statistics = [comparison_by_task[task].statistics for task in tasks if task in comparison_by_task]
     return len(task_statistics) == len(tasks) and all(
         statistics.pairs > 0 and not statistics.unmatched and statistics.has_equal_budgets
@@ -181,7 +189,7 @@ def _compute_mean_merit(method: Method) -> float:
 
 
 def _compute_average_difference(comparisons: list[MethodComparison]) -> AverageDifference:
-    """Return the difference of a method from Base, averaged over the comparisons of its tasks.
+    """Return the difference of a method from the reference, averaged over the comparisons of its tasks.
 
     The result has neither a mean nor an interval for losses and perplexities, which have no common unit over tasks.
     """
@@ -199,15 +207,16 @@ def _compute_average_difference(comparisons: list[MethodComparison]) -> AverageD
 def build_rank_sheet(ranked: list[RankedMethods]) -> Sheet:
     """Return the table of average ranks, with a row for each ranked method of every model.
 
-    The rows also have the average difference from Base over the tasks.
+    The rows also have the average difference from the reference over the tasks.
     """
+    no_difference = AverageDifference()
     rows = [
         {
             "model": methods.model,
             "method": name,
             "tasks": len(methods.tasks),
             "average_rank": rank,
-            "minus_base": methods.difference_by_method[name].mean if name in methods.difference_by_method else None,
+            "minus_reference": methods.difference_by_method.get(name, no_difference).mean,
             **dict(zip(("low", "high"), _get_interval(methods, name), strict=True)),
             "friedman_p": methods.friedman_p,
             "critical_difference": methods.critical_difference,
@@ -215,19 +224,21 @@ def build_rank_sheet(ranked: list[RankedMethods]) -> Sheet:
         for methods in ranked
         for name, rank in methods.average_rank_by_method.items()
     ]
-    columns = ["model", "method", "tasks", "average_rank", "minus_base", "low", "high", "friedman_p",
+    columns = ["model", "method", "tasks", "average_rank", "minus_reference", "low", "high", "friedman_p",
                "critical_difference"]  # fmt: skip
     rows_by_model: dict[str, list[list[Entry]]] = {}
     for row in rows:
         rows_by_model.setdefault(str(row["model"]), []).append(_format_row(row))
+    reference = ranked[0].reference if ranked else BASE
     return Sheet(
         name="over_tasks",
         title="Methods over tasks",
         caption="Average rank of the mean headline metric over the tasks of a model; 1 is the highest metric or the "
-        "lowest loss. Minus Base: average over tasks of the mean difference over seeds, in percentage points, each "
-        "task with the same weight. 95% interval: Student's, with a task as one observation, so that it is about tasks "
-        "like these; not corrected for the number of methods. Losses and perplexities have no common unit over tasks.",
-        header=("method", "tasks", "average rank", "minus\nBase", "95% interval"),
+        f"lowest loss. Minus {reference}: average over tasks of the mean difference over seeds, in percentage points, "
+        "each task with the same weight. 95% interval: Student's, with a task as one observation, so that it is about "
+        "tasks like these; not corrected for the number of methods. Losses and perplexities have no common unit over "
+        "tasks.",
+        header=("method", "tasks", "average rank", f"minus\n{reference}", "95% interval"),
         rows_by_group=rows_by_model,
         frame=pd.DataFrame(rows, columns=columns),
         notes=tuple(methods.summarize() for methods in ranked),
@@ -235,14 +246,14 @@ def build_rank_sheet(ranked: list[RankedMethods]) -> Sheet:
 
 
 def _get_interval(ranked: RankedMethods, method: str) -> tuple[float | None, float | None]:
-    """Return the ends of the interval of a method's difference from Base; both are None if there is none."""
+    """Return the ends of the interval of a method's difference from the reference; both are None if there is none."""
     difference = ranked.difference_by_method.get(method)
     return difference.interval if difference and difference.interval else (None, None)
 
 
 def _format_row(row: Mapping[str, object]) -> list[Entry]:
     """Return the cells of a method's row."""
-    low, high, mean = row["low"], row["high"], row["minus_base"]
+    low, high, mean = row["low"], row["high"], row["minus_reference"]
     return [
         Entry(str(row["method"])),
         Entry(str(row["tasks"]), number=True),

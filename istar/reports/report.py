@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from istar.errors import UserError
-from istar.figures.plot import Plot
+from istar.figures.plot import BASE, Plot
 from istar.pages import folder
 from istar.pages.folder import PageKind
 from istar.pages.page import Page, Picture, Section
@@ -53,7 +53,13 @@ class WrittenReport:
     num_missing_rows: int  # number of rows in its table of missing runs
 
 
-def write_report(root: Path, out: Path, console: Console | None = None, plan_path: Path | None = None) -> WrittenReport:
+def write_report(
+    root: Path,
+    out: Path,
+    console: Console | None = None,
+    plan_path: Path | None = None,
+    reference: str = BASE,
+) -> WrittenReport:
     """Write the report of the runs below `root` to the folder `out`.
 
     Args:
@@ -62,10 +68,11 @@ def write_report(root: Path, out: Path, console: Console | None = None, plan_pat
         console: shows the progress if it is a terminal.
         plan_path: `plan.yaml` of `istar plan`. The report uses its test and its significance level, and a section names
             the departures from it.
+        reference: name of the method with which the others are compared, see `method_comparisons.compare_methods`.
 
     Raises:
-        UserError: if `plan_path` is no plan, if there are no runs, if `out` holds files that are no report, or if it
-            cannot be written.
+        UserError: if `plan_path` is no plan, if there are no runs, if no method or several are the reference, if `out`
+            holds files that are no report, or if it cannot be written.
     """
     folder.check_replaceable(out, KIND)
     plan = None if plan_path is None else plan_file.read(plan_path)
@@ -79,7 +86,7 @@ def write_report(root: Path, out: Path, console: Console | None = None, plan_pat
             note = f"; {num_errors} folder{'s' * (num_errors > 1)} could not be read as one" if num_errors else ""
             raise UserError(f"{root} holds no runs{note}; train.py leaves them below run.root")
         progress.update(progress_task, description="computing tables and figures", advance=1)
-        contents = _compute_contents(runs, root, plan)
+        contents = _compute_contents(runs, root, plan, reference)
         if plan_path is not None and plan is not None:
             contents = _add_departures(contents, plan_path, plan)
         # Besides the figures, there are two steps: the reading, which is done, and the writing.
@@ -116,7 +123,8 @@ class _ReportContents:
     plots: list[Plot]
     missing: list[MissingRuns]
     build_sweep_command: SweepCommandBuilder
-    conclusions: str  # sentence that says how many comparisons with Base end in which way
+    reference: str  # method with which the others are compared
+    conclusions: str  # sentence that says how many comparisons with the reference end in which way
     ranks: list[RankedMethods]
     plan_path: Path | None = None  # file of the plan with which the runs are compared
     departures: str = ""  # sentence on the departures from the plan
@@ -124,7 +132,7 @@ class _ReportContents:
 
 def _add_departures(contents: _ReportContents, plan_path: Path, plan: Plan) -> _ReportContents:
     """Return the contents with the table of departures from a plan, and a sentence on them."""
-    departures = plan_departures.departures(plan, contents.all_runs)
+    departures = plan_departures.departures(plan, contents.all_runs, contents.reference)
     return replace(
         contents,
         sheets={**contents.sheets, "departures": plan_departures.build_departures_sheet(departures)},
@@ -133,15 +141,16 @@ def _add_departures(contents: _ReportContents, plan_path: Path, plan: Plan) -> _
     )
 
 
-def _compute_contents(runs: Runs, root: Path, plan: Plan | None) -> _ReportContents:
-    """Compute all tables and plots of the report, with the test and the significance level of the plan, if any."""
+def _compute_contents(runs: Runs, root: Path, plan: Plan | None, reference: str) -> _ReportContents:
+    """Compute all tables and plots of the report, with the test and the significance level of the plan, if any.
+
+    Other arguments are those of `write_report`.
+    """
     all_runs, records = cells.add_selection_columns(runs), runs.records
     geometry_by_folder, geometry_errors = _read_geometries(all_runs)
     table1_cells = cells.select_cells(all_runs)
-    if plan is None:
-        compared_methods = method_comparisons.compare_methods(all_runs)
-    else:
-        compared_methods = method_comparisons.compare_methods(all_runs, plan.test, plan.alpha)
+    test, alpha = ("sign-flip", method_comparisons.ALPHA) if plan is None else (plan.test, plan.alpha)
+    compared_methods = method_comparisons.compare_methods(all_runs, test, alpha, reference)
     ranked_methods = rank_figure.rank_methods(compared_methods)
     plots = [
         run_figures.build_minibatch_stability_plot(stability.compute_stability_scores()),
@@ -191,6 +200,7 @@ def _compute_contents(runs: Runs, root: Path, plan: Plan | None) -> _ReportConte
         plots=plots,
         missing=missing,
         build_sweep_command=build_sweep_command,
+        reference=reference,
         conclusions=conclusions.summary(comparison_statistics, compared_methods.alpha),
         ranks=ranked_methods,
     )
@@ -217,10 +227,13 @@ def _build_page(contents: _ReportContents, pictures_by_plot: Mapping[str, list[P
     head = "Runs below", str(contents.root), f"read by istar {version('istar')}"
     command = f"istar report {shlex.quote(str(contents.root))} --out report"
     command += "" if contents.plan_path is None else f" --plan {shlex.quote(str(contents.plan_path))}"
+    has_base_as_reference = contents.reference == BASE
+    command += "" if has_base_as_reference else f" --reference {shlex.quote(contents.reference)}"
+    note = [] if has_base_as_reference else [f"Methods are compared with {contents.reference}, not with Base."]
     plot_by_name = {plot.name: plot for plot in contents.plots}
     rank_plot, methods_plot = plot_by_name.pop("ranks"), plot_by_name.pop("all_methods")
     sections = [
-        replace(_build_table_section(contents, "conclusions"), paragraphs=[contents.conclusions]),
+        replace(_build_table_section(contents, "conclusions"), paragraphs=[*note, contents.conclusions]),
         Section("reading", "How to read this", _READING_GUIDE),
         *([] if contents.plan_path is None else [_build_departures_section(contents)]),
         _build_table_section(contents, "table1", sweep="table1"),
@@ -254,7 +267,7 @@ _READING_GUIDE = (
     "the configuration or for the number of rows. If p is above 0.05, the choice of seeds may explain the difference.",
     "What may be concluded is said by the sentences of the first section and by nothing else. They use the sign-flip "
     "permutation test at the level 0.05, or the test and the level of the plan, if any, with p-values corrected "
-    "by Holm's method for all comparisons of this page, and require that the method and Base have the same seeds and "
+    "by Holm's method for all comparisons of this page, and require that both methods have the same seeds and "
     "the same budget: as many trials (configurations tried, with their epochs and examples) for each. A row of the "
     "table of all methods is one method; each λ is a method of its own.",
     "Means include collapsed runs (constant predictions), which the remarks count. Failed, unfinished and pruned runs "
@@ -268,7 +281,7 @@ _TEXT_OF_EMPTY_TABLE = {
     "missing": "Nothing: every cell has its five seeds.",
     "cost": "No run has finished.",
     "class_isotropy": "No run has finished on a classification task with a version of istar that measures this.",
-    "conclusions": "No method has a finished run to compare with Base.",
+    "conclusions": "There are no two methods with finished runs to compare.",
 }
 
 

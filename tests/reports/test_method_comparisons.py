@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from istar.errors import UserError
 from istar.reports import cells
 from istar.reports.method_comparisons import ComparedMethods, MethodComparison, compare_methods
 from istar.reports.run_frame import load_runs
@@ -14,8 +15,10 @@ from istar.statistics.conclusions import Verdict, conclusion, verdict
 from tests.reports.synthetic import BASE, cosreg, istar, record, save
 
 
-def compare_methods_in(root: Path, test: str = "sign-flip", alpha: float = 0.05) -> ComparedMethods:
-    return compare_methods(cells.add_selection_columns(load_runs(root, keep_records=True)), test, alpha)
+def compare_methods_in(
+    root: Path, test: str = "sign-flip", alpha: float = 0.05, reference: str = "Base"
+) -> ComparedMethods:
+    return compare_methods(cells.add_selection_columns(load_runs(root, keep_records=True)), test, alpha, reference)
 
 
 def read_comparisons_by_method(root: Path) -> dict[tuple[str, str, str], MethodComparison]:
@@ -323,10 +326,51 @@ def test_the_t_test_of_a_plan_is_paired_and_needs_fewer_seeds(tmp_path: Path) ->
     assert compared_methods.test == "t"
 
 
+def test_methods_are_compared_with_another_reference(tmp_path: Path) -> None:
+    random = np.random.default_rng(3)
+    placebo = {"name": "random_direction", "lambda": 1.0}
+    scores = {
+        name: {seed: 0.6 + shift + 0.02 * random.standard_normal() for seed in range(1, 8)}
+        for name, shift in (("Base", 0.0), ("CosReg λ=1", 0.05), ("random direction λ=1", -0.05))
+    }
+    for reg, score_by_seed in zip((BASE, cosreg(), placebo), scores.values(), strict=True):
+        save_all(tmp_path, reg, score_by_seed)
+    compared = compare_methods_in(tmp_path, test="t", reference="random direction")
+    assert compared.reference == "random direction"
+    assert [comparison.method.name for comparison in compared.comparisons] == ["Base", "CosReg λ=1"]
+    placebo_scores = 100 * np.array(list(scores["random direction λ=1"].values()))
+    p_values = [
+        float(stats.ttest_rel(100 * np.array(list(scores[name].values())), placebo_scores).pvalue)
+        for name in ("Base", "CosReg λ=1")
+    ]
+    for comparison, adjusted_p in zip(compared.comparisons, adjust_by_holm(p_values), strict=True):
+        assert comparison.statistics.p_value == pytest.approx(adjusted_p, rel=1e-9)
+        assert comparison.reference is not None
+        assert comparison.statistics.reference == comparison.reference.name == "random direction λ=1"
+        mean_difference = np.mean(100 * np.array(list(scores[comparison.method.name].values())) - placebo_scores)
+        assert comparison.statistics.difference == pytest.approx(mean_difference)
+    assert conclusion(compared.comparisons[1].statistics).startswith("CosReg λ=1 is better than random direction λ=1")
+    # The full name gives the same comparison.
+    in_full = compare_methods_in(tmp_path, test="t", reference="random direction λ=1")
+    assert [row.statistics for row in in_full.comparisons] == [row.statistics for row in compared.comparisons]
+
+
+def test_a_reference_that_is_no_method_or_several_is_refused(tmp_path: Path) -> None:
+    save_all(tmp_path, BASE, {1: 0.6, 2: 0.7})
+    for weight in (-1, 1):
+        save_all(tmp_path, istar(weight), {1: 0.5, 2: 0.6})
+    with pytest.raises(UserError, match="no finished run is of the method 'VICReg'; expected one of 'Base', 'I-STAR"):
+        compare_methods_in(tmp_path, reference="VICReg")
+    with pytest.raises(UserError, match=r"the reference 'I-STAR' may be 'I-STAR λ=-1 ζ=0.4' or 'I-STAR λ=1 ζ=0.4'"):
+        compare_methods_in(tmp_path, reference="I-STAR")
+    compared = compare_methods_in(tmp_path, reference="I-STAR λ=1 ζ=0.4")
+    assert [comparison.method.name for comparison in compared.comparisons] == ["Base", "I-STAR λ=-1 ζ=0.4"]
+
+
 def test_without_base_nothing_is_concluded(tmp_path: Path) -> None:
     save_all(tmp_path, istar(-1), {1: 0.5})
     [comparison] = compare_methods_in(tmp_path).comparisons
-    assert (comparison.base, comparison.unadjusted_p_value, verdict(comparison.statistics)) == (
+    assert (comparison.reference, comparison.unadjusted_p_value, verdict(comparison.statistics)) == (
         None,
         None,
         Verdict.NONE,

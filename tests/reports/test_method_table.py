@@ -38,14 +38,14 @@ def test_methods_are_compared_with_base_over_the_same_seeds(tmp_path: Path) -> N
     margin = stats.t.ppf(0.975, 4) * stats.sem(differences)
     assert row["mean"] == pytest.approx(100 * np.mean(list(istar_scores.values())), rel=1e-12)
     assert (row["seeds"], row["collapsed"]) == (5, 1)
-    assert row["minus_base"] == pytest.approx(differences.mean(), rel=1e-9)
+    assert row["minus_reference"] == pytest.approx(differences.mean(), rel=1e-9)
     assert (row["low"], row["high"]) == pytest.approx(
         (differences.mean() - margin, differences.mean() + margin), rel=1e-9
     )
     # A single pair has a difference but no interval; a method without Base has neither.
     assert np.isnan(row_by_method["mine", "I-STAR λ=1 ζ=0.4"]["low"])
-    assert row_by_method["mine", "I-STAR λ=1 ζ=0.4"]["minus_base"] == pytest.approx(60 - 100 * base_scores[1])
-    assert np.isnan(row_by_method["other", "CosReg λ=1"]["minus_base"])
+    assert row_by_method["mine", "I-STAR λ=1 ζ=0.4"]["minus_reference"] == pytest.approx(60 - 100 * base_scores[1])
+    assert np.isnan(row_by_method["other", "CosReg λ=1"]["minus_reference"])
     # The tuned method has one trial more than Base, so that the page shows no p-value.
     assert (row["trials"], row_by_method["mine", "Base"]["trials"], row["equal_budgets"]) == (2, 1, False)
     assert row["p"] == row["p_holm"] == 2 / 2**5

@@ -888,12 +888,25 @@ def test_departures_from_a_plan(
     assert "commit <b>d00d" in text
     departures = pd.read_csv("report/tables/departures.csv")
     assert set(departures["departure"]) == {"seed that was not planned", "unequal seeds", "other code"}
+    assert main(["report", "runs", "--plan", str(plan), "--reference", "I-STAR"]) == 0
+    page = parsed(tmp_path / "report" / "index.html")
+    assert "Methods are compared with I-STAR, not with Base." in "".join(page.text)
+    assert "Minus I-STAR: mean difference" in "".join(page.text)
+    assert f"--plan '{plan}' --reference I-STAR" in "".join(page.text)
+    methods = pd.read_csv("report/tables/methods.csv").set_index("method")
+    assert methods["minus_reference"].notna().to_dict() == {"Base": True, "I-STAR λ=-1 ζ=0.4": False}
+    departures = pd.read_csv("report/tables/departures.csv").set_index("departure")
+    assert departures.loc["other comparison", ["planned", "actual"]].tolist() == ["with Base", "with I-STAR"]
     assert main(["report", "runs"]) == 0
     page_without_plan = parsed(tmp_path / "report" / "index.html")
     assert "departures" not in page_without_plan.ids
     assert "p: two-sided paired sign-flip test" in "".join(page_without_plan.text)
     capsys.readouterr()
     contents_before = contents(tmp_path / "report")
+    assert main(["report", "runs", "--reference", "VICReg"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: no finished run is of the method 'VICReg'; expected one of 'Base', 'I-STAR λ=-1 ζ=0.4'"
+    ]
     for wrong_path, message in (
         ("nowhere.yaml", "there is no such plan"),
         ("my plan", "is a folder"),
