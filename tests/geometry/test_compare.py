@@ -1,5 +1,6 @@
 """`istar compare` on the measures of two tiny models."""
 
+import itertools
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -163,11 +164,15 @@ def test_i_w_has_both_conventions_of_the_signs(
         for matrix in ("input", "output")
         for signs in ("signs as computed", "both signs")
     ]
-    for panel, matrix, signs in zip(plot.panels[2:], ("output", "output"), ("as_computed", "both"), strict=True):
-        measures_by_form = measurements_by_name["decoder"].matrices[matrix]
-        assert panel.lines[0].y == tuple(
-            measures[f"partition_isotropy_{signs}"] for measures in measures_by_form.values()
-        )
+    for panel, (matrix, signs) in zip(
+        plot.panels, itertools.product(("input", "output"), ("as_computed", "both")), strict=True
+    ):
+        expected_values = {
+            name: tuple(form[f"partition_isotropy_{signs}"] for form in measurements.matrices[matrix].values())
+            for name, measurements in measurements_by_name.items()
+            if matrix in measurements.matrices
+        }
+        assert {line.label: line.y for line in panel.lines} == expected_values
 
 
 def test_the_page_has_differences_with_intervals(measurements_by_name: dict[str, Measurements], tmp_path: Path) -> None:

@@ -479,6 +479,7 @@ def test_odd_inputs_that_work(train: Train, tmp_path: Path, arguments: str, mess
     code, stdout, stderr = train(arguments)
     assert (code, stderr) == (0, "")
     assert message in stdout
+    assert message or "warning" not in stdout.lower()
     [result] = (tmp_path / "runs").rglob(results.RESULT)
     assert results.read(result.parent).status == "finished"
     files_after = read_files(tmp_path)
