@@ -45,7 +45,8 @@ class IstarSweeper(Sweeper):
                 hydra_context=hydra_context, task_function=task_function, config=config
             )
         self._launched = 0
-        self._group_cache: dict[tuple[str, ...], DictConfig] = {}
+        # Configs by their options of config groups; None if they have values of Hydra.
+        self._group_cache: dict[tuple[str, ...], DictConfig | None] = {}
 
     def sweep(self, arguments: list[str]) -> None:
         from rich.console import Console
@@ -116,11 +117,13 @@ class IstarSweeper(Sweeper):
         values = [override for override in map(_parse, overrides) if _sets_value(override)]
         groups = tuple(text for text in overrides if not _sets_value(_parse(text)))
         if groups not in self._group_cache:
-            composed = self.hydra_context.config_loader.load_sweep_config(self.config, list(groups))
-            self._group_cache[groups] = _without_hydra(composed)
-        if _HYDRA_VALUE.search(OmegaConf.to_yaml(self._group_cache[groups])):
+            composed = _without_hydra(self.hydra_context.config_loader.load_sweep_config(self.config, list(groups)))
+            has_hydra_value = _HYDRA_VALUE.search(OmegaConf.to_yaml(composed)) is not None
+            self._group_cache[groups] = None if has_hydra_value else composed
+        group_config = self._group_cache[groups]
+        if group_config is None:
             return self._compose_with_hydra(overrides)
-        config = copy.deepcopy(self._group_cache[groups])
+        config = copy.deepcopy(group_config)
         for override in values:
             try:
                 OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
