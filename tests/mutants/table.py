@@ -733,8 +733,8 @@ MUTATIONS = [
     Mutation(
         "The test compares each run with the mean of Base, not with the run of the same seed.",
         "istar/reports/method_comparisons.py",
-        "scores[seed] - base_scores[seed]",
-        "scores[seed] - np.mean(list(base_scores.values()))",
+        "scores[seed] - reference_scores[seed]",
+        "scores[seed] - np.mean(list(reference_scores.values()))",
         "tests/reports/test_method_comparisons.py",
     ),
     Mutation(
