@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ from istar.reports.method_comparisons import is_base, select_runs_by_method
 from istar.reports.paper_tables import EMPTY_CELL, format_mean_and_std, format_p_value
 from istar.reports.run_tables import format_number
 from istar.reports.statistics import compare_paired, mean_and_std
+from istar.scores import is_lower_better
 from istar.statistics import paired
 from istar.statistics.arguments import is_constant
-from istar.statistics.conclusions import Comparison, conclusion, verdict
+from istar.statistics.conclusions import Comparison, Verdict, conclusion, verdict
 from istar.statistics.correlation import partial_correlation
 from istar.statistics.multiple import Holm, holm
 from istar.statistics.power import smallest_difference
@@ -38,6 +40,12 @@ _CONSTANT_NOTE = (
     "Constant: runs whose predictions had collapsed to a constant at the end of training. Quantization takes nothing "
     "from them, so that a method with such runs is not compared."
 )
+_VERDICT_TEXTS = {
+    Verdict.BETTER: "smaller",
+    Verdict.WORSE: "larger",
+    Verdict.NO_DIFFERENCE: Verdict.NO_DIFFERENCE.value,
+    Verdict.NONE: Verdict.NONE.value,
+}
 _CAUSALITY_NOTE = (
     "Runs of different methods differ in more than the measure, and runs of one method are alike: a correlation over "
     "them does not show that the measure is the cause."
@@ -51,6 +59,7 @@ class SchemeComparison:
     Attributes:
         model, task, metric, method, scheme_name: what is compared.
         float32_by_seed: float32 score by seed, in the unit of `istar.scores.displayed`.
+        base_float32_by_seed: the same for Base; empty without runs of Base.
         drop_by_seed: drop from the float32 score of the same run by seed, in the same unit; positive if quantization
             makes the score worse.
         constant_seeds: seeds of the runs whose predictions had collapsed to a constant at the end of training. They
@@ -66,6 +75,7 @@ class SchemeComparison:
     method: str
     scheme_name: str
     float32_by_seed: dict[int, float]
+    base_float32_by_seed: dict[int, float]
     drop_by_seed: dict[int, float]
     constant_seeds: tuple[int, ...]
     drop_interval: tuple[float, float] | None
@@ -163,6 +173,7 @@ def _compare_task(runs: pd.DataFrame, scheme_names: Sequence[str]) -> Iterator[S
                 method,
                 scheme_name,
                 _get_values_by_seed(method_runs, "float32"),
+                _get_values_by_seed(base_runs, "float32"),
                 drop_by_seed,
                 tuple(sorted(_find_constant_seeds(method_runs))),
                 paired.t_interval(drops) if has_interval else None,
@@ -183,7 +194,7 @@ def _compare_with_base(method: str, scheme_name: str, method_runs: pd.DataFrame,
     first_run = method_runs.iloc[0]
     return Comparison(
         method,
-        f"{first_run['task']} ({first_run['metric']} lost with {scheme_name})",
+        f"{first_run['task']} ({first_run['metric']}, {scheme_name})",
         pairs=len(common_seeds),
         difference=paired_comparison.difference,
         interval=paired_comparison.interval,
@@ -194,6 +205,8 @@ def _compare_with_base(method: str, scheme_name: str, method_runs: pd.DataFrame,
         unmatched=len(drop_by_seed.keys() ^ base_drop_by_seed.keys()),
         has_equal_budgets=compute_budget(method_runs).is_equal_to(compute_budget(base_runs)),
         lower_is_better=True,
+        better_verb="loses less than",
+        worse_verb="loses more than",
         obstacle=_describe_constant_runs(method, method_runs, base_runs, common_seeds),
     )
 
@@ -274,7 +287,7 @@ def _make_method_record(comparison: SchemeComparison) -> dict[str, Any]:
         "minus_base_low": minus_base_low,
         "minus_base_high": minus_base_high,
         "adjusted_p": base_comparison.p_value if base_comparison else None,
-        "verdict": verdict(base_comparison).value if base_comparison else "",
+        "verdict": _VERDICT_TEXTS[verdict(base_comparison)] if base_comparison else "",
     }
 
 
@@ -346,7 +359,35 @@ def _format_interval(low: float | None, high: float | None) -> str:
 
 def write_conclusions(comparisons: Sequence[SchemeComparison]) -> list[str]:
     """Return the sentences on what each comparison with Base allows to conclude."""
-    return [conclusion(row.comparison_with_base) for row in comparisons if row.comparison_with_base is not None]
+    return [
+        " ".join(filter(None, (conclusion(row.comparison_with_base), _describe_unequal_start(row))))
+        for row in comparisons
+        if row.comparison_with_base is not None
+    ]
+
+
+def _describe_unequal_start(comparison: SchemeComparison) -> str:
+    """Return a sentence on float32 scores that may explain a significant difference of drops; empty if they do not.
+
+    A model with a low score in float32 has less to lose, so that a small drop need not mean that it is robust. A loss
+    has no such limit.
+    """
+    comparison_with_base = comparison.comparison_with_base
+    if comparison_with_base is None or is_lower_better(comparison.metric):
+        return ""
+    common_seeds = comparison.float32_by_seed.keys() & comparison.base_float32_by_seed.keys()
+    score, base_score = (
+        fmean(score_by_seed[seed] for seed in common_seeds)
+        for score_by_seed in (comparison.float32_by_seed, comparison.base_float32_by_seed)
+    )
+    amounts = {Verdict.BETTER: "less", Verdict.WORSE: "more"}
+    result = verdict(comparison_with_base)
+    if result not in amounts or (score < base_score) != (result is Verdict.BETTER):
+        return ""
+    return (
+        f"It also has {amounts[result]} to lose: its float32 score is {score:.2f} on average, and that of Base "
+        f"{base_score:.2f}."
+    )
 
 
 def build_correlation_sheet(quantized: QuantizedScores) -> Sheet:

@@ -43,6 +43,9 @@ class Comparison:
     unmatched: int = 0  # number of seeds that only one of the two has
     has_equal_budgets: bool = True  # whether both had the same number of trials, epochs and examples
     lower_is_better: bool = False  # whether the metric is a loss
+    # Verbs of the sentences that find the method better or worse, for metrics that others describe more exactly.
+    better_verb: str = "is better than"
+    worse_verb: str = "is worse than"
     # Minimum attainable adjusted p-value with so many pairs: `paired.smallest_sign_flip_p`, adjusted for a table in
     # which every test gives its smallest p-value; 0 for the t-test.
     smallest_p: float = 0.0
@@ -154,8 +157,9 @@ def _make_main_sentence(comparison: Comparison, alpha: float) -> str:
         )
         return f"No difference between {names} was found on {comparison.task} ({numbers}); {limit}."
     size = _format_number(abs(comparison.difference))
+    verb = comparison.better_verb if result is Verdict.BETTER else comparison.worse_verb
     return (
-        f"{comparison.method} is {result.value} than {comparison.reference} on {comparison.task} by {size} "
+        f"{comparison.method} {verb} {comparison.reference} on {comparison.task} by {size} "
         f"({numbers}, {comparison.pairs} seeds)."
     )
 

@@ -372,9 +372,9 @@ def test_methods_are_compared_by_their_drops() -> None:
         assert by_method[name].drop_interval == pytest.approx(
             (method_drops.mean() - margin, method_drops.mean() + margin)
         )
-    # A smaller drop is better.
     sentences = form_tables.write_conclusions(rows)
-    assert "better than Base on rte (accuracy lost with w4a4) by 3.16" in sentences[1]
+    assert "loses less than Base on rte (accuracy, w4a4) by 3.16" in sentences[1]
+    assert "to lose" not in sentences[1]
     assert sentences[0].startswith("No difference between CosReg")
 
 
@@ -419,6 +419,33 @@ def test_runs_that_were_constant_before_have_nothing_to_lose() -> None:
     sentences = form_tables.write_conclusions(base_is_constant)
     assert len(sentences) == 2
     assert all("1 of 5 runs of Base predict" in sentence for sentence in sentences)
+
+
+def test_a_small_drop_from_a_low_score_is_explained() -> None:
+    quantized = make_synthetic_scores(DROPS)
+    is_istar = quantized.rows["method"].str.startswith("I-STAR")
+    base_score = quantized.rows.loc[~is_istar, "float32"].mean()
+    quantized.rows.loc[is_istar, "float32"] = base_score - 20
+    comparisons, adjusted = form_tables.compare_methods(quantized)
+    sentence = form_tables.write_conclusions(comparisons)[1]
+    assert "loses less than Base" in sentence
+    expected = f"float32 score is {base_score - 20:.2f} on average, and that of Base {base_score:.2f}"
+    assert f"It also has less to lose: its {expected}." in sentence
+    methods = form_tables.build_methods_sheet(comparisons, adjusted).frame
+    assert list(methods["verdict"]) == ["", "no difference found", "smaller"]
+
+    # The other way round, a method from above has more to lose.
+    rows = quantized.rows
+    rows.loc[is_istar, "float32"] = base_score + 20
+    rows.loc[is_istar, "w4a4_drop"] += 20
+    comparisons, _ = form_tables.compare_methods(quantized)
+    sentence = form_tables.write_conclusions(comparisons)[1]
+    assert "loses more than Base" in sentence
+    assert "It also has more to lose" in sentence
+    # A higher score that loses less, and a loss, need no explanation.
+    rows.loc[is_istar, "w4a4_drop"] -= 20
+    comparisons, _ = form_tables.compare_methods(quantized)
+    assert form_tables.write_conclusions(comparisons)[1].endswith("5 seeds).")
 
 
 def test_a_method_without_base_has_no_comparison() -> None:
