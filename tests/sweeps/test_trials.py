@@ -166,7 +166,7 @@ GRIDS = {
         },
         "cosreg": {"reg": ("cosreg",), "reg.lambda": (1,), **RATES},
         "vicreg": {"reg": ("vicreg",), "reg.lambda": (0.1,), **RATES},
-        "uniformity": {"reg": ("uniformity",), "reg.lambda": (1,), "reg.points": ("last",), **RATES},
+        "uniformity": {"reg": ("uniformity",), "reg.lambda": (1,), "reg.points": ("first",), **RATES},
         "spectrum": {"reg": ("spectrum",), "reg.lambda": (1,), **RATES},
         "random_direction": {"reg": ("random_direction",), "reg.lambda": (1,), **RATES},
         "weight_decay": {"reg": ("weight_decay",), "reg.lambda": (0.1,), **RATES},
