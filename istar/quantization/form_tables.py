@@ -40,7 +40,7 @@ _CONSTANT_NOTE = (
     "Constant: runs whose predictions had collapsed to a constant at the end of training. Quantization takes nothing "
     "from them, so that a method with such runs is not compared."
 )
-_VERDICT_TEXTS = {
+_DROP_TEXTS = {
     Verdict.BETTER: "smaller",
     Verdict.WORSE: "larger",
     Verdict.NO_DIFFERENCE: Verdict.NO_DIFFERENCE.value,
@@ -287,7 +287,7 @@ def _make_method_record(comparison: SchemeComparison) -> dict[str, Any]:
         "minus_base_low": minus_base_low,
         "minus_base_high": minus_base_high,
         "adjusted_p": base_comparison.p_value if base_comparison else None,
-        "verdict": _VERDICT_TEXTS[verdict(base_comparison)] if base_comparison else "",
+        "verdict": _DROP_TEXTS[verdict(base_comparison)] if base_comparison else "",
     }
 
 
@@ -372,22 +372,24 @@ def _describe_unequal_start(comparison: SchemeComparison) -> str:
     A model with a low score in float32 has less to lose, so that a small drop need not mean that it is robust. A loss
     has no such limit.
     """
-    comparison_with_base = comparison.comparison_with_base
-    if comparison_with_base is None or is_lower_better(comparison.metric):
+    if comparison.comparison_with_base is None or is_lower_better(comparison.metric):
+        return ""
+    result = verdict(comparison.comparison_with_base)
+    if result not in (Verdict.BETTER, Verdict.WORSE):
         return ""
     common_seeds = comparison.float32_by_seed.keys() & comparison.base_float32_by_seed.keys()
     score, base_score = (
         fmean(score_by_seed[seed] for seed in common_seeds)
         for score_by_seed in (comparison.float32_by_seed, comparison.base_float32_by_seed)
     )
-    amounts = {Verdict.BETTER: "less", Verdict.WORSE: "more"}
-    result = verdict(comparison_with_base)
-    if result not in amounts or (score < base_score) != (result is Verdict.BETTER):
+    if result is Verdict.BETTER and score < base_score:
+        amount = "less"
+    elif result is Verdict.WORSE and score > base_score:
+        amount = "more"
+    else:
         return ""
-    return (
-        f"It also has {amounts[result]} to lose: its float32 score is {score:.2f} on average, and that of Base "
-        f"{base_score:.2f}."
-    )
+    scores = f"its float32 score is {score:.2f} on average, and that of Base {base_score:.2f}"
+    return f"It also has {amount} to lose: {scores}."
 
 
 def build_correlation_sheet(quantized: QuantizedScores) -> Sheet:

@@ -43,7 +43,7 @@ class Comparison:
     unmatched: int = 0  # number of seeds that only one of the two has
     has_equal_budgets: bool = True  # whether both had the same number of trials, epochs and examples
     lower_is_better: bool = False  # whether the metric is a loss
-    # Verbs of the sentences that find the method better or worse, for metrics that others describe more exactly.
+    # Verbs of the sentence that finds the method better or worse, where others describe the metric more exactly.
     better_verb: str = "is better than"
     worse_verb: str = "is worse than"
     # Minimum attainable adjusted p-value with so many pairs: `paired.smallest_sign_flip_p`, adjusted for a table in

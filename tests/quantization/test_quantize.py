@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -442,10 +443,22 @@ def test_a_small_drop_from_a_low_score_is_explained() -> None:
     sentence = form_tables.write_conclusions(comparisons)[1]
     assert "loses more than Base" in sentence
     assert "It also has more to lose" in sentence
-    # A higher score that loses less, and a loss, need no explanation.
+    # A higher score that loses less needs no explanation.
     rows.loc[is_istar, "w4a4_drop"] -= 20
     comparisons, _ = form_tables.compare_methods(quantized)
     assert form_tables.write_conclusions(comparisons)[1].endswith("5 seeds).")
+    # Nor does a smaller drop from a lower loss, because losses have no limit.
+    rows.loc[is_istar, "float32"] = base_score - 20
+    comparisons, _ = form_tables.compare_methods(replace(quantized, rows=rows.assign(metric="loss")))
+    assert form_tables.write_conclusions(comparisons)[1].endswith("5 seeds).")
+
+
+def test_methods_without_common_seeds_have_no_conclusion() -> None:
+    other_seeds = {seed + 5: drop for seed, drop in DROPS["I-STAR"].items()}
+    comparisons, _ = form_tables.compare_methods(make_synthetic_scores({"Base": DROPS["Base"], "I-STAR": other_seeds}))
+    [sentence] = form_tables.write_conclusions(comparisons)
+    assert sentence.startswith("Nothing can be concluded about I-STAR")
+    assert "no seed in common" in sentence
 
 
 def test_a_method_without_base_has_no_comparison() -> None:
