@@ -4,6 +4,7 @@
 that Hydra rejects misspelt keys and wrong types in files and on the command line alike.
 """
 
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import Field, fields, is_dataclass
@@ -46,10 +47,12 @@ def sweep_folder() -> Path:
     return installed_folder if installed_folder.is_dir() else config_folder().parent / "sweep"
 
 
+@functools.cache
 def register() -> None:
     """Store the schemas (`schema/task`, `schema/istar` and so on) and the options of `task` and `reg` with Hydra.
 
-    Each entry of `TASKS` and `PENALTIES` is an option. The files in conf/ add options that set further values.
+    Each entry of `TASKS` and `PENALTIES` is an option. The files in conf/ add options that set further values. Hydra
+    keeps them for the life of the process, so only the first call stores them.
     """
     store = ConfigStore.instance()
     for name, config_class in {**_GROUPS, **PENALTIES, **_LOGGERS, "sweep": SweepConfig}.items():
@@ -62,8 +65,12 @@ def register() -> None:
         store.store(group="task", name=name, node={"defaults": ["/schema/task@_here_", *model_override], "name": name})
 
 
+@functools.cache
 def register_sweeps() -> None:
-    """Store the options of `sweep` with Hydra, one for each file of `sweep_folder`, which is not in conf/."""
+    """Store the options of `sweep` with Hydra, one for each file of `sweep_folder`, which is not in conf/.
+
+    Only the first call stores them, as in `register`.
+    """
     for path in sweep_folder().glob("*.yaml"):
         ConfigStore.instance().store(group="sweep", name=path.stem, node=OmegaConf.load(path), package="_global_")
 
