@@ -92,6 +92,14 @@ def repository() -> Path:
     return REPOSITORY
 
 
+@pytest.fixture
+def svg_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Render the figures of pages as SVG only, a third of the time, for tests of other things than the figures' files."""
+    from istar.figures import drawing
+
+    monkeypatch.setattr(drawing, "render_with_spots", functools.partial(drawing.render_with_spots, suffixes=("svg",)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def registered() -> None:
     schema.register()

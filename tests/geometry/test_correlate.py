@@ -13,6 +13,8 @@ from istar.geometry import correlate
 from istar.geometry.correlate import ResampledSeries
 from istar.statistics import correlation
 
+pytestmark = pytest.mark.usefixtures("svg_only")
+
 GEOMETRY = "model,revision,step,weights,source,layer,isoscore,inter_sim\n"
 
 

@@ -260,6 +260,7 @@ def balanced(tex: str) -> None:
 NASTY = r"""<script>alert('x')</script> & "q" _a% #1 ~ ^ $x$ {y} \z | `t` λ ± <img src=//evil>"""
 
 
+@pytest.mark.usefixtures("svg_only")
 def test_hostile_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_scores: Any) -> None:
     monkeypatch.setattr(stability, "compute_stability_scores", lambda: quick_scores)
     model = 'mine/<b onclick="x()">$a_1$ & 100%\'s'
@@ -753,6 +754,7 @@ def test_every_run_is_read_once_and_every_picture_drawn_once(one_run: Path, monk
     assert calls == {"read": 3, "compute_stability_scores": 1, "render_with_spots": len(pictures)}
 
 
+@pytest.mark.usefixtures("svg_only")
 def test_a_report_below_its_runs_is_no_trouble(one_run: Path) -> None:
     for _ in range(2):
         report.write_report(one_run / "runs", one_run / "runs" / "report")
@@ -773,6 +775,7 @@ def write_foreign_files(folder: Path, kind: str) -> None:
         (folder / "tables" / "mine.csv").write_text("1")
 
 
+@pytest.mark.usefixtures("svg_only")
 @pytest.mark.parametrize("kind", ["a file", "someone's folder", "someone's page", "someone's tables"])
 def test_nobody_loses_files(one_run: Path, kind: str, capsys: Any) -> None:
     out = one_run / "report"
@@ -784,6 +787,7 @@ def test_nobody_loses_files(one_run: Path, kind: str, capsys: Any) -> None:
     assert (contents(out) if out.is_dir() else out.read_text()) == contents_before
 
 
+@pytest.mark.usefixtures("svg_only")
 def test_a_file_put_beside_a_report_is_kept(one_run: Path) -> None:
     out = one_run / "report"
     report.write_report(one_run / "runs", out)
@@ -793,6 +797,7 @@ def test_a_file_put_beside_a_report_is_kept(one_run: Path) -> None:
     assert (out / "figures" / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.usefixtures("svg_only")
 def test_an_interrupted_report_leaves_the_old_one(one_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = one_run / "report"
     report.write_report(one_run / "runs", out)
@@ -826,6 +831,7 @@ def test_nothing_to_report(tmp_path: Path, capsys: Any) -> None:
     assert not (tmp_path / "report").exists()
 
 
+@pytest.mark.usefixtures("svg_only")
 @pytest.mark.parametrize(
     "runs",
     [
@@ -849,6 +855,7 @@ def test_whatever_there_is_makes_a_page(
     parsed(tmp_path / "report" / "index.html")
 
 
+@pytest.mark.usefixtures("svg_only")
 def test_the_command(one_run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(one_run)
     (one_run / "runs" / "sweeps" / "a").mkdir(parents=True)
@@ -862,6 +869,7 @@ def test_the_command(one_run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
     assert paper_tables.EMPTY_CELL not in table1.columns
 
 
+@pytest.mark.usefixtures("svg_only")
 @pytest.mark.slow
 def test_departures_from_a_plan(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, quick_scores: Any
