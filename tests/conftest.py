@@ -94,10 +94,11 @@ def repository() -> Path:
 
 @pytest.fixture
 def svg_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Render the figures of pages as SVG only, a third of the time, for tests of other things than the figures' files."""
+    """Render the figures of pages as SVG only, in a third of the time, for tests that do not look at their files."""
     from istar.figures import drawing
 
-    monkeypatch.setattr(drawing, "render_with_spots", functools.partial(drawing.render_with_spots, suffixes=("svg",)))
+    render = drawing.render_with_spots
+    monkeypatch.setattr(drawing, "render_with_spots", lambda plot, suffixes=("svg",): render(plot, suffixes))
 
 
 @pytest.fixture(scope="session", autouse=True)

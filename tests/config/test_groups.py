@@ -477,7 +477,7 @@ def test_mistakes_in_a_stored_node(composed: Callable[..., Config]) -> None:
 
 
 # Groups are converted one by one, so each option of both groups is enough, without all pairs.
-@pytest.mark.parametrize(("reg", "logger"), zip(options("reg"), itertools.cycle(options("logger")), strict=False))
+@pytest.mark.parametrize(("reg", "logger"), [*zip(options("reg"), itertools.cycle(options("logger")), strict=False)])
 def test_round_trip(composed: Callable[..., Config], reg: str, logger: str) -> None:
     config = composed("task=stsb", f"reg={reg}", f"logger={logger}", "seed=7", "task.limit_train=3")
     values = to_dict(config)
