@@ -79,7 +79,8 @@ def find_extreme_dimensions(layer: Layer) -> list[dict[str, float]]:
         For each, its index `dimension`, its `mean`, its standard `deviation`, `mean_by_typical_deviation` (the mean
         divided by the median deviation of all dimensions) and `variance_share` (its share of the summed variance).
     """
-    mean, deviation = layer.dimensions.mean, layer.dimensions.deviation()
+    dimensions = layer.dimensions
+    mean, deviation = dimensions.mean, dimensions.deviation()
     mean_by_typical_deviation = mean / deviation.quantile(0.5)
     variance_share = deviation.square() / deviation.square().sum()
     return [

@@ -1,29 +1,21 @@
-"""Accumulators for the moments of the hidden states of each group of documents."""
+"""Accumulator for the moments of the hidden states of each group of documents."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, Self, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
+from istar.errors import UserError
+from istar.geometry.token_batch import Sentences, TokenBatch
 from istar.measures import FourthMoments, SentenceMoments
-from istar.measures.moments import BatchMoments, fourth_moments
+from istar.measures.moments import BatchMoments
+from istar.measures.rows import zero_vector
+from istar.measures.sentences import SentenceSums
 
-MAX_WAITING_POINTS = 512
-"""Number of points of a group that are collected before they are added to its moments together."""
-
-
-class _Sums(Protocol):
-    """Sums over points that can be added and subtracted."""
-
-    def merge(self, other: Self, /) -> Self: ...
-
-    def subtract(self, other: Self, /) -> Self: ...
-
-
-T = TypeVar("T", bound=_Sums)
+MAX_RECENT_POINTS = 2_048
+"""Number of points whose scatter matrix is summed up in their dtype before it is added to the accumulated one."""
 
 
 class GroupedMoments:
@@ -32,33 +24,36 @@ class GroupedMoments:
     If `has_sentences`, it also accumulates the `SentenceMoments` of those points that belong to a sentence. Both need
     the scatter matrix of these points, which is computed once.
 
-    Adding points takes O(d^2) operations, however few points there are. The points of a group therefore wait until
-    there are enough of them. Sentences that wait are padded to the longest of them. With the padding, waiting points
-    take memory for at most `2 * num_groups * MAX_WAITING_POINTS * d` numbers, or more if a single sentence is longer.
+    All sums are about the same origin, so that those of batches and groups are simply added. Sums over a batch are
+    computed in the dtype of its points, and accumulated in float64 (float32 on MPS). A scatter matrix is added to the
+    accumulated one only after `MAX_RECENT_POINTS` points, because adding it takes as long as multiplying many points.
 
     Args:
         num_groups: number of groups, at least 1.
-        dim: d, at least 1, or at least 2 if `has_sentences`.
-        device: device of the sums; points must be on the same device.
-        has_sentences: whether to accumulate the `SentenceMoments` of each group.
-        origin: `(d,)`, see `SentenceMoments`.
+        origin: `(d,)`, near the mean of the points, see `FourthMoments.about_mean` and `SentenceMoments`. Its device is
+            that of the sums; points must be on the same device.
+        has_sentences: whether to accumulate the `SentenceMoments` of each group, which needs d of at least 2.
     """
 
-    def __init__(
-        self,
-        num_groups: int,
-        dim: int,
-        device: torch.device,
-        has_sentences: bool = False,
-        origin: Tensor | None = None,
-    ) -> None:
-        self._device = device
-        self._moments = [FourthMoments(dim, device) for _ in range(num_groups)]
+    def __init__(self, num_groups: int, origin: Tensor, has_sentences: bool = False) -> None:
+        dim, self._num_groups = len(origin), num_groups
+        self._origin = origin.to(zero_vector(dim, origin.device))
         self._sentence_moments: list[SentenceMoments] = []
         if has_sentences:
-            self._sentence_moments = [SentenceMoments(dim, origin, device) for _ in range(num_groups)]
-        self._waiting_points: list[list[Tensor]] = [[] for _ in range(num_groups)]
-        self._waiting_sentences: list[list[Tensor]] = [[] for _ in range(num_groups)]
+            self._sentence_moments = [SentenceMoments(dim, origin, origin.device) for _ in range(num_groups)]
+        # The points of group g that belong to a sentence are part g, and its others are part `num_groups` + g. Without
+        # `has_sentences`, part g holds all points of group g.
+        num_parts = 2 * num_groups if has_sentences else num_groups
+        self._counts = self._origin.new_zeros(num_parts)
+        self._totals = self._origin.new_zeros(num_parts, dim)
+        self._thirds = self._origin.new_zeros(num_parts, dim)
+        self._fourths = self._origin.new_zeros(num_parts)
+        # Scatter matrices by part, of the parts that have points. Those of sentences are in their `SentenceMoments`.
+        self._scatters: dict[int, Tensor] = {}
+        # Scatter matrix and number of the latest points of each part, and sums over their sentences by group.
+        self._recent_scatters: dict[int, Tensor] = {}
+        self._recent_counts: dict[int, int] = {}
+        self._recent_sentences: list[list[list[Tensor]]] = [[] for _ in self._sentence_moments]
 
     @property
     def has_sentences(self) -> bool:
@@ -66,133 +61,200 @@ class GroupedMoments:
         return bool(self._sentence_moments)
 
     @torch.no_grad()
-    def update(self, points: Tensor, groups: Tensor, sentences: Tensor | None = None) -> None:
-        """Add points with the group and the sentence of each.
+    def update(self, centered: Tensor, squared_norms: Tensor, batch: TokenBatch) -> None:
+        """Add the points of a batch by their differences from the origin.
 
         Args:
-            points: `(n, d)`; the points of a sentence are consecutive and all in this batch.
-            groups: index of each point's group, `(n,)` on the CPU. A single group takes the points of all groups.
-            sentences: number of each point's sentence, `(n,)` on the CPU, unique within the batch. Points with a
-                negative number belong to no sentence. None is the same as a negative number for all points.
+            centered: differences `(n, d)`, in the order of the rows of the batch, float32 or float64.
+            squared_norms: squared norms of the differences, `(n,)`.
+            batch: the tokens of the points. Its groups are those of this accumulator, or this one has a single group.
         """
-        has_one_group = len(self._moments) == 1
-        if sentences is None or not self.has_sentences:
-            if has_one_group:
-                self._moments[0].update(points)
-                return
-            sentences = torch.full_like(groups, -1)
-        groups = torch.zeros_like(groups) if has_one_group else groups
-        for group in groups.unique().tolist():
-            is_in_group = groups == group
-            self._add_points(group, points[(is_in_group & (sentences < 0)).to(points.device)])
-            rows = (is_in_group & (sentences >= 0)).nonzero().squeeze(1)
-            lengths = sentences[rows].unique_consecutive(return_counts=True)[1].tolist()
-            for sentence in points[rows.to(points.device)].split(lengths) if lengths else ():
-                self._add_sentence(group, sentence)
+        part_by_batch_part = {part: self._find_part(part, batch.num_groups) for part in batch.part_slices}
+        parts = torch.tensor(list(part_by_batch_part.values()), device=centered.device)
+        for sums, batch_sums in (
+            (self._counts, batch.parts.counts),
+            (self._totals, batch.parts.sum_rows(centered)),
+            (self._thirds, batch.parts.sum_rows(centered, squared_norms)),
+            # Fourth powers can leave the range of float32.
+            (self._fourths, batch.parts.sum_values(squared_norms.to(self._fourths).square())),
+        ):
+            sums.index_add_(0, parts, batch_sums.to(sums))
+        for batch_part, rows in batch.part_slices.items():
+            self._add_scatter(part_by_batch_part[batch_part], centered[rows])
+        if self.has_sentences and batch.sentences is not None:
+            self._add_sentences(centered, squared_norms, batch.sentences)
 
     def merge(self, other: "GroupedMoments") -> None:
-        """Add the points of another accumulator, group by group."""
-        for part, other_part in zip(self.moments(), other.moments(), strict=True):
-            part.merge(other_part)
-        for sentence_part, other_sentence_part in zip(self.sentence_moments(), other.sentence_moments(), strict=True):
-            sentence_part.merge(other_sentence_part)
+        """Add the points of another accumulator with the same groups and origin, group by group.
 
-    def moments(self) -> list[FourthMoments]:
-        """Return the moments of each group, to which all waiting points have been added."""
-        self._add_all_waiting()
-        return self._moments
+        Raises:
+            UserError: if the origins differ.
+        """
+        if not torch.equal(other._origin.to(self._origin), self._origin):
+            raise UserError("cannot merge sums about different origins; give both accumulators the same origin")
+        self._add_recent()
+        other._add_recent()
+        for sums, other_sums in zip(self._get_small_sums(), other._get_small_sums(), strict=True):
+            sums += other_sums.to(sums)
+        for part, scatter in other._scatters.items():
+            self._add_to_scatter(part, scatter)
+        for moments, other_moments in zip(self._sentence_moments, other._sentence_moments, strict=True):
+            moments.merge(other_moments)
 
-    def sentence_moments(self) -> list[SentenceMoments]:
-        """Return the sums over the sentences of each group, all waiting ones added; empty without `has_sentences`."""
-        self._add_all_waiting()
-        return self._sentence_moments
+    def compute_moments(self) -> FourthMoments:
+        """Return the moments of all points."""
+        return FourthMoments.about_mean(self._origin, self._sum_groups(range(self._num_groups)))
+
+    def compute_moments_without_each_group(self) -> Iterator[FourthMoments]:
+        """Yield, for each group, the moments of the points of all other groups."""
+        total = self._sum_groups(range(self._num_groups))
+        for group in range(self._num_groups):
+            differences = (sums - group_sums for sums, group_sums in zip(total, self._sum_groups([group]), strict=True))
+            yield FourthMoments.about_mean(self._origin, BatchMoments(*differences))
+
+    def compute_sentence_moments(self) -> SentenceMoments:
+        """Return the moments of all sentences; only with `has_sentences`."""
+        self._add_recent()
+        first, *others = self._sentence_moments
+        total = copy.copy(first)
+        for moments in others:
+            # `merge` replaces the tensors of the copy and does not change those of the first group.
+            total.merge(moments)
+        return total
+
+    def compute_sentence_moments_without_each_group(self) -> Iterator[SentenceMoments]:
+        """Yield, for each group, the moments of the sentences of all other groups; only with `has_sentences`."""
+        total = self.compute_sentence_moments()
+        for moments in self._sentence_moments:
+            yield copy.copy(total).subtract(moments)
+
+    def count_sentences(self) -> list[int]:
+        """Return the number of sentences of each group."""
+        self._add_recent()
+        return [int(moments.sentences) for moments in self._sentence_moments]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all tensors. Waiting points are kept separate, so that a resumed pass has the same rounding errors."""
+        """Return all tensors. Recent sums are kept separate, so that a resumed pass has the same rounding errors."""
         return {
-            "moments": [get_tensors(part) for part in self._moments],
-            "sentence_moments": [get_tensors(part) for part in self._sentence_moments],
-            "waiting_points": self._waiting_points,
-            "waiting_sentences": self._waiting_sentences,
+            "origin": self._origin,
+            "small_sums": self._get_small_sums(),
+            "scatters": self._scatters,
+            "sentence_moments": [get_tensors(moments) for moments in self._sentence_moments],
+            "recent_scatters": self._recent_scatters,
+            "recent_counts": self._recent_counts,
+            "recent_sentences": self._recent_sentences,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the tensors that `state_dict` returned."""
-        for moments, tensors in zip(self._moments, state["moments"], strict=True):
+        device = self._origin.device
+        self._origin = state["origin"].to(device)
+        self._counts, self._totals, self._thirds, self._fourths = (sums.to(device) for sums in state["small_sums"])
+        self._scatters = {part: scatter.to(device) for part, scatter in state["scatters"].items()}
+        for moments, tensors in zip(self._sentence_moments, state["sentence_moments"], strict=True):
             set_tensors(moments, tensors)
-        for sums, tensors in zip(self._sentence_moments, state["sentence_moments"], strict=True):
-            set_tensors(sums, tensors)
-        self._waiting_points = self._move_to_device(state["waiting_points"])
-        self._waiting_sentences = self._move_to_device(state["waiting_sentences"])
+        self._recent_scatters = {part: scatter.to(device) for part, scatter in state["recent_scatters"].items()}
+        self._recent_counts = dict(state["recent_counts"])
+        self._recent_sentences = [
+            [[column.to(device) for column in columns] for columns in columns_by_batch]
+            for columns_by_batch in state["recent_sentences"]
+        ]
 
-    def _move_to_device(self, tensors_by_group: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """Return the waiting tensors of each group on the device of the sums."""
-        return [[tensor.to(self._device) for tensor in tensors] for tensors in tensors_by_group]
+    def _get_small_sums(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the sums that need at most d numbers for each part."""
+        return self._counts, self._totals, self._thirds, self._fourths
 
-    def _add_points(self, group: int, points: Tensor) -> None:
-        """Add points `(n, d)` that belong to no sentence to those that wait, and to the moments if these are enough."""
-        if len(points):
-            self._waiting_points[group].append(points)
-            if sum(map(len, self._waiting_points[group])) >= MAX_WAITING_POINTS:
-                self._add_waiting_points(group)
+    def _find_part(self, batch_part: int, num_batch_groups: int) -> int:
+        """Return the part of this accumulator that a part of a batch with this number of groups belongs to."""
+        is_without_sentence, batch_group = divmod(batch_part, num_batch_groups)
+        group = 0 if self._num_groups == 1 else batch_group
+        return group + self._num_groups * is_without_sentence if self.has_sentences else group
 
-    def _add_sentence(self, group: int, sentence: Tensor) -> None:
-        """Add a sentence `(tokens, d)` to those that wait, which are first added to the moments if they are enough."""
-        waiting = self._waiting_sentences[group]
-        longest = max(map(len, [*waiting, sentence]))
-        if (len(waiting) + 1) * longest > MAX_WAITING_POINTS:
-            self._add_waiting_sentences(group)
-        self._waiting_sentences[group].append(sentence)
+    def _add_scatter(self, part: int, centered: Tensor) -> None:
+        """Add the scatter matrix of differences `(n, d)` from the origin to the recent one of a part."""
+        recent_scatter = self._recent_scatters.get(part)
+        if recent_scatter is None or recent_scatter.dtype != centered.dtype:
+            self._add_recent_scatter(part)
+            recent_scatter = centered.new_zeros(centered.shape[1], centered.shape[1])
+            self._recent_scatters[part], self._recent_counts[part] = recent_scatter, 0
+        recent_scatter.addmm_(centered.T, centered)
+        self._recent_counts[part] += len(centered)
+        if self._recent_counts[part] >= MAX_RECENT_POINTS:
+            self._add_recent_scatter(part)
+            if self.has_sentences and part < self._num_groups:
+                self._add_recent_sentences(part)
 
-    @torch.no_grad()
-    def _add_all_waiting(self) -> None:
-        """Add all waiting points and sentences to the moments of their groups."""
-        for group in range(len(self._moments)):
-            self._add_waiting_points(group)
-            self._add_waiting_sentences(group)
+    def _add_sentences(self, centered: Tensor, squared_norms: Tensor, sentences: Sentences) -> None:
+        """Append the sums over each sentence of a batch to the recent ones of its group."""
+        num_sentences, num_rows = len(sentences.rows.groups), len(sentences.sentence_of_row)
+        points = centered[:num_rows]
+        totals = sentences.rows.sum_rows(points)
+        # The product of each point and the sum of its sentence.
+        products = torch.linalg.vecdot(points, totals.index_select(0, sentences.sentence_of_row))
+        padded = points.new_zeros(num_sentences * sentences.longest, points.shape[1])
+        padded = padded.index_copy_(0, sentences.padded_rows, points).view(num_sentences, sentences.longest, -1)
+        columns = [
+            sentences.rows.counts,
+            totals,
+            sentences.rows.sum_rows(points, products),
+            (padded @ padded.mT).square().sum((1, 2)),
+            sentences.rows.sum_values(squared_norms[:num_rows].to(self._origin)),
+        ]
+        sizes = list(sentences.counts_by_group.values())
+        for batch_group, *columns_of_group in zip(
+            sentences.counts_by_group, *(column.split(sizes) for column in columns), strict=True
+        ):
+            group = 0 if self._num_groups == 1 else batch_group
+            self._recent_sentences[group].append([column.to(self._origin) for column in columns_of_group])
 
-    def _add_waiting_points(self, group: int) -> None:
-        """Add the waiting points of a group that belong to no sentence to its moments."""
-        if self._waiting_points[group]:
-            self._moments[group].update(torch.cat(self._waiting_points[group]))
-            self._waiting_points[group] = []
+    def _add_recent(self) -> None:
+        """Add all recent sums to the accumulated ones."""
+        for part in list(self._recent_scatters):
+            self._add_recent_scatter(part)
+        for group in range(len(self._sentence_moments)):
+            self._add_recent_sentences(group)
 
-    def _add_waiting_sentences(self, group: int) -> None:
-        """Add the waiting sentences of a group to its moments and to its sums over sentences."""
-        sentences = self._waiting_sentences[group]
-        if not sentences:
-            return
-        batch = fourth_moments(torch.cat(sentences))
-        self._moments[group].add_batch(batch)
-        lengths = torch.tensor([len(sentence) for sentence in sentences], device=self._device)
-        padded = pad_sequence(sentences, batch_first=True)
-        mask = torch.arange(padded.shape[1], device=self._device) < lengths[:, None]
-        sums = self._sentence_moments[group]
-        sums.update(padded, mask, scatter=_compute_scatter_about(sums.origin, batch))
-        self._waiting_sentences[group] = []
+    def _add_recent_scatter(self, part: int) -> None:
+        """Add the recent scatter matrix of a part to its accumulated one."""
+        self._recent_counts.pop(part, None)
+        recent_scatter = self._recent_scatters.pop(part, None)
+        if recent_scatter is not None:
+            self._add_to_scatter(part, recent_scatter)
 
+    def _add_to_scatter(self, part: int, scatter: Tensor) -> None:
+        """Add a matrix to the accumulated scatter matrix of a part."""
+        if self.has_sentences and part < self._num_groups:
+            moments = self._sentence_moments[part]
+            # Out of place, because copies of the moments share the tensor.
+            moments.scatter = moments.scatter + scatter
+        elif part in self._scatters:
+            self._scatters[part] = self._scatters[part] + scatter
+        else:
+            self._scatters[part] = scatter.to(self._origin, copy=True)
 
-def merge_parts(parts: Sequence[T]) -> T:
-    """Return the sums over the points of all parts."""
-    first, *others = parts
-    # `merge` replaces the tensors of the copy and does not change those of the first part.
-    total = copy.copy(first)
-    for part in others:
-        total.merge(part)
-    return total
+    def _add_recent_sentences(self, group: int) -> None:
+        """Add the recent sums over sentences of a group to its `SentenceMoments`."""
+        if self._recent_sentences[group]:
+            columns = [torch.cat(column) for column in zip(*self._recent_sentences[group], strict=True)]
+            counts, totals, scattered, squares, traces = columns
+            # `_add_to_scatter` adds the scatter matrix.
+            self._sentence_moments[group].add(SentenceSums(counts, totals, scattered, squares, traces, scatter=None))
+            self._recent_sentences[group] = []
 
-
-def leave_out_each(parts: Sequence[T]) -> Iterator[T]:
-    """Yield, for each part, the sums over the points of all other parts."""
-    total = merge_parts(parts)
-    for part in parts:
-        yield copy.copy(total).subtract(part)
-
-
-def _compute_scatter_about(origin: Tensor, batch: BatchMoments) -> Tensor:
-    """Return the scatter matrix of a batch about `origin` `(d,)` instead of its mean, in the dtype of the origin."""
-    offset = batch.mean.to(origin) - origin
-    return torch.addr(batch.scatter.to(origin), offset * batch.size, offset)
+    def _sum_groups(self, groups: Iterable[int]) -> BatchMoments:
+        """Return the sums about the origin over the points of some groups; see `FourthMoments.about_mean`."""
+        self._add_recent()
+        parts = [*groups]
+        if self.has_sentences:
+            parts += [self._num_groups + group for group in parts]
+        scatter = self._origin.new_zeros(len(self._origin), len(self._origin))
+        for part in parts:
+            if self.has_sentences and part < self._num_groups:
+                scatter += self._sentence_moments[part].scatter
+            elif part in self._scatters:
+                scatter += self._scatters[part]
+        count, total, third, fourth = (sums[parts].sum(0) for sums in self._get_small_sums())
+        return BatchMoments(count, total, scatter, third, fourth)
 
 
 def get_tensors(accumulator: object) -> dict[str, Tensor]:

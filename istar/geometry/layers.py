@@ -1,8 +1,7 @@
 """Accumulators for all streaming measures of one layer, and standard errors from groups of documents."""
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,7 +9,8 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.geometry.grouped_moments import GroupedMoments, get_tensors, leave_out_each, merge_parts, set_tensors
+from istar.geometry.grouped_moments import GroupedMoments, get_tensors, set_tensors
+from istar.geometry.token_batch import TokenBatch
 from istar.measures import (
     CosineContributions,
     DimensionMoments,
@@ -35,11 +35,15 @@ from istar.measures import (
     singular_values,
     top_share,
 )
+from istar.measures.activations import row_kurtosis
+from istar.measures.moments import full_precision
 from istar.measures.point_groups import NUM_LOG2_BINS
-from istar.measures.rows import norms_and_units, upcast_blocks
+from istar.measures.rows import accumulation_dtype, block_length, inverse_or_zero, row_norms
 
 MeasureSet = Literal["basic", "all"]
 """Which measures to compute: `basic` leaves out those that take the most time, see `LayerSettings`."""
+_FLOAT32_RANGE = (1e-5, 1e8)
+"""Range of norms, and of the deviations of dimensions, whose fourth powers neither overflow float32 nor lose digits."""
 _NORM_EDGES = torch.logspace(-2, 4, 241).tolist()
 """Edges of the bins of the histogram of norms."""
 
@@ -73,87 +77,135 @@ class LayerSettings:
         return self.measures == "all" and self.has_separate_documents
 
 
+class _PowerSums:
+    """Accumulates the sums of powers of the differences of points from an origin, in each dimension.
+
+    Args:
+        origin: `(d,)`, in the dtype of the sums.
+
+    Attributes:
+        count: number of points, 0-d.
+        sums: sums of the first to the fourth powers, `(4, d)`.
+    """
+
+    def __init__(self, origin: Tensor) -> None:
+        self.origin = origin
+        self.count = origin.new_zeros(())
+        self.sums = origin.new_zeros(4, len(origin))
+
+    def add(self, count: int | Tensor, sums: Tensor) -> None:
+        """Add points by their number and the sums over them."""
+        self.count = self.count + count
+        self.sums = self.sums + sums
+
+    def merge(self, other: "_PowerSums") -> None:
+        """Add the points of another accumulator with the same origin."""
+        self.add(other.count.to(self.count), other.sums.to(self.sums))
+
+    def compute(self) -> DimensionMoments:
+        """Return the moments of each dimension."""
+        return DimensionMoments.about_mean(self.origin, self.count, self.sums)
+
+
 class Layer:
     """Accumulates the streaming measures of the hidden states of one layer.
 
-    Batches may come in any order, and the accumulators of several processes merge exactly.
+    Batches may come in any order, and the accumulators of several processes merge exactly. Elementwise operations and
+    the sums over a batch are float32, or float64 if the hidden states are float64 or leave the range in which float32
+    keeps its digits. Sums of powers are about an origin near the mean, so that they lose no digits where a mean is
+    large. All sums are accumulated in float64 (float32 on MPS).
 
     Args:
         dim: width d of the hidden states.
         vocabulary_size: number of token types; 0 leaves out IntraSim and the measures by frequency.
-        device: device of the sums.
+        origin: `(d,)`, a point near the mean of the hidden states, on their device; the same for all accumulators that
+            are merged.
         settings: what to accumulate; the same for all accumulators that are merged.
-        origin: `(d,)`, origin of the score by sentence, see `SentenceMoments`; the same for all accumulators that are
-            merged.
 
     Attributes:
         types: norms and directions by token type; None without a vocabulary.
         positions: norms and directions by `log2_bins` of the position.
-        dimensions: moments of each dimension.
     """
 
     def __init__(
-        self,
-        dim: int,
-        vocabulary_size: int,
-        device: torch.device,
-        settings: LayerSettings | None = None,
-        origin: Tensor | None = None,
+        self, dim: int, vocabulary_size: int, origin: Tensor, settings: LayerSettings | None = None
     ) -> None:
         self.settings = settings or LayerSettings()
-        num_groups = self.settings.num_groups
+        # The same number in float32 and in float64, so that sums in both are about the same point.
+        self._origin = origin.float().to(accumulation_dtype(origin.device))
+        device, num_groups = origin.device, self.settings.num_groups
         num_parts = num_groups if num_groups and self.settings.scatter_by_group else 1
-        self._moments = GroupedMoments(num_parts, dim, device, self.settings.has_score_by_sentence, origin)
+        self._moments = GroupedMoments(num_parts, self._origin, self.settings.has_score_by_sentence)
         self._groups = GroupedPoints(num_groups, dim, device) if num_groups else None
         self.cosine = CosineContributions(dim, device)
         self.norms = Norms(dim, _NORM_EDGES, device)
-        self.dimensions = DimensionMoments(dim, device)
+        self._power_sums = _PowerSums(self._origin)
         self.types = GroupedPoints(vocabulary_size, dim, device) if vocabulary_size else None
         self.positions = GroupedPoints(NUM_LOG2_BINS, dim, device)
         has_all_measures = self.settings.measures == "all"
         self._kurtosis = TokenKurtosis(dim, device=device) if has_all_measures else None
         self._massive = MassiveActivations(dim, device=device) if has_all_measures else None
 
-    def update(
-        self,
-        points: Tensor,
-        token_ids: Tensor,
-        positions: Tensor,
-        groups: Tensor | None = None,
-        sentences: Tensor | None = None,
-    ) -> None:
+    @torch.no_grad()
+    def update(self, points: Tensor, batch: TokenBatch) -> None:
         """Update all statistics with a batch of hidden states.
 
         Args:
-            points: hidden states `(n, d)`, without padding.
-            token_ids: ids of the tokens, `(n,)`.
-            positions: positions of the tokens in the model's input, from 0, `(n,)`.
-            groups: index of the group of each token's document, `(n,)` on the CPU. If None, all tokens are in group 0.
-            sentences: index of each token's sentence, for the score by sentence, `(n,)` on the CPU; see
-                `GroupedMoments.update`. None leaves all points out of that score.
+            points: hidden states `(n, d)` of the tokens of the batch, without padding, in the order in which the tokens
+                were given to `TokenBatch.of`.
+            batch: the tokens.
         """
-        groups = torch.zeros(len(points), dtype=torch.int64) if groups is None else groups
-        self._moments.update(points, groups, sentences)
-        device_groups = groups.to(points.device)
+        if not len(points):
+            return
+        points = batch.sort(points)
         if self._massive is not None:
-            self._massive.update(points, token_ids, positions)
-        position_bins = log2_bins(positions)
-        start = 0
-        # Norms and unit vectors are computed once for all accumulators that need them.
-        for block in upcast_blocks(points) if len(points) else ():
-            rows = slice(start, start + len(block))
-            norms, units, is_nonzero = norms_and_units(block)
-            self.cosine.add_units(units, is_nonzero)
-            self.norms.add_norms(block, norms)
-            if self._groups is not None:
-                self._groups.add_units(norms, units, is_nonzero, device_groups[rows])
-            self.positions.add_units(norms, units, is_nonzero, position_bins[rows])
-            if self.types is not None:
-                self.types.add_units(norms, units, is_nonzero, token_ids[rows])
-            self.dimensions.update(block)
-            if self._kurtosis is not None:
-                self._kurtosis.update(block)
-            start += len(block)
+            self._massive.update(points, batch.token_ids, batch.positions)
+        with full_precision(points.device):
+            is_added = self._add(points.to(torch.promote_types(points.dtype, torch.float32)), batch)
+            if not is_added:
+                self._add(points.double(), batch)
+
+    def _add(self, points: Tensor, batch: TokenBatch) -> bool:
+        """Add points, float32 or float64, in the order of the rows of the batch.
+
+        Returns False, and adds nothing, if float32 has too small a range for the points, and the device has float64.
+        """
+        norms = row_norms(points)
+        # With these weights, sums of points are sums of unit vectors, which need no copy of the points.
+        inverse_norms = inverse_or_zero(norms)
+        centered, squared_distances = torch.empty_like(points), torch.empty_like(norms)
+        power_sums, unit_squares = self._origin.new_zeros(4, len(self._origin)), torch.zeros_like(self._origin)
+        origin = self._origin.to(points.dtype)
+        columns = (points, centered, squared_distances, inverse_norms)
+        # The temporary tensors of a block stay in the cache.
+        blocks = (column.split(block_length(points)) for column in columns)
+        for block, centered_block, distances, weights in zip(*blocks, strict=True):
+            torch.sub(block, origin, out=centered_block)
+            squares = centered_block.square()
+            torch.sum(squares, 1, out=distances)
+            # A product with ones takes less time than a sum over the rows.
+            ones = torch.ones_like(weights)
+            powers = (centered_block, squares, squares * centered_block, squares.square())
+            power_sums += torch.stack([ones @ power for power in powers])
+            unit_squares += weights.square() @ block.square()
+        can_be_wider = points.dtype == torch.float32 and self._origin.dtype == torch.float64
+        if can_be_wider and not _is_in_float32_range(norms, power_sums[1] / len(points)):
+            return False
+        self._power_sums.add(len(points), power_sums)
+        self._moments.update(centered, squared_distances, batch)
+        for grouped_points, rows in (
+            (self._groups, batch.groups),
+            (self.positions, batch.position_bins),
+            (self.types, batch.types),
+        ):
+            if grouped_points is not None:
+                grouped_points.add_rows(rows, points, norms, inverse_norms)
+        num_nonzero, unit_total = norms.count_nonzero(), (inverse_norms @ points).to(self._origin)
+        self.cosine.add_sums(unit_total, unit_squares, num_nonzero, len(norms) - num_nonzero)
+        self.norms.add_norms(norms.to(self._origin), power_sums[0] + len(points) * self._origin)
+        if self._kurtosis is not None:
+            self._kurtosis.add_kurtoses(*row_kurtosis(points))
+        return True
 
     def merge(self, other: "Layer") -> None:
         """Add the points of another accumulator, group by group."""
@@ -162,12 +214,18 @@ class Layer:
 
     @property
     def moments(self) -> FourthMoments:
-        """Moments of all points, merged from those of the groups at each access."""
-        return merge_parts(self._moments.moments())
+        """Moments of all points, computed at each access."""
+        return self._moments.compute_moments()
+
+    @property
+    def dimensions(self) -> DimensionMoments:
+        """Moments of each dimension, computed at each access."""
+        return self._power_sums.compute()
 
     def _get_accumulators(self) -> dict[str, Any]:
         """Return the accumulators of this layer by attribute name, which is also their key in the saved state."""
-        return {name: value for name, value in vars(self).items() if name != "settings" and value is not None}
+        names_of_others = ("settings", "_origin")
+        return {name: value for name, value in vars(self).items() if name not in names_of_others and value is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the tensors of all accumulators by the name of the accumulator."""
@@ -202,11 +260,11 @@ class Layer:
             replicates: result of `compute_replicates`; computed if None.
         """
         spectra = self.compute_spectra() if spectra is None else spectra
-        moments, dim = self.moments, len(self.dimensions.mean)
-        variances, contributions = self.dimensions.variance(), self.cosine.contributions()
+        moments, dimensions, dim = self.moments, self.dimensions, len(self._origin)
+        variances, contributions = dimensions.variance(), self.cosine.contributions()
         # Rogue dimensions of pretrained models: the mean is many times the median deviation of all dimensions.
-        outliers = outlier_dimensions(self.dimensions.mean, 5, "median", reference=self.dimensions.deviation())
-        kurtosis, power_law = self.dimensions.kurtosis(), _fit_power_law(spectra["centered"].square())
+        outliers = outlier_dimensions(dimensions.mean, 5, "median", reference=dimensions.deviation())
+        kurtosis, power_law = dimensions.kurtosis(), _fit_power_law(spectra["centered"].square())
         norms = self.norms.compute()
         measures: dict[str, float | Tensor] = {
             "tokens": float(moments.count),
@@ -233,7 +291,7 @@ class Layer:
             measures["intra_sim"] = self.types.inter_sim().nanmean()
             measures["adjusted_intra_sim"] = measures["intra_sim"] - measures["inter_sim"]
         if self._moments.has_sentences:
-            measures[SCORE_BY_SENTENCE] = _compute_sentence_score(merge_parts(self._moments.sentence_moments()))
+            measures[SCORE_BY_SENTENCE] = _compute_sentence_score(self._moments.compute_sentence_moments())
         if self._kurtosis is not None:
             token_kurtosis = self._kurtosis.compute()
             measures |= {"token_kurtosis": token_kurtosis.average, "largest_token_kurtosis": token_kurtosis.largest}
@@ -279,10 +337,9 @@ class Layer:
             estimates = []
         replicates = {name: [measures[name] for measures in estimates] for name in measure_names}
         if self._moments.has_sentences and self.settings.scatter_by_group:
-            sentence_moments = self._moments.sentence_moments()
-            scores = [_compute_sentence_score(moments) for moments in leave_out_each(sentence_moments)]
-            has_empty_group = any(group_moments.sentences == 0 for group_moments in sentence_moments)
-            is_defined = not has_empty_group and all(map(math.isfinite, scores))
+            sentence_moments = self._moments.compute_sentence_moments_without_each_group()
+            scores = [_compute_sentence_score(moments) for moments in sentence_moments]
+            is_defined = all(self._moments.count_sentences()) and all(map(math.isfinite, scores))
             replicates[SCORE_BY_SENTENCE] = scores if is_defined else []
         return replicates
 
@@ -290,9 +347,10 @@ class Layer:
         """Yield, for each group, the measures that have a standard error, computed from all other groups."""
         assert self._groups is not None
         group_indices = torch.arange(self._groups.groups)
-        has_scatters = self.settings.scatter_by_group
-        without_each = leave_out_each(self._moments.moments()) if has_scatters else itertools.repeat(None)
-        for left_out_index, moments in zip(group_indices, without_each, strict=False):
+        moments_without_each: Iterable[FourthMoments | None] = [None] * len(group_indices)
+        if self.settings.scatter_by_group:
+            moments_without_each = self._moments.compute_moments_without_each_group()
+        for left_out_index, moments in zip(group_indices, moments_without_each, strict=True):
             # All other groups become group 0, and the one that is left out becomes group 1.
             other_points = self._groups.regroup((group_indices == left_out_index).long(), 2).compute()[0]
             measures: dict[str, float | Tensor] = {
@@ -305,6 +363,18 @@ class Layer:
                 measures |= _compute_covariance_measures(moments, singular_values(moments))
                 measures |= {"mean_vector_norm": mean_vector, "norm_ratio": mean_vector / other_points.average_norm}
             yield {name: float(value) for name, value in measures.items()}
+
+
+def _is_in_float32_range(norms: Tensor, mean_squares: Tensor) -> bool:
+    """Return whether float32 holds all digits of powers of points, up to the fourth.
+
+    Args:
+        norms: norms of the points, `(n,)`. Points may be zero.
+        mean_squares: mean squared difference from the origin of each dimension, `(d,)`. Dimensions may be constant.
+    """
+    magnitudes = torch.cat([norms, mean_squares.sqrt()])
+    low, high = _FLOAT32_RANGE
+    return bool(((magnitudes > low) & (magnitudes < high) | (magnitudes == 0)).all())
 
 
 def _compute_jackknife_errors(replicates: Mapping[str, list[float]]) -> dict[str, float]:

@@ -34,16 +34,18 @@ from istar.geometry.corpus import (
 from istar.geometry.layers import COVARIANCE_MEASURES_WITH_ERROR, SCORE_BY_SENTENCE, Layer, LayerSettings, MeasureSet
 from istar.geometry.sample import Sample
 from istar.geometry.taps import Taps
+from istar.geometry.token_batch import TokenBatch
 from istar.measures import ScaleDimension
 from istar.measures.moments import full_precision
+from istar.measures.rows import accumulation_dtype
 from istar.tasks.documents import read_documents
 
 SECONDS_BETWEEN_SAVES = 300.0
 MAX_GROUP_BYTES = 2**30
 """Most memory for the scatter matrices of all groups and layers; above it, covariance measures have no error."""
 ORIGIN_BLOCKS = 32
-"""Number of blocks from the beginning of each source over which the origin of the score by sentence is the mean."""
-_STATE_FORMAT = 2
+"""Number of blocks from the beginning of each source whose mean hidden state is the origin of the sums of a layer."""
+_STATE_FORMAT = 3
 """Number of the layout of a state file, increased when the layout changes. Files with another number are ignored."""
 
 T = TypeVar("T")
@@ -92,7 +94,7 @@ class Statistics:
         model: model whose hidden states are measured.
         taps: names of the taps.
         settings: settings of the pass.
-        origins: origin of the score by sentence, `(d,)` by tap; 0 if None.
+        origins: a point near the mean of the hidden states, `(d,)` by tap, on the device of the model.
 
     Attributes:
         layers: accumulator of each tap, by tap.
@@ -105,14 +107,13 @@ class Statistics:
         model: PreTrainedModel,
         taps: Sequence[str],
         settings: Pass,
-        origins: Mapping[str, Tensor] | None = None,
+        origins: Mapping[str, Tensor],
     ) -> None:
         config = model.config.get_text_config()
         vocabulary_size = config.vocab_size if settings.intra else 0
-        layer_settings, origins = settings.layer_settings(config.hidden_size, len(taps)), origins or {}
+        layer_settings = settings.layer_settings(config.hidden_size, len(taps))
         self.layers = {
-            tap: Layer(config.hidden_size, vocabulary_size, model.device, layer_settings, origins.get(tap))
-            for tap in taps
+            tap: Layer(config.hidden_size, vocabulary_size, origins[tap], layer_settings) for tap in taps
         }
         self.has_all_measures = settings.measures == "all"
         self.sample = Sample(taps, settings.sample, settings.seed)
@@ -232,8 +233,7 @@ class Stream:
             UserError: if a source cannot be read or holds no text.
         """
         self._warn_of_missing_measures(console)
-        if self._layer_settings.has_score_by_sentence:
-            self._origins = self._find_origins(sources)
+        self._origins = self._find_origins(sources)
         results: dict[str, T] = {}
         combined: Statistics | None = None
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[status]}"))
@@ -363,16 +363,22 @@ class Stream:
 
         The keys of the blocks are unique over all sources; see `Sample.update`.
         """
+        # In this order, the tokens are sorted as a `TokenBatch` needs them, so that no hidden states have to be moved.
+        keyed_blocks = sorted(
+            zip(blocks, block_keys, strict=True),
+            key=lambda item: (item[0].piece_index > 0, self._get_group_index(item[0])),
+        )
+        blocks, block_keys = zip(*keyed_blocks, strict=True)
         is_included, token_ids, states = self._compute_hidden_states(blocks)
         included_token_ids = token_ids[is_included]
         rows, positions = is_included.nonzero().T
         groups = torch.tensor([self._get_group_index(block) for block in blocks])[rows]
         # The pieces of a document may be in different batches and are not independent, so only the first one counts.
         sentences = torch.tensor([-1 if block.piece_index else row for row, block in enumerate(blocks)])[rows]
-        device_tokens, device_positions = (values.to(self._model.device) for values in (included_token_ids, positions))
-        with full_precision(self._model.device), torch.inference_mode():
-            for tap, tap_states in states.items():
-                statistics.layers[tap].update(tap_states, device_tokens, device_positions, groups, sentences)
+        num_groups = max(self.settings.groups, 1)
+        batch = TokenBatch.of(included_token_ids, positions, groups, sentences, num_groups, self._model.device)
+        for tap, tap_states in states.items():
+            statistics.layers[tap].update(tap_states, batch)
         statistics.sample.update(block_keys, is_included.sum(1).tolist(), included_token_ids, states)
 
     def _compute_hidden_states(self, blocks: Sequence[Block]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -388,12 +394,15 @@ class Stream:
             rows = [torch.tensor(block.is_special) for block in blocks]
             is_included &= ~pad_sequence(rows, batch_first=True, padding_value=True)
         inputs = {name: values.to(self._model.device) for name, values in inputs.items()}
-        device_mask = is_included.to(self._model.device)
+        included_rows = is_included.flatten().nonzero().squeeze(1).to(self._model.device)
         with full_precision(self._model.device), torch.inference_mode():
             start = self._read_synchronized_time()
             states = self._taps(inputs)
             self._forward_seconds += self._read_synchronized_time() - start
-            return is_included, token_ids, {tap: tap_states[device_mask] for tap, tap_states in states.items()}
+            included_states = {
+                tap: tap_states.flatten(0, 1).index_select(0, included_rows) for tap, tap_states in states.items()
+            }
+            return is_included, token_ids, included_states
 
     def _read_synchronized_time(self) -> float:
         """Wait until the device has finished its work, and return the time in seconds."""
@@ -402,7 +411,7 @@ class Stream:
         return time.monotonic()
 
     def _find_origins(self, sources: Sequence[Source]) -> dict[str, Tensor]:
-        """Compute the origins of the score by sentence, `(d,)` by tap: means over the beginnings of all sources.
+        """Compute the origins of the sums of each layer, `(d,)` by tap: means over the beginnings of all sources.
 
         All accumulators that are merged need the same origin, so it must not depend on batches and processes.
         """
@@ -418,7 +427,8 @@ class Stream:
         if self._world_size > 1:
             for origin in origins.values():
                 dist.broadcast(origin, 0)
-        return origins
+        device = self._model.device
+        return {tap: origin.to(device, accumulation_dtype(device)) for tap, origin in origins.items()}
 
     @property
     def _layer_settings(self) -> LayerSettings:

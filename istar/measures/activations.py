@@ -12,6 +12,7 @@ from istar.measures.rows import (
     accumulation_dtype,
     check_finite,
     check_one_per_point,
+    row_norms,
     select_rows,
     split_rows,
     upcast_blocks,
@@ -22,6 +23,8 @@ _NUM_BINS = 2**15
 """Number of bins of a histogram of magnitudes: one for each non-negative bfloat16 number, infinity and NaN."""
 _INFINITY_BITS = 0x7F80
 """Bit pattern of infinity in bfloat16; larger patterns are NaN."""
+_SAFE_DEVIATIONS = {torch.float64: (1e-70, 1e70), torch.float32: (1e-8, 1e8)}
+"""Range of norms, by dtype, whose fourth powers neither overflow nor lose digits."""
 
 
 @torch.no_grad()
@@ -52,25 +55,30 @@ def token_kurtosis(points: Tensor, excess: bool = True) -> Tensor:
     [-2.0, -0.6666666666666665]
     """
     rows = select_rows(points)
-    kurtoses = [_compute_row_kurtosis(block)[0] for block in upcast_blocks(rows)] if len(rows) else []
+    kurtoses = [row_kurtosis(block)[0] for block in upcast_blocks(rows)] if len(rows) else []
     # `torch.cat` needs at least one tensor, also if there are no points.
     empty = rows.new_zeros(0, dtype=accumulation_dtype(rows.device))
     return torch.cat([empty, *kurtoses]).reshape(points.shape[:-1]) - (3 if excess else 0)
 
 
-def _compute_row_kurtosis(rows: Tensor) -> tuple[Tensor, Tensor]:
+def row_kurtosis(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the kurtosis of each row, without subtracting 3, and a mask of the constant rows, `(n,)` each.
 
-    The kurtosis is NaN for constant rows, whose numbers are all equal, and for rows that are not finite.
+    The kurtosis is NaN for constant rows, whose numbers are all equal, and for rows that are not finite. It is computed
+    in the dtype of the rows, float32 or float64.
     """
-    centered = rows - rows.mean(1, keepdim=True)
-    largest_deviation = centered.abs().amax(1, keepdim=True)
+    num_columns, means = rows.shape[1], rows.mean(1, keepdim=True)
+    centered = rows - means
+    deviations = row_norms(centered)
     # The mean of equal numbers may differ from these numbers by a rounding error. NaN stays NaN.
-    is_constant = largest_deviation <= 16 * torch.finfo(rows.dtype).eps * rows.abs().amax(1, keepdim=True)
-    # Scaling keeps fourth powers in range; NaN in place of the deviation makes the kurtosis of constant rows NaN.
-    scaled_squares = (centered / largest_deviation.masked_fill(is_constant, math.nan)).square()
-    kurtosis: Tensor = scaled_squares.square().mean(1) / scaled_squares.mean(1).square()
-    return kurtosis, is_constant.squeeze(1)
+    is_constant = deviations <= 16 * torch.finfo(rows.dtype).eps * math.sqrt(num_columns) * means.squeeze(1).abs()
+    deviations = deviations.masked_fill(is_constant, math.nan)
+    low, high = _SAFE_DEVIATIONS[rows.dtype]
+    if not bool(((deviations > low) & (deviations < high) | is_constant).all()):
+        centered, deviations = centered / deviations[:, None], torch.ones_like(deviations) + 0 * deviations
+    squares = centered.square()
+    kurtosis: Tensor = num_columns * torch.linalg.vecdot(squares, squares) / deviations.square().square()
+    return kurtosis, is_constant
 
 
 @dataclass(frozen=True)
@@ -123,13 +131,17 @@ class TokenKurtosis:
         """
         rows = select_rows(points, mask, self.dim)
         for block in upcast_blocks(rows) if len(rows) else ():
-            kurtoses, is_constant = _compute_row_kurtosis(block)
-            kurtoses = kurtoses[~is_constant] - (3 if self.excess else 0)
-            self.count = self.count + len(kurtoses)
-            self.constant = self.constant + (len(block) - len(kurtoses))
-            self.total = self.total + kurtoses.sum()
-            self.largest = torch.cat([self.largest[None], kurtoses]).max()
+            self.add_kurtoses(*row_kurtosis(block))
         return self
+
+    @torch.no_grad()
+    def add_kurtoses(self, kurtoses: Tensor, is_constant: Tensor) -> None:
+        """Add tokens by the result of `row_kurtosis`, `(n,)` each."""
+        kurtoses = kurtoses[~is_constant].to(self.total) - (3 if self.excess else 0)
+        self.count = self.count + len(kurtoses)
+        self.constant = self.constant + (len(is_constant) - len(kurtoses))
+        self.total = self.total + kurtoses.sum()
+        self.largest = torch.cat([self.largest[None], kurtoses]).max()
 
     def merge(self, other: "TokenKurtosis") -> "TokenKurtosis":
         """Add the tokens of another accumulator of the same kind. Returns this accumulator."""
@@ -277,8 +289,11 @@ class MassiveActivations:
             stop = start + len(block)
             magnitudes = block.abs()
             self.bins += _to_bfloat16_bits(magnitudes).bincount(minlength=_NUM_BINS)
-            self.largest = torch.maximum(self.largest, magnitudes.amax().to(self.largest))
-            self._add_candidates(block, magnitudes, [integers[start:stop] for integers in tokens_and_positions])
+            largest = magnitudes.amax().to(self.largest)
+            self.largest = torch.maximum(self.largest, largest)
+            # Few blocks hold an activation above the limit. A NaN is not above it, but may stand beside one that is.
+            if not largest <= self.minimum:
+                self._add_candidates(block, magnitudes, [integers[start:stop] for integers in tokens_and_positions])
             start = stop
         return self
 

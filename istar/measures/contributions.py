@@ -118,11 +118,25 @@ class CosineContributions(AverageCosine):
         super().update(points, mask)
         return self
 
-    @torch.no_grad()
-    def add_units(self, units: Tensor, is_nonzero: Tensor) -> None:
-        """Add points whose unit vectors are known, as `AverageCosine.add_units` does."""
-        super().add_units(units, is_nonzero)
+    def _add_units(self, units: Tensor, is_nonzero: Tensor) -> None:
+        """Add the unit vectors `(n, d)` of points, and a mask `(n,)` that is false where a point is zero."""
+        super()._add_units(units, is_nonzero)
         self.squares = self.squares + units.square().sum(0)
+
+    @torch.no_grad()
+    def add_sums(self, total: Tensor, squares: Tensor, count: Tensor, zeros: Tensor) -> None:
+        """Add points by the sums over their unit vectors.
+
+        Args:
+            total: sum of the unit vectors, `(d,)`.
+            squares: sum of the squares of each coordinate of the unit vectors, `(d,)`.
+            count: number of nonzero points, 0-d.
+            zeros: number of zero points, 0-d.
+        """
+        self.total = self.total + total
+        self.squares = self.squares + squares
+        self.count = self.count + count
+        self.zeros = self.zeros + zeros
 
     def merge(self, other: AverageCosine) -> Self:
         """Add the sums of another accumulator of the same dimension. Returns this accumulator."""

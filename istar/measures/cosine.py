@@ -158,16 +158,11 @@ class AverageCosine:
             UserError: if shapes do not match, or the points are not floating.
         """
         for block in upcast_blocks(select_rows(points, mask, self.dim)):
-            self.add_units(*unit_vectors(block))
+            self._add_units(*unit_vectors(block))
         return self
 
-    def add_units(self, units: Tensor, is_nonzero: Tensor) -> None:
-        """Add points by their unit vectors, so that several accumulators can share one computation of these vectors.
-
-        Args:
-            units: `(n, d)`, in the dtype of the sums; zero for points that are zero.
-            is_nonzero: `(n,)`, bool, false for points that are zero.
-        """
+    def _add_units(self, units: Tensor, is_nonzero: Tensor) -> None:
+        """Add the unit vectors `(n, d)` of points, and a mask `(n,)` that is false where a point is zero."""
         self.total = self.total + units.sum(0)
         self.count = self.count + is_nonzero.sum()
         self.zeros = self.zeros + (~is_nonzero).sum()

@@ -431,6 +431,42 @@ class FourthMoments(Moments):
         self.third = torch.zeros_like(self.mean)
         self.fourth = torch.zeros_like(self.count)
 
+    @classmethod
+    def about_mean(cls, origin: Tensor, sums: BatchMoments) -> Self:
+        r"""Create an accumulator from sums over points about an origin instead of about their mean.
+
+        With the differences y = x - o from the origin, the shift :math:`\delta = \sum w y / n` of the mean, and the
+        sums :math:`M' = \sum w y y^T`, :math:`t' = \sum w \lVert y \rVert^2 y` and
+        :math:`F' = \sum w \lVert y \rVert^4`, the moments about the mean are
+
+        .. math::
+            M &= M' - n \delta \delta^T, \qquad
+            t = t' - 2 M' \delta - (\operatorname{tr} M' - 2 n \lVert \delta \rVert^2) \delta, \\
+            F &= F' - 4 \delta^T t' + 4 \delta^T M' \delta + 2 \lVert \delta \rVert^2 \operatorname{tr} M'
+            - 3 n \lVert \delta \rVert^4.
+
+        The farther the origin is from the mean, relative to the deviation of the points, the more digits are lost.
+
+        Args:
+            origin: o, `(d,)`.
+            sums: n, :math:`\sum w y` in place of the mean, M', t' and F', in the dtype of the sums.
+        """
+        count, total, scatter, third, fourth = sums
+        assert third is not None
+        assert fourth is not None
+        moments = cls(len(origin), scatter.device)
+        shift = total / torch.where(count > 0, count, 1)
+        squared_distance, trace, scatter_shift = shift @ shift, scatter.trace(), scatter @ shift
+        moments.count, moments.mean = count, origin.to(total) + shift
+        moments.scatter = torch.addr(scatter, -count * shift, shift)
+        moments.third = third - 2 * scatter_shift - (trace - 2 * count * squared_distance) * shift
+        moments.fourth = (
+            fourth
+            + 4 * shift @ (scatter_shift - third)
+            + squared_distance * (2 * trace - 3 * count * squared_distance)
+        )
+        return moments
+
     def merge(self, other: Self) -> Self:
         """Add the points of another `FourthMoments` of the same dimension. Returns this accumulator."""
         if not isinstance(other, FourthMoments):

@@ -120,19 +120,20 @@ class Norms:
         """
         rows = select_rows(points, mask, self.total.shape[0])
         for block in upcast_blocks(rows) if len(rows) else ():
-            self.add_norms(block, row_norms(block))
+            self.add_norms(row_norms(block), block.sum(0))
         return self
 
-    def add_norms(self, points: Tensor, norms: Tensor) -> None:
-        """Add at least one point with its norm, so that several accumulators can share one computation of the norms.
+    @torch.no_grad()
+    def add_norms(self, norms: Tensor, total: Tensor) -> None:
+        """Add at least one point by its norm, so that several accumulators can share one computation of the norms.
 
         Args:
-            points: `(n, d)`, in the dtype of the sums.
-            norms: `(n,)`, the norms of the points.
+            norms: norms of the points, `(n,)`, in the dtype of the sums.
+            total: sum of the points, `(d,)`.
         """
         self.count += len(norms)
         self.norm_total += norms.sum()
-        self.total += points.sum(0)
+        self.total += total
         self.smallest = torch.minimum(self.smallest, norms.min())
         self.largest = torch.maximum(self.largest, norms.max())
         if len(self.edges):

@@ -8,9 +8,11 @@ tokens hide both.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from istar.errors import UserError
 from istar.measures.cosine import average_cosine_by_group
@@ -82,6 +84,52 @@ def log2_bin_range(index: int) -> tuple[int, int]:
     return (2 ** (index - 1), 2**index - 1) if index else (0, 0)
 
 
+class RowsByGroup(NamedTuple):
+    """The rows of a batch by group, for sums over the rows of each group.
+
+    It depends on the groups alone: the hidden states of all layers at the same tokens share it.
+    """
+
+    groups: Tensor
+    """The k groups that occur, ascending, `(k,)`, int64."""
+    counts: Tensor
+    """Number of rows of each, `(k,)`, int64."""
+    indices: Tensor
+    """Index in `groups` of the group of each row, `(n,)`, int64."""
+    order: Tensor
+    """Indices of the rows, sorted by group, `(n,)`, int64."""
+
+    @classmethod
+    def of(cls, groups: Tensor) -> Self:
+        """Create from the group of each row, integers `(n,)`. Rows of the same group keep their order."""
+        occurring_groups, indices, counts = groups.unique(return_inverse=True, return_counts=True)
+        return cls(occurring_groups, counts, indices, indices.argsort(stable=True))
+
+    def to(self, device: torch.device) -> "RowsByGroup":
+        """Return a copy on a device."""
+        return RowsByGroup(*(values.to(device) for values in self))
+
+    def sum_rows(self, points: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return the sum of the rows of each group, times their weights. Not differentiable.
+
+        Args:
+            points: `(n, d)`, float32 or float64.
+            weights: weight of each row, `(n,)`, in the same dtype; 1 for all rows by default.
+
+        Returns:
+            `(k, d)` in the dtype of the points, in the order of `groups`.
+        """
+        starts = self.counts.cumsum(0) - self.counts
+        sorted_weights = None if weights is None else weights[self.order]
+        # A weighted sum of rows of a matrix is a bag of embeddings in torch, which needs no copy of the rows.
+        sums: Tensor = F.embedding_bag(self.order, points, starts, mode="sum", per_sample_weights=sorted_weights)
+        return sums
+
+    def sum_values(self, values: Tensor) -> Tensor:
+        """Return the sum of the values `(n,)` of the rows of each group, `(k,)` in the dtype of the values."""
+        return values.new_zeros(len(self.groups)).index_add_(0, self.indices, values)
+
+
 class GroupedPoints:
     r"""Accumulates the norms and the sums of the unit vectors of groups of points over a stream of batches.
 
@@ -145,23 +193,29 @@ class GroupedPoints:
             blocks = split_rows(rows)
             groups_by_block = groups.split([len(block) for block in blocks])
             for block, block_groups in zip(blocks, groups_by_block, strict=True):
-                self.add_units(*norms_and_units(block.to(self.total.dtype)), block_groups)
+                norms, units, is_nonzero = norms_and_units(block.to(self.total.dtype))
+                self.total.index_add_(0, block_groups, units)
+                self.norm_total.index_add_(0, block_groups, norms)
+                self.count.index_add_(0, block_groups, torch.ones_like(block_groups))
+                self.nonzero.index_add_(0, block_groups, is_nonzero.long())
         return self
 
     @torch.no_grad()
-    def add_units(self, norms: Tensor, units: Tensor, is_nonzero: Tensor, groups: Tensor) -> None:
-        """Add points by their norms and unit vectors, so that several accumulators can share one computation of these.
+    def add_rows(self, rows: RowsByGroup, points: Tensor, norms: Tensor, inverse_norms: Tensor) -> None:
+        """Add points with their norms, so that several accumulators can share one computation of the norms.
+
+        The sums over the points of this batch are computed in the dtype of the points.
 
         Args:
-            norms: `(n,)`, in the dtype of the sums.
-            units: `(n, d)`, in the dtype of the sums; zero for points that are zero.
-            is_nonzero: `(n,)`, bool, false for points that are zero.
-            groups: `(n,)`, group of each point, int64 from 0 to the number of groups - 1, which is not checked.
+            rows: the points by group; the groups are from 0 to the number of groups - 1, which is not checked.
+            points: `(n, d)`, float32 or float64.
+            norms: norms of the points, `(n,)`, in the same dtype.
+            inverse_norms: result of `istar.measures.rows.inverse_or_zero`, `(n,)`.
         """
-        self.total.index_add_(0, groups, units)
-        self.norm_total.index_add_(0, groups, norms)
-        self.count.index_add_(0, groups, torch.ones_like(groups))
-        self.nonzero.index_add_(0, groups, is_nonzero.long())
+        self.total.index_add_(0, rows.groups, rows.sum_rows(points, inverse_norms).to(self.total))
+        self.norm_total.index_add_(0, rows.groups, rows.sum_values(norms.to(self.total)))
+        self.count.index_add_(0, rows.groups, rows.counts)
+        self.nonzero.index_add_(0, rows.groups, rows.sum_values((norms != 0).long()))
 
     def merge(self, other: "GroupedPoints") -> "GroupedPoints":
         """Add the sums of another accumulator with the same groups and dimension. Returns this accumulator."""

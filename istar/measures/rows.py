@@ -130,6 +130,11 @@ def row_norms(rows: Tensor) -> Tensor:
     return norms * largest.squeeze(-1)
 
 
+def inverse_or_zero(norms: Tensor) -> Tensor:
+    """Return 1 / norm, or 0 where the norm is 0; a product with a point is then its unit vector, or 0."""
+    return torch.where(norms != 0, 1 / norms, 0)
+
+
 def norms_and_units(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the norms `(n,)`, the unit vectors `(n, d)` and the mask `(n,)` of nonzero rows, computed together."""
     norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)

@@ -117,8 +117,8 @@ class SentenceSums(NamedTuple):
     """Squared Frobenius norm of G, `(s,)`."""
     traces: Tensor
     """Trace of G, `(s,)`."""
-    scatter: Tensor
-    """Sum of G over the sentences, `(d, d)`."""
+    scatter: Tensor | None
+    """Sum of G over the sentences, `(d, d)`; None if it is added to `SentenceMoments.scatter` separately."""
 
 
 class SentenceMoments:
@@ -175,14 +175,12 @@ class SentenceMoments:
         # |G|^2, m^T G m, |m|^2, |m|^4, tr(G), tr(G)^2 and tr(G) |m|^2.
         self.scalars = zeros.new_zeros(7)
 
-    def update(self, points: Tensor, mask: Tensor | None = None, scatter: Tensor | None = None) -> Self:
+    def update(self, points: Tensor, mask: Tensor | None = None) -> Self:
         """Add sentences. Returns this accumulator.
 
         Args:
             points: `(sentences, tokens, d)`.
             mask: `(sentences, tokens)`, bool or 0/1; points where the mask is 0 are ignored.
-            scatter: scatter matrix of all these points about the origin, `(d, d)` in the dtype of the sums, if it is
-                known; otherwise it is computed, which takes most of the time.
 
         Raises:
             UserError: if shapes or dtypes do not match.
@@ -195,9 +193,7 @@ class SentenceMoments:
         centered = (points - self.origin).masked_fill_(~is_included[..., None], 0)
         counts = is_included.sum(1).to(self.origin)
         totals = centered.sum(1)
-        if scatter is None:
-            flat_points = centered.flatten(0, 1)
-            scatter = flat_points.T @ flat_points
+        flat_points = centered.flatten(0, 1)
         grams = centered @ centered.mT  # x^T y of all pairs of points of each sentence
         products = grams.sum(2, keepdim=True)  # x^T m of each point
         return self.add(
@@ -207,7 +203,7 @@ class SentenceMoments:
                 scattered=(centered.mT @ products)[..., 0],
                 squares=grams.square().sum((1, 2)),
                 traces=grams.diagonal(dim1=1, dim2=2).sum(1),
-                scatter=scatter,
+                scatter=flat_points.T @ flat_points,
             )
         )
 
@@ -219,7 +215,8 @@ class SentenceMoments:
         self.counts = self.counts + torch.stack([counts.pow(power).sum() for power in (1, 2, 3, 4)])
         self.sentences = self.sentences + counts.count_nonzero()
         self.total = self.total + totals.sum(0)
-        self.scatter = self.scatter + scatter
+        if scatter is not None:
+            self.scatter = self.scatter + scatter
         self.totals_scatter = self.totals_scatter + totals.T @ totals
         self.scattered_totals = self.scattered_totals + scattered.sum(0)
         self.weighted_totals = self.weighted_totals + squared_norms @ totals

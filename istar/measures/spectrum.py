@@ -370,6 +370,34 @@ class DimensionMoments:
         rows = select_rows(points, mask)
         return cls(rows.shape[1], rows.device).update(rows)
 
+    @classmethod
+    def about_mean(cls, origin: Tensor, count: Tensor, power_sums: Tensor) -> "DimensionMoments":
+        r"""Create an accumulator from sums of powers of the differences of points from an origin near their mean.
+
+        With the power sums :math:`P_p = \sum_i (x_i - o)^p` about the origin o, and the shift :math:`\delta = m - o` of
+        the mean,
+
+        .. math::
+            M_2 = P_2 - n \delta^2, \quad M_3 = P_3 - 3 \delta P_2 + 2 n \delta^3, \quad
+            M_4 = P_4 - 4 \delta P_3 + 6 \delta^2 P_2 - 3 n \delta^4.
+
+        The farther the origin is from the mean, relative to the standard deviation, the more digits are lost.
+
+        Args:
+            origin: o, `(d,)`.
+            count: number n of points, 0-d.
+            power_sums: :math:`P_1` to :math:`P_4`, `(4, d)`, in the dtype of the sums.
+        """
+        moments = cls(len(origin), origin.device)
+        p1, p2, p3, p4 = power_sums
+        shift = p1 / count.clamp(min=1)
+        moments.count, moments.mean = count.to(p1), origin + shift
+        # Rounding must not make a sum of squares negative.
+        moments.m2 = (p2 - count * shift.square()).clamp(min=0)
+        moments.m3 = p3 - 3 * shift * p2 + 2 * count * shift.pow(3)
+        moments.m4 = (p4 - 4 * shift * p3 + 6 * shift.square() * p2 - 3 * count * shift.pow(4)).clamp(min=0)
+        return moments
+
     @torch.no_grad()
     def update(self, points: Tensor, mask: Tensor | None = None) -> "DimensionMoments":
         """Add a batch: `points` `(..., d)`, any floating dtype; `mask` `(...)`, bool or 0/1. Returns this accumulator.

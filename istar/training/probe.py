@@ -10,6 +10,8 @@ import torch
 
 from istar.errors import NonFiniteError, UserError
 from istar.geometry.layers import Layer
+from istar.geometry.token_batch import TokenBatch
+from istar.measures.rows import accumulation_dtype
 from istar.regularizers.shrinkage import eval_mode, preserve_rng_states
 from istar.tasks.features import TokenizedRows
 from istar.training.data import Collate, build_evaluation_loader
@@ -60,14 +62,16 @@ def measure_layers(
         for batch in loader:
             batch = module.transfer_batch_to_device(batch, root_device, 0)
             mask = token_mask(batch).bool()
-            token_ids, positions = batch["input_ids"][mask], mask.nonzero()[:, 1]
-            states_by_layer = module.hidden_states(batch)
+            tokens = TokenBatch.of(batch["input_ids"][mask].cpu(), mask.nonzero()[:, 1].cpu(), device=root_device)
+            points_by_layer = [states[mask] for states in module.hidden_states(batch)]
             if not accumulators:
+                # The mean of the first batch is near the mean of all.
                 accumulators = [
-                    Layer(states.shape[-1], vocabulary_size=0, device=root_device) for states in states_by_layer
+                    Layer(points.shape[1], vocabulary_size=0, origin=points.to(accumulation_dtype(root_device)).mean(0))
+                    for points in points_by_layer
                 ]
-            for accumulator, states in zip(accumulators, states_by_layer, strict=True):
-                accumulator.update(states[mask], token_ids, positions)
+            for accumulator, points in zip(accumulators, points_by_layer, strict=True):
+                accumulator.update(points, tokens)
     module.to(previous_device)
     measures_by_layer = [accumulator.compute_measures() for accumulator in accumulators]
     return [{name: measures[name] for name in MEASURES} for measures in measures_by_layer]

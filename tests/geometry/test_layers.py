@@ -16,11 +16,12 @@ from istar.geometry.layers import (
     Layer,
     LayerSettings,
 )
+from istar.geometry.token_batch import TokenBatch
 from istar.measures import isoscore_by_sentence, isoscore_unbiased
 from tests import oracles
 
-CPU = torch.device("cpu")
 DIM, TYPES, GROUPS, LENGTH = 6, 9, 4, 12
+ORIGIN = torch.linspace(-1, 1, DIM).double()
 
 
 def make_text(num_documents: int = 20, length: int = LENGTH, seed: int = 0) -> tuple[Any, Any, Any, Any, Any]:
@@ -38,9 +39,9 @@ def make_text(num_documents: int = 20, length: int = LENGTH, seed: int = 0) -> t
 
 def make_layer(*batches: Any, settings: LayerSettings | None = None) -> Layer:
     """Return a layer that has accumulated the given batches."""
-    result = Layer(DIM, TYPES, CPU, settings or LayerSettings("all", GROUPS))
-    for batch in batches:
-        result.update(*batch)
+    result = Layer(DIM, TYPES, ORIGIN, settings or LayerSettings("all", GROUPS))
+    for points, *tokens in batches:
+        result.update(points, TokenBatch.of(*tokens, num_groups=GROUPS))
     return result
 
 
@@ -49,11 +50,11 @@ def split_batch(batch: Any, index: int) -> tuple[Any, Any]:
     return tuple(values[:index] for values in batch), tuple(values[index:] for values in batch)
 
 
-@pytest.mark.parametrize("max_waiting_points", [1, 7, 10_000])
+@pytest.mark.parametrize("max_recent_points", [1, 7, 10_000])
 def test_batches_merges_and_states_do_not_change_measures(
-    max_waiting_points: int, monkeypatch: pytest.MonkeyPatch
+    max_recent_points: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grouped_moments, "MAX_WAITING_POINTS", max_waiting_points)
+    monkeypatch.setattr(grouped_moments, "MAX_RECENT_POINTS", max_recent_points)
     first, second = split_batch(make_text(), 8 * LENGTH)
     expected_layer = make_layer(make_text())
     second_layer, restored_layer = make_layer(second), make_layer(settings=LayerSettings("all", GROUPS))
@@ -100,11 +101,11 @@ def test_errors_are_those_of_measures_without_each_group() -> None:
         assert measures[f"{name}_error"] == pytest.approx(scipy.stats.sem(pseudo_values), rel=1e-8), name
 
 
-@pytest.mark.parametrize("max_waiting_points", [1, 7, 10_000])
+@pytest.mark.parametrize("max_recent_points", [1, 7, 10_000])
 def test_sentences_are_documents_of_unlike_length_about_an_origin(
-    max_waiting_points: int, monkeypatch: pytest.MonkeyPatch
+    max_recent_points: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grouped_moments, "MAX_WAITING_POINTS", max_waiting_points)
+    monkeypatch.setattr(grouped_moments, "MAX_RECENT_POINTS", max_recent_points)
     points, tokens, positions, groups, documents = make_text()
     is_within_length = positions <= documents % 5
     # The points of every seventh document do not count.
@@ -112,10 +113,10 @@ def test_sentences_are_documents_of_unlike_length_about_an_origin(
     is_counted = is_within_length & (document_numbers >= 0)
     padded_points, mask = points.view(20, LENGTH, DIM), is_counted.view(20, LENGTH)
     for settings in (LayerSettings("all"), LayerSettings("all", GROUPS)):
-        accumulator = Layer(DIM, TYPES, CPU, settings, origin=points[is_counted].mean(0))
-        for rows in ((documents < 9), (documents >= 9)):
-            columns = (points, tokens, positions, groups, document_numbers)
-            accumulator.update(*(column[rows & is_within_length] for column in columns))
+        accumulator = Layer(DIM, TYPES, points[is_counted].mean(0), settings)
+        for rows in (is_within_length & (documents < 9), is_within_length & (documents >= 9)):
+            columns = (tokens, positions, groups, document_numbers)
+            accumulator.update(points[rows], TokenBatch.of(*(column[rows] for column in columns), num_groups=GROUPS))
         expected = isoscore_by_sentence(padded_points, mask).item()
         assert accumulator.compute_measures()[SCORE_BY_SENTENCE] == pytest.approx(expected, rel=1e-9)
 
@@ -207,8 +208,9 @@ def test_basic_measures_and_no_vocabulary() -> None:
     }
     assert {name for name in all_measures if not name.endswith("_error")} - basic_measures.keys() == expected_extra
     assert make_layer(make_text(), settings=settings).find_massive_activations() is None
-    layer_without_vocabulary = Layer(DIM, 0, CPU, settings)
-    layer_without_vocabulary.update(*make_text()[:3])
+    layer_without_vocabulary = Layer(DIM, 0, ORIGIN, settings)
+    points, *tokens = make_text()[:3]
+    layer_without_vocabulary.update(points, TokenBatch.of(*tokens))
     assert basic_measures.keys() - layer_without_vocabulary.compute_measures().keys() == {
         "intra_sim",
         "adjusted_intra_sim",
@@ -229,10 +231,9 @@ def test_a_power_law_is_found_and_needs_twelve_dimensions() -> None:
     random = np.random.default_rng(0)
     axes = random.normal(size=(400, 40))
     axes, _ = np.linalg.qr(axes - axes.mean(0))
-    wide_layer = Layer(40, 0, CPU)
-    wide_layer.update(
-        torch.from_numpy(axes * np.arange(1, 41) ** -0.7), torch.zeros(400, dtype=torch.int64), torch.arange(400)
-    )
+    wide_layer = Layer(40, 0, torch.zeros(40))
+    points = torch.from_numpy(axes * np.arange(1, 41) ** -0.7)
+    wide_layer.update(points, TokenBatch.of(torch.zeros(400, dtype=torch.int64), torch.arange(400)))
     measures = wide_layer.compute_measures()
     assert measures["alpha_req"] == pytest.approx(1.4, rel=1e-6)
     assert measures["alpha_req_r_squared"] == pytest.approx(1, rel=1e-9)
@@ -266,11 +267,11 @@ def test_intervals_from_documents_cover_and_those_from_tokens_do_not() -> None:
         document_topics = topics[random.integers(8, size=documents)]
         cumulative_shares = document_topics.cumsum(1)[:, None, :]
         tokens = (random.random((documents, length, 1)) > cumulative_shares).sum(2).clip(max=11).ravel()
-        accumulator = Layer(4, 0, CPU, settings)
+        accumulator = Layer(4, 0, torch.zeros(4), settings)
         points = types[tokens]
-        accumulator.update(
-            torch.from_numpy(points), torch.from_numpy(tokens), torch.zeros(len(tokens)).long(), group_by_token
-        )
+        positions = torch.zeros(len(tokens)).long()
+        batch = TokenBatch.of(torch.from_numpy(tokens), positions, group_by_token, num_groups=groups)
+        accumulator.update(torch.from_numpy(points), batch)
         measures = accumulator.compute_measures()
         for name, values in by_document.items():
             values.append((measures[name], measures[f"{name}_error"]))
