@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
 from istar.config.penalties import PENALTIES, CosRegConfig
+from istar.memory import keep_freed_memory
 from istar.regularizers import IStar, Penalty, select_layers
-from istar.training.memory import keep_freed_memory
 from istar.training.precision import EMULATION_RATIO, measure_bfloat16_ratio
 
 Result = TypeVar("Result")

@@ -44,6 +44,7 @@ ALLOWED = {
     "errors": set(),
     "scores": set(),
     "files": {"errors"},
+    "memory": set(),
     "measures": {"errors"},
     "statistics": {"errors"},
     "regularizers": {"measures", "errors"},
@@ -55,11 +56,13 @@ ALLOWED = {
     "results": {"config", "scores", "files", "errors"},
     "figures": {"errors", "files"},
     "pages": {"figures", "errors", "files"},
-    "geometry": {"figures", "pages", "models", "tasks", "measures", "statistics", "config", "errors", "files"},
+    "geometry": {"figures", "pages", "models", "tasks", "measures", "statistics", "config", "memory", "errors",
+                 "files"},
     "reports": {"figures", "pages", "results", "config", "measures", "statistics", "scores", "errors", "files"},
-}
+}  # fmt: skip
 ASSEMBLING = {
-    "runs": {"training", "models", "reports", "results", "tasks", "regularizers", "config", "errors", "files"},
+    "runs": {"training", "models", "reports", "results", "tasks", "regularizers", "config", "memory", "errors",
+             "files"},
     "sweeps": {"runs", "reports", "results", "training", "config", "scores", "errors", "files"},
     "quantization": {"runs", "reports", "results", "training", "models", "tasks", "measures", "statistics", "config",
                      "figures", "pages", "scores", "errors", "files"},

@@ -10,7 +10,6 @@ from torch import Tensor
 from istar.errors import UserError
 from istar.geometry.token_batch import Sentences, TokenBatch
 from istar.measures import FourthMoments, SentenceMoments
-from istar.measures.moments import BatchMoments
 from istar.measures.rows import zero_vector
 from istar.measures.sentences import SentenceSums
 
@@ -109,8 +108,8 @@ class GroupedMoments:
         """Yield, for each group, the moments of the points of all other groups."""
         total = self._sum_groups(range(self._num_groups))
         for group in range(self._num_groups):
-            differences = (sums - group_sums for sums, group_sums in zip(total, self._sum_groups([group]), strict=True))
-            yield FourthMoments.about_mean(self._origin, BatchMoments(*differences))
+            differences = [sums - group_sums for sums, group_sums in zip(total, self._sum_groups([group]), strict=True)]
+            yield FourthMoments.about_mean(self._origin, differences)
 
     def compute_sentence_moments(self) -> SentenceMoments:
         """Return the moments of all sentences; only with `has_sentences`."""
@@ -241,8 +240,8 @@ class GroupedMoments:
             self._sentence_moments[group].add(SentenceSums(counts, totals, scattered, squares, traces, scatter=None))
             self._recent_sentences[group] = []
 
-    def _sum_groups(self, groups: Iterable[int]) -> BatchMoments:
-        """Return the sums about the origin over the points of some groups; see `FourthMoments.about_mean`."""
+    def _sum_groups(self, groups: Iterable[int]) -> list[Tensor]:
+        """Return the sums about the origin over the points of some groups, as `FourthMoments.about_mean` takes them."""
         self._add_recent()
         parts = [*groups]
         if self.has_sentences:
@@ -254,7 +253,7 @@ class GroupedMoments:
             elif part in self._scatters:
                 scatter += self._scatters[part]
         count, total, third, fourth = (sums[parts].sum(0) for sums in self._get_small_sums())
-        return BatchMoments(count, total, scatter, third, fourth)
+        return [count, total, scatter, third, fourth]
 
 
 def get_tensors(accumulator: object) -> dict[str, Tensor]:

@@ -127,9 +127,7 @@ class Layer:
         positions: norms and directions by `log2_bins` of the position.
     """
 
-    def __init__(
-        self, dim: int, vocabulary_size: int, origin: Tensor, settings: LayerSettings | None = None
-    ) -> None:
+    def __init__(self, dim: int, vocabulary_size: int, origin: Tensor, settings: LayerSettings | None = None) -> None:
         self.settings = settings or LayerSettings()
         # The same number in float32 and in float64, so that sums in both are about the same point.
         self._origin = origin.float().to(accumulation_dtype(origin.device))
@@ -204,7 +202,8 @@ class Layer:
         self.cosine.add_sums(unit_total, unit_squares, num_nonzero, len(norms) - num_nonzero)
         self.norms.add_norms(norms.to(self._origin), power_sums[0] + len(points) * self._origin)
         if self._kurtosis is not None:
-            self._kurtosis.add_kurtoses(*row_kurtosis(points))
+            for block in points.split(block_length(points)):
+                self._kurtosis.add_kurtoses(*row_kurtosis(block))
         return True
 
     def merge(self, other: "Layer") -> None:

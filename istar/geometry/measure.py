@@ -32,6 +32,7 @@ from istar.measures import (
     partition_isotropy,
     singular_values,
 )
+from istar.memory import keep_freed_memory
 from istar.models import load_encoder, load_tokenizer
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -120,6 +121,8 @@ def measure_model(
     tokenizer = load_tokenizer(config)
     model: Any = load_encoder(config, tokenizer, DTYPES[dtype])
     model = model.to(_find_device(device))
+    if model.device.type == "cpu":
+        keep_freed_memory()
     # An encoder has no head, so the output embeddings are read separately. This is done before the pass, which may take
     # hours, so that a failure shows early.
     output_matrix = read_untied_output(config)

@@ -432,7 +432,7 @@ class FourthMoments(Moments):
         self.fourth = torch.zeros_like(self.count)
 
     @classmethod
-    def about_mean(cls, origin: Tensor, sums: BatchMoments) -> Self:
+    def about_mean(cls, origin: Tensor, sums: Sequence[Tensor]) -> Self:
         r"""Create an accumulator from sums over points about an origin instead of about their mean.
 
         With the differences y = x - o from the origin, the shift :math:`\delta = \sum w y / n` of the mean, and the
@@ -449,11 +449,9 @@ class FourthMoments(Moments):
 
         Args:
             origin: o, `(d,)`.
-            sums: n, :math:`\sum w y` in place of the mean, M', t' and F', in the dtype of the sums.
+            sums: n, :math:`\sum w y`, M', t' and F', in the dtype of the accumulators.
         """
         count, total, scatter, third, fourth = sums
-        assert third is not None
-        assert fourth is not None
         moments = cls(len(origin), scatter.device)
         shift = total / torch.where(count > 0, count, 1)
         squared_distance, trace, scatter_shift = shift @ shift, scatter.trace(), scatter @ shift
@@ -461,9 +459,7 @@ class FourthMoments(Moments):
         moments.scatter = torch.addr(scatter, -count * shift, shift)
         moments.third = third - 2 * scatter_shift - (trace - 2 * count * squared_distance) * shift
         moments.fourth = (
-            fourth
-            + 4 * shift @ (scatter_shift - third)
-            + squared_distance * (2 * trace - 3 * count * squared_distance)
+            fourth + 4 * shift @ (scatter_shift - third) + squared_distance * (2 * trace - 3 * count * squared_distance)
         )
         return moments
 

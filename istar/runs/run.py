@@ -27,6 +27,7 @@ from istar.config.penalties import CosRegConfig
 from istar.config.schema import to_dict
 from istar.errors import NonFiniteError, StoppedError, UserError, shorten
 from istar.files import atomic_write, lock_folder, remove_temporary_files, write_text
+from istar.memory import keep_freed_memory
 from istar.regularizers import EmbeddingWatch, IStar, Watch, layer_numbers, special_ids
 from istar.regularizers.by_sentence import MIN_SENTENCES
 from istar.regularizers.istar import BY_SENTENCE
@@ -57,7 +58,6 @@ from istar.training.data import compute_last_batch_size, count_examples_per_proc
 from istar.training.kept_models import KeptModels
 from istar.training.language_model import LanguageModelTuner
 from istar.training.loggers import attach_loggers, log_result, log_result_to_sweep_agent
-from istar.training.memory import keep_freed_memory
 from istar.training.metrics_file import MetricsFile
 from istar.training.module import all_gather_object
 from istar.training.monitor import IsotropyMonitor

@@ -10,10 +10,10 @@ import torch
 from istar import measures
 from istar.errors import UserError
 from istar.geometry.layers import Layer, LayerSettings
-from istar.geometry.token_batch import TokenBatch
 from istar.geometry.measure import measure_matrix
 from istar.geometry.measures_file import Measurements
 from istar.geometry.sample import Sample
+from istar.geometry.token_batch import TokenBatch
 from istar.measures import LayerNormSummary, catalogue_rows, find_measure
 from istar.measures.catalogue import MEASURES
 
@@ -30,7 +30,9 @@ def measure_names(subject):
 def test_every_measure_of_a_layer_is_in_the_catalogue():
     layer = Layer(4, 3, torch.zeros(4), LayerSettings("all", num_groups=2))
     points = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
-    layer.update(points, TokenBatch.of(torch.arange(30) % 3, torch.arange(30) % 10, torch.arange(30) // 15, num_groups=2))
+    layer.update(
+        points, TokenBatch.of(torch.arange(30) % 3, torch.arange(30) % 10, torch.arange(30) // 15, num_groups=2)
+    )
     sample = Sample(["layer"], 5, 0)
     sample.update([0], [30], torch.arange(30), {"layer": points})
     computed = {*layer.compute_measures(), *sample.compute_cosines("layer"), "two_nn", "two_nn_error"}

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from istar.training import memory
-from istar.training.memory import keep_freed_memory
+from istar import memory
+from istar.memory import keep_freed_memory
 from tests.forks import run_in_processes
 
 

@@ -1,4 +1,4 @@
-"""Settings of the C memory allocator that speed up training on a CPU."""
+"""Settings of the C memory allocator that speed up training and measuring on a CPU."""
 
 import ctypes
 
