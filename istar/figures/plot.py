@@ -79,6 +79,7 @@ class Plot:
     x_names: Mapping[float, str] = field(default_factory=dict)  # tick labels by position; empty for numbers
     ordered: bool = False  # whether the lines have an order, which is shown by a colour scale
     share_axes: bool = False  # whether all panels have the same limits of both axes
+    share_y: bool = False  # whether all panels have the same limits of the y axis, because they show the same quantity
     reference_label: str = BASE  # label of the line that is drawn in black
     # Labels in the order in which they get colours; may include labels without a line, so that several plots use the
     # same colours. If empty, the labels of the lines are used.
