@@ -79,6 +79,12 @@ class Measurements:
         return COMBINED if COMBINED in self.sources else next(iter(self.sources))
 
     @property
+    def width(self) -> int:
+        """Number of dimensions of the hidden states, from which that of the embedding matrices may differ."""
+        spectra = [forms["raw"] for taps in self.spectra.values() for forms in taps.values()]
+        return max(map(len, spectra)) if spectra else int(self.matrices["input"]["raw"]["dimensions"])
+
+    @property
     def all_texts(self) -> dict[str, dict[str, float]]:
         """Measures by tap over all texts together."""
         return self.sources[self.combined_key]

@@ -216,7 +216,7 @@ def test_without_errors_the_page_has_a_sentence_instead_of_differences(
     out = compare_page.write_page(models, tmp_path / "page").parent
     page_text = " ".join(" ".join(parsed(out / "index.html").text).split())
     assert (
-        "No differences between decoder and encoder: decoder has no standard errors; measure it with --groups"
+        "Differences of decoder from encoder are not computed: decoder has no standard errors; measure it with --groups"
         in page_text
     )
     assert not (out / "figures" / "differences.svg").exists()
