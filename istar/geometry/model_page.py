@@ -255,9 +255,14 @@ def _make_page(measured: Measurements, sheets: Mapping[str, Sheet], plots: Mappi
 
 
 def _describe_input(settings: Mapping[str, Any]) -> str:
+    """Return sentences on what the model has read, which tokens the measures are over, and the names of the layers."""
+    return f"{describe_documents_and_tokens(settings)} {_PLACES}"
+
+
+def describe_documents_and_tokens(settings: Mapping[str, Any]) -> str:
     """Return sentences on what the model has read, and which tokens the measures are over."""
     documents, tokens = _DOCUMENTS[settings["documents"]], _SPECIAL_TOKENS[settings["special_tokens"]]
-    return f"{documents}. The measures are over the hidden states of all tokens, {tokens}. {_PLACES}"
+    return f"{documents}. The measures are over the hidden states of all tokens, {tokens}."
 
 
 def _shorten_sheet(sheet: Sheet, group: str) -> Sheet:
