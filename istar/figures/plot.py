@@ -16,8 +16,7 @@ class Line:
     x: tuple[float, ...]
     y: tuple[float, ...]
     x_error: tuple[float, ...] = ()  # standard deviations of `x` over seeds; empty if unknown
-    # Standard deviations of `y` over seeds or, on pages of geometry, half-widths of 95% intervals (on that of several
-    # trainings, standard errors); empty if unknown.
+    # Standard deviations of `y` over seeds or, on pages of geometry, half-widths of 95% intervals; empty if unknown.
     y_error: tuple[float, ...] = ()
     seeds: tuple[int, ...] = ()  # seeds that the line is a mean over
     num_seeds: tuple[int, ...] = ()  # number of seeds of each point; empty if unknown
