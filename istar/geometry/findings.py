@@ -36,7 +36,8 @@ MASSIVE_RATIO = 1000.0
 FIRST_POSITION = 3.0
 """An average norm of the tokens at position 0 that is at least this multiple of that of the others is unusual."""
 SHIFTED, NOT_SHIFTED = 0.5, 0.9
-"""Embeddings with I(W) below the first value raw, and above the second one centered, differ by a common shift."""
+"""Embeddings with I(W) of at most the first value are unusual; with the second one or more after centering, a common
+shift is all that makes them so."""
 TOKENS_PER_DIMENSION = 10
 """With fewer tokens per dimension, IsoScore and the ranks are clearly too low."""
 
@@ -70,7 +71,7 @@ def describe_findings(measured: Measurements) -> list[str]:
         *_find_rogue_dimensions(layers),
         *_find_massive_activations(measured),
         *_find_large_first_token(measured),
-        *_find_shifted_embeddings(measured),
+        *_find_anisotropic_embeddings(measured),
     ]
     unusual.sort(key=lambda finding: -finding.excess)
     sentences = [finding.sentence for finding in unusual[:MAX_FINDINGS]] or ["No measure is unusual."]
@@ -217,16 +218,20 @@ def _find_large_first_token(measured: Measurements) -> Iterator[Finding]:
         )
 
 
-def _find_shifted_embeddings(measured: Measurements) -> Iterator[Finding]:
-    """Yield a finding for each embedding matrix that is isotropic only after centering."""
+def _find_anisotropic_embeddings(measured: Measurements) -> Iterator[Finding]:
+    """Yield a finding for each anisotropic embedding matrix, which says whether a common shift makes it so."""
     for side, forms in measured.matrices.items():
         raw, centered = (forms[form]["partition_isotropy_both"] for form in ("raw", "centered"))
-        if raw <= SHIFTED and centered >= NOT_SHIFTED:
-            yield Finding(
-                f"The {side} embeddings are isotropic but for a common shift: centering raises I(W) from {raw:.2f} "
-                f"to {centered:.2f}.",
-                SHIFTED / max(raw, 1e-3),
-            )
+        if raw > SHIFTED:
+            continue
+        sentence = (
+            f"The {side} embeddings are isotropic but for a common shift: centering raises I(W) from {raw:.2f} to "
+            f"{centered:.2f}."
+            if centered >= NOT_SHIFTED
+            else f"The {side} embeddings are anisotropic: I(W), which is at most 1, is {raw:.2f}, and {centered:.2f} "
+            "after centering."
+        )
+        yield Finding(sentence, SHIFTED / max(raw, 1e-3))
 
 
 def _describe_all_layers(measured: Measurements) -> Iterator[str]:

@@ -178,7 +178,10 @@ def test_embeddings_with_a_common_shift() -> None:
         "The input embeddings are isotropic but for a common shift: centering raises I(W) from 0.12 to 0.98."
     ]
     # Embeddings that stay anisotropic are not only shifted.
-    assert "shift" not in describe_unusual(make_measurements({}, partition=(0.12, 0.5)))[0]
+    assert describe_unusual(make_measurements({}, partition=(0.12, 0.5))) == [
+        "The input embeddings are anisotropic: I(W), which is at most 1, is 0.12, and 0.50 after centering."
+    ]
+    assert describe_unusual(make_measurements({}, partition=(0.6, 0.98))) == ["No measure is unusual."]
 
 
 def test_the_most_unusual_come_first_and_tokens_last() -> None:
