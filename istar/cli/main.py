@@ -1,6 +1,7 @@
 """The entry point of the command `istar`."""
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -10,10 +11,29 @@ from istar.cli import compare, correlate, embed, measure, plan, power, quantize,
 from istar.errors import UserError
 from istar.runs import extras
 
+_EXIT_CODE_OF_CLOSED_PIPE = 141
+"""Exit code of a process that the signal SIGPIPE has ended, as shells report it."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Execute the command `istar` with these arguments, by default those of the process, and return the exit code."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    """Execute the command `istar` with these arguments, by default those of the process, and return the exit code.
+
+    If the reader of the output, such as `head`, ends before the command, the command ends without a message.
+    """
+    try:
+        try:
+            return _run_command(list(sys.argv[1:] if arguments is None else arguments))
+        finally:
+            # The rest of the output must fail here and not when the interpreter ends, also after `--help`.
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The interpreter flushes the output once more when it ends, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _EXIT_CODE_OF_CLOSED_PIPE
+
+
+def _run_command(arguments: list[str]) -> int:
+    """Execute the command `istar` with these arguments, and return the exit code."""
     if arguments[:1] == ["train"]:
         # Hydra parses the options of `istar train`, including `--help`.
         return train_main(arguments[1:])

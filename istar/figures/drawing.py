@@ -46,7 +46,8 @@ _MAX_Y_LABEL = 32
 """Most characters of the label of a y axis in one line."""
 _MARKERS = "osD^vPX*"
 _MAX_MARKERS = 40
-"""Most points of a line with markers of full size; more would hide the line, or one another."""
+"""Most points of a line with markers of full size; more would hide the line, or one another. In a panel with a longer
+line, no line has markers."""
 _MAX_TICKS = 12
 PNG_DPI = 300
 """Dots per inch of PNG files."""
@@ -185,8 +186,13 @@ def _draw_figure(plot: Plot) -> Figure:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             # Of points with error bars, the legend shows only the marker, which the error bars would cover.
             handles[label] = handle[0] if isinstance(handle, ErrorbarContainer) else handle
+    panel_axes = figure.axes[: len(plot.panels)]
     if plot.share_axes:
-        _share_limits(figure.axes[: len(plot.panels)], plot)
+        _share_limits(panel_axes, plot)
+    elif plot.share_y:
+        _share_y_limits(panel_axes)
+    if plot.x_names and panel_axes:
+        _share_x_limits(panel_axes)
     if len(handles) > 1:
         labels = [label for label in styles if label in handles]
         labels += [label for label in handles if label not in styles]
@@ -211,7 +217,8 @@ def _count_legend_columns(num_panel_columns: int, labels: Sequence[str]) -> int:
 def _assign_line_styles(plot: Plot) -> dict[str, dict[str, Any]]:
     """Return the colour, marker and line style of each label as matplotlib's keyword arguments, by label.
 
-    A label has the same style in all panels. The line of `plot.reference_label` is black.
+    A label has the same style in all panels. The line of `plot.reference_label` is black. Labels of settings, such as
+    `λ = -1`, come first, by their values, and the others follow in the given order.
     """
     drawn_labels = [line.label for panel in plot.panels for line in panel.lines]
     labels = list(dict.fromkeys([*plot.labels, *drawn_labels]))
@@ -220,13 +227,16 @@ def _assign_line_styles(plot: Plot) -> dict[str, dict[str, Any]]:
         colours = [SCALE[round(index * (len(SCALE) - 1) / last_index)] for index in range(len(labels))]
         return {label: {"color": colour, "marker": "o"} for label, colour in zip(labels, colours, strict=True)}
     styles: dict[str, dict[str, Any]] = {}
+    markers = _MARKERS
     if plot.reference_label in labels:
         labels.remove(plot.reference_label)
         styles[plot.reference_label] = {"color": INK, "marker": "s"}
-    for index, label in enumerate(sorted(labels, key=_parse_trailing_number)):
+        # No other line has the marker of the reference.
+        markers = markers.replace("s", "")
+    for index, label in enumerate(sorted(labels, key=_parse_setting_value)):
         styles[label] = {
             "color": _choose_setting_colour(label) or PALETTE[index % len(PALETTE)],
-            "marker": _MARKERS[index % len(_MARKERS)],
+            "marker": markers[index % len(markers)],
             "linestyle": ("-", "--", ":")[index // len(PALETTE) % 3],
         }
     return styles
@@ -239,7 +249,7 @@ def _choose_setting_colour(label: str) -> str | None:
     for positive ones. That of ζ is sequential.
     """
     symbol = label.partition(" = ")[0]
-    value = _parse_trailing_number(label)
+    value = _parse_setting_value(label)
     if symbol not in ("λ", "ζ") or not math.isfinite(value):
         return None
     if symbol == "ζ":
@@ -250,10 +260,13 @@ def _choose_setting_colour(label: str) -> str | None:
     return to_hex(matplotlib.colormaps["RdBu"](0.5 + math.copysign(0.2 + 0.3 * share, value)))
 
 
-def _parse_trailing_number(label: str) -> float:
-    """Return the number at the end of a label as a sort key, or infinity, so that labels without one come last."""
-    match = re.search(r"-?\d+(\.\d+)?(e-?\d+)?$", label)
-    return float(match[0]) if match else math.inf
+def _parse_setting_value(label: str) -> float:
+    """Return the number of a label `<symbol> = <number>`, or infinity for other labels, so that they are sorted last.
+
+    The number at the end of a name, such as that of a model `gpt2`, is no setting.
+    """
+    match = re.search(r" = (-?\d+(\.\d+)?(e-?\d+)?)$", label)
+    return float(match[1]) if match else math.inf
 
 
 def _draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Mapping[str, Mapping[str, Any]]) -> None:
@@ -266,12 +279,13 @@ def _draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Mapping[str, Mappi
         return
     lines = sorted(panel.lines, key=lambda line: list(styles).index(line.label))
     if plot.kind == "columns":
-        _draw_columns(axes, lines, styles)
+        _draw_columns(axes, lines, styles, _are_columns_narrow(plot, panel))
     elif plot.kind == "ridges":
         _draw_ridges(axes, panel.lines, styles)
     else:
+        has_markers = all(len(line.x) <= _MAX_MARKERS for line in lines)
         for line in lines:
-            _draw_line(axes, plot.kind, line, dict(styles[line.label]))
+            _draw_line(axes, plot.kind, line, dict(styles[line.label]), has_markers or len(line.x) == 1)
     if plot.kind in ("points", "bars"):
         _mark_incomplete_and_collapsed_points(axes, lines, styles)
     if panel.horizontal_line is not None:
@@ -299,10 +313,14 @@ def _set_y_range(axes: Axes, plot: Plot, panel: Panel) -> None:
     if bounds is None or not finite_ys:
         return
     low, high = bounds
+    if high > 2 and all(y == round(y) for y in finite_ys):
+        # Numbers of dimensions have no fractions, not even on an axis where all of them are 0.
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes.set_ylim(top=max(1.05, axes.get_ylim()[1]))
     margin = 0.03 * (high - low)
     if max(finite_ys) - min(finite_ys) >= _MIN_SHARE_OF_BOUNDS * (high - low):
-        # The values above columns need room below the title.
-        top = 3 * margin if plot.kind == "columns" else margin
+        # The values above columns need room below the title, and more room if they are upright.
+        top = (8 if _are_columns_narrow(plot, panel) else 3) * margin if plot.kind == "columns" else margin
         axes.set_ylim(min(low, min(finite_ys)) - margin, max(high, max(finite_ys)) + top)
     else:
         if low == 0 <= min(finite_ys):
@@ -315,13 +333,25 @@ def _set_y_range(axes: Axes, plot: Plot, panel: Panel) -> None:
 
 def _share_limits(panel_axes: Sequence[Axes], plot: Plot) -> None:
     """Give the axes of all panels the smallest x and y limits that contain those of each."""
-    x_limits = [axes.get_xlim() for axes in panel_axes]
-    y_limits = [axes.get_ylim() for axes in panel_axes]
-    for axes in panel_axes:
-        axes.set_xlim(min(low for low, _ in x_limits), max(high for _, high in x_limits))
-        axes.set_ylim(min(low for low, _ in y_limits), max(high for _, high in y_limits))
-        if plot.kind == "scatter":
+    _share_x_limits(panel_axes)
+    _share_y_limits(panel_axes)
+    if plot.kind == "scatter":
+        for axes in panel_axes:
             axes.set_aspect("equal", adjustable="box")
+
+
+def _share_x_limits(panel_axes: Sequence[Axes]) -> None:
+    """Give the axes of all panels the smallest x limits that contain those of each."""
+    limits = [axes.get_xlim() for axes in panel_axes]
+    for axes in panel_axes:
+        axes.set_xlim(min(low for low, _ in limits), max(high for _, high in limits))
+
+
+def _share_y_limits(panel_axes: Sequence[Axes]) -> None:
+    """Give the axes of all panels the smallest y limits that contain those of each."""
+    limits = [axes.get_ylim() for axes in panel_axes]
+    for axes in panel_axes:
+        axes.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
 
 
 def _draw_heatmap(axes: Axes, plot: Plot, panel: Panel) -> None:
@@ -450,12 +480,19 @@ class _MinorFormatter(LogFormatter):
         return f"{x:g}" if super().__call__(x, pos) else ""
 
 
-def _draw_line(axes: Axes, kind: str, line: Line, style: dict[str, Any]) -> None:
-    """Draw a line of a panel; `kind` is that of its `Plot`, and `style` has matplotlib's keyword arguments."""
+def _draw_line(axes: Axes, kind: str, line: Line, style: dict[str, Any], has_markers: bool) -> None:
+    """Draw a line of a panel.
+
+    Args:
+        axes: axes of the panel.
+        kind: kind of the `Plot`.
+        line: the line.
+        style: matplotlib's keyword arguments.
+        has_markers: whether a line of kind `line` has markers at its points.
+    """
     if kind == "line":
-        has_markers = len(line.x) <= _MAX_MARKERS
         style = {"linestyle": "-", **style, "marker": style["marker"] if has_markers else ""}
-        axes.plot(line.x, line.y, label=line.label, linewidth=1.6 if has_markers else 0.8, **style)
+        axes.plot(line.x, line.y, label=line.label, linewidth=1.6 if has_markers else 1.2, **style)
         if any(line.y_error) and len(line.x) == 1:
             axes.errorbar(line.x, line.y, line.y_error, fmt="none", ecolor=style["color"], capsize=3, elinewidth=1.1)
         elif any(line.y_error):
@@ -478,10 +515,20 @@ def _draw_line(axes: Axes, kind: str, line: Line, style: dict[str, Any]) -> None
         axes.plot(line.x, line.y, label=line.label, **style)
 
 
-def _draw_columns(axes: Axes, lines: Sequence[Line], styles: Mapping[str, Mapping[str, Any]]) -> None:
+def _are_columns_narrow(plot: Plot, panel: Panel) -> bool:
+    """Return whether the columns of a panel are too narrow for values beside each other."""
+    num_groups = len({x for line in panel.lines for x in line.x})
+    return num_groups * len(panel.lines) > (8 if len(plot.panels) > 1 else 14)
+
+
+def _draw_columns(
+    axes: Axes, lines: Sequence[Line], styles: Mapping[str, Mapping[str, Any]], has_upright_values: bool
+) -> None:
     """Draw the lines as groups of bars: at each x, the bars of all lines are side by side, with their values on top."""
     width = 0.8 / len(lines)
     for index, line in enumerate(lines):
         centers = [x + (index - (len(lines) - 1) / 2) * width for x in line.x]
         bars = axes.bar(centers, line.y, 0.92 * width, label=line.label, color=styles[line.label]["color"])
-        axes.bar_label(bars, fmt="{:.3g}", fontsize=8, padding=2)
+        axes.bar_label(bars, fmt="{:.3g}", fontsize=8, padding=2, rotation=90 if has_upright_values else 0)
+    if has_upright_values:
+        axes.margins(y=0.2)

@@ -16,8 +16,7 @@ class Line:
     x: tuple[float, ...]
     y: tuple[float, ...]
     x_error: tuple[float, ...] = ()  # standard deviations of `x` over seeds; empty if unknown
-    # Standard deviations of `y` over seeds or, on pages of geometry, half-widths of 95% intervals (on that of several
-    # trainings, standard errors); empty if unknown.
+    # Standard deviations of `y` over seeds or, on pages of geometry, half-widths of 95% intervals; empty if unknown.
     y_error: tuple[float, ...] = ()
     seeds: tuple[int, ...] = ()  # seeds that the line is a mean over
     num_seeds: tuple[int, ...] = ()  # number of seeds of each point; empty if unknown
@@ -79,6 +78,7 @@ class Plot:
     x_names: Mapping[float, str] = field(default_factory=dict)  # tick labels by position; empty for numbers
     ordered: bool = False  # whether the lines have an order, which is shown by a colour scale
     share_axes: bool = False  # whether all panels have the same limits of both axes
+    share_y: bool = False  # whether all panels have the same limits of the y axis, because they show the same quantity
     reference_label: str = BASE  # label of the line that is drawn in black
     # Labels in the order in which they get colours; may include labels without a line, so that several plots use the
     # same colours. If empty, the labels of the lines are used.

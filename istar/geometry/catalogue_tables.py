@@ -12,26 +12,31 @@ _SUBJECTS: dict[Subject, str] = {
     "final_norm": "final normalization",
 }
 """Titles of the tables, by what their measures describe."""
-_COLUMNS = {
-    "name": "name",
+_ATTRIBUTES = {
     "formula": "what it is",
     "range": "range",
     "convention": "convention",
     "cost": "cost",
     "blind_to": "blind to",
 }
-"""Headers of the columns, by column of the catalogue."""
+"""Titles of the attributes of a measure, by column of the catalogue."""
 
 
 def make_tables() -> list[Table]:
-    """Return the terminal tables of all measures: one for each subject, with a row for each measure."""
+    """Return the terminal tables of all measures: one for each subject, with a row for each measure.
+
+    A row has the name, which can be copied from one line, and below one another what there is to say about the measure.
+    """
     tables = []
     for subject, title in _SUBJECTS.items():
         table = Table(title=title, title_justify="left", show_lines=True)
-        for header in _COLUMNS.values():
-            table.add_column(header, overflow="fold")
-        for row in catalogue_rows(subject, list(_COLUMNS)):
+        table.add_column("name", no_wrap=True)
+        table.add_column("description", overflow="fold")
+        for row in catalogue_rows(subject, ["name", *_ATTRIBUTES]):
             # Text, because rich would read an interval such as [0, 1] as markup.
-            table.add_row(*map(Text, row.values()))
+            lines = [
+                Text.assemble((f"{title}: ", "bold"), row[name]) for name, title in _ATTRIBUTES.items() if row[name]
+            ]
+            table.add_row(Text(row["name"]), Text("\n").join(lines))
         tables.append(table)
     return tables

@@ -20,6 +20,8 @@ SUMMARY_MEASURES = ("isoscore", "inter_sim", "intra_sim", "two_nn", "effective_r
 """Measures of the last layer that the table of all models shows."""
 _SETTINGS_WITHOUT_EFFECT = ("batch_tokens", "batch_size")
 """Settings of a pass that do not change its measures; earlier versions had `batch_size`."""
+SETTING_NAMES = {"limit": "max_tokens", "intra": "intra_sim"}
+"""Names on pages of the settings whose names in `measures.json` are not those of their options."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def label_models(arguments: Sequence[ModelArgument], measurements: Sequence[Meas
         UserError: if two models have the same label.
     """
     labels = [
-        argument.label or _shorten_model_name(model_measurements)
+        argument.label or _name_model(model_measurements)
         for argument, model_measurements in zip(arguments, measurements, strict=True)
     ]
     repeated_labels = _find_repeated(labels)
@@ -153,12 +155,16 @@ def _find_repeated(names: Iterable[str]) -> set[str]:
     return {name for name, count in Counter(names).items() if count > 1}
 
 
-def _shorten_model_name(measurements: Measurements) -> str:
-    """Return the last part of a model's name, or the name of the run that holds it, with the revision if it has one."""
-    path = PurePath(measurements.model["name"])
-    name = path.parent.name if path.name == "model" and path.parent.name else path.name
-    revision = measurements.model.get("revision")
+def _name_model(measurements: Measurements) -> str:
+    """Return the short name of a measured model, with its revision if it has one."""
+    name, revision = shorten_model_name(measurements.model["name"]), measurements.model.get("revision")
     return f"{name} at {revision}" if revision else name
+
+
+def shorten_model_name(name: str) -> str:
+    """Return the last part of a hub id or folder, or of a folder `model` the name of the folder that holds it."""
+    path = PurePath(name)
+    return (path.parent.name if path.name == "model" and path.parent.name else path.name) or name
 
 
 def have_same_texts(first: MeasuredModel, other: MeasuredModel) -> bool:
@@ -173,11 +179,11 @@ def have_same_texts(first: MeasuredModel, other: MeasuredModel) -> bool:
 
 
 def describe_differences(models: Sequence[MeasuredModel]) -> list[str]:
-    """Return a sentence for each model whose texts or settings differ from those of the first model.
+    """Return sentences on the models whose texts or settings differ from those of the first model.
 
-    The values of such models cannot be compared.
+    The values of such models cannot be compared. Models that differ in the same way share a sentence.
     """
-    sentences = []
+    labels_by_difference: dict[str, list[str]] = {}
     first_model = models[0]
     for other_model in models[1:]:
         first_settings, settings = (dict(model.measurements.settings) for model in (first_model, other_model))
@@ -185,17 +191,26 @@ def describe_differences(models: Sequence[MeasuredModel]) -> list[str]:
             first_settings.pop(name, None)
             settings.pop(name, None)
         if not have_same_texts(first_model, other_model):
-            sentences.append(f"{other_model.label} was measured over other texts than {first_model.label}.")
+            difference = f"measured over other texts than {first_model.label}"
+            labels_by_difference.setdefault(difference, []).append(other_model.label)
         setting_names = sorted(first_settings.keys() | settings.keys())
         changed_settings = [key for key in setting_names if first_settings.get(key) != settings.get(key)]
         if changed_settings:
             changes = "; ".join(
-                f"{key} {settings.get(key)} instead of {first_settings.get(key)}" for key in changed_settings
+                f"{SETTING_NAMES.get(key, key)} {settings.get(key)} instead of {first_settings.get(key)}"
+                for key in changed_settings
             )
-            sentences.append(
-                f"{other_model.label} was measured with other settings than {first_model.label}: {changes}."
-            )
-    return sentences
+            difference = f"measured with other settings than {first_model.label}: {changes}"
+            labels_by_difference.setdefault(difference, []).append(other_model.label)
+    return [
+        f"{list_names(labels)} {'was' if len(labels) == 1 else 'were'} {difference}."
+        for difference, labels in labels_by_difference.items()
+    ]
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Join names as in a sentence: `a`, `a and b`, or `a, b and c`."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def make_layer_rows(models: Sequence[MeasuredModel]) -> Iterator[dict[str, Any]]:
@@ -232,7 +247,7 @@ def _build_summary_row(model: MeasuredModel) -> dict[str, Any]:
         "model": model.label,
         "type": measurements.model["type"],
         "layers": len(model.layer_measures) - 1,
-        "dimensions": measures_by_form["raw"]["dimensions"],
+        "dimensions": measurements.width,
         "tokens": model.last_layer_measures["tokens"],
         **{name: model.last_layer_measures.get(name, math.nan) for name in SUMMARY_MEASURES},
         "matrix": model.prediction_matrix,

@@ -228,7 +228,8 @@ def _make_layer_plot(models: Sequence[MeasuredModel], name: str) -> Plot:
     ticks = {0.0: "0", 0.25: "0.25", 0.5: "0.5", 0.75: "0.75", 1.0: "1", _FINAL_NORM_POSITION: "final\nnorm"}
     has_final_norm = any(model.final_norm_measures is not None for model in models)
     tick_names = ticks if has_final_norm else {}
-    return Plot(name, title, caption, "line", "relative depth", tuple(panels), x_names=tick_names)
+    share_y = name == "isotropy"
+    return Plot(name, title, caption, "line", "relative depth", tuple(panels), share_y=share_y, x_names=tick_names)
 
 
 def _describe_error_methods(models: Sequence[MeasuredModel]) -> list[str]:
@@ -392,7 +393,7 @@ def _make_final_norm_plot(models: Sequence[MeasuredModel]) -> Plot:
         "final_norm",
         "The final normalization",
         "Norms of the gain and the bias of the normalization behind the last layer, divided by the square root of the "
-        "width. Models without such a normalization, such as BERT, have no bars.",
+        "width. Models without such a normalization, such as BERT, have no bars; a normalization without a bias has 0.",
         "columns",
         "",
         (make_panel("norm", lines),) if lines else (),
@@ -467,14 +468,24 @@ def _make_model_table(models: Sequence[MeasuredModel]) -> Sheet:
     """Return the table of all models, with measures of their last layers in a row for each model."""
     summary = compare.summarize_models(models)
     shown_summary = summary.drop(columns="weights")
+    rows = []
+    for model, row in zip(models, shown_summary.to_dict("records"), strict=True):
+        half_widths = {
+            name: interval_half_width(model.last_layer_measures, name, model.num_groups)
+            for name in compare.SUMMARY_MEASURES
+        }
+        rows.append([
+            number_entry(value, half_widths[name]) if name in half_widths else _make_cell(value)
+            for name, value in row.items()
+        ])  # fmt: skip
     return Sheet(
         "models",
         "All models",
         "Measures of each model's last layer over all its texts; I(W), with both signs of the eigenvectors, and norm "
         "ratio of the embedding matrix nearest to the prediction; norms of the final normalization's gain and bias. A "
         "dash marks what a model does not have.",
-        tuple(_MODEL_HEADERS.get(name, MEASURE_TITLES.get(name, name)) for name in map(str, shown_summary)),
-        {"": [[_make_cell(value) for value in row] for row in shown_summary.itertuples(index=False)]},
+        tuple(_MODEL_HEADERS.get(name) or column_header(name) for name in map(str, shown_summary)),
+        {"": rows},
         summary,
     )
 

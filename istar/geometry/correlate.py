@@ -208,6 +208,7 @@ def _correlate_partially(
     """
     is_known = np.isfinite(covariates).all(axis=1)
     row: dict[str, Any] = {"given": ", ".join(covariate_names), "partial_n": int(is_known.sum())}
+    methods_by_problem: dict[str, list[str]] = {}
     for method in PARTIAL_METHODS:
         columns = [f"partial_{method}{suffix}" for suffix in ("", "_low", "_high", "_p")]
         row |= dict.fromkeys(columns, math.nan)
@@ -217,11 +218,13 @@ def _correlate_partially(
                     np.array(x)[is_known], np.array(y)[is_known], covariates[is_known], method, CONFIDENCE_LEVEL
                 )
             except UserError as error:
-                row["partial_note"] = shorten(error)
+                methods_by_problem.setdefault(shorten(error), []).append(method.capitalize())
                 continue
             interval = (math.nan if end is None else end for end in (result.low, result.high))
             row |= dict(zip(columns, (result.value, *interval, result.p_value), strict=True))
-    return {**row, "partial_note": row.get("partial_note", note)}
+    # Spearman's correlation is of ranks, which may be a linear function of the covariates' where the values are not.
+    problems = [f"{' and '.join(methods)}: {problem}" for problem, methods in methods_by_problem.items()]
+    return {**row, "partial_note": "; ".join(problems) or note}
 
 
 def _explain_undefined(measure_values: np.ndarray, scores: np.ndarray) -> str:

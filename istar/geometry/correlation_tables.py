@@ -12,11 +12,13 @@ from rich.table import Table
 
 from istar.files import write_text
 from istar.geometry.correlate import CONFIDENCE_LEVEL, PARTIAL_METHODS, STATISTICS, CorrelationResults
+from istar.geometry.model_figures import MEASURE_TITLES
 from istar.geometry.score_join import Selection
 from istar.pages import sheets
 from istar.pages.sheets import Entry, Sheet
 
 _MEASURE_TITLES = {
+    **MEASURE_TITLES,
     "partition_isotropy_as_computed": "I(W), signs as computed",
     "partition_isotropy_both": "I(W), both signs",
 }
@@ -204,27 +206,44 @@ def _make_caption(selection: Selection) -> str:
 
 
 def make_terminal_tables(sheet: Sheet) -> list[Table]:
-    """Return a table of correlations for the terminal for each model, without the notes."""
+    """Return the tables of correlations for the terminal, without the notes.
+
+    Each model has one table, and with covariates a second one of the partial correlations, because all columns together
+    would be wider than a terminal.
+    """
+    # The first four columns are the task, the measure, the layer and n.
+    indices_by_kind: dict[str, list[int]] = {"": [], "partial": []}
+    for index, header in enumerate(sheet.header):
+        if index >= 4 and header != "note":
+            indices_by_kind["partial" if header.startswith("partial") else ""].append(index)
     tables = []
     for model, rows in sheet.rows_by_group.items():
-        table = Table(title=f"{model or sheet.title}: {sheet.caption}", title_justify="left")
-        for header in ("task", "measure"):
-            table.add_column(header, overflow="fold")
-        table.add_column("n", justify="right", overflow="fold")
-        # The first four columns are the task, the measure, the layer and n.
-        statistic_headers = [header for header in sheet.header[4:] if header != "note"]
-        for header in statistic_headers:
-            table.add_column(header, justify="right", overflow="fold", min_width=13)
-        for row in rows:
-            task, measure, layer, n, *statistics = [entry.text for entry in row[: 4 + len(statistic_headers)]]
-            # The interval stands below the statistic.
-            table.add_row(task, f"{measure}\n{layer}".strip(), n, *(text.replace(" ", "\n", 1) for text in statistics))
-        tables.append(table)
+        for kind, indices in indices_by_kind.items():
+            if not indices:
+                continue
+            name = model or sheet.title
+            title = f"{name}, partial correlations" if kind else f"{name}: {sheet.caption}"
+            table = Table(title=title, title_justify="left", padding=(0, 0, 0, 1))
+            for header in ("task", "measure"):
+                table.add_column(header, overflow="fold")
+            table.add_column("n", justify="right", overflow="fold")
+            for index in indices:
+                table.add_column(sheet.header[index], justify="right", overflow="fold", min_width=14)
+            for row in rows:
+                task, measure, layer, n = [entry.text for entry in row[:4]]
+                # The interval stands below the statistic.
+                statistics = [row[index].text.replace(" ", "\n", 1) for index in indices]
+                table.add_row(task, f"{measure}\n{layer}".strip(), n, *statistics)
+            tables.append(table)
     return tables
 
 
 def describe_undefined(sheet: Sheet) -> list[str]:
     """Return why statistics of the table are undefined: at most five reasons, and how many more there are."""
     noted_rows = [row for row in sheet.frame.to_dict("records") if _join_notes(row)]
-    reasons = list(dict.fromkeys(f"{row['task']} with {row['measure']}: {_join_notes(row)}" for row in noted_rows))
+    reasons = list(
+        dict.fromkeys(
+            f"{row['task']} with {_make_measure_title(row['measure'])}: {_join_notes(row)}" for row in noted_rows
+        )
+    )
     return reasons[:5] + ([f"... and {len(reasons) - 5} more; see table.md"] if len(reasons) > 5 else [])

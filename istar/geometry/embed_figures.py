@@ -89,6 +89,7 @@ def make_singular_value_plot(models: Sequence[ModelEmbeddings]) -> Plot:
         tuple(panels),
         log_x=True,
         log_y=True,
+        share_axes=True,
     )
 
 
@@ -154,6 +155,7 @@ def make_unused_plot(models: Sequence[ModelEmbeddings]) -> Plot:
         "line",
         f"number of the bin of {embed.BIN_SIZE:,} tokens",
         tuple(panels),
+        share_y=True,
     )
 
 

@@ -35,7 +35,7 @@ _MISSING_REASONS = {
 }
 """Reasons why tables and figures are missing, by their names."""
 _READING_NOTES = (
-    "The tables and figures are those of Too Much in Common (Bis et al., NAACL 2021), computed from these models. The "
+    "The tables and figures are those of Too Much in Common (Biś et al., NAACL 2021), computed from these models. The "
     "paper's numbers stand beside a model whose label, or the last part of whose name, is that of one of the paper's "
     "models.",
 )

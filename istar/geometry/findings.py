@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from istar.geometry.measures_file import Measurements
 from istar.geometry.model_figures import format_tap_name
+from istar.geometry.taps import FINAL_NORM
 
 MAX_FINDINGS = 4
 """Most sentences on unusual measures."""
@@ -20,10 +21,12 @@ INTER_SIM = 0.5
 """An average cosine of at least this value is unusual."""
 ISOSCORE = 0.05
 """An IsoScore of at most this value is unusual."""
-OFFSET = 10.0
-"""A dimension whose mean is at least this number of typical standard deviations from 0 is unusual."""
+OFFSET = 5.0
+"""A dimension whose mean is at least this number of typical standard deviations from 0 is unusual. From this value on,
+the page counts it as an outlier dimension."""
 NORM_GROWTH = 10.0
-"""An average norm that differs at least by this factor between layers is unusual."""
+"""An average norm that differs at least by this factor between layers is unusual. The final normalization, whose task
+it is to change the norm, does not count."""
 KURTOSIS = 100.0
 """An excess kurtosis of a dimension of at least this value is unusual."""
 ROGUE_DROP = 0.25
@@ -33,7 +36,8 @@ MASSIVE_RATIO = 1000.0
 FIRST_POSITION = 3.0
 """An average norm of the tokens at position 0 that is at least this multiple of that of the others is unusual."""
 SHIFTED, NOT_SHIFTED = 0.5, 0.9
-"""Embeddings with I(W) below the first value raw, and above the second one centered, differ by a common shift."""
+"""Embeddings with I(W) of at most the first value are unusual; with the second one or more after centering, a common
+shift is all that makes them so."""
 TOKENS_PER_DIMENSION = 10
 """With fewer tokens per dimension, IsoScore and the ranks are clearly too low."""
 
@@ -51,27 +55,27 @@ class Finding:
 
 
 def describe_findings(measured: Measurements) -> list[str]:
-    """Return at most five sentences on a model: its most unusual measures, then a warning if there are too few tokens.
+    """Return at most six sentences on a model, over all its texts together.
 
-    The most unusual measure comes first. If none is unusual, the first sentence says so, with the range of IsoScore and
-    the largest InterSim. The measures are those over all texts together.
+    They are on its most unusual measures, the most unusual one first, or say that nothing is unusual. Then come the
+    range of IsoScore and InterSim over the layers, with their meaning, and a warning if there are too few tokens.
     """
     layers = measured.all_texts
     unusual = [
         *_find_dominant_dimension(layers),
         *_find_common_direction(layers),
-        *_find_few_directions(layers),
+        *_find_few_directions(measured),
         *_find_offset_dimension(measured),
         *_find_norm_growth(layers),
         *_find_heavy_tails(layers),
         *_find_rogue_dimensions(layers),
         *_find_massive_activations(measured),
         *_find_large_first_token(measured),
-        *_find_shifted_embeddings(measured),
+        *_find_anisotropic_embeddings(measured),
     ]
     unusual.sort(key=lambda finding: -finding.excess)
-    sentences = [finding.sentence for finding in unusual[:MAX_FINDINGS]] or [_describe_no_findings(layers)]
-    return [*sentences, *_warn_of_too_few_tokens(measured)]
+    sentences = [finding.sentence for finding in unusual[:MAX_FINDINGS]] or ["No measure is unusual."]
+    return [*sentences, *_describe_all_layers(measured), *_warn_of_too_few_tokens(measured)]
 
 
 def _find_extreme(layers: Layers, name: str, find_largest: bool = True) -> tuple[str, float]:
@@ -102,14 +106,15 @@ def _find_common_direction(layers: Layers) -> Iterator[Finding]:
         yield Finding(f"{sentence}{cosine:.2f}.", cosine / INTER_SIM)
 
 
-def _find_few_directions(layers: Layers) -> Iterator[Finding]:
+def _find_few_directions(measured: Measurements) -> Iterator[Finding]:
     """Yield a finding if IsoScore is small in a layer."""
+    layers = measured.all_texts
     tap, score = _find_extreme(layers, "isoscore", find_largest=False)
     if score <= ISOSCORE:
         directions = layers[tap]["participation_ratio"]
         yield Finding(
             f"The variance of {_name_layer(tap)} is concentrated: IsoScore {score:.3f}, as if it were spread over "
-            f"{directions:.1f} directions.",
+            f"{directions:.1f} of {measured.width:,} directions.",
             # The lower bound keeps the excess finite for a score of 0.
             ISOSCORE / max(score, 1e-3),
         )
@@ -130,15 +135,16 @@ def _find_offset_dimension(measured: Measurements) -> Iterator[Finding]:
     offset = offset_by_place[tap, dimension]
     if offset >= OFFSET:
         sentence = (
-            f"The mean of dimension {dimension} of {_name_layer(tap)} is {offset:.0f} typical standard deviations "
+            f"Dimension {dimension} of {_name_layer(tap)} is an outlier: its mean is {offset:.0f} typical standard "
         )
-        yield Finding(f"{sentence}from 0.", offset / OFFSET)
+        yield Finding(f"{sentence}deviations from 0.", offset / OFFSET)
 
 
 def _find_norm_growth(layers: Layers) -> Iterator[Finding]:
     """Yield a finding if the average norm differs by a large factor between layers."""
+    layers_before_norm = {tap: measures for tap, measures in layers.items() if tap != FINAL_NORM}
     (low_tap, low), (high_tap, high) = (
-        _find_extreme(layers, "average_norm", find_largest) for find_largest in (False, True)
+        _find_extreme(layers_before_norm, "average_norm", find_largest) for find_largest in (False, True)
     )
     if low > 0 and high >= NORM_GROWTH * low:
         yield Finding(
@@ -212,32 +218,50 @@ def _find_large_first_token(measured: Measurements) -> Iterator[Finding]:
         )
 
 
-def _find_shifted_embeddings(measured: Measurements) -> Iterator[Finding]:
-    """Yield a finding for each embedding matrix that is isotropic only after centering."""
+def _find_anisotropic_embeddings(measured: Measurements) -> Iterator[Finding]:
+    """Yield a finding for each anisotropic embedding matrix, which says whether a common shift makes it so."""
     for side, forms in measured.matrices.items():
         raw, centered = (forms[form]["partition_isotropy_both"] for form in ("raw", "centered"))
-        if raw <= SHIFTED and centered >= NOT_SHIFTED:
-            yield Finding(
-                f"The {side} embeddings are isotropic but for a common shift: centering raises I(W) from {raw:.2f} "
-                f"to {centered:.2f}.",
-                SHIFTED / max(raw, 1e-3),
-            )
+        if raw > SHIFTED:
+            continue
+        sentence = (
+            f"The {side} embeddings are isotropic but for a common shift: centering raises I(W) from {raw:.2f} to "
+            f"{centered:.2f}."
+            if centered >= NOT_SHIFTED
+            else f"The {side} embeddings are anisotropic: I(W), which is at most 1, is {raw:.2f}, and {centered:.2f} "
+            "after centering."
+        )
+        yield Finding(sentence, SHIFTED / max(raw, 1e-3))
 
 
-def _describe_no_findings(layers: Layers) -> str:
-    """Return a sentence that no layer is unusual, with the range of IsoScore and the largest InterSim."""
-    low, high = (_find_extreme(layers, "isoscore", find_largest)[1] for find_largest in (False, True))
-    cosine = _find_extreme(layers, "inter_sim")[1]
-    return (
-        f"No layer is unusual: IsoScore is {low:.2f} to {high:.2f}, and the average cosine of two tokens is at most "
-        f"{cosine:.2f}."
+def _describe_all_layers(measured: Measurements) -> Iterator[str]:
+    """Yield a sentence with the ranges of IsoScore and InterSim over the layers, if both are defined in any layer."""
+    texts = ", over all texts together" if len(measured.sources) > 1 else ""
+    isoscores, directions, cosines = (
+        _format_range(measured.all_texts, name, decimals)
+        for name, decimals in (("isoscore", 2), ("participation_ratio", 0), ("inter_sim", 2))
     )
+    if isoscores and directions and cosines:
+        yield (
+            f"In all layers{texts}, the variance is spread as if over {directions} of {measured.width:,} directions "
+            f"(IsoScore {isoscores}; 1 is evenly over all, 0 a single one), and two random tokens have an average "
+            f"cosine of {cosines}."
+        )
+
+
+def _format_range(layers: Layers, name: str, decimals: int) -> str:
+    """Return the range of a measure over the layers as text, such as `0.14 to 0.39`; empty if it is undefined."""
+    low, high = (_find_extreme(layers, name, find_largest)[1] for find_largest in (False, True))
+    if not math.isfinite(low):
+        return ""
+    low_text, high_text = (f"{value:,.{decimals}f}" for value in (low, high))
+    return low_text if low_text == high_text else f"{low_text} to {high_text}"
 
 
 def _warn_of_too_few_tokens(measured: Measurements) -> Iterator[str]:
     """Yield a warning if there are too few tokens per dimension for IsoScore and the ranks."""
     num_tokens = next(iter(measured.all_texts.values()))["tokens"]
-    num_dimensions = measured.matrices["input"]["raw"]["dimensions"]
+    num_dimensions = measured.width
     if num_tokens < TOKENS_PER_DIMENSION * num_dimensions:
         yield (
             f"There are only {num_tokens:,.0f} tokens for {num_dimensions:,} dimensions: IsoScore and the ranks are "

@@ -32,6 +32,8 @@ TABLE_HEADERS = {
     "effective_rank": "rank",
 }
 """Headers of the measures in the terminal table."""
+_MAX_UNBROKEN_LABEL = 16
+"""Most characters of a label of a row that is never broken into lines."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,12 @@ class Measurements:
     def combined_key(self) -> str:
         """Key of all texts together in `sources`: `combined`, or the name of the only source."""
         return COMBINED if COMBINED in self.sources else next(iter(self.sources))
+
+    @property
+    def width(self) -> int:
+        """Number of dimensions of the hidden states, from which that of the embedding matrices may differ."""
+        spectra = [forms["raw"] for taps in self.spectra.values() for forms in taps.values()]
+        return max(map(len, spectra)) if spectra else int(self.matrices["input"]["raw"]["dimensions"])
 
     @property
     def all_texts(self) -> dict[str, dict[str, float]]:
@@ -176,9 +184,13 @@ def number_table(
     rows: Mapping[str, Iterable[float]],
     caption: str | None = None,
 ) -> Table:
-    """Return a terminal table of numbers with a labelled row for each item of `rows`; NaN is shown as a dash."""
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    table.add_column(label_header, overflow="fold")
+    """Return a terminal table of numbers with a labelled row for each item of `rows`; NaN is shown as a dash.
+
+    Short labels stay on one line, also where the terminal has no room for all columns.
+    """
+    # Without space behind the cells, eight columns fit into 80 characters.
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left", padding=(0, 0, 0, 1))
+    table.add_column(label_header, overflow="fold", no_wrap=all(len(label) <= _MAX_UNBROKEN_LABEL for label in rows))
     for header in headers:
         table.add_column(header, justify="right", overflow="fold")
     for label, numbers in rows.items():

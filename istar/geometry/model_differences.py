@@ -60,7 +60,7 @@ def independent_difference(
 
 def explain_no_differences(first: MeasuredModel, other: MeasuredModel) -> str:
     """Return a sentence on why no differences with intervals exist for two models, or an empty string if they exist."""
-    sentence_start = f"No differences between {other.label} and {first.label}: "
+    sentence_start = f"Differences of {other.label} from {first.label} are not computed: "
     if not have_same_texts(first, other):
         return f"{sentence_start}they were measured over different texts."
     first_settings, other_settings = (model.measurements.settings for model in (first, other))

@@ -252,6 +252,7 @@ def plot_layers(measured: Measurements) -> list[Plot]:
                 "line",
                 "layer",
                 tuple(panels),
+                share_y=name == "isotropy",
                 x_names=tick_names,
                 reference_label=COMBINED,
             )
@@ -452,6 +453,7 @@ def plot_matrix_spectra(measured: Measurements) -> Plot:
         tuple(panels),
         log_x=True,
         log_y=True,
+        share_axes=True,
     )
 
 

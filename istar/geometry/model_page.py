@@ -6,14 +6,14 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from istar.errors import UserError, shorten
 from istar.figures.plot import Plot
-from istar.geometry import findings, measures_file, model_figures, reading_table
+from istar.geometry import compare, findings, measures_file, model_figures, reading_table
 from istar.geometry.intervals import JACKKNIFE_MEASURES, interval_half_width, t_quantile
 from istar.geometry.measures_file import Measurements
 from istar.geometry.model_figures import MEASURE_TITLES, format_tap_name
@@ -83,19 +83,30 @@ _READING = (
 def _describe_intervals(measured: Measurements) -> str:
     """Return sentences on what the bands in the figures and the ± in the table of layers are."""
     num_groups = model_figures.num_document_groups(measured)
-    layers = [measures for taps in measured.sources.values() for measures in taps.values()]
-    if not any(
-        math.isfinite(measures.get(f"{name}_error", math.nan)) for measures in layers for name in JACKKNIFE_MEASURES
-    ):
+    sources_without_errors = [
+        source
+        for source, taps in measured.sources.items()
+        if not any(
+            math.isfinite(measures.get(f"{name}_error", math.nan))
+            for measures in taps.values()
+            for name in JACKKNIFE_MEASURES
+        )
+    ]
+    if len(sources_without_errors) == len(measured.sources):
         return (
             "There are no standard errors from groups of documents, which need --groups of at least 2 and as many "
             "documents as groups. A band around TwoNN or Gride is its 95% interval for independent points."
         )
+    missing_errors = (
+        f" Not of {compare.list_names(sources_without_errors)}: fewer documents than groups."
+        if sources_without_errors
+        else ""
+    )
     return (
         f"Bands in the figures, and ± in the table, are 95% intervals: {t_quantile(num_groups - 1):.2f} standard "
         f"errors on either side, from the jackknife over {num_groups} groups of documents. They say how much a value "
         "would change over other documents of the same kind. A measure without a band has no such error; that of TwoNN "
-        "and Gride is 1.96 errors for points that are independent of each other."
+        f"and Gride is 1.96 errors for points that are independent of each other.{missing_errors}"
     )
 
 
@@ -239,14 +250,19 @@ def _make_page(measured: Measurements, sheets: Mapping[str, Sheet], plots: Mappi
     name, revision = measured.model["name"], measured.model["revision"]
     details = f"weights {measured.weights}, measured by istar {version('istar')}"
     subject_line = ("Model", name, f"at revision {revision}, {details}" if revision else details)
-    title = f"Geometry of {PurePath(name).name or name}"
+    title = f"Geometry of {compare.shorten_model_name(name)}"
     return Page(title, subject_line, KIND.generator, _make_key_figures(measured), sections)
 
 
 def _describe_input(settings: Mapping[str, Any]) -> str:
+    """Return sentences on what the model has read, which tokens the measures are over, and the names of the layers."""
+    return f"{describe_documents_and_tokens(settings)} {_PLACES}"
+
+
+def describe_documents_and_tokens(settings: Mapping[str, Any]) -> str:
     """Return sentences on what the model has read, and which tokens the measures are over."""
     documents, tokens = _DOCUMENTS[settings["documents"]], _SPECIAL_TOKENS[settings["special_tokens"]]
-    return f"{documents}. The measures are over the hidden states of all tokens, {tokens}. {_PLACES}"
+    return f"{documents}. The measures are over the hidden states of all tokens, {tokens}."
 
 
 def _shorten_sheet(sheet: Sheet, group: str) -> Sheet:
@@ -261,13 +277,12 @@ def _make_key_figures(measured: Measurements) -> list[tuple[str, str]]:
     """Return the key figures at the top of a model's page as (number, label)."""
     measures_by_tap = measured.all_texts
     texts = measured.settings["texts"]
-    matrix_measures = measured.matrices["input"]["raw"]
     return [
         (f"{next(iter(measures_by_tap.values()))['tokens']:,.0f}", "tokens"),
         (str(len(texts)), "text" if len(texts) == 1 else "texts"),
         (str(sum(tap.startswith("layer_") for tap in measures_by_tap)), "layers"),
-        (f"{matrix_measures['dimensions']:,}", "dimensions"),
-        (f"{matrix_measures['rows']:,}", "tokens in the vocabulary"),
+        (f"{measured.width:,}", "dimensions"),
+        (f"{measured.matrices['input']['raw']['rows']:,}", "tokens in the vocabulary"),
     ]
 
 
@@ -428,7 +443,8 @@ def _build_settings_sheet(measured: Measurements) -> Sheet:
     values |= {"weights": measured.weights}
     values |= {name: value for name, value in measured.settings.items() if name != "texts"}
     values |= {f"text {name}": path for name, path in measured.settings["texts"].items()}
-    frame = pd.DataFrame({"setting": values.keys(), "value": map(_format_value, values.values())})
+    names = [compare.SETTING_NAMES.get(name, name) for name in values]
+    frame = pd.DataFrame({"setting": names, "value": map(_format_value, values.values())})
     value_entries = frame["value"].map(lambda text: Entry(text, code=True))
     return _make_sheet(
         "settings",

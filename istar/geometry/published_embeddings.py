@@ -1,4 +1,4 @@
-"""Published results of *Too Much in Common* (Bis et al., NAACL 2021): Tables 1 to 3."""
+"""Published results of *Too Much in Common* (Biś et al., NAACL 2021): Tables 1 to 3."""
 
 from collections.abc import Mapping
 from functools import cache

@@ -22,6 +22,7 @@ from istar.geometry.measures_file import Measurements
 from istar.geometry.same_model import ModelName, load_and_hash_weights, refuse_other_model
 from istar.geometry.saved_checkpoints import Checkpoint
 from istar.geometry.stream import Pass
+from istar.geometry.taps import FINAL_NORM
 
 KEY_COLUMNS = ("model", "revision", "step", "weights", "source", "layer")
 """Columns of `trajectory.csv` that identify a row; all other columns are measures."""
@@ -254,8 +255,8 @@ def make_rows(measured: Measurements) -> Iterator[dict[str, Any]]:
 def make_terminal_table(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> Table:
     """Return a table for the terminal, with measures of the last layer and I(W) in a row for each checkpoint.
 
-    The measures are over all texts. I(W) is over both signs of the eigenvectors of the embedding matrix nearest to the
-    output. Checkpoints that were not measured have a row without numbers.
+    The measures are over all texts, and before a final normalization. I(W) is over both signs of the eigenvectors of
+    the embedding matrix nearest to the output. Checkpoints that were not measured have a row without numbers.
     """
     measure_names = ("isoscore", "inter_sim", "intra_sim", "two_nn", "effective_rank")
     values_by_label = {}
@@ -263,12 +264,12 @@ def make_terminal_table(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint],
         values_by_label[checkpoint.label] = [math.nan] * (len(measure_names) + 1)
         if checkpoint.label in trajectory.measurements:
             measured = trajectory.measurements[checkpoint.label]
-            last_layer = list(measured.all_texts.values())[-1]
+            last_layer = [measures for tap, measures in measured.all_texts.items() if tap != FINAL_NORM][-1]
             matrix = measured.matrices.get("output") or measured.matrices["input"]
             layer_values = [last_layer.get(name, math.nan) for name in measure_names]
             # The value over both signs can be compared between matrices; the papers' depends on the eigensolver.
             values_by_label[checkpoint.label] = [*layer_values, matrix["raw"]["partition_isotropy_both"]]
-    headers = [name.replace("_", " ") for name in (*measure_names, "I(W), both signs")]
+    headers = [measures_file.TABLE_HEADERS[name] for name in measure_names] + ["I(W), both signs"]
     return measures_file.number_table(f"{plan.model}: the last layer, and I(W)", "revision", headers, values_by_label)
 
 

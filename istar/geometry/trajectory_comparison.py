@@ -6,6 +6,7 @@ Its figures are Figures 3, 4, 7 and 9 of *Anisotropy is Not Inherent to Transfor
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from istar.geometry import compare, measures_file, trajectory
 from istar.geometry.compare import MeasuredModel, ModelArgument
 from istar.geometry.compare_page import join_names
 from istar.geometry.corpus import COMBINED
-from istar.geometry.model_figures import MEASURE_TITLES, make_panel
+from istar.geometry.intervals import interval_half_width
+from istar.geometry.measures_file import Measurements
+from istar.geometry.model_figures import MEASURE_TITLES, make_panel, num_document_groups
 from istar.geometry.saved_checkpoints import Checkpoint
 from istar.geometry.taps import FINAL_NORM
 from istar.pages import folder
@@ -46,10 +49,12 @@ _LAYER_PLOTS = {
 _READING_NOTES = (
     "Each model has a line with a point for each of its checkpoints, in the same colour in all figures. The axis of "
     "the steps is logarithmic, and linear from step 0 to the first other step. The measures of the last layer and of "
-    "the final normalization, if the model has one, are over all texts together. Bands extend one standard error to "
-    "either side, where there are standard errors.",
+    "the final normalization, if the model has one, are over all texts together. Bands, and ± in the table, are 95% "
+    "intervals, where there are standard errors.",
     "IsoScore and TwoNN depend on the number of tokens and on the width. Compare models over the same texts.",
 )
+_ASSUMED_GROUPS = 10
+"""Number of groups of documents for errors of a training whose settings are gone: the default of `istar measure`."""
 _STEP_AXIS_LABEL = "step (logarithmic)"
 
 
@@ -71,6 +76,26 @@ class MeasuredTraining:
         """Name of the last layer, before a final normalization; empty if no layer was measured."""
         indices = self.measures["layer"].str.extract(r"^layer_(\d+)$", expand=False).dropna().astype(int)
         return f"layer_{indices.max()}" if len(indices) else ""
+
+    @cached_property
+    def last_measurements(self) -> Measurements | None:
+        """Measurements of the last checkpoint; None if its folder has been deleted."""
+        last_checkpoint = Checkpoint(str(self.measures["revision"].iloc[-1]), name="")
+        try:
+            return measures_file.read(self.folder / last_checkpoint.folder / measures_file.JSON_FILE)
+        except UserError:
+            return None
+
+    def half_widths_by_step(self, layer: str, measure_name: str) -> list[float]:
+        """Return the half-widths of the 95% intervals of a measure of a layer at each step; NaN where there is none.
+
+        If the number of groups of documents is unknown, it is assumed to be `_ASSUMED_GROUPS`.
+        """
+        last = self.last_measurements
+        num_groups = _ASSUMED_GROUPS if last is None else num_document_groups(last)
+        error_name = f"{measure_name}_error"
+        errors = self.values_by_step(layer, error_name)
+        return [interval_half_width({error_name: error}, measure_name, num_groups) for error in errors]
 
     def values_by_step(self, layer: str, measure_name: str) -> list[float]:
         """Return the values of a measure of a layer at each step, over all texts together; NaN where there is none."""
@@ -149,13 +174,21 @@ def describe_differences(trainings: Sequence[MeasuredTraining]) -> list[str]:
     """
     last_models = []
     for training in trainings:
-        last_checkpoint = Checkpoint(str(training.measures["revision"].iloc[-1]), name="")
-        try:
-            measurements = measures_file.read(training.folder / last_checkpoint.folder / measures_file.JSON_FILE)
-        except UserError:
+        if training.last_measurements is None:
             return []
-        last_models.append(MeasuredModel(training.label, measurements))
+        last_models.append(MeasuredModel(training.label, training.last_measurements))
     return compare.describe_differences(last_models)
+
+
+def _describe_assumed_groups(trainings: Sequence[MeasuredTraining]) -> list[str]:
+    """Return a sentence that names the trainings whose number of groups of documents is unknown, if there are any."""
+    labels = [training.label for training in trainings if training.last_measurements is None]
+    if not labels:
+        return []
+    return [
+        f"The last checkpoint of {compare.list_names(labels)} has no measures.json any more, so that {_ASSUMED_GROUPS} "
+        "groups of documents are assumed for its intervals."
+    ]
 
 
 def check_output_folder(out: Path) -> None:
@@ -189,8 +222,9 @@ def write_page(trainings: Sequence[MeasuredTraining], out: Path, command: str = 
 
 def _make_page(trainings: Sequence[MeasuredTraining], model_table: Sheet, command: str) -> Page:
     """Assemble the page that compares trainings from its table and plots."""
+    notes = [*_describe_assumed_groups(trainings), *describe_differences(trainings)]
     sections = [
-        Section("reading", "How to read this", (*_READING_NOTES, *describe_differences(trainings))),
+        Section("reading", "How to read this", [*_READING_NOTES, *notes]),
         Section("table-models", model_table.title, sheet=model_table, is_wide=True),
     ]
     for plot in make_plots(trainings):
@@ -267,10 +301,10 @@ def _make_panels(
         steps = tuple(map(float, training.steps))
         layer_name = layer or training.last_layer
         values = tuple(training.values_by_step(layer_name, measure_name))
-        errors = tuple(training.values_by_step(layer_name, f"{measure_name}_error"))
+        half_widths = tuple(training.half_widths_by_step(layer_name, measure_name))
         if any(map(math.isfinite, values)):
-            has_errors = any(map(math.isfinite, errors))
-            lines.append(Line(training.label, steps, values, y_error=errors if has_errors else ()))
+            has_errors = any(map(math.isfinite, half_widths))
+            lines.append(Line(training.label, steps, values, y_error=half_widths if has_errors else ()))
     return [make_panel(y_label, lines, title)] if lines else []
 
 
@@ -307,10 +341,14 @@ def summarize_trainings(trainings: Sequence[MeasuredTraining]) -> pd.DataFrame:
 def _make_model_table(trainings: Sequence[MeasuredTraining]) -> Sheet:
     """Return the page's table of measures at the last checkpoints, with a row for each training."""
     summary = summarize_trainings(trainings)
-    entries = [
-        [Entry(str(label)), *(number_entry(value) for value in values)]
-        for label, *values in summary.itertuples(index=False)
-    ]
+    entries = []
+    for training, row in zip(trainings, summary.to_dict("records"), strict=True):
+        half_widths = {
+            header: training.half_widths_by_step(layer or training.last_layer, measure_name)[-1]
+            for header, (measure_name, layer) in _SUMMARY_COLUMNS.items()
+        }
+        numbers = [number_entry(row[name], half_widths.get(name, math.nan)) for name in map(str, summary.columns[1:])]
+        entries.append([Entry(training.label), *numbers])
     return Sheet(
         "models",
         "At the end of the training",

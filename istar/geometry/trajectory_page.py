@@ -5,25 +5,32 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+import pandas as pd
+
 from istar.errors import UserError
 from istar.figures import drawing
 from istar.figures.plot import Panel, Plot
 from istar.figures.spacing import are_log_spaced, evenly_spaced
 from istar.files import atomic_write
 from istar.geometry import measures_file
+from istar.geometry.intervals import interval_half_width
 from istar.geometry.measures_file import Measurements
 from istar.geometry.model_figures import (
     MEASURE_TITLES,
+    column_header,
     format_tap_name,
     make_measure_line,
     make_panel,
     num_document_groups,
 )
+from istar.geometry.model_page import describe_documents_and_tokens
 from istar.geometry.saved_checkpoints import Checkpoint
+from istar.geometry.taps import FINAL_NORM
 from istar.geometry.trajectory import Trajectory, TrajectoryPlan, make_rows, refuse_other_checkpoints
 from istar.pages import folder
 from istar.pages.folder import PageKind
 from istar.pages.page import Page, Section
+from istar.pages.sheets import Entry, Sheet, number_entry
 
 KIND = PageKind("trajectory", "istar measure, over a training")
 _PLOT_TEXTS = {
@@ -40,6 +47,15 @@ _PLOT_TEXTS = {
     "final_norm": ("The final normalization", "Norms of its gain and bias, divided by the square root of the width."),
 }
 """Title and caption of each plot, by the plot's name."""
+_READING = (
+    "Each checkpoint is a point on the x axis. Layers are places of the model: embeddings (the input of the first "
+    "layer), the output of each layer, and final norm (the output of the final normalization, if the model has one).",
+    "IsoScore is 1 if the variance is spread evenly over all directions, and 0 if it is in a single one. InterSim is "
+    "the mean cosine of the states of any two tokens, and IntraSim that of two occurrences of the same token type. "
+    "docs/measures.md defines all measures.",
+)
+_TABLE_MEASURES = ("isoscore", "inter_sim", "intra_sim", "two_nn", "effective_rank", "average_norm")
+"""Measures of the last layer in the table of checkpoints."""
 
 
 def check_output_folder(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint]) -> None:
@@ -64,7 +80,11 @@ def write_page(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajecto
 
     Figures of an earlier page are deleted.
     """
-    sections = []
+    table = make_table(checkpoints, trajectory.measurements)
+    sections = [
+        Section("reading", "How to read this", [*_READING, *_describe_input(trajectory)]),
+        Section("table-checkpoints", table.title, (), table, is_wide=True),
+    ]
     for plot in make_plots(checkpoints, trajectory.measurements):
         empty_note = "" if plot.panels else "This model does not have it, or it is not defined."
         sections.append(
@@ -74,12 +94,15 @@ def write_page(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajecto
         failures = [f"{label}: {reason}" for label, reason in trajectory.failures.items()]
         sections.append(Section("left-out", "Not measured", failures))
     sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[plan.command]))
-    summary = [(str(len(trajectory.measurements)), "checkpoints"), (str(len(plan.texts)), "texts")]
+    summary = [
+        (str(len(trajectory.measurements)), "checkpoints"),
+        (str(len(plan.texts)), "text" if len(plan.texts) == 1 else "texts"),
+    ]
     subject_line = ("Model", plan.model, f"over its training, measured by istar {version('istar')}")
     page = Page(
         f"Geometry of {Path(plan.model).name} over its training", subject_line, KIND.generator, summary, sections
     )
-    contents = folder.page_files(page, {})
+    contents = folder.page_files(page, {table.name: table})
     for name, content in contents.items():
         with atomic_write(plan.out / name) as file:
             file.write(content)
@@ -87,6 +110,58 @@ def write_page(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajecto
         if path.suffix[1:] in drawing.SUFFIXES and path.relative_to(plan.out).as_posix() not in contents:
             path.unlink()
     return plan.out / folder.INDEX
+
+
+def _describe_input(trajectory: Trajectory) -> list[str]:
+    """Return a sentence on what the model has read, and which tokens the measures are over."""
+    settings = [measured.settings for measured in trajectory.measurements.values()]
+    return [describe_documents_and_tokens(settings[0])] if settings else []
+
+
+def make_table(checkpoints: Sequence[Checkpoint], measurements_by_label: Mapping[str, Measurements]) -> Sheet:
+    """Return the table of the measured checkpoints, with measures of the last layer and I(W) in a row for each.
+
+    The measures are over all texts together, and before a final normalization. I(W) is over both signs of the
+    eigenvectors of the raw matrices.
+    """
+    measured_checkpoints = [checkpoint for checkpoint in checkpoints if checkpoint.label in measurements_by_label]
+    matrices = list(dict.fromkeys(name for measured in measurements_by_label.values() for name in measured.matrices))
+    rows, frame_rows = [], []
+    for checkpoint in measured_checkpoints:
+        measured = measurements_by_label[checkpoint.label]
+        last_layer = [measures for tap, measures in measured.all_texts.items() if tap != FINAL_NORM][-1]
+        num_groups = num_document_groups(measured)
+        partition_by_column = {
+            f"partition_isotropy_{name}": measured.matrices[name]["raw"]["partition_isotropy_both"]
+            if name in measured.matrices
+            else math.nan
+            for name in matrices
+        }
+        step = math.nan if checkpoint.step is None else checkpoint.step
+        values = {name: last_layer.get(name, math.nan) for name in _TABLE_MEASURES}
+        rows.append(
+            [
+                Entry(checkpoint.label),
+                number_entry(step),
+                number_entry(last_layer["tokens"]),
+                *(
+                    number_entry(value, interval_half_width(last_layer, name, num_groups))
+                    for name, value in values.items()
+                ),
+                *map(number_entry, partition_by_column.values()),
+            ]
+        )
+        frame_rows.append({"checkpoint": checkpoint.label, "step": step, **last_layer, **partition_by_column})
+    header = ["checkpoint", "step", "tokens", *map(column_header, _TABLE_MEASURES)]
+    return Sheet(
+        "checkpoints",
+        "All checkpoints",
+        "Measures of the last layer, before a final normalization, over all texts together, and I(W) of the raw "
+        "embedding matrices over both signs of the eigenvectors. ± is a 95% interval. trajectory.csv has all layers.",
+        (*header, *(f"I(W),\n{name}" for name in matrices)),
+        {"": rows},
+        pd.DataFrame(frame_rows),
+    )
 
 
 def make_plots(checkpoints: Sequence[Checkpoint], measurements_by_label: Mapping[str, Measurements]) -> list[Plot]:

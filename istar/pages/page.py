@@ -11,7 +11,7 @@ from markupsafe import Markup
 from istar.figures.plot import Panel
 from istar.figures.spots import Spot
 from istar.pages.inline_svg import inline_svg
-from istar.pages.sheets import Sheet, rest_widths
+from istar.pages.sheets import Sheet, divide, rest_widths
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def render_html(page: Page) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.globals["rest_widths"] = rest_widths
+    environment.globals |= {"rest_widths": rest_widths, "divide": divide}
     style, script = (environment.get_template(name).render() for name in ("report.css", "report.js"))
     return environment.get_template("report.html").render(
         page=page,

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 
@@ -87,6 +87,53 @@ def rest_widths(sheet: Sheet) -> list[int]:
 def _collect_columns(sheet: Sheet) -> list[list[Entry]]:
     """Return the cells of each column, in the rows of all groups."""
     return [[row[index] for row in sheet.rows] for index in range(len(sheet.header))]
+
+
+_COLUMN_GAP = 2
+"""Space between two columns, in characters."""
+_MAX_PRINTED_TEXT = 30
+"""Most characters of a text in a line; longer texts are broken into lines on paper."""
+
+
+def divide(sheet: Sheet, max_characters: int) -> list[Sheet]:
+    """Divide a table that is too wide for paper into tables beside each other, with some of the columns in each.
+
+    The columns that identify a row are in every part.
+
+    Args:
+        sheet: the table.
+        max_characters: most characters of a line on paper.
+
+    Returns:
+        The parts from left to right; only the table itself if it is not too wide.
+    """
+    widths = [
+        max([len(line) for line in name.split("\n")] + [_count_printed_characters(entry) for entry in entries])
+        + _COLUMN_GAP
+        for name, entries in zip(sheet.header, _collect_columns(sheet), strict=True)
+    ]
+    if sum(widths) <= max_characters:
+        return [sheet]
+    row_headers = list(range(sheet.num_row_headers))
+    parts: list[list[int]] = []
+    for index in range(sheet.num_row_headers, len(widths)):
+        if not parts or sum(widths[column] for column in (*parts[-1], index)) > max_characters:
+            parts.append(list(row_headers))
+        parts[-1].append(index)
+    return [_select_columns(sheet, columns) for columns in parts]
+
+
+def _count_printed_characters(entry: Entry) -> int:
+    """Return the width of a cell on paper in characters."""
+    return len(entry.text) if entry.number else min(len(entry.text), _MAX_PRINTED_TEXT)
+
+
+def _select_columns(sheet: Sheet, columns: Sequence[int]) -> Sheet:
+    """Return the table with these columns only, by their indices."""
+    rows_by_group = {
+        group: [[row[index] for index in columns] for row in rows] for group, rows in sheet.rows_by_group.items()
+    }
+    return replace(sheet, header=tuple(sheet.header[index] for index in columns), rows_by_group=rows_by_group)
 
 
 def to_csv(sheet: Sheet) -> str:

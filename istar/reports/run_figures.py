@@ -139,7 +139,14 @@ def build_mean_activation_plot(all_runs: pd.DataFrame, geometry_by_folder: Mappi
     )
     activations_by_folder = {folder: geometry.mean_activation for folder, geometry in geometry_by_folder.items()}
     return _add_panels_by_lambda(
-        empty_plot, all_runs, activations_by_folder, family="cosreg", layers="last", y_label="mean activation"
+        empty_plot,
+        all_runs,
+        activations_by_folder,
+        family="cosreg",
+        layers="last",
+        y_label="mean activation",
+        # The order of the dimensions means nothing, so that bands would only hide the lines.
+        with_deviations=False,
     )
 
 
@@ -152,7 +159,7 @@ def build_intrinsic_dimension_plot(all_runs: pd.DataFrame, geometry_by_folder: M
         name="figure5",
         title="Figure 5: intrinsic dimension",
         caption="TwoNN dimension of the first token's states by layer over at most 1,000 validation texts, mean over "
-        "seeds: without a penalty, and with I-STAR.",
+        "seeds, band: standard deviation; without a penalty, and with I-STAR.",
         kind="line",
         x_label="layer (0: embeddings)",
         panels=(),
@@ -200,7 +207,7 @@ def build_layer_isotropy_plot(
         )
     caption = (
         f"{_describe_isotropy_measure(plot, star_by_folder)} Isotropy of each layer on the validation set at the epoch "
-        "with the best headline metric, mean over seeds: without a penalty, and with I-STAR."
+        "with the best headline metric, mean over seeds, band: standard deviation; without a penalty, and with I-STAR."
     )
     return replace(plot, caption=caption)
 
@@ -388,7 +395,7 @@ def _build_learning_curve_panel(
 
 def _add_panels_by_lambda(
     plot: Plot, all_runs: pd.DataFrame, y_by_folder: Mapping[str, Sequence[float]], family: str, layers: str,
-    y_label: str,
+    y_label: str, with_deviations: bool = True,
 ) -> Plot:  # fmt: skip
     """Return the plot with panels that have a line for Base and one for each lambda, averaged over seeds.
 
@@ -399,6 +406,7 @@ def _add_panels_by_lambda(
         family: method family of the runs with a lambda.
         layers: value of `reg.layers` of the runs with a lambda.
         y_label: label of the y axis.
+        with_deviations: whether the lines have bands of one standard deviation over seeds.
     """
 
     def build_panel(runs: pd.DataFrame) -> Panel | None:
@@ -416,9 +424,13 @@ def _add_panels_by_lambda(
             drawn_runs = runs_by_lambda[lambda_] = _keep_runs_of_equal_length(lambda_runs, y_by_folder)
             ys_by_run = [y_by_folder[folder] for folder in drawn_runs["folder"]]
             if ys_by_run:
-                means = pd.DataFrame(ys_by_run, dtype=float).replace([math.inf, -math.inf], math.nan).mean()
+                ys = pd.DataFrame(ys_by_run, dtype=float).replace([math.inf, -math.inf], math.nan)
+                means = ys.mean()
+                # A single run has no standard deviation.
+                deviations = tuple(ys.std()) if with_deviations and len(ys) > 1 else ()
                 xs = tuple(map(float, range(len(means))))
-                lines.append(Line(_format_lambda(lambda_), xs, tuple(means), seeds=_get_seeds(drawn_runs)))
+                seeds = _get_seeds(drawn_runs)
+                lines.append(Line(_format_lambda(lambda_), xs, tuple(means), y_error=deviations, seeds=seeds))
         return _build_panel(lines, selected, penalized, "lambda", runs_by_lambda, all_runs, y_label)
 
     panels = _build_panels(all_runs[all_runs["folder"].isin(list(y_by_folder))], build_panel)

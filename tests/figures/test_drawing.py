@@ -168,3 +168,58 @@ def test_compared_panels_share_their_axes() -> None:
     figure.draw_without_rendering()
     widths = [axes.transData.transform((1, 0))[0] - axes.transData.transform((0, 0))[0] for axes in figure.axes]
     assert abs(widths[0] - widths[1]) < 0.02 * widths[0]
+
+
+def test_numbers_in_names_do_not_change_the_order_of_the_colours() -> None:
+    assert list(assign_colours("bert", "gpt2", "albert")) == ["bert", "gpt2", "albert"]
+    assert list(assign_colours("λ = 3", "auto", "λ = -1")) == ["λ = -1", "λ = 3", "auto"]
+
+
+def test_no_line_has_the_marker_of_the_reference() -> None:
+    lines = [Line(label, (1.0,), (0.5,)) for label in ("Base", "λ = -1", "λ = 1")]
+    markers = [style["marker"] for style in drawing._assign_line_styles(make_plot(*lines)).values()]
+    assert len(set(markers)) == 3
+
+
+def test_panels_of_the_same_quantity_share_the_y_axis() -> None:
+    lines = [Line("one", (0.0, 1.0), (0.1, 0.2)), Line("one", (0.0, 1.0), (0.3, 0.9))]
+    panels = tuple(Panel("", "", (line,), "", "score") for line in lines)
+    plot = Plot("name", "title", "caption", "line", "layer", panels)
+    assert len({axes.get_ylim() for axes in drawing._draw_figure(plot).axes}) == 2
+    assert len({axes.get_ylim() for axes in drawing._draw_figure(replace(plot, share_y=True)).axes}) == 1
+
+
+def test_panels_with_named_positions_share_the_x_axis() -> None:
+    """A measure that is undefined in the last layer leaves a gap there."""
+    lines = [Line("one", (0.0, 1.0, 2.0), (0.1, 0.2, 0.3)), Line("one", (0.0, 1.0, 2.0), (0.3, 0.9, float("nan")))]
+    panels = tuple(Panel("", "", (line,), "", "score") for line in lines)
+    plot = Plot("name", "title", "caption", "line", "layer", panels, x_names={0.0: "emb.", 1.0: "1"})
+    assert len({axes.get_xlim() for axes in drawing._draw_figure(plot).axes}) == 1
+
+
+def test_the_lines_of_a_panel_have_markers_alike() -> None:
+    long_line = Line("long", tuple(map(float, range(100))), (0.5,) * 100)
+    short_line, point = Line("short", (1.0, 2.0), (0.1, 0.2)), Line("point", (1.0,), (0.1,))
+    [axes] = drawing._draw_figure(make_plot(long_line, short_line, point)).axes
+    assert {line.get_label(): line.get_marker() for line in axes.lines} == {"long": "", "short": "", "point": "D"}
+    [axes] = drawing._draw_figure(make_plot(short_line, point)).axes
+    assert all(line.get_marker() for line in axes.lines)
+
+
+def test_numbers_of_dimensions_have_whole_ticks() -> None:
+    panel = Panel("", "", (Line("one", (0.0, 1.0), (0.0, 0.0)),), "", "outlier dimensions", y_bounds=(0, 384))
+    axes = drawing._draw_figure(Plot("name", "title", "caption", "line", "layer", (panel,))).axes[0]
+    low, high = axes.get_ylim()
+    assert [tick for tick in axes.get_yticks() if low <= tick <= high] == [0, 1]
+
+
+def test_values_above_columns_do_not_overlap() -> None:
+    lines = [Line(f"model {index}", (0.0, 1.0, 2.0), (0.999, 0.988, 0.994)) for index in range(4)]
+    panels = tuple(Panel("", "", tuple(lines), "", "I(W)") for _ in range(2))
+    figure = drawing._draw_figure(Plot("name", "title", "caption", "columns", "", panels))
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        boxes = [text.get_window_extent() for text in axes.texts]
+        assert len(boxes) == 12
+        assert not any(box.overlaps(other) for index, box in enumerate(boxes) for other in boxes[:index])
+        assert all(box.y1 <= axes.get_window_extent().y1 for box in boxes)

@@ -216,7 +216,7 @@ def test_without_errors_the_page_has_a_sentence_instead_of_differences(
     out = compare_page.write_page(models, tmp_path / "page").parent
     page_text = " ".join(" ".join(parsed(out / "index.html").text).split())
     assert (
-        "No differences between decoder and encoder: decoder has no standard errors; measure it with --groups"
+        "Differences of decoder from encoder are not computed: decoder has no standard errors; measure it with --groups"
         in page_text
     )
     assert not (out / "figures" / "differences.svg").exists()
@@ -304,6 +304,29 @@ def test_other_texts_and_settings_are_pointed_out(measurements_by_name: dict[str
         "decoder was measured over other texts than encoder.",
         "decoder was measured with other settings than encoder: length 8 instead of 16.",
     ]
+
+
+def test_models_that_differ_alike_share_a_sentence(measurements_by_name: dict[str, Measurements]) -> None:
+    encoder = measurements_by_name["encoder"]
+    other = replace(encoder, settings={**encoder.settings, "limit": 99}, text_hashes={"other": "0123"})
+    models = [compare.MeasuredModel(label, other) for label in ("a", "b", "c")]
+    assert compare.describe_differences([compare.MeasuredModel("first", encoder), *models]) == [
+        "a, b and c were measured over other texts than first.",
+        "a, b and c were measured with other settings than first: max_tokens 99 instead of None.",
+    ]
+
+
+def test_the_table_of_all_models_has_intervals(measurements_by_name: dict[str, Measurements]) -> None:
+    encoder = measurements_by_name["encoder"]
+    measures_by_tap = {
+        tap: {**measures, "inter_sim": 0.25, "inter_sim_error": 0.01} for tap, measures in encoder.all_texts.items()
+    }
+    measured = replace(
+        encoder, sources={encoder.combined_key: measures_by_tap}, settings={**encoder.settings, "groups": 10}
+    )
+    sheet = compare_page._make_model_table([compare.MeasuredModel("encoder", measured)])
+    [row] = sheet.rows
+    assert row[sheet.header.index("InterSim")].text == "0.250 ± 0.023"
 
 
 def test_equal_names_get_their_folders(measurements_by_name: dict[str, Measurements], tmp_path: Path) -> None:

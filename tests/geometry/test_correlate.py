@@ -186,7 +186,7 @@ def test_the_table_shows_the_papers_measures_by_default(tmp_path: Path, capsys: 
     }  # fmt: skip
     output = capsys.readouterr().out
     assert "MR" in output
-    assert "tiny: isoscore, inter sim of layer 2 over wiki; I(W), both signs of output embeddings" in output
+    assert "tiny: IsoScore, InterSim of layer 2 over wiki; I(W), both signs of output embeddings" in output
 
 
 def test_each_model_has_its_own_last_layer_and_matrix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,8 +221,8 @@ def test_each_model_has_its_own_last_layer_and_matrix(tmp_path: Path, capsys: py
     output = capsys.readouterr().out
     table = (tmp_path / "out" / "table.md").read_text()
     for line in (
-        "tied: I(W), both signs of input embeddings; isoscore of layer 10 over wiki",
-        "untied: I(W), both signs of output embeddings; isoscore of final norm over wiki",
+        "tied: I(W), both signs of input embeddings; IsoScore of layer 10 over wiki",
+        "untied: I(W), both signs of output embeddings; IsoScore of final norm over wiki",
         "plain: all measures, because it has none of an embedding matrix or a numbered layer",
         f"left out: silent, which has no scores in {tmp_path / 'scores.csv'}",
         f"left out: other, which has no measures in {tmp_path / 'geometry.csv'}",
@@ -387,7 +387,8 @@ def test_a_column_that_explains_too_much_has_a_reason(tmp_path: Path) -> None:
     assert "a covariate is constant" in row["partial_note"]
     assert (row["partial_pearson"], row["note"]) == ("", "")
     table = (tmp_path / "out" / "table.md").read_text()
-    assert "| - | - | partial: a covariate is constant or a linear function of the others; leave it out |" in table
+    reason = "a covariate is constant or a linear function of the others; leave it out"
+    assert f"| - | - | partial: Pearson and Spearman: {reason} |" in table
 
 
 def test_the_checkpoints_of_all_models_are_pooled(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -38,10 +39,41 @@ def make_measurements(
     )
 
 
+def describe_unusual(measured: Measurements) -> list[str]:
+    """Return the sentences on a model without the one on all layers."""
+    return [sentence for sentence in describe_findings(measured) if not sentence.startswith("In all layers")]
+
+
 def test_nothing_is_unusual() -> None:
-    assert describe_findings(make_measurements({"layer_2": {"isoscore": 0.4}})) == [
-        "No layer is unusual: IsoScore is 0.30 to 0.40, and the average cosine of two tokens is at most 0.20."
+    assert describe_findings(make_measurements({"layer_2": {"isoscore": 0.4, "participation_ratio": 307.8}})) == [
+        "No measure is unusual.",
+        "In all layers, the variance is spread as if over 231 to 308 of 768 directions (IsoScore 0.30 to 0.40; 1 is "
+        "evenly over all, 0 a single one), and two random tokens have an average cosine of 0.20.",
     ]
+
+
+def test_the_sentence_on_all_layers_names_its_texts() -> None:
+    measured = make_measurements({})
+    [measures_by_tap] = measured.sources.values()
+    other_measures = {tap: {**measures, "inter_sim": 0.9} for tap, measures in measures_by_tap.items()}
+    several = replace(measured, sources={"text": measures_by_tap, "other": other_measures, "combined": measures_by_tap})
+    assert "In all layers, over all texts together, the variance" in describe_findings(several)[-1]
+    # The texts alone have other ranges, which the sentence does not claim to hold for.
+    assert describe_findings(several)[-1].endswith("an average cosine of 0.20.")
+    undefined = make_measurements({tap: {"inter_sim": math.nan} for tap in measures_by_tap})
+    assert describe_findings(undefined) == ["No measure is unusual."]
+
+
+def test_the_final_normalization_may_change_the_norm() -> None:
+    assert describe_unusual(make_measurements({"final_norm": {"average_norm": 500.0}})) == ["No measure is unusual."]
+
+
+def test_the_width_is_that_of_the_hidden_states() -> None:
+    """The embeddings of some models, such as ALBERT, are narrower than their hidden states."""
+    measured = make_measurements({tap: {"tokens": 7_000.0} for tap in ("embeddings", "layer_1")})
+    assert "There are only 7,000 tokens for 768 dimensions" in describe_findings(measured)[-1]
+    narrow = replace(measured, spectra={"text": {"layer_1": {"raw": [1.0] * 128}}})
+    assert "of 128 directions" in describe_findings(narrow)[-1]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +89,8 @@ def test_nothing_is_unusual() -> None:
         ),
         (
             {"layer_1": {"isoscore": 0.012, "participation_ratio": 10.2}},
-            "The variance of layer 1 is concentrated: IsoScore 0.012, as if it were spread over 10.2 directions.",
+            "The variance of layer 1 is concentrated: IsoScore 0.012, as if it were spread over 10.2 of 768 "
+            "directions.",
         ),
         (
             {"embeddings": {"average_norm": 0.5}, "layer_2": {"average_norm": 42}},
@@ -70,7 +103,7 @@ def test_nothing_is_unusual() -> None:
     ],
 )
 def test_one_unusual_measure(layers: dict[str, dict[str, float]], sentence: str) -> None:
-    assert describe_findings(make_measurements(layers)) == [sentence]
+    assert describe_unusual(make_measurements(layers)) == [sentence]
 
 
 def test_rogue_dimensions() -> None:
@@ -78,12 +111,12 @@ def test_rogue_dimensions() -> None:
         "layer_1": {"sample_inter_sim": 0.95, "sample_inter_sim_without_top_5": 0.8},
         "layer_2": {"sample_inter_sim": 0.62, "sample_inter_sim_without_top_5": 0.11},
     }
-    assert describe_findings(make_measurements(cosines)) == [
+    assert describe_unusual(make_measurements(cosines)) == [
         "Five dimensions carry much of the common direction of layer 2: without them, the average cosine of a sample "
         "of tokens falls from 0.62 to 0.11."
     ]
     cosines["layer_2"]["sample_inter_sim_without_top_5"] = 0.4
-    assert "No layer is unusual" in describe_findings(make_measurements(cosines))[0]
+    assert "No measure is unusual." in describe_unusual(make_measurements(cosines))[0]
 
 
 def test_massive_activations() -> None:
@@ -97,7 +130,7 @@ def test_massive_activations() -> None:
             "final_norm": [],
         }
     }
-    assert describe_findings(replace(make_measurements({}), massive=massive)) == [
+    assert describe_unusual(replace(make_measurements({}), massive=massive)) == [
         "Layer 2 has massive activations: -2,446 in dimension 1415 at position 0 is 8,765 times the median magnitude."
     ]
 
@@ -113,12 +146,14 @@ def test_the_first_position() -> None:
 
     # The tokens at the other positions have an average norm of 5.
     by_position = {"text": {"layer_1": make_columns(12), "layer_2": make_columns(200)}}
-    assert describe_findings(replace(make_measurements({}), by_position=by_position)) == [
+    assert describe_unusual(replace(make_measurements({}), by_position=by_position)) == [
         "The first token of the model's input has 40 times the average norm of the others in layer 2."
     ]
     # There is no finding if position 0 is not measured, as when it holds a special token.
     without_position_0 = {"text": {"layer_1": make_columns(200, first_position=1)}}
-    assert "No layer is unusual" in describe_findings(replace(make_measurements({}), by_position=without_position_0))[0]
+    assert (
+        "No measure is unusual." in describe_unusual(replace(make_measurements({}), by_position=without_position_0))[0]
+    )
 
 
 def test_a_dimension_far_from_zero() -> None:
@@ -129,17 +164,24 @@ def test_a_dimension_far_from_zero() -> None:
         "layer_1": [make_extreme(3, 12.0), make_extreme(4, float("nan"))],
         "layer_2": [make_extreme(308, -42.4)],
     }
-    assert describe_findings(make_measurements({}, extremes)) == [
-        "The mean of dimension 308 of layer 2 is 42 typical standard deviations from 0."
+    # The page counts dimensions from 5 deviations on as outliers.
+    for offset, is_outlier in ((4.9, False), (5.1, True)):
+        [sentence] = describe_unusual(make_measurements({}, {"layer_1": [make_extreme(3, offset)]}))
+        assert ("Dimension 3 of layer 1 is an outlier" in sentence) == is_outlier
+    assert describe_unusual(make_measurements({}, extremes)) == [
+        "Dimension 308 of layer 2 is an outlier: its mean is 42 typical standard deviations from 0."
     ]
 
 
 def test_embeddings_with_a_common_shift() -> None:
-    assert describe_findings(make_measurements({}, partition=(0.12, 0.98))) == [
+    assert describe_unusual(make_measurements({}, partition=(0.12, 0.98))) == [
         "The input embeddings are isotropic but for a common shift: centering raises I(W) from 0.12 to 0.98."
     ]
     # Embeddings that stay anisotropic are not only shifted.
-    assert "shift" not in describe_findings(make_measurements({}, partition=(0.12, 0.5)))[0]
+    assert describe_unusual(make_measurements({}, partition=(0.12, 0.5))) == [
+        "The input embeddings are anisotropic: I(W), which is at most 1, is 0.12, and 0.50 after centering."
+    ]
+    assert describe_unusual(make_measurements({}, partition=(0.6, 0.98))) == ["No measure is unusual."]
 
 
 def test_the_most_unusual_come_first_and_tokens_last() -> None:
@@ -152,9 +194,7 @@ def test_the_most_unusual_come_first_and_tokens_last() -> None:
         "average_norm": 1000.0,
     }
     tokens_by_tap = {tap: {"tokens": 7679.0} for tap in ("embeddings", "layer_2", "final_norm")}
-    findings = describe_findings(
-        make_measurements({**tokens_by_tap, "layer_1": {**unusual_measures, "tokens": 7679.0}})
-    )
+    findings = describe_unusual(make_measurements({**tokens_by_tap, "layer_1": {**unusual_measures, "tokens": 7679.0}}))
     # They are 10, 9, 1.41, 1.25 and 1.2 times the thresholds; only the first four findings are shown.
     assert [line.split()[0:3] for line in findings] == [
         ["The", "average", "norm"],
@@ -164,12 +204,12 @@ def test_the_most_unusual_come_first_and_tokens_last() -> None:
         ["There", "are", "only"],
     ]
     assert findings[-1].startswith("There are only 7,679 tokens for 768 dimensions")
-    assert len(describe_findings(make_measurements({tap: {"tokens": 7680.0} for tap in tokens_by_tap}))) == 1
+    assert len(describe_unusual(make_measurements({tap: {"tokens": 7680.0} for tap in tokens_by_tap}))) == 1
 
 
 def test_undefined_measures_are_passed_over() -> None:
     nan = float("nan")
     measures_by_tap = {tap: {"inter_sim": nan, "largest_kurtosis": nan} for tap in ("embeddings", "layer_1", "layer_2")}
-    assert describe_findings(make_measurements({**measures_by_tap, "layer_1": {"largest_variance_share": 0.5}})) == [
+    assert describe_unusual(make_measurements({**measures_by_tap, "layer_1": {"largest_variance_share": 0.5}})) == [
         "One dimension holds 50% of the variance of layer 1."
     ]

@@ -1,5 +1,6 @@
 """The measurements of `istar measure`: their file, the length of blocks, and how documents are fed to the model."""
 
+import io
 import json
 import math
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 import scipy.stats
 import torch
 import transformers as hf
+from rich.console import Console
 from transformers import AutoModel, AutoTokenizer
 
 from istar.cli.main import main
@@ -218,8 +220,18 @@ def test_a_file_without_the_later_fields_is_read(complete_measurements: Measurem
     assert measures_file.read(tmp_path / measures_file.JSON_FILE).by_position == {}
 
 
+def test_names_of_layers_stay_on_one_line() -> None:
+    layers = {tap: [0.07819, 0.07832, 0.09884, 0.9953, 24.34, 16.51, 331.7] for tap in ("embeddings", "final_norm")}
+    headers = measures_file.TABLE_HEADERS.values()
+    console = Console(width=80, file=io.StringIO())
+    console.print(measures_file.number_table("title", "layer", headers, layers))
+    output = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(word in output for word in (*layers, *headers, "0.07819", "331.7"))
+
+
 def test_the_catalogue_needs_no_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "250")
+    # Names are not broken into lines, also where the terminal is narrow.
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["measure", "--list"]) == 0
     output = capsys.readouterr().out
     for title in ("hidden states of each layer", "embedding matrices", "final normalization"):

@@ -13,7 +13,10 @@ import transformers as hf
 
 from istar.cli.main import main
 from istar.errors import UserError
-from istar.geometry import measure, measures_file, saved_checkpoints, trajectory
+from istar.geometry import measure, measures_file, saved_checkpoints, trajectory, trajectory_page
+from istar.geometry.measures_file import Measurements
+from istar.geometry.saved_checkpoints import Checkpoint
+from istar.geometry.stream import Pass
 from istar.models import tiny
 from tests.mock_hub import serving, set_offline, use
 
@@ -412,6 +415,21 @@ def test_the_table_on_the_terminal_compares_by_both_signs(
     output = "".join(capsys.readouterr().out.split())
     assert f"{both_signs:.4g}" != f"{float(row['partition_isotropy_as_computed']):.4g}"
     assert f"{both_signs:.4g}" in output
+
+
+def test_the_tables_have_the_last_layer_before_a_final_norm(tmp_path: Path) -> None:
+    norms = {"embeddings": 1.0, "layer_1": 2.0, "final_norm": 3.0}
+    measures_by_tap = {tap: {"tokens": 100.0, "isoscore": value / 10} for tap, value in norms.items()}
+    partition = {"raw": {"partition_isotropy_both": 0.75}}
+    measured = Measurements({"name": "m"}, "", {}, {"wiki": measures_by_tap}, {}, {"output": partition}, None)
+    checkpoints = [Checkpoint(f"step{step}", "m", step=step) for step in (1, 2)]
+    sheet = trajectory_page.make_table(checkpoints, {"step2": measured})
+    assert [[entry.text for entry in row] for row in sheet.rows] == [
+        ["step2", "2", "100", "0.2", *"\u2013" * 5, "0.75"]
+    ]
+    plan = trajectory.TrajectoryPlan("m", [], Pass(), tmp_path)
+    table = trajectory.make_terminal_table(plan, checkpoints, trajectory.Trajectory({"step2": measured}))
+    assert [list(column.cells) for column in table.columns[:2]] == [["step1", "step2"], ["-", "0.2"]]
 
 
 def test_another_model_does_not_replace_a_trajectory(

@@ -7,12 +7,15 @@ import re
 import zlib
 from pathlib import Path
 
+import pandas as pd
 import pytest
+import scipy.stats
 
 from istar.cli.main import main
 from istar.errors import UserError
 from istar.figures import drawing
-from istar.geometry import compare, trajectory_comparison
+from istar.geometry import compare, measures_file, trajectory_comparison
+from istar.geometry.measures_file import Measurements
 from istar.geometry.trajectory_comparison import MeasuredTraining
 from tests.reports.test_report import parsed
 
@@ -67,6 +70,11 @@ def read_trainings(*arguments: object) -> list[MeasuredTraining]:
     return trajectory_comparison.read_trainings(compare.parse_compared_models(list(map(str, arguments))))
 
 
+def read_trainings_of(folder: Path) -> list[MeasuredTraining]:
+    """Read a single training, which the command line does not compare."""
+    return trajectory_comparison.read_trainings(compare.parse_models([str(folder)]))
+
+
 @pytest.fixture
 def training_folders(tmp_path: Path) -> list[Path]:
     """Write trajectories of two decoders and an encoder; the checkpoints of the first are not sorted by step."""
@@ -75,6 +83,25 @@ def training_folders(tmp_path: Path) -> list[Path]:
         write_trajectory(tmp_path / "b", "org/encoder", [0, 500], 2, has_final_norm=False),
         write_trajectory(tmp_path / "c", "org/large", [0, 1, 2], 3),
     ]
+
+
+def test_bands_are_95_percent_intervals(tmp_path: Path) -> None:
+    folder = write_trajectory(tmp_path / "a", "org/small", [0, 1], 2)
+    rows = pd.read_csv(folder / "trajectory.csv").assign(inter_sim_error=0.01, two_nn_error=0.1)
+    rows.to_csv(folder / "trajectory.csv", index=False)
+    measurements = Measurements({"name": "m", "revision": None}, "", {"groups": 4}, {"wiki": {}}, {}, {}, None)
+    (folder / "step1").mkdir()
+    for groups, degrees in ((None, 9), (4, 3)):
+        if groups:
+            measures_file.write(measurements, folder / "step1")
+        [training] = read_trainings_of(folder)
+        half_width = scipy.stats.t.ppf(0.975, degrees) * 0.01
+        assert training.half_widths_by_step("layer_2", "inter_sim") == pytest.approx([half_width] * 2)
+        two_nn_half_width = scipy.stats.norm.ppf(0.975) * 0.1
+        assert training.half_widths_by_step("layer_2", "two_nn") == pytest.approx([two_nn_half_width] * 2)
+        page = trajectory_comparison.write_page([training], tmp_path / "out").read_text(encoding="utf-8")
+        assert ("10 groups of documents are assumed" in page) == (groups is None)
+        assert f"± {half_width:.2g}" in re.sub(r"<[^>]*>", "", page)
 
 
 def test_every_line_has_the_numbers_of_its_table(training_folders: list[Path]) -> None:

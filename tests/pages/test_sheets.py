@@ -43,6 +43,21 @@ def test_the_width_behind_the_units_is_the_largest_of_the_column() -> None:
     assert sheets.rest_widths(text_sheet) == [0]
 
 
+def test_a_table_that_is_too_wide_for_paper_is_divided() -> None:
+    header = ("layer", *(f"measure\n{number}" for number in range(10)))
+    rows = [
+        [Entry(f"layer {row}"), *(Entry(f"{row}.{number:05}", number=True) for number in range(10))] for row in "12"
+    ]
+    sheet = Sheet("name", "title", "caption", header, {"text": rows}, pd.DataFrame())
+    assert sheets.divide(sheet, 9 * 11) == [sheet]
+    parts = sheets.divide(sheet, 9 * 5)
+    # Every part has the names of the rows, and every measure is in one part.
+    assert [part.header[0] for part in parts] == ["layer"] * 3
+    assert [name for part in parts for name in part.header[1:]] == list(header[1:])
+    assert [[len(row) for row in part.rows] for part in parts] == [[5, 5], [5, 5], [3, 3]]
+    assert parts[2].rows_by_group["text"][1][1].text == "2.00008"
+
+
 def column_type(*texts: str) -> str:
     tex = sheets.to_latex(make_number_sheet(*texts))
     balanced(tex)

@@ -573,6 +573,7 @@ def test_layers_and_dimensions_are_means_over_seeds(tmp_path: Path) -> None:
     [panel] = run_figures.build_layer_isotropy_plot(frame, loaded.records, geometry_by_folder).panels
     after = [[run.isotropy["after"][str(layer)] for layer in range(5)] for run in runs[4:]]
     assert panel.lines[1].y == pytest.approx(np.mean(after, axis=0), rel=1e-12)
+    assert panel.lines[1].y_error == pytest.approx(np.std(after, axis=0, ddof=1), rel=1e-9, abs=1e-15)
     # Without `geometry.json` there is no line, and the runs are listed as missing.
     assert run_figures.build_mean_activation_plot(frame, {}).panels == ()
     sweep_command = missing_runs.make_sweep_command_builder(frame, loaded.records, "runs")

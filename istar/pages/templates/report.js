@@ -125,7 +125,7 @@ function addThemeButton(root, button) {
 if (typeof document === "undefined") {
   module.exports = { parseNumber, sortedOrder, hasAllWords };
 } else {
-  document.querySelectorAll("main table").forEach((table) => { makeSortable(table); makeFilterable(table); });
+  document.querySelectorAll("main .scroll table").forEach((table) => { makeSortable(table); makeFilterable(table); });
   const tip = document.body.appendChild(create("div", { class: "tip", role: "status", hidden: "" }));
   document.querySelectorAll("figure").forEach((figure) => showValues(figure, tip));
   addThemeButton(document.documentElement, document.getElementById("theme"));
