@@ -169,10 +169,12 @@ class Layer:
         Returns False, and adds nothing, if float32 has too small a range for the points, and the device has float64.
         """
         norms = row_norms(points)
-        # With these weights, sums of points are sums of unit vectors, which need no copy of the points.
         inverse_norms = inverse_or_zero(norms)
         centered, squared_distances = torch.empty_like(points), torch.empty_like(norms)
-        power_sums, unit_squares = self._origin.new_zeros(4, len(self._origin)), torch.zeros_like(self._origin)
+        power_sums, weighted_sums = (
+            self._origin.new_zeros(4, len(self._origin)),
+            self._origin.new_zeros(3, len(self._origin)),
+        )
         origin = self._origin.to(points.dtype)
         columns = (points, centered, squared_distances, inverse_norms)
         # The temporary tensors of a block stay in the cache.
@@ -182,29 +184,50 @@ class Layer:
             squares = centered_block.square()
             torch.sum(squares, 1, out=distances)
             # A product with ones takes less time than a sum over the rows.
-            ones = torch.ones_like(weights)
+            ones, squared_weights = torch.ones_like(weights), weights.square()
             powers = (centered_block, squares, squares * centered_block, squares.square())
             power_sums += torch.stack([ones @ power for power in powers])
-            unit_squares += weights.square() @ block.square()
+            weighted = ((weights, centered_block), (squared_weights, centered_block), (squared_weights, squares))
+            weighted_sums += torch.stack([row_weights @ values for row_weights, values in weighted])
         can_be_wider = points.dtype == torch.float32 and self._origin.dtype == torch.float64
         if can_be_wider and not _is_in_float32_range(norms, power_sums[1] / len(points)):
             return False
         self._power_sums.add(len(points), power_sums)
         self._moments.update(centered, squared_distances, batch)
+        wide_norms, wide_inverse_norms = norms.to(self._origin), inverse_norms.to(self._origin)
         for grouped_points, rows in (
             (self._groups, batch.groups),
             (self.positions, batch.position_bins),
             (self.types, batch.types),
         ):
             if grouped_points is not None:
-                grouped_points.add_rows(rows, points, norms, inverse_norms)
-        num_nonzero, unit_total = norms.count_nonzero(), (inverse_norms @ points).to(self._origin)
-        self.cosine.add_sums(unit_total, unit_squares, num_nonzero, len(norms) - num_nonzero)
-        self.norms.add_norms(norms.to(self._origin), power_sums[0] + len(points) * self._origin)
+                # The sum of unit vectors w x is that of w (x - o), plus the sum of the weights w times the origin o.
+                weight_totals = rows.sum_values(wide_inverse_norms)
+                unit_totals = torch.addr(
+                    rows.sum_rows(centered, inverse_norms).to(self._origin), weight_totals, self._origin
+                )
+                grouped_points.add_rows(rows, unit_totals, wide_norms)
+        self._add_cosines(wide_inverse_norms, weighted_sums)
+        self.norms.add_norms(wide_norms, power_sums[0] + len(points) * self._origin)
         if self._kurtosis is not None:
             for block in points.split(block_length(points)):
                 self._kurtosis.add_kurtoses(*row_kurtosis(block))
         return True
+
+    def _add_cosines(self, inverse_norms: Tensor, sums: Tensor) -> None:
+        """Add points to the cosines by sums over their differences y = x - o from the origin, with w = 1 / |x|.
+
+        Args:
+            inverse_norms: w, or 0 for a zero point, `(n,)`, in the dtype of the sums.
+            sums: sums of w y, of w^2 y and of w^2 y^2, `(3, d)`.
+        """
+        weighted, squared_weighted, weighted_squares = sums
+        squared_total = inverse_norms.square().sum()
+        # By w x = w y + w o and (w x)^2 = w^2 y^2 + 2 w^2 y o + w^2 o^2.
+        total = weighted + inverse_norms.sum() * self._origin
+        squares = weighted_squares + (2 * squared_weighted + squared_total * self._origin) * self._origin
+        num_nonzero = inverse_norms.count_nonzero()
+        self.cosine.add_sums(total, squares, num_nonzero, len(inverse_norms) - num_nonzero)
 
     def merge(self, other: "Layer") -> None:
         """Add the points of another accumulator, group by group."""

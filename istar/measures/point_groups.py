@@ -201,19 +201,16 @@ class GroupedPoints:
         return self
 
     @torch.no_grad()
-    def add_rows(self, rows: RowsByGroup, points: Tensor, norms: Tensor, inverse_norms: Tensor) -> None:
-        """Add points with their norms, so that several accumulators can share one computation of the norms.
-
-        The sums over the points of this batch are computed in the dtype of the points.
+    def add_rows(self, rows: RowsByGroup, unit_totals: Tensor, norms: Tensor) -> None:
+        """Add points by the sums of their unit vectors, so that several accumulators can share what these sums need.
 
         Args:
-            rows: the points by group; the groups are from 0 to the number of groups - 1, which is not checked.
-            points: `(n, d)`, float32 or float64.
-            norms: norms of the points, `(n,)`, in the same dtype.
-            inverse_norms: result of `istar.measures.rows.inverse_or_zero`, `(n,)`.
+            rows: the points by group; the k groups are from 0 to the number of groups - 1, which is not checked.
+            unit_totals: sum of the unit vectors of each of these groups, `(k, d)`, in the dtype of the sums.
+            norms: norms of the points, `(n,)`, in the dtype of the sums.
         """
-        self.total.index_add_(0, rows.groups, rows.sum_rows(points, inverse_norms).to(self.total))
-        self.norm_total.index_add_(0, rows.groups, rows.sum_values(norms.to(self.total)))
+        self.total.index_add_(0, rows.groups, unit_totals)
+        self.norm_total.index_add_(0, rows.groups, rows.sum_values(norms))
         self.count.index_add_(0, rows.groups, rows.counts)
         self.nonzero.index_add_(0, rows.groups, rows.sum_values((norms != 0).long()))
 

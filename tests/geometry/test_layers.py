@@ -8,6 +8,7 @@ import pytest
 import scipy.stats
 import torch
 
+from istar.errors import UserError
 from istar.geometry import grouped_moments
 from istar.geometry.layers import (
     COVARIANCE_MEASURES_WITH_ERROR,
@@ -117,8 +118,13 @@ def test_sentences_are_documents_of_unlike_length_about_an_origin(
         for rows in (is_within_length & (documents < 9), is_within_length & (documents >= 9)):
             columns = (tokens, positions, groups, document_numbers)
             accumulator.update(points[rows], TokenBatch.of(*(column[rows] for column in columns), num_groups=GROUPS))
+        measures = accumulator.compute_measures()
         expected = isoscore_by_sentence(padded_points, mask).item()
-        assert accumulator.compute_measures()[SCORE_BY_SENTENCE] == pytest.approx(expected, rel=1e-9)
+        assert measures[SCORE_BY_SENTENCE] == pytest.approx(expected, rel=1e-9)
+        # IsoScore is of all points, also those of documents that do not count as sentences.
+        covariance = np.cov(points[is_within_length].numpy().T)
+        participation = np.trace(covariance) ** 2 / np.trace(covariance @ covariance)
+        assert measures["participation_ratio"] == pytest.approx(participation, rel=1e-9)
 
 
 def test_the_score_by_sentence_needs_four_documents_and_separate_documents() -> None:
@@ -237,6 +243,51 @@ def test_a_power_law_is_found_and_needs_twelve_dimensions() -> None:
     measures = wide_layer.compute_measures()
     assert measures["alpha_req"] == pytest.approx(1.4, rel=1e-6)
     assert measures["alpha_req_r_squared"] == pytest.approx(1, rel=1e-9)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def test_float32_states_have_the_measures_of_float64(scale: float) -> None:
+    """The fourth powers of the smallest and the largest states are out of the range of float32.
+
+    One dimension has a mean of a thousand deviations, as in pretrained models.
+    """
+    points, *tokens = make_text(num_documents=200)
+    points[:, 2] += 2_000
+    points = (points * scale).float()
+    batches = [(points, *tokens), (points.double(), *tokens)]
+    origin = points[:50].double().mean(0)
+    layer, wide_layer = (Layer(DIM, TYPES, origin, LayerSettings("all", GROUPS)) for _ in batches)
+    for accumulator, (states, *columns) in zip((layer, wide_layer), batches, strict=True):
+        for part in range(GROUPS):
+            rows = columns[-1] % GROUPS == part
+            accumulator.update(states[rows], TokenBatch.of(*(column[rows] for column in columns), num_groups=GROUPS))
+    measures, expected_measures = layer.compute_measures(), wide_layer.compute_measures()
+    assert math.isfinite(expected_measures["largest_kurtosis"])
+    for name, expected in expected_measures.items():
+        # An error is a small difference of large numbers.
+        tolerance = 1e-3 if name.endswith("_error") else 1e-6
+        # The excess kurtosis is small beside the kurtosis, and the adjusted IntraSim beside IntraSim.
+        absolute_tolerance = 3e-6 if "kurtosis" in name else 1e-8
+        assert measures[name] == pytest.approx(expected, rel=tolerance, abs=absolute_tolerance, nan_ok=True), name
+    for name, values in layer.summarize_by_frequency().items():
+        assert values == pytest.approx(wide_layer.summarize_by_frequency()[name], rel=2e-6), name
+
+
+def test_tokens_may_come_in_any_order_of_groups_and_sentences() -> None:
+    points, tokens, positions, groups, documents = make_text()
+    # Documents without a sentence stand between the others.
+    sentences = torch.where(documents % 5 == 2, -1, documents)
+    shuffled_documents = torch.from_numpy(np.random.default_rng(1).permutation(20))
+    order = (shuffled_documents[:, None] * LENGTH + torch.arange(LENGTH)).flatten()
+    expected = make_layer((points, tokens, positions, groups, sentences)).compute_measures()
+    shuffled_columns = (column[order] for column in (points, tokens, positions, groups, sentences))
+    assert make_layer(tuple(shuffled_columns)).compute_measures() == pytest.approx(expected, rel=1e-9, nan_ok=True)
+
+
+def test_sums_about_different_origins_are_not_merged() -> None:
+    layer, other_layer = Layer(DIM, TYPES, ORIGIN), Layer(DIM, TYPES, ORIGIN + 1)
+    with pytest.raises(UserError, match="cannot merge sums about different origins"):
+        layer.merge(other_layer)
 
 
 # ---- coverage of the intervals

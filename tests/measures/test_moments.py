@@ -210,6 +210,19 @@ def test_batches_far_from_each_other_merge_exactly():
     assert_fourth_order_sums(FourthMoments(5).merge(moments[2]).merge(moments[0]).merge(moments[1]), points, 1e-10)
 
 
+@pytest.mark.parametrize("weights", [None, torch.linspace(0, 0.01, 60).double()], ids=["equal", "fractions"])
+def test_sums_about_an_origin_give_the_moments_about_the_mean(weights):
+    points, origin = make_skewed_cloud(mean=100), torch.linspace(95, 210, 5).double()
+    differences = points - origin
+    w = torch.ones(60).double() if weights is None else weights
+    squares = differences.square().sum(1)
+    sums = [w.sum(), w @ differences, (w[:, None] * differences).T @ differences]
+    sums += [(w * squares) @ differences, w @ squares.square()]
+    moments = FourthMoments.about_mean(origin, sums)
+    assert_fourth_order_sums(moments, points, 1e-10, weights)
+    assert_moments_equal(moments, Moments.of(points, weights=weights), rtol=1e-10, atol=1e-9)
+
+
 def test_weights_and_masks_count_in_the_fourth_order():
     points, weights = make_skewed_cloud(mean=100), torch.arange(60).double() % 4 / 3
     mask = torch.arange(60) % 5 > 0

@@ -17,6 +17,7 @@ from istar.measures import (
     log2_bins,
     rows,
 )
+from istar.measures.point_groups import RowsByGroup
 from tests import oracles
 
 
@@ -134,6 +135,33 @@ def test_types_without_points(accumulator):
     points = torch.cat([cloud(seed=0), cloud(seed=1)])
     expected = [oracles.mean_pair_cosine(points[types.repeat(2) == value].numpy()) for value in (0, 5, 99)]
     torch.testing.assert_close(values[[0, 5, 99]], torch.tensor(expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_of_groups_are_summed(dtype):
+    points, groups = cloud(dtype=dtype), torch.tensor([7, 3, 3, 9, 7, 7]).repeat(10)
+    weights = torch.linspace(-1, 2, 60, dtype=dtype)
+    rows = RowsByGroup.of(groups)
+    assert rows.groups.tolist() == [3, 7, 9]
+    assert rows.counts.tolist() == [20, 30, 10]
+    for index, group in enumerate((3, 7, 9)):
+        members, member_weights = points[groups == group].double(), weights[groups == group].double()
+        tolerances = {"rtol": 1e-12, "atol": 0} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
+        actual = rows.sum_rows(points)[index], rows.sum_rows(points, weights)[index], rows.sum_values(weights)[index]
+        expected = members.sum(0), (member_weights[:, None] * members).sum(0), member_weights.sum()
+        for actual_sum, expected_sum in zip(actual, expected, strict=True):
+            torch.testing.assert_close(actual_sum.double(), expected_sum, **tolerances)
+
+
+def test_rows_added_by_group_are_those_added_one_by_one():
+    points, groups = cloud(), POSITIONS % 4
+    points[5] = 0
+    norms, by_rows, rows_by_group = points.norm(dim=1), GroupedPoints(5, 5), RowsByGroup.of(groups)
+    by_rows.add_rows(rows_by_group, rows_by_group.sum_rows(points, rows.inverse_or_zero(norms)), norms)
+    for summary, expected in zip(by_rows.compute(), GroupedPoints(5, 5).update(points, groups).compute(), strict=True):
+        for value, expected_value in zip(vars(summary).values(), vars(expected).values(), strict=True):
+            assert value == pytest.approx(expected_value, rel=1e-12, nan_ok=True)
+    assert by_rows.nonzero.tolist() == [15, 14, 15, 15, 0]
 
 
 WITH_NAN = cloud()

@@ -156,6 +156,22 @@ def test_moments_by_dimension_are_those_of_scipy(shape, shift):
     assert_close(moments.kurtosis(excess=False).numpy(), scipy.stats.kurtosis(array, fisher=False), **tolerance)
 
 
+def test_power_sums_about_an_origin_give_the_moments_about_the_mean():
+    points, origin = cloud().square() + 100, torch.linspace(97, 104, 5).double()
+    points[:, 3] = origin[3]
+    array = points.numpy()
+    power_sums = torch.stack([(points - origin).pow(power).sum(0) for power in (1, 2, 3, 4)])
+    moments = DimensionMoments.about_mean(origin, torch.tensor(60.0).double(), power_sums)
+    assert_close(moments.mean.numpy(), array.mean(0), rtol=1e-12, atol=0)
+    assert_close(moments.variance().numpy(), array.var(0, ddof=1), rtol=1e-10, atol=1e-12)
+    is_varying = array.var(0) > 0
+    assert not is_varying[3]
+    assert_close(moments.skewness().numpy()[is_varying], scipy.stats.skew(array[:, is_varying]), rtol=1e-9, atol=1e-9)
+    kurtosis = scipy.stats.kurtosis(array[:, is_varying])
+    assert_close(moments.kurtosis().numpy()[is_varying], kurtosis, rtol=1e-9, atol=1e-9)
+    assert moments.kurtosis()[3].isnan()
+
+
 def assert_moments_equal(actual, expected):
     for name in ("count", "mean", "m2", "m3", "m4"):
         scale = getattr(expected, name).abs().max().item()
