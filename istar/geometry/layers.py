@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -170,45 +170,25 @@ class Layer:
         """
         norms = row_norms(points)
         inverse_norms = inverse_or_zero(norms)
-        centered, squared_distances = torch.empty_like(points), torch.empty_like(norms)
-        power_sums, weighted_sums = (
-            self._origin.new_zeros(4, len(self._origin)),
-            self._origin.new_zeros(3, len(self._origin)),
-        )
-        origin = self._origin.to(points.dtype)
-        columns = (points, centered, squared_distances, inverse_norms)
-        # The temporary tensors of a block stay in the cache.
-        blocks = (column.split(block_length(points)) for column in columns)
-        for block, centered_block, distances, weights in zip(*blocks, strict=True):
-            torch.sub(block, origin, out=centered_block)
-            squares = centered_block.square()
-            torch.sum(squares, 1, out=distances)
-            # A product with ones takes less time than a sum over the rows.
-            ones, squared_weights = torch.ones_like(weights), weights.square()
-            powers = (centered_block, squares, squares * centered_block, squares.square())
-            power_sums += torch.stack([ones @ power for power in powers])
-            weighted = ((weights, centered_block), (squared_weights, centered_block), (squared_weights, squares))
-            weighted_sums += torch.stack([row_weights @ values for row_weights, values in weighted])
+        sums = _sum_over_points(points, self._origin, inverse_norms)
         can_be_wider = points.dtype == torch.float32 and self._origin.dtype == torch.float64
-        if can_be_wider and not _is_in_float32_range(norms, power_sums[1] / len(points)):
+        if can_be_wider and not _is_in_float32_range(norms, sums.powers[1] / len(points)):
             return False
-        self._power_sums.add(len(points), power_sums)
-        self._moments.update(centered, squared_distances, batch)
+        self._power_sums.add(len(points), sums.powers)
+        self._moments.update(sums.centered, sums.squared_distances, batch)
         wide_norms, wide_inverse_norms = norms.to(self._origin), inverse_norms.to(self._origin)
+        self.norms.add_norms(wide_norms, sums.powers[0] + len(points) * self._origin)
+        self._add_cosines(wide_inverse_norms, sums.weighted)
         for grouped_points, rows in (
             (self._groups, batch.groups),
             (self.positions, batch.position_bins),
             (self.types, batch.types),
         ):
             if grouped_points is not None:
-                # The sum of unit vectors w x is that of w (x - o), plus the sum of the weights w times the origin o.
-                weight_totals = rows.sum_values(wide_inverse_norms)
-                unit_totals = torch.addr(
-                    rows.sum_rows(centered, inverse_norms).to(self._origin), weight_totals, self._origin
-                )
+                # By w x = w (x - o) + w o, for unit vectors w x and the origin o.
+                weighted = rows.sum_rows(sums.centered, inverse_norms).to(self._origin)
+                unit_totals = torch.addr(weighted, rows.sum_values(wide_inverse_norms), self._origin)
                 grouped_points.add_rows(rows, unit_totals, wide_norms)
-        self._add_cosines(wide_inverse_norms, weighted_sums)
-        self.norms.add_norms(wide_norms, power_sums[0] + len(points) * self._origin)
         if self._kurtosis is not None:
             for block in points.split(block_length(points)):
                 self._kurtosis.add_kurtoses(*row_kurtosis(block))
@@ -385,6 +365,43 @@ class Layer:
                 measures |= _compute_covariance_measures(moments, singular_values(moments))
                 measures |= {"mean_vector_norm": mean_vector, "norm_ratio": mean_vector / other_points.average_norm}
             yield {name: float(value) for name, value in measures.items()}
+
+
+class _PointSums(NamedTuple):
+    """Result of `_sum_over_points`, with y = x - o for points x and an origin o."""
+
+    centered: Tensor
+    """y of each point, `(n, d)`, in the dtype of the points."""
+    squared_distances: Tensor
+    """Squared norm of y of each point, `(n,)`, in the dtype of the points."""
+    powers: Tensor
+    """Sums of y, y^2, y^3 and y^4 in each dimension, `(4, d)`, in the dtype of the origin."""
+    weighted: Tensor
+    """Sums of w y, w^2 y and w^2 y^2 in each dimension, with a weight w of each point, `(3, d)`, likewise."""
+
+
+def _sum_over_points(points: Tensor, origin: Tensor, weights: Tensor) -> _PointSums:
+    """Compute the differences of points from an origin, and sums of their powers.
+
+    Args:
+        points: `(n, d)`, float32 or float64.
+        origin: `(d,)`, in the dtype of the accumulated sums.
+        weights: weight of each point, `(n,)`, in the dtype of the points.
+    """
+    powers, weighted = origin.new_zeros(4, len(origin)), origin.new_zeros(3, len(origin))
+    centered, squared_distances = torch.empty_like(points), torch.empty_like(weights)
+    origin = origin.to(points.dtype)
+    # All that is computed from a block stays in the cache.
+    blocks = (column.split(block_length(points)) for column in (points, centered, squared_distances, weights))
+    for x, y, squared_norms, w in zip(*blocks, strict=True):
+        torch.sub(x, origin, out=y)
+        y2 = y.square()
+        torch.sum(y2, 1, out=squared_norms)
+        # A product with ones takes less time than a sum over the rows.
+        ones, w2 = torch.ones_like(w), w.square()
+        powers += torch.stack([ones @ y, ones @ y2, ones @ (y2 * y), ones @ y2.square()])
+        weighted += torch.stack([w @ y, w2 @ y, w2 @ y2])
+    return _PointSums(centered, squared_distances, powers, weighted)
 
 
 def _is_in_float32_range(norms: Tensor, mean_squares: Tensor) -> bool:
