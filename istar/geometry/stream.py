@@ -43,7 +43,9 @@ from istar.tasks.documents import read_documents
 SECONDS_BETWEEN_SAVES = 300.0
 MAX_GROUP_BYTES = 2**30
 """Most memory for the scatter matrices of all groups and layers; above it, covariance measures have no error."""
-ORIGIN_BLOCKS = 32
+_BYTES_OF_SCATTER = 8 + 4
+"""Bytes for each number of a scatter matrix: the accumulated one in float64, and the recent one in float32."""
+ORIGIN_BLOCKS = 16
 """Number of blocks from the beginning of each source whose mean hidden state is the origin of the sums of a layer."""
 _STATE_FORMAT = 3
 """Number of the layout of a state file, increased when the layout changes. Files with another number are ignored."""
@@ -75,7 +77,7 @@ class Pass:
 
     def keeps_scatter_by_group(self, dim: int, num_layers: int) -> bool:
         """Return whether the scatter matrices `(dim, dim)` of all groups and layers take at most `MAX_GROUP_BYTES`."""
-        return self.groups * num_layers * dim**2 * 8 <= MAX_GROUP_BYTES
+        return self.groups * num_layers * dim**2 * _BYTES_OF_SCATTER <= MAX_GROUP_BYTES
 
     def layer_settings(self, dim: int, num_layers: int) -> LayerSettings:
         """Return the settings of each layer's accumulators for a model with `num_layers` layers of width `dim`."""
