@@ -319,6 +319,8 @@ _SUMMARY_COLUMNS = {
     "final bias": ("layer_norm_bias", "final_norm_parameters"),
 }
 """Measure and layer of each column of the table of all models, by its header; None stands for the last layer."""
+_TERMINAL_COLUMNS = ("InterSim", "IntraSim", "IsoScore", "TwoNN", "I(W), input", "I(W), output")
+"""Columns of the table for the terminal; more would break headers and names within a line of 80 characters."""
 
 
 def summarize_trainings(trainings: Sequence[MeasuredTraining]) -> pd.DataFrame:
@@ -361,11 +363,11 @@ def _make_model_table(trainings: Sequence[MeasuredTraining]) -> Sheet:
 
 
 def make_terminal_table(trainings: Sequence[MeasuredTraining]) -> Table:
-    """Return a table for the terminal, with measures at the last checkpoint of each training."""
+    """Return a table for the terminal, with measures of the last layer and I(W) at each training's last checkpoint."""
     summary = summarize_trainings(trainings)
-    numbers = summary[list(_SUMMARY_COLUMNS)].to_numpy()
+    numbers = summary[list(_TERMINAL_COLUMNS)].to_numpy()
     values_by_model = {
         str(name): list(map(float, values)) for name, values in zip(summary["model"], numbers, strict=True)
     }
-    title = "At the last checkpoint of each training"
-    return measures_file.number_table(title, "model", _SUMMARY_COLUMNS, values_by_model)
+    title = "At the last checkpoint of each training; I(W) by both signs"
+    return measures_file.number_table(title, "model", _TERMINAL_COLUMNS, values_by_model)

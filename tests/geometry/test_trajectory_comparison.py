@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import scipy.stats
+from rich.console import Console
 
 from istar.cli.main import main
 from istar.errors import UserError
@@ -225,6 +226,21 @@ def test_the_command_writes_a_page(
     assert float(summary["InterSim"]) == compute_value("org/small", 143_000, "layer_10", "inter_sim")
     # The command does not write its page into a folder of measures.
     assert main(["compare", *map(str, training_folders), "--out", str(training_folders[0])]) == 2
+
+
+def test_names_and_headers_of_the_terminal_table_stay_whole(training_folders: list[Path]) -> None:
+    """A terminal of 80 columns has room for names of up to 16 characters and numbers of four digits."""
+    long_name = "a-long-name-1234"
+    trainings = read_trainings(f"{long_name}={training_folders[0]}", *training_folders[1:])
+    console = Console(width=80, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(trajectory_comparison.make_terminal_table(trainings))
+    table = capture.get()
+    words = re.findall(r"[^\s│┃]+", table)
+    assert {long_name, "InterSim", "IntraSim", "IsoScore", "TwoNN", "I(W),", "input", "output"} <= set(words)
+    summary = trajectory_comparison.summarize_trainings(trainings).set_index("model")
+    for header in ("InterSim", "I(W), input", "I(W), output"):
+        assert f"{summary.loc[long_name, header]:.4g}" in words
 
 
 def test_equal_names_get_their_folders(tmp_path: Path) -> None:
