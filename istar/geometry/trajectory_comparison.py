@@ -277,16 +277,35 @@ def make_plots(trainings: Sequence[MeasuredTraining]) -> list[Plot]:
         norm_panels += _make_panels(trainings, "norm", name, "final_norm_parameters", f"layer_norm_{name}")
     title = "The final normalization over the training"
     caption = "Norms of the gain and the bias of the final normalization, divided by the square root of the width."
-    all_plots.append(_make_plot("final_norm", title, caption, norm_panels, trainings))
+    # A gain is often many times as large as a bias.
+    all_plots.append(_make_plot("final_norm", title, caption, norm_panels, trainings, share_y_by_label=False))
     return all_plots
 
 
 def _make_plot(
-    name: str, title: str, caption: str, panels: Sequence[Panel], trainings: Sequence[MeasuredTraining]
+    name: str,
+    title: str,
+    caption: str,
+    panels: Sequence[Panel],
+    trainings: Sequence[MeasuredTraining],
+    share_y_by_label: bool = True,
 ) -> Plot:
-    """Return a line plot over the training steps, in which each training has its colour even without a line."""
+    """Return a line plot over the training steps, in which each training has its colour even without a line.
+
+    With `share_y_by_label`, panels of the same quantity have the same limits of the y axis.
+    """
     labels = tuple(training.label for training in trainings)
-    return Plot(name, title, caption, "line", _STEP_AXIS_LABEL, tuple(panels), log_x=True, labels=labels)
+    return Plot(
+        name,
+        title,
+        caption,
+        "line",
+        _STEP_AXIS_LABEL,
+        tuple(panels),
+        log_x=True,
+        share_y_by_label=share_y_by_label,
+        labels=labels,
+    )
 
 
 def _make_panels(

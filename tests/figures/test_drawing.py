@@ -189,6 +189,35 @@ def test_panels_of_the_same_quantity_share_the_y_axis() -> None:
     assert len({axes.get_ylim() for axes in drawing._draw_figure(replace(plot, share_y=True)).axes}) == 1
 
 
+def test_panels_with_the_same_label_share_the_y_axis() -> None:
+    """A panel that shows the whole range of a measure does not say that it shows a part."""
+    values_by_label = {"IsoScore": [(0.1, 0.9), (0.5, 0.55)], "TwoNN dimension": [(3.0, 4.0), (9.0, 20.0)]}
+    panels = tuple(
+        Panel("", "", (Line("one", (0.0, 1.0), values),), "", label)
+        for label, all_values in values_by_label.items()
+        for values in all_values
+    )
+    plot = Plot("name", "title", "caption", "line", "layer", panels)
+    separate, shared = (
+        drawing._draw_figure(replace(plot, share_y_by_label=is_shared)).axes for is_shared in (False, True)
+    )
+    assert len({axes.get_ylim() for axes in separate}) == 4
+    assert [shared[0].get_ylim(), shared[2].get_ylim()] == [shared[1].get_ylim(), shared[3].get_ylim()]
+    assert shared[0].get_ylim() != shared[2].get_ylim()
+    assert separate[1].get_ylabel() == "IsoScore (part of 0 to 1)"
+    assert shared[1].get_ylabel() == "IsoScore"
+
+
+def test_a_single_panel_may_have_a_logarithmic_axis() -> None:
+    panel = Panel("", "", (Line("one", (0.0, 1.0), (0.5, 16.0)),), "", "average norm")
+    plot = Plot("name", "title", "caption", "line", "layer", (replace(panel, log_y=True), panel))
+    logarithmic, linear = drawing._draw_figure(plot).axes
+    assert (logarithmic.get_yscale(), linear.get_yscale()) == ("log", "linear")
+    assert (logarithmic.get_ylabel(), linear.get_ylabel()) == ("average norm (logarithmic)", "average norm")
+    spots = drawing.render_with_spots(plot, ["svg"])[1]
+    assert [spot.text.splitlines()[-1] for spot in spots] == ["average norm: 0.5", "average norm: 16"] * 2
+
+
 def test_panels_with_named_positions_share_the_x_axis() -> None:
     """A measure that is undefined in the last layer leaves a gap there."""
     lines = [Line("one", (0.0, 1.0, 2.0), (0.1, 0.2, 0.3)), Line("one", (0.0, 1.0, 2.0), (0.3, 0.9, float("nan")))]

@@ -171,6 +171,17 @@ def test_the_axis_shows_step_0_and_the_legend_is_there_once(training_folders: li
     assert [texts.count(label) for label in ("small", "encoder", "large")] == [1, 0, 1]
 
 
+def test_panels_of_the_same_measure_share_their_y_axis(training_folders: list[Path]) -> None:
+    for plot in trajectory_comparison.make_plots(read_trainings(*training_folders)):
+        y_limits = [axes.get_ylim() for axes in drawing._draw_figure(plot).axes]
+        limits_by_label: dict[str, set[tuple[float, float]]] = {}
+        for panel, limits in zip(plot.panels, y_limits, strict=True):
+            limits_by_label.setdefault(panel.y_label, set()).add(limits)
+        # The norms of gain and bias are separate quantities.
+        num_limits = 2 if plot.name == "final_norm" else 1
+        assert all(len(limits) == num_limits for limits in limits_by_label.values())
+
+
 def test_all_texts_together_count(tmp_path: Path) -> None:
     """The rows of a single text are not mixed with those of all texts."""
     folder = write_trajectory(tmp_path / "a", "m", [0, 1], 1, source="wiki")
