@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from istar.figures.plot import Line, Panel, Plot
-from istar.geometry import compare, model_differences
+from istar.geometry import compare, comparison_findings, model_differences
 from istar.geometry.compare import MeasuredModel
 from istar.geometry.intervals import interval_half_width
 from istar.geometry.model_figures import (
@@ -153,6 +153,7 @@ def _make_page(
 ) -> Page:
     """Assemble the page that compares models from its tables and plots."""
     sections = [
+        Section("findings", "What stands out", comparison_findings.describe_comparison(models)),
         Section(
             "reading", "How to read this", (*_READING_NOTES, _INTERVAL_NOTE, *compare.describe_differences(models))
         ),
