@@ -189,6 +189,8 @@ def _draw_figure(plot: Plot) -> Figure:
     panel_axes = figure.axes[: len(plot.panels)]
     for panel in plot.panels:
         same_axis_panels = _find_panels_with_same_y_axis(plot, panel)
+        if len(same_axis_panels) == 1:
+            continue
         _share_y_limits(
             [axes for axes, other in zip(panel_axes, plot.panels, strict=True) if other in same_axis_panels]
         )

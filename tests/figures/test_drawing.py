@@ -170,6 +170,13 @@ def test_compared_panels_share_their_axes() -> None:
     assert abs(widths[0] - widths[1]) < 0.02 * widths[0]
 
 
+def test_points_with_equal_units_keep_their_limits(caplog: pytest.LogCaptureFixture) -> None:
+    """Axes with equal units warn if their limits are fixed without need."""
+    panels = tuple(Panel("", "", (Line("points", (0.0, x), (0.0, 1.0)),), "", "second") for x in (1.0, 40.0))
+    render(Plot("name", "title", "caption", "scatter", "first", panels), ["svg"])
+    assert not caplog.records
+
+
 def test_numbers_in_names_do_not_change_the_order_of_the_colours() -> None:
     assert list(assign_colours("bert", "gpt2", "albert")) == ["bert", "gpt2", "albert"]
     assert list(assign_colours("λ = 3", "auto", "λ = -1")) == ["λ = -1", "λ = 3", "auto"]
