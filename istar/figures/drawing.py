@@ -187,10 +187,18 @@ def _draw_figure(plot: Plot) -> Figure:
             # Of points with error bars, the legend shows only the marker, which the error bars would cover.
             handles[label] = handle[0] if isinstance(handle, ErrorbarContainer) else handle
     panel_axes = figure.axes[: len(plot.panels)]
+    for panel in plot.panels:
+        same_axis_panels = _find_panels_with_same_y_axis(plot, panel)
+        if len(same_axis_panels) == 1:
+            continue
+        _share_y_limits(
+            [axes for axes, other in zip(panel_axes, plot.panels, strict=True) if other in same_axis_panels]
+        )
     if plot.share_axes:
-        _share_limits(panel_axes, plot)
-    elif plot.share_y:
-        _share_y_limits(panel_axes)
+        _share_x_limits(panel_axes)
+    if plot.share_axes and plot.kind == "scatter":
+        for axes in panel_axes:
+            axes.set_aspect("equal", adjustable="box")
     if plot.x_names and panel_axes:
         _share_x_limits(panel_axes)
     if len(handles) > 1:
@@ -298,7 +306,7 @@ def _draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Mapping[str, Mappi
     _set_scales(axes, plot, panel)
     _set_y_range(axes, plot, panel)
     axes.margins(x=0.06 if plot.kind != "line" else 0.03)
-    if not plot.log_y and plot.kind != "ridges":
+    if not (plot.log_y or panel.log_y or plot.kind == "ridges"):
         axes.ticklabel_format(axis="y", useOffset=False)
 
 
@@ -307,9 +315,11 @@ def _set_y_range(axes: Axes, plot: Plot, panel: Panel) -> None:
 
     The axis shows the whole range of the measure, unless the values span little of it. Then it shows the part with the
     values, from 0 if the range begins at 0 and no value is negative, and the label of the axis says that it is a part.
+    The values of all panels with the same limits count, so that their labels agree.
     """
     bounds = panel.y_bounds or _BOUNDS.get(panel.y_label)
-    finite_ys = [y for line in panel.lines for y in line.y if math.isfinite(y)]
+    panels = _find_panels_with_same_y_axis(plot, panel)
+    finite_ys = [y for other in panels for line in other.lines for y in line.y if math.isfinite(y)]
     if bounds is None or not finite_ys:
         return
     low, high = bounds
@@ -325,19 +335,22 @@ def _set_y_range(axes: Axes, plot: Plot, panel: Panel) -> None:
     else:
         if low == 0 <= min(finite_ys):
             axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.03)
-        remark = f"(part of {low:g} to {high:g})"
-        is_long = len(panel.y_label) + len(remark) > _MAX_Y_LABEL
-        separator = "\n" if is_long else " "
-        axes.set_ylabel(f"{panel.y_label}{separator}{remark}")
+        _add_remark(axes, panel, f"(part of {low:g} to {high:g})")
 
 
-def _share_limits(panel_axes: Sequence[Axes], plot: Plot) -> None:
-    """Give the axes of all panels the smallest x and y limits that contain those of each."""
-    _share_x_limits(panel_axes)
-    _share_y_limits(panel_axes)
-    if plot.kind == "scatter":
-        for axes in panel_axes:
-            axes.set_aspect("equal", adjustable="box")
+def _add_remark(axes: Axes, panel: Panel, remark: str) -> None:
+    """Add a remark to the label of the y axis, in a line of its own if the label would be too long."""
+    separator = "\n" if len(panel.y_label) + len(remark) > _MAX_Y_LABEL else " "
+    axes.set_ylabel(f"{panel.y_label}{separator}{remark}")
+
+
+def _find_panels_with_same_y_axis(plot: Plot, panel: Panel) -> list[Panel]:
+    """Return the panels whose y axis has the same limits as that of a panel, with the panel itself."""
+    if plot.share_axes or plot.share_y:
+        return list(plot.panels)
+    if plot.share_y_by_label:
+        return [other for other in plot.panels if other.y_label == panel.y_label]
+    return [panel]
 
 
 def _share_x_limits(panel_axes: Sequence[Axes]) -> None:
@@ -441,9 +454,11 @@ def _mark_incomplete_and_collapsed_points(
 def _set_scales(axes: Axes, plot: Plot, panel: Panel) -> None:
     """Set linear or logarithmic scales for both axes, and the positions and labels of the ticks."""
     xs = sorted({x for line in panel.lines for x in line.x if math.isfinite(x)})
-    if plot.log_y:
+    if plot.log_y or panel.log_y:
         axes.set_yscale("log")
         _label_decades(axes.yaxis, 2)
+    if panel.log_y:
+        _add_remark(axes, panel, "(logarithmic)")
     if plot.kind == "scatter":
         axes.set_aspect("equal", adjustable="datalim")
     if plot.log_x and xs and xs[0] == 0:

@@ -41,6 +41,7 @@ class Panel:
     seeds: Mapping[Any, tuple[int, ...]] | None = None
     # Smallest and largest possible y; None for the bounds that `drawing` knows for `y_label`, if any.
     y_bounds: tuple[float, float] | None = None
+    log_y: bool = False  # whether the y axis of this panel is logarithmic; see also `Plot.log_y`
     runs: tuple[str, ...] = ()  # folders of the runs that are drawn; empty if unknown
 
 
@@ -79,6 +80,7 @@ class Plot:
     ordered: bool = False  # whether the lines have an order, which is shown by a colour scale
     share_axes: bool = False  # whether all panels have the same limits of both axes
     share_y: bool = False  # whether all panels have the same limits of the y axis, because they show the same quantity
+    share_y_by_label: bool = False  # whether panels with the same label of the y axis have the same limits of it
     reference_label: str = BASE  # label of the line that is drawn in black
     # Labels in the order in which they get colours; may include labels without a line, so that several plots use the
     # same colours. If empty, the labels of the lines are used.

@@ -1,8 +1,8 @@
-"""Spacing of what a figure shows: evenly spaced items, steps on a logarithmic axis, and the rows of ridgelines."""
+"""Spacing of what a figure shows: evenly spaced items, logarithmic axes, and the rows of ridgelines."""
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -10,6 +10,8 @@ MAX_ITEMS = 5
 """Most layers in a figure."""
 _NUM_FIRST_STEPS, _MIN_GROWTH = 4, 1.9
 """Number of steps that decide about a logarithmic axis, and the least ratio of two of them; 512 to 1000 is 1.95."""
+_MAX_LINEAR_RATIO = 10.0
+"""Largest ratio of two values on a linear axis; with a larger one, the smaller values would look alike."""
 
 
 def evenly_spaced(items: Sequence[T], count: int = MAX_ITEMS) -> list[T]:
@@ -33,6 +35,15 @@ def are_log_spaced(steps: Sequence[int]) -> bool:
     first_steps = sorted(step for step in steps if step > 0)[:_NUM_FIRST_STEPS]
     is_complete = len(first_steps) == _NUM_FIRST_STEPS
     return is_complete and all(step >= _MIN_GROWTH * previous for previous, step in itertools.pairwise(first_steps))
+
+
+def need_log_axis(values: Iterable[float]) -> bool:
+    """Return whether values need a logarithmic axis: all are positive, and the largest is above 10 times the smallest.
+
+    Values that are not finite do not count.
+    """
+    finite_values = [value for value in values if math.isfinite(value)]
+    return bool(finite_values) and 0 < _MAX_LINEAR_RATIO * min(finite_values) < max(finite_values)
 
 
 def stack_ridges(curves: Sequence[Sequence[float]]) -> list[list[float]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from istar.figures.plot import Line, Panel, Plot
-from istar.geometry import compare, model_differences
+from istar.geometry import compare, comparison_findings, model_differences
 from istar.geometry.compare import MeasuredModel
 from istar.geometry.intervals import interval_half_width
 from istar.geometry.model_figures import (
@@ -21,8 +21,8 @@ from istar.geometry.model_figures import (
     column_header,
     format_tap_name,
     make_measure_line,
+    make_measure_panel,
     make_panel,
-    measure_bounds,
 )
 from istar.pages import folder
 from istar.pages.folder import PageKind
@@ -153,6 +153,7 @@ def _make_page(
 ) -> Page:
     """Assemble the page that compares models from its tables and plots."""
     sections = [
+        Section("findings", "What stands out", comparison_findings.describe_comparison(models)),
         Section(
             "reading", "How to read this", (*_READING_NOTES, _INTERVAL_NOTE, *compare.describe_differences(models))
         ),
@@ -223,8 +224,7 @@ def _make_layer_plot(models: Sequence[MeasuredModel], name: str) -> Plot:
                 position, final_measures = (_FINAL_NORM_POSITION,), [model.final_norm_measures]
                 lines.append(make_measure_line(model.label, position, final_measures, measure, num_groups))
         if lines := [line for line in lines if any(map(math.isfinite, line.y))]:
-            y_bounds = measure_bounds(measure, [model.measurements for model in models])
-            panels.append(make_panel(MEASURE_TITLES[measure], lines, y_bounds=y_bounds))
+            panels.append(make_measure_panel(measure, lines, [model.measurements for model in models]))
     ticks = {0.0: "0", 0.25: "0.25", 0.5: "0.5", 0.75: "0.75", 1.0: "1", _FINAL_NORM_POSITION: "final\nnorm"}
     has_final_norm = any(model.final_norm_measures is not None for model in models)
     tick_names = ticks if has_final_norm else {}

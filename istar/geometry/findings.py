@@ -95,14 +95,14 @@ def _find_dominant_dimension(layers: Layers) -> Iterator[Finding]:
     """Yield a finding if a single dimension holds a large share of a layer's variance."""
     tap, share = _find_extreme(layers, "largest_variance_share")
     if share >= VARIANCE_SHARE:
-        yield Finding(f"One dimension holds {share:.0%} of the variance of {_name_layer(tap)}.", share / VARIANCE_SHARE)
+        yield Finding(f"One dimension holds {share:.0%} of the variance of {name_layer(tap)}.", share / VARIANCE_SHARE)
 
 
 def _find_common_direction(layers: Layers) -> Iterator[Finding]:
     """Yield a finding if the average cosine of two tokens is large in a layer."""
     tap, cosine = _find_extreme(layers, "inter_sim")
     if cosine >= INTER_SIM:
-        sentence = f"All states of {_name_layer(tap)} share a direction: two random tokens have an average cosine of "
+        sentence = f"All states of {name_layer(tap)} share a direction: two random tokens have an average cosine of "
         yield Finding(f"{sentence}{cosine:.2f}.", cosine / INTER_SIM)
 
 
@@ -113,7 +113,7 @@ def _find_few_directions(measured: Measurements) -> Iterator[Finding]:
     if score <= ISOSCORE:
         directions = layers[tap]["participation_ratio"]
         yield Finding(
-            f"The variance of {_name_layer(tap)} is concentrated: IsoScore {score:.3f}, as if it were spread over "
+            f"The variance of {name_layer(tap)} is concentrated: IsoScore {score:.3f}, as if it were spread over "
             f"{directions:.1f} of {measured.width:,} directions.",
             # The lower bound keeps the excess finite for a score of 0.
             ISOSCORE / max(score, 1e-3),
@@ -135,7 +135,7 @@ def _find_offset_dimension(measured: Measurements) -> Iterator[Finding]:
     offset = offset_by_place[tap, dimension]
     if offset >= OFFSET:
         sentence = (
-            f"Dimension {dimension} of {_name_layer(tap)} is an outlier: its mean is {offset:.0f} typical standard "
+            f"Dimension {dimension} of {name_layer(tap)} is an outlier: its mean is {offset:.0f} typical standard "
         )
         yield Finding(f"{sentence}deviations from 0.", offset / OFFSET)
 
@@ -148,8 +148,8 @@ def _find_norm_growth(layers: Layers) -> Iterator[Finding]:
     )
     if low > 0 and high >= NORM_GROWTH * low:
         yield Finding(
-            f"The average norm is {high / low:.0f} times as large in {_name_layer(high_tap)} as in "
-            f"{_name_layer(low_tap)}: {high:.3g} and {low:.3g}.",
+            f"The average norm is {high / low:.0f} times as large in {name_layer(high_tap)} as in "
+            f"{name_layer(low_tap)}: {high:.3g} and {low:.3g}.",
             high / low / NORM_GROWTH,
         )
 
@@ -159,7 +159,7 @@ def _find_heavy_tails(layers: Layers) -> Iterator[Finding]:
     tap, kurtosis = _find_extreme(layers, "largest_kurtosis")
     if kurtosis >= KURTOSIS:
         sentence = (
-            f"A dimension of {_name_layer(tap)} has rare, very large values: its excess kurtosis is {kurtosis:,.0f}."
+            f"A dimension of {name_layer(tap)} has rare, very large values: its excess kurtosis is {kurtosis:,.0f}."
         )
         # The root makes the excess of a fourth moment comparable with that of the other measures.
         yield Finding(sentence, math.sqrt(kurtosis / KURTOSIS))
@@ -175,7 +175,7 @@ def _find_rogue_dimensions(layers: Layers) -> Iterator[Finding]:
     if drop >= ROGUE_DROP:
         before, after = layers[tap]["sample_inter_sim"], layers[tap][_WITHOUT_TOP_5]
         yield Finding(
-            f"Five dimensions carry much of the common direction of {_name_layer(tap)}: without them, the average "
+            f"Five dimensions carry much of the common direction of {name_layer(tap)}: without them, the average "
             f"cosine of a sample of tokens falls from {before:.2f} to {after:.2f}.",
             drop / ROGUE_DROP,
         )
@@ -190,7 +190,7 @@ def _find_massive_activations(measured: Measurements) -> Iterator[Finding]:
     tap = max(largest_by_tap, key=lambda tap: largest_by_tap[tap].get("ratio") or 0.0)
     activation = largest_by_tap[tap]
     # The ratio is missing if the median is 0, and in files of earlier versions.
-    ratio, subject = activation.get("ratio") or MASSIVE_RATIO, _name_layer(tap)
+    ratio, subject = activation.get("ratio") or MASSIVE_RATIO, name_layer(tap)
     yield Finding(
         f"{subject[0].upper()}{subject[1:]} has massive activations: {activation['value']:,.0f} in dimension "
         f"{activation['dimension']} at position {activation['position']} is {ratio:,.0f} times the median magnitude.",
@@ -213,7 +213,7 @@ def _find_large_first_token(measured: Measurements) -> Iterator[Finding]:
     if ratio >= FIRST_POSITION:
         yield Finding(
             f"The first token of the model's input has {ratio:.0f} times the average norm of the others in "
-            f"{_name_layer(tap)}.",
+            f"{name_layer(tap)}.",
             ratio / FIRST_POSITION,
         )
 
@@ -269,6 +269,6 @@ def _warn_of_too_few_tokens(measured: Measurements) -> Iterator[str]:
         )
 
 
-def _name_layer(tap: str) -> str:
+def name_layer(tap: str) -> str:
     """Return the name of a layer as in a sentence: "layer 3", but "the embeddings" with an article."""
     return format_tap_name(tap) if tap.startswith("layer_") else f"the {format_tap_name(tap)}"

@@ -58,14 +58,23 @@ def independent_difference(
     return Difference(second - first, math.hypot(*errors), min(num_groups) - 1, "independent")
 
 
+def have_same_tokens(first: MeasuredModel, other: MeasuredModel) -> bool:
+    """Return whether two models were measured over the same tokens of the same texts."""
+    return have_same_texts(first, other) and not _find_changed_token_settings(first, other)
+
+
+def _find_changed_token_settings(first: MeasuredModel, other: MeasuredModel) -> list[str]:
+    """Return the names of the settings that decide which tokens are measured and differ between two models."""
+    first_settings, other_settings = (model.measurements.settings for model in (first, other))
+    return [name for name in _TOKEN_SETTINGS if first_settings.get(name) != other_settings.get(name)]
+
+
 def explain_no_differences(first: MeasuredModel, other: MeasuredModel) -> str:
     """Return a sentence on why no differences with intervals exist for two models, or an empty string if they exist."""
     sentence_start = f"Differences of {other.label} from {first.label} are not computed: "
     if not have_same_texts(first, other):
         return f"{sentence_start}they were measured over different texts."
-    first_settings, other_settings = (model.measurements.settings for model in (first, other))
-    changed_settings = [name for name in _TOKEN_SETTINGS if first_settings.get(name) != other_settings.get(name)]
-    if changed_settings:
+    if changed_settings := _find_changed_token_settings(first, other):
         return f"{sentence_start}they were measured over different tokens of the texts ({', '.join(changed_settings)})."
     for model in (first, other):
         if not any(

@@ -3,12 +3,13 @@
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from istar.figures.plot import Line, Panel, Plot
-from istar.figures.spacing import evenly_spaced
+from istar.figures.spacing import evenly_spaced, need_log_axis
 from istar.geometry.corpus import COMBINED
 from istar.geometry.intervals import NORMAL_QUANTILE, interval_half_width
 from istar.geometry.measures_file import Measurements
@@ -174,6 +175,8 @@ STATE_ROUNDING, MATRIX_ROUNDING = 1e-4, 1e-6
 a float32 scatter matrix, the second for embedding matrices, which are float32 points."""
 
 
+_MEASURES_WITH_LOG_AXIS = ("average_norm", "largest_activation_ratio")
+"""Measures of positive numbers of any size, which get a logarithmic axis if it is needed to tell small ones apart."""
 _COUNTS_OF_DIMENSIONS = ("effective_rank", "participation_ratio", "rank_me", "nesum")
 """Measures whose range is from 1 to the number of dimensions."""
 _SAMPLE_COSINE_LABELS = {
@@ -235,13 +238,23 @@ def measure_bounds(name: str, measurements: Iterable[Measurements]) -> tuple[flo
     return (0 if name == "outlier_dimensions" else 1, max(widths)) if widths else None
 
 
+def make_measure_panel(name: str, lines: Sequence[Line], measurements: Iterable[Measurements]) -> Panel:
+    """Return a panel of one measure of some models, with the bounds and the scale of the y axis that suit it."""
+    panel = make_panel(MEASURE_TITLES[name], lines, y_bounds=measure_bounds(name, measurements))
+    values = [y for line in lines for y in line.y]
+    interval_ends = [y - error for line in lines if line.y_error for y, error in zip(line.y, line.y_error, strict=True)]
+    # An interval that reaches 0 has no place on a logarithmic axis.
+    reaches_zero = any(end <= 0 for end in interval_ends)
+    return replace(panel, log_y=name in _MEASURES_WITH_LOG_AXIS and need_log_axis(values) and not reaches_zero)
+
+
 def plot_layers(measured: Measurements) -> list[Plot]:
     """Return the plots of the measures by layer, with one line for each text."""
     tick_names = _make_tick_names(list(measured.all_texts))
     plots = []
     for name, measure_names in _LAYER_PLOTS.items():
         panels = [
-            make_panel(MEASURE_TITLES[measure_name], lines, y_bounds=measure_bounds(measure_name, [measured]))
+            make_measure_panel(measure_name, lines, [measured])
             for measure_name in measure_names
             if (lines := _make_layer_lines(measured, measure_name))
         ]
@@ -365,7 +378,8 @@ def _plot_bins(name: str, x_label: str, columns_by_tap: Mapping[str, Mapping[str
             for tap in evenly_spaced(list(columns_by_tap))
         ]
         if lines := [line for line in lines if any(map(math.isfinite, line.y))]:
-            panels.append(make_panel(y_label, lines))
+            log_y = column == "norm" and need_log_axis(y for line in lines for y in line.y)
+            panels.append(replace(make_panel(y_label, lines), log_y=log_y))
     return Plot(name, *_TITLES_AND_CAPTIONS[name], "line", x_label, tuple(panels), log_x=True, ordered=True)
 
 

@@ -277,16 +277,35 @@ def make_plots(trainings: Sequence[MeasuredTraining]) -> list[Plot]:
         norm_panels += _make_panels(trainings, "norm", name, "final_norm_parameters", f"layer_norm_{name}")
     title = "The final normalization over the training"
     caption = "Norms of the gain and the bias of the final normalization, divided by the square root of the width."
-    all_plots.append(_make_plot("final_norm", title, caption, norm_panels, trainings))
+    # A gain is often many times as large as a bias.
+    all_plots.append(_make_plot("final_norm", title, caption, norm_panels, trainings, share_y_by_label=False))
     return all_plots
 
 
 def _make_plot(
-    name: str, title: str, caption: str, panels: Sequence[Panel], trainings: Sequence[MeasuredTraining]
+    name: str,
+    title: str,
+    caption: str,
+    panels: Sequence[Panel],
+    trainings: Sequence[MeasuredTraining],
+    share_y_by_label: bool = True,
 ) -> Plot:
-    """Return a line plot over the training steps, in which each training has its colour even without a line."""
+    """Return a line plot over the training steps, in which each training has its colour even without a line.
+
+    With `share_y_by_label`, panels of the same quantity have the same limits of the y axis.
+    """
     labels = tuple(training.label for training in trainings)
-    return Plot(name, title, caption, "line", _STEP_AXIS_LABEL, tuple(panels), log_x=True, labels=labels)
+    return Plot(
+        name,
+        title,
+        caption,
+        "line",
+        _STEP_AXIS_LABEL,
+        tuple(panels),
+        log_x=True,
+        share_y_by_label=share_y_by_label,
+        labels=labels,
+    )
 
 
 def _make_panels(
@@ -319,6 +338,8 @@ _SUMMARY_COLUMNS = {
     "final bias": ("layer_norm_bias", "final_norm_parameters"),
 }
 """Measure and layer of each column of the table of all models, by its header; None stands for the last layer."""
+_TERMINAL_COLUMNS = ("InterSim", "IntraSim", "IsoScore", "TwoNN", "I(W), input", "I(W), output")
+"""Columns of the table for the terminal; more would break headers and names within a line of 80 characters."""
 
 
 def summarize_trainings(trainings: Sequence[MeasuredTraining]) -> pd.DataFrame:
@@ -361,11 +382,11 @@ def _make_model_table(trainings: Sequence[MeasuredTraining]) -> Sheet:
 
 
 def make_terminal_table(trainings: Sequence[MeasuredTraining]) -> Table:
-    """Return a table for the terminal, with measures at the last checkpoint of each training."""
+    """Return a table for the terminal, with measures of the last layer and I(W) at each training's last checkpoint."""
     summary = summarize_trainings(trainings)
-    numbers = summary[list(_SUMMARY_COLUMNS)].to_numpy()
+    numbers = summary[list(_TERMINAL_COLUMNS)].to_numpy()
     values_by_model = {
         str(name): list(map(float, values)) for name, values in zip(summary["model"], numbers, strict=True)
     }
-    title = "At the last checkpoint of each training"
-    return measures_file.number_table(title, "model", _SUMMARY_COLUMNS, values_by_model)
+    title = "At the last checkpoint of each training; I(W) by both signs"
+    return measures_file.number_table(title, "model", _TERMINAL_COLUMNS, values_by_model)

@@ -32,6 +32,10 @@ class Picture:
         return inline_svg(self.files["svg"], self.name, self.description, self.spots)
 
 
+_MAX_PORTRAIT_ROWS = 20
+"""Most rows of a wide table that is printed on a portrait page."""
+
+
 @dataclass(frozen=True)
 class Section:
     """A section of a page: a heading with paragraphs, a table and figures."""
@@ -43,7 +47,16 @@ class Section:
     pictures: Sequence[Picture] = ()
     empty_note: str = ""  # sentence that explains why there is no table or figure
     commands: Sequence[str] = ()  # commands that make the content
-    is_wide: bool = False  # whether the section is printed in landscape format
+    is_wide: bool = False  # whether the section is printed in landscape format if its table is long
+
+    @property
+    def is_landscape(self) -> bool:
+        """Whether the section is printed on landscape pages of its own.
+
+        A wide table of few rows is divided into parts, one below the other, on a portrait page instead. Landscape pages
+        would leave much of the page before them and of their own empty.
+        """
+        return self.is_wide and self.sheet is not None and len(self.sheet.rows) > _MAX_PORTRAIT_ROWS
 
 
 @dataclass(frozen=True)

@@ -114,13 +114,27 @@ def divide(sheet: Sheet, max_characters: int) -> list[Sheet]:
     ]
     if sum(widths) <= max_characters:
         return [sheet]
-    row_headers = list(range(sheet.num_row_headers))
-    parts: list[list[int]] = []
-    for index in range(sheet.num_row_headers, len(widths)):
-        if not parts or sum(widths[column] for column in (*parts[-1], index)) > max_characters:
-            parts.append(list(row_headers))
-        parts[-1].append(index)
+    parts = _divide_columns(widths, sheet.num_row_headers, max_characters)
+    # The last part may have little left. In the shortest lines that need no further part, all parts are about as wide.
+    for num_characters in range(max_characters - 1, max(widths), -1):
+        narrower_parts = _divide_columns(widths, sheet.num_row_headers, num_characters)
+        if len(narrower_parts) > len(parts):
+            break
+        parts = narrower_parts
     return [_select_columns(sheet, columns) for columns in parts]
+
+
+def _divide_columns(widths: Sequence[int], num_row_headers: int, max_characters: int) -> list[list[int]]:
+    """Return the indices of the columns of each part, as many as fit into a line, and at least one.
+
+    The first `num_row_headers` columns are in every part.
+    """
+    parts: list[list[int]] = []
+    for index in range(num_row_headers, len(widths)):
+        if not parts or sum(widths[column] for column in (*parts[-1], index)) > max_characters:
+            parts.append(list(range(num_row_headers)))
+        parts[-1].append(index)
+    return parts
 
 
 def _count_printed_characters(entry: Entry) -> int:

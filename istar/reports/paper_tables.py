@@ -257,7 +257,12 @@ def build_cost_sheet(all_runs: pd.DataFrame, shrinkage_seconds_by_folder: Mappin
     )
     shrinkage_share = costs_by_method["shrinkage_seconds_mean"] / costs_by_method["seconds_mean"]
     costs_by_method["shrinkage_share"] = shrinkage_share.fillna(0.0)
-    total_seconds = costs_by_method.groupby("method", sort=False)["seconds_sum"].sum()
+    # The total of a method with a single row is in that row.
+    totals = [
+        f"{method} {format_duration(rows['seconds_sum'].sum())}"
+        for method, rows in costs_by_method.groupby("method", sort=False)
+        if len(rows) > 1
+    ]
     return Sheet(
         name="cost",
         title="Cost",
@@ -267,9 +272,7 @@ def build_cost_sheet(all_runs: pd.DataFrame, shrinkage_seconds_by_folder: Mappin
         header=("task", "method", "runs", "seconds a run", "hours:minutes in all", "Σ_S seconds a run", "Σ_S share"),
         rows_by_group=_group_by_model(row_dicts(costs_by_method), _format_cost_row),
         frame=costs_by_method,
-        notes=tuple(
-            f"{method}: {format_duration(seconds)} (hours:minutes) in all." for method, seconds in total_seconds.items()
-        ),
+        notes=(f"All rows of a method together (hours:minutes): {', '.join(totals)}.",) if totals else (),
     )
 
 

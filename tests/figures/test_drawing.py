@@ -170,6 +170,13 @@ def test_compared_panels_share_their_axes() -> None:
     assert abs(widths[0] - widths[1]) < 0.02 * widths[0]
 
 
+def test_points_with_equal_units_keep_their_limits(caplog: pytest.LogCaptureFixture) -> None:
+    """Axes with equal units warn if their limits are fixed without need."""
+    panels = tuple(Panel("", "", (Line("points", (0.0, x), (0.0, 1.0)),), "", "second") for x in (1.0, 40.0))
+    render(Plot("name", "title", "caption", "scatter", "first", panels), ["svg"])
+    assert not caplog.records
+
+
 def test_numbers_in_names_do_not_change_the_order_of_the_colours() -> None:
     assert list(assign_colours("bert", "gpt2", "albert")) == ["bert", "gpt2", "albert"]
     assert list(assign_colours("λ = 3", "auto", "λ = -1")) == ["λ = -1", "λ = 3", "auto"]
@@ -187,6 +194,35 @@ def test_panels_of_the_same_quantity_share_the_y_axis() -> None:
     plot = Plot("name", "title", "caption", "line", "layer", panels)
     assert len({axes.get_ylim() for axes in drawing._draw_figure(plot).axes}) == 2
     assert len({axes.get_ylim() for axes in drawing._draw_figure(replace(plot, share_y=True)).axes}) == 1
+
+
+def test_panels_with_the_same_label_share_the_y_axis() -> None:
+    """A panel that shows the whole range of a measure does not say that it shows a part."""
+    values_by_label = {"IsoScore": [(0.1, 0.9), (0.5, 0.55)], "TwoNN dimension": [(3.0, 4.0), (9.0, 20.0)]}
+    panels = tuple(
+        Panel("", "", (Line("one", (0.0, 1.0), values),), "", label)
+        for label, all_values in values_by_label.items()
+        for values in all_values
+    )
+    plot = Plot("name", "title", "caption", "line", "layer", panels)
+    separate, shared = (
+        drawing._draw_figure(replace(plot, share_y_by_label=is_shared)).axes for is_shared in (False, True)
+    )
+    assert len({axes.get_ylim() for axes in separate}) == 4
+    assert [shared[0].get_ylim(), shared[2].get_ylim()] == [shared[1].get_ylim(), shared[3].get_ylim()]
+    assert shared[0].get_ylim() != shared[2].get_ylim()
+    assert separate[1].get_ylabel() == "IsoScore (part of 0 to 1)"
+    assert shared[1].get_ylabel() == "IsoScore"
+
+
+def test_a_single_panel_may_have_a_logarithmic_axis() -> None:
+    panel = Panel("", "", (Line("one", (0.0, 1.0), (0.5, 16.0)),), "", "average norm")
+    plot = Plot("name", "title", "caption", "line", "layer", (replace(panel, log_y=True), panel))
+    logarithmic, linear = drawing._draw_figure(plot).axes
+    assert (logarithmic.get_yscale(), linear.get_yscale()) == ("log", "linear")
+    assert (logarithmic.get_ylabel(), linear.get_ylabel()) == ("average norm (logarithmic)", "average norm")
+    spots = drawing.render_with_spots(plot, ["svg"])[1]
+    assert [spot.text.splitlines()[-1] for spot in spots] == ["average norm: 0.5", "average norm: 16"] * 2
 
 
 def test_panels_with_named_positions_share_the_x_axis() -> None:

@@ -1,4 +1,4 @@
-"""Evenly spaced layers, which include the first and the last one, and the rows of ridgelines."""
+"""Evenly spaced layers, which include the first and the last one, logarithmic axes, and the rows of ridgelines."""
 
 import itertools
 import math
@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from istar.figures.spacing import evenly_spaced, stack_ridges
+from istar.figures.spacing import evenly_spaced, need_log_axis, stack_ridges
 
 
 @pytest.mark.parametrize("count", range(1, 101))
@@ -26,6 +26,23 @@ def test_names_and_other_numbers_of_items() -> None:
     assert evenly_spaced("abcdefg", 3) == ["a", "d", "g"]
     assert evenly_spaced(["only"]) == ["only"]
     assert evenly_spaced([]) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0.5, 16.0], True),
+        ([1.0, 10.0], False),
+        ([1.0, 10.1], True),
+        ([0.0, 16.0], False),
+        ([-0.5, 0.5, 16.0], False),
+        ([math.nan, 0.5, math.inf, 0.6], False),
+        ([3.0], False),
+        ([], False),
+    ],
+)
+def test_positive_values_above_a_ratio_of_ten_need_a_logarithmic_axis(values: list[float], expected: bool) -> None:
+    assert need_log_axis(values) == expected
 
 
 def test_each_ridge_has_a_row_and_fills_it() -> None:

@@ -180,6 +180,7 @@ def test_the_page_has_differences_with_intervals(measurements_by_name: dict[str,
     out = compare_page.write_page(models, tmp_path / "page").parent
     page_text = " ".join(" ".join(parsed(out / "index.html").text).split())
     assert "decoder and encoder read the same documents in the same groups" in page_text
+    assert page_text.index("What stands out The variance of the last layer") < page_text.index("How to read this The")
     frame = pd.read_csv(out / "tables" / "differences.csv").set_index("measure")
     assert set(frame["layer"]) == {"layer_3"}
     replicates = [

@@ -3,9 +3,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import scipy.stats
 
+from istar.geometry.compare import MeasuredModel
+from istar.geometry.comparison_findings import describe_comparison
 from istar.geometry.findings import describe_findings
 from istar.geometry.measures_file import Measurements
+from tests.geometry.test_model_differences import make_model
 
 USUAL_MEASURES = {
     "tokens": 10_000.0,
@@ -213,3 +217,72 @@ def test_undefined_measures_are_passed_over() -> None:
     assert describe_unusual(make_measurements({**measures_by_tap, "layer_1": {"largest_variance_share": 0.5}})) == [
         "One dimension holds 50% of the variance of layer 1."
     ]
+
+
+def make_compared_model(
+    label: str, *isoscores: float, error: float = 0.01, outliers: float = 0.0, **options: Any
+) -> MeasuredModel:
+    """Return a model with an IsoScore for the embeddings and each layer, and 1 - IsoScore as its InterSim."""
+    taps = ("embeddings", *(f"layer_{index}" for index in range(1, len(isoscores))))
+    model = make_model(label, taps, with_replicates=False, error=error, **options)
+    for measures, isoscore in zip(model.measurements.all_texts.values(), isoscores, strict=True):
+        measures |= {"isoscore": isoscore, "inter_sim": 1 - isoscore, "outlier_dimensions": 0.0}
+    model.measurements.all_texts[taps[-1]]["outlier_dimensions"] = outliers
+    return model
+
+
+def test_models_are_ranked_and_compared_layer_by_layer() -> None:
+    first, second, deep = (
+        make_compared_model("first", 0.2, 0.5, 0.30),
+        make_compared_model("second", 0.25, 0.1, 0.31, outliers=3),
+        make_compared_model("deep", 0.2, 0.9, 0.9, 0.8, outliers=1),
+    )
+    # The error of a difference is that of both models, and Student's distribution has 9 degrees of freedom.
+    half_width = scipy.stats.t.ppf(0.975, 9) * math.sqrt(2) * 0.01
+    sentences = describe_comparison([first, second, deep])
+    assert sentences == [
+        "Of all last layers, the variance is spread most evenly in that of deep and least evenly in that of first: "
+        f"IsoScore is 0.8 and 0.3. The 95% interval of the difference, {0.5 - half_width:.3g} to "
+        f"{0.5 + half_width:.3g}, does not contain 0, so that the choice of the documents does not explain it.",
+        "Of all last layers, two random tokens are most alike in that of first and least alike in that of deep: their "
+        "average cosine, InterSim, is 0.7 and 0.2. The 95% interval of the difference, "
+        f"{0.5 - 2 * half_width:.3g} to {0.5 + 2 * half_width:.3g}, does not contain 0, so that the choice of the "
+        "documents does not explain it.",
+        # The deep model has other layers than the first.
+        "Compared with first layer by layer, IsoScore differs most in layer 1 of second: 0.1 instead of 0.5 (95% "
+        f"interval of the difference: {-0.4 - half_width:.3g} to {-0.4 + half_width:.3g}).",
+        "second (at most 3, in layer 2) and deep (at most 1, in layer 3) have outlier dimensions, whose mean is more "
+        "than 5 typical standard deviations from 0; first has none.",
+    ]
+
+
+def test_a_difference_within_its_interval_is_no_finding() -> None:
+    first, second = make_compared_model("first", 0.2, 0.3), make_compared_model("second", 0.21, 0.31)
+    scores, cosines, layers, outliers = describe_comparison([first, second])
+    assert scores.startswith("The variance of the last layer is spread more evenly in second than in first: IsoScore")
+    assert cosines.startswith("Two random tokens of the last layer are more alike in first than in second")
+    for sentence in (scores, cosines):
+        assert sentence.endswith("contains 0, so that the choice of the documents may explain it.")
+    assert layers == (
+        "In no layer does IsoScore of second differ from that of first by more than the choice of the documents may "
+        "explain: all 95% intervals of the differences contain 0."
+    )
+    assert outliers.startswith("No model has outlier dimensions")
+
+
+def test_without_errors_there_is_no_interval() -> None:
+    models = [make_compared_model(label, 0.2, score, error=math.nan) for label, score in (("a", 0.3), ("b", 0.4))]
+    sentences = describe_comparison(models)
+    assert [sentence.endswith("The difference has no interval.") for sentence in sentences] == [True, True, False]
+
+
+def test_models_of_other_tokens_are_not_ranked() -> None:
+    first, second = make_compared_model("first", 0.2, 0.3), make_compared_model("second", 0.2, 0.3)
+    other_tokens = make_compared_model("other", 0.9, 0.9, limit=100)
+    other_texts = make_compared_model("texts", 0.9, 0.9, hashes={"text": "4567"})
+    sentences = describe_comparison([first, second, other_tokens, other_texts])
+    assert sentences[-1] == ("other and texts are not compared here with first, because other tokens were measured.")
+    assert not any("other" in sentence or "evenly" in sentence for sentence in sentences[:-1])
+    alone = describe_comparison([first, other_tokens])
+    assert len(alone) == 2
+    assert alone[-1] == "other is not compared here with first, because other tokens were measured."

@@ -86,6 +86,28 @@ def test_bands_are_95_percent_intervals() -> None:
     assert (rank.y_bounds, two_nn.y_bounds) == ((1, 24), None)
 
 
+def find_log_panels(sources: dict[str, dict[str, dict[str, float]]]) -> list[str]:
+    plots = model_figures.plot_layers(make_measurements(sources=sources))
+    return [panel.y_label for plot in plots for panel in plot.panels if panel.log_y]
+
+
+def test_norms_that_differ_more_than_tenfold_have_a_logarithmic_axis() -> None:
+    sources = make_measurements().sources
+    for taps in sources.values():
+        for measures in taps.values():
+            measures |= {"average_norm": 0.5, "effective_rank": 0.5, "largest_activation_ratio": 0.5}
+    assert find_log_panels(sources) == []
+    # The effective rank has bounds, which its axis shows.
+    sources["news"]["layer_2"] |= {"average_norm": 16.0, "effective_rank": 16.0, "largest_activation_ratio": 16.0}
+    assert find_log_panels(sources) == ["average norm", "largest activation / median"]
+    # An interval from 0 or below has no place on a logarithmic axis.
+    half_width = scipy.stats.t.ppf(0.975, 9)
+    sources["talk"]["layer_1"]["average_norm_error"] = 0.49 / half_width
+    assert "average norm" in find_log_panels(sources)
+    sources["talk"]["layer_1"]["average_norm_error"] = 0.51 / half_width
+    assert "average norm" not in find_log_panels(sources)
+
+
 def test_the_table_of_layers_has_half_widths() -> None:
     sheet = model_page._build_layer_sheet(make_measurements())
     row = sheet.rows_by_group["news"][0]
@@ -119,6 +141,12 @@ def test_positions_frequencies_and_scales_have_a_line_for_each_layer() -> None:
         assert [line.label for line in norm.lines] == ["embeddings", "layer 1", "layer 2", "final norm"]
         assert {(line.x, line.y) for line in norm.lines} == {((0, 1, 2), (9.0, 2.0, 1.0))}
         assert cosine.y_label == "InterSim"
+        assert not norm.log_y
+    large_first = {
+        "combined": {"layer_1": {**measurements.by_position["combined"]["layer_1"], "norm": [90.0, 2.0, 1.0]}}
+    }
+    norm, cosine = model_figures.plot_positions(replace(measurements, by_position=large_first)).panels
+    assert (norm.log_y, cosine.log_y) == (True, False)
     [panel] = model_figures.plot_scales(measurements).panels
     assert (panel.lines[0].x, panel.lines[0].y) == ((1, 2), (9.0, 8.0))
     assert panel.lines[0].y_error == pytest.approx([scipy.stats.norm.ppf(0.975) * error for error in (0.2, 0.1)])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import scipy.stats
+from rich.console import Console
 
 from istar.cli.main import main
 from istar.errors import UserError
@@ -170,6 +171,17 @@ def test_the_axis_shows_step_0_and_the_legend_is_there_once(training_folders: li
     assert [texts.count(label) for label in ("small", "encoder", "large")] == [1, 0, 1]
 
 
+def test_panels_of_the_same_measure_share_their_y_axis(training_folders: list[Path]) -> None:
+    for plot in trajectory_comparison.make_plots(read_trainings(*training_folders)):
+        y_limits = [axes.get_ylim() for axes in drawing._draw_figure(plot).axes]
+        limits_by_label: dict[str, set[tuple[float, float]]] = {}
+        for panel, limits in zip(plot.panels, y_limits, strict=True):
+            limits_by_label.setdefault(panel.y_label, set()).add(limits)
+        # The norms of gain and bias are separate quantities.
+        num_limits = 2 if plot.name == "final_norm" else 1
+        assert all(len(limits) == num_limits for limits in limits_by_label.values())
+
+
 def test_all_texts_together_count(tmp_path: Path) -> None:
     """The rows of a single text are not mixed with those of all texts."""
     folder = write_trajectory(tmp_path / "a", "m", [0, 1], 1, source="wiki")
@@ -225,6 +237,21 @@ def test_the_command_writes_a_page(
     assert float(summary["InterSim"]) == compute_value("org/small", 143_000, "layer_10", "inter_sim")
     # The command does not write its page into a folder of measures.
     assert main(["compare", *map(str, training_folders), "--out", str(training_folders[0])]) == 2
+
+
+def test_names_and_headers_of_the_terminal_table_stay_whole(training_folders: list[Path]) -> None:
+    """A terminal of 80 columns has room for names of up to 16 characters and numbers of four digits."""
+    long_name = "a-long-name-1234"
+    trainings = read_trainings(f"{long_name}={training_folders[0]}", *training_folders[1:])
+    console = Console(width=80, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(trajectory_comparison.make_terminal_table(trainings))
+    table = capture.get()
+    words = re.findall(r"[^\s│┃]+", table)
+    assert {long_name, "InterSim", "IntraSim", "IsoScore", "TwoNN", "I(W),", "input", "output"} <= set(words)
+    summary = trajectory_comparison.summarize_trainings(trainings).set_index("model")
+    for header in ("InterSim", "I(W), input", "I(W), output"):
+        assert f"{summary.loc[long_name, header]:.4g}" in words
 
 
 def test_equal_names_get_their_folders(tmp_path: Path) -> None:

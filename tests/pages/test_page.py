@@ -51,6 +51,27 @@ def test_hostile_names_stay_texts(tmp_path: Path) -> None:
     assert [tag for tag, _ in reader.tags].count("b") == 2
 
 
+def test_only_long_wide_tables_are_printed_in_landscape() -> None:
+    def is_landscape(num_rows: int, is_wide: bool = True) -> bool:
+        sheet = Sheet("table", "", "", ("a",), {"": [[Entry("1")]] * num_rows}, pd.DataFrame())
+        return Section("section", "", (), sheet, is_wide=is_wide).is_landscape
+
+    assert [is_landscape(20), is_landscape(21), is_landscape(21, is_wide=False)] == [False, True, False]
+    assert not Section("section", "", is_wide=True).is_landscape
+
+
+def test_the_files_of_a_table_stand_in_its_printed_caption(tmp_path: Path) -> None:
+    """A line below the table could be alone at the top of a page."""
+    html = write_page(tmp_path).read_text(encoding="utf-8")
+    [caption] = re.findall(r"<caption.*?</caption>", html, re.DOTALL)
+    assert '<span class="printed">The same as tables/table.csv (unrounded), .md and .tex.</span>' in caption
+    style = (TEMPLATES / "report.css").read_text(encoding="utf-8")
+    screen_style, print_style = style.split("@media print")
+    assert ".printed { display: none; }" in screen_style
+    assert "section > .files { display: none; }" in print_style
+    assert ".printed { display: inline; }" in print_style
+
+
 def test_the_title_of_a_point_is_its_value(tmp_path: Path) -> None:
     text = write_page(tmp_path).read_text(encoding="utf-8")
     titles = re.findall(r"<circle [^>]*><title>([^<]*)</title></circle>", text)

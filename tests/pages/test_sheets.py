@@ -56,6 +56,10 @@ def test_a_table_that_is_too_wide_for_paper_is_divided() -> None:
     assert [name for part in parts for name in part.header[1:]] == list(header[1:])
     assert [[len(row) for row in part.rows] for part in parts] == [[5, 5], [5, 5], [3, 3]]
     assert parts[2].rows_by_group["text"][1][1].text == "2.00008"
+    # Two parts are as wide as each other, though the first has room for eight measures.
+    assert [len(part.header) for part in sheets.divide(sheet, 9 * 9)] == [6, 6]
+    # A column that is wider than paper is a part of its own.
+    assert len(sheets.divide(sheet, 4)) == 10
 
 
 def column_type(*texts: str) -> str:

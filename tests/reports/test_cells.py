@@ -287,6 +287,16 @@ def test_costs(prepare: Prepare) -> None:
     assert rows.loc["Base", "seconds_sum"] == 69
 
 
+def test_totals_do_not_repeat_a_column(prepare: Prepare) -> None:
+    rte_records = [record("rte", BERT, istar(), 1), record("rte", BERT, BASE, 9)]
+    assert paper_tables.build_cost_sheet(prepare(*rte_records), {}).notes == ()
+    sheet = paper_tables.build_cost_sheet(prepare(*rte_records, record("cola", BERT, BASE, 7)), {})
+    base_seconds = sheet.frame.set_index("method").loc["Base", "seconds_sum"]
+    assert len(base_seconds) == 2
+    total = paper_tables.format_duration(base_seconds.sum())
+    assert sheet.notes == (f"All rows of a method together (hours:minutes): Base {total}.",)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
