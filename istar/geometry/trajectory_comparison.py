@@ -24,6 +24,7 @@ from istar.geometry.measures_file import Measurements
 from istar.geometry.model_figures import MEASURE_TITLES, make_panel, num_document_groups
 from istar.geometry.saved_checkpoints import Checkpoint
 from istar.geometry.taps import FINAL_NORM
+from istar.geometry.training_findings import describe_trainings
 from istar.pages import folder
 from istar.pages.folder import PageKind
 from istar.pages.page import Page, Section
@@ -224,6 +225,7 @@ def _make_page(trainings: Sequence[MeasuredTraining], model_table: Sheet, comman
     """Assemble the page that compares trainings from its table and plots."""
     notes = [*_describe_assumed_groups(trainings), *describe_differences(trainings)]
     sections = [
+        Section("findings", "What stands out", describe_trainings(trainings)),
         Section("reading", "How to read this", [*_READING_NOTES, *notes]),
         Section("table-models", model_table.title, sheet=model_table, is_wide=True),
     ]

@@ -17,6 +17,7 @@ from istar.errors import UserError
 from istar.figures import drawing
 from istar.geometry import compare, measures_file, trajectory_comparison
 from istar.geometry.measures_file import Measurements
+from istar.geometry.training_findings import describe_trainings
 from istar.geometry.trajectory_comparison import MeasuredTraining
 from tests.reports.test_report import parsed
 
@@ -252,6 +253,56 @@ def test_names_and_headers_of_the_terminal_table_stay_whole(training_folders: li
     summary = trajectory_comparison.summarize_trainings(trainings).set_index("model")
     for header in ("InterSim", "I(W), input", "I(W), output"):
         assert f"{summary.loc[long_name, header]:.4g}" in words
+
+
+def write_known_trajectory(folder: Path, isoscores: tuple[float, float], error: float, **settings: object) -> Path:
+    """Write a trajectory with the IsoScore of the last layer at steps 0 and 10, and 1 - IsoScore as its InterSim."""
+    write_trajectory(folder, folder.name, [0, 10], 1)
+    rows = pd.read_csv(folder / "trajectory.csv")
+    for step, isoscore in zip((0, 10), isoscores, strict=True):
+        is_last_layer = (rows["step"] == step) & (rows["layer"] == "layer_1")
+        rows.loc[is_last_layer, ["isoscore", "inter_sim"]] = [isoscore, 1 - isoscore]
+    rows.assign(isoscore_error=error).to_csv(folder / "trajectory.csv", index=False)
+    (folder / "step10").mkdir()
+    all_settings = {"groups": 10, "texts": {"wiki": "wiki.txt"}, **settings}
+    model = {"name": folder.name, "revision": None}
+    measurements = Measurements(model, "", all_settings, {"wiki": {}}, {}, {}, None, text_hashes={"wiki": "01"})
+    measures_file.write(measurements, folder / "step10")
+    return folder
+
+
+def test_the_largest_change_and_the_last_values_stand_out(tmp_path: Path) -> None:
+    rising = write_known_trajectory(tmp_path / "rising", (0.1, 0.5), 0.01)
+    steady = write_known_trajectory(tmp_path / "steady", (0.3, 0.31), 0.01)
+    half_width = scipy.stats.t.ppf(0.975, 9) * math.sqrt(2) * 0.01
+    assert describe_trainings(read_trainings(rising, steady)) == [
+        "IsoScore of the last layer changes most in rising: from 0.1 at step 0 to 0.5 at step 10. The 95% interval "
+        f"of the change, 0.4 ± {half_width:.2g}, does not contain 0, so that the choice of the documents does not "
+        "explain it.",
+        "At the last checkpoint, IsoScore of the last layer is larger in rising (0.5) and smaller in steady (0.31). "
+        f"The 95% interval of the difference, 0.19 ± {half_width:.2g}, does not contain 0, so that the choice of the "
+        "documents does not explain it.",
+        "InterSim of the last layer changes most in rising: from 0.9 at step 0 to 0.5 at step 10. The change has no "
+        "interval.",
+        "At the last checkpoint, InterSim of the last layer is larger in steady (0.69) and smaller in rising (0.5). "
+        "The difference has no interval.",
+    ]
+    [change, _] = describe_trainings(read_trainings_of(steady))
+    assert change.endswith(
+        f"The 95% interval of the change, 0.01 ± {half_width:.2g}, contains 0, so that the choice of the documents may "
+        "explain it."
+    )
+
+
+def test_trainings_over_other_tokens_are_not_ranked(tmp_path: Path) -> None:
+    rising = write_known_trajectory(tmp_path / "rising", (0.1, 0.5), 0.01)
+    shorter = write_known_trajectory(tmp_path / "shorter", (0.3, 0.31), 0.01, limit=100)
+    sentences = describe_trainings(read_trainings(rising, shorter))
+    assert ["changes most in rising" in sentence for sentence in sentences] == [True, True]
+    # Without the settings of the last checkpoint, it is not known which tokens were measured.
+    for path in (shorter / "step10").iterdir():
+        path.unlink()
+    assert describe_trainings(read_trainings(rising, shorter)) == sentences
 
 
 def test_equal_names_get_their_folders(tmp_path: Path) -> None:
