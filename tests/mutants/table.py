@@ -732,8 +732,8 @@ MUTATIONS = [
     Mutation(
         "A training without a final normalization shifts the colours of the others.",
         "istar/geometry/trajectory_comparison.py",
-        "labels=labels)",
-        "labels=())",
+        "labels=labels,",
+        "labels=(),",
         "tests/geometry/test_trajectory_comparison.py::test_a_model_has_the_same_colour_in_all_figures",
     ),
     Mutation(
