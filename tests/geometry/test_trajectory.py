@@ -427,7 +427,7 @@ def test_the_tables_have_the_last_layer_before_a_final_norm(tmp_path: Path) -> N
     assert [[entry.text for entry in row] for row in sheet.rows] == [
         ["step2", "2", "100", "0.2", *"\u2013" * 5, "0.75"]
     ]
-    plan = trajectory.TrajectoryPlan("m", [], Pass(), tmp_path)
+    plan = trajectory.TrajectoryPlan("m", [], Pass(length=16), tmp_path)
     table = trajectory.make_terminal_table(plan, checkpoints, trajectory.Trajectory({"step2": measured}))
     assert [list(column.cells) for column in table.columns[:2]] == [["step1", "step2"], ["-", "0.2"]]
 
