@@ -42,6 +42,8 @@ _BOUNDS = {
 """Ranges of bounded measures, by the label of the y axis."""
 _MIN_SHARE_OF_BOUNDS = 1 / 3
 """An axis shows the whole range of a bounded measure if the values span at least this share of it."""
+_ROUNDING = 1e-6
+"""Values that differ by at most this share of the largest one differ by rounding errors, which no axis shows."""
 _MAX_Y_LABEL = 32
 """Most characters of the label of a y axis in one line."""
 _MARKERS = "osD^vPX*"
@@ -311,15 +313,16 @@ def _draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Mapping[str, Mappi
 
 
 def _set_y_range(axes: Axes, plot: Plot, panel: Panel) -> None:
-    """Set the limits of the y axis for a bounded measure; leave those of any other measure unchanged.
+    """Set the limits of the y axis for a bounded measure, and for one whose values differ by rounding errors only.
 
-    The axis shows the whole range of the measure, unless the values span little of it. Then it shows the part with the
-    values, from 0 if the range begins at 0 and no value is negative, and the label of the axis says that it is a part.
-    The values of all panels with the same limits count, so that their labels agree.
+    The axis shows the whole range of a bounded measure, unless the values span little of it. Then it shows the part
+    with the values, from 0 if the range begins at 0 and no value is negative, and the label of the axis says that it is
+    a part. The values of all panels with the same limits count, so that their labels agree.
     """
     bounds = panel.y_bounds or _BOUNDS.get(panel.y_label)
     panels = _find_panels_with_same_y_axis(plot, panel)
     finite_ys = [y for other in panels for line in other.lines for y in line.y if math.isfinite(y)]
+    _hide_rounding_errors(axes, finite_ys)
     if bounds is None or not finite_ys:
         return
     low, high = bounds
@@ -336,6 +339,17 @@ def _set_y_range(axes: Axes, plot: Plot, panel: Panel) -> None:
         if low == 0 <= min(finite_ys):
             axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.03)
         _add_remark(axes, panel, f"(part of {low:g} to {high:g})")
+
+
+def _hide_rounding_errors(axes: Axes, ys: Sequence[float]) -> None:
+    """Widen the limits of a linear y axis to a tenth of the values on either side, if these differ by rounding only.
+
+    The limits stay as they are if they are wide already, as with intervals or a reference line.
+    """
+    low, high = axes.get_ylim()
+    size = max(map(abs, ys), default=0.0)
+    if size > 0 and axes.get_yscale() == "linear" and high - low <= 2 * _ROUNDING * size:
+        axes.set_ylim(min(ys) - 0.1 * size, max(ys) + 0.1 * size)
 
 
 def _add_remark(axes: Axes, panel: Panel, remark: str) -> None:

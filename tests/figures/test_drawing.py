@@ -215,6 +215,19 @@ def test_panels_with_the_same_label_share_the_y_axis() -> None:
     assert shared[1].get_ylabel() == "IsoScore"
 
 
+def test_an_axis_does_not_show_rounding_errors() -> None:
+    gain = 1.4615785
+    constant, changing = (Line("one", (0.0, 1.0, 2.0), (gain, gain + step, gain)) for step in (1e-7, 1e-3))
+    with_interval = replace(constant, y_error=(0.01, 0.01, 0.01))
+    limits = []
+    for line in (constant, changing, with_interval):
+        plot = Plot("name", "title", "caption", "line", "step", (Panel("", "", (line,), "", "gain"),))
+        limits.append(drawing._draw_figure(plot).axes[0].get_ylim())
+    assert limits[0] == pytest.approx((0.9 * gain, 1.1 * gain), rel=1e-6)
+    assert limits[1][1] - limits[1][0] < 2e-3
+    assert 0.02 < limits[2][1] - limits[2][0] < 0.03
+
+
 def test_a_single_panel_may_have_a_logarithmic_axis() -> None:
     panel = Panel("", "", (Line("one", (0.0, 1.0), (0.5, 16.0)),), "", "average norm")
     plot = Plot("name", "title", "caption", "line", "layer", (replace(panel, log_y=True), panel))
