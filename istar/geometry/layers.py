@@ -116,7 +116,6 @@ class Layer:
     large. All sums are accumulated in float64 (float32 on MPS).
 
     Args:
-        dim: width d of the hidden states.
         vocabulary_size: number of token types; 0 leaves out IntraSim and the measures by frequency.
         origin: `(d,)`, a point near the mean of the hidden states, on their device; the same for all accumulators that
             are merged.
@@ -127,11 +126,11 @@ class Layer:
         positions: norms and directions by `log2_bins` of the position.
     """
 
-    def __init__(self, dim: int, vocabulary_size: int, origin: Tensor, settings: LayerSettings | None = None) -> None:
+    def __init__(self, vocabulary_size: int, origin: Tensor, settings: LayerSettings | None = None) -> None:
         self.settings = settings or LayerSettings()
         # The same number in float32 and in float64, so that sums in both are about the same point.
         self._origin = origin.float().to(accumulation_dtype(origin.device))
-        device, num_groups = origin.device, self.settings.num_groups
+        dim, device, num_groups = len(origin), origin.device, self.settings.num_groups
         num_parts = num_groups if num_groups and self.settings.scatter_by_group else 1
         self._moments = GroupedMoments(num_parts, self._origin, self.settings.has_score_by_sentence)
         self._groups = GroupedPoints(num_groups, dim, device) if num_groups else None

@@ -114,7 +114,7 @@ class Statistics:
         config = model.config.get_text_config()
         vocabulary_size = config.vocab_size if settings.intra else 0
         layer_settings = settings.layer_settings(config.hidden_size, len(taps))
-        self.layers = {tap: Layer(config.hidden_size, vocabulary_size, origins[tap], layer_settings) for tap in taps}
+        self.layers = {tap: Layer(vocabulary_size, origins[tap], layer_settings) for tap in taps}
         self.has_all_measures = settings.measures == "all"
         self.sample = Sample(taps, settings.sample, settings.seed)
 

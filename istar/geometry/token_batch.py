@@ -127,10 +127,6 @@ class TokenBatch:
             num_groups=num_groups,
         )
 
-    def __len__(self) -> int:
-        """Return the number of tokens."""
-        return len(self.token_ids)
-
     def sort(self, points: Tensor) -> Tensor:
         """Return the hidden states `(n, d)` of the tokens in the order of the rows."""
         return points if self.order is None else points.index_select(0, self.order)

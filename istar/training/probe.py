@@ -67,7 +67,7 @@ def measure_layers(
             if not accumulators:
                 # The mean of the first batch is near the mean of all.
                 accumulators = [
-                    Layer(points.shape[1], vocabulary_size=0, origin=points.to(accumulation_dtype(root_device)).mean(0))
+                    Layer(vocabulary_size=0, origin=points.to(accumulation_dtype(root_device)).mean(0))
                     for points in points_by_layer
                 ]
             for accumulator, points in zip(accumulators, points_by_layer, strict=True):

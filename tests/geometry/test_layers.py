@@ -40,7 +40,7 @@ def make_text(num_documents: int = 20, length: int = LENGTH, seed: int = 0) -> t
 
 def make_layer(*batches: Any, settings: LayerSettings | None = None) -> Layer:
     """Return a layer that has accumulated the given batches."""
-    result = Layer(DIM, TYPES, ORIGIN, settings or LayerSettings("all", GROUPS))
+    result = Layer(TYPES, ORIGIN, settings or LayerSettings("all", GROUPS))
     for points, *tokens in batches:
         result.update(points, TokenBatch.of(*tokens, num_groups=GROUPS))
     return result
@@ -114,7 +114,7 @@ def test_sentences_are_documents_of_unlike_length_about_an_origin(
     is_counted = is_within_length & (document_numbers >= 0)
     padded_points, mask = points.view(20, LENGTH, DIM), is_counted.view(20, LENGTH)
     for settings in (LayerSettings("all"), LayerSettings("all", GROUPS)):
-        accumulator = Layer(DIM, TYPES, points[is_counted].mean(0), settings)
+        accumulator = Layer(TYPES, points[is_counted].mean(0), settings)
         for rows in (is_within_length & (documents < 9), is_within_length & (documents >= 9)):
             columns = (tokens, positions, groups, document_numbers)
             accumulator.update(points[rows], TokenBatch.of(*(column[rows] for column in columns), num_groups=GROUPS))
@@ -214,7 +214,7 @@ def test_basic_measures_and_no_vocabulary() -> None:
     }
     assert {name for name in all_measures if not name.endswith("_error")} - basic_measures.keys() == expected_extra
     assert make_layer(make_text(), settings=settings).find_massive_activations() is None
-    layer_without_vocabulary = Layer(DIM, 0, ORIGIN, settings)
+    layer_without_vocabulary = Layer(0, ORIGIN, settings)
     points, *tokens = make_text()[:3]
     layer_without_vocabulary.update(points, TokenBatch.of(*tokens))
     assert basic_measures.keys() - layer_without_vocabulary.compute_measures().keys() == {
@@ -237,7 +237,7 @@ def test_a_power_law_is_found_and_needs_twelve_dimensions() -> None:
     random = np.random.default_rng(0)
     axes = random.normal(size=(400, 40))
     axes, _ = np.linalg.qr(axes - axes.mean(0))
-    wide_layer = Layer(40, 0, torch.zeros(40))
+    wide_layer = Layer(0, torch.zeros(40))
     points = torch.from_numpy(axes * np.arange(1, 41) ** -0.7)
     wide_layer.update(points, TokenBatch.of(torch.zeros(400, dtype=torch.int64), torch.arange(400)))
     measures = wide_layer.compute_measures()
@@ -256,7 +256,7 @@ def test_float32_states_have_the_measures_of_float64(scale: float) -> None:
     points = (points * scale).float()
     batches = [(points, *tokens), (points.double(), *tokens)]
     origin = points[:50].double().mean(0)
-    layer, wide_layer = (Layer(DIM, TYPES, origin, LayerSettings("all", GROUPS)) for _ in batches)
+    layer, wide_layer = (Layer(TYPES, origin, LayerSettings("all", GROUPS)) for _ in batches)
     for accumulator, (states, *columns) in zip((layer, wide_layer), batches, strict=True):
         for part in range(GROUPS):
             rows = columns[-1] % GROUPS == part
@@ -285,7 +285,7 @@ def test_tokens_may_come_in_any_order_of_groups_and_sentences() -> None:
 
 
 def test_sums_about_different_origins_are_not_merged() -> None:
-    layer, other_layer = Layer(DIM, TYPES, ORIGIN), Layer(DIM, TYPES, ORIGIN + 1)
+    layer, other_layer = Layer(TYPES, ORIGIN), Layer(TYPES, ORIGIN + 1)
     with pytest.raises(UserError, match="cannot merge sums about different origins"):
         layer.merge(other_layer)
 
@@ -318,7 +318,7 @@ def test_intervals_from_documents_cover_and_those_from_tokens_do_not() -> None:
         document_topics = topics[random.integers(8, size=documents)]
         cumulative_shares = document_topics.cumsum(1)[:, None, :]
         tokens = (random.random((documents, length, 1)) > cumulative_shares).sum(2).clip(max=11).ravel()
-        accumulator = Layer(4, 0, torch.zeros(4), settings)
+        accumulator = Layer(0, torch.zeros(4), settings)
         points = types[tokens]
         positions = torch.zeros(len(tokens)).long()
         batch = TokenBatch.of(torch.from_numpy(tokens), positions, group_by_token, num_groups=groups)

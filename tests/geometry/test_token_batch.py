@@ -47,4 +47,3 @@ def test_without_sentences_and_groups_the_tokens_stay_in_order(sentences: torch.
     assert batch.order is None
     assert batch.sentences is None
     assert batch.part_slices == {1: slice(0, 8)}
-    assert len(batch) == 8
