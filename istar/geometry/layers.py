@@ -171,8 +171,13 @@ class Layer:
         inverse_norms = inverse_or_zero(norms)
         sums = _sum_over_points(points, self._origin, inverse_norms)
         can_be_wider = points.dtype == torch.float32 and self._origin.dtype == torch.float64
-        if can_be_wider and not _is_in_float32_range(norms, sums.powers[1] / len(points)):
-            return False
+        if can_be_wider:
+            deviations = (sums.powers[1] / len(points)).sqrt()
+            if not _is_in_float32_range(norms, deviations):
+                return False
+            small = (deviations < _FLOAT32_RANGE[0]).nonzero().squeeze(1)
+            if len(small):  # as in layers of pretrained models whose normalization has gains of nearly 0
+                sums.powers[:, small] = _sum_powers(points[:, small].to(self._origin) - self._origin[small])
         self._power_sums.add(len(points), sums.powers)
         self._moments.update(sums.centered, sums.squared_distances, batch)
         wide_norms, wide_inverse_norms = norms.to(self._origin), inverse_norms.to(self._origin)
@@ -403,16 +408,20 @@ def _sum_over_points(points: Tensor, origin: Tensor, weights: Tensor) -> _PointS
     return _PointSums(centered, squared_distances, powers, weighted)
 
 
-def _is_in_float32_range(norms: Tensor, mean_squares: Tensor) -> bool:
-    """Return whether float32 holds all digits of powers of points, up to the fourth.
+def _sum_powers(differences: Tensor) -> Tensor:
+    """Return the sums of the first to the fourth powers of differences `(n, d)` in each dimension, `(4, d)`."""
+    return torch.stack([differences.pow(power).sum(0) for power in range(1, 5)])
+
+
+def _is_in_float32_range(norms: Tensor, deviations: Tensor) -> bool:
+    """Return whether float32 holds the fourth powers of points, except in dimensions with very small deviations.
 
     Args:
         norms: norms of the points, `(n,)`. Points may be zero.
-        mean_squares: mean squared difference from the origin of each dimension, `(d,)`. Dimensions may be constant.
+        deviations: root mean squared difference from the origin of each dimension, `(d,)`.
     """
-    magnitudes = torch.cat([norms, mean_squares.sqrt()])
     low, high = _FLOAT32_RANGE
-    return bool(((magnitudes > low) & (magnitudes < high) | (magnitudes == 0)).all())
+    return bool(((norms > low) & (norms < high) | (norms == 0)).all()) and bool((deviations < high).all())
 
 
 def _compute_jackknife_errors(replicates: Mapping[str, list[float]]) -> dict[str, float]:

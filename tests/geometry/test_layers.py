@@ -273,6 +273,20 @@ def test_float32_states_have_the_measures_of_float64(scale: float) -> None:
         assert values == pytest.approx(wide_layer.summarize_by_frequency()[name], rel=2e-6), name
 
 
+def test_float32_dimensions_of_tiny_deviations_have_their_kurtosis() -> None:
+    """The squares of such dimensions are 0 in float32. Some gains of pretrained normalizations are as small."""
+    points, *tokens = make_text(num_documents=200)
+    points[:, 1], points[:, 3] = points[:, 1] ** 3 * 1e-32, 3e-20
+    points = points.float()
+    layer = Layer(TYPES, points[:50].double().mean(0))
+    layer.update(points, TokenBatch.of(*tokens, num_groups=GROUPS))
+    kurtosis = layer.dimensions.kurtosis()
+    expected = scipy.stats.kurtosis(points[:, :3].double().numpy())
+    assert kurtosis[1].item() == pytest.approx(expected[1], rel=1e-9)
+    assert kurtosis[[0, 2]].tolist() == pytest.approx(expected[[0, 2]], rel=1e-5, abs=1e-5)
+    assert math.isnan(kurtosis[3])
+
+
 def test_tokens_may_come_in_any_order_of_groups_and_sentences() -> None:
     points, tokens, positions, groups, documents = make_text()
     # Documents without a sentence stand between the others.
