@@ -45,14 +45,20 @@ class Sample:
     Attributes:
         random_numbers: random numbers of the sampled tokens in ascending order, `(n,)`.
         types: types of the sampled tokens, `(n,)`, all different.
-        points: hidden states of the sampled tokens, `(n, d)`, by tap.
     """
 
     def __init__(self, taps: Sequence[str], size: int, seed: int) -> None:
         self.size, self.seed = size, seed
         self.random_numbers = torch.empty(0, dtype=torch.float64)
         self.types = torch.empty(0, dtype=torch.int64)
-        self.points: dict[str, Tensor] = {tap: torch.empty(0) for tap in taps}
+        # Hidden states `(size, d)` by tap, and the row of each sampled token in them. They are in any order, so that a
+        # token that joins the sample can take the row of one that leaves it.
+        self._states: dict[str, Tensor] = {tap: torch.empty(0) for tap in taps}
+        self._rows = torch.empty(0, dtype=torch.int64)
+
+    def get_points(self, tap: str) -> Tensor:
+        """Return the hidden states of the sampled tokens at a tap, `(n, d)`, by ascending random number."""
+        return self._states[tap][self._rows]
 
     def update(
         self, block_keys: Sequence[int], lengths: Sequence[int], tokens: Tensor, states: Mapping[str, Tensor]
@@ -81,12 +87,12 @@ class Sample:
 
     def merge(self, other: "Sample") -> None:
         """Add the tokens of another sample."""
-        self._add(other.random_numbers, other.types, other.points)
+        self._add(other.random_numbers, other.types, other._get_all_points())
 
     def estimate_two_nn(self, tap: str) -> Dimension:
         """Estimate the intrinsic dimension at a tap and its standard error; NaN if too few points are distinct."""
         try:
-            return two_nn_with_error(self.points[tap], seed=self.seed)
+            return two_nn_with_error(self.get_points(tap), seed=self.seed)
         except UserError:
             return Dimension(math.nan, math.nan)
 
@@ -96,7 +102,7 @@ class Sample:
         Both the contributions of the dimensions and the moments for z-scoring are those of the sample. A value is NaN
         if it is not defined.
         """
-        points = self.points[tap]
+        points = self.get_points(tap)
         function_by_name: dict[str, Callable[[], Tensor]] = {
             "sample_inter_sim": lambda: average_cosine(points),
             "sample_inter_sim_without_top_1": lambda: _compute_cosine_without_top(points, 1),
@@ -112,24 +118,41 @@ class Sample:
         distinct.
         """
         try:
-            return gride_scales(self.points[tap][:GRIDE_POINTS])
+            return gride_scales(self.get_points(tap)[:GRIDE_POINTS])
         except UserError:
             return []
 
     def state_dict(self) -> dict[str, Any]:
         """Return the tensors of the sample."""
-        return {"numbers": self.random_numbers, "types": self.types, "points": self.points}
+        return {"numbers": self.random_numbers, "types": self.types, "points": self._get_all_points()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the tensors that `state_dict` returned."""
-        self.random_numbers, self.types, self.points = state["numbers"], state["types"], dict(state["points"])
+        self.random_numbers, self.types, self._rows = state["numbers"][:0], state["types"][:0], state["types"][:0]
+        self._add(state["numbers"], state["types"], state["points"])
+
+    def _get_all_points(self) -> dict[str, Tensor]:
+        """Return the hidden states of the sampled tokens by tap; see `get_points`."""
+        return {tap: self.get_points(tap) for tap in self._states}
 
     def _add(self, random_numbers: Tensor, types: Tensor, points: Mapping[str, Tensor]) -> None:
         """Add tokens with their random numbers, types and hidden states, and keep a sample of all tokens."""
+        if not len(types):
+            return
+        num_previous, no_rows = len(self.types), torch.full_like(types, -1)
         random_numbers, types = torch.cat([self.random_numbers, random_numbers]), torch.cat([self.types, types])
         kept_indices = _find_first_of_each_type(random_numbers, types, self.size)
         self.random_numbers, self.types = random_numbers[kept_indices], types[kept_indices]
-        self.points = {tap: torch.cat([previous, points[tap]])[kept_indices] for tap, previous in self.points.items()}
+        self._rows = torch.cat([self._rows, no_rows])[kept_indices]
+        is_new = self._rows < 0
+        is_free = torch.ones(self.size, dtype=torch.bool).index_fill_(0, self._rows[~is_new], False)
+        new_rows = is_free.nonzero().squeeze(1)[: int(is_new.sum())]
+        self._rows[is_new] = new_rows
+        new_indices = kept_indices[is_new] - num_previous
+        for tap, tap_points in points.items():
+            if not len(self._states[tap]):
+                self._states[tap] = tap_points.new_empty(self.size, tap_points.shape[1])
+            self._states[tap][new_rows] = tap_points[new_indices]
 
 
 def _find_first_of_each_type(random_numbers: Tensor, types: Tensor, size: int) -> Tensor:

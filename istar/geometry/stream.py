@@ -116,7 +116,7 @@ class Statistics:
         layer_settings = settings.layer_settings(config.hidden_size, len(taps))
         self.layers = {tap: Layer(vocabulary_size, origins[tap], layer_settings) for tap in taps}
         self.has_all_measures = settings.measures == "all"
-        self.sample = Sample(taps, settings.sample, settings.seed)
+        self.sample = Sample(taps, min(settings.sample, config.vocab_size), settings.seed)
 
     def merge(self, other: "Statistics") -> None:
         """Add the tokens of other accumulators."""

@@ -27,7 +27,7 @@ def test_each_occurrence_is_equally_likely() -> None:
     for seed in range(num_rounds):
         sample = make_sample(tokens, 5, seed)
         assert sorted(sample.types.tolist()) == [1, 2, 3, 7]
-        counts.update(zip(sample.types.tolist(), sample.points["place"].int().flatten().tolist(), strict=True))
+        counts.update(zip(sample.types.tolist(), sample.get_points("place").int().flatten().tolist(), strict=True))
     for token in (1, 3, 7):
         positions = [position for position, token_at_position in enumerate(tokens) if token_at_position == token]
         assert chisquare([counts[token, position] for position in positions]).pvalue > 1e-3
@@ -56,8 +56,8 @@ def test_parts_merge_to_the_sample_of_the_whole(size: int) -> None:
         merged_sample.merge(other)
     assert torch.equal(merged_sample.random_numbers, full_sample.random_numbers)
     assert torch.equal(merged_sample.types, full_sample.types)
-    assert torch.equal(merged_sample.points["place"], full_sample.points["place"])
-    assert [tokens[int(position)] for position in full_sample.points["place"]] == full_sample.types.tolist()
+    assert torch.equal(merged_sample.get_points("place"), full_sample.get_points("place"))
+    assert [tokens[int(position)] for position in full_sample.get_points("place")] == full_sample.types.tolist()
 
 
 def test_copies_do_not_change_the_dimension() -> None:

@@ -216,9 +216,9 @@ def test_the_sample_is_of_the_points(source: Source) -> None:
     sample_of_other_seed = read_statistics(model, Pass(16, sample=12, seed=1), source).sample
     assert len(sample.types.unique()) == len(sample.types) == 12 < len(np.unique(tokens))
     for tap, points in states.items():
-        for token, sampled_state in zip(sample.types.tolist(), sample.points[tap].numpy(), strict=True):
+        for token, sampled_state in zip(sample.types.tolist(), sample.get_points(tap).numpy(), strict=True):
             assert np.abs(points[tokens == token] - sampled_state).max(1).min() < 1e-10
-        expected = oracles.two_nn(sample.points[tap].numpy())
+        expected = oracles.two_nn(sample.get_points(tap).numpy())
         assert sample.estimate_two_nn(tap).value == pytest.approx(expected, rel=1e-9)
     assert not torch.equal(sample.random_numbers, sample_of_other_seed.random_numbers)
     unlimited_sample = read_statistics(model, Pass(16), source).sample
@@ -534,7 +534,7 @@ def test_positions_are_those_in_the_input(source: Source) -> None:
 def test_measures_of_the_sample(source: Source) -> None:
     statistics = read_statistics(bert(), Pass(16, sample=20, measures="all"), source)
     for tap, measures in statistics.compute_measures().items():
-        points = statistics.sample.points[tap].numpy()
+        points = statistics.sample.get_points(tap).numpy()
         unit = points / np.linalg.norm(points, axis=1, keepdims=True)
         assert measures["sample_inter_sim"] == pytest.approx(oracles.mean_pair_cosine(points), rel=1e-9)
         order = np.argsort(unit.sum(0) ** 2 - (unit**2).sum(0))[::-1]
