@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
+from istar.measures.moments import full_precision
 from istar.measures.rows import check_finite, row_norms
 
 _DISTANCES_PER_BLOCK = 2**22
@@ -74,8 +75,9 @@ def two_nn_with_error(points: Tensor, discard: float = 0.1, resamples: int = 200
     generator = torch.Generator().manual_seed(seed)
     n = len(log_ratios)
     # Random numbers come from the CPU, so that they are equal on all devices.
-    samples = [torch.randint(n, (n,), generator=generator).to(log_ratios.device) for _ in range(resamples)]
-    slopes = torch.stack([_fit_slope(log_ratios[indices].sort().values, discard) for indices in samples])
+    samples = torch.randint(n, (resamples, n), generator=generator).to(log_ratios.device)
+    # The ratios are in ascending order, so those of a sample are too if its indices are.
+    slopes = torch.stack([_fit_slope(sample, discard) for sample in log_ratios[samples.sort(dim=1).values]])
     return Dimension(float(_fit_slope(log_ratios, discard)), float(slopes.std()))
 
 
@@ -135,30 +137,52 @@ def _compute_neighbour_ratios(points: Tensor) -> Tensor:
 
     Candidates for the two neighbours are the points with the smallest squared distances by a matrix product,
     |x|^2 + |y|^2 - 2xy, which is fast but loses small distances by cancellation. The distances of the candidates are
-    then computed from the differences x - y. If the candidates may not include both neighbours of a point, the point is
-    compared with all other points in this way.
+    then computed from the differences x - y. If the candidates of a product in float32 may not include both neighbours
+    of a point, candidates are found again by a product in float64, and if these may not include them either, the
+    distances to all other points are computed from differences.
+    """
+    two_smallest = points.new_empty(len(points), 2)
+    uncertain_indices = torch.arange(len(points), device=points.device)
+    for dtype in (torch.float32, torch.float64):
+        two_smallest[uncertain_indices], is_certain = _find_neighbours_by_product(points, uncertain_indices, dtype)
+        uncertain_indices = uncertain_indices[~is_certain]
+    if len(uncertain_indices):
+        two_smallest[uncertain_indices] = _find_two_smallest_distances(points, uncertain_indices)
+    return two_smallest[:, 1] / two_smallest[:, 0]
+
+
+def _find_neighbours_by_product(points: Tensor, point_indices: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Find the two nearest neighbours of some points among candidates, which a matrix product in a dtype determines.
+
+    Args:
+        points: `(n, d)`, as `_find_distinct_points` returns them.
+        point_indices: indices of the points whose neighbours to find, `(r,)`.
+        dtype: dtype of the matrix product.
+
+    Returns:
+        The distances to the two nearest candidates, `(r, 2)`, and whether these are known to be the two nearest of all
+        points, `(r,)`.
     """
     # Distances do not depend on the origin; about the mean, the product loses fewer digits.
-    centered = points - points.mean(0)
+    centered = (points - points.mean(0)).to(dtype)
     norms = row_norms(centered)
     error_bounds = _bound_product_errors(norms, points.shape[1])
-    relative_error = _bound_relative_error(points.shape[1])
+    relative_error = _bound_relative_error(points.shape[1], points.dtype)
     num_candidates = min(_NUM_CANDIDATES, len(points) - 1)
-    ratios = []
-    points_per_block = max(1, _DISTANCES_PER_BLOCK // len(points))
-    for point_indices in torch.arange(len(points), device=points.device).split(points_per_block):
-        squared_distances = _multiply_squared_distances(centered, norms, point_indices)
+    has_other_points = num_candidates < len(points) - 1
+    results = []
+    for indices in point_indices.split(max(1, _DISTANCES_PER_BLOCK // len(points))):
+        squared_distances = _multiply_squared_distances(centered, norms, indices)
         # A point is not its own neighbour.
-        squared_distances[torch.arange(len(point_indices), device=points.device), point_indices] = torch.inf
+        squared_distances[torch.arange(len(indices), device=points.device), indices] = torch.inf
         estimates, candidate_indices = squared_distances.topk(num_candidates, largest=False)
-        two_smallest = _compute_distances(points, point_indices, candidate_indices).topk(2, largest=False).values
+        distances = _compute_distances(points, indices, candidate_indices).topk(2, largest=False).values
         # Every other point is at least as far away as the last candidate, up to the error of the product.
-        second_squares = two_smallest[:, 1].square() * (1 + relative_error)
-        is_uncertain = estimates[:, -1] - error_bounds[point_indices] <= second_squares
-        if num_candidates < len(points) - 1 and is_uncertain.any():
-            two_smallest[is_uncertain] = _find_two_smallest_distances(points, point_indices[is_uncertain])
-        ratios.append(two_smallest[:, 1] / two_smallest[:, 0])
-    return torch.cat(ratios)
+        lower_bounds = estimates[:, -1].double() - error_bounds[indices]
+        is_certain = lower_bounds > distances[:, 1].square() * (1 + relative_error)
+        results.append((distances, is_certain if has_other_points else torch.ones_like(is_certain)))
+    all_distances, all_certain = zip(*results, strict=True)
+    return torch.cat(all_distances), torch.cat(all_certain)
 
 
 def _multiply_squared_distances(centered: Tensor, norms: Tensor, point_indices: Tensor) -> Tensor:
@@ -166,7 +190,9 @@ def _multiply_squared_distances(centered: Tensor, norms: Tensor, point_indices: 
 
     They are computed by a matrix product, as |x|^2 + |y|^2 - 2xy. `norms` are the norms of the centered points, `(n,)`.
     """
-    return norms[point_indices, None].square() + norms.square() - 2 * centered[point_indices] @ centered.T
+    with full_precision(centered.device):
+        products = torch.addmm(norms.square(), centered[point_indices], centered.T, alpha=-2)
+    return products.add_(norms[point_indices, None].square())
 
 
 def _compute_distances(points: Tensor, point_indices: Tensor, other_indices: Tensor) -> Tensor:
@@ -185,18 +211,19 @@ def _find_two_smallest_distances(points: Tensor, point_indices: Tensor) -> Tenso
     return _compute_distances(points, point_indices, distances.topk(2, largest=False).indices).sort(1).values
 
 
-def _bound_relative_error(d: int) -> float:
+def _bound_relative_error(d: int, dtype: torch.dtype) -> float:
     """Return a bound of the relative rounding error of a sum of d products and a few more operations."""
-    return (d + 8) * torch.finfo(torch.float64).eps
+    return (d + 8) * torch.finfo(dtype).eps
 
 
 def _bound_product_errors(norms: Tensor, d: int) -> Tensor:
-    r"""Return a bound of the rounding errors in each point's squared distances by the matrix product, `(n,)`.
+    r"""Return a bound of the rounding errors in each point's squared distances by the matrix product, `(n,)`, float64.
 
-    `norms` are the distances R of the points from the origin, and u is the unit roundoff. Subtracting the origin moves
-    a point by at most u R, which changes a squared distance by at most about :math:`2 u (R_i + R_j)^2`. A dot product
-    of d terms is off by at most :math:`d u / (1 - d u)` times the product of the norms, in any order of summation, so
-    that the sum of the three terms is off by about :math:`(d + 3) u (R_i + R_j)^2`. The bound is twice as large as both
-    together, and takes the largest norm for :math:`R_j`.
+    `norms` are the distances R of the points from the origin, in the dtype of the product, and u is its unit roundoff.
+    Subtracting the origin and converting to this dtype move a point by at most u R, which changes a squared distance by
+    at most about :math:`2 u (R_i + R_j)^2`. A dot product of d terms is off by at most :math:`d u / (1 - d u)` times
+    the product of the norms, in any order of summation, so that the sum of the three terms is off by about
+    :math:`(d + 3) u (R_i + R_j)^2`. The bound is twice as large as both together, and takes the largest norm for
+    :math:`R_j`.
     """
-    return _bound_relative_error(d) * (norms + norms.max()).square()
+    return _bound_relative_error(d, norms.dtype) * (norms + norms.max()).double().square()

@@ -129,12 +129,13 @@ def test_neighbours_are_those_of_all_distances(monkeypatch, points, num_rows):
     np.testing.assert_allclose(ratios.numpy(), expected, rtol=1e-14)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["huge offset", "outlier", "scales", "near duplicates", "minute clusters"])
-def test_the_bound_of_the_matrix_product_holds(name):
+def test_the_bound_of_the_matrix_product_holds(name, dtype):
     """The squared distances are computed with fractions, without any rounding."""
     points = dimension._find_distinct_points(DIFFICULT_CLOUDS[name])[-30:]
     exact_points = [[Fraction(value) for value in point] for point in points.tolist()]
-    centered = points - points.mean(0)
+    centered = (points - points.mean(0)).to(dtype)
     norms = centered.norm(dim=1)
     products = dimension._multiply_squared_distances(centered, norms, torch.arange(len(points))).tolist()
     for row, error_bound, x in zip(

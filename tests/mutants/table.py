@@ -387,8 +387,8 @@ MUTATIONS = [
     Mutation(
         "TwoNN trusts candidates that a rounding error of the matrix product may have chosen.",
         "istar/measures/dimension.py",
-        "estimates[:, -1] - error_bounds[point_indices] <= second_squares",
-        "0 * error_bounds[point_indices] >= 1 + second_squares",
+        "estimates[:, -1].double() - error_bounds[indices]",
+        "torch.full_like(estimates[:, -1], torch.inf)",
         "tests/measures/test_dimension.py::test_neighbours_are_those_of_all_distances",
     ),
     # ---- istar measure
