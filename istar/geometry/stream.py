@@ -45,7 +45,7 @@ MAX_GROUP_BYTES = 2**30
 """Most memory for the scatter matrices of all groups and layers; above it, covariance measures have no error."""
 _BYTES_OF_SCATTER = 8 + 4
 """Bytes for each number of a scatter matrix: the accumulated one in float64, and the recent one in float32."""
-ORIGIN_BLOCKS = 16
+ORIGIN_BLOCKS = 4
 """Number of blocks from the beginning of each source whose mean hidden state is the origin of the sums of a layer."""
 _STATE_FORMAT = 3
 """Number of the layout of a state file, increased when the layout changes. Files with another number are ignored."""
