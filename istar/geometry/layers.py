@@ -148,13 +148,12 @@ class Layer:
         """Update all statistics with a batch of hidden states.
 
         Args:
-            points: hidden states `(n, d)` of the tokens of the batch, without padding, in the order in which the tokens
-                were given to `TokenBatch.of`.
+            points: hidden states `(n, d)` of the tokens of the batch, without padding, in the order of its rows; see
+                `TokenBatch.sort`.
             batch: the tokens.
         """
         if not len(points):
             return
-        points = batch.sort(points)
         if self._massive is not None:
             self._massive.update(points, batch.token_ids, batch.positions)
         with full_precision(points.device):

@@ -61,7 +61,12 @@ class Sample:
         return self._states[tap][self._rows]
 
     def update(
-        self, block_keys: Sequence[int], lengths: Sequence[int], tokens: Tensor, states: Mapping[str, Tensor]
+        self,
+        block_keys: Sequence[int],
+        lengths: Sequence[int],
+        tokens: Tensor,
+        states: Mapping[str, Tensor],
+        rows: Tensor | None = None,
     ) -> None:
         """Add the tokens of blocks, and keep a sample of all tokens so far.
 
@@ -70,6 +75,7 @@ class Sample:
             lengths: number of tokens of each block.
             tokens: types of the tokens of all blocks, `(n,)`, on the CPU.
             states: hidden states `(n, d)` of the tokens by tap, on any device.
+            rows: row of each token in the hidden states, `(n,)`, on the CPU; None if they are in the same order.
         """
         if not self.size:
             return
@@ -82,7 +88,8 @@ class Sample:
         if len(candidates):
             # Copy from the device only what the batch alone would keep.
             candidates = candidates[_find_first_of_each_type(random_numbers[candidates], tokens[candidates], self.size)]
-            points = {tap: tap_states[candidates.to(tap_states.device)].cpu() for tap, tap_states in states.items()}
+            candidate_rows = candidates if rows is None else rows[candidates]
+            points = {tap: tap_states[candidate_rows.to(tap_states.device)].cpu() for tap, tap_states in states.items()}
             self._add(random_numbers[candidates], tokens[candidates], points)
 
     def merge(self, other: "Sample") -> None:

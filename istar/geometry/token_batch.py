@@ -52,7 +52,7 @@ class TokenBatch:
     of the batch are its tokens sorted by part, with the parts of sentences first, so that each part is a slice.
 
     Attributes:
-        order: index of the token at each row, `(n,)`; None if the tokens are sorted already.
+        order: index of the token at each row, `(n,)`, on the CPU.
         token_ids: id of each row's token, `(n,)`.
         positions: position of each row's token in the model's input, from 0, `(n,)`.
         types: rows of each token id.
@@ -65,7 +65,7 @@ class TokenBatch:
         num_groups: number of groups of documents.
     """
 
-    order: Tensor | None
+    order: Tensor
     token_ids: Tensor
     positions: Tensor
     types: RowsByGroup
@@ -108,9 +108,8 @@ class TokenBatch:
         parts = RowsByGroup.of(part_of_row)
         ends = parts.counts.cumsum(0).tolist()
         num_sentence_rows = int((sentences >= 0).sum())
-        is_sorted = bool((order == torch.arange(len(order))).all())
         return cls(
-            order=None if is_sorted else order.to(device),
+            order=order,
             token_ids=token_ids.to(device),
             positions=positions.to(device),
             types=RowsByGroup.of(token_ids).to(device),
@@ -129,4 +128,8 @@ class TokenBatch:
 
     def sort(self, points: Tensor) -> Tensor:
         """Return the hidden states `(n, d)` of the tokens in the order of the rows."""
-        return points if self.order is None else points.index_select(0, self.order)
+        return points.index_select(0, self.order.to(points.device))
+
+    def find_rows(self) -> Tensor:
+        """Return the row of each token, in the order in which the tokens were given to `of`, `(n,)`, on the CPU."""
+        return self.order.argsort()

@@ -38,11 +38,17 @@ def make_text(num_documents: int = 20, length: int = LENGTH, seed: int = 0) -> t
     return points, tokens, token_index % length, token_index // length % GROUPS, token_index // length
 
 
+def add_tokens(layer: Layer, points: torch.Tensor, *columns: torch.Tensor, num_groups: int = GROUPS) -> None:
+    """Add the points of tokens in any order; the columns are the first arguments of `TokenBatch.of`."""
+    batch = TokenBatch.of(*columns, num_groups=num_groups)
+    layer.update(batch.sort(points), batch)
+
+
 def make_layer(*batches: Any, settings: LayerSettings | None = None) -> Layer:
     """Return a layer that has accumulated the given batches."""
     result = Layer(TYPES, ORIGIN, settings or LayerSettings("all", GROUPS))
     for points, *tokens in batches:
-        result.update(points, TokenBatch.of(*tokens, num_groups=GROUPS))
+        add_tokens(result, points, *tokens)
     return result
 
 
@@ -117,7 +123,7 @@ def test_sentences_are_documents_of_unlike_length_about_an_origin(
         accumulator = Layer(TYPES, points[is_counted].mean(0), settings)
         for rows in (is_within_length & (documents < 9), is_within_length & (documents >= 9)):
             columns = (tokens, positions, groups, document_numbers)
-            accumulator.update(points[rows], TokenBatch.of(*(column[rows] for column in columns), num_groups=GROUPS))
+            add_tokens(accumulator, points[rows], *(column[rows] for column in columns))
         measures = accumulator.compute_measures()
         expected = isoscore_by_sentence(padded_points, mask).item()
         assert measures[SCORE_BY_SENTENCE] == pytest.approx(expected, rel=1e-9)
@@ -216,7 +222,7 @@ def test_basic_measures_and_no_vocabulary() -> None:
     assert make_layer(make_text(), settings=settings).find_massive_activations() is None
     layer_without_vocabulary = Layer(0, ORIGIN, settings)
     points, *tokens = make_text()[:3]
-    layer_without_vocabulary.update(points, TokenBatch.of(*tokens))
+    add_tokens(layer_without_vocabulary, points, *tokens)
     assert basic_measures.keys() - layer_without_vocabulary.compute_measures().keys() == {
         "intra_sim",
         "adjusted_intra_sim",
@@ -260,7 +266,7 @@ def test_float32_states_have_the_measures_of_float64(scale: float) -> None:
     for accumulator, (states, *columns) in zip((layer, wide_layer), batches, strict=True):
         for part in range(GROUPS):
             rows = columns[-1] % GROUPS == part
-            accumulator.update(states[rows], TokenBatch.of(*(column[rows] for column in columns), num_groups=GROUPS))
+            add_tokens(accumulator, states[rows], *(column[rows] for column in columns))
     measures, expected_measures = layer.compute_measures(), wide_layer.compute_measures()
     assert math.isfinite(expected_measures["largest_kurtosis"])
     for name, expected in expected_measures.items():
@@ -279,7 +285,7 @@ def test_float32_dimensions_of_tiny_deviations_have_their_kurtosis() -> None:
     points[:, 1], points[:, 3] = points[:, 1] ** 3 * 1e-32, 3e-20
     points = points.float()
     layer = Layer(TYPES, points[:50].double().mean(0))
-    layer.update(points, TokenBatch.of(*tokens, num_groups=GROUPS))
+    add_tokens(layer, points, *tokens)
     kurtosis = layer.dimensions.kurtosis()
     expected = scipy.stats.kurtosis(points[:, :3].double().numpy())
     assert kurtosis[1].item() == pytest.approx(expected[1], rel=1e-9)
@@ -335,8 +341,8 @@ def test_intervals_from_documents_cover_and_those_from_tokens_do_not() -> None:
         accumulator = Layer(0, torch.zeros(4), settings)
         points = types[tokens]
         positions = torch.zeros(len(tokens)).long()
-        batch = TokenBatch.of(torch.from_numpy(tokens), positions, group_by_token, num_groups=groups)
-        accumulator.update(torch.from_numpy(points), batch)
+        columns = (torch.from_numpy(tokens), positions, group_by_token)
+        add_tokens(accumulator, torch.from_numpy(points), *columns, num_groups=groups)
         measures = accumulator.compute_measures()
         for name, values in by_document.items():
             values.append((measures[name], measures[f"{name}_error"]))

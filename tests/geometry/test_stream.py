@@ -175,8 +175,8 @@ def test_batches_hold_documents_of_like_length(source: Source, monkeypatch: pyte
     batch_lengths: list[list[int]] = []
     reader = Stream(bert(), TOKENIZER, Pass(32, batch_tokens=6 * 16, sample=0))
 
-    def record_lengths(statistics: Statistics, blocks: list[Block], keys: Any) -> None:
-        batch_lengths.append([len(block.tokens) for block in blocks])
+    def record_lengths(statistics: Statistics, batches: list[list[Block]], keys: Any) -> None:
+        batch_lengths.extend([len(block.tokens) for block in blocks] for blocks in batches)
 
     monkeypatch.setattr(reader, "_update_statistics", record_lengths)
     reader([source], lambda statistics: None)
@@ -199,6 +199,8 @@ def test_batches_and_windows_do_not_matter(source: Source, monkeypatch: pytest.M
         for size in (1, 5, 64)
     )
     monkeypatch.setattr(corpus, "WINDOW_SIZE", 11)
+    others.append(read_statistics(model, Pass(16, batch_tokens=64, sample=12, measures="all"), source))
+    monkeypatch.setattr(stream, "UPDATE_TOKENS", 150)
     others.append(read_statistics(model, Pass(16, batch_tokens=64, sample=12, measures="all"), source))
     for other in others:
         assert torch.equal(first.sample.random_numbers, other.sample.random_numbers)
@@ -249,19 +251,24 @@ def test_sources_and_their_union(source: Source, tmp_path: Path) -> None:
             assert measures[key] == pytest.approx(expected, rel=tolerance(key), abs=1e-12), (tap, key)
 
 
-def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("update_tokens", [1, 64])
+def test_an_interrupted_pass_resumes(
+    update_tokens: int, source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = bert()
     monkeypatch.setattr(corpus, "WINDOW_SIZE", 13)
+    monkeypatch.setattr(stream, "UPDATE_TOKENS", update_tokens)
     uninterrupted = read_statistics(model, Pass(16, batch_tokens=32, sample=30, measures="all"), source)
     monkeypatch.setattr(stream, "SECONDS_BETWEEN_SAVES", 0.0)
     state_path = tmp_path / "state"
     interrupted = Stream(model, TOKENIZER, Pass(16, batch_tokens=32, sample=30, measures="all"), state_path, "same")
-    calls = iter(range(100))
+    saved_keys: list[int] = []
 
-    def interrupt(*arguments: Any) -> Any:
-        if next(calls) == 9:
+    def interrupt(statistics: Any, batches: Any, keys: Any) -> None:
+        if len(saved_keys) > 15:
             raise KeyboardInterrupt
-        return Stream._update_statistics(interrupted, *arguments)
+        Stream._update_statistics(interrupted, statistics, batches, keys)
+        saved_keys.extend(keys)
 
     monkeypatch.setattr(interrupted, "_update_statistics", interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -270,14 +277,14 @@ def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch
     resumed = Stream(model, TOKENIZER, Pass(16, batch_tokens=32, sample=30, measures="all"), state_path, "same")
     resumed_keys: list[int] = []
 
-    def record_keys(statistics: Any, blocks: Any, keys: Any) -> None:
+    def record_keys(statistics: Any, batches: Any, keys: Any) -> None:
         resumed_keys.extend(keys)
-        Stream._update_statistics(resumed, statistics, blocks, keys)
+        Stream._update_statistics(resumed, statistics, batches, keys)
 
     monkeypatch.setattr(resumed, "_update_statistics", record_keys)
     measures_by_tap = resumed([source], Statistics.compute_measures)["text"]
-    # The state holds seven batches of the first window, of which the last has one block, and two of the second.
-    assert len(resumed_keys) == len(tokenize_inputs(source, 16, "separate")) - 17
+    # The state holds the first window of 13 blocks and a part of the second.
+    assert sorted(saved_keys + resumed_keys) == list(range(len(tokenize_inputs(source, 16, "separate"))))
     for tap, expected_measures in uninterrupted.compute_measures().items():
         assert measures_by_tap[tap] == pytest.approx(expected_measures, rel=0, abs=0, nan_ok=True)
     assert not list(tmp_path.glob("state.*"))
@@ -290,6 +297,7 @@ def test_the_time_of_an_interrupted_pass_counts(
     now = 0.0
     monkeypatch.setattr(stream.time, "monotonic", lambda: now)
     monkeypatch.setattr(stream, "SECONDS_BETWEEN_SAVES", 0.0)
+    monkeypatch.setattr(stream, "UPDATE_TOKENS", 1)
     settings = Pass(16, batch_tokens=64, sample=0)
 
     class SlowTaps(stream.Taps):

@@ -18,6 +18,7 @@ def test_parts_are_slices_of_the_sorted_rows() -> None:
     # Parts 0 and 1 are the sentences of both groups, and part 3 the tokens of group 1 without a sentence.
     assert batch.part_slices == {0: slice(0, 4), 1: slice(4, 6), 3: slice(6, 8)}
     assert batch.sort(torch.arange(8)[:, None]).squeeze(1).tolist() == EXPECTED_ORDER
+    assert [EXPECTED_ORDER[row] for row in batch.find_rows().tolist()] == list(range(8))
     assert batch.token_ids.tolist() == TOKENS[EXPECTED_ORDER].tolist()
     assert batch.positions.tolist() == POSITIONS[EXPECTED_ORDER].tolist()
     for rows, values in (
@@ -44,6 +45,6 @@ def test_sentences_are_padded_to_the_longest() -> None:
 @pytest.mark.parametrize("sentences", [None, torch.full((8,), -1)], ids=["none given", "all negative"])
 def test_without_sentences_and_groups_the_tokens_stay_in_order(sentences: torch.Tensor | None) -> None:
     batch = TokenBatch.of(TOKENS, POSITIONS, sentences=sentences)
-    assert batch.order is None
+    assert batch.order.tolist() == list(range(8))
     assert batch.sentences is None
     assert batch.part_slices == {1: slice(0, 8)}

@@ -30,6 +30,7 @@ def measure_names(subject):
 def test_every_measure_of_a_layer_is_in_the_catalogue():
     layer = Layer(3, torch.zeros(4), LayerSettings("all", num_groups=2))
     points = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
+    # The tokens are sorted by group, as the points of a batch must be.
     layer.update(
         points, TokenBatch.of(torch.arange(30) % 3, torch.arange(30) % 10, torch.arange(30) // 15, num_groups=2)
     )
