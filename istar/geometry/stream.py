@@ -50,7 +50,7 @@ UPDATE_TOKENS = 4_096
 it is twice that of a batch: adding many at once takes less time for each, and the model is faster with fewer."""
 ORIGIN_BLOCKS = 4
 """Number of blocks from the beginning of each source whose mean hidden state is the origin of the sums of a layer."""
-_STATE_FORMAT = 3
+_STATE_FORMAT = 4
 """Number of the layout of a state file, increased when the layout changes. Files with another number are ignored."""
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class Pass:
     seed: int = 0  # seed of that sample
     # A source is read until the statistics have at least this number of its tokens; None reads it to its end.
     limit: int | None = None
-    intra: bool = True  # whether to compute IntraSim, which needs vocabulary x width x 8 bytes for each layer
+    intra: bool = True  # whether to compute IntraSim, which needs up to 16 x width bytes for each type and layer
     documents: Documents = "separate"  # whether the model sees each document alone; see `corpus.Blocks`
     # Whether the statistics include the hidden states of special tokens and separators, which the model always sees.
     special_tokens: SpecialTokens = "exclude"
@@ -227,9 +227,8 @@ class Stream:
 
         Args:
             sources: texts.
-            summarize: computes the summary from the statistics. It must not keep the statistics, which are as large as
-                the vocabulary times the width times the number of taps: once it has returned, those of a source are
-                merged into those of all sources.
+            summarize: computes the summary from the statistics. It must not keep the statistics, which are large: once
+                it has returned, those of a source are merged into those of all sources.
             console: console for a progress bar and warnings; None shows none.
 
         Raises:

@@ -141,8 +141,8 @@ class GroupedPoints:
     short sequences. Frequencies of tokens are known only at the end of the text. There are two ways:
 
     - Accumulate by token type, `update(points, tokens)` with one group for each type, and merge the types of similar
-      frequency at the end: `regroup(log2_bins(sums.count))`. This is exact. The sums take types x d
-      float64 numbers, as for `IntraSim`: 0.3 GB for 50,000 types of 768 dimensions.
+      frequency at the end: `regroup(log2_bins(sums.count))`. This is exact. The sums take up to 2 x d float64 numbers
+      for each type that occurs: at most 0.3 GB for 20,000 types of 768 dimensions.
     - Use frequencies that are known before, from a reference corpus or a first pass over the text without the model:
       `update(points, log2_bins(frequencies)[tokens])`. This needs 64 x d numbers.
 
@@ -155,21 +155,23 @@ class GroupedPoints:
         count: number of points of each group, `(groups,)`, int64.
         nonzero: number of points other than zero of each group, `(groups,)`, int64.
         norm_total: sum of the norms, `(groups,)`.
-        total: sum of the unit vectors, `(groups, d)`.
     """
 
     def __init__(self, groups: int, dim: int, device: torch.device | str | None = None) -> None:
         if groups < 1:
             raise UserError(f"there are {groups} groups; expected at least 1")
-        self.total = zero_vector(dim, device).new_zeros(groups, dim)
-        self.norm_total = self.total.new_zeros(groups)
-        self.count = self.total.new_zeros(groups, dtype=torch.int64)
+        # Sums of the unit vectors. Only groups with points have a row in them, as a text has few types of a vocabulary;
+        # further rows are zero. Groups without points have the row -1.
+        self._totals = zero_vector(dim, device).new_zeros(0, dim)
+        self._row_of_group = self._totals.new_full((groups,), -1, dtype=torch.int64)
+        self.norm_total = self._totals.new_zeros(groups)
+        self.count = self._totals.new_zeros(groups, dtype=torch.int64)
         self.nonzero = torch.zeros_like(self.count)
 
     @property
     def groups(self) -> int:
         """The number of groups."""
-        return self.total.shape[0]
+        return len(self.count)
 
     @torch.no_grad()
     def update(self, points: Tensor, groups: Tensor, mask: Tensor | None = None) -> "GroupedPoints":
@@ -187,14 +189,15 @@ class GroupedPoints:
             UserError: if shapes or dtypes do not match, or a group is out of range.
         """
         check_one_per_point(groups, "groups", points)
-        rows = select_rows(points, mask, self.total.shape[1])
+        rows = select_rows(points, mask, self._totals.shape[1])
         groups = _convert_groups((groups if mask is None else groups[mask.bool()]).reshape(-1), self.groups)
         if len(rows):
+            self._assign_rows(groups.unique())
             blocks = split_rows(rows)
             groups_by_block = groups.split([len(block) for block in blocks])
             for block, block_groups in zip(blocks, groups_by_block, strict=True):
-                norms, units, is_nonzero = norms_and_units(block.to(self.total.dtype))
-                self.total.index_add_(0, block_groups, units)
+                norms, units, is_nonzero = norms_and_units(block.to(self._totals.dtype))
+                self._totals.index_add_(0, self._row_of_group[block_groups], units)
                 self.norm_total.index_add_(0, block_groups, norms)
                 self.count.index_add_(0, block_groups, torch.ones_like(block_groups))
                 self.nonzero.index_add_(0, block_groups, is_nonzero.long())
@@ -209,18 +212,21 @@ class GroupedPoints:
             unit_totals: sum of the unit vectors of each of these groups, `(k, d)`, in the dtype of the sums.
             norms: norms of the points, `(n,)`, in the dtype of the sums.
         """
-        self.total.index_add_(0, rows.groups, unit_totals)
+        self._assign_rows(rows.groups)
+        self._totals.index_add_(0, self._row_of_group[rows.groups], unit_totals)
         self.norm_total.index_add_(0, rows.groups, rows.sum_values(norms))
         self.count.index_add_(0, rows.groups, rows.counts)
         self.nonzero.index_add_(0, rows.groups, rows.sum_values((norms != 0).long()))
 
     def merge(self, other: "GroupedPoints") -> "GroupedPoints":
         """Add the sums of another accumulator with the same groups and dimension. Returns this accumulator."""
-        if other.total.shape != self.total.shape:
-            raise UserError(
-                f"cannot merge sums of (groups, dimensions) = {tuple(other.total.shape)} into {tuple(self.total.shape)}"
-            )
-        self.total += other.total.to(self.total)
+        shape, other_shape = ((len(each.count), each._totals.shape[1]) for each in (self, other))
+        if other_shape != shape:
+            raise UserError(f"cannot merge sums of (groups, dimensions) = {other_shape} into {shape}")
+        groups = other._find_occupied()
+        self._assign_rows(groups.to(self.count.device))
+        other_totals = other._totals[other._row_of_group[groups]].to(self._totals)
+        self._totals.index_add_(0, self._row_of_group[groups.to(self.count.device)], other_totals)
         self.norm_total += other.norm_total.to(self.norm_total)
         self.count += other.count.to(self.count)
         self.nonzero += other.nonzero.to(self.nonzero)
@@ -243,9 +249,11 @@ class GroupedPoints:
         if groups.shape != self.count.shape:
             raise UserError(f"groups have shape {tuple(groups.shape)}; expected {tuple(self.count.shape)}")
         groups = _convert_groups(groups.to(self.count.device), number)
-        regrouped = GroupedPoints(number, self.total.shape[1], self.total.device)
-        occupied = self.count.nonzero().squeeze(1)
-        regrouped.total.index_add_(0, groups[occupied], self.total[occupied])
+        regrouped = GroupedPoints(number, self._totals.shape[1], self._totals.device)
+        occupied = self._find_occupied()
+        regrouped._assign_rows(groups[occupied].unique())
+        new_rows = regrouped._row_of_group[groups[occupied]]
+        regrouped._totals.index_add_(0, new_rows, self._totals[self._row_of_group[occupied]])
         regrouped.norm_total.index_add_(0, groups, self.norm_total)
         regrouped.count.index_add_(0, groups, self.count)
         regrouped.nonzero.index_add_(0, groups, self.nonzero)
@@ -273,7 +281,29 @@ class GroupedPoints:
             NonFiniteError: if a point is not finite.
         """
         check_finite(self.norm_total, "the points")
-        return average_cosine_by_group(self.total, self.nonzero)
+        averages, occupied = torch.full_like(self.norm_total, torch.nan), self._find_occupied()
+        rows = self._row_of_group[occupied]
+        counts_by_row = self.count.new_zeros(len(self._totals)).index_copy_(0, rows, self.nonzero[occupied])
+        averages[occupied] = average_cosine_by_group(self._totals, counts_by_row)[rows]
+        return averages
+
+    def _find_occupied(self) -> Tensor:
+        """Return the groups that have a row in the sums of unit vectors, ascending, int64."""
+        return (self._row_of_group >= 0).nonzero().squeeze(1)
+
+    def _assign_rows(self, groups: Tensor) -> None:
+        """Give a row in the sums of unit vectors to those of some different groups `(k,)` that have none."""
+        new_groups = groups[self._row_of_group[groups] < 0]
+        if not len(new_groups):
+            return
+        num_rows = int(self._row_of_group.max()) + 1
+        new_rows = torch.arange(num_rows, num_rows + len(new_groups), device=groups.device)
+        self._row_of_group[new_groups] = new_rows
+        num_missing = num_rows + len(new_groups) - len(self._totals)
+        if num_missing > 0:
+            # As many rows again, because adding rows copies the others.
+            num_added = min(max(num_missing, len(self._totals)), self.groups - len(self._totals))
+            self._totals = torch.cat([self._totals, self._totals.new_zeros(num_added, self._totals.shape[1])])
 
 
 def _convert_groups(groups: Tensor, num_groups: int) -> Tensor:

@@ -137,6 +137,33 @@ def test_types_without_points(accumulator):
     torch.testing.assert_close(values[[0, 5, 99]], torch.tensor(expected, dtype=torch.float64))
 
 
+def test_groups_without_points_take_no_memory_for_sums_of_vectors():
+    """Sums for all groups would take 800 GB."""
+    points = torch.randn(9, 100_000, generator=torch.Generator().manual_seed(0))
+    groups = torch.tensor([999_999, 3, 3, 500_000, 999_999, 3, 999_999, 3, 7])
+    accumulator = GroupedPoints(1_000_000, 100_000).update(points[:4], groups[:4])
+    accumulator.merge(GroupedPoints(1_000_000, 100_000).update(points[4:], groups[4:]))
+    values = accumulator.inter_sim()
+    assert values.isfinite().nonzero().squeeze(1).tolist() == [3, 999_999]
+    for group in (3, 999_999):
+        expected = oracles.mean_pair_cosine(points[groups == group].double().numpy())
+        assert values[group].item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("is_descending", [False, True])
+def test_groups_may_appear_one_after_another(is_descending):
+    points, groups = cloud(), POSITIONS % 11
+    groups = groups.flip(0) if is_descending else groups
+    accumulator = GroupedPoints(12, 5)
+    for index in range(60):
+        accumulator.update(points[index : index + 1], groups[index : index + 1])
+    for summary, expected in zip(
+        accumulator.compute(), GroupedPoints(12, 5).update(points, groups).compute(), strict=True
+    ):
+        assert summary.count == expected.count
+        assert summary.inter_sim == pytest.approx(expected.inter_sim, rel=1e-12, nan_ok=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rows_of_groups_are_summed(dtype):
     points, groups = cloud(dtype=dtype), torch.tensor([7, 3, 3, 9, 7, 7]).repeat(10)

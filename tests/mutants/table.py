@@ -196,7 +196,7 @@ MUTATIONS = [
     Mutation(
         "All pieces of a document are sentences of the score by sentence.",
         "istar/geometry/stream.py",
-        "[-1 if block.piece_index else row for row, block in enumerate(blocks)]",
+        "[-1 if block.piece_index else number for number, block in enumerate(blocks)]",
         "[row for row, block in enumerate(blocks)]",
         "tests/geometry/test_stream.py::test_the_score_by_sentence_is_that_of_the_first_blocks_of_the_documents",
     ),
