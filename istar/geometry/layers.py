@@ -51,7 +51,7 @@ MEASURES_WITH_ERROR = ("inter_sim", "average_norm")
 """Measures whose standard error needs O(d) numbers for each group of documents."""
 COVARIANCE_MEASURES_WITH_ERROR = (
     *("isoscore", "isoscore_unbiased", "effective_rank", "participation_ratio"),
-    *("mean_vector_norm", "norm_ratio"),
+    *("nesum", "alpha_req", "mean_vector_norm", "norm_ratio"),
 )
 """Measures whose standard error is computed from the moments of each group of documents, O(d^2) numbers."""
 SCORE_BY_SENTENCE = "isoscore_by_sentence"
@@ -269,7 +269,7 @@ class Layer:
         variances, contributions = dimensions.variance(), self.cosine.contributions()
         # Rogue dimensions of pretrained models: the mean is many times the median deviation of all dimensions.
         outliers = outlier_dimensions(dimensions.mean, 5, "median", reference=dimensions.deviation())
-        kurtosis, power_law = dimensions.kurtosis(), _fit_power_law(spectra["centered"].square())
+        kurtosis = dimensions.kurtosis()
         norms = self.norms.compute()
         measures: dict[str, float | Tensor] = {
             "tokens": float(moments.count),
@@ -280,9 +280,7 @@ class Layer:
             "mean_vector_norm": norms.mean_vector,
             "norm_ratio": norms.ratio,
             "rank_me": rank_me(spectra["raw"]),
-            "nesum": nesum(spectra["centered"].square()),
-            "alpha_req": power_law.alpha,
-            "alpha_req_r_squared": power_law.r_squared,
+            "alpha_req_r_squared": _fit_power_law(spectra["centered"].square()).r_squared,
             "largest_variance_share": top_share(variances),
             "top_5_variance_share": top_share(variances, min(5, dim)),
             "top_1_cosine_share": top_share(contributions),
@@ -341,6 +339,8 @@ class Layer:
         except UserError:  # a measure is not defined without one of the groups
             estimates = []
         replicates = {name: [measures[name] for measures in estimates] for name in measure_names}
+        # A measure is NaN if it is not defined, such as the power law of few dimensions.
+        replicates = {name: values if all(map(math.isfinite, values)) else [] for name, values in replicates.items()}
         if self._moments.has_sentences and self.settings.scatter_by_group:
             sentence_moments = self._moments.compute_sentence_moments_without_each_group()
             scores = [_compute_sentence_score(moments) for moments in sentence_moments]
@@ -439,6 +439,8 @@ def _compute_covariance_measures(moments: FourthMoments, centered_spectrum: Tens
         "isoscore_unbiased": isoscore_unbiased(moments),
         "effective_rank": effective_rank(centered_spectrum),
         "participation_ratio": 1 + (moments.dim - 1) * score,
+        "nesum": nesum(centered_spectrum.square()),
+        "alpha_req": _fit_power_law(centered_spectrum.square()).alpha,
     }
 
 

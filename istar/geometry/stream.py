@@ -69,7 +69,7 @@ class Pass:
     seed: int = 0  # seed of that sample
     # A source is read until the statistics have at least this number of its tokens; None reads it to its end.
     limit: int | None = None
-    intra: bool = True  # whether to compute IntraSim, which needs up to 16 x width bytes for each type and layer
+    intra: bool = True  # whether to compute IntraSim, whose sums may need gigabytes; see `GroupedPoints`
     documents: Documents = "separate"  # whether the model sees each document alone; see `corpus.Blocks`
     # Whether the statistics include the hidden states of special tokens and separators, which the model always sees.
     special_tokens: SpecialTokens = "exclude"

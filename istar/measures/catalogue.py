@@ -675,6 +675,8 @@ _MEASURES_WITH_ERROR = (
     "norm_ratio",
     "effective_rank",
     "participation_ratio",
+    "nesum",
+    "alpha_req",
 )
 """Names of the measures of layers that have a standard error."""
 _ERROR_MEASURES = tuple(

@@ -25,6 +25,8 @@ from istar.measures.rows import (
     zero_vector,
 )
 
+_MAX_INITIAL_BYTES = 2**28
+"""Sums of unit vectors that take at most this memory for all groups are allocated at once, larger ones as needed."""
 NUM_LOG2_BINS = 64
 """Number of values of `log2_bins` for any int64: enough groups for any position or count."""
 
@@ -141,8 +143,9 @@ class GroupedPoints:
     short sequences. Frequencies of tokens are known only at the end of the text. There are two ways:
 
     - Accumulate by token type, `update(points, tokens)` with one group for each type, and merge the types of similar
-      frequency at the end: `regroup(log2_bins(sums.count))`. This is exact. The sums take up to 2 x d float64 numbers
-      for each type that occurs: at most 0.3 GB for 20,000 types of 768 dimensions.
+      frequency at the end: `regroup(log2_bins(sums.count))`. This is exact. The sums take d float64 numbers for each
+      type of a small vocabulary: 0.2 GB for 30,000 types of 768 dimensions. Above 0.27 GB, types that do not occur take
+      no memory, and those that occur up to 2 d numbers each.
     - Use frequencies that are known before, from a reference corpus or a first pass over the text without the model:
       `update(points, log2_bins(frequencies)[tokens])`. This needs 64 x d numbers.
 
@@ -160,9 +163,12 @@ class GroupedPoints:
     def __init__(self, groups: int, dim: int, device: torch.device | str | None = None) -> None:
         if groups < 1:
             raise UserError(f"there are {groups} groups; expected at least 1")
-        # Sums of the unit vectors. Only groups with points have a row in them, as a text has few types of a vocabulary;
-        # further rows are zero. Groups without points have the row -1.
-        self._totals = zero_vector(dim, device).new_zeros(0, dim)
+        # Sums of the unit vectors. Each group with points has a row in them, and groups without points have the row -1.
+        # There are rows for all groups if these take little memory. Otherwise rows are added when they are needed,
+        # because a text has few types of a large vocabulary. Unused rows are zero.
+        zero = zero_vector(dim, device)
+        is_small = groups * dim * zero.element_size() <= _MAX_INITIAL_BYTES
+        self._totals = zero.new_zeros(groups if is_small else 0, dim)
         self._row_of_group = self._totals.new_full((groups,), -1, dtype=torch.int64)
         self.norm_total = self._totals.new_zeros(groups)
         self.count = self._totals.new_zeros(groups, dtype=torch.int64)

@@ -91,6 +91,8 @@ def compute_naive_measures(points: Any) -> dict[str, float]:
         "isoscore_by_sentence": float(isoscore_by_sentence(torch.from_numpy(points).view(-1, LENGTH, DIM))),
         "effective_rank": np.exp(-(shares * np.log(shares)).sum()),
         "participation_ratio": participation,
+        "nesum": np.trace(covariance) / np.linalg.eigvalsh(covariance).max(),
+        "alpha_req": math.nan,  # not defined in six dimensions
         "mean_vector_norm": mean_vector,
         "norm_ratio": mean_vector / average_norm,
     }
@@ -105,7 +107,7 @@ def test_errors_are_those_of_measures_without_each_group() -> None:
     }
     for name in measures_without_group[0]:
         pseudo_values = [-(GROUPS - 1) * values[name] for values in measures_without_group]
-        assert measures[f"{name}_error"] == pytest.approx(scipy.stats.sem(pseudo_values), rel=1e-8), name
+        assert measures[f"{name}_error"] == pytest.approx(scipy.stats.sem(pseudo_values), rel=1e-8, nan_ok=True), name
 
 
 @pytest.mark.parametrize("max_recent_points", [1, 7, 10_000])
@@ -148,8 +150,9 @@ def test_replicates_are_measures_without_each_group() -> None:
     measures_without_group = [compute_naive_measures(points[groups != group].numpy()) for group in range(GROUPS)]
     replicates = make_layer(make_text()).compute_replicates()
     assert replicates.keys() == {"tokens", *measures_without_group[0]}
-    for name in measures_without_group[0]:
+    for name in measures_without_group[0].keys() - {"alpha_req"}:
         assert replicates[name] == pytest.approx([values[name] for values in measures_without_group], rel=1e-8), name
+    assert replicates["alpha_req"] == []  # not defined in six dimensions
     assert replicates["tokens"] == [int((groups != group).sum()) for group in range(GROUPS)]
     assert make_layer(make_text(), settings=LayerSettings("basic")).compute_replicates() == {}
     replicates_with_empty_group = make_layer(
@@ -185,7 +188,8 @@ def test_errors_are_not_defined_if_a_group_is_empty() -> None:
     measures = make_layer((points, tokens, positions, groups.clamp(max=GROUPS - 2), documents)).compute_measures()
     for name in (*MEASURES_WITH_ERROR, *COVARIANCE_MEASURES_WITH_ERROR, SCORE_BY_SENTENCE):
         assert math.isnan(measures[f"{name}_error"])
-        assert math.isfinite(measures[name])
+        # A power law needs more than the six dimensions of these points.
+        assert math.isfinite(measures[name]) or name == "alpha_req"
 
 
 def test_by_position_and_by_frequency() -> None:
@@ -249,6 +253,23 @@ def test_a_power_law_is_found_and_needs_twelve_dimensions() -> None:
     measures = wide_layer.compute_measures()
     assert measures["alpha_req"] == pytest.approx(1.4, rel=1e-6)
     assert measures["alpha_req_r_squared"] == pytest.approx(1, rel=1e-9)
+
+
+def test_the_error_of_alpha_req_is_that_of_power_laws_without_each_group() -> None:
+    random = np.random.default_rng(0)
+    points = random.normal(size=(400, 20)) * np.arange(1, 21) ** -0.5
+    groups = np.arange(400) // 5 % GROUPS
+    layer = Layer(0, torch.zeros(20), LayerSettings(num_groups=GROUPS))
+    columns = (torch.zeros(400, dtype=torch.int64), torch.arange(400) % 5, torch.from_numpy(groups))
+    add_tokens(layer, torch.from_numpy(points), *columns)
+    exponents = []
+    for group in range(GROUPS):
+        variances = np.linalg.eigvalsh(np.cov(points[groups != group].T))[::-1][10:19]
+        slope, *_ = np.polyfit(np.log(np.arange(11, 20)), np.log(variances), 1)
+        exponents.append(-slope)
+    measures = layer.compute_measures()
+    expected = scipy.stats.sem([-(GROUPS - 1) * exponent for exponent in exponents])
+    assert measures["alpha_req_error"] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
@@ -321,7 +342,7 @@ def covers(estimate: float, error: float, true_value: float, quantile: float) ->
 def test_intervals_from_documents_cover_and_those_from_tokens_do_not() -> None:
     """The tokens of a document come from the few types of its topic, so that they depend on each other.
 
-    The true values are exact sums over types. For IsoScore, the mean of the estimates replaces the true value.
+    The true values are exact sums over types. For IsoScore and NESum, they are the means of the estimates.
     """
     random = np.random.default_rng(0)
     types = 1.5 + random.normal(size=(12, 4)) * np.array([3, 1, 1, 0.5])
@@ -332,7 +353,8 @@ def test_intervals_from_documents_cover_and_those_from_tokens_do_not() -> None:
     groups, documents, length, rounds = 10, 150, 20, 250
     group_by_token = torch.arange(documents).repeat_interleave(length) % groups
     settings = LayerSettings("basic", groups)
-    by_document: dict[str, list[tuple[float, float]]] = {"inter_sim": [], "average_norm": [], "isoscore": []}
+    names = ("inter_sim", "average_norm", "isoscore", "nesum")
+    by_document: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     by_token: dict[str, list[tuple[float, float]]] = {"inter_sim": [], "average_norm": []}
     for _ in range(rounds):
         document_topics = topics[random.integers(8, size=documents)]
@@ -353,7 +375,8 @@ def test_intervals_from_documents_cover_and_those_from_tokens_do_not() -> None:
             ("inter_sim", 2 * directions @ directions.mean(0)),
         ):
             by_token[name].append((measures[name], scipy.stats.sem(influence)))
-    true_values["isoscore"] = np.mean([estimate for estimate, _ in by_document["isoscore"]])
+    for name in ("isoscore", "nesum"):
+        true_values[name] = np.mean([estimate for estimate, _ in by_document[name]])
     quantile = scipy.stats.t.ppf(0.975, groups - 1)
     for name, values in by_document.items():
         assert 0.9 <= np.mean([covers(*pair, true_values[name], quantile) for pair in values]) <= 0.98, name

@@ -15,10 +15,18 @@ from istar.measures import (
     Norms,
     log2_bin_range,
     log2_bins,
+    point_groups,
     rows,
 )
 from istar.measures.point_groups import RowsByGroup
 from tests import oracles
+
+
+@pytest.fixture(params=["all rows at once", "rows when needed"])
+def any_allocation(request, monkeypatch):
+    """Allocate the rows of all groups at once, or add rows when they are needed, as for large vocabularies."""
+    if request.param == "rows when needed":
+        monkeypatch.setattr(point_groups, "_MAX_INITIAL_BYTES", 0)
 
 
 def cloud(n=60, d=5, seed=0, dtype=torch.float64):
@@ -70,6 +78,7 @@ def test_bins_of_large_counts_are_exact(exponent):
     assert log2_bins(values).tolist() == [value.bit_length() for value in values.tolist()]
 
 
+@pytest.mark.usefixtures("any_allocation")
 @pytest.mark.parametrize("block", [1, 33, 10_000])
 def test_norms_and_cosines_by_position_in_any_partition(monkeypatch, block):
     points, bins = cloud(), log2_bins(POSITIONS)
@@ -95,6 +104,7 @@ def test_groups_by_token_have_the_intra_sim_of_each_type():
     np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-12)
 
 
+@pytest.mark.usefixtures("any_allocation")
 def test_types_merge_into_bins_of_their_frequency_at_the_end():
     points = cloud()
     tokens = torch.tensor([0] * 31 + [1] * 16 + [2] * 7 + [4] * 3 + [5, 6, 7])
@@ -150,6 +160,7 @@ def test_groups_without_points_take_no_memory_for_sums_of_vectors():
         assert values[group].item() == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.usefixtures("any_allocation")
 @pytest.mark.parametrize("is_descending", [False, True])
 def test_groups_may_appear_one_after_another(is_descending):
     points, groups = cloud(), POSITIONS % 11
@@ -180,6 +191,7 @@ def test_rows_of_groups_are_summed(dtype):
             torch.testing.assert_close(actual_sum.double(), expected_sum, **tolerances)
 
 
+@pytest.mark.usefixtures("any_allocation")
 def test_rows_added_by_group_are_those_added_one_by_one():
     points, groups = cloud(), POSITIONS % 4
     points[5] = 0
