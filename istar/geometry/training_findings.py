@@ -2,19 +2,16 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from istar.geometry import model_differences
 from istar.geometry.compare import MeasuredModel
-
-if TYPE_CHECKING:
-    from istar.geometry.trajectory_comparison import MeasuredTraining
+from istar.geometry.measured_training import MeasuredTraining
 
 _MEASURES = {"isoscore": "IsoScore", "inter_sim": "InterSim"}
 """Names of the measures of the last layer on which there are sentences."""
 
 
-def describe_trainings(trainings: Sequence["MeasuredTraining"]) -> list[str]:
+def describe_trainings(trainings: Sequence[MeasuredTraining]) -> list[str]:
     """Return a few sentences on IsoScore and InterSim of the last layers of several trainings.
 
     They name the training in which the measure changes most from the first to the last checkpoint and, if all trainings
@@ -28,7 +25,7 @@ def describe_trainings(trainings: Sequence["MeasuredTraining"]) -> list[str]:
     return sentences or ["IsoScore and InterSim of the last layer do not change in any of these trainings."]
 
 
-def _describe_largest_change(trainings: Sequence["MeasuredTraining"], measure: str, name: str) -> Iterator[str]:
+def _describe_largest_change(trainings: Sequence[MeasuredTraining], measure: str, name: str) -> Iterator[str]:
     """Yield a sentence on the training whose last layer changes most between its first and last checkpoint."""
     changes = [
         (abs(values[-1] - values[0]), training, values)
@@ -46,7 +43,7 @@ def _describe_largest_change(trainings: Sequence["MeasuredTraining"], measure: s
     )
 
 
-def _describe_last_values(trainings: Sequence["MeasuredTraining"], measure: str, name: str) -> Iterator[str]:
+def _describe_last_values(trainings: Sequence[MeasuredTraining], measure: str, name: str) -> Iterator[str]:
     """Yield a sentence on the trainings whose last checkpoints have the largest and the smallest value."""
     value_and_training = [
         (training.values_by_step(training.last_layer, measure)[-1], training) for training in trainings
@@ -83,7 +80,7 @@ def _describe_size(noun: str, size: float, *half_widths: float) -> str:
     return f"{interval} contains 0, so that the choice of the documents may explain it."
 
 
-def _have_same_tokens(trainings: Sequence["MeasuredTraining"]) -> bool:
+def _have_same_tokens(trainings: Sequence[MeasuredTraining]) -> bool:
     """Return whether the last checkpoints of all trainings are known to be measured over the same tokens."""
     last_models = [
         MeasuredModel(training.label, training.last_measurements)

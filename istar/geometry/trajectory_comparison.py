@@ -5,8 +5,6 @@ Its figures are Figures 3, 4, 7 and 9 of *Anisotropy is Not Inherent to Transfor
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,11 +16,8 @@ from istar.figures.plot import Line, Panel, Plot
 from istar.geometry import compare, measures_file, trajectory
 from istar.geometry.compare import MeasuredModel, ModelArgument
 from istar.geometry.compare_page import join_names
-from istar.geometry.corpus import COMBINED
-from istar.geometry.intervals import interval_half_width
-from istar.geometry.measures_file import Measurements
-from istar.geometry.model_figures import MEASURE_TITLES, make_panel, num_document_groups
-from istar.geometry.saved_checkpoints import Checkpoint
+from istar.geometry.measured_training import ASSUMED_GROUPS, MeasuredTraining
+from istar.geometry.model_figures import MEASURE_TITLES, make_panel
 from istar.geometry.taps import FINAL_NORM
 from istar.geometry.training_findings import describe_trainings
 from istar.pages import folder
@@ -54,61 +49,7 @@ _READING_NOTES = (
     "intervals, where there are standard errors.",
     "IsoScore and TwoNN depend on the number of tokens and on the width. Compare models over the same texts.",
 )
-_ASSUMED_GROUPS = 10
-"""Number of groups of documents for errors of a training whose settings are gone: the default of `istar measure`."""
 _STEP_AXIS_LABEL = "step (logarithmic)"
-
-
-@dataclass(frozen=True)
-class MeasuredTraining:
-    """A model's measures at the checkpoints of its training."""
-
-    label: str  # name on the page, distinct among the trainings
-    folder: Path  # folder that `istar measure` wrote
-    measures: pd.DataFrame  # rows of `trajectory.csv`: one per checkpoint, text and layer, by ascending step
-
-    @property
-    def steps(self) -> list[int]:
-        """Optimizer steps of the checkpoints, in ascending order."""
-        return sorted(map(int, self.measures["step"].unique()))
-
-    @property
-    def last_layer(self) -> str:
-        """Name of the last layer, before a final normalization; empty if no layer was measured."""
-        indices = self.measures["layer"].str.extract(r"^layer_(\d+)$", expand=False).dropna().astype(int)
-        return f"layer_{indices.max()}" if len(indices) else ""
-
-    @cached_property
-    def last_measurements(self) -> Measurements | None:
-        """Measurements of the last checkpoint; None if its folder has been deleted."""
-        last_checkpoint = Checkpoint(str(self.measures["revision"].iloc[-1]), name="")
-        try:
-            return measures_file.read(self.folder / last_checkpoint.folder / measures_file.JSON_FILE)
-        except UserError:
-            return None
-
-    def half_widths_by_step(self, layer: str, measure_name: str) -> list[float]:
-        """Return the half-widths of the 95% intervals of a measure of a layer at each step; NaN where there is none.
-
-        If the number of groups of documents is unknown, it is assumed to be `_ASSUMED_GROUPS`.
-        """
-        last = self.last_measurements
-        num_groups = _ASSUMED_GROUPS if last is None else num_document_groups(last)
-        error_name = f"{measure_name}_error"
-        errors = self.values_by_step(layer, error_name)
-        return [interval_half_width({error_name: error}, measure_name, num_groups) for error in errors]
-
-    def values_by_step(self, layer: str, measure_name: str) -> list[float]:
-        """Return the values of a measure of a layer at each step, over all texts together; NaN where there is none."""
-        if measure_name not in self.measures:
-            return [math.nan] * len(self.steps)
-        sources = self.measures["source"]
-        texts = sources.dropna().unique()
-        source = COMBINED if COMBINED in texts else next(iter(texts), None)
-        # Embedding matrices and the gain of the final normalization do not depend on a text.
-        rows = self.measures[(self.measures["layer"] == layer) & (sources.isna() | (sources == source))]
-        value_by_step = dict(zip(rows["step"], rows[measure_name], strict=True))
-        return [float(value_by_step.get(step, math.nan)) for step in self.steps]
 
 
 def read_trainings(arguments: Sequence[ModelArgument]) -> list[MeasuredTraining]:
@@ -187,7 +128,7 @@ def _describe_assumed_groups(trainings: Sequence[MeasuredTraining]) -> list[str]
     if not labels:
         return []
     return [
-        f"The last checkpoint of {compare.list_names(labels)} has no measures.json any more, so that {_ASSUMED_GROUPS} "
+        f"The last checkpoint of {compare.list_names(labels)} has no measures.json any more, so that {ASSUMED_GROUPS} "
         "groups of documents are assumed for its intervals."
     ]
 

@@ -16,9 +16,9 @@ from istar.cli.main import main
 from istar.errors import UserError
 from istar.figures import drawing
 from istar.geometry import compare, measures_file, trajectory_comparison
+from istar.geometry.measured_training import MeasuredTraining
 from istar.geometry.measures_file import Measurements
 from istar.geometry.training_findings import describe_trainings
-from istar.geometry.trajectory_comparison import MeasuredTraining
 from tests.reports.test_report import parsed
 
 COLUMNS = (
