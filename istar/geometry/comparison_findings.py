@@ -71,9 +71,7 @@ def _rank_last_layers(models: Sequence[MeasuredModel]) -> Iterator[str]:
         text = (text_of_two if len(defined) == 2 else text_of_several).format(
             high=high.label, low=low.label, high_value=f"{high_value:.3g}", low_value=f"{low_value:.3g}"
         )
-        differences = model_differences.compute_differences(low, high)
-        row = next((row for row in differences if row["is_last"] and row["measure"] == measure), None)
-        yield f"{text} {_describe_interval(row)}"
+        yield f"{text} {_describe_interval(model_differences.find_last_difference(low, high, measure))}"
 
 
 def _get_last(model: MeasuredModel, measure: str) -> float:
@@ -86,14 +84,9 @@ def _describe_interval(row: dict[str, Any] | None) -> str:
     if row is None:
         return "The difference has no interval."
     interval = f"The 95% interval of the difference, {row['low']:.3g} to {row['high']:.3g},"
-    if _excludes_zero(row):
+    if model_differences.excludes_zero(row):
         return f"{interval} does not contain 0, so that the choice of the documents does not explain it."
     return f"{interval} contains 0, so that the choice of the documents may explain it."
-
-
-def _excludes_zero(row: dict[str, Any]) -> bool:
-    """Return whether the interval of a difference, a row of `compute_differences`, does not contain 0."""
-    return bool(row["low"] > 0 or row["high"] < 0)
 
 
 def _find_layer_with_largest_difference(models: Sequence[MeasuredModel]) -> Iterator[str]:
@@ -112,7 +105,7 @@ def _find_layer_with_largest_difference(models: Sequence[MeasuredModel]) -> Iter
     ]
     if not rows:
         return
-    if clear_rows := list(filter(_excludes_zero, rows)):
+    if clear_rows := list(filter(model_differences.excludes_zero, rows)):
         row = max(clear_rows, key=lambda row: abs(row["difference"]))
         yield (
             f"Compared with {first.label} layer by layer, IsoScore differs most in {name_layer(row['layer'])} of "

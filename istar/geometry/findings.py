@@ -8,6 +8,7 @@ statistical tests.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from istar.geometry.measures_file import Measurements
 from istar.geometry.model_figures import format_tap_name
@@ -75,7 +76,7 @@ def describe_findings(measured: Measurements) -> list[str]:
     ]
     unusual.sort(key=lambda finding: -finding.excess)
     sentences = [finding.sentence for finding in unusual[:MAX_FINDINGS]] or ["No measure is unusual."]
-    return [*sentences, *_describe_all_layers(measured), *_warn_of_too_few_tokens(measured)]
+    return [*sentences, *_describe_all_layers(measured), *warn_of_too_few_tokens(measured)]
 
 
 def _find_extreme(layers: Layers, name: str, find_largest: bool = True) -> tuple[str, float]:
@@ -222,12 +223,13 @@ def _find_anisotropic_embeddings(measured: Measurements) -> Iterator[Finding]:
     """Yield a finding for each anisotropic embedding matrix, which says whether a common shift makes it so."""
     for side, forms in measured.matrices.items():
         raw, centered = (forms[form]["partition_isotropy_both"] for form in ("raw", "centered"))
-        if raw > SHIFTED:
+        anisotropy = classify_anisotropy(raw, centered)
+        if anisotropy is None:
             continue
         sentence = (
             f"The {side} embeddings are isotropic but for a common shift: centering raises I(W) from {raw:.2f} to "
             f"{centered:.2f}."
-            if centered >= NOT_SHIFTED
+            if anisotropy == "shifted"
             else f"The {side} embeddings are anisotropic: I(W), which is at most 1, is {raw:.2f}, and {centered:.2f} "
             "after centering."
         )
@@ -258,8 +260,13 @@ def _format_range(layers: Layers, name: str, decimals: int) -> str:
     return low_text if low_text == high_text else f"{low_text} to {high_text}"
 
 
-def _warn_of_too_few_tokens(measured: Measurements) -> Iterator[str]:
-    """Yield a warning if there are too few tokens per dimension for IsoScore and the ranks."""
+def name_layer(tap: str) -> str:
+    """Return the name of a layer as in a sentence: "layer 3", but "the embeddings" with an article."""
+    return format_tap_name(tap) if tap.startswith("layer_") else f"the {format_tap_name(tap)}"
+
+
+def warn_of_too_few_tokens(measured: Measurements) -> Iterator[str]:
+    """Yield a warning if there are fewer than `TOKENS_PER_DIMENSION` tokens per dimension."""
     num_tokens = next(iter(measured.all_texts.values()))["tokens"]
     num_dimensions = measured.width
     if num_tokens < TOKENS_PER_DIMENSION * num_dimensions:
@@ -269,6 +276,16 @@ def _warn_of_too_few_tokens(measured: Measurements) -> Iterator[str]:
         )
 
 
-def name_layer(tap: str) -> str:
-    """Return the name of a layer as in a sentence: "layer 3", but "the embeddings" with an article."""
-    return format_tap_name(tap) if tap.startswith("layer_") else f"the {format_tap_name(tap)}"
+def classify_anisotropy(raw: float, centered: float) -> Literal["shifted", "anisotropic"] | None:
+    """Return whether an unusually anisotropic embedding matrix is only `shifted`, or `anisotropic` beyond that.
+
+    Args:
+        raw: I(W) of the matrix over both signs of the eigenvectors.
+        centered: the same of the centered matrix.
+
+    Returns:
+        None if the matrix is not unusually anisotropic, or I(W) is undefined.
+    """
+    if not raw <= SHIFTED or math.isnan(centered):
+        return None
+    return "shifted" if centered >= NOT_SHIFTED else "anisotropic"

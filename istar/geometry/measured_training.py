@@ -39,11 +39,20 @@ class MeasuredTraining:
         return f"layer_{indices.max()}" if len(indices) else ""
 
     @cached_property
+    def first_measurements(self) -> Measurements | None:
+        """Measurements of the first checkpoint; None if its folder has been deleted."""
+        return self._read_checkpoint(0)
+
+    @cached_property
     def last_measurements(self) -> Measurements | None:
         """Measurements of the last checkpoint; None if its folder has been deleted."""
-        last_checkpoint = Checkpoint(str(self.measures["revision"].iloc[-1]), name="")
+        return self._read_checkpoint(-1)
+
+    def _read_checkpoint(self, row_index: int) -> Measurements | None:
+        """Read the measurements of the checkpoint in this row of the table; return None if they cannot be read."""
+        checkpoint = Checkpoint(str(self.measures["revision"].iloc[row_index]), name="")
         try:
-            return measures_file.read(self.folder / last_checkpoint.folder / measures_file.JSON_FILE)
+            return measures_file.read(self.folder / checkpoint.folder / measures_file.JSON_FILE)
         except UserError:
             return None
 

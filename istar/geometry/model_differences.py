@@ -143,6 +143,20 @@ def compute_differences(first: MeasuredModel, other: MeasuredModel) -> Iterator[
             }
 
 
+def find_last_difference(first: MeasuredModel, other: MeasuredModel, measure: str) -> dict[str, Any] | None:
+    """Return the difference of a measure between the last layers of two models, as a row of `compute_differences`.
+
+    The result is None if the difference or its error is undefined.
+    """
+    rows = compute_differences(first, other)
+    return next((row for row in rows if row["is_last"] and row["measure"] == measure), None)
+
+
+def excludes_zero(row: Mapping[str, Any]) -> bool:
+    """Return whether the 95% interval of a difference, a row of `compute_differences`, does not contain 0."""
+    return bool(row["low"] > 0 or row["high"] < 0)
+
+
 def compute_all_differences(models: Sequence[MeasuredModel]) -> list[dict[str, Any]]:
     """Return the differences of each other model from the first one, as rows of `compute_differences`."""
     first, *others = models

@@ -1,6 +1,7 @@
 """HTML page with figures of a model's geometry over its training."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +14,7 @@ from istar.figures.plot import Panel, Plot
 from istar.figures.spacing import are_log_spaced, evenly_spaced
 from istar.files import atomic_write
 from istar.geometry import measures_file
+from istar.geometry.compare import MeasuredModel
 from istar.geometry.intervals import interval_half_width
 from istar.geometry.measures_file import Measurements
 from istar.geometry.model_figures import (
@@ -26,6 +28,7 @@ from istar.geometry.model_figures import (
 from istar.geometry.model_page import describe_documents_and_tokens
 from istar.geometry.saved_checkpoints import Checkpoint
 from istar.geometry.taps import FINAL_NORM
+from istar.geometry.training_findings import describe_training
 from istar.geometry.trajectory import Trajectory, TrajectoryPlan, make_rows, refuse_other_checkpoints
 from istar.pages import folder
 from istar.pages.folder import PageKind
@@ -82,6 +85,11 @@ def write_page(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajecto
     """
     table = make_table(checkpoints, trajectory.measurements)
     sections = [
+        Section(
+            "findings",
+            "What stands out",
+            describe_training(label_checkpoints(checkpoints, trajectory.measurements)),
+        ),
         Section("reading", "How to read this", [*_READING, *_describe_input(trajectory)]),
         Section("table-checkpoints", table.title, (), table, is_wide=True),
     ]
@@ -116,6 +124,38 @@ def _describe_input(trajectory: Trajectory) -> list[str]:
     """Return a sentence on what the model has read, and which tokens the measures are over."""
     settings = [measured.settings for measured in trajectory.measurements.values()]
     return [describe_documents_and_tokens(settings[0])] if settings else []
+
+
+def label_checkpoints(
+    checkpoints: Sequence[Checkpoint], measurements_by_label: Mapping[str, Measurements]
+) -> list[MeasuredModel]:
+    """Return the measured checkpoints in the order of the training, each with a label for sentences.
+
+    If the steps of all of them are known, they are sorted by step, and a label is a step, such as `step 1,000`, after
+    the checkpoint's name if several have the same step. Otherwise they keep their order, and a label is the
+    checkpoint's name with its position on the x axis of the figures, such as `checkpoint base (1 of 3)`; a single
+    checkpoint has no position.
+    """
+    measured_checkpoints = [checkpoint for checkpoint in checkpoints if checkpoint.label in measurements_by_label]
+    count_by_step = Counter(checkpoint.step for checkpoint in measured_checkpoints)
+    if None in count_by_step:
+        num_checkpoints = len(measured_checkpoints)
+        labels = [
+            f"checkpoint {checkpoint.label}" + (f" ({position} of {num_checkpoints})" if num_checkpoints > 1 else "")
+            for position, checkpoint in enumerate(measured_checkpoints, start=1)
+        ]
+    else:
+        measured_checkpoints.sort(key=lambda checkpoint: checkpoint.step or 0)
+        labels = [
+            f"step {checkpoint.step:,}"
+            if count_by_step[checkpoint.step] == 1
+            else f"checkpoint {checkpoint.label} (step {checkpoint.step:,})"
+            for checkpoint in measured_checkpoints
+        ]
+    return [
+        MeasuredModel(label, measurements_by_label[checkpoint.label])
+        for label, checkpoint in zip(labels, measured_checkpoints, strict=True)
+    ]
 
 
 def make_table(checkpoints: Sequence[Checkpoint], measurements_by_label: Mapping[str, Measurements]) -> Sheet:

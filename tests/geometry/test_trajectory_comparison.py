@@ -18,7 +18,8 @@ from istar.figures import drawing
 from istar.geometry import compare, measures_file, trajectory_comparison
 from istar.geometry.measured_training import MeasuredTraining
 from istar.geometry.measures_file import Measurements
-from istar.geometry.training_findings import describe_trainings
+from istar.geometry.training_findings import describe_training, describe_trainings
+from tests.geometry.test_training_findings import compute_half_width, make_checkpoint
 from tests.reports.test_report import parsed
 
 COLUMNS = (
@@ -292,6 +293,19 @@ def test_the_largest_change_and_the_last_values_stand_out(tmp_path: Path) -> Non
         f"The 95% interval of the change, 0.01 ± {half_width:.2g}, contains 0, so that the choice of the documents may "
         "explain it."
     )
+
+
+def test_the_change_of_a_training_has_a_paired_interval(tmp_path: Path) -> None:
+    """With the folders of the first and the last checkpoint, the change has the interval of the training's own page."""
+    training_folder = write_known_trajectory(tmp_path / "rising", (0.25, 0.45), 0.01)
+    checkpoints = [make_checkpoint("step 0", 0.2, 0.3, 0.25), make_checkpoint("step 10", 0.2, 0.3, 0.45)]
+    for checkpoint in checkpoints:
+        folder = training_folder / checkpoint.label.replace(" ", "")
+        folder.mkdir(exist_ok=True)
+        measures_file.write(checkpoint.measurements, folder)
+    interval = f"The 95% interval of the change, 0.2 ± {compute_half_width('step 0', 'step 10'):.2g}, does not"
+    assert interval in describe_trainings(read_trainings_of(training_folder))[0]
+    assert interval in describe_training(checkpoints)[0]
 
 
 def test_trainings_over_other_tokens_are_not_ranked(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ from istar.figures.drawing import render
 from istar.figures.plot import Line, Panel, Plot
 from istar.figures.spacing import are_log_spaced
 from istar.geometry import saved_checkpoints, trajectory, trajectory_page
+from istar.geometry.compare import MeasuredModel
 from istar.geometry.stream import Pass
 from tests.geometry.test_stream import SENTENCES, TOKENIZER, gpt2
+from tests.reports.test_report import parsed
 
 STEPS = (10, 200, 3000)
 
@@ -43,6 +45,41 @@ def test_the_page_is_complete(training_folder: Path) -> None:
         for suffix in ("svg", "pdf", "png"):
             assert (training_folder / "out" / "figures" / f"{name}.{suffix}").stat().st_size > 1_000
     assert "--checkpoints" in text
+    page_text = " ".join(" ".join(parsed(training_folder / "out" / "index.html").text).split())
+    # The step is that of the checkpoints, not their position.
+    assert re.search(r"What stands out IsoScore of the last layer (rises|falls) from [\d.]+ at step 10 to ", page_text)
+    assert page_text.index("What stands out") < page_text.index("How to read this")
+
+
+def make_checkpoints(training_folder: Path, steps: dict[str, int | None]) -> list[MeasuredModel]:
+    """Label checkpoints of these names and steps; the measures of each are those of the next checkpoint of the run."""
+    measurements_by_label = {
+        label: trajectory.measures_file.read(training_folder / "out" / f"step{step}" / "measures.json")
+        for label, step in zip(steps, STEPS, strict=True)
+    }
+    checkpoints = [saved_checkpoints.Checkpoint(label, "", step=step) for label, step in steps.items()]
+    unmeasured = saved_checkpoints.Checkpoint("unmeasured", "", step=5)
+    return trajectory_page.label_checkpoints([unmeasured, *checkpoints], measurements_by_label)
+
+
+def test_sentences_name_checkpoints_by_step_or_by_position(training_folder: Path) -> None:
+    checkpoints = make_checkpoints(training_folder, {"late": 2000, "early": 0, "middle": 10})
+    assert [checkpoint.label for checkpoint in checkpoints] == ["step 0", "step 10", "step 2,000"]
+    # Each label has the measures of its own checkpoint.
+    names = [Path(checkpoint.measurements.model["name"]).name for checkpoint in checkpoints]
+    assert names == ["step200", "step3000", "step10"]
+    repeated = make_checkpoints(training_folder, {"late": 2000, "best": 10, "epoch-1": 10})
+    assert [checkpoint.label for checkpoint in repeated] == [
+        "checkpoint best (step 10)", "checkpoint epoch-1 (step 10)", "step 2,000",
+    ]  # fmt: skip
+    without_steps = make_checkpoints(training_folder, {"late": 2000, "base": None, "tuned": 10})
+    assert [checkpoint.label for checkpoint in without_steps] == [
+        "checkpoint late (1 of 3)", "checkpoint base (2 of 3)", "checkpoint tuned (3 of 3)",
+    ]  # fmt: skip
+    [only] = trajectory_page.label_checkpoints(
+        [saved_checkpoints.Checkpoint("base", "")], {"base": without_steps[0].measurements}
+    )
+    assert only.label == "checkpoint base"
 
 
 def test_figures_equal_the_table(training_folder: Path) -> None:
@@ -102,6 +139,7 @@ def test_checkpoints_without_steps_keep_their_order(training_folder: Path) -> No
         plan, checkpoints, trajectory.Trajectory(dict(zip(("last", "first"), measurements, strict=True)))
     )
     assert "<b>" not in page.read_text(encoding="utf-8")
+    assert "at checkpoint last (1 of 2)" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
