@@ -10,6 +10,7 @@ import pandas as pd
 from istar.errors import UserError
 from istar.geometry import embed_figures, embed_tables
 from istar.geometry.compare_page import join_names
+from istar.geometry.embed_findings import describe_embeddings
 from istar.geometry.embed_models import ModelEmbeddings
 from istar.geometry.spheres import make_spectra
 from istar.pages import folder
@@ -132,7 +133,10 @@ def _make_page(
     models: Sequence[ModelEmbeddings], sheets: Mapping[str, Sheet], words: pd.DataFrame, command: str
 ) -> Page:
     """Assemble the page of embedding matrices from its tables and plots."""
-    sections = [Section("reading", "How to read this", _READING_NOTES)]
+    sections = [
+        Section("findings", "What stands out", describe_embeddings(models)),
+        Section("reading", "How to read this", _READING_NOTES),
+    ]
     sections += [_make_table_section(sheets, name, title) for name, title in _TABLE_TITLES.items()]
     for plot in embed_figures.make_plots(models, words, make_spectra()):
         empty_note = "" if plot.panels else _MISSING_REASONS[plot.name]

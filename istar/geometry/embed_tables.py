@@ -14,7 +14,7 @@ from istar.geometry.published_embeddings import BENCHMARK_TITLES
 from istar.pages.sheets import Entry, Sheet
 
 _MEASURED, _BOTH_SIGNS, _PUBLISHED, _DIFFERENCE = "istar", "both signs", "paper", "difference"
-_FORM_NAMES = {
+FORM_NAMES = {
     "raw": "raw",
     "centered": "centered",
     "scaled_centered": "centered-scaled",
@@ -80,8 +80,22 @@ def make_table2(models: Sequence[ModelEmbeddings]) -> Sheet:
         "Bold: the best form of each model. The paper's averages are shown where all five of its benchmarks were given."
     )
     title = "Table 2: average word similarity"
-    sheet = _make_sheet("table2", title, caption, rows, headers, _format_score, _describe_left_out(models))
+    sheet = _make_sheet("table2", title, caption, rows, headers, format_score, _describe_left_out(models))
     return _mark_best(sheet, rows, list(headers))
+
+
+def average_similarity(model: ModelEmbeddings) -> dict[str, dict[str, float]]:
+    """Return the average over the benchmarks of 100 times Pearson's r with the ratings, by form and score.
+
+    The scores are `cosine` and `inner_product`. A benchmark whose correlation is undefined makes the average NaN.
+    Without benchmarks, the result is empty.
+    """
+    if model.word_similarity.empty:
+        return {}
+    return {
+        str(form): {score: 100 * float(rows[f"{score}_pearson"].mean(skipna=False)) for score in _SCORE_HEADERS}
+        for form, rows in model.word_similarity.groupby("form", sort=False)
+    }
 
 
 def make_table3(models: Sequence[ModelEmbeddings]) -> Sheet:
@@ -100,7 +114,7 @@ def make_table3(models: Sequence[ModelEmbeddings]) -> Sheet:
         "left out, so that models with other tokenizers are not comparable. The paper's table has no centered form."
     )
     title = "Table 3: word similarity by benchmark"
-    return _make_sheet("table3", title, caption, rows, headers, _format_score, _describe_kept_pairs(models))
+    return _make_sheet("table3", title, caption, rows, headers, format_score, _describe_kept_pairs(models))
 
 
 def make_coverage_table(models: Sequence[ModelEmbeddings], words: pd.DataFrame) -> Sheet:
@@ -172,17 +186,16 @@ def _make_average_rows(model: ModelEmbeddings) -> Iterator[_Row]:
     has_all_benchmarks = set(similarity["benchmark"]) == set(BENCHMARK_TITLES)
     raw_means: dict[str, float] = {}
     published_raw: Mapping[str, float] = {}
-    for form, form_rows in similarity.groupby("form", sort=False):
-        # A benchmark whose correlation is undefined makes the average undefined.
-        means = {score: 100 * float(form_rows[f"{score}_pearson"].mean(skipna=False)) for score in _SCORE_HEADERS}
+    num_benchmarks = float(similarity["benchmark"].nunique())
+    for form, means in average_similarity(model).items():
         raw_means = raw_means or means
-        measured = _add_gains(means, raw_means) | {"benchmarks": float(len(form_rows))}
-        yield _Row(model.label, str(form), _MEASURED, measured)
-        paper_model = _find_wordsim_paper_model(model, str(form))
-        published = published_embeddings.read_average_similarity(paper_model, str(form)) if has_all_benchmarks else {}
+        measured = _add_gains(means, raw_means) | {"benchmarks": num_benchmarks}
+        yield _Row(model.label, form, _MEASURED, measured)
+        paper_model = _find_wordsim_paper_model(model, form)
+        published = published_embeddings.read_average_similarity(paper_model, form) if has_all_benchmarks else {}
         if published:
             published_raw = published_raw or published
-            yield from _make_published_rows(model.label, str(form), measured, _add_gains(published, published_raw))
+            yield from _make_published_rows(model.label, form, measured, _add_gains(published, published_raw))
 
 
 def _make_benchmark_rows(model: ModelEmbeddings) -> Iterator[_Row]:
@@ -301,7 +314,7 @@ def _make_sheet(
     for row in rows:
         keys = {"form": row.form, "source": row.source} if has_forms else {"source": row.source}
         records.append({"model": row.model, **keys, **{column: row.values.get(column, math.nan) for column in headers}})
-        form_cells = [Entry(_FORM_NAMES[row.form])] if has_forms else []
+        form_cells = [Entry(FORM_NAMES[row.form])] if has_forms else []
         number_cells = [_make_number_cell(row, column, format_number) for column in headers]
         rows_by_model.setdefault(row.model, []).append([*form_cells, Entry(row.source), *number_cells])
     header = (*(("form",) if has_forms else ()), "source", *headers.values())
@@ -353,7 +366,7 @@ def _mark_best(sheet: Sheet, rows: Sequence[_Row], columns: list[str]) -> Sheet:
     return Sheet(**{**vars(sheet), "rows_by_group": marked_rows_by_model})
 
 
-def _format_score(value: float) -> str:
+def format_score(value: float) -> str:
     """Return a score with two decimals."""
     return f"{value:.2f}"
 

@@ -15,6 +15,7 @@ from istar.geometry import compare, corpus, embed, embed_figures, embed_models, 
 from istar.geometry.density import estimate_density
 from istar.geometry.spheres import NUM_POINTS, make_spectra
 from tests.geometry.test_embed import TOKENIZER, UNUSED, WIDTH, build, compute_isotropy, read_rows, save_model
+from tests.reports.test_report import parsed
 
 PAIRS = [("cat", "dog", 8), ("house", "garden", 7), ("cat", "garden", 1), ("house", "dog", 3), ("the", "sees", 2)]
 TEXT = "the cat the dog\n\nthe house sees the cat.\n"
@@ -326,6 +327,10 @@ def test_the_page_and_its_files(tmp_path: Path, command: list[str], capsys: pyte
     assert "Table 2" in output
     html = (out / "index.html").read_text()
     assert "Embedding matrices of gpt2 and mine" in html
+    page_text = " ".join(" ".join(parsed(out / "index.html").text).split())
+    assert "What stands out The raw input embeddings of " in page_text
+    assert "Average word similarity by cosine is highest for the " in page_text
+    assert page_text.index("What stands out") < page_text.index("How to read this")
     for name in ("table1", "table2", "table3", "figure4_coverage"):
         assert {path.suffix for path in (out / "tables").glob(f"{name}.*")} == {".csv", ".md", ".tex"}
     figures = {path.name for path in (out / "figures").iterdir()}
@@ -358,7 +363,9 @@ def test_one_model_in_chosen_forms(tmp_path: Path) -> None:
     with (out / "tables" / "table2.csv").open(newline="") as file:
         assert [row["form"] for row in csv.DictReader(file)] == ["raw", "centered"]
     assert not (out / "frequency.csv").exists()
-    assert "no texts were given" in (out / "index.html").read_text()
+    page_text = (out / "index.html").read_text()
+    assert "no texts were given" in page_text
+    assert "I(W) of the raw input embeddings of model, over both signs of the eigenvectors, is " in page_text
 
 
 def test_rows_of_equal_norm_have_no_density(tmp_path: Path) -> None:
