@@ -57,28 +57,31 @@ def _rank_isotropy(models: Sequence[ModelEmbeddings]) -> Iterator[str]:
 
 
 def _describe_centering(models: Sequence[ModelEmbeddings]) -> Iterator[str]:
-    """Yield sentences on matrices that are isotropic but for a common shift, and on those that centering does not help.
+    """Yield a sentence each on the matrices that are isotropic but for a common shift, and on other anisotropic ones.
 
-    If there are none of either, a sentence says so.
+    If there are neither, a sentence says that the matrices are not unusually anisotropic.
     """
     texts_by_kind: dict[str | None, list[str]] = {"shifted": [], "anisotropic": [], None: []}
     for model in models:
         raw, centered = (_get_isotropy(model, form) for form in ("raw", "centered"))
         if math.isfinite(raw) and math.isfinite(centered):
-            text = f"{model.label} (I(W) {raw:.3f} raw, {centered:.3f} centered)"
+            text = f"{model.label} ({raw:.3f} raw, {centered:.3f} centered)"
             texts_by_kind[classify_anisotropy(raw, centered)].append(text)
     name = _name_matrices(models)
     if shifted := texts_by_kind["shifted"]:
-        yield f"But for a common shift, which centering removes, the {name} of {list_names(shifted)} are isotropic."
+        yield (
+            f"Centering raises I(W) of the {name} of {list_names(shifted)} to at least {NOT_SHIFTED}: but for a common "
+            "shift, they are isotropic."
+        )
     if anisotropic := texts_by_kind["anisotropic"]:
         yield (
-            f"A common shift is not all that makes the {name} of {list_names(anisotropic)} anisotropic: after "
-            f"centering, I(W) is still below {NOT_SHIFTED}."
+            f"After centering, I(W) of the {name} of {list_names(anisotropic)} is still below {NOT_SHIFTED}, so that a "
+            "common shift is not all that makes them anisotropic."
         )
     if texts_by_kind[None] and not shifted and not anisotropic:
         yield (
-            f"The raw {name} of {list_names(texts_by_kind[None])} are not unusually anisotropic: I(W) is above "
-            f"{SHIFTED}."
+            f"I(W) of the {name} of {list_names(texts_by_kind[None])} is above {SHIFTED} without centering, so that "
+            "they are not unusually anisotropic."
         )
 
 
@@ -97,8 +100,8 @@ def _rank_norm_ratios(models: Sequence[ModelEmbeddings]) -> Iterator[str]:
         )
         return
     yield (
-        f"The norm of the mean of all rows is largest in {high.label}, {high_text} of the average norm of a row, and "
-        f"smallest in {low.label}, {low_text} ({scale})."
+        f"Relative to the average norm of a row, the norm of the mean of all rows is largest in {high.label} "
+        f"({high_text}) and smallest in {low.label} ({low_text}); it is {scale}."
     )
 
 
@@ -116,8 +119,8 @@ def _describe_word_similarity(models: Sequence[ModelEmbeddings]) -> Iterator[str
         else ""
     )
     yield (
-        f"Average word similarity by cosine is highest for {list_names(texts)}. It has no interval, so that the choice "
-        f"of the word pairs may explain small differences.{tokenizers}"
+        f"The average word similarity by cosine (Table 2) is highest for {list_names(texts)}. It has no interval, so "
+        f"that the choice of the word pairs may explain small differences.{tokenizers}"
     )
 
 

@@ -60,10 +60,10 @@ def test_the_most_and_the_least_isotropic_matrix() -> None:
     assert describe_embeddings(models) == [
         "Of all raw input embeddings, those of b are the most isotropic and those of a the least: I(W), over both "
         "signs of the eigenvectors, is 0.900 and 0.600; 1 is isotropic.",
-        "The raw input embeddings of a (I(W) 0.600 raw, 0.950 centered), b (I(W) 0.900 raw, 0.950 centered) and c "
-        "(I(W) 0.700 raw, 0.950 centered) are not unusually anisotropic: I(W) is above 0.5.",
-        "The norm of the mean of all rows is largest in a, 50% of the average norm of a row, and smallest in b, 3% (0% "
-        "if the rows lie around the origin, 100% if all have the same direction).",
+        "I(W) of the input embeddings of a (0.600 raw, 0.950 centered), b (0.900 raw, 0.950 centered) and c (0.700 "
+        "raw, 0.950 centered) is above 0.5 without centering, so that they are not unusually anisotropic.",
+        "Relative to the average norm of a row, the norm of the mean of all rows is largest in a (50%) and smallest in "
+        "b (3%); it is 0% if the rows lie around the origin, 100% if all have the same direction.",
     ]
     [ranking, *_] = describe_embeddings([make_embeddings("a", 0.6, matrix="output"), make_embeddings("b", 0.9)])
     assert ranking == (
@@ -78,8 +78,8 @@ def test_one_model_and_equal_models_are_not_ranked() -> None:
         "I(W) of the raw input embeddings of a, over both signs of the eigenvectors, is 0.120; 1 is isotropic."
     )
     assert centering == (
-        "But for a common shift, which centering removes, the input embeddings of a (I(W) 0.120 raw, 0.980 centered) "
-        "are isotropic."
+        "Centering raises I(W) of the input embeddings of a (0.120 raw, 0.980 centered) to at least 0.9: but for a "
+        "common shift, they are isotropic."
     )
     assert norms.startswith("In a, the norm of the mean of all rows is 62% of the average norm of a row")
     # Differences that the sentence would not show are none.
@@ -99,10 +99,10 @@ def test_what_centering_does() -> None:
         make_embeddings("usual", 0.51, 0.2),
     ]
     assert describe_embeddings(models)[1:3] == [
-        "But for a common shift, which centering removes, the input embeddings of shifted (I(W) 0.100 raw, 0.950 "
-        "centered) and also (I(W) 0.500 raw, 0.900 centered) are isotropic.",
-        "A common shift is not all that makes the input embeddings of narrow (I(W) 0.100 raw, 0.890 centered) "
-        "anisotropic: after centering, I(W) is still below 0.9.",
+        "Centering raises I(W) of the input embeddings of shifted (0.100 raw, 0.950 centered) and also (0.500 raw, "
+        "0.900 centered) to at least 0.9: but for a common shift, they are isotropic.",
+        "After centering, I(W) of the input embeddings of narrow (0.100 raw, 0.890 centered) is still below 0.9, so "
+        "that a common shift is not all that makes them anisotropic.",
     ]
 
 
@@ -111,7 +111,7 @@ def test_undefined_measures_are_passed_over() -> None:
     assert describe_embeddings([undefined]) == ["I(W) and the norms of these matrices are not defined."]
     assert describe_embeddings([undefined, make_embeddings("a")]) == describe_embeddings([make_embeddings("a")])
     half_defined = make_embeddings("half", 0.1, NAN)
-    assert not select(describe_embeddings([half_defined]), "centering")
+    assert not select(describe_embeddings([half_defined]), "entering")
 
 
 def test_the_best_form_of_each_model() -> None:
@@ -121,10 +121,10 @@ def test_the_best_form_of_each_model() -> None:
         make_embeddings("c", cosines={"raw": (0.9,)}),
     ]
     assert select(describe_embeddings(models), "similarity") == [
-        "Average word similarity by cosine is highest for the centered form of a (45.00, 5.00 more than for the raw "
-        "matrix) and the raw form of b (90.00). It has no interval, so that the choice of the word pairs may explain "
-        "small differences. Models with different tokenizers cannot be compared by it, because they may keep different "
-        "pairs of words."
+        "The average word similarity by cosine (Table 2) is highest for the centered form of a (45.00, 5.00 more than "
+        "for the raw matrix) and the raw form of b (90.00). It has no interval, so that the choice of the word pairs "
+        "may explain small differences. Models with different tokenizers cannot be compared by it, because they may "
+        "keep different pairs of words."
     ]
     [alone] = select(describe_embeddings(models[:1]), "similarity")
     assert alone.endswith("the choice of the word pairs may explain small differences.")
@@ -150,7 +150,9 @@ def test_the_best_form_of_each_model() -> None:
 )
 def test_equally_good_and_undefined_forms(cosines: dict[str, tuple[float, ...]], text: str) -> None:
     [sentence] = select(describe_embeddings([make_embeddings("a", cosines=cosines)]), "similarity")
-    assert sentence.startswith(f"Average word similarity by cosine is highest for {text} It has no interval")
+    assert sentence.startswith(
+        f"The average word similarity by cosine (Table 2) is highest for {text} It has no interval"
+    )
     assert not select(
         describe_embeddings([make_embeddings("a", cosines={"raw": (NAN,), "centered": (0.5,)})]), "similarity"
     )

@@ -329,7 +329,7 @@ def test_the_page_and_its_files(tmp_path: Path, command: list[str], capsys: pyte
     assert "Embedding matrices of gpt2 and mine" in html
     page_text = " ".join(" ".join(parsed(out / "index.html").text).split())
     assert "What stands out The raw input embeddings of " in page_text
-    assert "Average word similarity by cosine is highest for the " in page_text
+    assert "The average word similarity by cosine (Table 2) is highest for the " in page_text
     assert page_text.index("What stands out") < page_text.index("How to read this")
     for name in ("table1", "table2", "table3", "figure4_coverage"):
         assert {path.suffix for path in (out / "tables").glob(f"{name}.*")} == {".csv", ".md", ".tex"}

@@ -737,6 +737,20 @@ MUTATIONS = [
         "tests/geometry/test_trajectory_comparison.py::test_a_model_has_the_same_colour_in_all_figures",
     ),
     Mutation(
+        "A checkpoint in between is an extreme if it differs from one end of the training.",
+        "istar/geometry/training_findings.py",
+        "if all(row is not None and model_differences.excludes_zero(row) for row in differences):",
+        "if any(row is not None and model_differences.excludes_zero(row) for row in differences):",
+        "tests/geometry/test_training_findings.py",
+    ),
+    Mutation(
+        "Embedding matrices are ranked by the signs as computed, which depend on the eigensolver.",
+        "istar/geometry/embed_findings.py",
+        'measures_by_form[form]["partition_isotropy_both"]',
+        'measures_by_form[form]["partition_isotropy_as_computed"]',
+        "tests/geometry/test_embed_findings.py",
+    ),
+    Mutation(
         "The time of an interrupted pass is forgotten.",
         "istar/geometry/stream.py",
         "            self.earlier_seconds += earlier_seconds\n",
