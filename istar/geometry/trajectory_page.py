@@ -13,7 +13,7 @@ from istar.figures import drawing
 from istar.figures.plot import Panel, Plot
 from istar.figures.spacing import are_log_spaced, evenly_spaced
 from istar.files import atomic_write
-from istar.geometry import measures_file
+from istar.geometry import measures_file, model_differences
 from istar.geometry.compare import MeasuredModel
 from istar.geometry.intervals import interval_half_width
 from istar.geometry.measures_file import Measurements
@@ -57,6 +57,18 @@ _READING = (
     "the mean cosine of the states of any two tokens, and IntraSim that of two occurrences of the same token type. "
     "docs/measures.md defines all measures.",
 )
+_CHANGE_INTERVALS: dict[model_differences.ErrorMethod, str] = {
+    "paired": "All checkpoints read the same documents in the same groups. The interval of a change is that of the "
+    "paired jackknife, of the differences without each group, and can exclude 0 although the intervals of both values "
+    "overlap. Each interval is for itself: of many, one in twenty misses the true change.",
+    "independent": "The error of a change is the root of the sum of the squares of both values' errors, which is "
+    "rather too large than too small. Each interval is for itself: of many, one in twenty misses the true change.",
+}
+"""How the intervals of changes are computed, by the method."""
+_NO_CHANGE_INTERVALS = (
+    "Changes have no intervals without standard errors from groups of documents, which need --groups of at least 2 and "
+    "as many documents as groups."
+)
 _TABLE_MEASURES = ("isoscore", "inter_sim", "intra_sim", "two_nn", "effective_rank", "average_norm")
 """Measures of the last layer in the table of checkpoints."""
 
@@ -84,13 +96,14 @@ def write_page(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajecto
     Figures of an earlier page are deleted.
     """
     table = make_table(checkpoints, trajectory.measurements)
+    models = label_checkpoints(checkpoints, trajectory.measurements)
     sections = [
+        Section("findings", "What stands out", describe_training(models)),
         Section(
-            "findings",
-            "What stands out",
-            describe_training(label_checkpoints(checkpoints, trajectory.measurements)),
+            "reading",
+            "How to read this",
+            [*_READING, *_describe_change_intervals(models), *_describe_input(trajectory)],
         ),
-        Section("reading", "How to read this", [*_READING, *_describe_input(trajectory)]),
         Section("table-checkpoints", table.title, (), table, is_wide=True),
     ]
     for plot in make_plots(checkpoints, trajectory.measurements):
@@ -118,6 +131,16 @@ def write_page(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajecto
         if path.suffix[1:] in drawing.SUFFIXES and path.relative_to(plan.out).as_posix() not in contents:
             path.unlink()
     return plan.out / folder.INDEX
+
+
+def _describe_change_intervals(checkpoints: Sequence[MeasuredModel]) -> list[str]:
+    """Return a paragraph on how the intervals of changes are computed; the list is empty for a single checkpoint."""
+    if len(checkpoints) == 1:
+        return []
+    first, last = checkpoints[0], checkpoints[-1]
+    if model_differences.explain_no_differences(first, last):
+        return [_NO_CHANGE_INTERVALS]
+    return [_CHANGE_INTERVALS[model_differences.choose_error_method(first, last)]]
 
 
 def _describe_input(trajectory: Trajectory) -> list[str]:

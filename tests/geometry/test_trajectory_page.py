@@ -3,6 +3,7 @@
 import csv
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from istar.geometry import saved_checkpoints, trajectory, trajectory_page
 from istar.geometry.compare import MeasuredModel
 from istar.geometry.stream import Pass
 from tests.geometry.test_stream import SENTENCES, TOKENIZER, gpt2
+from tests.geometry.test_training_findings import make_checkpoint
 from tests.reports.test_report import parsed
 
 STEPS = (10, 200, 3000)
@@ -49,6 +51,7 @@ def test_the_page_is_complete(training_folder: Path) -> None:
     # The step is that of the checkpoints, not their position.
     assert re.search(r"What stands out IsoScore of the last layer (rises|falls) from [\d.]+ at step 10 to ", page_text)
     assert page_text.index("What stands out") < page_text.index("How to read this")
+    assert "All checkpoints read the same documents in the same groups. The interval of a change" in page_text
 
 
 def make_checkpoints(training_folder: Path, steps: dict[str, int | None]) -> list[MeasuredModel]:
@@ -124,6 +127,27 @@ def test_trajectories_are_compared_on_one_page(training_folder: Path, capsys: py
     with (training_folder / "both" / "trajectories.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["model"] for row in rows] == ["first"] * (len(rows) // 2) + ["second"] * (len(rows) // 2)
+
+
+def test_the_page_says_how_intervals_of_changes_are_computed(tmp_path: Path) -> None:
+    plan = trajectory.TrajectoryPlan("model", [], Pass(16), tmp_path)
+    labels = ("step 0", "step 9")
+    steps = [saved_checkpoints.Checkpoint(label, "", step=step) for step, label in enumerate(labels)]
+    matrices = {"input": {key: {"partition_isotropy_both": 0.6, "dimensions": 16} for key in ("raw", "centered")}}
+    for has_errors, with_replicates, text in (
+        (True, True, "is that of the paired jackknife"),
+        (True, False, "is the root of the sum of the squares of both values' errors"),
+        (False, False, "Changes have no intervals without standard errors"),
+    ):
+        measurements = {}
+        for label in labels:
+            measured = make_checkpoint(label, 0.2, 0.3, 0.4, has_errors=has_errors).measurements
+            replicates = measured.replicates if with_replicates else {}
+            measurements[label] = replace(measured, replicates=replicates, matrices=matrices)
+        page = trajectory_page.write_page(plan, steps, trajectory.Trajectory(measurements))
+        assert text in " ".join(" ".join(parsed(page).text).split())
+    page = trajectory_page.write_page(plan, steps[:1], trajectory.Trajectory({"step 0": measurements["step 0"]}))
+    assert "Changes have no intervals" not in page.read_text(encoding="utf-8")
 
 
 def test_checkpoints_without_steps_keep_their_order(training_folder: Path) -> None:
