@@ -147,10 +147,14 @@ def _make_page(
     if command:
         sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[command]))
     labels = [model.label for model in models]
-    subject_line = ("Models", ", ".join(labels), f"measured by istar {version('istar')}")
+    subject_line = (
+        "Model" if len(labels) == 1 else "Models",
+        ", ".join(labels),
+        f"measured by istar {version('istar')}",
+    )
     num_rows = sum(model.measures_by_form["raw"]["rows"] for model in models)
     title = f"Embedding matrices of {join_names(labels) if len(labels) > 1 else labels[0]}"
-    summary = [(str(len(labels)), "models"), (f"{num_rows:,}", "embeddings")]
+    summary = [(str(len(labels)), "model" if len(labels) == 1 else "models"), (f"{num_rows:,}", "embeddings")]
     return Page(title, subject_line, KIND.generator, summary, sections)
 
 

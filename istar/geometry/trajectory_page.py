@@ -116,7 +116,7 @@ def write_page(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajecto
         sections.append(Section("left-out", "Not measured", failures))
     sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[plan.command]))
     summary = [
-        (str(len(trajectory.measurements)), "checkpoints"),
+        (str(len(models)), "checkpoint" if len(models) == 1 else "checkpoints"),
         (str(len(plan.texts)), "text" if len(plan.texts) == 1 else "texts"),
     ]
     subject_line = ("Model", plan.model, f"over its training, measured by istar {version('istar')}")
