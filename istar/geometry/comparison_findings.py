@@ -108,9 +108,9 @@ def _find_layer_with_largest_difference(models: Sequence[MeasuredModel]) -> Iter
     if clear_rows := list(filter(model_differences.excludes_zero, rows)):
         row = max(clear_rows, key=lambda row: abs(row["difference"]))
         yield (
-            f"Compared with {first.label} layer by layer, IsoScore differs most in {name_layer(row['layer'])} of "
-            f"{row['model']}: {row['value']:.3g} instead of {row['value_of_first']:.3g} (95% interval of the "
-            f"difference: {row['low']:.3g} to {row['high']:.3g})."
+            f"Compared with {first.label} layer by layer, the largest difference of IsoScore whose 95% interval does not "
+            f"contain 0 is in {name_layer(row['layer'])} of {row['model']}: {row['value']:.3g} instead of "
+            f"{row['value_of_first']:.3g} (interval: {row['low']:.3g} to {row['high']:.3g})."
         )
     else:
         names = list_names(list(dict.fromkeys(map(itemgetter("model"), rows))))

@@ -249,8 +249,8 @@ def test_models_are_ranked_and_compared_layer_by_layer() -> None:
         f"{0.5 - 2 * half_width:.3g} to {0.5 + 2 * half_width:.3g}, does not contain 0, so that the choice of the "
         "documents does not explain it.",
         # The deep model has other layers than the first.
-        "Compared with first layer by layer, IsoScore differs most in layer 1 of second: 0.1 instead of 0.5 (95% "
-        f"interval of the difference: {-0.4 - half_width:.3g} to {-0.4 + half_width:.3g}).",
+        "Compared with first layer by layer, the largest difference of IsoScore whose 95% interval does not contain 0 "
+        f"is in layer 1 of second: 0.1 instead of 0.5 (interval: {-0.4 - half_width:.3g} to {-0.4 + half_width:.3g}).",
         "second (at most 3, in layer 2) and deep (at most 1, in layer 3) have outlier dimensions, whose mean is more "
         "than 5 typical standard deviations from 0; first has none.",
     ]
