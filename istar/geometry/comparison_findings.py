@@ -35,9 +35,9 @@ _OUTLIERS = "outlier_dimensions"
 def describe_comparison(models: Sequence[MeasuredModel]) -> list[str]:
     """Return a few sentences on several models, over all their texts together.
 
-    They are on the largest and smallest IsoScore and InterSim of the last layers, on the layer in which a model with as
-    many layers as the first differs most from it, on outlier dimensions, and on models that are left out because they
-    read other tokens than the first model.
+    They are on the largest and smallest IsoScore and InterSim of the last layers, on the layer with the largest clear
+    difference from the first model among those with as many layers, on outlier dimensions, and on models that are left
+    out because they read other tokens than the first model.
     """
     first_model = models[0]
     compared_models = [model for model in models if model_differences.have_same_tokens(first_model, model)]
@@ -108,8 +108,8 @@ def _find_layer_with_largest_difference(models: Sequence[MeasuredModel]) -> Iter
     if clear_rows := list(filter(model_differences.excludes_zero, rows)):
         row = max(clear_rows, key=lambda row: abs(row["difference"]))
         yield (
-            f"Compared with {first.label} layer by layer, the largest difference of IsoScore whose 95% interval does not "
-            f"contain 0 is in {name_layer(row['layer'])} of {row['model']}: {row['value']:.3g} instead of "
+            f"Compared with {first.label} layer by layer, the largest difference of IsoScore whose 95% interval does "
+            f"not contain 0 is in {name_layer(row['layer'])} of {row['model']}: {row['value']:.3g} instead of "
             f"{row['value_of_first']:.3g} (interval: {row['low']:.3g} to {row['high']:.3g})."
         )
     else:
