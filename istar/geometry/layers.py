@@ -149,7 +149,7 @@ class Layer:
 
         Args:
             points: hidden states `(n, d)` of the tokens of the batch, without padding, in the order of its rows; see
-                `TokenBatch.sort`.
+                `TokenBatch.order`.
             batch: the tokens.
         """
         if not len(points):

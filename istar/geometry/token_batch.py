@@ -126,10 +126,6 @@ class TokenBatch:
             num_groups=num_groups,
         )
 
-    def sort(self, points: Tensor) -> Tensor:
-        """Return the hidden states `(n, d)` of the tokens in the order of the rows."""
-        return points.index_select(0, self.order.to(points.device))
-
     def find_rows(self) -> Tensor:
         """Return the row of each token, in the order in which the tokens were given to `of`, `(n,)`, on the CPU."""
         return self.order.argsort()

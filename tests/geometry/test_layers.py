@@ -41,7 +41,7 @@ def make_text(num_documents: int = 20, length: int = LENGTH, seed: int = 0) -> t
 def add_tokens(layer: Layer, points: torch.Tensor, *columns: torch.Tensor, num_groups: int = GROUPS) -> None:
     """Add the points of tokens in any order; the columns are the first arguments of `TokenBatch.of`."""
     batch = TokenBatch.of(*columns, num_groups=num_groups)
-    layer.update(batch.sort(points), batch)
+    layer.update(points[batch.order], batch)
 
 
 def make_layer(*batches: Any, settings: LayerSettings | None = None) -> Layer:

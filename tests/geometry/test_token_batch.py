@@ -17,7 +17,7 @@ def test_parts_are_slices_of_the_sorted_rows() -> None:
     batch = TokenBatch.of(TOKENS, POSITIONS, GROUPS, SENTENCES, num_groups=2)
     # Parts 0 and 1 are the sentences of both groups, and part 3 the tokens of group 1 without a sentence.
     assert batch.part_slices == {0: slice(0, 4), 1: slice(4, 6), 3: slice(6, 8)}
-    assert batch.sort(torch.arange(8)[:, None]).squeeze(1).tolist() == EXPECTED_ORDER
+    assert batch.order.tolist() == EXPECTED_ORDER
     assert [EXPECTED_ORDER[row] for row in batch.find_rows().tolist()] == list(range(8))
     assert batch.token_ids.tolist() == TOKENS[EXPECTED_ORDER].tolist()
     assert batch.positions.tolist() == POSITIONS[EXPECTED_ORDER].tolist()

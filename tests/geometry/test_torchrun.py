@@ -90,7 +90,7 @@ def test_measures_equal_those_of_one_process(
                 # Layer normalization makes one singular value 0, so its computed value is a rounding error of float32.
                 relative_tolerance = 0.1 if key == "effective_rank_error" else 1e-3 if "rank" in key else 1e-5
                 # The power law is a fit of the logarithms of small variances.
-                relative_tolerance = 1e-3 if key == "alpha_req_error" else relative_tolerance
+                relative_tolerance = 1e-4 if key == "alpha_req_error" else relative_tolerance
                 assert float(row_of_two[key]) == pytest.approx(float(value), rel=relative_tolerance), key
 
 
