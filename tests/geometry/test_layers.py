@@ -308,6 +308,7 @@ def test_float32_dimensions_of_tiny_deviations_have_their_kurtosis() -> None:
     layer = Layer(TYPES, points[:50].double().mean(0))
     add_tokens(layer, points, *tokens)
     kurtosis = layer.dimensions.kurtosis()
+    assert layer.dimensions.mean[1].item() == pytest.approx(points[:, 1].double().mean().item(), rel=1e-9, abs=0)
     expected = scipy.stats.kurtosis(points[:, :3].double().numpy())
     assert kurtosis[1].item() == pytest.approx(expected[1], rel=1e-9)
     assert kurtosis[[0, 2]].tolist() == pytest.approx(expected[[0, 2]], rel=1e-5, abs=1e-5)
