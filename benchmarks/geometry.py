@@ -2,11 +2,12 @@
 
 The documents are of 1 to 60 random words, each seen alone, in batches of like length. The frequency of a word is the
 inverse of its rank, as in natural texts, so that most words occur a few times. The contenders are the forward pass
-alone, on batches that are ready; `istar measure` from the text to the table of its basic measures; and the same
-without standard errors. Prints the seconds, their ratios, and the memory that the passes take in addition to the
-model's forward pass. All take place in this process, on the CPU, and with the same random model; their order rotates
-from round to round. The defaults take 10 minutes on two idle cores. The ratio is higher for a short text, because the
-end of a pass (spectra of all layers, with each group left out) takes the same time for any text.
+alone, on batches that are ready; `istar measure` from the text to the table of its basic measures; and the same with
+the streaming measures only, `--groups 0 --sample 0`: without standard errors, and without TwoNN, which compares the
+tokens of a sample with each other. Prints the seconds, their ratios, and the memory that the passes take in addition
+to the model's forward pass. All take place in this process, on the CPU, and with the same random model; their order
+rotates from round to round. The defaults take 10 minutes on two idle cores. The ratio is higher for a short text,
+because the end of a pass (spectra of all layers, TwoNN) takes the same time for any text.
 
     python -m benchmarks.geometry --measures all              also those that `istar measure` leaves out by default
     python -m benchmarks.geometry --documents packed          blocks of several documents, all of the same length
@@ -63,8 +64,9 @@ def main() -> None:
         cpu = torch.device("cpu")
         memory_before = peak_memory_mb(cpu)
         calls: dict[str, Callable[[], object]] = {PEER: bare_forward}
-        for name, groups in (("istar measure", settings.groups), ("without standard errors", 0)):
-            stream = Stream(model, tokenizer, replace(settings, groups=groups))
+        streaming_only = replace(settings, groups=0, sample=0)
+        for name, pass_settings in (("istar measure", settings), ("streaming measures only", streaming_only)):
+            stream = Stream(model, tokenizer, pass_settings)
             calls[name] = partial(stream, [source], Statistics.compute_measures)
         seconds = time_in_rotation(calls, options.rounds, cpu)
     tokens = sum(int(inputs["attention_mask"].sum()) for inputs in batches)

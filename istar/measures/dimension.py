@@ -77,7 +77,7 @@ def two_nn_with_error(points: Tensor, discard: float = 0.1, resamples: int = 200
     # Random numbers come from the CPU, so that they are equal on all devices.
     samples = torch.randint(n, (resamples, n), generator=generator).to(log_ratios.device)
     # The ratios are in ascending order, so those of a sample are too if its indices are.
-    slopes = torch.stack([_fit_slope(sample, discard) for sample in log_ratios[samples.sort(dim=1).values]])
+    slopes = _fit_slope(log_ratios[samples.sort(dim=1).values], discard)
     return Dimension(float(_fit_slope(log_ratios, discard)), float(slopes.std()))
 
 
@@ -98,14 +98,16 @@ def _compute_sorted_log_ratios(points: Tensor, discard: float) -> Tensor:
 
 
 def _fit_slope(log_ratios: Tensor, discard: float) -> Tensor:
-    """Return the dimension d, 0-d, of the least-squares fit -log(1 - F) = d log(ratio) to ascending log ratios.
+    """Return the dimension d, `(...)`, of the least-squares fit -log(1 - F) = d log(ratio) to log ratios `(..., n)`.
 
-    F is the empirical distribution function of the ratios. The largest ratios, a share of `discard`, are left out.
+    The log ratios are in ascending order, and F is their empirical distribution function. The largest ones, a share of
+    `discard`, are left out.
     """
-    n = len(log_ratios)
-    x = log_ratios[: _count_fitted_ratios(n, discard)]
-    y = -torch.log1p(-torch.arange(1, len(x) + 1, dtype=x.dtype, device=x.device) / n)
-    return x @ y / (x @ x)
+    n = log_ratios.shape[-1]
+    x = log_ratios[..., : _count_fitted_ratios(n, discard)]
+    y = -torch.log1p(-torch.arange(1, x.shape[-1] + 1, dtype=x.dtype, device=x.device) / n)
+    slopes: Tensor = x @ y / x.square().sum(-1)
+    return slopes
 
 
 def _count_fitted_ratios(n: int, discard: float) -> int:
