@@ -1,0 +1,99 @@
+"""Moments of groups of documents, against sums over the points of each group."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from istar.errors import UserError
+from istar.geometry import grouped_moments
+from istar.geometry.grouped_moments import GroupedMoments
+from istar.geometry.token_batch import TokenBatch
+from istar.measures import FourthMoments
+
+NUM_GROUPS, NUM_POINTS = 3, 50
+
+
+def make_points(dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Return correlated points `(NUM_POINTS, dim)` and the group of each."""
+    generator = torch.Generator().manual_seed(seed)
+    points = (
+        torch.randn(NUM_POINTS, 5, generator=generator).double() @ torch.randn(5, dim, generator=generator).double()
+    )
+    return points + 2, torch.randint(NUM_GROUPS, (NUM_POINTS,), generator=generator)
+
+
+def add_points(moments: GroupedMoments, points: Tensor, groups: Tensor, sentences: Tensor | None = None) -> None:
+    """Add points in any order about an origin of ones."""
+    batch = TokenBatch.of(torch.zeros_like(groups), groups, groups, sentences, num_groups=NUM_GROUPS)
+    centered = (points - 1)[batch.order]
+    moments.update(centered, centered.square().sum(1), batch)
+
+
+def assert_moments_of(moments: FourthMoments, points: Tensor) -> None:
+    """Assert that moments are those of points, computed naively."""
+    deviations = points - points.mean(0)
+    squared_norms = (deviations**2).sum(1)
+    expected = (points.mean(0), deviations.T @ deviations, squared_norms @ deviations, (squared_norms**2).sum())
+    assert moments.count == len(points)
+    for actual, value in zip((moments.mean, moments.scatter, moments.third, moments.fourth), expected, strict=True):
+        torch.testing.assert_close(actual, value, rtol=1e-11, atol=1e-11 * float(value.abs().max()))
+
+
+@pytest.mark.parametrize("max_recent_points", [1, 10, 1000])
+@pytest.mark.parametrize("panel_width", [1, 3, 7, 100], ids="panels of {}".format)
+@pytest.mark.parametrize("dim", [1, 7, 8])
+def test_moments_of_all_points_and_without_each_group(
+    monkeypatch: pytest.MonkeyPatch, dim: int, panel_width: int, max_recent_points: int
+) -> None:
+    monkeypatch.setattr(grouped_moments, "PANEL_WIDTH", panel_width)
+    monkeypatch.setattr(grouped_moments, "MAX_RECENT_POINTS", max_recent_points)
+    points, groups = make_points(dim)
+    moments = GroupedMoments(NUM_GROUPS, torch.ones(dim))
+    for batch_points, batch_groups in zip(points.split(12), groups.split(12), strict=True):
+        add_points(moments, batch_points, batch_groups)
+    assert_moments_of(moments.compute_moments(), points)
+    for group, without_group in enumerate(moments.compute_moments_without_each_group()):
+        assert_moments_of(without_group, points[groups != group])
+
+
+def test_more_dimensions_than_a_panel_has() -> None:
+    dim = 2 * grouped_moments.PANEL_WIDTH + 9
+    points, groups = make_points(dim)
+    moments = GroupedMoments(1, torch.ones(dim))
+    add_points(moments, points, groups)
+    assert_moments_of(moments.compute_moments(), points)
+
+
+@pytest.mark.parametrize("with_sentences", [False, True], ids=["no sentences", "sentences"])
+@pytest.mark.parametrize("panel_width", [2, 100], ids="panels of {}".format)
+def test_a_restored_and_merged_accumulator_has_all_points(
+    monkeypatch: pytest.MonkeyPatch, panel_width: int, with_sentences: bool
+) -> None:
+    monkeypatch.setattr(grouped_moments, "PANEL_WIDTH", panel_width)
+    points, groups = make_points(5)
+    order = groups.argsort(stable=True)
+    points, groups = points[order], groups[order]
+    # Every third point belongs to no sentence.
+    sentences = torch.arange(NUM_POINTS) // 2 * NUM_GROUPS + groups
+    sentences = sentences.masked_fill(torch.arange(NUM_POINTS) % 3 == 0, -1) if with_sentences else None
+
+    def accumulate(indices: Sequence[int]) -> GroupedMoments:
+        moments = GroupedMoments(NUM_GROUPS, torch.ones(5), with_sentences)
+        for index in indices:
+            rows = slice(25 * index, 25 * (index + 1))
+            add_points(moments, points[rows], groups[rows], None if sentences is None else sentences[rows])
+        return moments
+
+    restored = GroupedMoments(NUM_GROUPS, torch.ones(5), with_sentences)
+    restored.load_state_dict(accumulate([0]).state_dict())
+    restored.merge(accumulate([1]))
+    assert_moments_of(restored.compute_moments(), points)
+    for group, without_group in enumerate(restored.compute_moments_without_each_group()):
+        assert_moments_of(without_group, points[groups != group])
+
+
+def test_accumulators_with_different_origins_do_not_merge() -> None:
+    with pytest.raises(UserError, match="different origins"):
+        GroupedMoments(1, torch.zeros(3)).merge(GroupedMoments(1, torch.ones(3)))
