@@ -191,18 +191,18 @@ class GroupedMoments:
 
     def _add_sentences(self, centered: Tensor, squared_norms: Tensor, sentences: Sentences) -> None:
         """Append the sums over each sentence of a batch to the recent ones of its group."""
-        num_sentences, num_rows = len(sentences.rows.groups), len(sentences.sentence_of_row)
+        num_sentences, num_rows = len(sentences.rows.groups), len(sentences.padded_rows)
         points = centered[:num_rows]
-        totals = sentences.rows.sum_rows(points)
-        # The product of each point and the sum of its sentence.
-        products = torch.linalg.vecdot(points, totals.index_select(0, sentences.sentence_of_row))
         padded = points.new_zeros(num_sentences * sentences.longest, points.shape[1])
         padded = padded.index_copy_(0, sentences.padded_rows, points).view(num_sentences, sentences.longest, -1)
+        products = padded @ padded.mT
+        # The product of each point and the sum of its sentence.
+        products_with_total = products.sum(2).flatten()[sentences.padded_rows]
         columns = [
             sentences.rows.counts,
-            totals,
-            sentences.rows.sum_rows(points, products),
-            (padded @ padded.mT).square().sum((1, 2)),
+            sentences.rows.sum_rows(points),
+            sentences.rows.sum_rows(points, products_with_total),
+            products.square().sum((1, 2)),
             sentences.rows.sum_values(squared_norms[:num_rows].to(self._origin)),
         ]
         sizes = list(sentences.counts_by_group.values())

@@ -193,8 +193,7 @@ class Layer:
                 unit_totals = torch.addr(weighted, rows.sum_values(wide_inverse_norms), self._origin)
                 grouped_points.add_rows(rows, unit_totals, wide_norms)
         if self._kurtosis is not None:
-            for block in points.split(block_length(points)):
-                self._kurtosis.add_kurtoses(*row_kurtosis(block))
+            self._kurtosis.add_kurtoses(*row_kurtosis(points))
         return True
 
     def _add_cosines(self, inverse_norms: Tensor, sums: Tensor) -> None:

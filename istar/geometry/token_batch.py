@@ -15,14 +15,12 @@ class Sentences:
 
     Attributes:
         rows: rows of each sentence; the sentences are numbered from 0 in the order of the rows.
-        sentence_of_row: number of each row's sentence, `(n,)`.
         padded_rows: index of each row among the rows of sentences that are padded to the longest, `(n,)`.
         longest: number of rows of the longest sentence.
         counts_by_group: number of sentences by group of documents, groups ascending.
     """
 
     rows: RowsByGroup
-    sentence_of_row: Tensor
     padded_rows: Tensor
     longest: int
     counts_by_group: dict[int, int]
@@ -37,7 +35,6 @@ class Sentences:
         occurring_groups, num_sentences = groups[first_rows].unique_consecutive(return_counts=True)
         return cls(
             rows=RowsByGroup.of(sentence_of_row).to(device),
-            sentence_of_row=sentence_of_row.to(device),
             padded_rows=(sentence_of_row * longest + row_in_sentence).to(device),
             longest=longest,
             counts_by_group=dict(zip(occurring_groups.tolist(), num_sentences.tolist(), strict=True)),

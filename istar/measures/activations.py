@@ -10,6 +10,7 @@ from torch import Tensor
 from istar.errors import NonFiniteError, UserError
 from istar.measures.rows import (
     accumulation_dtype,
+    block_length,
     check_finite,
     check_one_per_point,
     row_norms,
@@ -23,7 +24,7 @@ _NUM_BINS = 2**15
 """Number of bins of a histogram of magnitudes: one for each non-negative bfloat16 number, infinity and NaN."""
 _INFINITY_BITS = 0x7F80
 """Bit pattern of infinity in bfloat16; larger patterns are NaN."""
-_SAFE_DEVIATIONS = {torch.float64: (1e-70, 1e70), torch.float32: (1e-8, 1e8)}
+_SAFE_NORMS = {torch.float64: (1e-70, 1e70), torch.float32: (1e-8, 1e8)}
 """Range of norms, by dtype, whose fourth powers neither overflow nor lose digits."""
 
 
@@ -68,18 +69,32 @@ def row_kurtosis(rows: Tensor) -> tuple[Tensor, Tensor]:
     The kurtosis is NaN for constant rows, whose numbers are all equal, and for rows that are not finite. It is computed
     in the dtype of the rows, float32 or float64.
     """
-    num_columns, means = rows.shape[1], rows.mean(1, keepdim=True)
-    centered = rows - means
-    deviations = row_norms(centered)
-    # The mean of equal numbers may differ from these numbers by a rounding error. NaN stays NaN.
-    is_constant = deviations <= 16 * torch.finfo(rows.dtype).eps * math.sqrt(num_columns) * means.squeeze(1).abs()
-    deviations = deviations.masked_fill(is_constant, math.nan)
-    low, high = _SAFE_DEVIATIONS[rows.dtype]
-    if not bool(((deviations > low) & (deviations < high) | is_constant).all()):
-        centered, deviations = centered / deviations[:, None], torch.ones_like(deviations) + 0 * deviations
-    squares = centered.square()
-    kurtosis: Tensor = num_columns * torch.linalg.vecdot(squares, squares) / deviations.square().square()
-    return kurtosis, is_constant
+    num_columns = rows.shape[1]
+    means, squares, fourth_powers = _sum_central_powers(rows)
+    low, high = _SAFE_NORMS[rows.dtype]
+    if bool(((squares > low**2) & (squares < high**2)).all()):
+        norms = squares.sqrt()
+    else:
+        centered = rows - means[:, None]
+        norms = row_norms(centered)
+        _, squares, fourth_powers = _sum_central_powers(centered / norms[:, None])
+    # The mean of equal numbers may differ from these numbers by a rounding error.
+    is_constant = norms <= 16 * torch.finfo(rows.dtype).eps * math.sqrt(num_columns) * means.abs()
+    kurtosis = num_columns * fourth_powers / squares.square()
+    return kurtosis.masked_fill(is_constant, math.nan), is_constant
+
+
+def _sum_central_powers(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the mean of each row, and the sums of (x - mean)^2 and (x - mean)^4 over its numbers x, `(n,)` each."""
+    means, squares, fourth_powers = (rows.new_empty(len(rows)) for _ in range(3))
+    # All that is computed from a block stays in the cache.
+    blocks = (values.split(block_length(rows)) for values in (rows, means, squares, fourth_powers))
+    for block, block_means, block_squares, block_fourth_powers in zip(*blocks, strict=True):
+        torch.mean(block, 1, out=block_means)
+        powers = (block - block_means[:, None]).square_()
+        torch.sum(powers, 1, out=block_squares)
+        torch.sum(powers.square_(), 1, out=block_fourth_powers)
+    return means, squares, fourth_powers
 
 
 @dataclass(frozen=True)
