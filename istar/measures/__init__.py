@@ -11,7 +11,7 @@ from istar.measures.activations import (
     TokenKurtosisSummary,
     token_kurtosis,
 )
-from istar.measures.alignment import Alignment, cka
+from istar.measures.alignment import Alignment, cka, cka_with_error
 from istar.measures.catalogue import Measure, catalogue_rows, find_measure
 from istar.measures.classes import ClassIsotropy, ClassMoments, class_isotropy
 from istar.measures.contributions import (
@@ -95,6 +95,7 @@ __all__ = [
     "catalogue_rows",
     "centered",
     "cka",
+    "cka_with_error",
     "class_isotropy",
     "cosine_contributions",
     "cosine_without_dimensions",

@@ -13,10 +13,13 @@ sums over points. So the estimator over all points, and not only within minibatc
 :math:`O(d_x d_y)` memory: see `Alignment`.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from istar.errors import UserError
+from istar.measures.jackknife import jackknife_error
 from istar.measures.rows import accumulation_dtype, check_finite, select_rows, zero_vector
 
 
@@ -45,6 +48,42 @@ def cka(first: Tensor, second: Tensor) -> float:
     """
     first, second = _center_points(first), _center_points(second)
     return Alignment(first.shape[1], second.shape[1], first.device).update(first, second).compute()
+
+
+class CkaWithError(NamedTuple):
+    """A CKA and its standard error."""
+
+    value: float
+    error: float
+
+
+def cka_with_error(first: Tensor, second: Tensor, groups: int = 10) -> CkaWithError:
+    """Compute `cka` of two representations, and its standard error by the jackknife.
+
+    The error is `istar.measures.jackknife_error` of the CKA without each group of points. The points are assumed to be
+    independent, such as the mean states of different documents.
+
+    Args:
+        first, second: as in `cka`.
+        groups: G, at least 2; point i, counted from 0, is in group i mod G. The time is that of G + 1 times `cka`.
+
+    Raises:
+        UserError: as `cka`, also if it is not defined without a group, and for a number of groups outside of 2 to n.
+
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> points = torch.randn(500, 8, generator=generator)
+    >>> value, error = cka_with_error(points, points + torch.randn(500, 8, generator=generator))
+    >>> abs(value - 0.5) < 3 * error < 0.1
+    True
+    """
+    value, num_points = cka(first, second), len(first)
+    if not 2 <= groups <= num_points:
+        raise UserError(f"groups is {groups}; expected 2 to {num_points}, the number of points")
+    group_of_point = torch.arange(num_points, device=first.device) % groups
+    values_without_group = [
+        cka(first[group_of_point != group], second[group_of_point != group]) for group in range(groups)
+    ]
+    return CkaWithError(value, jackknife_error(values_without_group))
 
 
 def _center_points(points: Tensor) -> Tensor:

@@ -373,8 +373,8 @@ MUTATIONS = [
     Mutation(
         "TwoNN ranks the ratios from 0, not from 1.",
         "istar/measures/dimension.py",
-        "torch.arange(1, len(x) + 1, dtype=x.dtype, device=x.device)",
-        "torch.arange(0, len(x), dtype=x.dtype, device=x.device)",
+        "torch.arange(1, x.shape[-1] + 1, dtype=x.dtype, device=x.device)",
+        "torch.arange(0, x.shape[-1], dtype=x.dtype, device=x.device)",
         "tests/measures/test_dimension.py::test_it_is_the_papers_steps",
     ),
     Mutation(
