@@ -14,7 +14,7 @@ import pandas as pd
 from istar.figures.plot import Line, Panel, Plot
 from istar.geometry import compare, comparison_findings, model_differences
 from istar.geometry.compare import MeasuredModel
-from istar.geometry.intervals import interval_half_width
+from istar.geometry.intervals import interval_half_width, t_quantile
 from istar.geometry.model_figures import (
     FORM_TITLES,
     MEASURE_TITLES,
@@ -433,25 +433,28 @@ def make_similarity_plot(similarities: Sequence["Similarity"]) -> Plot:
 
 def _make_similarity_table(similarities: Sequence["Similarity"]) -> Sheet:
     """Return the table that names, for each layer of one model, the most similar layer of the other."""
-    layer_pairs = [
-        {
-            "first": similarity.first,
-            "second": similarity.second,
-            "layer": first_tap,
-            "other_layer": second_tap,
-            "cka": value,
-            "is_best": value == max(values),
-        }
-        for similarity in similarities
-        for first_tap, values in zip(similarity.first_taps, similarity.values, strict=True)
-        for second_tap, value in zip(similarity.second_taps, values, strict=True)
-    ]
-    frame = pd.DataFrame(layer_pairs)
-    best_pairs = frame[frame["is_best"]].drop(columns="is_best")
-    cells = [[_make_cell(value) for value in row] for row in best_pairs.itertuples(index=False)]
+    rows, cells = [], []
+    for similarity in similarities:
+        names = {"first": similarity.first, "second": similarity.second}
+        for tap, values, error in zip(
+            similarity.first_taps, similarity.values, similarity.errors_of_largest, strict=True
+        ):
+            largest = max(values)
+            most_similar = similarity.second_taps[values.index(largest)]
+            half_width = t_quantile(similarity.num_groups - 1) * error
+            cells.append([*map(_make_cell, (*names.values(), tap, most_similar)), number_entry(largest, half_width)])
+            rows += [
+                {**names, "layer": tap, "other_layer": other_tap, "cka": value}
+                | {"cka_error": error if other_tap == most_similar else math.nan}
+                for other_tap, value in zip(similarity.second_taps, values, strict=True)
+            ]
     header = ("first", "second", "layer of the first", "most similar of the second", "CKA")
-    caption = "For each layer of a model, the layer of the other model with the largest CKA; the CSV has all pairs."
-    return Sheet("similarity", "Most similar layers", caption, header, {"": cells}, frame.drop(columns="is_best"))
+    caption = (
+        "For each layer of a model, the layer of the other model with the largest CKA and its 95% interval over groups "
+        "of documents, which does not take into account that it is the largest of several. The CSV has all pairs, and "
+        "the standard errors of these."
+    )
+    return Sheet("similarity", "Most similar layers", caption, header, {"": cells}, pd.DataFrame(rows))
 
 
 _MODEL_HEADERS = {

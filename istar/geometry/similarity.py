@@ -1,6 +1,7 @@
 """Similarity of the layers of two models: CKA of their mean states of the same documents."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +15,15 @@ from istar.config import ModelConfig
 from istar.errors import UserError
 from istar.geometry.corpus import Block, Blocks, pad_batch, split_into_batches
 from istar.geometry.taps import Taps
-from istar.measures.alignment import cka
+from istar.measures.alignment import cka, cka_with_error
 from istar.measures.moments import full_precision
 from istar.models import load_encoder, load_tokenizer
 from istar.tasks.documents import read_documents
 
 _MIN_DOCUMENTS = 4
 """Fewest documents for which CKA is defined."""
+_NUM_GROUPS = 10
+"""Number of groups of documents for the standard error of CKA."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,10 @@ class Similarity:
     first_taps: tuple[str, ...]  # names of the places in the first model where hidden states were read
     second_taps: tuple[str, ...]  # the same of the second model
     values: tuple[tuple[float, ...], ...]  # CKA: a row for each tap of the first model, a column for each of the second
+    # Standard error of the largest value of each row, by the jackknife over groups of documents; NaN if a group would
+    # have fewer than two documents.
+    errors_of_largest: tuple[float, ...]
+    num_groups: int  # number of these groups
     documents: int  # number of documents
 
 
@@ -135,22 +142,31 @@ def compute_similarities(
             model = load_encoder(config, tokenizer, torch.float32)
             labelled_states.append((label, compute_mean_states(model, tokenizer, documents, length)))
             del model
-    model_pairs = [
-        (first, second) for index, first in enumerate(labelled_states) for second in labelled_states[index + 1 :]
-    ]
     return [
-        Similarity(
-            first_label,
-            second_label,
-            tuple(first_states),
-            tuple(second_states),
-            tuple(tuple(_compute_cka_row(values, second_states.values())) for values in first_states.values()),
-            len(documents),
-        )
-        for (first_label, first_states), (second_label, second_states) in model_pairs
+        _compare_layers(first_label, first_states, second_label, second_states)
+        for index, (first_label, first_states) in enumerate(labelled_states)
+        for second_label, second_states in labelled_states[index + 1 :]
     ]
 
 
-def _compute_cka_row(states: Tensor, other_layers: Iterable[Tensor]) -> list[float]:
-    """Return CKA of the states of one layer, `(documents, d)`, with the states of each of the other layers."""
-    return [cka(states, other_states) for other_states in other_layers]
+def _compare_layers(
+    first_label: str, first_states: dict[str, Tensor], second_label: str, second_states: dict[str, Tensor]
+) -> Similarity:
+    """Compute CKA between all layers of two models from the results of `compute_mean_states`."""
+    values, errors_of_largest = [], []
+    for states in first_states.values():
+        row = [cka(states, other_states) for other_states in second_states.values()]
+        most_similar = list(second_states.values())[row.index(max(row))]
+        has_error = len(states) >= 2 * _NUM_GROUPS
+        values.append(tuple(row))
+        errors_of_largest.append(cka_with_error(states, most_similar, _NUM_GROUPS).error if has_error else math.nan)
+    return Similarity(
+        first_label,
+        second_label,
+        tuple(first_states),
+        tuple(second_states),
+        tuple(values),
+        tuple(errors_of_largest),
+        _NUM_GROUPS,
+        len(next(iter(first_states.values()))),
+    )

@@ -11,7 +11,7 @@ from istar.config import ModelConfig
 from istar.errors import UserError
 from istar.geometry.similarity import compute_mean_states, compute_similarities, read_first_documents
 from istar.geometry.taps import Taps
-from istar.measures.alignment import cka
+from istar.measures.alignment import cka, cka_with_error
 from istar.models import tiny
 from istar.tasks import demo
 
@@ -70,6 +70,20 @@ def test_similarities_of_all_pairs(tmp_path: Path) -> None:
         compute_mean_states(make_encoder(index, num_layers), TOKENIZER, texts) for index, num_layers in ((0, 1), (1, 2))
     )
     assert similarities[0].values[1][2] == pytest.approx(cka(first["layer_1"], second["layer_2"]), abs=1e-6)
+    most_similar = list(second.values())[np.argmax(similarities[0].values[1])]
+    expected_error = cka_with_error(first["layer_1"], most_similar, 10).error
+    assert similarities[0].errors_of_largest[1] == pytest.approx(expected_error, rel=1e-3)
+    assert similarities[0].num_groups == 10
+
+
+def test_few_documents_give_no_standard_error(tmp_path: Path) -> None:
+    make_encoder(0).save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    config = ModelConfig(name=str(tmp_path))
+    (similarity,) = compute_similarities([("first", config), ("again", config)], make_documents(19))
+    assert np.isnan(similarity.errors_of_largest).all()
+    (similarity,) = compute_similarities([("first", config), ("again", config)], make_documents(20))
+    assert np.isfinite(similarity.errors_of_largest).all()
 
 
 def test_documents_come_evenly_from_the_texts(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from istar.errors import NonFiniteError, UserError
-from istar.measures.alignment import Alignment, cka
+from istar.measures.alignment import Alignment, cka, cka_with_error
 
 
 def make_representations(n=30, first_dim=4, second_dim=6, seed=0):
@@ -73,6 +73,32 @@ def test_unrelated_representations_average_to_zero():
     assert abs(np.mean(scores)) < 4 * error < 0.05
 
 
+@pytest.mark.parametrize("groups", [2, 7, 30])
+def test_error_is_that_of_values_without_each_group(groups):
+    xs, ys = make_representations()
+    values = []
+    for group in range(groups):
+        rest = np.arange(30) % groups != group
+        x, y = xs.numpy()[rest], ys.numpy()[rest]
+        values.append(naive_hsic(x, y) / np.sqrt(naive_hsic(x, x) * naive_hsic(y, y)))
+    value, error = cka_with_error(xs, ys, groups)
+    assert value == cka(xs, ys)
+    assert error == pytest.approx(np.sqrt((groups - 1) * np.var(values)), rel=1e-8)
+
+
+def test_error_is_the_spread_over_samples():
+    # With one map to both representations, all samples have the same expected CKA.
+    weights = torch.randn(3, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    results = []
+    for seed in range(200):
+        random = np.random.default_rng(seed)
+        points = torch.from_numpy(random.normal(size=(100, 3))) @ weights
+        points += torch.from_numpy(random.normal(size=points.shape))
+        results.append(cka_with_error(points[:, :4], points[:, 4:]))
+    values, errors = np.array(results).T
+    assert np.sqrt(np.mean(errors**2)) == pytest.approx(values.std(ddof=1), rel=0.2)
+
+
 def test_batches_and_merged_accumulators_are_the_whole():
     xs, ys = make_representations(50)
     parts = [Alignment(4, 6), Alignment(4, 6)]
@@ -107,3 +133,9 @@ def test_bad_input():
         cka(xs, ys.masked_fill(ys == ys.max(), torch.nan))
     with pytest.raises(UserError, match="cannot merge"):
         Alignment(4, 6).merge(Alignment(4, 5))
+
+
+@pytest.mark.parametrize("groups", [1, 31])
+def test_number_of_groups_is_checked(groups):
+    with pytest.raises(UserError, match=f"groups is {groups}; expected 2 to 30, the number of points"):
+        cka_with_error(*make_representations(), groups)
