@@ -140,6 +140,9 @@ class GroupedMoments:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all tensors. Recent sums are kept separate, so that a resumed pass has the same rounding errors."""
+        # A device that resumes the pass may divide scatter matrices into other panels.
+        for recent_scatter in self._recent_scatters.values():
+            _mirror_upper_panels(recent_scatter)
         return {
             "origin": self._origin,
             "small_sums": self._get_small_sums(),

@@ -86,8 +86,11 @@ def test_a_restored_and_merged_accumulator_has_all_points(
             add_points(moments, points[rows], groups[rows], None if sentences is None else sentences[rows])
         return moments
 
+    state = accumulate([0]).state_dict()
+    # As on another device.
+    monkeypatch.setattr(grouped_moments, "PANEL_WIDTH", 3)
     restored = GroupedMoments(NUM_GROUPS, torch.ones(5), with_sentences)
-    restored.load_state_dict(accumulate([0]).state_dict())
+    restored.load_state_dict(state)
     restored.merge(accumulate([1]))
     assert_moments_of(restored.compute_moments(), points)
     for group, without_group in enumerate(restored.compute_moments_without_each_group()):
