@@ -140,15 +140,13 @@ class GroupedMoments:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all tensors. Recent sums are kept separate, so that a resumed pass has the same rounding errors."""
-        # A device that resumes the pass may divide scatter matrices into other panels.
-        for recent_scatter in self._recent_scatters.values():
-            _mirror_upper_panels(recent_scatter)
         return {
             "origin": self._origin,
             "small_sums": self._get_small_sums(),
             "scatters": self._scatters,
             "sentence_moments": [get_tensors(moments) for moments in self._sentence_moments],
-            "recent_scatters": self._recent_scatters,
+            # A device that resumes the pass may divide scatter matrices into other panels.
+            "recent_scatters": {part: _mirror_upper_panels(matrix) for part, matrix in self._recent_scatters.items()},
             "recent_counts": self._recent_counts,
             "recent_sentences": self._recent_sentences,
         }
@@ -277,10 +275,12 @@ def _add_upper_panels(matrix: Tensor, points: Tensor) -> None:
 
 
 def _mirror_upper_panels(matrix: Tensor) -> Tensor:
-    """Copy the upper panels of a symmetric matrix `(d, d)`, see `_add_upper_panels`, to its other half, in place."""
+    """Return the symmetric matrix `(d, d)` with these upper panels; see `_add_upper_panels`."""
+    # A copy, because outside of inference mode a matrix that was computed in it cannot be changed.
+    symmetric = matrix.clone()
     for panel in _get_panels(matrix):
-        matrix[panel.stop :, panel] = matrix[panel, panel.stop :].T
-    return matrix
+        symmetric[panel.stop :, panel] = matrix[panel, panel.stop :].T
+    return symmetric
 
 
 def _get_panels(matrix: Tensor) -> list[slice]:

@@ -97,6 +97,16 @@ def test_a_restored_and_merged_accumulator_has_all_points(
         assert_moments_of(without_group, points[groups != group])
 
 
+def test_points_of_inference_mode_have_moments_outside_of_it() -> None:
+    dim = grouped_moments.PANEL_WIDTH + 1
+    points, groups = make_points(dim)
+    moments = GroupedMoments(NUM_GROUPS, torch.ones(dim))
+    with torch.inference_mode():
+        add_points(moments, points, groups)
+    moments.state_dict()
+    assert_moments_of(moments.compute_moments(), points)
+
+
 def test_accumulators_with_different_origins_do_not_merge() -> None:
     with pytest.raises(UserError, match="different origins"):
         GroupedMoments(1, torch.zeros(3)).merge(GroupedMoments(1, torch.ones(3)))
