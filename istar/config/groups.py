@@ -409,7 +409,7 @@ class RunConfig:
     save_model: bool = True
     """Save the model and the tokenizer to `model/` with `save_pretrained`."""
     geometry: bool = True
-    """Write `geometry.json`: mean activation and intrinsic dimensions, from one pass over 1,000 validation features."""
+    """Write `geometry.json`: mean activation and intrinsic dimensions, from one pass over the validation set."""
     isotropy_zeta: float | None = 0.2
     """Also write IsoScore* of each layer and of all layers on the validation set to `geometry.json`, with this zeta in
     [0, 1], by default that of the paper's Figures 3 and 6. Sigma_S is computed from 250,000 points of the training

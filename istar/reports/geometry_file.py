@@ -26,6 +26,7 @@ class IsoScoreStar:
 class Geometry:
     """Measures on the validation set at the epoch with the best headline metric."""
 
+    num_examples: int  # examples whose tokens `mean_activation` is computed from
     mean_activation: tuple[float, ...]  # mean over tokens of the last layer, one value per dimension
     two_nn: tuple[float, ...]  # TwoNN dimension of the first token by layer (0: embeddings), NaN where undefined
     isoscore_star: IsoScoreStar | None = None  # None if the run did not measure it
@@ -43,7 +44,7 @@ def read_geometry(folder: Path) -> Geometry | None:
         # NumPy turns None, which JSON has in place of NaN, into NaN.
         mean_activation, two_nn = (np.array(fields[name], dtype=float) for name in ("mean_activation", "two_nn"))
         isoscore_star = _parse_isoscore_star(fields["isoscore_star"]) if "isoscore_star" in fields else None
-        return Geometry(tuple(mean_activation.tolist()), tuple(two_nn.tolist()), isoscore_star)
+        return Geometry(int(fields["examples"]), tuple(mean_activation.tolist()), tuple(two_nn.tolist()), isoscore_star)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:

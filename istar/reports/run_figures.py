@@ -4,7 +4,7 @@ The runs of a line differ only in the seed and in the setting that the x axis or
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -129,8 +129,7 @@ def build_mean_activation_plot(all_runs: pd.DataFrame, geometry_by_folder: Mappi
     empty_plot = Plot(
         name="figure4",
         title="Figure 4: mean activations and CosReg",
-        caption="Mean activation of each dimension of the last layer over the tokens of at most 1,000 validation "
-        "texts, mean over seeds: without a penalty, and with CosReg on the last layer.",
+        caption="",
         kind="line",
         x_label="dimension of the last layer",
         panels=(),
@@ -138,7 +137,7 @@ def build_mean_activation_plot(all_runs: pd.DataFrame, geometry_by_folder: Mappi
         values=(-1, 1),
     )
     activations_by_folder = {folder: geometry.mean_activation for folder, geometry in geometry_by_folder.items()}
-    return _add_panels_by_lambda(
+    plot = _add_panels_by_lambda(
         empty_plot,
         all_runs,
         activations_by_folder,
@@ -148,6 +147,15 @@ def build_mean_activation_plot(all_runs: pd.DataFrame, geometry_by_folder: Mappi
         # The order of the dimensions means nothing, so that bands would only hide the lines.
         with_deviations=False,
     )
+    if not plot.panels:
+        return plot
+    # Runs of earlier versions have the mean over the first 1,000 texts only.
+    num_texts = _format_range([geometry_by_folder[folder].num_examples for folder in _get_run_folders(plot)])
+    caption = (
+        f"Mean activation of each dimension of the last layer over the tokens of {num_texts} validation texts, mean "
+        "over seeds: without a penalty, and with CosReg on the last layer."
+    )
+    return replace(plot, caption=caption)
 
 
 def build_intrinsic_dimension_plot(all_runs: pd.DataFrame, geometry_by_folder: Mapping[str, Geometry]) -> Plot:
@@ -232,6 +240,12 @@ def _get_run_folders(plot: Plot) -> set[str]:
     return {folder for panel in plot.panels for folder in panel.runs}
 
 
+def _format_range(counts: Collection[int]) -> str:
+    """Return the smallest and the largest of some numbers, such as "12 to 1,000", or the only one that occurs."""
+    smallest, largest = min(counts), max(counts)
+    return f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
+
+
 def _describe_isotropy_measure(plot: Plot, star_by_folder: Mapping[str, IsoScoreStar]) -> str:
     """Return the sentences of a caption that say whether a plot shows IsoScore* or IsoScore, and why.
 
@@ -240,13 +254,10 @@ def _describe_isotropy_measure(plot: Plot, star_by_folder: Mapping[str, IsoScore
     zeta, folders = paper.ISOSCORE_ZETA, _get_run_folders(plot)
     tokens = "all tokens of the validation set"
     if _all_runs_have_isoscore_star(plot, star_by_folder):
-        point_counts = sorted({star_by_folder[folder].num_points for folder in folders})
-        points_text = (
-            f"{point_counts[0]:,}" if len(point_counts) == 1 else f"{point_counts[0]:,} to {point_counts[-1]:,}"
-        )
+        num_points = _format_range([star_by_folder[folder].num_points for folder in folders])
         return (
             f"IsoScore* with the paper's ζ = {zeta:g} over {tokens}, in all {len(folders)} runs of this figure; Σ_S is "
-            f"the covariance of the union of layers 1 to L over {points_text} points of the training data, or of a "
+            f"the covariance of the union of layers 1 to L over {num_points} points of the training data, or of a "
             "layer's states over the same tokens."
         )
     sentence = (

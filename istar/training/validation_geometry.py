@@ -16,56 +16,58 @@ from istar.tasks.features import TokenizedRows
 from istar.training.data import Collate, build_evaluation_loader, sort_longest_first
 from istar.training.module import FineTuner, token_mask
 
-MAX_EXAMPLES = 1_000
-"""Maximum number of validation rows that are used."""
+MAX_TWO_NN_EXAMPLES = 1_000
+"""Maximum number of validation rows whose states are kept for TwoNN, which compares each with all others."""
 
 
 def measure_validation_geometry(
     trainer: L.Trainer, module: FineTuner, rows: TokenizedRows, collate: Collate, batch_size: int
 ) -> dict[str, Any]:
-    """Measure mean activation and intrinsic dimension of the hidden states of a validation set's first rows.
+    """Measure mean activation and intrinsic dimension of the hidden states of a validation set.
 
-    At most `MAX_EXAMPLES` rows are used. The forward passes run on this process alone, in eval mode, on the trainer's
-    device and in its precision. Statistics are float32 or wider. The model and the global random state do not change.
+    The forward passes run on this process alone, in eval mode, on the trainer's device and in its precision. Statistics
+    are float32 or wider. The model and the global random state do not change.
 
     Returns:
         A dictionary with:
 
         - `examples` and `tokens`: the number of examples, and of tokens without padding;
         - `mean_activation`: the mean of the last layer's states over the tokens, d numbers;
-        - `two_nn`: the TwoNN intrinsic dimension of each layer, starting with the embedding output; None if there are
-          too few states or all are equal. Each distinct text is one point: the state of the first token ([CLS]) of an
-          encoder, or of the last token of a decoder, which alone has seen the whole text. In the first layers of a
-          decoder, the states of texts that end in the same token are nearly equal, and the dimension describes how
-          such copies differ.
+        - `two_nn`: the TwoNN intrinsic dimension of each layer, starting with the embedding output, on the first
+          `MAX_TWO_NN_EXAMPLES` examples; None if there are too few states or all are equal. Each distinct text is one
+          point: the state of the first token ([CLS]) of an encoder, or of the last token of a decoder, which alone has
+          seen the whole text. In the first layers of a decoder, the states of texts that end in the same token are
+          nearly equal, and the dimension describes how such copies differ.
 
     Raises:
         NonFiniteError: if hidden states are not finite.
     """
     moments = Moments(module.model.config.hidden_size, trainer.strategy.root_device)
-    states_of_batches: list[tuple[Tensor, ...]] = []
-    row_indices = [row_index for row_index in sort_longest_first(rows) if row_index < MAX_EXAMPLES]
+    order = sort_longest_first(rows)
+    two_nn_order = [row_index for row_index in order if row_index < MAX_TWO_NN_EXAMPLES]
+    two_nn_states_of_batches: list[tuple[Tensor, ...]] = []
+    find_positions = last_token_positions if is_decoder(module.model.config) else first_token_positions
+    batches = build_evaluation_loader(rows, collate, batch_size, order)
     with inference_context(trainer, module):
-        for batch in build_evaluation_loader(rows, collate, batch_size, row_indices):
+        for row_indices, batch in zip(torch.tensor(order).split(batch_size), batches, strict=True):
             batch = module.transfer_batch_to_device(batch, module.device, 0)
             mask = token_mask(batch)
             states_by_layer = module.hidden_states(batch)
             moments.update(states_by_layer[-1], mask)
-            batch_indices = torch.arange(len(mask), device=mask.device)
-            token_positions = (
-                last_token_positions(mask) if is_decoder(module.model.config) else first_token_positions(mask)
-            )
-            states_of_batches.append(tuple(states[batch_indices, token_positions].cpu() for states in states_by_layer))
+            # Indices of the examples of TwoNN within the batch, and the position of the token of each.
+            batch_indices = (row_indices < MAX_TWO_NN_EXAMPLES).nonzero().squeeze(1).to(mask.device)
+            positions = find_positions(mask)[batch_indices]
+            two_nn_states_of_batches.append(tuple(states[batch_indices, positions].cpu() for states in states_by_layer))
     # TwoNN needs distinct points: the states of equal texts in different batches differ by rounding only.
-    index_by_text = {rows[row_index]["input_ids"].tobytes(): index for index, row_index in enumerate(row_indices)}
+    index_by_text = {rows[row_index]["input_ids"].tobytes(): index for index, row_index in enumerate(two_nn_order)}
     distinct_indices = list(index_by_text.values())
     return {
-        "examples": len(row_indices),
+        "examples": len(order),
         "tokens": int(moments.count),
         "mean_activation": moments.mean.tolist(),
         "two_nn": [
             _estimate_dimension(torch.cat(states_of_layer)[distinct_indices])
-            for states_of_layer in zip(*states_of_batches, strict=True)
+            for states_of_layer in zip(*two_nn_states_of_batches, strict=True)
         ],
     }
 

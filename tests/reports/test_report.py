@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -565,10 +566,16 @@ def test_layers_and_dimensions_are_means_over_seeds(tmp_path: Path) -> None:
     loaded, frame = load_frame(tmp_path)
     results_by_folder = {folder: geometry_file.read_geometry(Path(folder)) for folder in frame["folder"]}
     geometry_by_folder = {folder: geometry for folder, geometry in results_by_folder.items() if geometry is not None}
-    [panel] = run_figures.build_mean_activation_plot(frame, geometry_by_folder).panels
+    plot = run_figures.build_mean_activation_plot(frame, geometry_by_folder)
+    assert "the tokens of 50 validation texts" in plot.caption
+    [panel] = plot.panels
     assert [line.label for line in panel.lines] == ["Base", "λ = 1"]
     means = np.mean([make_geometry(run)["mean_activation"] for run in runs[2:4]], axis=0)
     assert panel.lines[1].y == pytest.approx(means, rel=1e-12)
+    [folder, *_] = panel.runs
+    with_more_texts = geometry_by_folder | {folder: replace(geometry_by_folder[folder], num_examples=5_463)}
+    plot = run_figures.build_mean_activation_plot(frame, with_more_texts)
+    assert "the tokens of 50 to 5,463 validation texts" in plot.caption
     [panel] = run_figures.build_intrinsic_dimension_plot(frame, geometry_by_folder).panels
     assert panel.lines[1].label == "λ = -1"
     assert np.isnan(panel.lines[1].y[0])
@@ -699,11 +706,13 @@ def test_stability(quick_scores: Any) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("[]", "{}", '{"mean_activation": [1], "two_nn": 3}', '{"mean', '{"two_nn": [1]}'),
-        '{"mean_activation": [1], "two_nn": [3], "isoscore_star": {"zeta": 0.2, "num_points": 9, "union": 1}}',
-        '{"mean_activation": [1], "two_nn": [3], "isoscore_star": {"zeta": 0.2, "num_points": 9, "union": 1, '
-        '"layers": {"1": 0.5}}}',
-        '{"mean_activation": [1], "two_nn": [3], "isoscore_star": null}',
+        *("[]", "{}", '{"mean', '{"mean_activation": [1], "two_nn": [3]}', '{"examples": 9, "two_nn": [1]}'),
+        '{"examples": 9, "mean_activation": [1], "two_nn": 3}',
+        '{"examples": 9, "mean_activation": [1], "two_nn": [3], '
+        '"isoscore_star": {"zeta": 0.2, "num_points": 9, "union": 1}}',
+        '{"examples": 9, "mean_activation": [1], "two_nn": [3], '
+        '"isoscore_star": {"zeta": 0.2, "num_points": 9, "union": 1, "layers": {"1": 0.5}}}',
+        '{"examples": 9, "mean_activation": [1], "two_nn": [3], "isoscore_star": null}',
     ],
 )
 def test_a_broken_geometry_is_told(tmp_path: Path, text: str) -> None:

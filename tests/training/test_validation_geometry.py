@@ -90,13 +90,19 @@ def test_the_first_token_is_the_first_that_is_none_of_the_padding(setting, harne
     assert left_padded["mean_activation"] == pytest.approx(right_padded["mean_activation"], rel=1e-3, abs=1e-5)
 
 
-def test_only_the_first_features_are_looked_at(setting, harness, monkeypatch):
+@pytest.mark.parametrize("batch_size", [1, 7, 40])
+def test_the_dimension_is_that_of_the_first_examples_and_the_mean_that_of_all(
+    setting, harness, monkeypatch, batch_size
+):
     module = make_module_with_distinct_states(setting)
-    monkeypatch.setattr(geometry_module, "MAX_EXAMPLES", 12)
-    geometry = measure(setting, harness, module)
-    assert geometry == measure(setting, harness, module, features=setting.validation.select(range(12)))
-    assert geometry["examples"] == 12
-    assert geometry["tokens"] == sum(setting.validation["length"][:12])
+    of_all = measure(setting, harness, module)
+    of_first = measure(setting, harness, module, features=setting.validation.select(range(12)))
+    monkeypatch.setattr(geometry_module, "MAX_TWO_NN_EXAMPLES", 12)
+    geometry = measure(setting, harness, module, batch_size)
+    assert geometry["two_nn"] == [None, *(pytest.approx(value, rel=1e-3) for value in of_first["two_nn"][1:])]
+    assert geometry["two_nn"][1] != pytest.approx(of_all["two_nn"][1], rel=0.01)
+    assert (geometry["examples"], geometry["tokens"]) == (40, sum(setting.validation["length"]))
+    assert geometry["mean_activation"] == pytest.approx(of_all["mean_activation"], rel=1e-4, abs=1e-6)
 
 
 def test_equal_texts_are_one_point_and_all_their_tokens(setting, harness, monkeypatch):
