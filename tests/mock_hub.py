@@ -18,6 +18,7 @@ import datasets
 import huggingface_hub
 import pytest
 import transformers
+import yaml
 from datasets import ClassLabel, Dataset, Features, Value
 from transformers import BertModel
 
@@ -243,3 +244,11 @@ def glue_files(
             card += [f"  - split: {split}", f"    path: {configuration}/{split}-*"]
     files["README.md"] = "\n".join([*card, "---", ""]).encode()
     return files
+
+
+def join_files(*data_sets: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The files of several results of `glue_files` with different configurations, as a single repository."""
+    cards = [yaml.safe_load(files["README.md"].decode().strip("-\n")) for files in data_sets]
+    card = yaml.safe_dump({"configs": [configuration for card in cards for configuration in card["configs"]]})
+    joined = {path: content for files in data_sets for path, content in files.items()}
+    return {**joined, "README.md": f"---\n{card}---\n".encode()}

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
+from statistics import fmean
 from typing import Any
 
 import pandas as pd
@@ -169,22 +170,26 @@ def _describe_unequal_tuning(row: Row) -> str:
 def build_table2_sheet(cells: Sequence[Cell], all_runs: pd.DataFrame) -> Sheet:
     """Return Table 2: the best lambda and zeta of I-STAR by model and task, compared with the paper's.
 
-    The best pairs are those of the runs in Table 1.
+    The best pairs are those of the runs in Table 1. A model with several tasks has a row for their average, as the
+    paper's table has a column.
     """
-    rows = [
-        _build_table2_row(cell, num_pairs_tried=len(collect_tried_pairs(all_runs, cell)))
-        for cell in cells
-        if cell.family == "istar"
-    ]
+    rows: list[dict[str, Any]] = []
+    for _, model_cells in groupby((cell for cell in cells if cell.family == "istar"), key=lambda cell: cell.model):
+        task_rows = [
+            _build_table2_row(cell, num_pairs_tried=len(collect_tried_pairs(all_runs, cell))) for cell in model_cells
+        ]
+        rows += [*task_rows, *_build_table2_average(task_rows)]
     return Sheet(
         name="table2",
         title="Table 2: best λ | ζ",
         caption="λ | ζ of I-STAR with the most seeds, among these with the best mean on the set on which they were "
         "chosen (the reported validation set itself or held-out training data), and the number of pairs tried. "
-        "Paper: Table 2, searched over λ in -5, -3, -1, 1, 3, 5 and ζ in 0.2, 0.4, 0.6, 0.8.",
+        "Paper: Table 2, searched over λ in -5, -3, -1, 1, 3, 5 and ζ in 0.2, 0.4, 0.6, 0.8. An average is over the "
+        "tasks of the model that have a pair; the paper's average is over the same tasks.",
         header=("task", "λ | ζ", "seeds", "mean, percent", "pairs tried", "paper", "agreement", "chosen on"),
         rows_by_group=_group_by_model(rows, _format_table2_row),
-        frame=pd.DataFrame(rows).drop(columns="all_collapsed", errors="ignore"),
+        # Of dtype object, the counts remain integers although averages have none.
+        frame=pd.DataFrame(rows, dtype=object).drop(columns="all_collapsed", errors="ignore"),
     )
 
 
@@ -221,16 +226,36 @@ def _build_table2_row(cell: Cell, num_pairs_tried: int) -> dict[str, Any]:
     }
 
 
+def _build_table2_average(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the row with the averages of lambda and zeta over the tasks of a model; no row for fewer than two tasks.
+
+    Args:
+        rows: the rows of the tasks of one model, results of `_build_table2_row`.
+    """
+    rows = [row for row in rows if row["lambda"] is not None and row["zeta"] is not None]
+    if len(rows) < 2:
+        return []
+    keys = ("lambda", "zeta", "paper_lambda", "paper_zeta")
+    values_by_key = {key: [row[key] for row in rows] for key in keys}
+    averages = {key: None if None in values else fmean(values) for key, values in values_by_key.items()}
+    fields_of_tasks = dict.fromkeys(("metric", "split", "seeds", "mean", "tried", "chosen_on"))
+    task = f"average of {len(rows)} tasks"
+    return [{"model": rows[0]["model"], "task": task, **fields_of_tasks, "all_collapsed": False, **averages}]
+
+
 def _format_table2_row(row: Row) -> list[Entry]:
     """Return the entries of a row of Table 2."""
     best_pair, published_pair = (
-        EMPTY_CELL if row[lambda_key] is None or row[zeta_key] is None else f"{row[lambda_key]:g} | {row[zeta_key]:g}"
+        EMPTY_CELL
+        if row[lambda_key] is None or row[zeta_key] is None
+        else f"{round(row[lambda_key], 2):g} | {round(row[zeta_key], 2):g}"
         for lambda_key, zeta_key in (("lambda", "zeta"), ("paper_lambda", "paper_zeta"))
     )
     has_both_pairs = EMPTY_CELL not in (best_pair, published_pair)
     agreement = ("same" if best_pair == published_pair else "differs") if has_both_pairs else EMPTY_CELL
-    number_texts = [best_pair, str(row["seeds"]), _mark_collapsed(format_number(row["mean"], ".2f"), row)]
-    number_texts += [str(row["tried"]), published_pair]
+    seeds, num_tried = (EMPTY_CELL if row[key] is None else str(row[key]) for key in ("seeds", "tried"))
+    mean_text = _mark_collapsed(format_number(row["mean"], ".2f"), row)
+    number_texts = [best_pair, seeds, mean_text, num_tried, published_pair]
     text_entries = [Entry(agreement), Entry(row["chosen_on"] or EMPTY_CELL)]
     return [Entry(row["task"]), *numeric_entries(number_texts), *text_entries]
 

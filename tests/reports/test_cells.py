@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from istar.reports import cells, paper_tables
+from istar.reports import cells, paper, paper_tables
 from istar.reports.run_frame import load_runs
 from istar.results import RunRecord
 from tests.reports.synthetic import BASE, cosreg, istar, record, save
@@ -208,6 +208,34 @@ def test_beside_the_paper_and_base(prepare: Prepare) -> None:
     table2_rows = paper_tables.build_table2_sheet(cells.select_cells(frame), frame).rows
     texts = [entry.text for entry in table2_rows[0]]
     assert texts == ["rte", "-1 | 0.8", "3", "71.67", "1", "-1 | 0.8", "same", "validation"]
+    assert len(table2_rows) == 1
+
+
+# The last column of the paper's Table 2. It has 0.36 as the mean zeta of ALBERT, although that of its pairs is 0.38.
+PAPER_AVERAGES = {
+    "albert/albert-base-v2": "-1.44 | 0.38",
+    BERT: "-2.11 | 0.44",
+    "distilbert/distilbert-base-cased": "-2.33 | 0.4",
+}
+
+
+@pytest.mark.parametrize(("model", "average"), PAPER_AVERAGES.items())
+def test_the_averages_of_table_2(prepare: Prepare, model: str, average: str) -> None:
+    pairs = {task: paper.look_up_tuned_penalty(model.partition("/")[2], task) for task in paper.TASKS}
+    frame = prepare(*(record(task, model, istar(pair.weight, pair.zeta), 1) for task, pair in pairs.items() if pair))
+    sheet = paper_tables.build_table2_sheet(cells.select_cells(frame), frame)
+    assert [entry.text for entry in sheet.rows[-1]] == [
+        "average of 9 tasks", average, "-", "-", "-", average, "same", "-"
+    ]  # fmt: skip
+    assert sheet.frame["seeds"].tolist() == [1] * 9 + [None]
+
+
+@pytest.mark.parametrize(("model", "paper_average"), [(BERT, "-1 | 0.8"), ("org/mine", "-")])
+def test_the_papers_average_is_over_the_tasks_with_runs(prepare: Prepare, model: str, paper_average: str) -> None:
+    frame = prepare(record("rte", model, istar(-1, 0.2), 1), record("cola", model, istar(-2, 0.6), 1))
+    rows = paper_tables.build_table2_sheet(cells.select_cells(frame), frame).rows
+    texts = [entry.text for entry in rows[-1]]
+    assert (texts[0], texts[1], texts[5]) == ("average of 2 tasks", "-1.5 | 0.4", paper_average)
 
 
 def test_the_best_mean_is_bold(prepare: Prepare) -> None:

@@ -1,0 +1,145 @@
+"""The commands of docs/artefacts.md for the first two papers are executed, with tiny models and data from a mock hub.
+
+The models have the names of the papers' models, so that the commands are those of the page. Only the trainings are
+made shorter by additional options. `test_artefacts.py` does the same for the third paper.
+"""
+
+import json
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+import transformers as hf
+
+from istar.cli.main import main
+from istar.models import tiny
+from istar.tasks import demo
+from tests.geometry.test_embed import TOKENIZER, build
+from tests.geometry.test_score_files import make_harness_results, write_file
+from tests.jobs import starting
+from tests.mock_hub import MockHub, Repository, glue_files, join_files, serving, use
+from tests.test_artefacts import ROWS
+
+pytestmark = pytest.mark.slow
+FIRST_PAPER, SECOND_PAPER = "Stable Anisotropic Regularization", "Anisotropy is Not Inherent to Transformers"
+STEPS = ("step0", "step1000", "step71000", "step143000")
+SHORT = (
+    "data.batch_size=8",
+    "optim.lr=1e-3",
+    "trainer.max_epochs=1",
+    "trainer.accelerator=cpu",
+    "trainer.progress_bar=false",
+    "run.save_model=false",
+)
+"""Options that make a training of a tiny model take about a second."""
+FEWER_RUNS = {
+    "table1": ("reg.lambda=-1,1", "sweep.seeds=[1,2]"),
+    "table2": ("reg.lambda=-1,1", "reg.zeta=0.4"),
+    "figure3": ("seed=1,2",),
+    "figure7": ("seed=1,2",),
+    "figure8": ("seed=1,2", "reg.layers=[1],[2],all"),
+}
+"""Options that leave out trainings of a sweep: seeds, hyperparameters, and layers that tiny models do not have."""
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MockHub]:
+    """Yield an empty mock hub that the libraries use, in this process and in those that it starts."""
+    with serving() as hub:
+        use(hub, tmp_path / "cache", monkeypatch)
+        monkeypatch.chdir(tmp_path)
+        yield hub
+
+
+def push_model(hub: MockHub, name: str, model: hf.PreTrainedModel, tokenizer: hf.PreTrainedTokenizerBase,
+               branch: str = "main") -> None:  # fmt: skip
+    """Add a commit with a model to a branch of a repository of the hub."""
+    folder = Path("pushed", name, branch)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    repository = hub.repositories.setdefault(f"models/{name}", Repository())
+    repository.push({path.name: path.read_bytes() for path in folder.iterdir()}, branch)
+
+
+def push_glue(hub: MockHub) -> None:
+    """Add the tasks of GLUE that the commands of the first paper name to the hub."""
+    columns_and_labels = {
+        "rte": (("sentence1", "sentence2"), ("entailment", "not_entailment")),
+        "qnli": (("question", "sentence"), ("entailment", "not_entailment")),
+        "sst2": (("sentence",), ("negative", "positive")),
+        "cola": (("sentence",), ("unacceptable", "acceptable")),
+    }
+    tasks = [
+        glue_files(
+            {name: ("train", "validation", "test")},
+            dict.fromkeys(columns, "the {split} lamp number {row} is old"),
+            labels,
+            rows=24,
+        )
+        for name, (columns, labels) in columns_and_labels.items()
+    ]
+    hub.repositories["datasets/nyu-mll/glue"] = Repository()
+    hub.repositories["datasets/nyu-mll/glue"].push(join_files(*tasks))
+
+
+def list_commands(paper: str) -> list[list[str]]:
+    """Return the arguments of the commands of a paper after `istar`, in the order of the page, without repetitions."""
+    commands = dict.fromkeys(command for row in ROWS if row.paper == paper for command in row.commands)
+    return [shlex.split(command)[1:] for command in commands]
+
+
+def check_files(paper: str, find_folder: Callable[[tuple[str, ...]], Path]) -> None:
+    """Assert that the files of all rows of a paper exist, in the folder of the row's commands."""
+    for row in ROWS:
+        for name in row.files if row.paper == paper else ():
+            assert (find_folder(row.commands) / name).stat().st_size > 0, (row.artefact, name)
+
+
+def test_first_paper(hub: MockHub, own_cache: Path, tmp_path: Path) -> None:
+    tokenizer = tiny.make_tokenizer(demo.vocabulary())
+    shape = {"vocab_size": len(tokenizer), "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    for name, model in (
+        ("google-bert/bert-base-cased", hf.BertModel(tiny.make_config(len(tokenizer)))),
+        ("albert/albert-base-v2", hf.AlbertModel(hf.AlbertConfig(**shape, hidden_size=32, intermediate_size=64))),
+        ("distilbert/distilbert-base-cased", hf.DistilBertModel(hf.DistilBertConfig(
+            vocab_size=len(tokenizer), n_layers=2, n_heads=2, dim=32, hidden_dim=64))),
+    ):  # fmt: skip
+        push_model(hub, name, model, tokenizer)
+    push_glue(hub)
+    environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
+    reports = []
+    with starting(own_cache) as start:
+        for name, *arguments in list_commands(FIRST_PAPER):
+            if name == "report":
+                reports.append([name, *arguments])
+                continue
+            [sweep] = [argument.partition("=")[2] for argument in arguments if argument.startswith("+sweep=")]
+            done = start(tmp_path, *arguments, *SHORT, *FEWER_RUNS.get(sweep, ()), **environment).wait()
+            assert done.code == 0, (sweep, done.stderr, done.stdout[-2000:])
+    [report] = reports
+    assert main(report) == 0
+    check_files(FIRST_PAPER, lambda commands: Path("report"))
+
+
+def test_second_paper(hub: MockHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("EleutherAI/pythia-70m", "EleutherAI/pythia-160m", "EleutherAI/pythia-410m", "tiiuae/falcon-7b"):
+        for number, branch in enumerate((*STEPS, "main")):
+            model = build("neox")
+            with torch.no_grad():
+                model.get_input_embeddings().weight.mul_(1 + number / 10)
+            push_model(hub, name, model, TOKENIZER, branch)
+    shape = {"vocab_size": len(TOKENIZER), "n_embd": 24, "n_layer": 2, "n_head": 2}
+    push_model(hub, "openai-community/gpt2", hf.GPT2LMHeadModel(hf.GPT2Config(**shape)), TOKENIZER)
+    for name in ("enron", "hackernews"):
+        Path(f"{name}.jsonl").write_text('{"text": "the cat sees the dog"}\n{"text": "the house the garden"}\n' * 10)
+    for number, step in enumerate(STEPS):
+        results = make_harness_results("EleutherAI/pythia-70m", step, 0.3 + number / 10)
+        write_file(Path("harness-results") / f"results_{number}.json", results)
+    pd.DataFrame({"revision": STEPS, "score": [0.3, 0.4, 0.5, 0.6]}).to_csv("scores.csv", index=False)
+    for arguments in list_commands(SECOND_PAPER):
+        assert main(arguments) == 0, arguments
+    print(json.dumps(sorted(map(str, Path.cwd().glob("*/*")))))
