@@ -86,14 +86,15 @@ def test_the_wheel_holds_what_is_no_module_too(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         file_names = set(archive.namelist())
     modules = [path.relative_to(REPOSITORY) for top in SOURCES[:2] for path in (REPOSITORY / top).rglob("*.py")]
-    data_files = [path.relative_to(REPOSITORY) for path in (REPOSITORY / "istar" / "reports").glob("*/*.*")]
+    folders = (REPOSITORY / "istar" / "reports", REPOSITORY / "istar" / "geometry")
+    data_files = [path.relative_to(REPOSITORY) for folder in folders for path in folder.glob("*/*.csv")]
     assert {str(path) for path in [*modules, *data_files]} - file_names == set()
     configs = {"istar" / path.relative_to(REPOSITORY) for path in (REPOSITORY / "conf").rglob("*.yaml")}
     sweeps = {"istar/conf" / path.relative_to(REPOSITORY) for path in (REPOSITORY / "sweep").glob("*.yaml")}
     assert {str(path) for path in configs | sweeps} - file_names == set()
     templates = {f"istar/pages/templates/report.{suffix}" for suffix in ("html", "css", "js")}
     assert {"istar/conf/sweep/table1.yaml", *templates, "istar/reports/paper/table1.csv",
-            "istar/geometry/paper/table1.csv",
+            "istar/geometry/paper/correlations.csv",
             "hydra_plugins/istar_sweeper.py"} <= file_names  # fmt: skip
     assert [name for name in file_names if name.endswith("licenses/LICENSE")]
     assert {name.partition("/")[0].partition("-")[0] for name in file_names} == {"istar", "hydra_plugins"}

@@ -13,6 +13,7 @@ from rich.table import Table
 from istar.files import write_text
 from istar.geometry.correlate import CONFIDENCE_LEVEL, PARTIAL_METHODS, STATISTICS, CorrelationResults
 from istar.geometry.model_figures import MEASURE_TITLES
+from istar.geometry.published_correlations import look_up_correlations
 from istar.geometry.score_join import Selection
 from istar.pages import sheets
 from istar.pages.sheets import Entry, Sheet
@@ -22,6 +23,8 @@ _MEASURE_TITLES = {
     "partition_isotropy_as_computed": "I(W), signs as computed",
     "partition_isotropy_both": "I(W), both signs",
 }
+_PUBLISHED_MEASURES = ("partition_isotropy_as_computed", "partition_isotropy_both")
+"""Measures of output embeddings beside which the table has the paper's correlations."""
 
 
 def write_tables(results: CorrelationResults, table: Sheet, out: Path) -> list[Path]:
@@ -41,7 +44,7 @@ def make_sheet(results: CorrelationResults, selection: Selection) -> Sheet:
 
     If the user has selected no measures, layers or sources, the table has for each model the measures that the paper
     reports, or all measures if the model has none of these. The paper's I(W) has the eigenvectors' signs as computed;
-    the table's I(W) is over both signs.
+    the table's I(W) is over both signs. The paper's correlations stand beside those of its models and tasks.
     """
     rows = results.rows
     if not selection.has_row_filter:
@@ -50,21 +53,25 @@ def make_sheet(results: CorrelationResults, selection: Selection) -> Sheet:
             for model_rows in _group_by_model(results).values()
             for row in _select_headline_rows(model_rows) or model_rows
         ]
+    comparisons = [_compare_with_paper(row) for row in rows]
+    has_published = any(comparisons)
+    rows = [{**row, **comparison} for row, comparison in zip(rows, comparisons, strict=True)]
     leading_columns = ["task", "model", *STATISTICS, "source", "layer", "measure", "n"]
     frame = pd.DataFrame(rows)
     frame = frame[[*leading_columns, *frame.columns.difference(leading_columns, sort=False)]]
     statistics = [*STATISTICS, *(f"partial_{name}" for name in PARTIAL_METHODS if selection.covariates)]
     has_notes = any(_join_notes(row) for row in rows)
     header = ["task", "measure", "layer", "n", *(_make_statistic_title(name) for name in statistics)]
-    header += ["note"] if has_notes else []
+    header += [*(["paper", "minus paper"] if has_published else []), *(["note"] if has_notes else [])]
     cells_by_model: dict[str, list[list[Entry]]] = {}
     for row in rows:
+        paper_cells = _make_paper_cells(row) if has_published else []
         note_cells = [Entry(_join_notes(row))] if has_notes else []
-        cells_by_model.setdefault(row["model"], []).append([*_make_cells(row, statistics), *note_cells])
+        cells_by_model.setdefault(row["model"], []).append([*_make_cells(row, statistics), *paper_cells, *note_cells])
     return Sheet(
         "correlation",
         "Geometry and tasks",
-        _make_caption(selection),
+        _make_caption(selection, has_published),
         tuple(header),
         cells_by_model,
         frame,
@@ -170,6 +177,28 @@ def _make_cells(row: Mapping[str, Any], statistics: Sequence[str]) -> list[Entry
     return [*(Entry(_replace_underscores(name)) for name in names), *(Entry(text, number=True) for text in numbers)]
 
 
+def _compare_with_paper(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the paper's correlations (`paper_<statistic>`), and how much larger those of a row of I(W) are.
+
+    The differences are `minus_paper_<statistic>`. The result is empty if the paper has no such correlations.
+    """
+    if row["layer"] != "output_embeddings" or row["measure"] not in _PUBLISHED_MEASURES:
+        return {}
+    published = look_up_correlations(row["model"], row["task"])
+    differences = {f"minus_paper_{name}": row[name] - value for name, value in published.items()}
+    return {f"paper_{name}": value for name, value in published.items()} | differences
+
+
+def _make_paper_cells(row: Mapping[str, Any]) -> list[Entry]:
+    """Return the cells of a row with the paper's statistics, and with the differences from them; dashes without any."""
+    cells = []
+    for prefix, format_spec in (("paper", ".2f"), ("minus_paper", "+.2f")):
+        values = [row.get(f"{prefix}_{name}", math.nan) for name in STATISTICS]
+        is_defined = not any(map(math.isnan, values))
+        cells.append(Entry(", ".join(f"{value:{format_spec}}" for value in values) if is_defined else "-", number=True))
+    return cells
+
+
 def _format_with_interval(row: Mapping[str, Any], statistic: str) -> str:
     """Return a statistic of a row as text, with its interval if it has one; a dash if it is undefined."""
     value, low, high = (row[f"{statistic}{suffix}"] for suffix in ("", "_low", "_high"))
@@ -190,8 +219,13 @@ def _make_statistic_title(name: str) -> str:
     return method.capitalize() if method == name else f"partial {method.capitalize()}"
 
 
-def _make_caption(selection: Selection) -> str:
-    """Return the caption of the table, which says what the intervals are and what is held constant."""
+def _make_caption(selection: Selection, has_published: bool) -> str:
+    """Return the caption of the table, which says what the intervals are, what is held constant, and what is published.
+
+    Args:
+        selection: rows of the table, and settings of the bootstrap.
+        has_published: whether the table has the paper's correlations.
+    """
     blocks = "" if selection.block_length is None else " of blocks of neighbouring checkpoints"
     caption = (
         f"Correlation of measures with scores over n points of the training, with {CONFIDENCE_LEVEL:.0%} intervals "
@@ -202,40 +236,53 @@ def _make_caption(selection: Selection) -> str:
             f" Partial: with {', '.join(map(_replace_underscores, selection.covariates))} held constant, and Fisher's "
             "intervals, which assume independent points."
         )
+    if has_published:
+        caption += (
+            " Paper: Pearson, Spearman and Kendall of Table 1 of Machina and Mercer (2024), of I(W) with the signs as "
+            "computed, without step 0."
+        )
     return caption
 
 
 def make_terminal_tables(sheet: Sheet) -> list[Table]:
     """Return the tables of correlations for the terminal, without the notes.
 
-    Each model has one table, and with covariates a second one of the partial correlations, because all columns together
+    Partial correlations, and those of the paper, have tables of their own for each model, because all columns together
     would be wider than a terminal.
     """
     # The first four columns are the task, the measure, the layer and n.
-    indices_by_kind: dict[str, list[int]] = {"": [], "partial": []}
-    for index, header in enumerate(sheet.header):
-        if index >= 4 and header != "note":
-            indices_by_kind["partial" if header.startswith("partial") else ""].append(index)
+    statistics = {index: header for index, header in enumerate(sheet.header) if index >= 4 and header != "note"}
+    partial_indices = [index for index, header in statistics.items() if header.startswith("partial")]
+    paper_indices = [index for index, header in statistics.items() if "paper" in header]
+    main_indices = [index for index in statistics if index not in (*partial_indices, *paper_indices)]
     tables = []
     for model, rows in sheet.rows_by_group.items():
-        for kind, indices in indices_by_kind.items():
-            if not indices:
-                continue
-            name = model or sheet.title
-            title = f"{name}, partial correlations" if kind else f"{name}: {sheet.caption}"
-            table = Table(title=title, title_justify="left", padding=(0, 0, 0, 1))
-            for header in ("task", "measure"):
-                table.add_column(header, overflow="fold")
-            table.add_column("n", justify="right", overflow="fold")
-            for index in indices:
-                table.add_column(sheet.header[index], justify="right", overflow="fold", min_width=14)
-            for row in rows:
-                task, measure, layer, n = [entry.text for entry in row[:4]]
-                # The interval stands below the statistic.
-                statistics = [row[index].text.replace(" ", "\n", 1) for index in indices]
-                table.add_row(task, f"{measure}\n{layer}".strip(), n, *statistics)
-            tables.append(table)
+        name = model or sheet.title
+        tables.append(_make_terminal_table(f"{name}: {sheet.caption}", sheet, rows, main_indices))
+        if partial_indices:
+            tables.append(_make_terminal_table(f"{name}, partial correlations", sheet, rows, partial_indices))
+        published_rows = [row for row in rows if any(row[index].text != "-" for index in paper_indices)]
+        if published_rows:
+            tables.append(_make_terminal_table(f"{name}, Table 1 of the paper", sheet, published_rows, paper_indices))
     return tables
+
+
+def _make_terminal_table(title: str, sheet: Sheet, rows: Sequence[Sequence[Entry]], indices: Sequence[int]) -> Table:
+    """Return a table of some rows of a sheet for the terminal, with the columns of statistics that have these indices.
+
+    The layer stands below the measure, and an interval below its statistic.
+    """
+    table = Table(title=title, title_justify="left", padding=(0, 0, 0, 1))
+    for header in ("task", "measure"):
+        table.add_column(header, overflow="fold")
+    table.add_column("n", justify="right", overflow="fold")
+    for index in indices:
+        table.add_column(sheet.header[index], justify="right", overflow="fold", min_width=14)
+    for row in rows:
+        task, measure, layer, n = [entry.text for entry in row[:4]]
+        statistics = [row[index].text.replace(" [", "\n[") for index in indices]
+        table.add_row(task, f"{measure}\n{layer}".strip(), n, *statistics)
+    return table
 
 
 def describe_undefined(sheet: Sheet) -> list[str]:

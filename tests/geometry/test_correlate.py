@@ -189,6 +189,49 @@ def test_the_table_shows_the_papers_measures_by_default(tmp_path: Path, capsys: 
     assert "tiny: IsoScore, InterSim of layer 2 over wiki; I(W), both signs of output embeddings" in output
 
 
+def test_the_papers_correlations_stand_beside_those_of_its_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The numbers of pythia-70m and MR, SciQ-acc-norm and SST2 are those of Table 1 of the second paper."""
+    random = np.random.default_rng(0)
+    geometry = "model,revision,step,weights,source,layer,partition_isotropy_both,partition_isotropy_as_computed,norm\n"
+    for model in ("EleutherAI/pythia-70m", "EleutherAI/pythia-1b"):
+        for point in range(8):
+            for layer in ("output_embeddings", "input_embeddings"):
+                numbers = ",".join(map(repr, random.uniform(size=3).tolist()))
+                geometry += f"{model},step{point},{point},{model}{point}{layer},,{layer},{numbers}\n"
+    names, scores = ("MR", "sciq acc_norm", "SST2", "mine"), random.uniform(size=(8, 4)).tolist()
+    lines = [
+        f"{model},step{point},{','.join(map(repr, scores[point]))}"
+        for model in ("pythia-70m", "pythia-1b")
+        for point in range(8)
+    ]
+    measures = ("partition_isotropy_both", "partition_isotropy_as_computed", "norm")
+    options = [option for measure in measures for option in ("--measure", measure)]
+    assert run(tmp_path, geometry, "\n".join([f"model,revision,{','.join(names)}", *lines]), *options) == 0
+    published = {
+        "MR": (0.99, 0.83, 0.69), "sciq acc_norm": (0.80, 0.79, 0.63), "SST2": (0.95, 0.88, 0.68), "mine": None
+    }  # fmt: skip
+    for row in read_rows(tmp_path / "out" / "table.csv"):
+        expected = published[row["task"]]
+        if row["model"] != "pythia-70m" or row["layer"] != "output_embeddings" or row["measure"] == "norm":
+            expected = None
+        for index, name in enumerate(("pearson", "spearman", "kendall")):
+            paper, difference = row[f"paper_{name}"], row[f"minus_paper_{name}"]
+            assert (paper, difference) == ("", "") if expected is None else float(paper) == expected[index]
+            if expected is not None:
+                assert float(difference) == pytest.approx(float(row[name]) - expected[index], abs=1e-12)
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert table.count("0.99, 0.83, 0.69") == 2  # for both sign conventions
+    assert "Table 1 of Machina and Mercer (2024)" in table
+    output = capsys.readouterr().out
+    assert "pythia-70m, Table 1 of the paper" in output
+    assert "pythia-1b, Table 1 of the paper" not in output
+    geometry, scores_of_another, *_ = simulate_training()
+    assert run(tmp_path, geometry, scores_of_another) == 0
+    assert "paper" not in (tmp_path / "out" / "table.csv").read_text() + (tmp_path / "out" / "table.md").read_text()
+
+
 def test_each_model_has_its_own_last_layer_and_matrix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Tied models have no output embeddings, encoders no final normalization, and depths differ."""
     header = "model,revision,step,weights,source,layer,isoscore,partition_isotropy_both,partition_isotropy_as_computed"
