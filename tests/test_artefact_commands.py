@@ -4,7 +4,7 @@ The models have the names of the papers' models, so that the commands are those 
 made shorter by additional options. `test_artefacts.py` does the same for the third paper.
 """
 
-import json
+import html
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers as hf
 
-from istar.cli.main import main
+from istar.cli.main import _make_parser, main
 from istar.models import tiny
 from istar.tasks import demo
 from tests.geometry.test_embed import TOKENIZER, build
@@ -23,7 +23,7 @@ from tests.jobs import starting
 from tests.mock_hub import MockHub, Repository, glue_files, join_files, serving, use
 from tests.test_artefacts import ROWS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("svg_only")]
 FIRST_PAPER, SECOND_PAPER = "Stable Anisotropic Regularization", "Anisotropy is Not Inherent to Transformers"
 STEPS = ("step0", "step1000", "step71000", "step143000")
 SHORT = (
@@ -123,6 +123,17 @@ def test_first_paper(hub: MockHub, own_cache: Path, tmp_path: Path) -> None:
     [report] = reports
     assert main(report) == 0
     check_files(FIRST_PAPER, lambda commands: Path("report"))
+    # The paper's numbers, from its Tables 1 and 2, stand beside those of the tiny models.
+    table1, table2 = (pd.read_csv(Path("report", "tables", f"table{number}.csv")) for number in (1, 2))
+    rte = table1[(table1["model"] == "bert-base-cased") & (table1["task"] == "rte")].set_index("method")
+    assert rte["paper_mean"].to_dict() == {"Base": 62.24, "CosReg": 61.52, "I-STAR": 62.53}
+    averages = table2[table2["task"].str.startswith("average")]
+    assert set(averages["model"]) == {"albert-base-v2", "bert-base-cased", "distilbert-base-cased"}
+    assert averages["paper_lambda"].notna().all()
+    # Figures 3 and 6 have the paper's IsoScore*, and Figure 4 is over all validation texts.
+    page = html.unescape(Path("report", "index.html").read_text(encoding="utf-8"))
+    assert page.count("IsoScore* with the paper's ζ = 0.2 over all tokens of the validation set") == 2
+    assert "over the tokens of 24 validation texts" in page
 
 
 def test_second_paper(hub: MockHub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +141,7 @@ def test_second_paper(hub: MockHub, monkeypatch: pytest.MonkeyPatch) -> None:
         for number, branch in enumerate((*STEPS, "main")):
             model = build("neox")
             with torch.no_grad():
-                model.get_input_embeddings().weight.mul_(1 + number / 10)
+                model.get_output_embeddings().weight.mul_(1 + number / 10)
             push_model(hub, name, model, TOKENIZER, branch)
     shape = {"vocab_size": len(TOKENIZER), "n_embd": 24, "n_layer": 2, "n_head": 2}
     push_model(hub, "openai-community/gpt2", hf.GPT2LMHeadModel(hf.GPT2Config(**shape)), TOKENIZER)
@@ -139,7 +150,27 @@ def test_second_paper(hub: MockHub, monkeypatch: pytest.MonkeyPatch) -> None:
     for number, step in enumerate(STEPS):
         results = make_harness_results("EleutherAI/pythia-70m", step, 0.3 + number / 10)
         write_file(Path("harness-results") / f"results_{number}.json", results)
-    pd.DataFrame({"revision": STEPS, "score": [0.3, 0.4, 0.5, 0.6]}).to_csv("scores.csv", index=False)
+    pd.DataFrame({"revision": STEPS, "MR": [0.3, 0.4, 0.6, 0.5]}).to_csv("scores.csv", index=False)
     for arguments in list_commands(SECOND_PAPER):
         assert main(arguments) == 0, arguments
-    print(json.dumps(sorted(map(str, Path.cwd().glob("*/*")))))
+    check_files(SECOND_PAPER, lambda commands: Path(_make_parser().parse_args(shlex.split(commands[-1])[1:]).out))
+
+    def read_figure(folder: str, name: str) -> str:
+        return Path(folder, "figures", f"{name}.svg").read_text(encoding="utf-8")
+
+    # Figures 1, 2 and 8 are of three models, with a mark for the final normalization.
+    for name in ("directions", "final_norm"):
+        assert all(f">pythia-{size}<" in read_figure("comparison", name) for size in ("70m", "160m", "410m"))
+    assert all(f">{word}<" in read_figure("comparison", "directions") for word in ("final", "norm"))
+    # Figures 5 and 6 have bars of both sign conventions.
+    matrices = read_figure("matrices", "partition")
+    assert all(f">{label}<" in matrices for label in ("I(W), signs as computed", "I(W), both signs", "gpt2"))
+    # Figures 3, 4, 7 and 9 are over the training.
+    for name in ("directions", "partition", "final_norm"):
+        assert all(
+            f">{text}<" in read_figure("trainings", name)
+            for text in ("step (logarithmic)", "pythia-70m", "pythia-160m")
+        )
+    # Table 1 has the paper's correlations.
+    correlations = pd.read_csv(Path("correlation", "table.csv"))
+    assert correlations.loc[correlations["layer"] == "output_embeddings", "paper_pearson"].tolist() == [0.99]

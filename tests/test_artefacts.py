@@ -1,6 +1,6 @@
-"""docs/artefacts.md: the commands for the papers' tables and figures parse, and some of them are executed.
+"""docs/artefacts.md: the commands for the papers' tables and figures parse, and are executed.
 
-The slow tests execute the commands of the third paper and those of some figures of the second paper.
+A slow test executes the commands of the third paper, and `test_artefact_commands.py` those of the others.
 """
 
 import re
@@ -15,7 +15,6 @@ import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from istar.cli.main import _make_parser, main
-from istar.geometry import measures_file, model_page
 from tests.geometry.test_embed import TOKENIZER, build
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -55,8 +54,6 @@ def read_rows() -> list[Row]:
 
 
 ROWS = read_rows()
-EXECUTED_FIGURES = ("Figure 1", "Figure 2", "Figure 5", "Figure 6")
-"""Figures of the second paper whose commands a test executes."""
 THIRD_PAPER_ROWS = [row for row in ROWS if row.paper == "Too Much in Common"]
 COMMANDS = sorted({command for row in ROWS for command in row.commands})
 
@@ -140,42 +137,6 @@ def test_the_commands_of_the_third_paper_make_their_files(tmp_path: Path, monkey
     for folder_name, table, model_count in (("embeddings", 1, 8), ("word-similarity", 2, 6), ("word-similarity", 3, 6)):
         frame = pd.read_csv(tmp_path / folder_name / "tables" / f"table{table}.csv")
         assert frame[frame["source"] == "paper"]["model"].nunique() == model_count
-
-
-@pytest.mark.slow
-def test_the_commands_of_figures_of_the_second_paper_make_their_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Figures 1 and 2 show the final LayerNorm; Figures 5 and 6 show bars of I(W) with the signs as computed."""
-    figure_rows = [
-        row
-        for row in ROWS
-        if row.paper == "Anisotropy is Not Inherent to Transformers" and row.artefact in EXECUTED_FIGURES
-    ]
-    assert len(figure_rows) == len(EXECUTED_FIGURES)
-    [options] = {
-        (options.name, tuple(options.text), str(options.out))
-        for options in (_make_parser().parse_args(shlex.split(row.commands[0])[1:]) for row in figure_rows)
-    }
-    assert options == ("compare", ("enron.jsonl",), "comparison")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    Path("enron.jsonl").write_text('{"text": "the cat sees the dog"}\n{"text": "the house the garden"}\n' * 10)
-    # The commands differ only in their models, and two models are enough.
-    models = ("EleutherAI/pythia-70m", "EleutherAI/pythia-160m")
-    for model in models:
-        build("neox").save_pretrained(model)
-        TOKENIZER.save_pretrained(model)
-    # The rows do not contain the pages of single models, so only their measures are written.
-    monkeypatch.setattr(model_page, "write", measures_file.write)
-    assert main(["compare", *models, "--text", "enron.jsonl", "--documents", "0"]) == 0
-    for row in figure_rows:
-        [name] = row.files
-        svg = Path("comparison", name).read_text(encoding="utf-8")
-        is_by_layer = name == "figures/directions.svg"
-        labels = ("final", "norm") if is_by_layer else ("I(W), signs as computed", "I(W), both signs")
-        for label in (*labels, "pythia-70m", "pythia-160m"):
-            assert f">{label}<" in svg, (row.artefact, label)
 
 
 @pytest.mark.slow
