@@ -248,7 +248,7 @@ def _format_table2_row(row: Row) -> list[Entry]:
     best_pair, published_pair = (
         EMPTY_CELL
         if row[lambda_key] is None or row[zeta_key] is None
-        else f"{round(row[lambda_key], 2):g} | {round(row[zeta_key], 2):g}"
+        else f"{row[lambda_key]:.3g} | {row[zeta_key]:.3g}"
         for lambda_key, zeta_key in (("lambda", "zeta"), ("paper_lambda", "paper_zeta"))
     )
     has_both_pairs = EMPTY_CELL not in (best_pair, published_pair)
