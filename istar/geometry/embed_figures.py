@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from istar.figures.plot import Line, Panel, Plot
-from istar.geometry import embed
+from istar.geometry import embed, published_embeddings
 from istar.geometry.density import estimate_density
 from istar.geometry.embed_models import ModelEmbeddings
 from istar.geometry.model_figures import MATRIX_ROUNDING, make_panel, make_projection_panels, make_spectrum_line
@@ -146,12 +146,16 @@ def make_unused_plot(models: Sequence[ModelEmbeddings]) -> Plot:
         if lines:
             label = _get_only_label(lines)
             panels.append(make_panel("mean cosine", lines, f"{label}, {title}" if label else title))
+    published_texts = [
+        f"{cosine:.2f} for the token ids {ids}" for ids, cosine in published_embeddings.UNUSED_COSINE_BY_IDS.items()
+    ]
     return Plot(
         "figure3_unused",
         "Figure 3, unused tokens",
         "Mean cosine of the unused tokens with the other tokens in bins of 1,000, by token id, which in vocabularies "
         "such as BERT's stands for the rank by frequency, and by frequency in the texts. Unused tokens are "
-        "placeholders such as [unused0] or, in vocabularies without them, the last 1,000 tokens.",
+        "placeholders such as [unused0] or, in vocabularies without them, the last 1,000 tokens. The paper has, for "
+        f"bert-base-cased, {' and '.join(published_texts)}.",
         "line",
         f"number of the bin of {embed.BIN_SIZE:,} tokens",
         tuple(panels),

@@ -27,6 +27,8 @@ NORM_CORRELATION = -0.61
 """Correlation of the average norm with I(W) over the paper's models (appendix C)."""
 TOKENS_BY_SHARE = {0.3: 13, 0.5: 85, 0.98: 15_000}
 """Number of WordPiece tokens that make up a share of the CNN corpus (section 2.2); the last is "nearly 15000"."""
+UNUSED_COSINE_BY_IDS = {"2,000 to 3,000": 0.27, "28,500 to 29,500": 0.63}
+"""Average cosine of the unused tokens of bert-base-cased with the tokens of a range of ids (section 4.2)."""
 
 
 def find_paper_model(label: str, name: str) -> str | None:
