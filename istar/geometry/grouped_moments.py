@@ -15,6 +15,8 @@ from istar.measures.sentences import SentenceSums
 
 MAX_RECENT_POINTS = 2_048
 """Number of points whose scatter matrix is summed up in their dtype before it is added to the accumulated one."""
+MAX_PRODUCT_POINTS = 4_096
+"""Maximum number of points whose scatter matrix is computed by one product, in their dtype."""
 PANEL_WIDTH = 128
 """Number of columns of a panel of a scatter matrix, see `_add_upper_panels`, on a CPU."""
 
@@ -85,7 +87,8 @@ class GroupedMoments:
         ):
             sums.index_add_(0, parts, batch_sums.to(sums))
         for batch_part, rows in batch.part_slices.items():
-            self._add_scatter(part_by_batch_part[batch_part], centered[rows])
+            for points in centered[rows].split(MAX_PRODUCT_POINTS):
+                self._add_scatter(part_by_batch_part[batch_part], points)
         if self.has_sentences and batch.sentences is not None:
             self._add_sentences(centered, squared_norms, batch.sentences)
 

@@ -45,9 +45,11 @@ MAX_GROUP_BYTES = 2**30
 """Most memory for the scatter matrices of all groups and layers; above it, covariance measures have no error."""
 _BYTES_OF_SCATTER = 8 + 4
 """Bytes for each number of a scatter matrix: the accumulated one in float64, and the recent one in float32."""
-UPDATE_TOKENS = 4_096
-"""Maximum number of tokens whose hidden states are added to the statistics at once, unless a batch has more. On a CPU,
-it is twice that of a batch: adding many at once takes less time for each, and the model is faster with fewer."""
+UPDATE_TOKENS = 16_384
+"""Maximum number of tokens whose hidden states are added to the statistics at once, unless a batch has more. Adding
+many tokens at once takes less time for each, but a model on a CPU is faster with small batches."""
+UPDATE_BYTES = 2**28
+"""Maximum memory of these hidden states in float32, over all taps, unless a batch has more."""
 ORIGIN_BLOCKS = 4
 """Number of blocks from the beginning of each source whose mean hidden state is the origin of the sums of a layer."""
 _STATE_FORMAT = 4
@@ -283,7 +285,8 @@ class Stream:
             del saved_state
         start = last_save = time.monotonic()
         task = progress.add_task(source.name, total=None, status="")
-        for batches in _join_batches(self._iterate_rank_batches(source, num_blocks_done, reading)):
+        rank_batches = self._iterate_rank_batches(source, num_blocks_done, reading)
+        for batches in _join_batches(rank_batches, self._count_update_tokens()):
             numbered_blocks = [numbered_block for batch in batches for numbered_block in batch]
             # The source's index makes the samples of different sources independent.
             block_keys = [(source_index << 32) + index for _, index, _ in numbered_blocks]
@@ -387,6 +390,11 @@ class Stream:
         for tap, tap_states in states.items():
             statistics.layers[tap].update(tap_states, tokens)
         statistics.sample.update(block_keys, num_tokens.tolist(), token_ids, states, rows)
+
+    def _count_update_tokens(self) -> int:
+        """Return the maximum number of tokens whose hidden states are added to the statistics at once."""
+        bytes_of_token = 4 * len(self._taps.names) * self._model.config.get_text_config().hidden_size
+        return min(UPDATE_TOKENS, UPDATE_BYTES // bytes_of_token)
 
     def _make_inputs(self, blocks: Sequence[Block]) -> tuple[dict[str, Tensor], Tensor]:
         """Return a batch of blocks as inputs of the model, and the mask of the tokens that the statistics include.
@@ -530,13 +538,13 @@ class _NumberedBlock(NamedTuple):
     block: Block
 
 
-def _join_batches(batches: Iterable[list[_NumberedBlock]]) -> Iterator[list[list[_NumberedBlock]]]:
-    """Yield lists of consecutive batches that have at most `UPDATE_TOKENS` tokens together, or of a single batch."""
+def _join_batches(batches: Iterable[list[_NumberedBlock]], max_tokens: int) -> Iterator[list[list[_NumberedBlock]]]:
+    """Yield lists of consecutive batches that have at most `max_tokens` tokens together, or of a single batch."""
     joined_batches: list[list[_NumberedBlock]] = []
     num_joined_tokens = 0
     for batch in batches:
         num_tokens = sum(map(_count_block_tokens, batch))
-        if joined_batches and num_joined_tokens + num_tokens > UPDATE_TOKENS:
+        if joined_batches and num_joined_tokens + num_tokens > max_tokens:
             yield joined_batches
             joined_batches, num_joined_tokens = [], 0
         joined_batches.append(batch)

@@ -43,11 +43,12 @@ def assert_moments_of(moments: FourthMoments, points: Tensor) -> None:
 
 @pytest.mark.parametrize("max_recent_points", [1, 10, 1000])
 @pytest.mark.parametrize("panel_width", [1, 3, 7, 100], ids="panels of {}".format)
-@pytest.mark.parametrize("dim", [1, 7, 8])
+@pytest.mark.parametrize(("dim", "max_product_points"), [(1, 100), (7, 100), (8, 100), (8, 1), (8, 3)])
 def test_moments_of_all_points_and_without_each_group(
-    monkeypatch: pytest.MonkeyPatch, dim: int, panel_width: int, max_recent_points: int
+    monkeypatch: pytest.MonkeyPatch, dim: int, max_product_points: int, panel_width: int, max_recent_points: int
 ) -> None:
     monkeypatch.setattr(grouped_moments, "PANEL_WIDTH", panel_width)
+    monkeypatch.setattr(grouped_moments, "MAX_PRODUCT_POINTS", max_product_points)
     monkeypatch.setattr(grouped_moments, "MAX_RECENT_POINTS", max_recent_points)
     points, groups = make_points(dim)
     moments = GroupedMoments(NUM_GROUPS, torch.ones(dim))

@@ -1,6 +1,7 @@
 """A pass over a corpus, checked against naive computations from all hidden states at once."""
 
 import copy
+import itertools
 import io
 import math
 import os
@@ -209,6 +210,27 @@ def test_batches_and_windows_do_not_matter(source: Source, monkeypatch: pytest.M
         for tap, expected_measures in first.compute_measures().items():
             for key, value in expected_measures.items():
                 assert measures[tap][key] == pytest.approx(value, rel=tolerance(key), nan_ok=True), (tap, key)
+
+
+@pytest.mark.parametrize(("max_tokens", "max_bytes"), [(100, 10**9), (10**9, 100 * 4 * 3 * 24)])
+def test_the_hidden_states_of_an_update_have_a_limit(
+    max_tokens: int, max_bytes: int, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both limits are 100 tokens: the model has three taps of width 24, whose numbers have four bytes in float32."""
+    monkeypatch.setattr(stream, "UPDATE_TOKENS", max_tokens)
+    monkeypatch.setattr(stream, "UPDATE_BYTES", max_bytes)
+    update, tokens_of_batches = Stream._update_statistics, []
+
+    def record(self: Stream, statistics: Any, batches: Any, keys: Any) -> None:
+        tokens_of_batches.append([sum(len(block.tokens) for block in batch) for batch in batches])
+        update(self, statistics, batches, keys)
+
+    monkeypatch.setattr(Stream, "_update_statistics", record)
+    read_statistics(bert(), Pass(16, batch_tokens=16, sample=0), source)
+    assert all(sum(tokens) <= 100 for tokens in tokens_of_batches)
+    # No update could take the next batch as well.
+    assert all(sum(tokens) + after[0] > 100 for tokens, after in itertools.pairwise(tokens_of_batches))
+    assert len(tokens_of_batches) > 2
 
 
 def test_the_sample_is_of_the_points(source: Source) -> None:
