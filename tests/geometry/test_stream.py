@@ -1,8 +1,8 @@
 """A pass over a corpus, checked against naive computations from all hidden states at once."""
 
 import copy
-import itertools
 import io
+import itertools
 import math
 import os
 import weakref
