@@ -136,7 +136,7 @@ def test_first_paper(hub: MockHub, own_cache: Path, tmp_path: Path) -> None:
     assert "over the tokens of 24 validation texts" in page
 
 
-def test_second_paper(hub: MockHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_paper(hub: MockHub) -> None:
     for name in ("EleutherAI/pythia-70m", "EleutherAI/pythia-160m", "EleutherAI/pythia-410m", "tiiuae/falcon-7b"):
         for number, branch in enumerate((*STEPS, "main")):
             model = build("neox")

@@ -286,7 +286,7 @@ class Stream:
         start = last_save = time.monotonic()
         task = progress.add_task(source.name, total=None, status="")
         rank_batches = self._iterate_rank_batches(source, num_blocks_done, reading)
-        for batches in _join_batches(rank_batches, self._count_update_tokens()):
+        for batches in _join_batches(rank_batches, self._compute_max_update_tokens()):
             numbered_blocks = [numbered_block for batch in batches for numbered_block in batch]
             # The source's index makes the samples of different sources independent.
             block_keys = [(source_index << 32) + index for _, index, _ in numbered_blocks]
@@ -391,7 +391,7 @@ class Stream:
             statistics.layers[tap].update(tap_states, tokens)
         statistics.sample.update(block_keys, num_tokens.tolist(), token_ids, states, rows)
 
-    def _count_update_tokens(self) -> int:
+    def _compute_max_update_tokens(self) -> int:
         """Return the maximum number of tokens whose hidden states are added to the statistics at once."""
         bytes_of_token = 4 * len(self._taps.names) * self._model.config.get_text_config().hidden_size
         return min(UPDATE_TOKENS, UPDATE_BYTES // bytes_of_token)

@@ -65,12 +65,11 @@ def test_it_is_what_a_loop_over_the_texts_finds(setting, harness, batch_size):
     assert geometry["two_nn"][1] != geometry["two_nn"][2]
 
 
-def test_the_first_token_is_the_first_that_is_none_of_the_padding(setting, harness):
-    module, collate = make_module_with_distinct_states(setting), copy.copy(setting.collate)
-    right_padded = measure_validation_geometry(harness.trainer(), module, FeatureRows(setting.validation), collate, 8)
+def pad_left(collate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that collates rows as `collate` does, with the padding before the tokens instead of after."""
 
-    def collate_left_padded(rows):
-        batch = setting.collate(rows)
+    def collate_left_padded(rows: Any) -> dict[str, Any]:
+        batch = collate(rows)
         shifts = (batch["attention_mask"] == 0).sum(1).tolist()
         length = batch["attention_mask"].shape[1]
         shifted = {
@@ -82,9 +81,13 @@ def test_the_first_token_is_the_first_that_is_none_of_the_padding(setting, harne
         positions = (shifted["attention_mask"].cumsum(1) - 1).clamp(min=0)
         return {**batch, **shifted, "position_ids": positions}
 
-    left_padded = measure_validation_geometry(
-        harness.trainer(), module, FeatureRows(setting.validation), collate_left_padded, 8
-    )
+    return collate_left_padded
+
+
+def test_the_first_token_is_the_first_that_is_none_of_the_padding(setting, harness):
+    module, rows = make_module_with_distinct_states(setting), FeatureRows(setting.validation)
+    right_padded = measure_validation_geometry(harness.trainer(), module, rows, setting.collate, 8)
+    left_padded = measure_validation_geometry(harness.trainer(), module, rows, pad_left(setting.collate), 8)
     assert left_padded["tokens"] == right_padded["tokens"]
     assert left_padded["two_nn"] == [None, *(pytest.approx(value, rel=1e-3) for value in right_padded["two_nn"][1:])]
     assert left_padded["mean_activation"] == pytest.approx(right_padded["mean_activation"], rel=1e-3, abs=1e-5)
@@ -103,6 +106,10 @@ def test_the_dimension_is_that_of_the_first_examples_and_the_mean_that_of_all(
     assert geometry["two_nn"][1] != pytest.approx(of_all["two_nn"][1], rel=0.01)
     assert (geometry["examples"], geometry["tokens"]) == (40, sum(setting.validation["length"]))
     assert geometry["mean_activation"] == pytest.approx(of_all["mean_activation"], rel=1e-4, abs=1e-6)
+    # With the padding on the left, the first tokens of a batch have different positions.
+    collate, rows = pad_left(setting.collate), FeatureRows(setting.validation)
+    left_padded = measure_validation_geometry(harness.trainer(), module, rows, collate, batch_size)
+    assert left_padded["two_nn"][1:] == pytest.approx(of_first["two_nn"][1:], rel=1e-3)
 
 
 def test_equal_texts_are_one_point_and_all_their_tokens(setting, harness, monkeypatch):
