@@ -414,7 +414,8 @@ class Stream:
         """Run the model on some batches.
 
         Args:
-            inputs, masks: results of `_make_inputs` for each batch.
+            inputs: the model's inputs of each batch, from `_make_inputs`.
+            masks: the included tokens of each batch, from `_make_inputs`.
             rows: row of each included token in the result, `(n,)`: the numbers from 0 to n - 1 in any order.
 
         Returns:

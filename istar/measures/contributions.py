@@ -42,8 +42,9 @@ def cosine_without_dimensions(points: Tensor, dimensions: Sequence[int] | Tensor
     """Compute the average cosine of points without some dimensions; see `CosineWithoutDimensions`.
 
     Args:
-        points, mask: as in `cosine_contributions`.
+        points: as in `cosine_contributions`.
         dimensions: indices of the dimensions to leave out.
+        mask: as in `cosine_contributions`.
 
     Returns:
         0-d float64 (float32 on MPS), in [-1 / (n - 1), 1].
@@ -64,7 +65,8 @@ def standardized_cosine(points: Tensor, mask: Tensor | None = None) -> Tensor:
     See `StandardizedCosine` for streams, whose moments a first pass computes.
 
     Args:
-        points, mask: as in `cosine_contributions`.
+        points: as in `cosine_contributions`.
+        mask: as in `cosine_contributions`.
 
     Returns:
         0-d float64 (float32 on MPS), in [-1 / (n - 1), 1]; near 0 for most clouds, because they are then centered.

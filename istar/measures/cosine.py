@@ -63,9 +63,11 @@ def intra_sim(
     See `IntraSim` for streams of batches.
 
     Args:
-        points, mask: `(..., d)` and `(...)`, as in `average_cosine`.
+        points: `(..., d)`, as in `average_cosine`.
         tokens: `(...)`, token type of each point; any integers.
-        average, min_count: as in `IntraSim.compute`.
+        mask: `(...)`, as in `average_cosine`.
+        average: as in `IntraSim.compute`.
+        min_count: as in `IntraSim.compute`.
 
     Returns:
         0-d tensor in [-1, 1], float64 (float32 on MPS). Not differentiable.
@@ -101,10 +103,8 @@ def adjusted_intra_sim(
     A value near 0 says that two occurrences of a type are no more alike than any two tokens. Differences of cosines are
     compressed near 1: if InterSim is 0.99, no value can exceed 0.01.
 
-    For streams, subtract the results of the accumulators: `IntraSim.compute() - AverageCosine.compute()`.
-
-    Args:
-        points, tokens, mask, average, min_count: as in `intra_sim`.
+    The arguments are as in `intra_sim`. For streams, subtract the results of the accumulators:
+    `IntraSim.compute() - AverageCosine.compute()`.
 
     Returns:
         0-d tensor in [-2, 2], usually in [0, 1]; float64 (float32 on MPS). Not differentiable.

@@ -64,7 +64,8 @@ def two_nn_with_error(points: Tensor, discard: float = 0.1, resamples: int = 200
     that the estimate describes the cloud at a larger scale.
 
     Args:
-        points, discard: as in `two_nn`.
+        points: as in `two_nn`.
+        discard: as in `two_nn`.
         resamples: number of bootstrap samples.
         seed: seed of the bootstrap's random generator.
 

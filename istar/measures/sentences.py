@@ -62,7 +62,8 @@ def isoscore_by_sentence_with_error(
     Stein, *The jackknife estimate of variance*, Annals of Statistics 9, 1981).
 
     Args:
-        points, mask: as in `isoscore_by_sentence`.
+        points: as in `isoscore_by_sentence`.
+        mask: as in `isoscore_by_sentence`.
         groups: G, at least 2; sentence number i of those with points, counted from 0, is in group i mod G. None leaves
             out one sentence at a time. The time is that of G scores, and the memory does not depend on G.
 

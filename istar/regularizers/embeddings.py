@@ -35,10 +35,13 @@ def attach_to_target(
     """Attach a penalty to what `target` names: the hidden states, by `attach`, or an embedding matrix.
 
     Args:
-        model, penalty: as in `attach` and `EmbeddingWatch`.
+        model: as in `attach` and `EmbeddingWatch`.
+        penalty: as in `attach` and `EmbeddingWatch`.
         target: `hidden_states`, `input_embeddings` or `output_embeddings`.
-        points, modules: as in `attach`; for hidden states only.
-        rows, seed: as in `EmbeddingWatch`; for embedding matrices only.
+        points: as in `attach`; for hidden states only.
+        rows: as in `EmbeddingWatch`; for embedding matrices only.
+        seed: as in `EmbeddingWatch`; for embedding matrices only.
+        modules: as in `attach`; for hidden states only.
 
     Raises:
         UserError: for an unknown target, and as `attach` and `EmbeddingWatch`.

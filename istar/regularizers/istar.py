@@ -52,7 +52,9 @@ class IStar(Penalty):
         zeta: weight of the shrinkage covariance Sigma_S, 0 to 1. With `auto`, zeta is estimated from each batch by
             `istar.measures.shrinkage_intensity`, and is a constant in the gradient.
         layers: as in `Penalty`; by default `all`, the outputs of all layers.
-        include_padding, sync, group: as in `Penalty`. The published code counts padding tokens.
+        include_padding: count padding tokens as points, as the published code does.
+        sync: as in `Penalty`.
+        group: as in `Penalty`.
         estimator: `shrinkage`, as in the paper; `unbiased` (`istar.measures.isoscore_unbiased`), for independent
             points; or `unbiased_by_sentence` (`istar.measures.isoscore_by_sentence`), for tokens that depend on the
             others of their sentence. The last two require zeta 0. Their score is clipped at 1, where its gradient is 0.

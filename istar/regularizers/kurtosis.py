@@ -32,9 +32,10 @@ class Kurtosis(Penalty):
     layer. It is above 1, and NaN if all coordinates are equal. As in the paper, 3 is not subtracted, and there is no
     correction for bias.
 
+    The arguments that are not listed are as in `Penalty`.
+
     Args:
         weight: lambda, any finite number; its sign has no meaning with a set-point.
-        layers, include_padding, sync, group: as in `Penalty`.
         set_point: the target, 1.8 by default. Without one, the penalty is lambda times the kurtosis.
     """
 

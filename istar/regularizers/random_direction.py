@@ -28,10 +28,9 @@ class RandomDirection(IStar):
     """I-STAR with the gradient of each point rotated at random, as a placebo.
 
     The value, the score and Sigma_S are those of `IStar`; only the gradient differs, so that it is not the gradient of
-    the value.
+    the value. All arguments but the seed are as in `IStar`.
 
     Args:
-        weight, zeta, layers, include_padding, sync, group, estimator, compute, set_point, within: as in `IStar`.
         seed: seed of the rotation, equal on all processes.
     """
 

@@ -39,11 +39,12 @@ class SigReg(Penalty):
     of a global batch). It depends on the scale of the hidden states, which are pulled to variance 1, and hardly on the
     width and the number of directions. Memory grows with points times directions.
 
+    The arguments that are not listed are as in `Penalty`. The score is the unweighted penalty.
+
     Args:
         weight: lambda, any finite number.
         directions: K, the number of random directions, at least 1.
         seed: seed of the directions, equal on all processes.
-        layers, include_padding, sync, group, set_point: as in `Penalty`; the score is the unweighted penalty.
 
     Attributes:
         draws: number of losses so far, 0-d. It is a buffer: together with the seed, it determines the directions of the

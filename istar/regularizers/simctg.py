@@ -34,10 +34,11 @@ class SimCtg(Penalty):
     neither the scale of the hidden states nor the size of the batch. The paper adds it to the loss with the weight 1. A
     zero vector has the cosine 0 with all tokens, itself included.
 
+    The arguments that are not listed are as in `Penalty`. The score is the unweighted penalty.
+
     Args:
         weight: lambda, any finite number.
         margin: the paper's rho, in [-1, 1]; 0.5 there.
-        layers, include_padding, sync, group, set_point: as in `Penalty`; the score is the unweighted penalty.
 
     Raises:
         UserError: for a margin outside of [-1, 1], and in a forward pass for points without sequences, such as the rows

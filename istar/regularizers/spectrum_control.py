@@ -38,11 +38,12 @@ class Spectrum(MomentsPenalty):
     lambda does not carry over, see the formula. With fewer points than dimensions, the remaining singular values are 0
     and have no gradient. The gradient needs an eigendecomposition of O(d^3) for each loss.
 
+    The arguments that are not listed are as in `Penalty`. The score is the unweighted penalty.
+
     Args:
         weight: lambda, any finite number.
         decay: `polynomial` or `exponential`.
         rate: r, at least 0; 0 is the flat spectrum of an isotropic distribution.
-        layers, include_padding, sync, group, set_point: as in `Penalty`; the score is the unweighted penalty.
 
     Raises:
         UserError: for another decay, or a rate below 0.

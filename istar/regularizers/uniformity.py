@@ -30,10 +30,11 @@ class Uniformity(Penalty):
     The value, in [-4 t, 0], is the log of a mean over pairs and depends neither on the scale of the points nor on their
     number, so that a published lambda carries over. Zero vectors stay zero: their squared distance to all others is 1.
 
+    The arguments that are not listed are as in `Penalty`. The score is the unweighted penalty.
+
     Args:
         weight: lambda, any finite number.
         temperature: t, above 0; 2 in the paper.
-        layers, include_padding, sync, group, set_point: as in `Penalty`; the score is the unweighted penalty.
 
     Raises:
         UserError: if the temperature is not above 0.

@@ -37,12 +37,13 @@ class VicReg(MomentsPenalty):
     lambda 1, are for outputs of a projector of a standard deviation of about 1, and carry over to hidden states of that
     scale.
 
+    The arguments that are not listed are as in `Penalty`. The score is the unweighted penalty.
+
     Args:
         weight: lambda, any finite number.
         variance_weight: mu, at least 0.
         covariance_weight: nu, at least 0.
         gamma: the standard deviation below which a dimension is penalized, above 0.
-        layers, include_padding, sync, group, set_point: as in `Penalty`; the score is the unweighted penalty.
 
     Raises:
         UserError: for mu, nu or gamma outside of these ranges.

@@ -33,7 +33,9 @@ def make_training_features(
         contexts: context of each example.
         answers: `{"text": [...], "answer_start": [...]}` of each example, with empty lists if there is no answer.
         ids: id of each example, for error messages.
-        tokenizer, max_length, stride: see `tokenize_windows`.
+        tokenizer: see `tokenize_windows`.
+        max_length: see `tokenize_windows`.
+        stride: see `tokenize_windows`.
 
     Returns:
         The columns of `tokenize_windows` except the offsets, and the tokens `start_positions` and `end_positions`

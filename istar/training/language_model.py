@@ -21,14 +21,14 @@ class LanguageModelTuner(FineTuner):
     """Train a causal or masked language model on its token loss plus a weighted penalty on its hidden states.
 
     The loss of a step is the mean over the predicted tokens of all processes together. In validation, losses are summed
-    in float64 for each block of text, and the metrics are computed from all predicted tokens at once.
+    in float64 for each block of text, and the metrics are computed from all predicted tokens at once. The arguments
+    that are not listed are as in `FineTuner`.
 
     Args:
         model: causal or masked language model.
         is_causal: whether the logits at a token predict the next token.
         restrict_head_to_labels: compute the head of a masked language model only for the tokens to predict, which saves
             most of the head's time. This needs a hook, which a compiled model does not call.
-        watch, optim, evaluators, options: see `FineTuner`.
     """
 
     def __init__(

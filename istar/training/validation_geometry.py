@@ -29,15 +29,12 @@ def measure_validation_geometry(
     are float32 or wider. The model and the global random state do not change.
 
     Returns:
-        A dictionary with:
-
-        - `examples` and `tokens`: the number of examples, and of tokens without padding;
-        - `mean_activation`: the mean of the last layer's states over the tokens, d numbers;
-        - `two_nn`: the TwoNN intrinsic dimension of each layer, starting with the embedding output, on the first
-          `MAX_TWO_NN_EXAMPLES` examples; None if there are too few states or all are equal. Each distinct text is one
-          point: the state of the first token ([CLS]) of an encoder, or of the last token of a decoder, which alone has
-          seen the whole text. In the first layers of a decoder, the states of texts that end in the same token are
-          nearly equal, and the dimension describes how such copies differ.
+        A dictionary with the numbers of `examples` and of `tokens` without padding; `mean_activation`, the mean of the
+        last layer's states over the tokens, d numbers; and `two_nn`, the TwoNN intrinsic dimension of each layer,
+        starting with the embedding output, on the first `MAX_TWO_NN_EXAMPLES` examples, or None if there are too few
+        states or all are equal. Each distinct text is one point: the state of the first token ([CLS]) of an encoder, or
+        of the last token of a decoder, which alone has seen the whole text. In the first layers of a decoder, the
+        states of texts that end in the same token are nearly equal, and the dimension describes how such copies differ.
 
     Raises:
         NonFiniteError: if hidden states are not finite.
