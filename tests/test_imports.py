@@ -45,6 +45,7 @@ ALLOWED = {
     "scores": set(),
     "files": {"errors"},
     "memory": set(),
+    "streams": set(),
     "measures": {"errors"},
     "statistics": {"errors"},
     "regularizers": {"measures", "errors"},
@@ -62,11 +63,11 @@ ALLOWED = {
 }  # fmt: skip
 ASSEMBLING = {
     "runs": {"training", "models", "reports", "results", "tasks", "regularizers", "config", "memory", "errors",
-             "files"},
+             "files", "streams"},
     "sweeps": {"runs", "reports", "results", "training", "config", "scores", "errors", "files"},
     "quantization": {"runs", "reports", "results", "training", "models", "tasks", "measures", "statistics", "config",
                      "figures", "pages", "scores", "errors", "files"},
-    "cli": {"sweeps", "runs", "reports", "quantization", "geometry", "statistics", "config", "errors"},
+    "cli": {"sweeps", "runs", "reports", "quantization", "geometry", "statistics", "config", "errors", "streams"},
 }  # fmt: skip
 LIBRARIES = {
     "measures": {"torch"},
@@ -76,6 +77,7 @@ LIBRARIES = {
     "errors": set(),
     "scores": set(),
     "files": {"filelock"},
+    "streams": set(),
     "results": set(),
     "figures": {"matplotlib", "numpy"},
     "pages": {"jinja2", "markupsafe", "pandas"},

@@ -1,7 +1,6 @@
 """The entry point of the command `istar`."""
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -10,33 +9,20 @@ from istar import __version__
 from istar.cli import compare, correlate, embed, measure, plan, power, quantize, report, results, watch
 from istar.errors import UserError
 from istar.runs import extras
-
-_EXIT_CODE_OF_CLOSED_PIPE = 141
-"""Exit code of a process that the signal SIGPIPE has ended, as shells report it."""
+from istar.streams import run_with_robust_output
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Execute the command `istar` with these arguments, by default those of the process, and return the exit code.
-
-    If the reader of the output, such as `head`, ends before the command, the command ends without a message.
-    """
-    try:
-        try:
-            return _run_command(list(sys.argv[1:] if arguments is None else arguments))
-        finally:
-            # The rest of the output must fail here and not when the interpreter ends, also after `--help`.
-            sys.stdout.flush()
-    except BrokenPipeError:
-        # The interpreter flushes the output once more when it ends, which must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _EXIT_CODE_OF_CLOSED_PIPE
+    """Execute the command `istar` with these arguments, by default those of the process, and return the exit code."""
+    typed_arguments = list(sys.argv[1:] if arguments is None else arguments)
+    return run_with_robust_output(lambda: _run_command(typed_arguments))
 
 
 def _run_command(arguments: list[str]) -> int:
     """Execute the command `istar` with these arguments, and return the exit code."""
     if arguments[:1] == ["train"]:
         # Hydra parses the options of `istar train`, including `--help`.
-        return train_main(arguments[1:])
+        return _run_train(arguments[1:], "istar train")
     options = _make_parser().parse_args(arguments)
     options.typed = shlex.join(["istar", *arguments])
     try:
@@ -49,12 +35,13 @@ def _run_command(arguments: list[str]) -> int:
 
 
 def train_main(arguments: Sequence[str] | None = None, command: str = "istar train") -> int:
-    """Execute `istar train`, and return the exit code, or exit the process if the run fails.
+    """Execute `istar train` as `main` does; `command` is what was typed before the arguments, for messages."""
+    typed_arguments = list(sys.argv[1:] if arguments is None else arguments)
+    return run_with_robust_output(lambda: _run_train(typed_arguments, command))
 
-    Args:
-        arguments: overrides and options of Hydra; None takes those of the process.
-        command: the command that was typed before the arguments, for messages that repeat it.
-    """
+
+def _run_train(arguments: Sequence[str], command: str) -> int:
+    """Execute `istar train`, and return the exit code, or exit the process if the run fails."""
     try:
         extras.require(command, "train")
     except UserError as error:
@@ -62,7 +49,7 @@ def train_main(arguments: Sequence[str] | None = None, command: str = "istar tra
         return error.exit_code
     from istar.cli import train
 
-    train.main(sys.argv[1:] if arguments is None else arguments, command)
+    train.main(arguments, command)
     return 0
 
 

@@ -21,6 +21,11 @@ from istar.runs.importing import fast_imports
 
 DRY_RUN_OPTION = "--dry-run"
 _DRY_RUN_OVERRIDE = "sweep.dry_run=true"
+_OPTIONS_WITH_VALUE = frozenset(
+    ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd",
+     "--experimental-rerun", "--info", "-i")
+)  # fmt: skip
+"""Options of Hydra that the next argument may belong to."""
 
 
 def main(arguments: Sequence[str], command: str) -> None:
@@ -33,7 +38,7 @@ def main(arguments: Sequence[str], command: str) -> None:
     # Hydra raises its errors instead of printing them over many lines.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     # Hydra and the sweeper read the arguments from sys.argv.
-    sys.argv = [command, *(_DRY_RUN_OVERRIDE if argument == DRY_RUN_OPTION else argument for argument in arguments)]
+    sys.argv = [command, *move_overrides_to_end(arguments)]
     schema.register()
     schema.register_sweeps()
     try:
@@ -43,6 +48,23 @@ def main(arguments: Sequence[str], command: str) -> None:
         if SHOW_TRACE:
             raise
         exit_with_error(error)
+
+
+def move_overrides_to_end(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with Hydra's options first and all overrides after them, `--dry-run` as an override.
+
+    Hydra's parser accepts overrides either before an option such as `-m` or after it, but not on both sides.
+    """
+    options: list[str] = []
+    overrides: list[str] = []
+    for previous_argument, argument in zip(["", *arguments], arguments, strict=False):
+        if argument == DRY_RUN_OPTION:
+            overrides.append(_DRY_RUN_OVERRIDE)
+        elif argument.startswith("-") or previous_argument in _OPTIONS_WITH_VALUE:
+            options.append(argument)
+        else:
+            overrides.append(argument)
+    return [*options, *overrides]
 
 
 def refuse_hydra_folders(arguments: Sequence[str]) -> None:

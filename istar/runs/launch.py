@@ -33,6 +33,7 @@ from istar.files import write_text
 from istar.results import RunRecord
 from istar.runs.importing import fast_imports
 from istar.runs.resolving import resolve_config
+from istar.streams import replace_unencodable_characters
 
 UNEXPECTED_ERROR = 1
 """Exit code of a process that ends with any exception except a `UserError`."""
@@ -262,6 +263,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
     _terminate_with_parent(int(parent_pid))
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    replace_unencodable_characters()
     schema.register()
     try:
         with fast_imports():

@@ -73,7 +73,7 @@ def _run_git(folder: Path, *arguments: str) -> str | None:
 def _get_cpu_name() -> str:
     """Return the model name of the CPU, or its architecture if the name is unknown."""
     try:
-        match = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        match = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
         match = None
     return match[1] if match else platform.processor() or platform.machine()

@@ -388,7 +388,7 @@ def _is_intact(data_path: Path, checksum_path: Path) -> bool:
     if not checksum_path.exists():
         return False
     try:
-        if checksum_path.read_text() == _compute_sha256(data_path):
+        if checksum_path.read_text(encoding="utf-8") == _compute_sha256(data_path):
             return True
     except (OSError, ValueError) as error:
         logger.debug("%s: %s", data_path, error)

@@ -1,4 +1,4 @@
-"""A callback that logs the training's tokens per second, and a progress bar that shows the remaining time."""
+"""Callbacks that log the training's tokens per second, and that show its progress and the remaining time."""
 
 import sys
 import time
@@ -99,3 +99,21 @@ class TrainingProgressBar(RichProgressBar):
             return metrics
         tokens_per_second = f"{self._token_rate.tokens_per_second:,.0f}"
         return {**metrics, "tokens/s": tokens_per_second, "to go": self._token_rate.remaining_time}
+
+
+class EpochLines(L.Callback):
+    """Print one line at the end of each epoch, for output that is not a terminal, such as a log file."""
+
+    def __init__(self, token_rate: TokenRate) -> None:
+        self._token_rate = token_rate
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Print the number of the epoch, the metrics that a progress bar would show, and the remaining time."""
+        if not trainer.is_global_zero:
+            return
+        num_epochs = f"/{trainer.max_epochs}" if (trainer.max_epochs or -1) > 0 else ""
+        parts = [f"epoch {trainer.current_epoch + 1}{num_epochs}"]
+        parts += [f"{name} {float(value):.4g}" for name, value in trainer.progress_bar_metrics.items()]
+        if self._token_rate.tokens_per_second is not None:
+            parts += [f"{self._token_rate.tokens_per_second:,.0f} tokens/s", f"{self._token_rate.remaining_time} left"]
+        print(*parts, sep=" · ", flush=True)

@@ -12,12 +12,13 @@ import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping
+from rich.console import Console
 
 from istar.config import TrainerConfig
 from istar.errors import UserError, shorten
 from istar.scores import is_lower_better
 from istar.training.checkpoints import AtomicCheckpointIO, Checkpoints
-from istar.training.token_rate import TokenRate, TrainingProgressBar
+from istar.training.token_rate import EpochLines, TokenRate, TrainingProgressBar
 
 
 class StopAtMaxSteps(L.Callback):
@@ -80,8 +81,10 @@ def build_trainer(
     callbacks.append(StopAfterLastBatch())
     token_rate = TokenRate(settings.lightning.get("max_steps"))
     callbacks.append(token_rate)
+    console = Console()
+    shows_bar = settings.progress_bar and (console.is_terminal or console.is_jupyter)
     if settings.progress_bar:
-        callbacks.append(TrainingProgressBar(token_rate))
+        callbacks.append(TrainingProgressBar(token_rate) if shows_bar else EpochLines(token_rate))
     if checkpoints is not None:
         callbacks.append(checkpoints)
     return _construct_trainer(
@@ -92,7 +95,7 @@ def build_trainer(
         deterministic=settings.deterministic,
         fast_dev_run=settings.fast_dev_run,
         log_every_n_steps=settings.log_every_n_steps,
-        enable_progress_bar=settings.progress_bar,
+        enable_progress_bar=shows_bar,
         enable_checkpointing=checkpoints is not None,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,

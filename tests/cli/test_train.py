@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from istar import results
+from istar.cli.train import move_overrides_to_end
 from tests.jobs import Done, starting
 from tests.waiting import SECONDS
 
@@ -131,3 +132,55 @@ def test_the_methods_are_compared(tmp_path: Path) -> None:
     assert second_result.returncode == 0, second_result.stderr
     assert "4 runs, 0 of them to do" in second_result.stdout
     assert second_result.stdout.endswith(comparison)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "moved"),
+    [
+        ("task=rte -m seed=1,2", "-m task=rte seed=1,2"),
+        ("task=rte --cfg job seed=1", "--cfg job task=rte seed=1"),
+        ("task=rte --info defaults-tree seed=1 -m", "--info defaults-tree -m task=rte seed=1"),
+        ("~logger --config-name other -m ++a=b", "--config-name other -m ~logger ++a=b"),
+        ("seed=1 --dry-run -m task=rte", "-m seed=1 sweep.dry_run=true task=rte"),
+    ],
+)
+def test_overrides_may_stand_on_both_sides_of_an_option(arguments: str, moved: str) -> None:
+    assert move_overrides_to_end(arguments.split()) == moved.split()
+
+
+def test_a_sweep_takes_overrides_on_both_sides_of_m(tmp_path: Path, own_cache: Path) -> None:
+    with starting(own_cache) as start:
+        result = start(tmp_path, "seed=3,4", "--dry-run", "-m", "reg=none,istar").wait()
+        printed = start(tmp_path, "seed=7", "--cfg", "job", "reg=none").wait()
+    assert (result.code, result.stderr) == (0, "")
+    assert "4 runs" in result.stdout
+    assert (printed.code, printed.stderr) == (0, "")
+    assert "seed: 7" in printed.stdout
+
+
+def test_help_may_be_cut_by_a_reader_that_ends_first(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    process = subprocess.run(
+        [sys.executable, str(REPOSITORY / "train.py"), "--help"],
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
+        cwd=tmp_path,
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=SECONDS,
+    )
+    os.close(write_end)
+    assert (process.returncode, process.stderr) == (141, "")
+
+
+def test_a_log_file_has_a_line_for_each_epoch_in_any_encoding(tmp_path: Path) -> None:
+    arguments = ("debug=smoke", "trainer.max_epochs=2", "trainer.accelerator=cpu", f"run.root={tmp_path}/runs")
+    result = run_train(*arguments, cwd=tmp_path, PYTHONIOENCODING="ascii", COLUMNS="80")
+    assert (result.returncode, result.stderr) == (0, "")
+    epoch_lines = [line for line in result.stdout.splitlines() if line.lower().startswith("epoch ")]
+    assert [line.split()[1] for line in epoch_lines] == ["1/2", "2/2"]
+    for line in epoch_lines:
+        assert re.search(r"loss \S+ \? val/accuracy \S+ \? [\d,]+ tokens/s \? \d:\d\d:\d\d left$", line)
+    # Neither Lightning's bar nor its validation before the training appears.
+    assert not re.search("it/s|Validation", result.stdout)
