@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from istar.config import Config, schema
+from tests.permissions import obey_permissions
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SLOWEST_FILES = (
@@ -77,7 +78,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure() -> None:
-    """Collect garbage less often: a full collection visits a million objects of the imported libraries."""
+    """Obey the permissions of files, and collect garbage less often: a collection visits a million objects."""
+    obey_permissions()
     gc.set_threshold(100_000, 50, 100)
 
 

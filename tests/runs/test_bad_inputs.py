@@ -11,7 +11,6 @@ import os
 import pickle
 import runpy
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ import istar.runs.run  # noqa: F401  so that the loggers of the libraries exist 
 from istar import models, results
 from istar.models import tiny
 from istar.tasks import demo
+from tests.permissions import ignores_permissions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMALL = (
@@ -250,15 +250,6 @@ def code_of_its_own(*, model_type: str) -> Change:
 
 
 # ---- inputs that are refused
-
-
-def ignores_permissions() -> bool:
-    """Return whether this process may read a folder without permissions, as root may."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0)
-        allowed = os.access(folder, os.R_OK)
-        Path(folder).chmod(0o700)
-        return allowed
 
 
 not_root = pytest.mark.skipif(ignores_permissions(), reason="root may read and write everything")

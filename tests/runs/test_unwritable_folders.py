@@ -12,10 +12,11 @@ import pytest
 from istar.runs.run import run
 from istar.training.checkpoints import AtomicCheckpointIO
 from tests.outcomes import assert_same
+from tests.permissions import ignores_permissions
 from tests.runs.faults import EPOCHS, Build, assert_whole, only_folder, refused_in_one_line
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.skipif(ignores_permissions(), reason="root may write everywhere")
 def test_a_root_that_cannot_be_written(small: Build, tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir(mode=0o500)
     message = refused_in_one_line(small())
@@ -25,7 +26,6 @@ def test_a_root_that_cannot_be_written(small: Build, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("owner", "name"), [(Path, "mkdir"), (os, "open")], ids=["folder", "lock"])
 def test_a_root_that_forbids_writing(small: Build, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
-    """The previous test with simulated permission errors, which also root gets."""
     config = small()
     original_function = getattr(owner, name)
 
@@ -84,7 +84,7 @@ def test_a_folder_that_cannot_be_written_any_more(
     assert_same(folder, undisturbed_run)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.skipif(ignores_permissions(), reason="root may write everywhere")
 def test_a_folder_that_loses_its_permissions(
     small: Build, undisturbed_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
