@@ -173,7 +173,7 @@ def _correlate_series(
     block_length, note = _choose_block_length(x, y, selection.block_length)
     results: dict[str, Any] = correlate_with_intervals(resample(x, block_length or 1), resample(y, block_length or 1))
     if not note:
-        # `istar.statistics.correlation.block_bootstrap_correlation` gives no interval in the same case.
+        # A series that is constant in half of the resamples has no interval.
         is_varied = (resample(x, block_length).num_untied_pairs > 0) & (resample(y, block_length).num_untied_pairs > 0)
         if 2 * is_varied.sum() <= len(is_varied):
             note = "no interval: a series is constant in half of the resamples or more"
@@ -241,7 +241,7 @@ def _explain_undefined(measure_values: np.ndarray, scores: np.ndarray) -> str:
 def _bootstrap_weights(num_points: int, num_resamples: int, seed: int, block_length: int = 1) -> np.ndarray:
     """Return how often each point is drawn in each bootstrap resample, `(resamples, points)`.
 
-    Blocks of more than one point are those of `block_bootstrap_correlation` in `istar.statistics.correlation`.
+    Blocks of more than one point are drawn by `istar.statistics.correlation.moving_blocks`.
     """
     if block_length == 1:
         counts = np.random.default_rng(seed).multinomial(num_points, np.full(num_points, 1 / num_points), num_resamples)

@@ -21,7 +21,6 @@ from istar.statistics.arguments import (
     to_finite_array,
     to_finite_vector,
 )
-from istar.statistics.paired import quantile_interval
 
 Method = Literal["pearson", "spearman"]
 
@@ -35,17 +34,6 @@ class PartialCorrelation(NamedTuple):
     p_value: float  # two-sided, of no correlation
     points: int
     covariates: int
-
-
-class SeriesCorrelation(NamedTuple):
-    """Result of `block_bootstrap_correlation`."""
-
-    value: float  # in [-1, 1]
-    low: float
-    high: float
-    points: int
-    block_length: int
-    undefined: int  # number of resamples in which a series is constant; they are left out
 
 
 def partial_correlation(
@@ -105,64 +93,6 @@ def partial_correlation(
     return PartialCorrelation(value, low, high, p_value, num_points, num_covariates)
 
 
-def block_bootstrap_correlation(
-    x: ArrayLike,
-    y: ArrayLike,
-    block_length: int | None = None,
-    method: Method = "pearson",
-    level: float = 0.95,
-    resamples: int = 2_000,
-    seed: int = 0,
-) -> SeriesCorrelation:
-    """Correlate two series, with an interval that allows for the dependence of neighbouring points.
-
-    A resample consists of blocks of l neighbouring points, which are drawn with replacement from all n - l + 1 blocks,
-    put one after the other and cut to n points in total (the moving-block bootstrap of Künsch, *The Jackknife and the
-    Bootstrap for General Stationary Observations*, 1989). Blocks of 1 are the ordinary bootstrap of pairs. The interval
-    is the percentile interval.
-
-    Assumptions: both series are stationary, with a dependence that fades within a block, and n is many times l. Values
-    that drift over a whole training are not stationary: correlate their differences between checkpoints, or take the
-    step out with `partial_correlation`, and read the interval as too short rather than too long.
-
-    Args:
-        x: one series, `(n,)`, in the order of the checkpoints, which should be about equally far apart.
-        y: the other series, `(n,)`, of the same checkpoints.
-        block_length: l, at most n / 2; None stands for `automatic_block_length`.
-        method: `pearson`, or `spearman`, for which each resample is ranked anew.
-        level: confidence level.
-        resamples: number of resamples.
-        seed: seed of the resamples.
-
-    Raises:
-        UserError: if the lengths differ, a value is not finite, there are fewer than 4 points, a series is constant
-            (as drawn, in half of the resamples or more), or another argument is out of range.
-    """
-    check_choice(method, get_args(Method), "the method of correlation")
-    check_probability(level, "the confidence level")
-    check_at_least(resamples, 1, "the number of resamples")
-    x_values, y_values = _to_varied_series(x, y)
-    num_points = len(x_values)
-    length = automatic_block_length(x_values, y_values) if block_length is None else block_length
-    check_at_least(length, 1, "the block length")
-    if length > num_points // 2:
-        raise UserError(
-            f"the block length is {length}; expected at most half of the {num_points} points, {num_points // 2}"
-        )
-    indices = moving_blocks(num_points, length, resamples, seed)
-    resampled_series = [series[indices] for series in (x_values, y_values)]
-    if method == "spearman":
-        x_values, y_values = stats.rankdata(x_values), stats.rankdata(y_values)
-        resampled_series = [stats.rankdata(series, axis=1) for series in resampled_series]
-    is_defined = (np.ptp(resampled_series[0], axis=1) > 0) & (np.ptp(resampled_series[1], axis=1) > 0)
-    num_undefined = int(resamples - is_defined.sum())
-    if 2 * num_undefined >= resamples:
-        raise UserError("a series is constant in half of the resamples or more; expected values that vary throughout")
-    correlations = _compute_pearson_by_row(resampled_series[0][is_defined], resampled_series[1][is_defined])
-    interval = quantile_interval(correlations, (1 - level) / 2, (1 + level) / 2)
-    return SeriesCorrelation(_compute_pearson(x_values, y_values), *interval, num_points, length, num_undefined)
-
-
 def moving_blocks(points: int, block_length: int, resamples: int, seed: int) -> NDArray[np.int64]:
     """Draw the resamples of the moving-block bootstrap: blocks of neighbouring points, put one after the other.
 
@@ -190,7 +120,7 @@ def moving_blocks(points: int, block_length: int, resamples: int, seed: int) -> 
 
 
 def automatic_block_length(x: ArrayLike, y: ArrayLike) -> int:
-    r"""Choose the block length of `block_bootstrap_correlation` from the dependence of neighbours.
+    r"""Choose the block length of `moving_blocks` from the dependence of neighbours.
 
     The correlation r varies as the mean of its influence values
     :math:`u = z_x z_y - r (z_x^2 + z_y^2) / 2` of the standardized series. For a mean of autoregressive values with
@@ -270,15 +200,6 @@ def _compute_residuals(values: Vector, covariates: NDArray[np.float64], name: st
 
 
 def _compute_pearson(first: Vector, second: Vector) -> float:
-    """Return Pearson's correlation of two series."""
-    return float(_compute_pearson_by_row(first[None], second[None])[0])
-
-
-def _compute_pearson_by_row(first: NDArray[np.float64], second: NDArray[np.float64]) -> Vector:
-    """Return Pearson's correlation of each row of one matrix with the same row of the other, in [-1, 1]."""
-    first = first - first.mean(axis=1, keepdims=True)
-    second = second - second.mean(axis=1, keepdims=True)
-    products = np.sum(first * second, axis=1)
-    norms = np.sqrt(np.sum(first**2, axis=1) * np.sum(second**2, axis=1))
-    correlations: Vector = np.clip(products / norms, -1.0, 1.0)
-    return correlations
+    """Return Pearson's correlation of two series, in [-1, 1]."""
+    first, second = first - first.mean(), second - second.mean()
+    return float(np.clip(first @ second / np.sqrt((first @ first) * (second @ second)), -1.0, 1.0))

@@ -1,14 +1,11 @@
 """Comparison of several methods over several tasks: ranks, tests of ranks, and intervals of the average difference.
 
-Which interval of the average difference? If the tasks stand for a larger set of similar tasks, about which something is
-to be said, the tasks are the sample: `t_interval_over_tasks`, or `bootstrap_over_tasks` with `resample="tasks"` if the
-differences of the tasks are far from normal. If the statement is about these tasks alone, such as those of one
-benchmark, only the seeds are random: `resample="seeds"`. Its interval is usually shorter, and says nothing about other
-tasks.
+The tasks of `t_interval_over_tasks` stand for a larger set of similar tasks: its statement is about those, and not
+about these tasks alone.
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,15 +15,12 @@ from istar.errors import UserError
 from istar.statistics.arguments import (
     Vector,
     check_at_least,
-    check_choice,
     check_not_constant,
     check_probability,
     to_finite_array,
     to_finite_vector,
 )
-from istar.statistics.paired import Interval, expanded_tail, quantile_interval, t_interval
-
-Resample = Literal["tasks and seeds", "tasks", "seeds"]
+from istar.statistics.paired import Interval, t_interval
 
 
 class Friedman(NamedTuple):
@@ -37,14 +31,6 @@ class Friedman(NamedTuple):
     chi_square_p: float  # its p-value, by chi-square with k - 1 degrees of freedom
     f: float  # statistic of Iman and Davenport; infinite if all tasks rank the methods alike
     f_p: float  # its p-value, by F with k - 1 and (k - 1)(n - 1) degrees of freedom
-
-
-class AverageDifference(NamedTuple):
-    """Result of `bootstrap_over_tasks`."""
-
-    mean: float  # mean over tasks of the mean over seeds; each task has the same weight
-    low: float
-    high: float
 
 
 def task_ranks(scores: ArrayLike, lower_is_better: bool = False) -> NDArray[np.float64]:
@@ -171,86 +157,6 @@ def t_interval_over_tasks(differences: Sequence[ArrayLike], level: float = 0.95)
     means = np.array([values.mean() for values in _to_vectors(differences, min_tasks=2, min_seeds=1)])
     check_not_constant(means, "mean differences of the tasks")
     return t_interval(means, level)
-
-
-def bootstrap_over_tasks(
-    differences: Sequence[ArrayLike],
-    resample: Resample = "tasks and seeds",
-    level: float = 0.95,
-    resamples: int = 9_999,
-    seed: int = 0,
-) -> AverageDifference:
-    """Compute the average difference over tasks with an interval by the hierarchical bootstrap.
-
-    What a resample draws, with replacement, depends on `resample`:
-
-    - `tasks and seeds`: tasks, then seeds within each drawn task.
-    - `tasks`: tasks with all their seeds.
-    - `seeds`: seeds within each of the given tasks.
-
-    The interval lies between two quantiles of the means of the resamples, which are moved outwards by the formula of
-    the expanded percentile interval (`paired.bootstrap_interval`). For T tasks, the quantile t of this formula has
-    T - 1 degrees of freedom where tasks are drawn, otherwise as many as there are seeds in all tasks less T.
-
-    The mean differences of the tasks already vary because of their seeds. Drawing seeds as well therefore counts their
-    noise twice: `tasks and seeds` is conservative, clearly so if the seeds differ more than the tasks; `tasks` is not
-    (Davison and Hinkley, *Bootstrap Methods and their Application*, 1997, section 3.8).
-
-    Assumptions: as in `t_interval_over_tasks` without the normal distribution where tasks are drawn; for `seeds`, the
-    seeds of different tasks are independent, and the statement is about these tasks alone. With fewer than about five
-    tasks, no bootstrap over tasks can be trusted.
-
-    Args:
-        differences: one sequence for each task, with its paired differences, one for each seed.
-        resample: what each resample draws.
-        level: confidence level.
-        resamples: number of resamples.
-        seed: seed of the resamples.
-
-    Raises:
-        UserError: for fewer than 2 tasks (1 for `seeds`), a task with fewer than 2 differences (1 for `tasks`), values
-            that are not finite, or another argument out of range; also if all that is resampled is equal.
-    """
-    check_choice(resample, get_args(Resample), "what is resampled")
-    check_probability(level, "the confidence level")
-    check_at_least(resamples, 1, "the number of resamples")
-    differences_by_task = _to_vectors(
-        differences, min_tasks=1 if resample == "seeds" else 2, min_seeds=1 if resample == "tasks" else 2
-    )
-    generator = np.random.default_rng(seed)
-    averages = _draw_resampled_averages(differences_by_task, resample, resamples, generator)
-    check_not_constant(averages, "differences")
-    if resample == "seeds":
-        num_seeds_by_task = [len(task_differences) for task_differences in differences_by_task]
-        degrees_of_freedom = sum(num_seeds - 1 for num_seeds in num_seeds_by_task)
-        tail = expanded_tail(level, min(num_seeds_by_task), degrees_of_freedom)
-    else:
-        tail = expanded_tail(level, len(differences_by_task))
-    mean = float(np.mean([task_differences.mean() for task_differences in differences_by_task]))
-    return AverageDifference(mean, *quantile_interval(averages, tail, 1 - tail))
-
-
-def _draw_resampled_averages(
-    differences_by_task: list[Vector], resample: Resample, resamples: int, generator: np.random.Generator
-) -> Vector:
-    """Return the average over tasks of the means over seeds for each random resample, `(resamples,)`.
-
-    Args:
-        differences_by_task: the differences of each task over seeds.
-        resample: what is drawn.
-        resamples: number of resamples.
-        generator: source of random numbers.
-    """
-    averages = np.empty(resamples)
-    for index in range(resamples):
-        drawn_tasks = differences_by_task
-        if resample != "seeds":
-            task_indices = generator.integers(0, len(differences_by_task), len(differences_by_task))
-            drawn_tasks = [differences_by_task[task_index] for task_index in task_indices]
-        if resample != "tasks":
-            drawn_tasks = [values[generator.integers(0, len(values), len(values))] for values in drawn_tasks]
-        averages[index] = sum(values.sum() / len(values) for values in drawn_tasks) / len(drawn_tasks)
-    return averages
 
 
 def _to_vectors(differences: Sequence[ArrayLike], min_tasks: int, min_seeds: int) -> list[Vector]:

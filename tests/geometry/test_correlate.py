@@ -494,11 +494,6 @@ def test_intervals_of_blocks_against_scipy(block_length: str, tmp_path: Path) ->
         assert float(row[name]) == pytest.approx(getattr(scipy.stats, function)(x, y).statistic, rel=1e-12)
         low, high = np.quantile(resampled, [0.025, 0.975])
         assert [float(row[f"{name}_low"]), float(row[f"{name}_high"])] == pytest.approx([low, high], abs=1e-10)
-    for method in ("pearson", "spearman"):
-        bootstrap = correlation.block_bootstrap_correlation(x, y, expected_length, method, resamples=300, seed=4)
-        assert [float(row[f"{method}{end}"]) for end in ("", "_low", "_high")] == pytest.approx(
-            [bootstrap.value, bootstrap.low, bootstrap.high], abs=1e-10
-        )
     assert "bootstrap resamples of blocks of neighbouring checkpoints" in (tmp_path / "out" / "table.md").read_text()
 
 

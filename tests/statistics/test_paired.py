@@ -7,9 +7,6 @@ from scipy import stats
 
 from istar.errors import UserError
 from istar.statistics.paired import (
-    BootstrapMethod,
-    bootstrap_interval,
-    expanded_tail,
     sign_flip_test,
     smallest_sign_flip_p,
     t_interval,
@@ -105,92 +102,14 @@ def test_t_is_that_of_scipy(count: int, level: float) -> None:
     assert t_interval(differences, level) == pytest.approx((interval.low, interval.high), rel=1e-12)
 
 
-@pytest.mark.parametrize("count", [5, 12, 40])
-@pytest.mark.parametrize(("method", "name"), [("percentile", "percentile"), ("bca", "BCa")])
-def test_bootstrap_intervals_are_those_of_scipy(count: int, method: BootstrapMethod, name: str) -> None:
-    # The differences are integers, so that SciPy, too, recognizes equal means.
-    differences = np.round(np.random.default_rng(count).exponential(20, count))
-    reference = stats.bootstrap(
-        (differences,), np.mean, method=name, n_resamples=4_000, rng=np.random.default_rng(7)
-    ).confidence_interval
-    result = bootstrap_interval(differences, method, resamples=4_000, seed=7)
-    assert result == pytest.approx((reference.low, reference.high), rel=1e-9)
-
-
-@pytest.mark.parametrize("method", ["percentile", "expanded"])
-def test_bootstrap_intervals_by_enumeration(method: BootstrapMethod) -> None:
-    """The right proportion of the means of all 5^5 samples lies beyond each end of the interval."""
-    differences = np.random.default_rng(1).normal(0, 1, 5)
-    means = np.array([np.mean(sample) for sample in itertools.product(differences, repeat=5)])
-    if method == "percentile":
-        tail = 0.05
-    else:
-        tail = stats.norm.cdf(-stats.t.isf(0.05, 4) * math.sqrt(5 / 4))
-    low, high = bootstrap_interval(differences, method, level=0.9, resamples=60_000)
-    noise = 4 * math.sqrt(tail / 60_000)
-    for is_at_or_beyond_end, is_beyond_end in (
-        (means <= low + 1e-9, means < low - 1e-9),
-        (means >= high - 1e-9, means > high + 1e-9),
-    ):
-        assert is_beyond_end.mean() <= tail + noise
-        assert is_at_or_beyond_end.mean() >= tail - noise
-
-
-def test_bca_by_the_formulas() -> None:
-    """The formulas of Efron, Better Bootstrap Confidence Intervals, 1987, give the same for the same resamples."""
-    differences = np.random.default_rng(9).exponential(1, 15)
-    count = len(differences)
-    random = np.random.default_rng(0)
-    means = [float(np.mean(differences[row])) for row in random.integers(0, count, (3_000, count))]
-    bias = stats.norm.ppf(sum(mean < differences.mean() for mean in means) / len(means))
-    leave_one_out_means = [float(np.mean(np.delete(differences, index))) for index in range(count)]
-    deviations = [float(np.mean(leave_one_out_means)) - value for value in leave_one_out_means]
-    acceleration = sum(d**3 for d in deviations) / (6 * sum(d**2 for d in deviations) ** 1.5)
-    ends = []
-    for z in (stats.norm.ppf(0.025), stats.norm.ppf(0.975)):
-        probability = stats.norm.cdf(bias + (bias + z) / (1 - acceleration * (bias + z)))
-        ends.append(float(np.quantile(means, probability)))
-    assert bootstrap_interval(differences, "bca", resamples=3_000) == pytest.approx(ends, rel=1e-9)
-
-
-def test_many_differences_need_no_expansion() -> None:
-    assert expanded_tail(0.95, 1_000_000) == pytest.approx(0.025, rel=1e-4)
-    assert expanded_tail(0.95, 5) < expanded_tail(0.95, 10) < 0.025
-
-
-@pytest.mark.parametrize("method", ["expanded", "percentile", "bca"])
-def test_intervals_move_and_scale_with_the_differences(method: BootstrapMethod) -> None:
+def test_the_interval_moves_and_scales_with_the_differences() -> None:
     differences = np.random.default_rng(4).normal(0, 1, 8)
-    low, high = bootstrap_interval(differences, method)
-    assert bootstrap_interval(3 * differences + 10, method) == pytest.approx((3 * low + 10, 3 * high + 10), rel=1e-9)
     low, high = t_interval(differences)
+    assert t_interval(3 * differences + 10) == pytest.approx((3 * low + 10, 3 * high + 10), rel=1e-9)
     assert t_interval(-differences) == pytest.approx((-high, -low), rel=1e-12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("count", "lowest"), [(5, 0.90), (10, 0.92), (20, 0.93)])
-def test_the_default_interval_covers_the_mean(count: int, lowest: float) -> None:
-    """The coverages agree with the table in the module's docstring; the percentile interval and BCa cover less."""
-    random = np.random.default_rng(count)
-    samples = random.normal(size=(2_000, count))
-    coverage_by_method = {
-        method: np.mean([low <= 0 <= high for low, high in intervals])
-        for method, intervals in {
-            "t": [t_interval(sample) for sample in samples],
-            **{
-                name: [
-                    bootstrap_interval(sample, name, resamples=999, seed=seed) for seed, sample in enumerate(samples)
-                ]
-                for name in ("expanded", "percentile", "bca")
-            },
-        }.items()
-    }
-    assert lowest < coverage_by_method["expanded"] < 0.965
-    assert 0.935 < coverage_by_method["t"] < 0.965
-    assert max(coverage_by_method["percentile"], coverage_by_method["bca"]) < coverage_by_method["expanded"]
-
-
-@pytest.mark.parametrize("function", [t_test, t_interval, bootstrap_interval])
+@pytest.mark.parametrize("function", [t_test, t_interval])
 @pytest.mark.parametrize(
     ("differences", "message"),
     [
@@ -209,10 +128,6 @@ def test_differences_without_an_answer(function, differences, message: str) -> N
 def test_arguments_out_of_range() -> None:
     with pytest.raises(UserError, match="the confidence level is 95; expected a number between 0 and 1"):
         t_interval(SLEEP, 95)
-    with pytest.raises(UserError, match="expected one of expanded, percentile, bca"):
-        bootstrap_interval(SLEEP, "BCA")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="the number of resamples is 0"):
-        bootstrap_interval(SLEEP, resamples=0)
     with pytest.raises(UserError, match="the number of resamples is 0"):
         sign_flip_test(np.arange(30), resamples=0)
     with pytest.raises(UserError, match="there are 0 paired differences"):
