@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Required, TypedDict
 
-from istar.errors import UserError, shorten
+from istar.errors import UserError
 from istar.files import write_text
+from istar.parsing import MissingFileError, read_record
 from istar.scores import merit
 
 RESULT = "result.json"
@@ -22,18 +23,84 @@ _START_COMMENT = "# The run began at "
 _REPORTED_PACKAGES = ("istar", "torch", "lightning", "transformers", "datasets", "numpy", "scikit-learn")
 
 
+_Count = Annotated[int, 0]
+_Scores = dict[str, float]
+
+
+class _Epoch(TypedDict):
+    epoch: _Count
+    metrics: _Scores
+
+
+class _Headline(TypedDict, total=False):
+    metric: str
+    value: float
+    epoch: _Count
+
+
+class _Selection(TypedDict, total=False):
+    set: str
+    metric: str
+    value: float
+
+
+class _Isotropy(TypedDict, total=False):
+    before: _Scores
+    after: _Scores
+    points: _Count
+
+
+class _Timing(TypedDict, total=False):
+    began: str | None
+    total: Annotated[float, 0]
+    shrinkage: list[float]
+
+
+class _Data(TypedDict, total=False):
+    fingerprint: str
+    train: _Count
+
+
+class _Named(TypedDict):
+    name: str
+
+
+class _Training(TypedDict):
+    max_epochs: int
+
+
+_Penalty = TypedDict(
+    "_Penalty",
+    {
+        "name": Required[str], "lambda": float, "zeta": float | Literal["auto"], "estimator": str, "target": str,
+        "points": str, "layers": str | list[int], "side": str, "target_score": float | str | None,
+    },
+    total=False,
+)  # fmt: skip
+
+
+class _Settings(TypedDict):
+    """The keys of a run's config that readers of runs need, among many others."""
+
+    task: _Named
+    model: _Named
+    reg: _Penalty
+    trainer: _Training
+    seed: _Count
+
+
 @dataclass(frozen=True)
 class RunRecord:
-    """The outcome of a run, as stored in `result.json`."""
+    """The outcome of a run, as stored in `result.json`; `read` checks the types that are annotated here."""
 
     name: str  # name of the run and of its folder; it ends with the identity hash
-    status: str  # `finished`, `failed` or `pruned`
-    config: dict[str, Any]  # resolved config, with the keys of the command line
+    status: Annotated[str, Literal["finished", "failed", "pruned"]]
+    config: Annotated[dict[str, Any], _Settings]  # resolved config, with the keys of the command line
     # Name of the headline `metric`, its `value` on the validation set, and the best `epoch` (counted from 1).
-    headline: dict[str, Any] = field(default_factory=dict)
+    headline: Annotated[dict[str, Any], _Headline] = field(default_factory=dict)
     # How the best epoch was chosen: the `set` (a validation set or `held_out`), the name of the `metric`, and its
     # `value`.
-    selection: dict[str, Any] = field(default_factory=dict)
+    selection: Annotated[dict[str, Any], _Selection] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # all validation metrics of the best epoch, as fractions
     metrics_before: dict[str, float] = field(default_factory=dict)  # the same before training
     # The same metrics for a prediction that ignores the input: the majority class or the mean label of the training
@@ -42,19 +109,19 @@ class RunRecord:
     collapsed: dict[str, bool] = field(default_factory=dict)  # by validation set: whether all its predictions are equal
     # IsoScore on the validation set `before` and `after` training, by layer (0 is the embedding output) and for the
     # union of layers 1 to L; `after` is measured at the headline epoch. `points` counts the tokens.
-    isotropy: dict[str, Any] = field(default_factory=dict)
+    isotropy: Annotated[dict[str, Any], _Isotropy] = field(default_factory=dict)
     # For classification tasks, the isotropy of the validation set within and between its classes, `before` and `after`
     # training: by layer a dictionary with IsoScore `within` the classes, IsoScore `between` them, and the share of
     # variance between them, `between_share`; a value is None where it is not defined. See
     # `istar.training.class_isotropy`. Empty for other tasks, and in results of earlier versions.
-    class_isotropy: dict[str, Any] = field(default_factory=dict)
-    epochs: list[dict[str, Any]] = field(default_factory=list)  # metrics and isotropy of every epoch
+    class_isotropy: dict[str, dict[str, dict[str, float | None]]] = field(default_factory=dict)
+    epochs: Annotated[list[dict[str, Any]], list[_Epoch]] = field(default_factory=list)  # metrics and isotropy of each
     # Sizes and fingerprint of the data sets, and number of validation examples that also occur in the training data.
-    data: dict[str, Any] = field(default_factory=dict)
-    skipped_steps: int = 0  # optimizer steps skipped because of a non-finite gradient (`trainer.nonfinite=skip`)
+    data: Annotated[dict[str, Any], _Data] = field(default_factory=dict)
+    skipped_steps: _Count = 0  # optimizer steps skipped because of a non-finite gradient (`trainer.nonfinite=skip`)
     # When the run first `began` (UTC, ISO 8601), and its durations in seconds, in `total` and by phase, as measured in
     # the process that finished the run.
-    timing: dict[str, Any] = field(default_factory=dict)
+    timing: Annotated[dict[str, Any], _Timing] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)  # versions of istar and of the libraries
     model_commit: str | None = None  # commit of the model on the hub; None for a local folder and the tiny model
     # Commit of the data set on the hub. None for a local folder, for generated examples, and if the data set was read
@@ -132,19 +199,51 @@ def read(folder: Path) -> RunRecord:
     """Read the record in a run's folder.
 
     Raises:
-        UserError: if `result.json` is missing, malformed or of another format version.
+        UserError: if `result.json` is missing, cannot be read, has another format version or values of a wrong type, or
+            lacks what a finished run has.
     """
     path = folder / RESULT
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        file_format = content.get("format") if isinstance(content, dict) else None
-        if isinstance(file_format, int) and file_format != FORMAT:
-            raise UserError(f"{path} has format {file_format}; this version reads {FORMAT}")
-        return RunRecord(**content)
-    except FileNotFoundError as error:
+        record = RunRecord(**read_record(path, RunRecord, "a result", FORMAT))
+    except MissingFileError as error:
         raise UserError(f"{folder} holds no {RESULT}: the run is not finished, or this is not a run folder") from error
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is not a result that istar wrote: {shorten(error)}") from error
+    if gap := _find_gap(record):
+        raise UserError(f"{path}: {gap}")
+    return record
+
+
+def _find_gap(record: RunRecord) -> str:
+    """Return what a record lacks that readers need, or an empty string; a run that has not finished may lack much."""
+    reg, headline = record.config["reg"], record.headline
+    if reg["name"] != "none" and "lambda" not in reg:
+        return "its config lacks reg.lambda"
+    if record.status != "finished":
+        return ""
+    before, after = (record.isotropy.get(stage, {}) for stage in ("before", "after"))
+    if missing := {"metric", "value", "epoch"} - headline.keys():
+        return f"its headline lacks {min(missing)}"
+    if headline["metric"] not in record.metrics:
+        return "its headline metric is none of its metrics"
+    if not {"union"} <= after.keys() <= before.keys() or "points" not in record.isotropy:
+        return "its isotropy lacks the union of the layers, or a layer before training"
+    layers = {*after, *(layer for layers in record.class_isotropy.values() for layer in layers)} - {"union"}
+    if not all(layer.isascii() and layer.isdigit() for layer in layers):
+        return "its isotropy has a layer that is not numbered"
+    return "" if "total" in record.timing else "its timing lacks the total"
+
+
+def read_unfinished(folder: Path) -> RunRecord:
+    """Return a record with the status `unfinished` and the config of a run that has no `result.json` yet.
+
+    Raises:
+        UserError: if `config.yaml` is missing or cannot be read, or is not the config of a run.
+    """
+    path = folder / CONFIG
+    config = read_record(path, _Settings, "a config")
+    record = RunRecord(folder.name, "unfinished", config, timing={"began": read_start_time(folder)})
+    if gap := _find_gap(record):
+        raise UserError(f"{path}: {gap}")
+    return record
 
 
 def write_predictions(path: Path, predictions: Iterable[Mapping[str, Any]]) -> None:

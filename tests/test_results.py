@@ -19,7 +19,13 @@ from istar.results import RESULT, RunRecord, identity_hash
 RECORD = RunRecord(
     name="demo-tiny-none-0123456789ab",
     status="finished",
-    config={"task": {"name": "demo"}, "reg": {"name": "none"}},
+    config={
+        "task": {"name": "demo"},
+        "model": {"name": "tiny"},
+        "reg": {"name": "none"},
+        "trainer": {"max_epochs": 2},
+        "seed": 1,
+    },
     headline={"metric": "accuracy", "value": 0.75, "epoch": 2},
     metrics={"accuracy": 0.75, "f1": 1 / 3},
     isotropy={"before": {"0": 0.1, "union": 0.2}, "after": {"0": 0.3, "union": 0.4}, "points": 12},
@@ -220,7 +226,7 @@ BROKEN = {
 @pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
 def test_broken_and_foreign_files(tmp_path: Path, text: str) -> None:
     (tmp_path / RESULT).write_text(text)
-    with pytest.raises(UserError, match="is not a result that istar wrote") as error:
+    with pytest.raises(UserError, match=r"not JSON|is not a result") as error:
         results.read(tmp_path)
     assert "\n" not in str(error.value)
     assert str(tmp_path / RESULT) in str(error.value)
@@ -228,7 +234,7 @@ def test_broken_and_foreign_files(tmp_path: Path, text: str) -> None:
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / RESULT).write_bytes(b"\xff\xfe\x00{")
-    with pytest.raises(UserError, match="is not a result"):
+    with pytest.raises(UserError, match="not UTF-8 text"):
         results.read(tmp_path)
 
 

@@ -18,7 +18,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the table of runs and the errors of unreadable records, and write the table to a file with `--out`."""
+    """Print the table of runs, and write it to a file with `--out`."""
     # Imported here so that `istar --help` does not wait for pandas.
     from istar.reports import run_frame, run_tables
 
@@ -30,8 +30,6 @@ def run(options: argparse.Namespace) -> None:
     sorted_frame = runs.frame.sort_values(options.sort, ascending=not is_numeric, na_position="last", kind="stable")
     console = make_console()
     console.print(run_tables.build_runs_table(sorted_frame))
-    for error in runs.read_errors.values():
-        console.out(f"not read: {error}", highlight=False)
     if options.out is not None:
         run_frame.export_frame(sorted_frame, options.out)
         console.out(str(options.out), highlight=False)

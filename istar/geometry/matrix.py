@@ -1,9 +1,8 @@
 """Reading an embedding matrix of a model without loading its other weights."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,6 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 from istar.config import ModelConfig
 from istar.errors import UserError, shorten
 from istar.models import build_meta_model, find_file, load_pretrained
+from istar.parsing import read_record
 
 Side = Literal["input", "output"]
 """Which of a model's embedding matrices."""
@@ -20,6 +20,10 @@ WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 _FORMER_NAMES = {"lm_head.weight": "embed_out.weight"}
 """Former names of tensors by the names that transformers uses now: those of GPT-NeoX, and so of Pythia."""
+
+
+class _Index(TypedDict):
+    weight_map: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,4 @@ def _read_tensor(config: ModelConfig, names: list[str]) -> tuple[Tensor, str, Pa
 
 def _read_index(path: Path) -> dict[str, str]:
     """Read the index of a sharded model, and return the name of the file of each tensor by tensor name."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path} is not an index of weights: {shorten(repr(error))}") from error
+    return dict(read_record(path, _Index, "an index of weights")["weight_map"])

@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 import pandas as pd
 from rich.table import Table
 
-from istar.errors import UserError, shorten
+from istar.errors import UserError
 from istar.files import write_text
 from istar.geometry.corpus import COMBINED
+from istar.parsing import find_mismatch, read_record
 
 T = TypeVar("T")
 BySourceAndTap = dict[str, dict[str, T]]
@@ -147,18 +148,15 @@ def read(path: Path) -> Measurements:
         UserError: if the file cannot be read, is damaged, or has another version of the format.
     """
     try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
-        if contents["format"] != FORMAT_VERSION:
-            raise UserError(
-                f"{path} has format {contents['format']}, of another version of istar; expected {FORMAT_VERSION}; "
-                "delete the file and measure the model again"
-            )
+        contents = read_record(path, dict[str, Any], "a file of measures", FORMAT_VERSION)
         for name in _NUMBER_FIELDS:
             if contents.get(name) is not None:
                 contents[name] = _replace_nested(contents[name], lambda value: value is None, math.nan)
-        return Measurements(**contents)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path} holds no measures of istar: {shorten(error)}; measure the model again") from error
+        if mismatch := find_mismatch(contents, Measurements, "its content"):
+            raise UserError(f"{path} is not a file of measures that istar wrote: {mismatch}")
+    except UserError as error:
+        raise UserError(f"{error}; delete the file and measure the model again") from error
+    return Measurements(**contents)
 
 
 def terminal_table(measured: Measurements) -> Table:

@@ -3,6 +3,7 @@
 import csv
 import glob
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ import torch
 
 from istar.errors import UserError, shorten
 from istar.files import write_text
+from istar.parsing import MissingFileError, read_json
 
 STEP_FILE = "training_step.json"
 """File in a folder of a model that records the optimizer step of its training, as `{"global_step": 512}`."""
@@ -30,6 +32,8 @@ _SHAPE_KEYS = ("model_type", "hidden_size", "n_embd", "d_model", "dim", "num_hid
 """Keys of a model's configuration that must be equal for all checkpoints of a training; models have only some."""
 _RESERVED_NAMES = (".", "..", "trajectory.csv", "index.html", "figures")
 """Names in the output folder that no checkpoint's folder may have."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -249,10 +253,13 @@ def _read_best_step(run: Path) -> int | None:
 
 
 def _read_json(path: Path) -> Any:
-    """Return the content of a JSON file, or None if it cannot be read."""
+    """Return the content of a JSON file, or None if it is missing or, with a warning, if it cannot be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(path)
+    except MissingFileError:
+        return None
+    except UserError as error:
+        log.warning("not read: %s", error)
         return None
 
 

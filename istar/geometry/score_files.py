@@ -1,7 +1,6 @@
 """Tables of measures and scores as text: CSV files, and result files of lm-evaluation-harness and MTEB."""
 
 import csv
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from istar.errors import UserError, shorten
+from istar.parsing import MissingFileError, read_json
 
 _MODEL_FILE = "model_meta.json"
 """File in which MTEB names the model of the result files in the same folder."""
@@ -86,12 +86,9 @@ def _read_result_file(path: Path) -> list[Score] | None:
     """Return the scores of a result file of lm-evaluation-harness or MTEB, or None if it has another format.
 
     Raises:
-        UserError: if the file is no JSON file.
+        UserError: if the file cannot be read, or is not JSON.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {shorten(error)}; expected a JSON file") from error
+    content = read_json(path)
     if not isinstance(content, dict):
         return None
     results = content.get("results")
@@ -155,8 +152,8 @@ def parse_mteb_scores(content: Mapping[str, Any], path: Path) -> Iterator[Score]
         path: path of the file.
     """
     try:
-        metadata = json.loads((path.parent / _MODEL_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # there is no such file, or it is not JSON
+        metadata = read_json(path.parent / _MODEL_FILE)
+    except MissingFileError:
         metadata = {"name": path.absolute().parent.parent.name, "revision": path.absolute().parent.name}
     metadata = metadata if isinstance(metadata, dict) else {}
     # The names of the folders have two underscores in place of a slash.

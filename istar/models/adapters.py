@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from istar.config import ModelConfig
 from istar.errors import UserError, shorten
-from istar.tasks.readers import parse_json, read_text
+from istar.parsing import read_json
 from istar.tasks.specs import Kind
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def read_base_config(folder: Path) -> ModelConfig:
     Raises:
         UserError: if the folder does not name a base model.
     """
-    settings = parse_json(read_text(folder / ADAPTER_CONFIG_FILE), str(folder / ADAPTER_CONFIG_FILE))
+    settings = read_json(folder / ADAPTER_CONFIG_FILE)
     base_name = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
     if not base_name:
         raise UserError(

@@ -30,9 +30,9 @@ from istar.models import tiny
 from istar.models.adapters import add_adapters, has_adapters, merge_adapters, read_base_config, save_adapters
 from istar.models.architectures import get_auto_class, get_checkpoint_class, is_decoder, make_config, override_config
 from istar.models.new_tokenizer import train_tokenizer
+from istar.parsing import read_json
 from istar.tasks import demo
 from istar.tasks.hub import LOCAL_COPY_HINTS, explain_refusal, find_hub_problem, is_hub_id
-from istar.tasks.readers import parse_json, read_text
 from istar.tasks.specs import TaskSpec
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
@@ -435,7 +435,7 @@ def _check_outputs(label: str, model: Any, tokenizer: PreTrainedTokenizerBase, i
 def _check_json_files(folder: Path) -> None:
     """Raise a `UserError` that names the file if a JSON file of a model does not contain an object."""
     for path in (folder / name for name in ("config.json", "tokenizer_config.json", "tokenizer.json")):
-        if path.exists() and not isinstance(parse_json(read_text(path), str(path)), dict):
+        if path.exists() and not isinstance(read_json(path), dict):
             raise UserError(f"{path}: a JSON object was expected, as save_pretrained writes it")
 
 

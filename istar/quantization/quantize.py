@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import pandas as pd
 from rich.console import Console
@@ -14,6 +14,7 @@ from rich.progress import track
 
 from istar.errors import UserError, shorten
 from istar.files import write_text
+from istar.parsing import MissingFileError, read_record
 from istar.quantization import saved_runs
 from istar.quantization.controls import FACTOR, Control
 from istar.quantization.form_scores import ModelScores, apply_checked_control, score_model
@@ -26,6 +27,10 @@ from istar.scores import displayed, is_lower_better
 SCORES_FILE = "quantization.json"
 """Name of the file with the scores of all models, from which an interrupted command resumes."""
 FORMAT_VERSION = 1
+
+
+class _SavedScores(TypedDict):
+    entries: dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -102,12 +107,11 @@ def quantize_runs(
     Raises:
         UserError: if no run can be scored, or the model or the data of a run cannot be loaded.
     """
-    runs = saved_runs.read_runs(folders)
+    runs = saved_runs.read_runs(folders, out)
     frame = cells.add_selection_columns(runs)
     rows = cells.row_dicts(frame)
     reason_by_folder = {str(row["folder"]): saved_runs.get_exclusion_reason(row) for row in rows}
-    read_errors = {path: error for path, error in runs.read_errors.items() if Path(path).resolve() != out.resolve()}
-    exclusion_reasons = {**read_errors, **{path: reason for path, reason in reason_by_folder.items() if reason}}
+    exclusion_reasons = {**runs.read_errors, **{path: reason for path, reason in reason_by_folder.items() if reason}}
     usable_rows = [row for row in rows if not reason_by_folder[str(row["folder"])]]
     if not usable_rows:
         path, reason = next(iter(exclusion_reasons.items()), ("no folder", "there is no run"))
@@ -293,17 +297,12 @@ def read_saved_scores(path: Path) -> dict[str, dict[str, Any]]:
     Raises:
         UserError: if the file is damaged, or has another format version.
     """
-    if not path.exists():
-        return {}
     try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
-        if contents["format"] != FORMAT_VERSION:
-            raise UserError(
-                f"{path} has format {contents['format']}; this version reads {FORMAT_VERSION}; name another --out"
-            )
-        return dict(contents["entries"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} holds no scores of istar quantize: {shorten(error)}; name another --out") from error
+        return dict(read_record(path, _SavedScores, "a file of scores", FORMAT_VERSION)["entries"])
+    except MissingFileError:
+        return {}
+    except UserError as error:
+        raise UserError(f"{error}; name another --out") from error
 
 
 def _write_saved_scores(path: Path, scores_by_key: Mapping[str, Mapping[str, Any]]) -> None:

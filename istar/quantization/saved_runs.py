@@ -23,7 +23,6 @@ from istar.config import (
 )
 from istar.errors import UserError, did_you_mean
 from istar.models.adapters import has_adapters, read_base_config
-from istar.reports import cells
 from istar.reports.run_frame import Runs, load_runs
 from istar.results import RunRecord
 from istar.runs.prepared_data import make_collator, prepare_data
@@ -116,8 +115,8 @@ def is_single_model(folder: Path) -> bool:
     return is_saved and not (folder / results.RESULT).exists()
 
 
-def read_runs(folders: Sequence[Path]) -> Runs:
-    """Read all runs below the given folders; a run that is found twice counts once.
+def read_runs(folders: Sequence[Path], excluded: Path) -> Runs:
+    """Read all runs below the given folders except `excluded`; a run that is found twice counts once.
 
     Raises:
         UserError: if a path is not a folder, or there is no run below it.
@@ -126,17 +125,14 @@ def read_runs(folders: Sequence[Path]) -> Runs:
     records: dict[str, RunRecord] = {}
     error_by_folder: dict[str, str] = {}
     for root in folders:
-        runs = load_runs(root, keep_records=True)
+        runs = load_runs(root, keep_records=True, excluded=excluded)
         if runs.frame.empty:
             raise UserError(
                 f"{root} holds no runs of train.py; name the folder of a run, one that holds runs, or a model that "
                 "save_pretrained wrote"
             )
-        content_errors = {
-            path: error for path, record in runs.records.items() if (error := cells.content_error(record))
-        }
-        error_by_folder |= {**runs.read_errors, **content_errors}
-        frames.append(runs.frame[~runs.frame["folder"].isin(list(content_errors))])
+        error_by_folder |= runs.read_errors
+        frames.append(runs.frame)
         records |= runs.records
     frame = pd.concat(frames, ignore_index=True)
     frame["resolved_path"] = [str(Path(path).resolve()) for path in frame["folder"]]

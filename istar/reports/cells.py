@@ -132,33 +132,6 @@ def get_selection_set(record: RunRecord) -> str:
     return HELD_OUT if record.config["task"].get("validation_fraction") else VALIDATION
 
 
-def content_error(record: RunRecord) -> str:
-    """Return why a finished run's `result.json` is incomplete or has values of a wrong type; empty if it is valid.
-
-    The result of a run that has not finished may be incomplete and counts as valid.
-    """
-    if record.status != "finished":
-        return ""
-    try:
-        int(record.config["seed"])
-        isotropy_after = record.isotropy["after"]
-        shrinkage_seconds = record.timing.get("shrinkage") or []
-        numbers = [*isotropy_after.values(), isotropy_after["union"], *shrinkage_seconds, *record.metrics.values()]
-        for measures_by_layer in record.class_isotropy.values():
-            numbers += [
-                number for measures in measures_by_layer.values() for number in measures.values() if number is not None
-            ]
-        for epoch in record.epochs:
-            numbers += [epoch["epoch"], *epoch["metrics"].values()]
-        if not isinstance(record.headline["metric"], str) or record.headline["metric"] not in record.metrics:
-            return "its headline metric is none of its metrics"
-        if not all(isinstance(number, int | float) for number in numbers):
-            return "some of its figures are no numbers"
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        return f"its result lacks what a finished run has: {error!r}"
-    return ""
-
-
 def get_method_family(record: RunRecord) -> str:
     """Return the method family of a run: `base`, or the name of its penalty, such as `cosreg` or `istar`.
 

@@ -59,7 +59,7 @@ def get_last_layer_measures(record: RunRecord, stage: str) -> dict[str, float]:
     """Return the measures of a run's last layer `before` or `after` training that are finite numbers, by name."""
     measures_by_layer = record.class_isotropy.get(stage) or {}
     last_layer_measures = measures_by_layer[max(measures_by_layer, key=int)] if measures_by_layer else {}
-    return {name: value for name, value in last_layer_measures.items() if is_finite(value)}
+    return {name: value for name, value in last_layer_measures.items() if value is not None and is_finite(value)}
 
 
 def _build_row(method: str, runs: pd.DataFrame, records: Sequence[RunRecord]) -> dict[str, Any] | None:

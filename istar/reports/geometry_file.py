@@ -1,15 +1,29 @@
 """Reader of a run's `geometry.json`, which holds geometric measures of its final model."""
 
-import json
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, NotRequired, TypedDict
 
-import numpy as np
-
-from istar.errors import UserError, shorten
+from istar.errors import UserError
+from istar.parsing import MissingFileError, read_record
 from istar.results import GEOMETRY
+
+_Count = Annotated[int, 0]
+
+
+class _IsoScoreStarFields(TypedDict):
+    zeta: float
+    num_points: _Count
+    union: float
+    layers: dict[str, float]
+
+
+class _GeometryFields(TypedDict):
+    examples: _Count
+    mean_activation: list[float | None]
+    two_nn: list[float | None]
+    isoscore_star: NotRequired[_IsoScoreStarFields]
 
 
 @dataclass(frozen=True)
@@ -40,19 +54,19 @@ def read_geometry(folder: Path) -> Geometry | None:
     """
     path = folder / GEOMETRY
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        # NumPy turns None, which JSON has in place of NaN, into NaN.
-        mean_activation, two_nn = (np.array(fields[name], dtype=float) for name in ("mean_activation", "two_nn"))
-        isoscore_star = _parse_isoscore_star(fields["isoscore_star"]) if "isoscore_star" in fields else None
-        return Geometry(int(fields["examples"]), tuple(mean_activation.tolist()), tuple(two_nn.tolist()), isoscore_star)
-    except FileNotFoundError:
+        fields: _GeometryFields = read_record(path, _GeometryFields, "a geometry")
+    except MissingFileError:
         return None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path} is not a geometry that istar wrote: {shorten(repr(error))}") from error
-
-
-def _parse_isoscore_star(fields: Mapping[str, Any]) -> IsoScoreStar:
-    """Return the IsoScore* of a run from its fields in `geometry.json`."""
-    score_by_layer = fields["layers"]
-    scores = tuple(float(score_by_layer[str(layer)]) for layer in range(len(score_by_layer)))
-    return IsoScoreStar(float(fields["zeta"]), int(fields["num_points"]), float(fields["union"]), scores)
+    isoscore_star = None
+    if (star := fields.get("isoscore_star")) is not None:
+        layers = [str(layer) for layer in range(len(star["layers"]))]
+        if star["layers"].keys() != set(layers):
+            raise UserError(f"{path} is not a geometry that istar wrote: isoscore_star.layers lacks a layer")
+        scores = tuple(float(star["layers"][layer]) for layer in layers)
+        isoscore_star = IsoScoreStar(float(star["zeta"]), star["num_points"], float(star["union"]), scores)
+    # JSON has None in place of NaN.
+    mean_activation, two_nn = (
+        tuple(math.nan if number is None else float(number) for number in numbers)
+        for numbers in (fields["mean_activation"], fields["two_nn"])
+    )
+    return Geometry(fields["examples"], mean_activation, two_nn, isoscore_star)

@@ -16,6 +16,7 @@ import yaml
 from istar.config.groups import Config, identity_values
 from istar.errors import UserError, shorten
 from istar.files import write_text
+from istar.parsing import MissingFileError, read_yaml
 from istar.statistics import power
 from istar.statistics.paired import TESTS, smallest_sign_flip_p
 
@@ -247,14 +248,12 @@ def _load_fields(path: Path) -> dict[str, Any]:
     Raises:
         UserError: if there is no such file, or if it is no plan of this version's format.
     """
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name the file {PLAN} in it")
     try:
-        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+        fields = read_yaml(path)
+    except MissingFileError as error:
         raise UserError(f"{path}: there is no such plan; istar plan writes one") from error
-    except IsADirectoryError as error:
-        raise UserError(f"{path} is a folder; name the file {PLAN} in it") from error
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read as a plan: {shorten(error)}") from error
     if not isinstance(fields, dict) or fields.get("kind") != KIND:
         raise UserError(f"{path} is no plan; expected the {PLAN} that istar plan writes")
     if fields.get("format") != FORMAT:

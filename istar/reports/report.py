@@ -80,7 +80,7 @@ def write_report(
     is_hidden = console is None or not console.is_terminal
     with Progress(*progress_columns, console=console, transient=True, disable=is_hidden) as progress:
         progress_task = progress.add_task("reading runs", total=None)
-        runs = _exclude_invalid(load_runs(root, keep_records=True), out)
+        runs = load_runs(root, keep_records=True, excluded=out)
         if runs.frame.empty:
             num_errors = len(runs.read_errors)
             note = f"; {num_errors} folder{'s' * (num_errors > 1)} could not be read as one" if num_errors else ""
@@ -98,17 +98,6 @@ def write_report(
         progress.update(progress_task, description="writing", advance=1)
         folder.replace_folder(out, folder.page_files(_build_page(contents, pictures_by_plot), contents.sheets), KIND)
     return WrittenReport(out / folder.INDEX, len(runs.frame), len(contents.missing))
-
-
-def _exclude_invalid(runs: Runs, out: Path) -> Runs:
-    """Return the runs, without those whose `result.json` is invalid; these are moved to the read errors.
-
-    The read error of the folder `out` is dropped, because an earlier report there is not expected to be a run.
-    """
-    content_errors = {path: error for path, record in runs.records.items() if (error := cells.content_error(record))}
-    read_errors = {path: error for path, error in runs.read_errors.items() if Path(path).resolve() != out.resolve()}
-    valid_runs = runs.frame[~runs.frame["folder"].isin(list(content_errors))].reset_index(drop=True)
-    return Runs(valid_runs, {**read_errors, **content_errors}, runs.records)
 
 
 @dataclass(frozen=True)

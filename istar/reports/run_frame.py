@@ -1,5 +1,6 @@
 """All runs below a folder as a pandas frame with one row per run: finished, failed and unfinished ones."""
 
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -8,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 
 from istar.errors import UserError, shorten
 from istar.files import atomic_write
 from istar.reports.run_tables import get_method_label
-from istar.results import CONFIG, RESULT, RunRecord, read, read_start_time
+from istar.results import CONFIG, RESULT, RunRecord, read, read_unfinished
 
 _COLUMNS = (
     "name", "status", "task", "model", "method", "seed", "metric", "value", "selection", "epoch", "constant",
@@ -22,8 +22,8 @@ _COLUMNS = (
 )  # fmt: skip
 _REPLACED_SUFFIX = re.compile(r"\.old-\d+$")  # suffix of a run folder that `run.overwrite=true` has replaced
 _FOLDERS_WITHOUT_RUNS = ("multirun", "sweeps")
-# The C loader, where PyYAML has it, is ten times as fast.
-_YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,15 @@ class Runs:
     records: dict[str, RunRecord] = field(default_factory=dict)  # complete records by folder; empty unless requested
 
 
-def load_runs(root: Path, keep_records: bool = False) -> Runs:
+def load_runs(root: Path, keep_records: bool = False, excluded: Path | None = None) -> Runs:
     """Read every run below a folder, also in nested folders, except runs that `run.overwrite=true` has replaced.
 
-    With `keep_records`, the result includes the complete records with all epochs and layers, about 50 kB per run.
+    A warning is logged for each folder that cannot be read as a run.
+
+    Args:
+        root: folder that holds the runs.
+        keep_records: include the complete records with all epochs and layers, about 50 kB per run.
+        excluded: folder that is not expected to hold runs, such as the output folder of the command.
 
     Raises:
         UserError: if `root` is not a folder.
@@ -54,23 +59,24 @@ def load_runs(root: Path, keep_records: bool = False) -> Runs:
     read_errors: dict[str, str] = {}
     records: dict[str, RunRecord] = {}
     visited_folders = {root}
-    run_folders = list(_find_run_folders(root))
+    run_folders = list(_find_run_folders(root, read_errors))
     for folder in run_folders:
         visited_folders |= {folder, *folder.parents}
         try:
-            record = _read_record(folder)
+            record = read(folder) if (folder / RESULT).exists() else read_unfinished(folder)
             rows.append({"folder": str(folder), **record_to_row(record)})
             if keep_records:
                 records[str(folder)] = record
-        except UserError as error:
-            read_errors[str(folder)] = str(error)
-        except (KeyError, TypeError, AttributeError) as error:
-            # The config lacks a key, or a key has a value of another type.
-            read_errors[str(folder)] = f"{folder} holds no config of a run: {shorten(repr(error))}"
+        except UserError as error_of_run:
+            read_errors[str(folder)] = str(error_of_run)
     # Folders inside a run, such as that of its model, are not expected to hold runs.
     for folder in [] if root in run_folders else sorted(root.iterdir()):
         if folder.is_dir() and _can_hold_runs(folder.name) and folder not in visited_folders:
-            read_errors[str(folder)] = f"{folder} holds no run"
+            read_errors.setdefault(str(folder), f"{folder} holds no run")
+    if excluded is not None:
+        read_errors = {path: error for path, error in read_errors.items() if Path(path).resolve() != excluded.resolve()}
+    for error in read_errors.values():
+        log.warning("not read: %s", error)
     return Runs(pd.DataFrame(rows, columns=None if rows else ["folder", *_COLUMNS]), read_errors, records)
 
 
@@ -133,20 +139,16 @@ def export_frame(frame: pd.DataFrame, path: Path) -> None:
         raise UserError(f"{path} cannot be written: {shorten(error)}") from error
 
 
-def _read_record(folder: Path) -> RunRecord:
-    """Return the record in a run's `result.json`; if there is none, an unfinished record with the config alone."""
-    if (folder / RESULT).exists():
-        return read(folder)
-    try:
-        config = yaml.load((folder / CONFIG).read_text(encoding="utf-8"), Loader=_YAML_LOADER)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{folder / CONFIG} cannot be read: {shorten(error)}") from error
-    return RunRecord(folder.name, "unfinished", config, timing={"began": read_start_time(folder)})
+def _find_run_folders(root: Path, read_errors: dict[str, str]) -> Iterator[Path]:
+    """Yield the folders below `root` that hold a result or a config, without descending into them.
 
+    Folders that cannot be listed are added to `read_errors`.
+    """
 
-def _find_run_folders(root: Path) -> Iterator[Path]:
-    """Yield the folders below `root` that hold a result or a config, without descending into them."""
-    for path, folder_names, file_names in os.walk(root):
+    def record_error(error: OSError) -> None:
+        read_errors[str(error.filename)] = f"{error.filename}: cannot be read: {error.strerror}"
+
+    for path, folder_names, file_names in os.walk(root, onerror=record_error):
         if RESULT in file_names or CONFIG in file_names:
             # os.walk descends into the folders that are left in this list.
             folder_names.clear()

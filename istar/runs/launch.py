@@ -30,6 +30,7 @@ from istar import results
 from istar.config import Config, TrainerConfig, schema
 from istar.errors import SHOW_TRACE, LockedError, StoppedError, UserError, shorten
 from istar.files import write_text
+from istar.parsing import read_json, read_yaml
 from istar.results import RunRecord
 from istar.runs.importing import fast_imports
 from istar.runs.resolving import resolve_config
@@ -269,7 +270,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         with fast_imports():
             from istar.runs.run import run
 
-        config = schema.load(OmegaConf.load(config_path))  # type: ignore[arg-type]
+        config = schema.load(OmegaConf.create(read_yaml(Path(config_path))))
         record = run(config, Console(), *trial)
         if rank == "0":
             # The parent does not read the run's folder: on a second node, the result may not be visible there yet.
@@ -334,9 +335,7 @@ def _make_run_error(
         signals: numbers of the signals that were sent to the run.
     """
     error_by_rank = {
-        rank: json.loads(path.read_text())
-        for rank in exit_code_by_rank
-        if (path := folder / f"error-{rank}.json").exists()
+        rank: read_json(path) for rank in exit_code_by_rank if (path := folder / f"error-{rank}.json").exists()
     }
     user_errors = [error for error in error_by_rank.values() if error["code"] != UNEXPECTED_ERROR]
     if user_errors or len(error_by_rank) == len(exit_code_by_rank):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from istar.config.schema import to_dict
-from istar.errors import UserError, shorten
+from istar.errors import UserError
 from istar.files import write_text
+from istar.parsing import read_record
 from istar.reports.run_frame import record_to_row
 from istar.results import METRICS, RunRecord
 from istar.scores import displayed, merit
@@ -38,7 +39,7 @@ class SweepEntry:
     task: str
     model: str
     method: str
-    seed: int
+    seed: Annotated[int, 0]
     stage: str  # `search` (over the grid or by Optuna) or `seeds` (repetitions of the best configurations)
     # `waiting`, `running`, `elsewhere` (another process executes the run), `finished`, `pruned`, `failed`, or `stopped`
     # (the same command resumes it).
@@ -92,8 +93,9 @@ class SweepState:
     name: str
     command: str  # the command that resumes the sweep
     root: str
-    jobs: int
-    to_come: int = 0  # number of planned runs that have no entry yet: those of the second stage, or of a search
+    jobs: Annotated[int, 1]
+    # Number of planned runs that have no entry yet: those of the second stage, or of a search.
+    to_come: Annotated[int, 0] = 0
     begun: float = 0.0  # when this command started, in seconds since 1970
     seen: float = 0.0  # when the file was last written, in seconds since 1970
     is_over: bool = False
@@ -208,25 +210,23 @@ def read_state(path: Path) -> SweepState:
     Raises:
         UserError: if the file cannot be read or istar did not write it.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] != FORMAT:
-            raise UserError(f"{path} has format {content['format']}; this version reads {FORMAT}")
-        for entry in content["entries"]:
-            entry |= {"overrides": tuple(entry["overrides"]), "epochs": tuple(entry["epochs"])}
-        return SweepState(**content | {"entries": [SweepEntry(**entry) for entry in content["entries"]]})
-    except (OSError, ValueError, TypeError, LookupError) as error:
-        raise UserError(f"{path} is not a sweep that istar wrote: {shorten(error)}") from error
+    content = read_record(path, SweepState, "a sweep", FORMAT)
+    for entry in content["entries"]:
+        entry |= {"overrides": tuple(entry["overrides"]), "epochs": tuple(entry["epochs"])}
+    return SweepState(**content | {"entries": [SweepEntry(**entry) for entry in content["entries"]]})
 
 
 def count_validated_epochs(folder: Path) -> int:
     """Return the number of epochs that a run has validated, as its `metrics.csv` shows."""
+    path = folder / METRICS
+    if not path.is_file():  # opening a FIFO would wait forever
+        return 0
     try:
-        with (folder / METRICS).open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)
             metric_columns = [name for name in reader.fieldnames or () if name.startswith("val/")]
             validation_rows = [row for row in reader if any(row[name] for name in metric_columns)]
-    except (OSError, ValueError):  # the file is missing or is not UTF-8
+    except (OSError, ValueError, csv.Error):  # the file cannot be read, or is not a table
         return 0
     # The first validation takes place before the training.
     return max(0, len(validation_rows) - 1)

@@ -28,21 +28,24 @@ def watch_sweeps(root: Path, console: Console, name: str | None = None, once: bo
     Raises:
         UserError: if there is no such sweep.
     """
-    states = find_sweeps(root, name)
+    states, errors = find_sweeps(root, name)
     if once or not console.is_terminal:
-        console.print(render_sweeps(states))
+        console.print(render_sweeps(states, errors))
         return
-    with Live(render_sweeps(states), console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
+    with Live(render_sweeps(states, errors), console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
         while not all(state.is_over for state in states):
             time.sleep(2)
-            states = find_sweeps(root, name)
-            live.update(render_sweeps(states), refresh=True)
+            states, errors = find_sweeps(root, name)
+            live.update(render_sweeps(states, errors), refresh=True)
 
 
-def find_sweeps(root: Path, name: str | None = None) -> list[SweepState]:
-    """Read the states of the sweeps that `watch_sweeps` shows: the sweep `name`, or if it is None those not over.
+def find_sweeps(root: Path, name: str | None = None) -> tuple[list[SweepState], list[str]]:
+    """Read the sweeps that `watch_sweeps` shows: the sweep `name`, or if it is None those not over.
 
-    If `name` is None and all sweeps are over, only the state of the latest one is returned.
+    If `name` is None and all sweeps are over, only the latest one is read.
+
+    Returns:
+        The states of the sweeps, and a message for each sweep that cannot be read.
 
     Raises:
         UserError: if there is no such sweep.
@@ -56,15 +59,20 @@ def find_sweeps(root: Path, name: str | None = None) -> list[SweepState]:
         raise UserError(
             f"{root / SWEEPS_FOLDER} holds {finding}; name the folder that holds the runs, as run.root does"
         )
-    states = [board.read_state(path) for path in state_paths]
+    states, errors = [], []
+    for path in state_paths:
+        try:
+            states.append(board.read_state(path))
+        except UserError as error:
+            errors.append(str(error))
     selected_states = [state for state in states if not state.is_over] or states[-1:]
     for state in selected_states:
         board.update_epochs(state, root)
-    return selected_states
+    return selected_states, errors
 
 
-def render_sweeps(states: list[SweepState]) -> Group:
-    """Render the tables of several sweeps, with a note below each sweep that seems to have died."""
+def render_sweeps(states: list[SweepState], errors: list[str]) -> Group:
+    """Render the tables of several sweeps, a note below each sweep that seems to have died, and the errors."""
     renderables: list[Group | Text] = []
     for state in states:
         renderables.append(board.render_sweep(state))
@@ -72,4 +80,4 @@ def render_sweeps(states: list[SweepState]) -> Group:
         if not state.is_over and silent_seconds > _MAX_SILENT_SECONDS:
             note = f"no update for {format_duration(silent_seconds)}; if the sweep was killed, this command resumes it:"
             renderables.append(Text(f"{note} {state.command}"))
-    return Group(*renderables)
+    return Group(*renderables, *(Text(f"not read: {error}") for error in errors))

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from istar.errors import UserError
 from istar.files import atomic_write, write_text
+from istar.parsing import read_json
 
 TOKENS_FILE, STARTS_FILE, FORMAT_FILE = "tokens.bin", "starts.npy", "format.json"
 _TOKENS_PER_WRITE = 1 << 20
@@ -69,7 +70,7 @@ def write_corpus(documents: Iterable[Sequence[int]], vocabulary_size: int, folde
 def open_corpus(folder: Path) -> Corpus | None:
     """Return the memory-mapped corpus that `write_corpus` wrote to a folder, or None if it is missing or incomplete."""
     try:
-        description = json.loads((folder / FORMAT_FILE).read_text())
+        description = read_json(folder / FORMAT_FILE)
         starts = np.load(folder / STARTS_FILE)
         dtype, num_tokens = np.dtype(description["dtype"]), int(description["tokens"])
         if (folder / TOKENS_FILE).stat().st_size != num_tokens * dtype.itemsize or starts[-1] != num_tokens:
@@ -77,7 +78,7 @@ def open_corpus(folder: Path) -> Corpus | None:
         # An empty file cannot be mapped.
         tokens = np.memmap(folder / TOKENS_FILE, dtype, "r") if num_tokens else np.empty(0, dtype)
         return Corpus(tokens, starts)
-    except (OSError, ValueError, KeyError, TypeError, IndexError):  # a file is missing, incomplete or damaged
+    except (UserError, OSError, ValueError, LookupError, TypeError):  # a file is missing, incomplete or damaged
         return None
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from istar.errors import UserError, shorten
-from istar.tasks.readers import RawSplit, numbered_lines, parse_json, read_text
+from istar.parsing import parse_json
+from istar.tasks.readers import RawSplit, numbered_lines, read_text
 from istar.tasks.specs import TaskSpec
 
 _TREE_TOKEN = re.compile(r"\(\d+(?= )|[()]|[^ ()]+")

@@ -6,7 +6,6 @@ values as they are in the file; `istar.tasks.loading` validates and converts the
 
 import csv
 import io
-import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import pyarrow.parquet as pq
 from datasets import ClassLabel, Dataset, load_from_disk
 
 from istar.errors import UserError, shorten
+from istar.parsing import parse_json
 from istar.tasks.specs import TaskSpec
 
 _log = logging.getLogger(__name__)
@@ -236,11 +236,3 @@ def read_text(path: Path) -> str:
         line = text.count("\n", 0, text.index("\0")) + 1
         raise UserError(f"{path}, line {line}: not UTF-8 text: it holds null bytes; convert the file")
     return text
-
-
-def parse_json(text: str, location: str) -> Any:
-    """Parse JSON, or raise a `UserError` that names `location` if the text is not JSON."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:  # raised for too many digits or brackets, besides JSONDecodeError
-        raise UserError(f"{location}: not JSON: {shorten(error)}") from error

@@ -1,0 +1,247 @@
+"""Readers of JSON and YAML files that come from elsewhere, and a check of their content against type annotations.
+
+A damaged or hostile file raises a `UserError` with one line, whatever is wrong with it.
+"""
+
+import functools
+import json
+import re
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NotRequired,
+    Required,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
+
+import yaml
+
+from istar.errors import UserError, shorten
+
+MAX_DEPTH = 50
+"""Number of containers within each other that a file may have."""
+MAX_BYTES = 200_000_000
+_MAX_VALUES = 20_000_000
+"""Number of values that a file may have; aliases in YAML repeat values without repeating their text."""
+_MAX_INTEGER = 10**300
+"""Greatest integer; larger ones cannot be converted to floats."""
+_MAX_COUNT = 2**63 - 1
+"""Greatest integer where an int is expected."""
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
+# The C loader, where PyYAML has it, is ten times as fast.
+_YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class MissingFileError(UserError):
+    """A file to be read does not exist."""
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file.
+
+    Raises:
+        MissingFileError: if there is no such file.
+        UserError: if it cannot be read, is not JSON, or is nested too deeply.
+    """
+    return parse_json(_read_text(path), str(path))
+
+
+def read_yaml(path: Path) -> Any:
+    """Return the content of a YAML file, which may hold only what JSON can hold.
+
+    Raises:
+        MissingFileError: if there is no such file.
+        UserError: if it cannot be read, is not YAML, is nested too deeply, or holds dates or other objects.
+    """
+    text = _read_text(path)
+    try:
+        depth = 0
+        # The loader is recursive and would crash the process on deep nesting; the parser of events is not.
+        for event in yaml.parse(text, Loader=_YAML_LOADER):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise ValueError(f"more than {MAX_DEPTH} lists and mappings within each other")
+        content = yaml.load(text, Loader=_YAML_LOADER)
+        _check_values(content)
+    except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: not YAML: {shorten(error)}") from error
+    return content
+
+
+def read_record(path: Path, expected: Any, what: str, version: int | None = None) -> Any:
+    """Return the content of a JSON file, or of a YAML file with the suffix `.yaml`, after a check of its types.
+
+    Args:
+        path: path of the file.
+        expected: type annotation of the content, as for `find_mismatch`.
+        what: what the file is, for messages, such as `a plan`.
+        version: expected number in the field `format`; None if the content has no such field.
+
+    Raises:
+        MissingFileError: if there is no such file.
+        UserError: if it cannot be read, has another version, or differs from `expected`.
+    """
+    content = read_yaml(path) if path.suffix == ".yaml" else read_json(path)
+    file_version = content.get("format") if isinstance(content, dict) else None
+    if version is not None and isinstance(file_version, int) and file_version != version:
+        raise UserError(f"{path} has format {file_version}; this version reads {version}")
+    if mismatch := find_mismatch(content, expected, "its content"):
+        raise UserError(f"{path} is not {what}: {mismatch}")
+    return content
+
+
+def parse_json(text: str, location: str) -> Any:
+    """Parse JSON, or raise a `UserError` that names `location` if the text is not JSON or is nested too deeply."""
+    try:
+        content = json.loads(text)
+        _check_values(content)
+    except RecursionError as error:
+        raise UserError(f"{location}: not JSON: more than {MAX_DEPTH} lists and objects within each other") from error
+    except ValueError as error:
+        raise UserError(f"{location}: not JSON: {shorten(error)}") from error
+    return content
+
+
+def _read_text(path: Path) -> str:
+    """Return the content of a UTF-8 file."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # reading a FIFO would wait forever
+            raise UserError(f"{path}: not a file")
+        if status.st_size > MAX_BYTES:
+            raise UserError(f"{path}: larger than {MAX_BYTES // 10**6} MB")
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise MissingFileError(f"{path}: there is no such file") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or shorten(error)}") from error
+    except ValueError as error:
+        raise UserError(f"{path}: not UTF-8 text: {shorten(error)}") from error
+
+
+def _check_values(content: Any) -> None:
+    """Raise a ValueError if nested data are too deep, too large, or hold what JSON and UTF-8 cannot hold."""
+    num_values = 0
+    containers: list[Iterator[Any]] = [iter((content,))]
+    while containers:
+        for value in containers[-1]:
+            num_values += 1
+            if isinstance(value, str):
+                if not value.isascii() and _LONE_SURROGATE.search(value):
+                    raise ValueError(f"the text {value!r} has half of a surrogate pair")
+            elif isinstance(value, dict | list):
+                containers.append(iter([*value, *value.values()] if isinstance(value, dict) else value))
+                break
+            elif isinstance(value, int):
+                if abs(value) > _MAX_INTEGER:
+                    raise ValueError(f"a number of {len(str(abs(value)))} digits")
+            elif not isinstance(value, float | NoneType):
+                raise ValueError(f"a {type(value).__name__} where text or a number was expected")
+        else:
+            containers.pop()
+        if len(containers) > MAX_DEPTH + 1:
+            raise ValueError(f"more than {MAX_DEPTH} lists and objects within each other")
+        if num_values > _MAX_VALUES:
+            raise ValueError(f"more than {_MAX_VALUES:,} values")
+
+
+def find_mismatch(value: Any, expected: Any, name: str) -> str:
+    """Return in which way a value read from a file differs from a type annotation, or "" if it agrees.
+
+    Handles `Any`, None, bool, int, float, str, unions, `Literal`, `dict[str, X]`, `list[X]`, `Sequence[X]`,
+    `tuple[X, Y]`, dataclasses and `TypedDict`s. `Annotated[X, 3]` demands a number that is at least 3, and
+    `Annotated[X, Y]` the more precise type Y. An int has at most 63 bits, a float may be an int, and a str has no
+    control characters. A `TypedDict` may have further keys, a dataclass may not.
+
+    Args:
+        value: value of JSON data.
+        expected: the annotation.
+        name: name of the value for the message.
+    """
+    origin, arguments = get_origin(expected), get_args(expected)
+    if expected is Any:
+        return ""
+    if origin in (Required, NotRequired):
+        return find_mismatch(value, arguments[0], name)
+    if origin is Annotated:
+        base, detail = arguments
+        if not isinstance(detail, int):
+            return find_mismatch(value, detail, name)
+        mismatch = find_mismatch(value, base, name)
+        return mismatch or ("" if value >= detail else f"{name} is {value}; expected {detail} or more")
+    if origin in (Union, UnionType):
+        mismatches = [find_mismatch(value, option, name) for option in arguments]
+        return "" if "" in mismatches else mismatches[0]
+    if is_dataclass(expected) or is_typeddict(expected):
+        return _find_field_mismatch(value, expected, name)
+    if origin is dict and isinstance(value, dict):
+        return _find_first((item, arguments[1], f"{name}.{key}") for key, item in value.items())
+    if origin is tuple and isinstance(value, list) and len(value) == len(arguments):
+        return _find_first((item, type_, name) for item, type_ in zip(value, arguments, strict=True))
+    if origin not in (None, dict, tuple, Literal) and isinstance(value, list):
+        return _find_first((item, arguments[0], f"{name}[{index}]") for index, item in enumerate(value))
+    if origin is Literal:
+        fits = any(value is option or (isinstance(value, str) and value == option) for option in arguments)
+    else:
+        fits = origin is None and _is_scalar_of(value, expected)
+    return "" if fits else f"{name} is {shorten(repr(value), 60)}; expected {_describe(expected)}"
+
+
+def _find_first(checks: Iterable[tuple[Any, Any, str]]) -> str:
+    """Return the first mismatch of several values with their annotations, given as arguments of `find_mismatch`."""
+    return next(filter(None, (find_mismatch(*arguments) for arguments in checks)), "")
+
+
+def _find_field_mismatch(value: Any, expected: Any, name: str) -> str:
+    """Return the first mismatch of a dictionary with the fields of a dataclass or a `TypedDict`."""
+    if not isinstance(value, dict):
+        return f"{name} is {shorten(repr(value), 60)}; expected named values"
+    types, required = _list_fields(expected)
+    if missing := required - value.keys():
+        return f"{name} lacks {min(missing)}"
+    if is_dataclass(expected) and (unknown := value.keys() - types.keys()):
+        return f"{name} has the unknown field {shorten(min(unknown), 60)}"
+    return _find_first((value[key], type_, f"{name}.{key}") for key, type_ in types.items() if key in value)
+
+
+@functools.cache
+def _list_fields(expected: Any) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return the annotations of the fields of a dataclass or a `TypedDict`, and the names of the required ones."""
+    types = get_type_hints(expected, include_extras=True)
+    if is_typeddict(expected):
+        return types, expected.__required_keys__
+    required = [field.name for field in fields(expected) if field.default is field.default_factory is MISSING]
+    return types, frozenset(required)
+
+
+def _is_scalar_of(value: Any, expected: Any) -> bool:
+    """Return whether a value belongs to a type without parts; see `find_mismatch`."""
+    if expected is float and type(value) is int:
+        return True
+    if expected in (None, NoneType):
+        return value is None
+    if type(value) is not expected:
+        return False
+    if expected is str:
+        return _CONTROL_CHARACTER.search(value) is None
+    return expected is not int or abs(value) <= _MAX_COUNT
+
+
+def _describe(expected: Any) -> str:
+    """Return the name of a type for an error message."""
+    if get_origin(expected) is Literal:
+        return f"one of {', '.join(map(str, get_args(expected)))}"
+    names = {dict: "named values", tuple: "a list", int: "a whole number", float: "a number", str: "text",
+             bool: "true or false", None: "null", NoneType: "null"}  # fmt: skip
+    return names.get(get_origin(expected) or expected, "a list")
