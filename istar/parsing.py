@@ -36,8 +36,8 @@ _MAX_VALUES = 20_000_000
 _MAX_INTEGER = 10**300
 """Greatest integer; larger ones cannot be converted to floats."""
 _MAX_COUNT = 2**63 - 1
-"""Greatest integer where an int is expected."""
-_CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+"""Greatest integer in a file that istar wrote."""
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 # The C loader, where PyYAML has it, is ten times as fast.
 _YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -96,6 +96,10 @@ def read_record(path: Path, expected: Any, what: str, version: int | None = None
     file_version = content.get("format") if isinstance(content, dict) else None
     if version is not None and isinstance(file_version, int) and file_version != version:
         raise UserError(f"{path} has format {file_version}; this version reads {version}")
+    try:
+        _check_values(content, _MAX_COUNT)
+    except ValueError as error:
+        raise UserError(f"{path} is not {what}: {shorten(error)}") from error
     if mismatch := find_mismatch(content, expected, "its content"):
         raise UserError(f"{path} is not {what}: {mismatch}")
     return content
@@ -130,7 +134,7 @@ def _read_text(path: Path) -> str:
         raise UserError(f"{path}: not UTF-8 text: {shorten(error)}") from error
 
 
-def _check_values(content: Any) -> None:
+def _check_values(content: Any, max_integer: int = _MAX_INTEGER) -> None:
     """Raise a ValueError if nested data are too deep, too large, or hold what JSON and UTF-8 cannot hold."""
     num_values = 0
     containers: list[Iterator[Any]] = [iter((content,))]
@@ -144,7 +148,7 @@ def _check_values(content: Any) -> None:
                 containers.append(iter([*value, *value.values()] if isinstance(value, dict) else value))
                 break
             elif isinstance(value, int):
-                if abs(value) > _MAX_INTEGER:
+                if abs(value) > max_integer:
                     raise ValueError(f"a number of {len(str(abs(value)))} digits")
             elif not isinstance(value, float | NoneType):
                 raise ValueError(f"a {type(value).__name__} where text or a number was expected")
@@ -161,8 +165,8 @@ def find_mismatch(value: Any, expected: Any, name: str) -> str:
 
     Handles `Any`, None, bool, int, float, str, unions, `Literal`, `dict[str, X]`, `list[X]`, `Sequence[X]`,
     `tuple[X, Y]`, dataclasses and `TypedDict`s. `Annotated[X, 3]` demands a number that is at least 3, and
-    `Annotated[X, Y]` the more precise type Y. An int has at most 63 bits, a float may be an int, and a str has no
-    control characters. A `TypedDict` may have further keys, a dataclass may not.
+    `Annotated[X, Y]` the more precise type Y. A float may be an int, and a str has no control characters but
+    tabs and line breaks. A `TypedDict` may have further keys, a dataclass may not.
 
     Args:
         value: value of JSON data.
@@ -235,7 +239,7 @@ def _is_scalar_of(value: Any, expected: Any) -> bool:
         return False
     if expected is str:
         return _CONTROL_CHARACTER.search(value) is None
-    return expected is not int or abs(value) <= _MAX_COUNT
+    return True
 
 
 def _describe(expected: Any) -> str:

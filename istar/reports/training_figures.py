@@ -1,5 +1,6 @@
 """The report's figures of training: the loss and the geometry of the last layer by optimizer step, for every method."""
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from istar.errors import shorten
 from istar.figures.plot import Line, Panel, Plot
 from istar.reports.cells import list_models, list_tasks
 from istar.reports.geometry_picture import MEASURE_LABELS
@@ -17,6 +19,8 @@ from istar.results import METRICS
 _LOSS_COLUMN = "train/task_loss"
 _MAX_BINS = 50
 """Maximum number of points of a loss curve; each point is the mean over the steps of a bin."""
+
+log = logging.getLogger(__name__)
 
 
 def build_training_plots(all_runs: pd.DataFrame) -> list[Plot]:
@@ -58,12 +62,17 @@ def _read_metrics_by_method(runs: pd.DataFrame) -> dict[str, list[pd.DataFrame]]
 
 def _read_metrics(folder: Path) -> pd.DataFrame | None:
     """Read the metrics that a run logged during training; None if it measured no geometry or has no such file."""
-    try:
-        table = pd.read_csv(folder / METRICS)
-    except (OSError, ValueError):
-        # The file is missing, empty or no table.
+    path = folder / METRICS
+    if not path.is_file():  # opening a FIFO would wait forever
         return None
-    return table if _find_last_layer(table) is not None else None
+    try:
+        table = pd.read_csv(path).apply(pd.to_numeric)
+        return table[np.isfinite(table["step"])] if _find_last_layer(table) is not None else None
+    except pd.errors.EmptyDataError:
+        return None
+    except (OSError, ValueError, LookupError) as error:
+        log.warning("not read: %s: not a table of metrics: %s", path, shorten(repr(error)))
+        return None
 
 
 def _find_last_layer(table: pd.DataFrame) -> int | None:

@@ -285,7 +285,10 @@ def read_finished_run(folder: Path, config: Config) -> RunRecord | None:
             return None
     except OSError as error:
         raise UserError(f"run.root={config.run.root} cannot be used: {shorten(error)}") from error
-    record = results.read(folder)
+    try:
+        record = results.read(folder)
+    except UserError as error:
+        raise UserError(f"{error}; run.overwrite=true runs it again") from error
     if record.status != "finished":
         return None
     if shortcoming := _describe_shortcoming(folder, record, config):

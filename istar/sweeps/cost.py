@@ -1,5 +1,6 @@
 """Estimates the duration of planned runs from the durations of finished runs."""
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,8 @@ from statistics import median
 from istar.config import Config
 from istar.errors import UserError
 from istar.results import RESULT, RunRecord, read
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -19,13 +22,13 @@ class DurationEstimate:
 
 
 def read_finished_runs(root: Path) -> list[RunRecord]:
-    """Read the records of the finished runs in a folder; unreadable records are skipped."""
+    """Read the records of the finished runs in a folder; each record that cannot be read is skipped with a warning."""
     records = []
     for path in sorted(root.glob(f"*/{RESULT}")):
         try:
             records.append(read(path.parent))
-        except UserError:
-            continue
+        except UserError as error:
+            log.warning("not read: %s", error)
     return [record for record in records if record.status == "finished" and record.timing.get("total")]
 
 
