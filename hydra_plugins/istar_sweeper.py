@@ -1,6 +1,7 @@
 """Hydra's sweeper plugin for `-m`, which calls `istar.sweeps`. Hydra only finds plugins in this package."""
 
 import copy
+import os
 import re
 import shlex
 import sys
@@ -18,7 +19,7 @@ from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 if TYPE_CHECKING:
@@ -37,32 +38,32 @@ class IstarSweeper(Sweeper):
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config, self.hydra_context = config, hydra_context
         # Hydra sets it for each run, but the sweep needs run.root, which may be ${hydra:runtime.cwd}/runs.
-        HydraConfig.instance().set_config(config)
+        job_config = _without_storage(config)
+        HydraConfig.instance().set_config(job_config)
         self.launcher = None
         # istar.sweeps.pool replaces Hydra's basic launcher, which executes the runs one after another in this process.
         if config.hydra.runtime.choices["hydra/launcher"] != "basic":
             self.launcher = Plugins.instance().instantiate_launcher(
-                hydra_context=hydra_context, task_function=task_function, config=config
+                hydra_context=hydra_context, task_function=task_function, config=job_config
             )
         self._launched = 0
         # Configs by their options of config groups; None if they have values of Hydra.
         self._group_cache: dict[tuple[str, ...], DictConfig | None] = {}
 
     def sweep(self, arguments: list[str]) -> None:
-        from rich.console import Console
-
-        from istar.errors import UserError
+        from istar.errors import UserError, mask_secrets
         from istar.runs import launch
         from istar.sweeps.sweep import run_sweep
+        from istar.terminal import make_console
 
         launch.fix_slurm_detection()
         if launch.has_external_launcher():
             raise UserError("-m starts the processes of its runs by itself; call it without torchrun or srun")
         if self.launcher is None:
             self._refuse_job_callbacks()
-        command = f"{sys.argv[0]} {shlex.join(sys.argv[1:])}"
+        command = mask_secrets(f"{sys.argv[0]} {shlex.join(sys.argv[1:])}")
         # After a return, Hydra calls on_multirun_end; as for its own sweepers, not after a failure.
-        if code := run_sweep(self.request(arguments, command), Console()):
+        if code := run_sweep(self.request(arguments, command), make_console()):
             sys.exit(code)
 
     def request(self, arguments: Sequence[str], command: str) -> "SweepRequest":
@@ -160,8 +161,11 @@ class IstarSweeper(Sweeper):
         Raises a `UserError` if the launcher fails as a whole.
         """
         from istar.errors import UserError, shorten
+        from istar.runs.launch import make_import_variables
 
         assert self.launcher is not None
+        # The jobs inherit the environment, also from sbatch.
+        os.environ.update(make_import_variables())
         try:
             returns = self.launcher.launch([list(overrides) for overrides in jobs], initial_job_idx=self._launched)
         except Exception as error:
@@ -182,6 +186,17 @@ class IstarSweeper(Sweeper):
 
 _HYDRA_VALUE = re.compile(r"\{hydra\\?:")
 """An interpolation of a value of Hydra, like `${hydra:runtime.cwd}`; in lists of values, Hydra escapes `{` and `:`."""
+
+
+def _without_storage(config: DictConfig) -> DictConfig:
+    """A copy of a composed config without `sweep.storage`, which may have a password: launchers write it into files."""
+    copied = copy.deepcopy(config)
+    with flag_override(copied, ["readonly", "struct"], False):
+        copied.sweep.storage = None
+        overrides = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+        copied.hydra.overrides.task = [text for text in overrides if "sweep.storage" not in text]
+        copied.hydra.job.override_dirname = ""
+    return copied
 
 
 def _without_hydra(config: DictConfig) -> DictConfig:

@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 from collections.abc import Iterable
 from typing import Self
 
@@ -17,6 +18,9 @@ class UserError(Exception):
     """
 
     exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__(mask_secrets(message))
 
 
 class NonFiniteError(UserError):
@@ -51,9 +55,27 @@ class StoppedError(UserError):
 
 
 def shorten(text: object, max_length: int = 200) -> str:
-    """Convert any object to one line of text, truncated after `max_length` characters."""
-    one_line = " ".join(str(text).split())
+    """Convert any object to one line of printable text without secrets, truncated after `max_length` characters."""
+    one_line = mask_secrets(" ".join(str(text).split()))
+    one_line = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in one_line)
     return one_line if len(one_line) <= max_length else f"{one_line[:max_length]}..."
+
+
+def mask_secrets(text: str) -> str:
+    """Return a text in which `***` stands for the passwords in URLs and for the values of secret variables.
+
+    >>> mask_secrets("postgresql://me:pass@host/db?password=pass WANDB_API_KEY=0123")
+    'postgresql://me:***@host/db?password=*** WANDB_API_KEY=***'
+    """
+    return _SECRET.sub(lambda match: f"{match[1] or match[2] or match[3]}***", text)
+
+
+_SECRET = re.compile(
+    r"(://[^\s:@/]*:)[^\s'\"]+(?=@)"  # the password in a URL, which may hold an unescaped / or @
+    r"|((?i:[?&;](?:password|passwd|pwd|token|api_?key|secret)=))[^\s&;'\"]+"
+    r"|(\b[A-Z0-9_]*(?:KEY|TOKEN|PASSWORD|PASSWD|SECRET)=)[^\s'\"]+"
+)
+"""A secret, with the text before it in one of the groups."""
 
 
 def did_you_mean(word: str, known_words: Iterable[str]) -> str:

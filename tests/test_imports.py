@@ -45,6 +45,7 @@ ALLOWED = {
     "scores": set(),
     "files": {"errors"},
     "parsing": {"errors"},
+    "terminal": set(),
     "memory": set(),
     "streams": set(),
     "measures": {"errors"},
@@ -59,17 +60,18 @@ ALLOWED = {
     "figures": {"errors", "files"},
     "pages": {"figures", "errors", "files"},
     "geometry": {"figures", "pages", "models", "tasks", "measures", "statistics", "config", "memory", "errors",
-                 "files", "parsing"},
+                 "files", "parsing", "terminal"},
     "reports": {"figures", "pages", "results", "config", "measures", "statistics", "scores", "errors", "files",
                 "parsing"},
 }  # fmt: skip
 ASSEMBLING = {
     "runs": {"training", "models", "reports", "results", "tasks", "regularizers", "config", "memory", "errors",
-             "files", "parsing", "streams"},
+             "files", "parsing", "streams", "terminal"},
     "sweeps": {"runs", "reports", "results", "training", "config", "scores", "errors", "files", "parsing"},
     "quantization": {"runs", "reports", "results", "training", "models", "tasks", "measures", "statistics", "config",
                      "figures", "pages", "scores", "errors", "files", "parsing"},
-    "cli": {"sweeps", "runs", "reports", "quantization", "geometry", "statistics", "config", "errors", "streams"},
+    "cli": {"sweeps", "runs", "reports", "quantization", "geometry", "statistics", "config", "errors",
+            "streams", "terminal"},
 }  # fmt: skip
 LIBRARIES = {
     "measures": {"torch"},
@@ -81,6 +83,7 @@ LIBRARIES = {
     "files": {"filelock"},
     "streams": set(),
     "parsing": {"yaml"},
+    "terminal": {"rich"},
     "results": set(),
     "figures": {"matplotlib", "numpy"},
     "pages": {"jinja2", "markupsafe", "pandas"},

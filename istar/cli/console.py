@@ -2,19 +2,9 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from istar.errors import UserError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-
-def make_console(**options: Any) -> "Console":
-    """Create a rich console; rich is imported here because `istar --help` must work without it."""
-    from rich.console import Console
-
-    return Console(**options)
+from istar.terminal import make_console as make_console
 
 
 def make_folder(folder: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from istar import __version__
 from istar.cli import compare, correlate, embed, measure, plan, power, quantize, report, results, watch
-from istar.errors import UserError
+from istar.errors import UserError, mask_secrets
 from istar.runs import extras
 from istar.streams import run_with_robust_output
 
@@ -24,7 +24,7 @@ def _run_command(arguments: list[str]) -> int:
         # Hydra parses the options of `istar train`, including `--help`.
         return _run_train(arguments[1:], "istar train")
     options = _make_parser().parse_args(arguments)
-    options.typed = shlex.join(["istar", *arguments])
+    options.typed = mask_secrets(shlex.join(["istar", *arguments]))
     try:
         extras.require(f"istar {options.name}", options.extra)
         options.command(options)

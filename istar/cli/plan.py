@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from istar import __version__
 from istar.cli.console import make_console
-from istar.errors import UserError
+from istar.errors import UserError, mask_secrets
 
 if TYPE_CHECKING:
     from istar.sweeps.sweep import SweepRequest
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
     # Called only to refuse wrong options before the runs are listed.
     plan_file.build_test_fields(options.test, options.alpha, 1, 2, options.sd, options.power)
     arguments = [f"+{text}" if text.startswith("sweep=") else text for text in options.overrides]
-    command = shlex.join(["istar", "train", "-m", *arguments])
+    command = mask_secrets(shlex.join(["istar", "train", "-m", *arguments]))
     console = make_console(stderr=True)
     with _compose_sweep(arguments, command) as request:
         runs = list_runs(request, console)

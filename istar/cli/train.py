@@ -18,6 +18,7 @@ from istar.config import Config, schema
 from istar.errors import SHOW_TRACE, StoppedError, UserError
 from istar.runs import extras, launch
 from istar.runs.importing import fast_imports
+from istar.terminal import make_console
 
 DRY_RUN_OPTION = "--dry-run"
 _DRY_RUN_OVERRIDE = "sweep.dry_run=true"
@@ -116,11 +117,9 @@ def start_run(settings: Config, trial: str | None) -> object:
         return launch.launch(settings, num_processes, trial)
     # The libraries are imported only now, so that `--help` and config errors do not wait for them.
     with fast_imports():
-        from rich.console import Console
-
         from istar.runs.run import run
 
-    return run(settings, Console(), trial)
+    return run(settings, make_console(), trial)
 
 
 def run_launched_job(settings: Config, num_processes: int, trial: str | None) -> object:

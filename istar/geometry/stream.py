@@ -240,7 +240,8 @@ class Stream:
         self._origins = self._find_origins(sources)
         results: dict[str, T] = {}
         combined: Statistics | None = None
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[status]}"))
+        texts = (TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[status]"))
+        columns = SpinnerColumn(), next(texts), BarColumn(), next(texts)
         disable = console is None
         with Progress(*columns, TimeElapsedColumn(), console=console, disable=disable, transient=True) as progress:
             for source_index, source in enumerate(sources):

@@ -23,6 +23,7 @@ from istar.geometry.same_model import ModelName, load_and_hash_weights, refuse_o
 from istar.geometry.saved_checkpoints import Checkpoint
 from istar.geometry.stream import Pass
 from istar.geometry.taps import FINAL_NORM
+from istar.terminal import make_console
 
 KEY_COLUMNS = ("model", "revision", "step", "weights", "source", "layer")
 """Columns of `trajectory.csv` that identify a row; all other columns are measures."""
@@ -155,7 +156,7 @@ def _measure_checkpoint(
         if duplicate_label is not None:
             measured, message = earlier.measurements[duplicate_label], f"{message}; its figures are copied"
         else:
-            progress = Console(stderr=True)
+            progress = make_console(stderr=True)
             measured = measure.measure_model(
                 name, plan.texts, plan.settings, folder, checkpoint.revision, plan.dtype, plan.device, progress,
                 plan.command,

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from torch import Tensor
 from torch.nn import functional
@@ -159,7 +160,7 @@ def _embed_texts(
     starts = range(0, len(texts), _BATCH_SIZE)
     is_hidden = console is None or not console.is_terminal
     batches = []
-    for start in track(starts, description, console=console, transient=True, disable=is_hidden):
+    for start in track(starts, escape(description), console=console, transient=True, disable=is_hidden):
         batch_texts = [texts[index] for index in longest_first_indices[start : start + _BATCH_SIZE]]
         inputs = tokenizer(batch_texts, padding=True, truncation=True, max_length=max_length, return_tensors="pt")
         states = model(**inputs).last_hidden_state

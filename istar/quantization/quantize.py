@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 
 import pandas as pd
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 
 from istar.errors import UserError, shorten
@@ -274,7 +275,7 @@ def _make_progress_wrapper(console: Console | None) -> Callable[[Iterable[Any], 
 
     def with_progress(batches: Iterable[Any], description: str) -> Iterable[Any]:
         """Yield the batches and advance the progress bar."""
-        return track(batches, description, console=console, transient=True, disable=is_hidden)
+        return track(batches, escape(description), console=console, transient=True, disable=is_hidden)
 
     return with_progress
 

@@ -76,7 +76,7 @@ def write_report(
     """
     folder.check_replaceable(out, KIND)
     plan = None if plan_path is None else plan_file.read(plan_path)
-    progress_columns = TextColumn("{task.description}"), BarColumn()
+    progress_columns = TextColumn("{task.description}", markup=False), BarColumn()
     is_hidden = console is None or not console.is_terminal
     with Progress(*progress_columns, console=console, transient=True, disable=is_hidden) as progress:
         progress_task = progress.add_task("reading runs", total=None)

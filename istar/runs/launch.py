@@ -24,17 +24,17 @@ from typing import Any, NoReturn, Protocol
 
 import yaml
 from omegaconf import OmegaConf
-from rich.console import Console
 
 from istar import results
 from istar.config import Config, TrainerConfig, schema
-from istar.errors import SHOW_TRACE, LockedError, StoppedError, UserError, shorten
+from istar.errors import SHOW_TRACE, LockedError, StoppedError, UserError, mask_secrets, shorten
 from istar.files import write_text
 from istar.parsing import read_json, read_yaml
 from istar.results import RunRecord
 from istar.runs.importing import fast_imports
 from istar.runs.resolving import resolve_config
 from istar.streams import replace_unencodable_characters
+from istar.terminal import make_console
 
 UNEXPECTED_ERROR = 1
 """Exit code of a process that ends with any exception except a `UserError`."""
@@ -271,18 +271,18 @@ def main(arguments: Sequence[str]) -> NoReturn:
             from istar.runs.run import run
 
         config = schema.load(OmegaConf.create(read_yaml(Path(config_path))))
-        record = run(config, Console(), *trial)
+        record = run(config, make_console(), *trial)
         if rank == "0":
             # The parent does not read the run's folder: on a second node, the result may not be visible there yet.
             results.write(record, Path(folder))
         message, exit_code, stack_trace = "", 0, ""
     except UserError as error:
-        message, exit_code, stack_trace = str(error), error.exit_code, traceback.format_exc()
+        message, exit_code, stack_trace = str(error), error.exit_code, mask_secrets(traceback.format_exc())
     except Exception as error:
         message, exit_code, stack_trace = (
             f"{type(error).__name__}: {shorten(error)}",
             UNEXPECTED_ERROR,
-            traceback.format_exc(),
+            mask_secrets(traceback.format_exc()),
         )
     if exit_code:
         write_text(
@@ -295,6 +295,17 @@ def main(arguments: Sequence[str]) -> NoReturn:
     os._exit(exit_code)
 
 
+def make_import_variables() -> dict[str, str]:
+    """Return the environment variables with which a Python process imports this copy of istar, and no foreign modules.
+
+    Python puts the working folder first on `sys.path` for `-m` and `-c`, so that any `evaluate.py` there would be
+    imported instead of the library, also by the processes that libraries start; `PYTHONSAFEPATH` forbids this. An empty
+    part of `PYTHONPATH` stands for the working folder, too.
+    """
+    python_paths = [str(Path(__file__).parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, python_paths)), "PYTHONSAFEPATH": "1"}
+
+
 def _make_process_environment(rank: int, num_processes: int, settings: TrainerConfig, port: int) -> dict[str, str]:
     """Return the environment variables of a run's process: those of this process, with the rank of the new one.
 
@@ -305,9 +316,7 @@ def _make_process_environment(rank: int, num_processes: int, settings: TrainerCo
         for name, value in os.environ.items()
         if not name.startswith("TORCHELASTIC") and name not in ("SLURM_NTASKS", "HYDRA_FULL_ERROR")
     }
-    # The process imports this copy of istar, even if another one is installed.
-    python_paths = [str(Path(__file__).parents[2]), environment.get("PYTHONPATH")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, python_paths))
+    environment |= make_import_variables()
     if settings.num_nodes == 1:
         environment = {name: value for name, value in environment.items() if name not in RANK_VARIABLES}
     if num_processes > 1 or settings.num_nodes > 1:

@@ -1,7 +1,9 @@
 """Searches with Optuna, which chooses the values to try next by the results of earlier trials."""
 
+import getpass
 import logging
 import math
+import os
 import random
 import uuid
 import warnings
@@ -80,6 +82,8 @@ class Study:
         self._study.sampler = _SAMPLER_BY_NAME[settings.sampler](seed)
         self._random_sampler, self._random_generator = optuna.samplers.RandomSampler(seed), random.Random(seed)
         (folder / "workers").mkdir(parents=True, exist_ok=True)
+        self._storage_file = (folder / f"storage-{getpass.getuser()}.url").absolute()
+        _write_secret(self._storage_file, self.storage)
         self._lock = FileLock(self._lock_path(self._worker_id))
         self._lock.acquire()
         # Only one worker at a time asks for a trial, so that no two start the same run.
@@ -198,7 +202,7 @@ class Study:
 
     def trial_address(self, trial_number: int) -> str:
         """Return the value of `sweep.trial` by which the process of the run finds the trial in the storage."""
-        return str(TrialReference(self.storage, self.name, trial_number))
+        return str(TrialReference(str(self._storage_file), self.name, trial_number))
 
     def _start_trial(
         self, trial: optuna.trial.Trial, overrides: Sequence[str] | None = None
@@ -244,6 +248,15 @@ class Study:
                 return False
         except Timeout:
             return True
+
+
+def _write_secret(path: Path, text: str) -> None:
+    """Write a text to a file that only its owner can read, unless the file has this text already."""
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(text)
 
 
 def suggest_overrides(trial: optuna.trial.Trial, space_by_grid: Mapping[str, SearchSpace]) -> Overrides:

@@ -20,7 +20,7 @@ from huggingface_hub.errors import (
     RevisionResolutionError,
 )
 
-from istar.errors import UserError, shorten
+from istar.errors import UserError, mask_secrets, shorten
 
 T = TypeVar("T")
 Kind = Literal["model", "dataset"]
@@ -55,7 +55,7 @@ def find_hub_problem(timeout: float = PROBE_TIMEOUT_SECONDS) -> str:
     status, error = request_status(lambda: get_session().head(endpoint, timeout=timeout).status_code, timeout)
     if status >= 500:
         error = f"HTTP status {status}"
-    return f"the hub {endpoint} cannot be reached ({error})" if error else ""
+    return mask_secrets(f"the hub {endpoint} cannot be reached ({error})") if error else ""
 
 
 def request_status(send_request: Callable[[], int], timeout: float = PROBE_TIMEOUT_SECONDS) -> tuple[int, str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import lightning as L
 import optuna
@@ -25,27 +26,28 @@ PRUNER_ATTRIBUTE = "pruner"
 
 @dataclass(frozen=True)
 class TrialReference:
-    """Reference to an Optuna trial by database URL, study name and trial number.
+    """Reference to an Optuna trial by a file with the database URL, the study name and the trial number.
 
-    The setting `sweep.trial` contains it as the text `storage#study#number`.
+    The setting `sweep.trial` contains it as the text `file#study#number`. It is an argument of processes, which every
+    user of the machine can read, so that the URL, which may have a password, is in a file that only its owner can read.
     """
 
-    storage: str
+    storage_file: str
     study: str
     number: int
 
     def __str__(self) -> str:
-        return SEPARATOR.join([self.storage, self.study, str(self.number)])
+        return SEPARATOR.join([self.storage_file, self.study, str(self.number)])
 
     @classmethod
     def parse(cls, text: str) -> "TrialReference":
-        """Parse `storage#study#number`, or raise a `UserError` if the text has a different form."""
+        """Parse `file#study#number`, or raise a `UserError` if the text has a different form."""
         try:
-            storage, study, number = text.rsplit(SEPARATOR, 2)
-            return cls(storage, study, int(number))
+            storage_file, study, number = text.rsplit(SEPARATOR, 2)
+            return cls(storage_file, study, int(number))
         except ValueError as error:
             raise UserError(
-                f"sweep.trial={text}: expected storage#study#number; the sweep sets it, so leave it out"
+                f"sweep.trial={text}: expected file#study#number; the sweep sets it, so leave it out"
             ) from error
 
 
@@ -89,7 +91,8 @@ class PruningCallback(L.Callback):
         """Report the epochs not reported yet, and return whether the pruner decides to prune the trial."""
         try:
             if self._trial is None:
-                study = optuna.load_study(study_name=self.reference.study, storage=self.reference.storage)
+                storage = Path(self.reference.storage_file).read_text(encoding="utf-8")
+                study = optuna.load_study(study_name=self.reference.study, storage=storage)
                 study.pruner = PRUNERS[study.user_attrs[PRUNER_ATTRIBUTE]]()
                 self._trial = self.load_trial(study, self.reference.number)
                 self._reported_epochs = set(study.get_trials(deepcopy=False)[self.reference.number].intermediate_values)
