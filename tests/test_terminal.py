@@ -68,4 +68,4 @@ def test_there_is_one_console() -> None:
         for column in re.findall(r"TextColumn\([^)]*\)", text):
             assert "markup=False" in column, path
         for description in re.findall(r"\btrack\(\w+, ([^,)]+)", text):
-            assert description.startswith(('"', "escape(")), path
+            assert description.startswith(('"', 'description="', "escape(")), path
