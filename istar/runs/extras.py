@@ -16,7 +16,7 @@ MODULES_BY_EXTRA = {
     "sweep": ("optuna",),
     "tensorboard": ("tensorboard",),
     "train": ("transformers", *_REPORT_MODULES, "datasets", "evaluate", "huggingface_hub", "hydra", "lightning",
-              "requests", "safetensors", "sklearn", "tokenizers", "wandb"),
+              "safetensors", "sklearn", "tokenizers", "wandb"),
 }  # fmt: skip
 """The modules that istar imports from each extra; pyproject.toml has their versions."""
 

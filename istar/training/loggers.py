@@ -3,17 +3,21 @@
 Timeouts and fallbacks keep an unreachable W&B server from stopping a run.
 """
 
+import json
 import logging
 import os
 import threading
 import uuid
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 import lightning as L
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -243,13 +247,19 @@ def _find_api_key(settings: Any) -> str | None:
     return password
 
 
+class _NoRedirects(HTTPRedirectHandler):
+    """Follow no redirects, which would send the API key to another server."""
+
+    def redirect_request(self, *arguments: Any) -> None:
+        return None
+
+
 def _find_server_problem() -> str:
     """Return why the W&B server cannot be used, or "" if it can.
 
     Raises:
         UserError: if the server rejects the API key.
     """
-    import requests
     import wandb
 
     settings = wandb.setup().settings
@@ -258,9 +268,16 @@ def _find_server_problem() -> str:
     def send_query() -> int:
         """Query the server for the user and return the HTTP status."""
         # This is the first query that W&B itself makes. The hub's session would reject it if HF_HUB_OFFLINE is set.
-        query = {"query": "query Viewer { viewer { id } }"}
-        credentials = ("api", key) if key else None
-        return requests.post(url, json=query, auth=credentials, timeout=PROBE_TIMEOUT_SECONDS).status_code
+        query = json.dumps({"query": "query Viewer { viewer { id } }"}).encode()
+        headers = {"Content-Type": "application/json"}
+        if key:
+            headers["Authorization"] = f"Basic {b64encode(f'api:{key}'.encode()).decode()}"
+        opener = build_opener(_NoRedirects)
+        try:
+            with opener.open(Request(url, query, headers), timeout=PROBE_TIMEOUT_SECONDS) as response:
+                return int(response.status)
+        except HTTPError as error:
+            return error.code
 
     status, reason = request_status(send_query)
     if status == 401 and key:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.request import OpenerDirector
 
 import pytest
 
@@ -193,14 +194,13 @@ class WandbWaits:
 @pytest.fixture
 def wandb_waits(monkeypatch: pytest.MonkeyPatch) -> WandbWaits:
     """Record the timeouts of requests and of `wandb.init`. Offline, `wandb.init` gets all the time that it needs."""
-    import requests
     import wandb
 
-    waits, original_post, original_init = WandbWaits(), requests.post, wandb.init
+    waits, original_open, original_init = WandbWaits(), OpenerDirector.open, wandb.init
 
-    def record_post(*arguments: Any, timeout: float, **keywords: Any) -> Any:
+    def record_open(opener: OpenerDirector, *arguments: Any, timeout: float, **keywords: Any) -> Any:
         waits.probes.append(timeout)
-        return original_post(*arguments, timeout=timeout, **keywords)
+        return original_open(opener, *arguments, timeout=timeout, **keywords)
 
     def record_init(mode: str, settings: Any, **keywords: Any) -> Any:
         waits.starts.append((mode, settings.init_timeout, settings.finish_timeout))
@@ -208,7 +208,7 @@ def wandb_waits(monkeypatch: pytest.MonkeyPatch) -> WandbWaits:
             settings.init_timeout = SECONDS
         return original_init(mode=mode, settings=settings, **keywords)
 
-    monkeypatch.setattr(requests, "post", record_post)
+    monkeypatch.setattr(OpenerDirector, "open", record_open)
     monkeypatch.setattr(wandb, "init", record_init)
     return waits
 
