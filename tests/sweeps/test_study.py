@@ -246,10 +246,10 @@ def test_a_storage_that_cannot_be_used(tmp_path: Path, storage: str) -> None:
 
 
 def test_handles() -> None:
-    handle = TrialReference("sqlite:///a#b.db", "table1-1", 12)
+    handle = TrialReference("runs/a#b/storage.url", "table1-1", 12)
     assert TrialReference.parse(str(handle)) == handle
     for text in ("", "a#b", "a#b#c"):
-        with pytest.raises(UserError, match=r"expected storage#study#number"):
+        with pytest.raises(UserError, match=r"expected file#study#number"):
             TrialReference.parse(text)
 
 
