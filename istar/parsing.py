@@ -199,7 +199,8 @@ def find_mismatch(value: Any, expected: Any, name: str) -> str:
         fits = any(value is option or (isinstance(value, str) and value == option) for option in arguments)
     else:
         fits = origin is None and _is_scalar_of(value, expected)
-    return "" if fits else f"{name} is {shorten(repr(value), 60)}; expected {_describe(expected)}"
+    type_name = expected.__name__ if origin is None and expected else str(expected).removeprefix("typing.")
+    return "" if fits else f"{name} is {shorten(repr(value), 60)}; expected {type_name}"
 
 
 def _find_first(checks: Iterable[tuple[Any, Any, str]]) -> str:
@@ -231,21 +232,6 @@ def _list_fields(expected: Any) -> tuple[dict[str, Any], frozenset[str]]:
 
 def _is_scalar_of(value: Any, expected: Any) -> bool:
     """Return whether a value belongs to a type without parts; see `find_mismatch`."""
-    if expected is float and type(value) is int:
-        return True
-    if expected in (None, NoneType):
-        return value is None
-    if type(value) is not expected:
+    if type(value) is str and _CONTROL_CHARACTER.search(value):
         return False
-    if expected is str:
-        return _CONTROL_CHARACTER.search(value) is None
-    return True
-
-
-def _describe(expected: Any) -> str:
-    """Return the name of a type for an error message."""
-    if get_origin(expected) is Literal:
-        return f"one of {', '.join(map(str, get_args(expected)))}"
-    names = {dict: "named values", tuple: "a list", int: "a whole number", float: "a number", str: "text",
-             bool: "true or false", None: "null", NoneType: "null"}  # fmt: skip
-    return names.get(get_origin(expected) or expected, "a list")
+    return type(value) is (expected or NoneType) or (expected is float and type(value) is int)

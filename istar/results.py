@@ -32,16 +32,11 @@ class _Epoch(TypedDict):
     metrics: _Scores
 
 
-class _Headline(TypedDict, total=False):
-    metric: str
-    value: float
-    epoch: _Count
-
-
-class _Selection(TypedDict, total=False):
+class _Score(TypedDict, total=False):
     set: str
     metric: str
     value: float
+    epoch: _Count
 
 
 class _Isotropy(TypedDict, total=False):
@@ -97,10 +92,10 @@ class RunRecord:
     status: Annotated[str, Literal["finished", "failed", "pruned"]]
     config: Annotated[dict[str, Any], _Settings]  # resolved config, with the keys of the command line
     # Name of the headline `metric`, its `value` on the validation set, and the best `epoch` (counted from 1).
-    headline: Annotated[dict[str, Any], _Headline] = field(default_factory=dict)
+    headline: Annotated[dict[str, Any], _Score] = field(default_factory=dict)
     # How the best epoch was chosen: the `set` (a validation set or `held_out`), the name of the `metric`, and its
     # `value`.
-    selection: Annotated[dict[str, Any], _Selection] = field(default_factory=dict)
+    selection: Annotated[dict[str, Any], _Score] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # all validation metrics of the best epoch, as fractions
     metrics_before: dict[str, float] = field(default_factory=dict)  # the same before training
     # The same metrics for a prediction that ignores the input: the majority class or the mean label of the training

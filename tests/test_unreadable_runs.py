@@ -117,10 +117,9 @@ def root(tmp_path: Path) -> Path:
         os.mkfifo(fifo / file_name)
         loop.mkdir()
         (loop / file_name).symlink_to(file_name)
-    if os.geteuid() != 0:  # root may read everything
-        (root / "bad mode" / RESULT).parent.mkdir()
-        (root / "bad mode" / RESULT).touch(0)
-        (root / "bad folder").mkdir(0)
+    (root / "bad mode" / RESULT).parent.mkdir()
+    (root / "bad mode" / RESULT).touch(0)
+    (root / "bad folder").mkdir(0)
     return root
 
 
