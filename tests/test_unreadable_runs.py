@@ -185,7 +185,7 @@ def test_a_sweep_and_a_run_whose_result_cannot_be_read(root: Path, composed: Cal
 
 def test_checkpoints_of_a_run(root: Path, caplog: Any) -> None:
     """The step is that of `result.json`; the models are there."""
-    for folder in bad_folders(root):
+    for folder in root.glob(f"bad {RESULT}*"):
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_text("{}")
     for folder in root.glob(f"bad {RESULT}*"):

@@ -12,11 +12,11 @@ import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping
-from rich.console import Console
 
 from istar.config import TrainerConfig
 from istar.errors import UserError, shorten
 from istar.scores import is_lower_better
+from istar.terminal import make_console
 from istar.training.checkpoints import AtomicCheckpointIO, Checkpoints
 from istar.training.token_rate import EpochLines, TokenRate, TrainingProgressBar
 
@@ -81,7 +81,7 @@ def build_trainer(
     callbacks.append(StopAfterLastBatch())
     token_rate = TokenRate(settings.lightning.get("max_steps"))
     callbacks.append(token_rate)
-    console = Console()
+    console = make_console()
     shows_bar = settings.progress_bar and (console.is_terminal or console.is_jupyter)
     if settings.progress_bar:
         callbacks.append(TrainingProgressBar(token_rate) if shows_bar else EpochLines(token_rate))

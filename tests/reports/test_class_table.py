@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from istar import results
+from istar.errors import UserError
 from istar.reports import cells
 from istar.reports.class_table import build_class_isotropy_sheet
 from istar.reports.run_frame import load_runs
-from istar.results import RunRecord
 from tests.reports.synthetic import BASE, istar, record, save
 
 
@@ -68,9 +68,11 @@ def test_results_of_earlier_versions_are_read_and_left_out(tmp_path: Path) -> No
     assert build_sheet(tmp_path).rows == []
 
 
-def test_a_value_that_is_no_number_is_named() -> None:
-    changes: dict[str, Any] = {"class_isotropy": {"before": {}, "after": {"1": {"within": "high"}}}}
-    broken: RunRecord = record("rte", "mine", BASE, 1, changes=changes)
-    assert cells.content_error(broken) == "some of its figures are no numbers"
-    broken = record("rte", "mine", BASE, 1, changes={"class_isotropy": {"after": [1]}})
-    assert "lacks what a finished run has" in cells.content_error(broken)
+@pytest.mark.parametrize(
+    ("after", "message"),
+    [({"1": {"within": "high"}}, r"after\.1\.within is 'high'; expected float"), ([1], r"class_isotropy\.after is")],
+)
+def test_a_value_that_is_no_number_is_named(tmp_path: Path, after: Any, message: str) -> None:
+    folder = save(record("rte", "mine", BASE, 1, changes={"class_isotropy": {"after": after}}), tmp_path)
+    with pytest.raises(UserError, match=message):
+        results.read(folder)

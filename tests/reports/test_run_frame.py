@@ -14,7 +14,6 @@ from istar.cli.main import main
 from istar.config import Config
 from istar.config.schema import to_dict
 from istar.errors import UserError
-from istar.reports import run_frame
 from istar.reports.run_frame import export_frame, load_runs
 from istar.results import RESULT, RunRecord, write
 
@@ -34,6 +33,7 @@ def write_run(composed: Callable[..., Config], tmp_path: Path) -> Callable[..., 
             record = replace(
                 record,
                 headline={"metric": "accuracy", "value": value, "epoch": 2},
+                metrics={"accuracy": value},
                 baseline={"accuracy": 0.5271, "f1": 0.1},
                 collapsed={"validation": False},
                 isotropy={"before": {"1": 0.3, "union": 0.1}, "after": {"1": 0.4, "union": 0.2}, "points": 9},
@@ -170,7 +170,9 @@ def test_a_format_that_is_none(write_run: Callable[..., RunRecord], tmp_path: Pa
         export_frame(load_runs(tmp_path).frame, tmp_path / "runs.xls")
 
 
-def test_the_command(write_run: Callable[..., RunRecord], tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_the_command(
+    write_run: Callable[..., RunRecord], tmp_path: Path, capsys: Any, caplog: Any, monkeypatch: Any
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     write_run("low", value=0.25)
     write_run("high", "reg=cosreg", value=0.75, collapsed={"validation": True})
@@ -183,7 +185,7 @@ def test_the_command(write_run: Callable[..., RunRecord], tmp_path: Path, capsys
     assert output.index("75.00 (collapsed)") < output.index("25.00") < output.index("failed: out of luck")
     assert "nan" not in output
     assert "rte, accuracy" in output
-    assert f"not read: {tmp_path / 'foreign'} holds no run" in output
+    assert f"not read: {tmp_path / 'foreign'} holds no run" in caplog.messages
     assert list(pd.read_csv(out)["name"]) == ["high", "low", "broken"]
     assert main(["results", str(tmp_path / "nowhere")]) == 2
     assert main(["results", str(tmp_path), "--sort", "valu"]) == 2
@@ -198,7 +200,7 @@ def test_four_times_the_runs_take_four_times_the_work(
     """The work is the number of calls. Finished runs are read without a YAML parser, which would take most of it."""
     write_run("first")
     text = (tmp_path / "first" / RESULT).read_text()
-    monkeypatch.setattr(run_frame.yaml, "load", None)
+    monkeypatch.setattr(yaml, "load", None)
 
     def count_calls(count: int) -> int:
         root = tmp_path / str(count)
