@@ -45,7 +45,7 @@ class CosReg(Penalty):
         total, num_nonzero, count = sums[:-2], sums[-2], sums[-1]
         # Without points, 0 / 0 gives NaN.
         value = (total.square().sum() - num_nonzero) / count.square()
-        return Terms(value, value, count)
+        return Terms(value, value, count, sums=(sums,))
 
 
 def cosine_penalty(hidden_states: Sequence[Tensor], attention_mask: Tensor | None = None) -> Tensor:

@@ -110,7 +110,7 @@ class SigReg(Penalty):
         weighted_distances = ((real - gaussian).square() + imaginary.square()) * gaussian
         # The integrand is even, so that the nodes from 0 on give half of the integral.
         value = 2 * count * torch.trapezoid(weighted_distances, nodes, dim=0).mean()
-        return Terms(value, value, count)
+        return Terms(value, value, count, sums=(sums,))
 
 
 def random_directions(dim: int, num_directions: int, seed: int, draw: int) -> Tensor:
