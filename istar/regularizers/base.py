@@ -50,10 +50,14 @@ class Terms(NamedTuple):
         """Return the terms with the value 0 if finite points have no score. Its gradient is 0, too, and never NaN."""
         is_finite = torch.stack([total.detach().sum().isfinite() for total in self.sums]).all()
         is_undefined = self.score.detach().isnan() & is_finite
+
+        def stop_nan(gradient: Tensor | None) -> Tensor | None:
+            """Return the gradient of a sum, or 0 instead of the NaN that it is without a score."""
+            return None if gradient is None else gradient.masked_fill(is_undefined, 0)
+
         for total in self.sums:
             if total.requires_grad:
-                # The derivatives of the value by the sums are NaN then, and 0 times NaN would be NaN.
-                total.register_hook(lambda gradient: gradient.masked_fill(is_undefined, 0))
+                total.register_hook(stop_nan)
         return self._replace(value=self.value.masked_fill(is_undefined, 0))
 
     def named(self, measure: str) -> dict[str, Tensor]:
@@ -101,6 +105,8 @@ class Penalty(nn.Module, ABC):
     """Name of the score in logs."""
     score_range: tuple[float, float] = (-math.inf, math.inf)
     """The open interval in which a target score must lie."""
+    min_points: int = 2
+    """Smallest number of points that can have a score."""
     kept_score: Tensor
     kept_batches: Tensor
 
@@ -211,6 +217,13 @@ class Penalty(nn.Module, ABC):
         indices = tokens.indices_of(hidden_state)
         with torch.autocast(hidden_state.device.type, enabled=False):
             return self.summarize_points(hidden_state.flatten(0, -2), indices)
+
+    def can_score(self, num_sequences: int, layers: int, points_per_sequence: int | None) -> bool:
+        """Return whether a micro-batch of some sequences may have a score.
+
+        `points_per_sequence` is the number of points of each sequence in a layer; None if it is not known.
+        """
+        return points_per_sequence is None or num_sequences * layers * points_per_sequence >= self.min_points
 
     @abstractmethod
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> Any:

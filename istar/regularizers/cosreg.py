@@ -25,6 +25,7 @@ class CosReg(Penalty):
 
     measure = "average_cosine"
     score_range = (-1.0, 1.0)
+    min_points = 1
 
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> Tensor:
         """Return the sum of the unit vectors, the number of nonzero points and the number of points: `(d + 2,)`."""

@@ -28,6 +28,7 @@ from istar.measures.isoscore import (
 from istar.measures.moments import BatchMoments, FourthMoments, Moments, fourth_moments, mean_and_scatter, merge_moments
 from istar.regularizers.base import Penalty, Terms
 from istar.regularizers.by_sentence import (
+    MIN_SENTENCES,
     SentencePoints,
     score_or_nan,
     sentence_moments,
@@ -133,6 +134,7 @@ class IStar(Penalty):
         self.compute = compute
         self.within = within
         self.measure = SCORE_NAMES[estimator]
+        self.min_points = 4 if estimator == "unbiased" else 2
         self.register_buffer("shrinkage_covariance", None)
         self.register_load_state_dict_pre_hook(_resize_shrinkage_covariance)
 
@@ -156,6 +158,12 @@ class IStar(Penalty):
     def needs_shrinkage_covariance(self) -> bool:
         """Whether the score depends on Sigma_S."""
         return self.zeta != 0
+
+    def can_score(self, num_sequences: int, layers: int, points_per_sequence: int | None) -> bool:
+        """Return whether a micro-batch may have a score; see `Penalty.can_score`. A sentence is a sequence here."""
+        if self.estimator == BY_SENTENCE:
+            return num_sequences >= MIN_SENTENCES
+        return super().can_score(num_sequences, layers, points_per_sequence)
 
     def summarize(self, hidden_state: Tensor, tokens: Tokens) -> Any:
         """Reduce the hidden state of a layer to moments, moments of classes, or the points of sentences."""

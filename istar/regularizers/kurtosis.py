@@ -42,6 +42,7 @@ class Kurtosis(Penalty):
 
     measure = "kurtosis"
     score_range = (1.0, math.inf)
+    min_points = 1
 
     def __init__(
         self,

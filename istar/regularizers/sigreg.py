@@ -56,6 +56,7 @@ class SigReg(Penalty):
 
     measure = "sigreg"
     score_range = (0.0, math.inf)
+    min_points = 1
     draws: Tensor
 
     def __init__(

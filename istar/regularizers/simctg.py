@@ -92,6 +92,10 @@ class SimCtg(Penalty):
         total = (hinges * is_pair).sum()
         return torch.stack([total, is_pair.sum().to(total), is_point.sum().to(total)])
 
+    def can_score(self, num_sequences: int, layers: int, points_per_sequence: int | None) -> bool:
+        """Return whether the sequences may have pairs of points; see `Penalty.can_score`."""
+        return points_per_sequence is None or points_per_sequence >= 2
+
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> Any:
         """Return the sums over the pairs of points `(n, d)` that are the tokens of a single sequence, `(3,)`."""
         selected = points if indices is None else points.index_select(0, indices)
