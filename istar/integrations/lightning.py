@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 
 from istar.errors import UserError
-from istar.integrations.loaders import iterate_in_new_order
+from istar.integrations.loaders import check_first_batch, iterate_in_new_order
 from istar.measures.processes import world_size
 from istar.regularizers import EmbeddingWatch, IStar, Penalty, Points, Watch, attach_to_target
 from istar.regularizers.embeddings import HIDDEN_STATES
@@ -49,8 +49,9 @@ class PenaltyCallback(L.Callback):
 
     On the trainer's logging steps, the callback logs `train/penalty` (weighted, as in the loss), the score,
     `train/points` (the number of points), `train/points_left_out` if the points have a `max_norm_ratio`, `train/zeta`
-    if zeta is estimated, and `train/lambda` if there is a schedule. With gradient accumulation, the
-    penalty is computed per micro-batch, and the gradient is the mean over the micro-batches of task loss and penalty.
+    if zeta is estimated, `train/lambda` if there is a schedule, and `train/undefined` once micro-batches had no score:
+    their number so far. They add 0 to the loss. With gradient accumulation, the penalty is computed per micro-batch,
+    and the gradient is the mean over the micro-batches of task loss and penalty.
     Checkpoints contain Sigma_S. With `sync=False`, they contain one Sigma_S per process, so that all processes must
     save together, as Lightning's checkpointing does.
 
@@ -144,6 +145,7 @@ class PenaltyCallback(L.Callback):
         self.penalty.to(pl_module.device)
         if isinstance(self._watch, EmbeddingWatch):
             self._watch.load_state_dict(self._row_sampler_state)
+        check_first_batch(self._watch, trainer.train_dataloader)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -173,6 +175,8 @@ class PenaltyCallback(L.Callback):
             raise UserError("training_step did not call loss() of the PenaltyCallback; add it to the task loss")
         # Log tensors rather than numbers, so that the host does not wait for the device in each step.
         terms_by_name = {"penalty": self.penalty.factor * terms.value, **terms.named(self.penalty.measure)}
+        if self.penalty.undefined.seen > 0:
+            terms_by_name["undefined"] = self.penalty.undefined.total.float()
         pl_module.log_dict({f"train/{name}": value for name, value in terms_by_name.items()})
 
     def state_dict(self) -> dict[str, Any]:

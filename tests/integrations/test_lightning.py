@@ -322,6 +322,25 @@ def test_the_weighted_penalty_its_score_and_the_points_are_logged_and_validation
     assert_close(metrics["val_loss"].double(), task_loss, rtol=1e-6, atol=0)
 
 
+def test_a_batch_without_a_score_adds_nothing_and_is_logged():
+    callback = PenaltyCallback(istar.IStar(1.0, 0.0, "last"), points=istar.Points("first"))
+    module = Classifier(make_classifier("bert"), callback)
+    trainer = make_trainer(callback, max_epochs=2, precision="64-true")
+    with pytest.warns(UserWarning, match="have no isoscore_star, because they are too few or all equal"):
+        trainer.fit(module, make_loader(make_examples("classification", 2 * BATCH_SIZE + 1)))
+    assert trainer.callback_metrics["train/undefined"] == 2
+    assert trainer.callback_metrics["train/penalty"] == 0
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
+
+
+def test_a_batch_size_without_any_score_is_refused_before_training():
+    callback = PenaltyCallback(istar.SimCtg(1.0), points=istar.Points("first"))
+    module = Classifier(make_classifier("bert"), callback)
+    with pytest.raises(istar.UserError, match=r"^a micro-batch of \d sequences with points=first in 1 layers has no contrast"):
+        make_trainer(callback, max_epochs=1).fit(module, make_loader(make_examples("classification", 8)))
+    assert not module.gradients
+
+
 def test_with_lambda_0_the_training_is_bit_for_bit_the_same_as_without_a_penalty():
     class WithoutPenalty(Classifier):
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
