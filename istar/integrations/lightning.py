@@ -115,25 +115,34 @@ class PenaltyCallback(L.Callback):
         # State of the generator that samples rows, while the penalty is attached to no model.
         self._row_sampler_state: dict[str, Tensor] = {}
         self._last_refresh_step: int | None = None
+        self._has_fitted = False
 
     def loss(self) -> Tensor:
         """Compute the weighted penalty of the latest forward pass, for `training_step`; see `istar.Watch.loss`.
 
         Returns:
-            0-d tensor. It is 0 if gradients are disabled, so that training and validation steps can share code.
+            0-d tensor. It is 0 if gradients are disabled, so that training and validation steps can share code, and if
+            the weight is 0 and the penalty is attached to no model.
 
         Raises:
             UserError: if the trainer does not have this callback, or there was no forward pass since the last call.
         """
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or (self._watch is None and self.penalty.weight == 0):
             return torch.zeros(())
         if self._watch is None:
-            raise UserError("the PenaltyCallback is attached to no model: Trainer(callbacks=[penalty_callback])")
+            raise UserError(
+                "the PenaltyCallback is attached to no model: Trainer(callbacks=[penalty_callback]). Lightning's Tuner "
+                "and its finders run without callbacks: set penalty.weight = 0 for them"
+            )
         return self._watch.loss()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Attach the penalty to the model of the LightningModule."""
         self._detach()
+        # A trainer that goes on, or resumes from a checkpoint, continues with the penalty's state.
+        if self._has_fitted and trainer.global_step == 0 and trainer.ckpt_path is None:
+            self.penalty.reset(keep_covariance=self.refresh is None)
+        self._has_fitted = True
         self._last_refresh_step = None
         modules = None if self.modules is None else self.modules(pl_module)
         model = self._find_model(pl_module)

@@ -119,6 +119,7 @@ class PenaltyMixin(_TrainerBase):
         # Reads the hidden states and computes the penalty; None while the penalty is attached to no model.
         self._watch: Watch | EmbeddingWatch | None = None
         self._resumed_checkpoint: Path | None = None
+        self._has_trained = False
         # Factor of the penalty that compensates for averaging over processes, if the task loss is not normalized.
         self._unnormalized_loss_factor = 1
         # Sums of the penalty's terms since the last log, and the number of penalties with each term.
@@ -126,9 +127,16 @@ class PenaltyMixin(_TrainerBase):
         self.add_callback(_PenaltyCallback(self))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Call `Trainer.train`, and remove the hooks from the model at the end."""
+        """Call `Trainer.train`, and remove the hooks from the model at the end.
+
+        A second training, such as the next trial of `hyperparameter_search`, begins like the first one. Only a Sigma_S
+        that is never refreshed is kept.
+        """
         folder = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
         self._resumed_checkpoint = Path(folder) if folder else None
+        if self._has_trained:
+            self.penalty.reset(keep_covariance=self.refresh is None)
+        self._has_trained = True
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:

@@ -180,6 +180,13 @@ class Penalty(nn.Module, ABC):
         tokens = Tokens(attention_mask, labels=labels)
         return self.combine([self.summarize(state, tokens) for state in selected])
 
+    def reset(self, keep_covariance: bool = True) -> None:
+        """Forget an earlier training before the next one: the kept score, what is counted and, if asked, Sigma_S."""
+        self.last = None
+        self.undefined = UndefinedCount()
+        if self.set_point is not None and self.set_point.is_kept:
+            self.kept_score, self.kept_batches = torch.tensor(math.nan), torch.tensor(0)
+
     def combine(self, summaries: Sequence[Any]) -> Tensor:
         """Compute the weighted penalty of the union of summarized layers, as `forward` does."""
         terms = self.score(summaries)

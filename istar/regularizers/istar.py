@@ -159,6 +159,12 @@ class IStar(Penalty):
         """Whether the score depends on Sigma_S."""
         return self.zeta != 0
 
+    def reset(self, keep_covariance: bool = True) -> None:
+        """Forget an earlier training, see `Penalty.reset`."""
+        super().reset(keep_covariance)
+        if not keep_covariance:
+            self.shrinkage_covariance = None
+
     def can_score(self, num_sequences: int, layers: int, points_per_sequence: int | None) -> bool:
         """Return whether a micro-batch may have a score; see `Penalty.can_score`. A sentence is a sequence here."""
         if self.estimator == BY_SENTENCE:

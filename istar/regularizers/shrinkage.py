@@ -194,28 +194,24 @@ def _call_module(module: nn.Module, inputs: Any, accepts_sequences: bool) -> Non
     """Call a module with a batch: a mapping of argument names, a list of arguments, or a single argument.
 
     Raises:
-        UserError: for a list, unless `accepts_sequences` is set and it fits the arguments of the module.
+        UserError: if the batch does not fit the module's arguments, or is a list without `accepts_sequences`.
     """
-    if isinstance(inputs, Mapping):
-        module(**inputs)
-        return
-    arguments = inputs if isinstance(inputs, list) else [inputs]
+    named = inputs if isinstance(inputs, Mapping) else {}
+    unnamed = inputs if isinstance(inputs, list) else [] if named else [inputs]
     # The order of a transformers model's arguments differs between models: labels could become token types.
-    if len(arguments) > 1 and not (accepts_sequences and _accepts(module, arguments)):
-        raise UserError(
-            f"a batch for the shrinkage covariance is a sequence of {len(arguments)} values; expected a mapping of "
-            f'argument names of {type(module).__name__}, such as {{"input_ids": ids, "attention_mask": mask}}'
-        )
-    module(*arguments)
-
-
-def _accepts(module: nn.Module, arguments: Sequence[Any]) -> bool:
-    """Return whether a module can be called with these positional arguments."""
+    is_accepted = len(unnamed) <= 1 or accepts_sequences
     try:
-        inspect.signature(module.forward).bind(*arguments)
+        inspect.signature(module.forward).bind(*unnamed, **named)
     except TypeError:
-        return False
-    return True
+        is_accepted = False
+    if not is_accepted:
+        content = f"the names {', '.join(named)}" if named else f"{len(unnamed)} values without names"
+        raise UserError(
+            f"a batch for the shrinkage covariance has {content}; expected arguments of {type(module).__name__} by "
+            'name, such as {"input_ids": ids, "attention_mask": mask}. If a trainer has other batches, set '
+            "penalty.shrinkage_covariance = istar.shrinkage_covariance(model, batches) before, and refresh=None"
+        )
+    module(*unnamed, **named)
 
 
 @contextmanager

@@ -334,7 +334,9 @@ def test_a_penalty_around_a_loss_around_a_loss_counts_each_pass_once(bert_folder
     points = naive_points(model[0].model, columns, on)
     if on == "tokens":
         assert loss.penalty.last.points == len(points)
-        assert_close(components["penalty"], 1 - algorithm_1(points, torch.eye(12).double(), 0.0, torch.linalg.eigvalsh), **CLOSE)
+        assert_close(
+            components["penalty"], 1 - algorithm_1(points, torch.eye(12).double(), 0.0, torch.linalg.eigvalsh), **CLOSE
+        )
     assert components["penalty"].isfinite()
     sum(components.values()).backward()
 

@@ -463,6 +463,30 @@ def test_a_batch_without_a_score_adds_nothing_and_is_logged(tmp_path):
     assert all(value.isfinite().all() for value in copy_parameters(trainer))
 
 
+def test_a_second_training_begins_like_the_first(tmp_path):
+    """As `hyperparameter_search` trains, with a model of its own for each trial."""
+    states = []
+
+    class StateRecorder(TrainerCallback):
+        def on_train_end(self, args, state, control, **kwargs):
+            penalty = trainer.penalty
+            states.append([penalty.kept_score, penalty.kept_batches, penalty.shrinkage_covariance, penalty.last.score])
+
+    penalty = istar.IStar(1.0, ZETA, set_point=istar.SetPoint("keep", batches=2))
+    settings = {"max_steps": 3, "momentum": 0.5, "callbacks": [StateRecorder()]}
+    trainer = make_trainer(tmp_path, penalty, **settings)
+    trainer.model_init = lambda trial: make_bert()
+    for _ in range(2):
+        trainer.train()
+    assert_close(states[0], states[1], rtol=0, atol=0)
+    # A Sigma_S that is never refreshed stays.
+    penalty = make_penalty()
+    trainer = make_trainer(tmp_path, penalty, max_steps=1, refresh=None)
+    for _ in range(2):
+        trainer.train()
+    assert_close(penalty.shrinkage_covariance.double(), make_sigma())
+
+
 def test_a_batch_size_without_any_score_is_refused_before_training(tmp_path):
     settings = {"points": istar.Points("last"), "per_device_train_batch_size": 1, "max_steps": 1}
     trainer = make_trainer(tmp_path / "one", istar.IStar(1.0, 0.0, "last"), **settings)

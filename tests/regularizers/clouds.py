@@ -40,7 +40,9 @@ def check_undefined(
 ) -> None:
     """Check that these points have no score: loss and gradient are 0, the loss is counted, and there is one warning."""
     with pytest.warns(UserWarning, match=f"have no {penalty.measure}, because they are too few or all equal"):
-        value, gradients = value_and_gradients(lambda s: penalty(s, mask, labels) + 0 * sum(state.sum() for state in s), hidden_states)
+        value, gradients = value_and_gradients(
+            lambda s: penalty(s, mask, labels) + 0 * sum(state.sum() for state in s), hidden_states
+        )
     assert value == 0
     assert not any(gradient.any() for gradient in gradients)
     assert penalty.last is not None

@@ -187,12 +187,14 @@ def test_batches_without_names_are_refused_for_transformers_models(names, zeta):
     batches = [{**batch, "labels": torch.ones_like(batch["input_ids"])} for batch in make_batches()]
     data = TensorDataset(*(torch.cat([batch[name] for batch in batches[:1]]) for name in names))
     encoder, penalty = make_model(), IStar(1.0, zeta)
-    message = rf"is a sequence of {len(names)} values; expected a mapping of argument names of BertModel, such as \{{\"in"
+    message = (
+        rf"has {len(names)} values without names; expected arguments of BertModel by name, such as \{{\"input_ids\""
+    )
     with attach(encoder, penalty) as watch, pytest.raises(UserError, match=message) as error:
         watch.refresh(DataLoader(data, batch_size=1))
     assert "\n" not in str(error.value)
     assert penalty.shrinkage_covariance is None
-    with pytest.raises(UserError, match="is a sequence of 2 values"):
+    with pytest.raises(UserError, match="has 2 values without names"):
         shrinkage_covariance(encoder, [({"input_ids": torch.ones(1, 2).long()}, torch.ones(1))])
     # A data set of token ids alone has one value.
     ids = TensorDataset(batches[0]["input_ids"])
@@ -205,7 +207,7 @@ def test_sequences_are_the_arguments_of_other_models_if_they_fit():
     points = torch.randn(20, 4)
     expected = shrinkage_covariance(tower, [points], modules=[tower[1]])
     assert torch.equal(shrinkage_covariance(tower, [(points,)], modules=[tower[1]]), expected)
-    with pytest.raises(UserError, match=r"is a sequence of 2 values; expected a mapping of argument names of Sequential"):
+    with pytest.raises(UserError, match=r"has 2 values without names; expected arguments of Sequential by name"):
         shrinkage_covariance(tower, [(points, torch.ones(20))], modules=[tower[1]])
 
 

@@ -88,7 +88,7 @@ def test_logged_keys(cached_run: Callable[..., Any], reg: str) -> None:
     columns = logged(folder)
     expected = {"train/loss", "train/task_loss", "train/lr", "train/grad_norm", "val/accuracy", "val/f1", "val/loss"}
     expected |= {"train/tokens_per_second"}
-    expected |= {"isotropy/isoscore_star", *(f"isotropy/layer_{layer}/isoscore_star" for layer in range(3))}
+    expected |= {"isotropy/isoscore", *(f"isotropy/layer_{layer}/isoscore" for layer in range(3))}
     if reg != "none":
         expected |= {"train/penalty", "train/points"}
     if reg == "istar":
@@ -104,7 +104,7 @@ def test_logged_keys(cached_run: Callable[..., Any], reg: str) -> None:
         sums = [a + b for a, b in zip(columns["train/task_loss"], columns["train/penalty"], strict=True)]
         assert columns["train/loss"] == pytest.approx(sums, rel=1e-5)
     # Before training and after each epoch.
-    assert columns["isotropy/isoscore_star"] == pytest.approx(
+    assert columns["isotropy/isoscore"] == pytest.approx(
         [record.isotropy["before"]["union"], *(epoch["isotropy"]["union"] for epoch in record.epochs)], rel=1e-5
     )
 
