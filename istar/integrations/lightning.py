@@ -141,7 +141,9 @@ class PenaltyCallback(L.Callback):
         self._detach()
         # A trainer that goes on, or resumes from a checkpoint, continues with the penalty's state.
         if self._has_fitted and trainer.global_step == 0 and trainer.ckpt_path is None:
-            self.penalty.reset(keep_covariance=self.refresh is None)
+            self.penalty.reset()
+            if isinstance(self.penalty, IStar) and self.refresh is not None:
+                self.penalty.shrinkage_covariance = None
         self._has_fitted = True
         self._last_refresh_step = None
         modules = None if self.modules is None else self.modules(pl_module)

@@ -47,8 +47,10 @@ def check_first_batch(watch: object, loader: Any) -> None:
         return
     with preserve_rng_states(torch.device("cpu")):
         batch = next(iterate_in_new_order(loader, seed=0), None)
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    if isinstance(ids, torch.Tensor) and ids.dim() == 2 and not {"position_ids", "seq_idx"} & set(batch):
+    if not isinstance(batch, Mapping) or not {"position_ids", "seq_idx"}.isdisjoint(batch):
+        return
+    ids = batch.get("input_ids")
+    if isinstance(ids, torch.Tensor) and ids.dim() == 2:
         num_processes = world_size(watch.penalty.group) if watch.penalty.sync else 1
         watch.check_batch_size(num_processes * len(ids))
 

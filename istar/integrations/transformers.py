@@ -135,7 +135,9 @@ class PenaltyMixin(_TrainerBase):
         folder = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
         self._resumed_checkpoint = Path(folder) if folder else None
         if self._has_trained:
-            self.penalty.reset(keep_covariance=self.refresh is None)
+            self.penalty.reset()
+            if isinstance(self.penalty, IStar) and self.refresh is not None:
+                self.penalty.shrinkage_covariance = None
         self._has_trained = True
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)

@@ -265,7 +265,7 @@ class ClassMoments:
         return self.scatter / degrees_of_freedom
 
     def within_covariance_or_nan(self) -> Tensor:
-        """Return the unbiased `within_covariance`, or NaN where it raises an error. The host does not wait for a GPU."""
+        """Return the unbiased `within_covariance`, or NaN if no class has two points, without waiting for a GPU."""
         degrees_of_freedom = self.count - self.counts.count_nonzero()
         return self.scatter / torch.where(degrees_of_freedom > 0, degrees_of_freedom, torch.nan)
 

@@ -181,8 +181,11 @@ class Watch:
         sequence is one document.
         """
         which, penalty = self.points.which, self.penalty
-        points_per_sequence = 1 if which in ("first", "last") else None
-        if penalty.weight != 0 and not penalty.can_score(num_sequences, self.num_layers, points_per_sequence):
+        has_no_score = num_sequences < penalty.min_sequences
+        if which in ("first", "last"):
+            # There is one point of each sequence in each layer.
+            has_no_score |= num_sequences * self.num_layers < penalty.min_points or penalty.min_points_per_sequence > 1
+        if penalty.weight != 0 and has_no_score:
             raise UserError(
                 f"a micro-batch of {num_sequences} sequences with points={which} in {self.num_layers} layers has no "
                 f"{penalty.measure}: choose a larger batch size, more layers or points=all"

@@ -38,8 +38,8 @@ class Terms(NamedTuple):
 
     def detach(self) -> Self:
         """Return the terms without their autograd graph and without `sums`, for logs."""
-        optional_terms = [None if term is None else term.detach() for term in (self.zeta, self.left_out, self.target)]
-        return type(self)(self.value.detach(), self.score.detach(), self.points.detach(), *optional_terms)
+        zeta, left_out, target = (None if term is None else term.detach() for term in self[3:6])
+        return type(self)(self.value.detach(), self.score.detach(), self.points.detach(), zeta, left_out, target)
 
     @property
     def is_undefined(self) -> Tensor:
@@ -107,6 +107,10 @@ class Penalty(nn.Module, ABC):
     """The open interval in which a target score must lie."""
     min_points: int = 2
     """Smallest number of points that can have a score."""
+    min_sequences: int = 1
+    """Smallest number of sequences that can have a score."""
+    min_points_per_sequence: int = 1
+    """Smallest number of points in a sequence that can have a score."""
     kept_score: Tensor
     kept_batches: Tensor
 
@@ -180,8 +184,8 @@ class Penalty(nn.Module, ABC):
         tokens = Tokens(attention_mask, labels=labels)
         return self.combine([self.summarize(state, tokens) for state in selected])
 
-    def reset(self, keep_covariance: bool = True) -> None:
-        """Forget an earlier training before the next one: the kept score, what is counted and, if asked, Sigma_S."""
+    def reset(self) -> None:
+        """Forget the kept score and the counts of an earlier training."""
         self.last = None
         self.undefined = UndefinedCount()
         if self.set_point is not None and self.set_point.is_kept:
@@ -224,13 +228,6 @@ class Penalty(nn.Module, ABC):
         indices = tokens.indices_of(hidden_state)
         with torch.autocast(hidden_state.device.type, enabled=False):
             return self.summarize_points(hidden_state.flatten(0, -2), indices)
-
-    def can_score(self, num_sequences: int, layers: int, points_per_sequence: int | None) -> bool:
-        """Return whether a micro-batch of some sequences may have a score.
-
-        `points_per_sequence` is the number of points of each sequence in a layer; None if it is not known.
-        """
-        return points_per_sequence is None or num_sequences * layers * points_per_sequence >= self.min_points
 
     @abstractmethod
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> Any:

@@ -135,6 +135,7 @@ class IStar(Penalty):
         self.within = within
         self.measure = SCORE_NAMES[estimator]
         self.min_points = 4 if estimator == "unbiased" else 2
+        self.min_sequences = MIN_SENTENCES if estimator == BY_SENTENCE else 1
         self.register_buffer("shrinkage_covariance", None)
         self.register_load_state_dict_pre_hook(_resize_shrinkage_covariance)
 
@@ -158,18 +159,6 @@ class IStar(Penalty):
     def needs_shrinkage_covariance(self) -> bool:
         """Whether the score depends on Sigma_S."""
         return self.zeta != 0
-
-    def reset(self, keep_covariance: bool = True) -> None:
-        """Forget an earlier training, see `Penalty.reset`."""
-        super().reset(keep_covariance)
-        if not keep_covariance:
-            self.shrinkage_covariance = None
-
-    def can_score(self, num_sequences: int, layers: int, points_per_sequence: int | None) -> bool:
-        """Return whether a micro-batch may have a score; see `Penalty.can_score`. A sentence is a sequence here."""
-        if self.estimator == BY_SENTENCE:
-            return num_sequences >= MIN_SENTENCES
-        return super().can_score(num_sequences, layers, points_per_sequence)
 
     def summarize(self, hidden_state: Tensor, tokens: Tokens) -> Any:
         """Reduce the hidden state of a layer to moments, moments of classes, or the points of sentences."""
@@ -226,9 +215,9 @@ class IStar(Penalty):
         """Compute the terms for the estimator `unbiased_by_sentence`."""
         moments = sentence_moments(layers, self.sync, self.group)
         score = score_or_nan(moments).to(torch.promote_types(layers[0].rows.dtype, torch.float32))
-        sums = (moments.total, moments.scatter, moments.totals_scatter, moments.scattered_totals)
-        sums += (moments.weighted_totals, moments.trace_weighted_totals, moments.scalars)
-        return Terms(1 - score.clamp(max=1), score, moments.counts[0], sums=sums)
+        sums = [moments.total, moments.scatter, moments.totals_scatter, moments.scattered_totals]
+        sums += [moments.weighted_totals, moments.trace_weighted_totals, moments.scalars]
+        return Terms(1 - score.clamp(max=1), score, moments.counts[0], sums=tuple(sums))
 
     def _compute_score_and_zeta(self, moments: Moments | ClassMoments) -> tuple[Tensor, Tensor | None]:
         """Return the score of the estimator, and zeta if it is estimated from the points, otherwise None."""

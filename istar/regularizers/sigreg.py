@@ -77,11 +77,6 @@ class SigReg(Penalty):
         self.seed = seed
         self.register_buffer("draws", torch.tensor(0))
 
-    def reset(self, keep_covariance: bool = True) -> None:
-        """Forget the number of losses, so that the next training has the same directions; see `Penalty.reset`."""
-        super().reset(keep_covariance)
-        self.draws = torch.tensor(0)
-
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> Tensor:
         """Return sums over the points as a flat tensor: of cosines, of sines, and the number of points.
 

@@ -47,6 +47,7 @@ class SimCtg(Penalty):
 
     measure = "contrastive_loss"
     score_range = (0.0, 2.0)
+    min_points_per_sequence = 2
 
     def __init__(
         self,
@@ -91,10 +92,6 @@ class SimCtg(Penalty):
         # A point that is not finite makes the sum NaN even without pairs.
         total = (hinges * is_pair).sum()
         return torch.stack([total, is_pair.sum().to(total), is_point.sum().to(total)])
-
-    def can_score(self, num_sequences: int, layers: int, points_per_sequence: int | None) -> bool:
-        """Return whether the sequences may have pairs of points; see `Penalty.can_score`."""
-        return points_per_sequence is None or points_per_sequence >= 2
 
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> Any:
         """Return the sums over the pairs of points `(n, d)` that are the tokens of a single sequence, `(3,)`."""

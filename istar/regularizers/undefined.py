@@ -19,13 +19,16 @@ class UndefinedCount:
 
     The count is kept on the device, so that the host never waits for a GPU.
 
+    Args:
+        total: the count of an interrupted training.
+
     Attributes:
         total: the count, 0-d, on the device of the latest loss.
     """
 
-    def __init__(self) -> None:
-        self.total = torch.tensor(0)
-        self._total_on_host = torch.tensor(0)
+    def __init__(self, total: int = 0) -> None:
+        self.total = torch.tensor(total)
+        self._total_on_host = torch.tensor(total)
         self._has_warned = False
 
     @property
@@ -48,7 +51,3 @@ class UndefinedCount:
                 UserWarning,
                 stacklevel=3,
             )
-
-    def load(self, total: int) -> None:
-        """Continue from a count that a checkpoint holds."""
-        self.total, self._total_on_host = torch.tensor(total), torch.tensor(total)

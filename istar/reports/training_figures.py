@@ -123,7 +123,7 @@ def _build_panel(
 
 def _get_measure(table: pd.DataFrame, measure: str) -> pd.Series:
     """Return a measure of the last layer by the number of optimizer steps done; empty if it was not logged."""
-    column = geometry_key(_find_last_layer(table), measure)
+    column = geometry_key(str(_find_last_layer(table)), measure)
     return table.set_index("step")[column].dropna() if column in table else pd.Series(dtype=float)
 
 

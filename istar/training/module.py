@@ -17,6 +17,7 @@ from istar.config import OptimConfig
 from istar.errors import UserError
 from istar.measures.processes import sum_over_processes, world_size
 from istar.regularizers import EmbeddingWatch, IStar, Watch
+from istar.regularizers.undefined import UndefinedCount
 from istar.tasks.evaluation import Evaluation
 from istar.training.nonfinite import StepGuard
 
@@ -153,7 +154,7 @@ class FineTuner(L.LightningModule):
         return not (isinstance(penalty, IStar) and penalty.needs_shrinkage_covariance)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the numbers of skipped steps and of penalties without a score, and the penalty's state to a checkpoint."""
+        """Add the penalty's state and the counts of skipped steps and of penalties without a score to a checkpoint."""
         checkpoint["skipped_steps"] = self.step_guard.num_skipped
         if self.watch is not None:
             checkpoint["undefined_penalties"] = int(self.watch.penalty.undefined.total)
@@ -175,7 +176,7 @@ class FineTuner(L.LightningModule):
             self.watch.penalty.load_state_dict(states[self.global_rank if len(states) > 1 else 0])
         self.step_guard.num_skipped = checkpoint["skipped_steps"]
         if self.watch is not None:
-            self.watch.penalty.undefined.load(checkpoint["undefined_penalties"])
+            self.watch.penalty.undefined = UndefinedCount(checkpoint["undefined_penalties"])
         if self.step_guard.num_skipped and not self.step_guard.skip_nonfinite:
             raise UserError(
                 f"the interrupted run has skipped {self.step_guard.num_skipped} steps; trainer.nonfinite=skip goes on "

@@ -126,6 +126,27 @@ def test_zeta_is_logged_where_it_is_estimated(cached_run: Callable[..., Any]) ->
     assert "train/zeta" not in logged(fixed_zeta_folder)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_batches_without_a_score_add_nothing_and_are_counted(cached_run: Callable[..., Any], accumulate: int) -> None:
+    """The second of two micro-batches has one example, and so one point."""
+    settings = ["reg.points=first", "reg.layers=last", "reg.zeta=0", "task.limit_train=9", "data.batch_size=8"]
+    settings += [f"trainer.accumulate_grad_batches={accumulate}", "trainer.log_every_n_steps=1"]
+    with pytest.warns(UserWarning, match="have no isoscore_star, because they are too few or all equal"):
+        _, record, folder = cached_run("task=demo", "reg=istar", *settings)
+    assert record.status == "finished"
+    steps = read_csv(folder / "metrics.csv")
+    steps = steps[steps["train/loss"].notna()]
+    assert len(steps) == 4 // accumulate
+    undefined = steps["train/undefined"].fillna(0).tolist()
+    assert undefined == ([1, 2] if accumulate == 2 else [0, 1, 1, 2])
+    if accumulate == 2:
+        # The penalty is a mean of two micro-batches, and the score is that of the first.
+        assert steps["train/penalty"].tolist() == pytest.approx(((steps["train/isoscore_star"] - 1) / 2).tolist())
+    else:
+        assert steps["train/isoscore_star"].isna().tolist() == [False, True, False, True]
+        assert (steps["train/penalty"] == 0).tolist() == [False, True, False, True]
+
+
 def test_classification_records_the_isotropy_within_and_between_classes(cached_run: Callable[..., Any]) -> None:
     _, record, folder = cached_run("task=demo", "reg=istar")
     isotropy = record.class_isotropy
