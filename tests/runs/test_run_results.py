@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import yaml
@@ -134,7 +135,7 @@ def test_batches_without_a_score_add_nothing_and_are_counted(cached_run: Callabl
     with pytest.warns(UserWarning, match="have no isoscore_star, because they are too few or all equal"):
         _, record, folder = cached_run("task=demo", "reg=istar", *settings)
     assert record.status == "finished"
-    steps = read_csv(folder / "metrics.csv")
+    steps = pd.read_csv(folder / "metrics.csv")
     steps = steps[steps["train/loss"].notna()]
     assert len(steps) == 4 // accumulate
     undefined = steps["train/undefined"].fillna(0).tolist()
