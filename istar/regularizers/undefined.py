@@ -29,7 +29,7 @@ class UndefinedCount:
     def __init__(self, total: int = 0) -> None:
         self.total = torch.tensor(total)
         self._total_on_host = torch.tensor(total)
-        self._has_warned = False
+        self._has_warned = total > 0
 
     @property
     def seen(self) -> int:
