@@ -1,4 +1,4 @@
-"""How the metrics of tasks are compared and shown: whether lower values are better, and whether they are fractions."""
+"""How the metrics of tasks are compared and shown, and the names of the layers' measures in logs."""
 
 _LOSSES = ("loss", "perplexity")
 """Metrics whose lower values are better. All others are fractions or correlations, whose higher values are better."""
@@ -38,3 +38,19 @@ def axis_label(metric: str) -> str:
     ('accuracy, percent', 'perplexity')
     """
     return metric if is_lower_better(metric) else f"{metric}, percent"
+
+
+def isotropy_key(layer: int | str, measure: str = "isoscore") -> str:
+    """Return the name in logs of a measure on the validation data.
+
+    `layer` is the number of a layer, where 0 is the embedding output, or `union` for layers 1 to L together.
+
+    >>> isotropy_key(2), isotropy_key("union"), isotropy_key("union", "inter_sim")
+    ('isotropy/layer_2/isoscore', 'isotropy/isoscore', 'isotropy/inter_sim')
+    """
+    return f"isotropy/{measure}" if layer == "union" else f"isotropy/layer_{layer}/{measure}"
+
+
+def geometry_key(layer: int | str, measure: str) -> str:
+    """Return the name in logs of a measure during training; layer 0 is the embedding output."""
+    return f"geometry/layer_{layer}/{measure}"

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 
 from istar.errors import UserError
-from istar.integrations.loaders import iterate_in_new_order
+from istar.integrations.loaders import check_first_batch, iterate_in_new_order
 from istar.measures.processes import world_size
 from istar.regularizers import EmbeddingWatch, IStar, Penalty, Points, Watch, attach_to_target
 from istar.regularizers.embeddings import HIDDEN_STATES
@@ -49,8 +49,9 @@ class PenaltyCallback(L.Callback):
 
     On the trainer's logging steps, the callback logs `train/penalty` (weighted, as in the loss), the score,
     `train/points` (the number of points), `train/points_left_out` if the points have a `max_norm_ratio`, `train/zeta`
-    if zeta is estimated, and `train/lambda` if there is a schedule. With gradient accumulation, the
-    penalty is computed per micro-batch, and the gradient is the mean over the micro-batches of task loss and penalty.
+    if zeta is estimated, `train/lambda` if there is a schedule, and `train/undefined` once micro-batches had no score:
+    their number so far. They add 0 to the loss. With gradient accumulation, the penalty is computed per micro-batch,
+    and the gradient is the mean over the micro-batches of task loss and penalty.
     Checkpoints contain Sigma_S. With `sync=False`, they contain one Sigma_S per process, so that all processes must
     save together, as Lightning's checkpointing does.
 
@@ -114,25 +115,36 @@ class PenaltyCallback(L.Callback):
         # State of the generator that samples rows, while the penalty is attached to no model.
         self._row_sampler_state: dict[str, Tensor] = {}
         self._last_refresh_step: int | None = None
+        self._has_fitted = False
 
     def loss(self) -> Tensor:
         """Compute the weighted penalty of the latest forward pass, for `training_step`; see `istar.Watch.loss`.
 
         Returns:
-            0-d tensor. It is 0 if gradients are disabled, so that training and validation steps can share code.
+            0-d tensor. It is 0 if gradients are disabled, so that training and validation steps can share code, and if
+            the weight is 0 and the penalty is attached to no model.
 
         Raises:
             UserError: if the trainer does not have this callback, or there was no forward pass since the last call.
         """
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or (self._watch is None and self.penalty.weight == 0):
             return torch.zeros(())
         if self._watch is None:
-            raise UserError("the PenaltyCallback is attached to no model: Trainer(callbacks=[penalty_callback])")
+            raise UserError(
+                "the PenaltyCallback is attached to no model: Trainer(callbacks=[penalty_callback]). Lightning's Tuner "
+                "and its finders run without callbacks: set penalty.weight = 0 for them"
+            )
         return self._watch.loss()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Attach the penalty to the model of the LightningModule."""
         self._detach()
+        # A trainer that goes on, or resumes from a checkpoint, continues with the penalty's state.
+        if self._has_fitted and trainer.global_step == 0 and trainer.ckpt_path is None:
+            self.penalty.reset()
+            if isinstance(self.penalty, IStar) and self.refresh is not None:
+                self.penalty.shrinkage_covariance = None
+        self._has_fitted = True
         self._last_refresh_step = None
         modules = None if self.modules is None else self.modules(pl_module)
         model = self._find_model(pl_module)
@@ -144,6 +156,7 @@ class PenaltyCallback(L.Callback):
         self.penalty.to(pl_module.device)
         if isinstance(self._watch, EmbeddingWatch):
             self._watch.load_state_dict(self._row_sampler_state)
+        check_first_batch(self._watch, trainer.train_dataloader)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -173,6 +186,8 @@ class PenaltyCallback(L.Callback):
             raise UserError("training_step did not call loss() of the PenaltyCallback; add it to the task loss")
         # Log tensors rather than numbers, so that the host does not wait for the device in each step.
         terms_by_name = {"penalty": self.penalty.factor * terms.value, **terms.named(self.penalty.measure)}
+        if self.penalty.undefined.seen > 0:
+            terms_by_name["undefined"] = self.penalty.undefined.total.float()
         pl_module.log_dict({f"train/{name}": value for name, value in terms_by_name.items()})
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,12 +2,16 @@
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+
+from istar.measures.processes import world_size
+from istar.regularizers import Watch
+from istar.regularizers.shrinkage import preserve_rng_states
 
 
 def iterate_in_new_order(loader: Any, seed: int) -> Iterator[Any]:
@@ -31,6 +35,24 @@ def iterate_in_new_order(loader: Any, seed: int) -> Iterator[Any]:
     # Some loaders of accelerate hold the DataLoader as `base_dataloader`.
     loader = getattr(loader, "base_dataloader", loader)
     yield from _copy_loader(loader, seed) if isinstance(loader, DataLoader) else loader
+
+
+def check_first_batch(watch: object, loader: Any) -> None:
+    """Raise `UserError` if the first batch of a loader has too few sequences for a score of an attached penalty.
+
+    Only points of which each sequence has one are checked, and only for batches of token ids without packed documents.
+    The loader and the random number generators are left as they are.
+    """
+    if not isinstance(watch, Watch) or watch.points.which not in ("first", "last"):
+        return
+    with preserve_rng_states(torch.device("cpu")):
+        batch = next(iterate_in_new_order(loader, seed=0), None)
+    if not isinstance(batch, Mapping) or not {"position_ids", "seq_idx"}.isdisjoint(batch):
+        return
+    ids = batch.get("input_ids")
+    if isinstance(ids, torch.Tensor) and ids.dim() == 2:
+        num_processes = world_size(watch.penalty.group) if watch.penalty.sync else 1
+        watch.check_batch_size(num_processes * len(ids))
 
 
 def _copy_loader(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:

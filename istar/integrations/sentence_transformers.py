@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from sentence_transformers import SentenceTransformer
@@ -57,8 +57,9 @@ class PenaltyLoss(nn.Module):
 
     Args:
         model: the model that is trained.
-        loss: any loss that runs the model with gradients. Losses that compute embeddings again in the backward pass,
-            such as `CachedMultipleNegativesRankingLoss`, are not supported.
+        loss: any loss that runs the model with gradients, also one around another loss such as `MatryoshkaLoss`.
+            Losses that compute embeddings again in the backward pass, such as `CachedMultipleNegativesRankingLoss`, are
+            not supported.
         penalty: `IStar`, `CosReg` or any other `Penalty`.
         on: what the points are. `tokens`: the hidden states of the penalty's layers, of all columns. `pooled`: the
             sentence embeddings of all columns, one point per text.
@@ -81,6 +82,8 @@ class PenaltyLoss(nn.Module):
         self._collects_points = False
         # Penalty summaries of the points of all forward passes of the current loss; None before the first one.
         self._point_summaries: list[Any] | None = None
+        # Hidden states of these passes. `AdaptiveLayerLoss` returns them several times, but they are one cloud.
+        self._collected_states: list[Any] = []
         if on == "pooled":
             model[-1].register_forward_hook(self._collect_sentence_embeddings)
             return
@@ -91,7 +94,8 @@ class PenaltyLoss(nn.Module):
             raise UserError(f"the model has {len(transformers)} transformers; expected 1, or use on='pooled'")
         # This module calls `forward` of the transformers model directly, which skips the hooks of `istar.attach`.
         transformers[0].register_forward_pre_hook(self._request_hidden_states)
-        transformers[0].register_forward_hook(self._collect_hidden_states, always_call=True)
+        # The hooks of several losses restore the setting of the model in the opposite order.
+        transformers[0].register_forward_hook(self._collect_hidden_states, always_call=True, prepend=True)
 
     def forward(
         self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None
@@ -102,13 +106,13 @@ class PenaltyLoss(nn.Module):
             UserError: if the wrapped loss did not run the model with gradients.
         """
         self._collects_points = torch.is_grad_enabled() and self.penalty.weight != 0
-        self._point_summaries = None
+        self._point_summaries, self._collected_states = None, []
         try:
             loss = self.loss(sentence_features, labels)
         finally:
             is_penalized, self._collects_points = self._collects_points, False
-            summaries, self._point_summaries = self._point_summaries, None
-        components = dict(loss) if isinstance(loss, Mapping) else {"task_loss": loss}
+            summaries, self._point_summaries, self._collected_states = self._point_summaries, None, []
+        components = _Components(loss) if isinstance(loss, Mapping) else _Components(task_loss=loss)
         if not is_penalized:
             return components
         if summaries is None:
@@ -116,7 +120,10 @@ class PenaltyLoss(nn.Module):
                 f"{type(self.loss).__name__} does not run the model with gradients, like all losses that compute "
                 "embeddings again in the backward pass; wrap its counterpart without a cache"
             )
-        return components | {"penalty": self.penalty.combine(summaries)}
+        # The wrapped loss may be a `PenaltyLoss`, too, with other points.
+        name = f"penalty_{len(components)}" if "penalty" in components else "penalty"
+        components[name] = self.penalty.combine(summaries)
+        return components
 
     def refresh(self, loader: Iterable[Any], num_points: int = NUM_POINTS, momentum: float = 0.0) -> int:
         """Compute Sigma_S from the batches of the trainer's dataloader; see `istar.Watch.refresh`.
@@ -147,9 +154,14 @@ class PenaltyLoss(nn.Module):
         """Collect the hidden states of the penalty's layers, as a hook after the transformers model's forward pass."""
         module.model.config.output_hidden_states = self._previous_output_hidden_states
         # The output is None if the pass failed.
-        if self._should_collect() and output is not None:
-            for state in select_layers(output["all_layer_embeddings"], self.penalty.layers):
-                self._add_summary(state, output.get("attention_mask"))
+        if not self._should_collect() or output is None:
+            return
+        states = output["all_layer_embeddings"]
+        if any(states is collected_states for collected_states in self._collected_states):
+            return
+        self._collected_states.append(states)
+        for state in select_layers(states, self.penalty.layers):
+            self._add_summary(state, output.get("attention_mask"))
 
     def _collect_sentence_embeddings(self, module: nn.Module, args: Any, output: dict[str, Any]) -> None:
         """Collect the sentence embeddings, as a hook after the forward pass of the model's last module."""
@@ -175,6 +187,19 @@ class PenaltyLoss(nn.Module):
                 else:
                     # The single positional argument of `_SentenceEmbeddingModel.forward`.
                     yield [features]
+
+
+class _Components(dict[str, Tensor]):
+    """The components of a loss by name, which the trainer adds up."""
+
+    def __mul__(self, factor: Any) -> NoReturn:
+        """Refuse what losses around other losses do, such as `MatryoshkaLoss`: they multiply a single number."""
+        raise UserError(
+            "a loss around PenaltyLoss would weight the penalty several times; put PenaltyLoss around it: "
+            "PenaltyLoss(model, MatryoshkaLoss(model, loss, dims), penalty)"
+        )
+
+    __rmul__ = __mul__
 
 
 class _SentenceEmbeddingModel(nn.Module):

@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from istar.errors import UserError
-from istar.integrations.loaders import iterate_in_new_order
+from istar.integrations.loaders import check_first_batch, iterate_in_new_order
 from istar.integrations.penalty_file import load_penalty, save_penalty
 from istar.regularizers.attach import Watch
 from istar.regularizers.base import Penalty
@@ -52,7 +52,9 @@ class PenaltyMixin(_TrainerBase):
     **Logs.** The logged `loss` includes the penalty. The trainer also logs the means since the last log of `penalty`
     (weighted, as in the loss), of the score under its name (`isoscore_star`), of `points` (number of points in one
     penalty), of `points_left_out` if the points have a `max_norm_ratio` and, if it is estimated, of `zeta`, and, if
-    there is a schedule, the current `lambda`. Evaluation losses do not include the penalty.
+    there is a schedule, the current `lambda`. Micro-batches whose points have no score add 0 to the loss, and are not
+    part of the score's mean; `undefined` is their number so far, if there are any. Evaluation losses do not include the
+    penalty.
 
     `nn.DataParallel` is not supported, nor are losses of several forward passes with gradients, of which only the last
     one would count. DeepSpeed and tensor, context and sequence parallelism are not tested.
@@ -117,16 +119,26 @@ class PenaltyMixin(_TrainerBase):
         # Reads the hidden states and computes the penalty; None while the penalty is attached to no model.
         self._watch: Watch | EmbeddingWatch | None = None
         self._resumed_checkpoint: Path | None = None
+        self._has_trained = False
         # Factor of the penalty that compensates for averaging over processes, if the task loss is not normalized.
         self._unnormalized_loss_factor = 1
-        self._term_sums: dict[str, Tensor] | None = None
-        self._num_penalties = 0
+        # Sums of the penalty's terms since the last log, and the number of penalties with each term.
+        self._term_sums: dict[str, Tensor] = {}
         self.add_callback(_PenaltyCallback(self))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Call `Trainer.train`, and remove the hooks from the model at the end."""
+        """Call `Trainer.train`, and remove the hooks from the model at the end.
+
+        A second training, such as the next trial of `hyperparameter_search`, begins like the first one. Only a Sigma_S
+        that is never refreshed is kept.
+        """
         folder = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
         self._resumed_checkpoint = Path(folder) if folder else None
+        if self._has_trained:
+            self.penalty.reset()
+            if isinstance(self.penalty, IStar) and self.refresh is not None:
+                self.penalty.shrinkage_covariance = None
+        self._has_trained = True
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -140,13 +152,13 @@ class PenaltyMixin(_TrainerBase):
         self._watch = attach_to_target(
             self.model, self.penalty, self.target, self.points, self.rows, seed=self.args.seed
         )
+        check_first_batch(self._watch, self.callback_handler.train_dataloader)
 
     def detach_penalty(self) -> None:
         """Remove the hooks from the model, if there are any. Called when training ends or fails."""
         if self._watch is not None:
             self._watch.remove()
-        self._watch = self._term_sums = None
-        self._num_penalties = 0
+        self._watch, self._term_sums = None, {}
 
     def compute_loss(
         self,
@@ -263,23 +275,28 @@ class PenaltyMixin(_TrainerBase):
         terms = self.penalty.last
         if terms is not None:
             terms_by_name = {"penalty": self.penalty.factor * terms.value, **terms.named(self.penalty.measure)}
-            sums = self._term_sums or {}
-            self._term_sums = {name: sums.get(name, 0.0) + term.float() for name, term in terms_by_name.items()}
-            self._num_penalties += 1
+            for name, term in terms_by_name.items():
+                # Terms of points without a score, which are NaN, are no part of the means.
+                has_term = ~(term.isnan() & terms.is_undefined)
+                sum_and_count = torch.stack([torch.where(has_term, term, 0), has_term]).float()
+                self._term_sums[name] = self._term_sums.get(name, 0) + sum_and_count
 
     def _pop_mean_terms(self) -> dict[str, float]:
         """Return the means of the penalty's terms since the last call, and reset their sums.
 
         Without `sync`, the means are also averaged over the processes.
         """
-        if self._term_sums is None:
+        if not self._term_sums:
             return {}
         names = list(self._term_sums)
-        means = torch.stack([self._term_sums[name].to(self.args.device) for name in names]) / self._num_penalties
+        sums_and_counts = torch.stack([self._term_sums[name].to(self.args.device) for name in names])
         if not self.penalty.sync:
-            means = self.accelerator.reduce(means, "mean")
-        self._term_sums, self._num_penalties = None, 0
-        return dict(zip(names, means.tolist(), strict=True))
+            sums_and_counts = self.accelerator.reduce(sums_and_counts, "sum")
+        self._term_sums = {}
+        means = sums_and_counts[:, 0] / sums_and_counts[:, 1]
+        # The counter does not wait for a GPU, but here the host waits anyway.
+        num_undefined = int(self.penalty.undefined.total)
+        return dict(zip(names, means.tolist(), strict=True)) | ({"undefined": num_undefined} if num_undefined else {})
 
 
 class PenaltyTrainer(PenaltyMixin, Trainer):

@@ -264,6 +264,11 @@ class ClassMoments:
             raise UserError("no class has two points, so that there is no covariance within classes; give more points")
         return self.scatter / degrees_of_freedom
 
+    def within_covariance_or_nan(self) -> Tensor:
+        """Return the unbiased `within_covariance`, or NaN if no class has two points, without waiting for a GPU."""
+        degrees_of_freedom = self.count - self.counts.count_nonzero()
+        return self.scatter / torch.where(degrees_of_freedom > 0, degrees_of_freedom, torch.nan)
+
     def between_covariance(self) -> Tensor:
         r"""Return :math:`B = \frac{1}{n} \sum_c n_c (m_c - m)(m_c - m)^T`, `(d, d)`, of a rank of at most C - 1.
 

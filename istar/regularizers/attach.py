@@ -174,6 +174,23 @@ class Watch:
         penalty.shrinkage_covariance = covariance
         return int(moments.count)
 
+    def check_batch_size(self, num_sequences: int) -> None:
+        """Raise `UserError` if no micro-batch can have a score.
+
+        `num_sequences` is the largest number of sequences in a micro-batch of all processes that compute one penalty. A
+        sequence is one document.
+        """
+        which, penalty = self.points.which, self.penalty
+        has_no_score = num_sequences < penalty.min_sequences
+        if which in ("first", "last"):
+            # There is one point of each sequence in each layer.
+            has_no_score |= num_sequences * self.num_layers < penalty.min_points or penalty.min_points_per_sequence > 1
+        if penalty.weight != 0 and has_no_score:
+            raise UserError(
+                f"a micro-batch of {num_sequences} sequences with points={which} in {self.num_layers} layers has no "
+                f"{penalty.measure}: choose a larger batch size, more layers or points=all"
+            )
+
     def remove(self) -> None:
         """Remove the hooks from the model."""
         self._reader.remove()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from istar.errors import UserError
 from istar.regularizers.points import ALL_TOKENS, Layers, Tokens, select_layers
 from istar.regularizers.set_point import SetPoint
+from istar.regularizers.undefined import UndefinedCount
 
 
 class Terms(NamedTuple):
@@ -19,11 +20,12 @@ class Terms(NamedTuple):
 
     Attributes:
         value: the penalty, differentiable.
-        score: the measure that the penalty changes, such as IsoScore*.
+        score: the measure that the penalty changes, such as IsoScore*; NaN if the points have none.
         points: number of points, over all processes if the penalty is computed from the points of all.
         zeta: the weight of the shrinkage covariance if it is estimated from the points, otherwise None.
         left_out: number of points that `Points.max_norm_ratio` has left out, counted as `points`; None without a ratio.
         target: the target score; None without a set-point.
+        sums: the sums over the points from which `value` is computed. They are finite if and only if all points are.
     """
 
     value: Tensor
@@ -32,11 +34,31 @@ class Terms(NamedTuple):
     zeta: Tensor | None = None
     left_out: Tensor | None = None
     target: Tensor | None = None
+    sums: tuple[Tensor, ...] = ()
 
     def detach(self) -> Self:
-        """Return the terms without their autograd graph, for logs."""
-        optional_terms = [None if term is None else term.detach() for term in (self.zeta, self.left_out, self.target)]
-        return type(self)(self.value.detach(), self.score.detach(), self.points.detach(), *optional_terms)
+        """Return the terms without their autograd graph and without `sums`, for logs."""
+        zeta, left_out, target = (None if term is None else term.detach() for term in self[3:6])
+        return type(self)(self.value.detach(), self.score.detach(), self.points.detach(), zeta, left_out, target)
+
+    @property
+    def is_undefined(self) -> Tensor:
+        """Whether finite points have no score, for example because there are fewer than two; 0-d, bool."""
+        return self.score.isnan() & self.value.isfinite()
+
+    def without_undefined(self) -> Self:
+        """Return the terms with the value 0 if finite points have no score. Its gradient is 0, too, and never NaN."""
+        is_finite = torch.stack([total.detach().sum().isfinite() for total in self.sums]).all()
+        is_undefined = self.score.detach().isnan() & is_finite
+
+        def stop_nan(gradient: Tensor | None) -> Tensor | None:
+            """Return the gradient of a sum, or 0 instead of the NaN that it is without a score."""
+            return None if gradient is None else gradient.masked_fill(is_undefined, 0)
+
+        for total in self.sums:
+            if total.requires_grad:
+                total.register_hook(stop_nan)
+        return self._replace(value=self.value.masked_fill(is_undefined, 0))
 
     def named(self, measure: str) -> dict[str, Tensor]:
         """Return the terms that are not None, except `value`, by their names in logs; `measure` names the score."""
@@ -71,6 +93,7 @@ class Penalty(nn.Module, ABC):
 
     Attributes:
         last: detached terms of the latest penalty, for logs; None before the first one.
+        undefined: counts the losses of finite points that have no score.
         kept_score: with the set-point `keep`, the mean score of the first losses, 0-d, NaN before the first one. It and
             the number of these losses, `kept_batches`, are buffers: `state_dict` contains them.
 
@@ -82,6 +105,12 @@ class Penalty(nn.Module, ABC):
     """Name of the score in logs."""
     score_range: tuple[float, float] = (-math.inf, math.inf)
     """The open interval in which a target score must lie."""
+    min_points: int = 2
+    """Smallest number of points that can have a score."""
+    min_sequences: int = 1
+    """Smallest number of sequences that can have a score."""
+    min_points_per_sequence: int = 1
+    """Smallest number of points in a sequence that can have a score."""
     kept_score: Tensor
     kept_batches: Tensor
 
@@ -102,6 +131,7 @@ class Penalty(nn.Module, ABC):
         self.group = group
         self.set_point = set_point
         self.last: Terms | None = None
+        self.undefined = UndefinedCount()
         if set_point is not None and set_point.is_kept:
             self.register_buffer("kept_score", torch.tensor(math.nan))
             self.register_buffer("kept_batches", torch.tensor(0))
@@ -140,9 +170,10 @@ class Penalty(nn.Module, ABC):
             labels: class of each sequence, `(batch,)`; for penalties that need labels, such as `IStar` with `within`.
 
         Returns:
-            0-d tensor on the hidden states' device: float64 for float64 states, otherwise float32. NaN if the points
-            have no score, because there are fewer than two, all are equal, or some are not finite. With weight 0, the
-            result is always 0.
+            0-d tensor on the hidden states' device: float64 for float64 states, otherwise float32. NaN if some points
+            are not finite. If finite points have no score, because there are too few of them or all are equal, the
+            result and its gradient are 0, `undefined` counts the loss, and the first time there is a warning. With
+            weight 0, the result is always 0.
 
         Raises:
             UserError: if shapes do not match, or a layer does not exist.
@@ -153,13 +184,22 @@ class Penalty(nn.Module, ABC):
         tokens = Tokens(attention_mask, labels=labels)
         return self.combine([self.summarize(state, tokens) for state in selected])
 
+    def reset(self) -> None:
+        """Forget the kept score and the counts of an earlier training."""
+        self.last = None
+        self.undefined = UndefinedCount()
+        if self.set_point is not None and self.set_point.is_kept:
+            self.kept_score, self.kept_batches = torch.tensor(math.nan), torch.tensor(0)
+
     def combine(self, summaries: Sequence[Any]) -> Tensor:
         """Compute the weighted penalty of the union of summarized layers, as `forward` does."""
         terms = self.score(summaries)
         if self.set_point is not None:
             target = self._update_target(terms.score)
             terms = terms._replace(value=self.set_point.penalty(terms.score, target), target=target)
+        terms = terms.without_undefined()
         self.last = terms.detach()
+        self.undefined.add(self.last.is_undefined, self.measure)
         return self.factor * terms.value
 
     def _update_target(self, score: Tensor) -> Tensor:

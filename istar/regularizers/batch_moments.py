@@ -29,7 +29,7 @@ class MomentsPenalty(Penalty):
         dtype = summaries[0].scatter.dtype
         value, score = self.value_and_score(moments, dtype)
         # Without this conversion, the float64 moments would make the total loss float64.
-        return Terms(value.to(dtype), score.to(dtype), moments.count)
+        return Terms(value.to(dtype), score.to(dtype), moments.count, sums=(moments.mean, moments.scatter))
 
     @abstractmethod
     def value_and_score(self, moments: Moments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

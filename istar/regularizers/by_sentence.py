@@ -24,6 +24,7 @@ from istar.measures.processes import sum_over_processes
 from istar.measures.rows import accumulation_dtype
 from istar.measures.sentences import SentenceMoments, SentenceSums
 from istar.regularizers.points import Tokens
+from istar.regularizers.undefined import is_rounding
 
 MIN_SENTENCES = 4
 """Fewest sentences that have a score: its estimate uses points of four different ones."""
@@ -101,14 +102,11 @@ def sentence_moments(
     return moments.all_reduce(group) if sync else moments
 
 
-def check_sentence_count(moments: SentenceMoments) -> None:
-    """Raise `UserError` unless there are at least `MIN_SENTENCES` sentences with points."""
-    if moments.sentences < MIN_SENTENCES:
-        raise UserError(
-            f"the batch has {int(moments.sentences)} sentences with points, in all processes together; "
-            f"estimator=unbiased_by_sentence needs at least {MIN_SENTENCES} in each micro-batch, also in the last one "
-            "of an epoch: choose another batch size"
-        )
+def score_or_nan(moments: SentenceMoments) -> Tensor:
+    """Return the score, 0-d; NaN for fewer than `MIN_SENTENCES` sentences with points, and for equal points."""
+    squared_means = moments.counts[0] * moments.origin.square().sum()
+    has_no_score = (moments.sentences < MIN_SENTENCES) | is_rounding(moments.scalars[4], squared_means)
+    return torch.where(has_no_score, torch.nan, moments.unchecked_score())
 
 
 def _compute_mean(layers: Sequence[SentencePoints], sync: bool, group: dist.ProcessGroup | None) -> Tensor:

@@ -25,6 +25,7 @@ class CosReg(Penalty):
 
     measure = "average_cosine"
     score_range = (-1.0, 1.0)
+    min_points = 1
 
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> Tensor:
         """Return the sum of the unit vectors, the number of nonzero points and the number of points: `(d + 2,)`."""
@@ -45,7 +46,7 @@ class CosReg(Penalty):
         total, num_nonzero, count = sums[:-2], sums[-2], sums[-1]
         # Without points, 0 / 0 gives NaN.
         value = (total.square().sum() - num_nonzero) / count.square()
-        return Terms(value, value, count)
+        return Terms(value, value, count, sums=(sums,))
 
 
 def cosine_penalty(hidden_states: Sequence[Tensor], attention_mask: Tensor | None = None) -> Tensor:

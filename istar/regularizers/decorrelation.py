@@ -11,6 +11,7 @@ from torch import Tensor
 from istar.measures.isoscore import covariance_or_nan
 from istar.measures.moments import Moments
 from istar.regularizers.batch_moments import MomentsPenalty, squared_off_diagonal
+from istar.regularizers.undefined import is_rounding
 
 
 class Decorrelation(MomentsPenalty):
@@ -31,7 +32,7 @@ class Decorrelation(MomentsPenalty):
         covariance = covariance_or_nan(moments)
         variances = covariance.diagonal()
         # A dimension without variance gets the factor 0, and so the correlation 0.
-        inverse_deviations = variances.masked_fill(variances == 0, torch.inf).rsqrt()
+        inverse_deviations = variances.masked_fill(is_rounding(variances, moments.mean.square()), torch.inf).rsqrt()
         value = squared_off_diagonal(inverse_deviations[:, None] * covariance * inverse_deviations)
         d = len(covariance)
         return value, value / (d * (d - 1))

@@ -50,4 +50,4 @@ class Gor(Penalty):
         mean_square = (second_moment.square().sum() - num_nonzero) / num_pairs
         value = mean_cosine.square() + (mean_square - 1 / moments.dim).clamp(min=0)
         value = value.to(summaries[0].scatter.dtype)
-        return Terms(value, value, n)
+        return Terms(value, value, n, sums=(moments.mean, moments.scatter))

@@ -28,13 +28,15 @@ from istar.measures.isoscore import (
 from istar.measures.moments import BatchMoments, FourthMoments, Moments, fourth_moments, mean_and_scatter, merge_moments
 from istar.regularizers.base import Penalty, Terms
 from istar.regularizers.by_sentence import (
+    MIN_SENTENCES,
     SentencePoints,
-    check_sentence_count,
+    score_or_nan,
     sentence_moments,
     summarize_sentences,
 )
 from istar.regularizers.points import ALL_TOKENS, Layers, Tokens, check_within
 from istar.regularizers.set_point import SetPoint
+from istar.regularizers.undefined import is_rounding
 
 AUTO = "auto"
 BY_SENTENCE = "unbiased_by_sentence"
@@ -60,8 +62,8 @@ class IStar(Penalty):
             others of their sentence. The last two require zeta 0. Their score is clipped at 1, where its gradient is 0.
             Without clipping, a positive weight would make the points of a batch orthogonal rather than isotropic. A
             sentence is a row of the batch, or each document that is packed into it; see
-            `istar.regularizers.points.document_starts`. Its tokens in different layers belong to the same sentence. A
-            batch needs at least 4 sentences with points, in all processes together.
+            `istar.regularizers.points.document_starts`. Its tokens in different layers belong to the same sentence.
+            Fewer than 4 sentences with points, in all processes together, have no score.
         compute: dtype of the two matrix products with the points, `float32` or `bfloat16`; all other sums are float32
             or wider. See `istar.measures.moments.mean_and_scatter` for the error. The unbiased estimators and zeta
             `auto` require float32, because their fourth powers would lose too many digits.
@@ -82,9 +84,8 @@ class IStar(Penalty):
 
     Raises:
         UserError: for an argument that is not among the values above, for a Sigma_S that is not a covariance, and for
-            `unbiased_by_sentence` with `include_padding`, because padding belongs to no sentence. In a forward pass,
-            for fewer than 4 sentences with `unbiased_by_sentence`; with `within`, without labels, with labels that are
-            no classes, and if no class of the batch has two points.
+            `unbiased_by_sentence` with `include_padding`, because padding belongs to no sentence. In a forward pass
+            with `within`, without labels and with labels that are no classes.
 
     >>> penalty = IStar(weight=-1.0, zeta=0.4)
     >>> penalty.shrinkage_covariance = torch.eye(8)
@@ -133,6 +134,8 @@ class IStar(Penalty):
         self.compute = compute
         self.within = within
         self.measure = SCORE_NAMES[estimator]
+        self.min_points = 4 if estimator == "unbiased" else 2
+        self.min_sequences = MIN_SENTENCES if estimator == BY_SENTENCE else 1
         self.register_buffer("shrinkage_covariance", None)
         self.register_load_state_dict_pre_hook(_resize_shrinkage_covariance)
 
@@ -205,26 +208,29 @@ class IStar(Penalty):
         # Without this conversion, the float64 score would make the total loss float64.
         score = score.to(summaries[0].scatter.dtype)
         value = 1 - (score.clamp(max=1) if self.estimator == "unbiased" else score)
-        return Terms(value, score, moments.count, zeta)
+        fourth = [moments.fourth] if isinstance(moments, FourthMoments) else []
+        return Terms(value, score, moments.count, zeta, sums=(moments.scatter, *fourth))
 
     def _score_by_sentence(self, layers: Sequence[SentencePoints]) -> Terms:
         """Compute the terms for the estimator `unbiased_by_sentence`."""
         moments = sentence_moments(layers, self.sync, self.group)
-        check_sentence_count(moments)
-        score = moments.unchecked_score().to(torch.promote_types(layers[0].rows.dtype, torch.float32))
-        return Terms(1 - score.clamp(max=1), score, moments.counts[0])
+        score = score_or_nan(moments).to(torch.promote_types(layers[0].rows.dtype, torch.float32))
+        sums = [moments.total, moments.scatter, moments.totals_scatter, moments.scattered_totals]
+        sums += [moments.weighted_totals, moments.trace_weighted_totals, moments.scalars]
+        return Terms(1 - score.clamp(max=1), score, moments.counts[0], sums=tuple(sums))
 
     def _compute_score_and_zeta(self, moments: Moments | ClassMoments) -> tuple[Tensor, Tensor | None]:
         """Return the score of the estimator, and zeta if it is estimated from the points, otherwise None."""
+        has_variance = ~is_rounding(moments.scatter.trace(), _sum_of_squared_means(moments))
         if self.estimator == "unbiased":
             assert isinstance(moments, FourthMoments)
-            return unchecked_isoscore_unbiased(moments), None
+            return torch.where(has_variance, unchecked_isoscore_unbiased(moments), torch.nan), None
         if isinstance(moments, ClassMoments):
-            covariance = moments.within_covariance(unbiased=True)
+            covariance = moments.within_covariance_or_nan()
         else:
             covariance = covariance_or_nan(moments)
         if self.shrinkage_covariance is None:
-            return unchecked_isoscore(covariance), None
+            return torch.where(has_variance, unchecked_isoscore(covariance), torch.nan), None
         if self.shrinkage_covariance.shape != covariance.shape:
             raise UserError(
                 f"the shrinkage covariance has shape {tuple(self.shrinkage_covariance.shape)}; expected "
@@ -232,10 +238,17 @@ class IStar(Penalty):
             )
         shrinkage = self.shrinkage_covariance.to(covariance)
         if isinstance(moments, FourthMoments):
-            zeta = unchecked_shrinkage_intensity(moments, shrinkage)
+            zeta = torch.where(has_variance, unchecked_shrinkage_intensity(moments, shrinkage), torch.nan)
             return unchecked_isoscore(torch.lerp(covariance, shrinkage, zeta)), zeta
         assert not isinstance(self.zeta, str)
         return unchecked_isoscore((1 - self.zeta) * covariance + self.zeta * shrinkage), None
+
+
+def _sum_of_squared_means(moments: Moments | ClassMoments) -> Tensor:
+    """Return the sum over the points of the squared norm of the mean, 0-d, or of the mean of the point's class."""
+    if isinstance(moments, ClassMoments):
+        return (moments.counts * moments.means.square().sum(1)).sum()
+    return moments.count * moments.mean.square().sum()
 
 
 def _check_options_of_within(within: str | None, estimator: str, zeta: float | str) -> None:

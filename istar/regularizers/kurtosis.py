@@ -18,6 +18,7 @@ from istar.measures.rows import accumulation_dtype
 from istar.regularizers.base import Penalty, Terms
 from istar.regularizers.points import Layers
 from istar.regularizers.set_point import SetPoint
+from istar.regularizers.undefined import is_rounding
 
 UNIFORM = SetPoint(1.8)
 """The target of Shkolnik et al. (2020), the kurtosis of a uniform distribution."""
@@ -29,8 +30,8 @@ class Kurtosis(Penalty):
     The coordinates of the selected layers form one sample. The paper takes the mean of the penalties of its layers
     instead; the two agree for one layer, which is the default. The kurtosis depends neither on the scale nor, except
     for the sampling error, on the number of points or dimensions, so that a published lambda carries over for one
-    layer. It is above 1, and NaN if all coordinates are equal. As in the paper, 3 is not subtracted, and there is no
-    correction for bias.
+    layer. It is above 1, and not defined if all coordinates are equal. As in the paper, 3 is not subtracted, and there
+    is no correction for bias.
 
     The arguments that are not listed are as in `Penalty`.
 
@@ -41,6 +42,7 @@ class Kurtosis(Penalty):
 
     measure = "kurtosis"
     score_range = (1.0, math.inf)
+    min_points = 1
 
     def __init__(
         self,
@@ -77,13 +79,17 @@ class Kurtosis(Penalty):
         totals = sum_over_processes(totals, self.group) if self.sync else totals
         num_points, num_coordinates, coordinate_sum = totals
         # Sums of powers of the deviations from the common mean, by the binomial formula.
-        shift = means - coordinate_sum / num_coordinates
+        mean = coordinate_sum / num_coordinates.clamp(min=1)
+        shift = means - mean
         power_sums = torch.stack(
             [
                 (second + coordinate_counts * shift**2).sum(),
                 (fourth + 4 * shift * third + 6 * shift**2 * second + coordinate_counts * shift**4).sum(),
             ]
         )
-        square_sum, fourth_power_sum = sum_over_processes(power_sums, self.group) if self.sync else power_sums
+        power_sums = sum_over_processes(power_sums, self.group) if self.sync else power_sums
+        square_sum, fourth_power_sum = power_sums
+        # Without variance, 0 / 0 gives NaN.
+        square_sum = square_sum.masked_fill(is_rounding(square_sum, num_coordinates * mean.square()), torch.nan)
         value = (num_coordinates * fourth_power_sum / square_sum.square()).to(summaries[0][1])
-        return Terms(value, value, num_points)
+        return Terms(value, value, num_points, sums=(power_sums,))

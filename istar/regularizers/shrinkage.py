@@ -1,5 +1,6 @@
 """The shrinkage covariance Sigma_S, the covariance of a model's hidden states over part of the training data."""
 
+import inspect
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -46,8 +47,8 @@ def shrinkage_covariance(
 
     Args:
         model: see `istar.attach`.
-        loader: batches in random order that the model accepts: mappings of argument names, tuples, or tensors. Labels
-            in mappings are ignored, unless the points depend on them.
+        loader: batches in random order: mappings of argument names of the model, or tensors of token ids. Labels are
+            ignored, unless the points depend on them. With `modules`, also sequences of the model's arguments.
         num_points: number of points to use, counted over the selected layers of all processes. None uses all batches,
             as does a number that is larger than the number of points.
         layers: see `istar.regularizers.points.select_layers`.
@@ -64,7 +65,8 @@ def shrinkage_covariance(
         `(d, d)`, float32 on the model's device.
 
     Raises:
-        UserError: for fewer than 2 points, points that are not finite or all equal, or layers of different widths.
+        UserError: for fewer than 2 points, points that are not finite or all equal, layers of different widths, or
+            batches that do not name the arguments of a transformers model.
     """
     return to_covariance(
         hidden_state_moments(model, loader, num_points, layers, include_padding, sync, group, modules, points, within)
@@ -146,7 +148,7 @@ def hidden_state_moments(
                 inputs = inputs if batch is None else _prepare_inputs(batch, device, ignored_names)
                 if inputs is None:
                     continue
-                _call_module(called_module, inputs)
+                _call_module(called_module, inputs, accepts_sequences=modules is not None)
                 layer_moments = reader.take()
                 if batch is not None and layer_moments:
                     batch_moments = merge_layers(layer_moments)
@@ -188,14 +190,28 @@ def _prepare_inputs(batch: Any, device: torch.device, ignored_names: Sequence[st
     return batch.to(device) if isinstance(batch, Tensor) else batch
 
 
-def _call_module(module: nn.Module, inputs: Any) -> None:
-    """Call a module with a batch: a mapping of argument names, a list of arguments, or a single argument."""
-    if isinstance(inputs, Mapping):
-        module(**inputs)
-    elif isinstance(inputs, list):
-        module(*inputs)
-    else:
-        module(inputs)
+def _call_module(module: nn.Module, inputs: Any, accepts_sequences: bool) -> None:
+    """Call a module with a batch: a mapping of argument names, a list of arguments, or a single argument.
+
+    Raises:
+        UserError: if the batch does not fit the module's arguments, or is a list without `accepts_sequences`.
+    """
+    named = inputs if isinstance(inputs, Mapping) else {}
+    unnamed = inputs if isinstance(inputs, list) else [] if named else [inputs]
+    # The order of a transformers model's arguments differs between models: labels could become token types.
+    is_accepted = len(unnamed) <= 1 or accepts_sequences
+    try:
+        inspect.signature(module.forward).bind(*unnamed, **named)
+    except TypeError:
+        is_accepted = False
+    if not is_accepted:
+        content = f"the names {', '.join(named)}" if named else f"{len(unnamed)} values without names"
+        raise UserError(
+            f"a batch for the shrinkage covariance has {content}; expected arguments of {type(module).__name__} by "
+            'name, such as {"input_ids": ids, "attention_mask": mask}. If a trainer has other batches, set '
+            "penalty.shrinkage_covariance = istar.shrinkage_covariance(model, batches) before, and refresh=None"
+        )
+    module(*unnamed, **named)
 
 
 @contextmanager

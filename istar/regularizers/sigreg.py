@@ -56,6 +56,7 @@ class SigReg(Penalty):
 
     measure = "sigreg"
     score_range = (0.0, math.inf)
+    min_points = 1
     draws: Tensor
 
     def __init__(
@@ -110,7 +111,7 @@ class SigReg(Penalty):
         weighted_distances = ((real - gaussian).square() + imaginary.square()) * gaussian
         # The integrand is even, so that the nodes from 0 on give half of the integral.
         value = 2 * count * torch.trapezoid(weighted_distances, nodes, dim=0).mean()
-        return Terms(value, value, count)
+        return Terms(value, value, count, sums=(sums,))
 
 
 def random_directions(dim: int, num_directions: int, seed: int, draw: int) -> Tensor:

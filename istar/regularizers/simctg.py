@@ -42,11 +42,12 @@ class SimCtg(Penalty):
 
     Raises:
         UserError: for a margin outside of [-1, 1], and in a forward pass for points without sequences, such as the rows
-            of an embedding matrix. Points without pairs, such as the last token of each sequence, give NaN.
+            of an embedding matrix. Points without pairs, such as the last token of each sequence, have no score.
     """
 
     measure = "contrastive_loss"
     score_range = (0.0, 2.0)
+    min_points_per_sequence = 2
 
     def __init__(
         self,
@@ -88,7 +89,8 @@ class SimCtg(Penalty):
         hinges = (self.margin - cosines.diagonal(dim1=1, dim2=2)[..., None] + cosines).clamp(min=0)
         is_pair = is_point[:, :, None] & is_point[:, None, :]
         is_pair = is_pair & ~torch.eye(is_point.shape[1], dtype=torch.bool, device=is_point.device)
-        total = torch.where(is_pair, hinges, 0).sum()
+        # A point that is not finite makes the sum NaN even without pairs.
+        total = (hinges * is_pair).sum()
         return torch.stack([total, is_pair.sum().to(total), is_point.sum().to(total)])
 
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> Any:
@@ -105,4 +107,4 @@ class SimCtg(Penalty):
         total, num_pairs, num_points = sums
         # Without pairs, 0 / 0 gives NaN.
         value = total / num_pairs
-        return Terms(value, value, num_points)
+        return Terms(value, value, num_points, sums=(sums,))

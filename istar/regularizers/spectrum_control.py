@@ -51,6 +51,7 @@ class Spectrum(MomentsPenalty):
 
     measure = "spectrum_deviation"
     score_range = (0.0, 1.0)
+    min_points = 1
 
     def __init__(
         self,

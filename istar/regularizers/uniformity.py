@@ -79,4 +79,4 @@ class Uniformity(Penalty):
         count = units.new_tensor(float(n))
         # Without pairs, the log of 0 / 0 gives NaN.
         value = exponents.flatten().logsumexp(0) - (count * (count - 1)).log()
-        return Terms(value, value, count)
+        return Terms(value, value, count, sums=(units,))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from istar.figures.drawing import render
 from istar.figures.plot import Line, Panel, Plot
 from istar.figures.spacing import evenly_spaced
+from istar.scores import geometry_key
 
 MEASURE_LABELS = {
     "isoscore": "IsoScore",
@@ -15,7 +16,7 @@ MEASURE_LABELS = {
     "average_norm": "average norm",
 }
 """Labels of the panels' y axes, by measure."""
-_MEASURE_KEY = re.compile(r"geometry/layer_(\d+)/(\w+)")
+_MEASURE_KEY = re.compile(geometry_key(r"(\d+)", r"(\w+)"))
 
 
 def build_geometry_plot(rows: Sequence[Mapping[str, float]]) -> Plot:
@@ -35,7 +36,7 @@ def build_geometry_plot(rows: Sequence[Mapping[str, float]]) -> Plot:
             Line(
                 f"layer {layer}" if layer else "embeddings",
                 steps,
-                tuple(row[f"geometry/layer_{layer}/{measure}"] for row in measured_rows),
+                tuple(row[geometry_key(layer, measure)] for row in measured_rows),
             )
             for layer in evenly_spaced(layer_indices)
         ]

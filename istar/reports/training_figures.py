@@ -15,6 +15,7 @@ from istar.reports.cells import list_models, list_tasks
 from istar.reports.geometry_picture import MEASURE_LABELS
 from istar.reports.method_comparisons import select_runs_by_method
 from istar.results import METRICS
+from istar.scores import geometry_key
 
 _LOSS_COLUMN = "train/task_loss"
 _MAX_BINS = 50
@@ -131,7 +132,7 @@ def _build_panel(
 
 def _get_measure(table: pd.DataFrame, measure: str) -> pd.Series:
     """Return a measure of the last layer by the number of optimizer steps done; empty if it was not logged."""
-    column = f"geometry/layer_{_find_last_layer(table)}/{measure}"
+    column = geometry_key(str(_find_last_layer(table)), measure)
     return table.set_index("step")[column].dropna() if column in table else pd.Series(dtype=float)
 
 

@@ -29,8 +29,6 @@ from istar.errors import NonFiniteError, StoppedError, UserError, shorten
 from istar.files import atomic_write, lock_folder, remove_temporary_files, write_text
 from istar.memory import keep_freed_memory
 from istar.regularizers import EmbeddingWatch, IStar, Watch, layer_numbers, special_ids
-from istar.regularizers.by_sentence import MIN_SENTENCES
-from istar.regularizers.istar import BY_SENTENCE
 from istar.reports.geometry_picture import render_geometry_plot
 from istar.reports.run_picture import render_isotropy_plot
 from istar.reports.run_tables import build_run_table
@@ -54,7 +52,7 @@ from istar.training import (
     merge_outputs,
 )
 from istar.training.checkpoints import Checkpoints, find_resumable_checkpoint, read_checkpoint, remove_old_checkpoints
-from istar.training.data import compute_last_batch_size, count_examples_per_process
+from istar.training.data import count_examples_per_process
 from istar.training.kept_models import KeptModels
 from istar.training.language_model import LanguageModelTuner
 from istar.training.loggers import attach_loggers, log_result, log_result_to_sweep_agent
@@ -140,7 +138,7 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
     if finished_record is None:
         job = _assemble_job(config, spec, folder, examples, tokenizer, trial)
         _check_num_processes(job)
-        _check_last_batch(job)
+        _check_batch_size(job)
         check_validation_interval(config.trainer, _count_batches_per_epoch(job))
         with _process_group(job.trainer), lock_folder(folder) if job.trainer.is_global_zero else nullcontext():
             _check_same_run_on_all_ranks(job)
@@ -308,22 +306,14 @@ def _check_num_processes(job: Job) -> None:
         )
 
 
-def _check_last_batch(job: Job) -> None:
-    """Raise a `UserError` if the penalty is estimated by sentence, but the last micro-batch has too few sequences."""
-    reg, data = job.config.reg, job.config.data
-    # A row of a language model's batch may hold several sentences.
-    if getattr(reg, "estimator", None) != BY_SENTENCE or job.spec.is_language_modelling:
-        return
-    # With `sync`, the ranks compute one penalty together, so that their micro-batches count as one.
-    num_ranks = job.trainer.world_size if reg.sync else 1
-    num_examples = len(job.prepared_data.train)
-    last_batch_size = num_ranks * compute_last_batch_size(num_examples, data.batch_size, job.trainer.world_size)
-    if last_batch_size < MIN_SENTENCES:
-        raise UserError(
-            f"reg.estimator={BY_SENTENCE} needs {MIN_SENTENCES} sequences in each micro-batch; with data.batch_size="
-            f"{data.batch_size}, the last one of {num_examples} examples has {last_batch_size}: choose "
-            "another data.batch_size"
-        )
+def _check_batch_size(job: Job) -> None:
+    """Raise a `UserError` if the largest micro-batch has too few sequences for a score of the penalty."""
+    watch = job.module.watch
+    # A row of a language model's batch may hold several documents.
+    if isinstance(watch, Watch) and not job.spec.is_language_modelling:
+        # With `sync`, the ranks compute one penalty together, so that their micro-batches count as one.
+        num_ranks = job.trainer.world_size if watch.penalty.sync else 1
+        watch.check_batch_size(min(num_ranks * job.config.data.batch_size, len(job.prepared_data.train)))
 
 
 def _count_batches_per_epoch(job: Job) -> int:

@@ -24,11 +24,6 @@ def count_examples_per_process(num_examples: int, world_size: int) -> int:
     return math.ceil(num_examples / world_size)
 
 
-def compute_last_batch_size(num_examples: int, batch_size: int, world_size: int) -> int:
-    """Return the number of training examples in the last batch of each process in an epoch."""
-    return (count_examples_per_process(num_examples, world_size) - 1) % batch_size + 1
-
-
 @dataclass(eq=False)
 class LengthGroupedSampler(Sampler[int]):
     """Yield example indices such that batches contain examples of similar length and come in random order.

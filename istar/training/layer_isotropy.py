@@ -8,11 +8,7 @@ from torch import Tensor
 
 from istar.errors import NonFiniteError
 from istar.measures import Moments, isoscore
-
-
-def isotropy_key(layer: str) -> str:
-    """Return the name under which a layer's IsoScore is logged; `union` stands for layers 1 to L together."""
-    return "isotropy/isoscore_star" if layer == "union" else f"isotropy/layer_{layer}/isoscore_star"
+from istar.scores import isotropy_key
 
 
 def merge_layers(layers: Sequence[Moments]) -> Moments:

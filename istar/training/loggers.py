@@ -27,8 +27,8 @@ from istar.config import Config, TensorBoardConfig, WandbConfig
 from istar.config.schema import to_dict
 from istar.errors import UserError, shorten
 from istar.files import write_text
+from istar.scores import isotropy_key
 from istar.tasks.hub import PROBE_TIMEOUT_SECONDS, request_status
-from istar.training.layer_isotropy import isotropy_key
 from istar.training.metrics_file import MetricsFile
 
 _INIT_TIMEOUT_SECONDS = 10.0

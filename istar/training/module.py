@@ -17,6 +17,7 @@ from istar.config import OptimConfig
 from istar.errors import UserError
 from istar.measures.processes import sum_over_processes, world_size
 from istar.regularizers import EmbeddingWatch, IStar, Watch
+from istar.regularizers.undefined import UndefinedCount
 from istar.tasks.evaluation import Evaluation
 from istar.training.nonfinite import StepGuard
 
@@ -117,7 +118,10 @@ class FineTuner(L.LightningModule):
             clip_grad_value_(parameters, gradient_clip_val)
         elif gradient_clip_val is not None:
             clip_grads_with_norm_(parameters, gradient_clip_val, gradient_norm)
-        self._log_step({"train/grad_norm": gradient_norm, "train/lr": optimizer.param_groups[0]["lr"]})
+        step_metrics = {"train/grad_norm": gradient_norm, "train/lr": optimizer.param_groups[0]["lr"]}
+        if self.watch is not None and self.watch.penalty.undefined.seen > 0:
+            step_metrics["train/undefined"] = self.watch.penalty.undefined.total
+        self._log_step(step_metrics)
 
     def _log_step(self, step_metrics: Mapping[str, Any]) -> None:
         """Log an optimizer step's metrics and the means of its micro-batches' metrics, every `log_every_n_steps` steps.
@@ -150,8 +154,10 @@ class FineTuner(L.LightningModule):
         return not (isinstance(penalty, IStar) and penalty.needs_shrinkage_covariance)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the number of skipped steps and the penalty's state to a checkpoint."""
+        """Add the penalty's state and the counts of skipped steps and of penalties without a score to a checkpoint."""
         checkpoint["skipped_steps"] = self.step_guard.num_skipped
+        if self.watch is not None:
+            checkpoint["undefined_penalties"] = int(self.watch.penalty.undefined.total)
         if isinstance(self.watch, EmbeddingWatch):
             checkpoint["embedding_rows"] = self.watch.state_dict()
         if self._saves_penalty:
@@ -169,6 +175,8 @@ class FineTuner(L.LightningModule):
             states = checkpoint["penalties"]
             self.watch.penalty.load_state_dict(states[self.global_rank if len(states) > 1 else 0])
         self.step_guard.num_skipped = checkpoint["skipped_steps"]
+        if self.watch is not None:
+            self.watch.penalty.undefined = UndefinedCount(checkpoint["undefined_penalties"])
         if self.step_guard.num_skipped and not self.step_guard.skip_nonfinite:
             raise UserError(
                 f"the interrupted run has skipped {self.step_guard.num_skipped} steps; trainer.nonfinite=skip goes on "
@@ -275,11 +283,16 @@ def make_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[st
 
 
 def _average_metrics(micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the mean of each metric over the micro-batches of an optimizer step and over all processes."""
+    """Return the mean of each metric over the micro-batches of an optimizer step and over all processes.
+
+    The first metric is the loss.
+    """
     names = list(micro_batches[0])
-    sums = torch.stack([torch.stack([metrics[name].double() for name in names]) for metrics in micro_batches]).sum(0)
-    means = sum_over_processes(sums) / (len(micro_batches) * world_size())
-    return dict(zip(names, means.unbind(), strict=True))
+    values = torch.stack([torch.stack([metrics[name].double() for name in names]) for metrics in micro_batches])
+    # If the loss is finite, NaN is the score of a micro-batch without one, and the mean is over the others.
+    has_value = ~(values.isnan() & values[:, :1].isfinite())
+    sums, counts = sum_over_processes(torch.stack([torch.where(has_value, values, 0).sum(0), has_value.sum(0)]))
+    return dict(zip(names, (sums / counts).unbind(), strict=True))
 
 
 def log_immediately(trainer: L.Trainer, metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from istar.measures import AverageCosine, Moments, effective_rank, isoscore, singular_values
 from istar.measures.processes import sum_over_processes
+from istar.scores import isotropy_key
 from istar.training.layer_isotropy import LayerStatisticsCallback
 
 
@@ -74,9 +75,9 @@ class IsotropyMonitor(LayerStatisticsCallback):
         self.measures = [accumulator.compute() for accumulator in self._accumulators]
         self._accumulators = []
         for layer, measures in enumerate(self.measures):
-            value_by_key = {f"isotropy/layer_{layer}/{name}": value for name, value in measures.items()}
+            value_by_key = {isotropy_key(layer, name): value for name, value in measures.items()}
             pl_module.log_dict(value_by_key, sync_dist=True)
-        pl_module.log("isotropy/inter_sim", self._mean_inter_sim(), sync_dist=True)
+        pl_module.log(isotropy_key("union", "inter_sim"), self._mean_inter_sim(), sync_dist=True)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Stop the training if the mean InterSim has been too high for `patience` consecutive validations."""

@@ -13,6 +13,7 @@ from istar.geometry.layers import Layer
 from istar.geometry.token_batch import TokenBatch
 from istar.measures.rows import accumulation_dtype
 from istar.regularizers.shrinkage import eval_mode, preserve_rng_states
+from istar.scores import geometry_key
 from istar.tasks.features import TokenizedRows
 from istar.training.data import Collate, build_evaluation_loader
 from istar.training.module import FineTuner, log_immediately, token_mask
@@ -22,11 +23,6 @@ MEASURES = ("isoscore", "inter_sim", "effective_rank", "mean_kurtosis", "average
 SECONDS_KEY = "geometry/seconds"
 """Name under which the duration of a measurement is logged."""
 _SEED = 0
-
-
-def geometry_key(layer: int, measure: str) -> str:
-    """Return the name under which the probe logs a measure of a layer; layer 0 is the embedding output."""
-    return f"geometry/layer_{layer}/{measure}"
 
 
 def choose_probe_examples(num_rows: int, num_examples: int) -> list[int]:

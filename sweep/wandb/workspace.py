@@ -11,6 +11,8 @@ import sys
 import warnings
 from typing import Any
 
+from istar.scores import isotropy_key
+
 try:
     with warnings.catch_warnings():
         # The package still uses pydantic's old validators.
@@ -23,7 +25,7 @@ except ModuleNotFoundError as error:
     print("error: this needs wandb-workspaces: pip install -e '.[dashboards]'", file=sys.stderr)
     sys.exit(2)
 
-UNION = "isotropy/isoscore_star"
+UNION = isotropy_key("union")
 METHOD = wr.Config("reg.name")
 
 
@@ -75,7 +77,7 @@ def workspace(entity: str, project: str) -> Any:
                     wr.LinePlot(
                         title="IsoScore of each layer",
                         x="trainer/global_step",
-                        metric_regex="isotropy/layer_.*/isoscore_star",
+                        metric_regex=isotropy_key(".*"),
                     ),
                 ],
             ),

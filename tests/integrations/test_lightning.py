@@ -13,6 +13,7 @@ import torch
 import torch.multiprocessing as mp
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
@@ -320,6 +321,85 @@ def test_the_weighted_penalty_its_score_and_the_points_are_logged_and_validation
     assert_close(metrics["train/isoscore_star"].double(), 1 - expected / WEIGHT, rtol=1e-6, atol=0)
     assert metrics["train/points"] == len(points)
     assert_close(metrics["val_loss"].double(), task_loss, rtol=1e-6, atol=0)
+
+
+def test_a_batch_without_a_score_adds_nothing_and_is_logged():
+    callback = PenaltyCallback(istar.IStar(1.0, 0.0, "last"), points=istar.Points("first"))
+    module = Classifier(make_classifier("bert"), callback)
+    trainer = make_trainer(callback, max_epochs=2, precision="64-true")
+    with pytest.warns(UserWarning, match="have no isoscore_star, because they are too few or all equal"):
+        trainer.fit(module, make_loader(make_examples("classification", 2 * BATCH_SIZE + 1)))
+    assert trainer.callback_metrics["train/undefined"] == 2
+    assert trainer.callback_metrics["train/penalty"] == 0
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
+
+
+def test_a_batch_size_without_any_score_is_refused_before_training():
+    callback = PenaltyCallback(istar.SimCtg(1.0), points=istar.Points("first"))
+    module = Classifier(make_classifier("bert"), callback)
+    with pytest.raises(
+        istar.UserError, match=r"^a micro-batch of \d sequences with points=first in 1 layers has no contrast"
+    ):
+        make_trainer(callback, max_epochs=1).fit(module, make_loader(make_examples("classification", 8)))
+    assert not module.gradients
+
+
+class Tuned(Classifier):
+    """A module with a learning rate and a batch size that Lightning's tuner may change."""
+
+    def __init__(self, model: Any, penalty: PenaltyCallback) -> None:
+        super().__init__(model, penalty)
+        self.lr = 0.1
+        self.batch_size = 2
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(make_examples("classification", 8), self.batch_size, collate_fn=collate)  # type: ignore[arg-type]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+TUNING = {
+    "learning rate": lambda tuner, module: tuner.lr_find(module, num_training=4),
+    "batch size": lambda tuner, module: tuner.scale_batch_size(module, max_trials=2, steps_per_trial=1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
+@pytest.mark.parametrize("what", TUNING)
+def test_the_tuner_which_takes_the_callbacks_away_is_told_what_to_do(what, tmp_path):
+    def tune(callback: PenaltyCallback) -> Tuned:
+        module = Tuned(make_classifier("bert"), callback)
+        trainer = make_trainer(callback, max_epochs=1, precision="64-true", default_root_dir=tmp_path)
+        TUNING[what](Tuner(trainer), module)
+        callback.penalty.weight = WEIGHT
+        trainer.fit(module)
+        return module
+
+    with pytest.raises(istar.UserError, match=r"run without callbacks: set penalty\.weight = 0 for them$"):
+        tune(make_callback())
+    callback = make_callback()
+    callback.penalty.weight = 0.0
+    assert tune(callback).gradients
+    assert callback.penalty.last.points > 0
+
+
+def test_a_new_training_begins_like_the_first_and_one_that_goes_on_continues():
+    def fit(trainer: L.Trainer) -> tuple[Tensor, Tensor]:
+        trainer.fit(Classifier(make_classifier("bert"), callback), make_loader(make_examples("classification", 8)))
+        penalty = callback.penalty
+        return penalty.kept_score.clone(), penalty.shrinkage_covariance.clone()
+
+    penalty = istar.IStar(WEIGHT, ZETA, set_point=istar.SetPoint("keep"))
+    callback = PenaltyCallback(penalty, momentum=0.5)
+    first_trainer = make_trainer(callback, max_epochs=1, precision="64-true")
+    first = fit(first_trainer)
+    penalty.kept_score = penalty.kept_score + 1
+    assert_close(fit(make_trainer(callback, max_epochs=1, precision="64-true")), first, rtol=0, atol=0)
+    penalty.kept_score = penalty.kept_score + 1
+    first_trainer.fit_loop.max_epochs = 2
+    assert fit(first_trainer)[0] == first[0] + 1
 
 
 def test_with_lambda_0_the_training_is_bit_for_bit_the_same_as_without_a_penalty():

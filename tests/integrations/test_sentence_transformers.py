@@ -28,7 +28,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling, Transfor
 import istar
 from istar.integrations.sentence_transformers import PenaltyLoss, RefreshCallback
 from tests.integrations.naive import BERT, CLOSE, WEIGHT, ZETA, compute_gradients, compute_penalty
-from tests.oracles import stack
+from tests.oracles import algorithm_1, stack
 
 WORDS = list("abcdefghijklmnopqrstuvwxyz")
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -266,6 +266,98 @@ def test_losses_that_compute_embeddings_again_are_refused(bert_folder):
         loss(features, None)
     with pytest.raises(istar.UserError, match="expected one of tokens, pooled"):
         PenaltyLoss(model, losses.MultipleNegativesRankingLoss(model), istar.CosReg(1.0), on="words")
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_several_losses_leave_the_models_settings_alone(bert_folder, tmp_path, is_nested):
+    """With a data set and a loss for each of two tasks, or one penalty around another."""
+    model = make_encoder(bert_folder)
+    first = PenaltyLoss(model, losses.MultipleNegativesRankingLoss(model), istar.CosReg(1.0))
+    if is_nested:
+        second = PenaltyLoss(model, first, istar.IStar(1.0, 0.0))
+        loss, data = second, make_pairs(8)
+    else:
+        second = PenaltyLoss(model, losses.CosineSimilarityLoss(model), istar.IStar(1.0, 0.0))
+        loss = {"a": first, "b": second}
+        data = {"a": make_pairs(8), "b": make_pairs(8, with_labels=True)}
+    make_trainer(tmp_path, model, loss, data, num_train_epochs=1).train()
+    assert all(one.penalty.last.points > 0 for one in (first, second))
+    assert not model[0].model.config.output_hidden_states
+    model.save(str(tmp_path / "saved"))
+    assert not hf.AutoConfig.from_pretrained(tmp_path / "saved").output_hidden_states
+
+
+def test_two_penalties_around_one_loss_are_added_up(bert_folder):
+    model = make_encoder(bert_folder).eval()
+    first = PenaltyLoss(model, losses.MultipleNegativesRankingLoss(model), istar.CosReg(1.0))
+    second = PenaltyLoss(model, first, istar.CosReg(2.0), on="pooled")
+    features = [model.preprocess(["a b", "c d e"]), model.preprocess(["f", "g h"])]
+    components = second(features, None)
+    assert list(components) == ["task_loss", "penalty", "penalty_2"]
+    assert components["penalty"] == first.penalty.last.value
+    assert components["penalty_2"] == 2 * second.penalty.last.value
+
+
+def test_a_pass_that_fails_leaves_the_models_settings_alone(bert_folder):
+    model = make_encoder(bert_folder)
+    losses_of_model = [
+        PenaltyLoss(model, losses.MultipleNegativesRankingLoss(model), istar.CosReg(1.0)) for _ in range(2)
+    ]
+    for loss in losses_of_model:
+        with pytest.raises(IndexError):
+            loss([{"input_ids": torch.full((2, 3), 10**6), "attention_mask": torch.ones(2, 3)}] * 2, None)
+        assert not model[0].model.config.output_hidden_states
+
+
+WRAPPERS = {
+    "matryoshka": lambda model, loss: losses.MatryoshkaLoss(model, loss, [12, 6, 3]),
+    "layers": lambda model, loss: losses.AdaptiveLayerLoss(model, loss, n_layers_per_step=-1),
+    "both": lambda model, loss: losses.Matryoshka2dLoss(model, loss, [12, 6]),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("on", ["tokens", "pooled"])
+def test_a_penalty_around_a_loss_around_a_loss_counts_each_pass_once(bert_folder, name, on):
+    def make_features(model: SentenceTransformer) -> list[dict[str, Tensor]]:
+        return [model.preprocess(["a b", "c d e"]), model.preprocess(["f", "g h i j"])]
+
+    model = make_encoder(bert_folder).eval()
+    inner = losses.MultipleNegativesRankingLoss(model)
+    expected_task_loss = WRAPPERS[name](model, inner)
+    loss = PenaltyLoss(model, WRAPPERS[name](model, inner), istar.IStar(1.0, 0.0), on)
+    random.seed(0)
+    components = loss(make_features(model), None)
+    random.seed(0)
+    assert_close(components["task_loss"], expected_task_loss(make_features(model), None))
+    columns = [{name: column[name] for name in ("input_ids", "attention_mask")} for column in make_features(model)]
+    points = naive_points(model[0].model, columns, on)
+    if on == "tokens":
+        assert loss.penalty.last.points == len(points)
+        assert_close(
+            components["penalty"], 1 - algorithm_1(points, torch.eye(12).double(), 0.0, torch.linalg.eigvalsh), **CLOSE
+        )
+    assert components["penalty"].isfinite()
+    sum(components.values()).backward()
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_loss_around_a_penalty_is_refused_in_one_line(bert_folder, name):
+    model = make_encoder(bert_folder)
+    loss = WRAPPERS[name](model, PenaltyLoss(model, losses.MultipleNegativesRankingLoss(model), istar.CosReg(1.0)))
+    with pytest.raises(istar.UserError, match=r"put PenaltyLoss around it: PenaltyLoss\(model, MatryoshkaLoss\("):
+        loss([model.preprocess(["a b", "c d e"]), model.preprocess(["f", "g h"])], None)
+
+
+def test_a_batch_of_one_embedding_adds_nothing(bert_folder, tmp_path):
+    """Nine texts in batches of four: the last one has a single point."""
+    model = make_encoder(bert_folder)
+    data = Dataset.from_dict({"text": make_pairs(9)["anchor"], "label": [0, 0, 1, 1, 0, 1, 0, 1, 0]})
+    loss = PenaltyLoss(model, losses.BatchAllTripletLoss(model), istar.IStar(1.0, 0.0), on="pooled")
+    with pytest.warns(UserWarning, match="have no isoscore_star, because they are too few or all equal"):
+        make_trainer(tmp_path, model, loss, data, num_train_epochs=2).train()
+    assert loss.penalty.undefined.seen == 2
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 def test_a_real_encoder_is_penalized_on_tokens_and_on_embeddings(minilm):

@@ -437,6 +437,68 @@ def test_logs_hold_the_means_of_the_terms_since_the_last_log(tmp_path):
     assert not any("penalty" in log for log in trainer.state.log_history if "loss" not in log)
 
 
+def test_a_batch_without_a_score_adds_nothing_and_is_logged(tmp_path):
+    """The third batch of 9 examples has one point; without it, its task loss alone would count."""
+    scores = []
+
+    class Scores(Recorder):
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            scores.append(self.penalty.last.score.item())
+            return loss
+
+    penalty = istar.IStar(1.0, 0.0, "last")
+    settings = {"points": istar.Points("first"), "num_train_epochs": 2, "max_steps": -1, "logging_steps": 6}
+    trainer = make_trainer(tmp_path, penalty, Scores, per_device_train_batch_size=4, **settings)
+    trainer.train_dataset = trainer.train_dataset[:9]
+    with pytest.warns(UserWarning, match="have no isoscore_star, because they are too few or all equal"):
+        trainer.train()
+    [log] = [log for log in trainer.state.log_history if "loss" in log]
+    assert log["undefined"] == 2 == penalty.undefined.seen
+    expected_scores = np.array(scores)
+    assert np.isnan(expected_scores).tolist() == [False, False, True] * 2
+    assert log["isoscore_star"] == pytest.approx(np.nanmean(expected_scores), rel=1e-5)
+    assert log["penalty"] == pytest.approx(np.nan_to_num(1 - expected_scores).mean(), rel=1e-5)
+    assert log["points"] == pytest.approx(3)
+    assert all(value.isfinite().all() for value in copy_parameters(trainer))
+
+
+def test_a_second_training_begins_like_the_first(tmp_path):
+    """As `hyperparameter_search` trains, with a model of its own for each trial."""
+    states = []
+
+    class StateRecorder(TrainerCallback):
+        def on_train_end(self, args, state, control, **kwargs):
+            penalty = trainer.penalty
+            states.append([penalty.kept_score, penalty.kept_batches, penalty.shrinkage_covariance, penalty.last.score])
+
+    penalty = istar.IStar(1.0, ZETA, set_point=istar.SetPoint("keep", batches=2))
+    settings = {"max_steps": 3, "momentum": 0.5, "callbacks": [StateRecorder()]}
+    trainer = make_trainer(tmp_path, penalty, **settings)
+    trainer.model_init = lambda trial: make_bert()
+    for _ in range(2):
+        trainer.train()
+    assert_close(states[0], states[1], rtol=0, atol=0)
+    # A Sigma_S that is never refreshed stays.
+    penalty = make_penalty()
+    trainer = make_trainer(tmp_path, penalty, max_steps=1, refresh=None)
+    for _ in range(2):
+        trainer.train()
+    assert_close(penalty.shrinkage_covariance.double(), make_sigma())
+
+
+def test_a_batch_size_without_any_score_is_refused_before_training(tmp_path):
+    settings = {"points": istar.Points("last"), "per_device_train_batch_size": 1, "max_steps": 1}
+    trainer = make_trainer(tmp_path / "one", istar.IStar(1.0, 0.0, "last"), **settings)
+    before = copy_parameters(trainer)
+    with pytest.raises(UserError, match=r"^a micro-batch of 1 sequences with points=last in 1 layers has no isoscore_"):
+        trainer.train()
+    assert count_hooks(trainer.model) == 0
+    assert all(map(torch.equal, copy_parameters(trainer), before))
+    for penalty in (istar.IStar(1.0, 0.0, "all"), istar.CosReg(1.0), istar.IStar(0.0, 0.0, "last")):
+        make_trainer(tmp_path / "two", penalty, **settings).train()
+
+
 def test_evaluations_hold_no_penalty_and_predictions_no_hidden_states(tmp_path):
     trainer = make_trainer(tmp_path, make_penalty(1000.0), eval_strategy="steps", eval_steps=1, refresh=None)
     trainer.data_collator = collate

@@ -18,6 +18,7 @@ datasets = pytest.importorskip("datasets")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 
 WEIGHT, ZETA = 3.0, 0.3
@@ -164,3 +165,32 @@ def test_the_penalty_is_refreshed_and_logged_and_evaluations_hold_none(tmp_path)
     assert evaluation["eval_loss"] < 4.5
     assert "eval_penalty" not in evaluation
     assert trainer.penalty.shrinkage_covariance.shape == (12, 12)
+
+
+class PenaltyGRPOTrainer(PenaltyMixin, trl.GRPOTrainer):
+    pass
+
+
+def test_batches_of_prompts_have_no_shrinkage_covariance_and_one_line_says_what_to_do(tmp_path):
+    def make_grpo_trainer(penalty, refresh):
+        settings = SGD | {"bf16": False, "gradient_checkpointing": False, "max_steps": 1, "report_to": "none"}
+        settings |= {"num_generations": 2, "max_completion_length": 3, "per_device_train_batch_size": 2}
+        return PenaltyGRPOTrainer(
+            model=make_model("llama").float(),
+            args=trl.GRPOConfig(str(tmp_path), **settings),
+            train_dataset=datasets.Dataset.from_list([{"prompt": row["text"]} for row in make_texts(4)]),
+            reward_funcs=lambda completions, **_: [float(len(completion)) for completion in completions],
+            processing_class=make_tokenizer(),
+            penalty=penalty,
+            refresh=refresh,
+        )
+
+    message = r"^a batch for the shrinkage covariance has 2 values without names; .* before, and refresh=None$"
+    with pytest.raises(istar.UserError, match=message):
+        make_grpo_trainer(istar.IStar(WEIGHT, ZETA), "epoch").train()
+    penalty = istar.IStar(WEIGHT, ZETA)
+    trainer = make_grpo_trainer(penalty, None)
+    ids = torch.arange(40).view(4, 10)
+    penalty.shrinkage_covariance = istar.shrinkage_covariance(trainer.model, [{"input_ids": ids}])
+    trainer.train()
+    assert penalty.last.points > 0

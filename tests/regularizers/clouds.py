@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
@@ -32,6 +33,22 @@ def value_and_gradients(
     hidden_states = [state.detach().clone().requires_grad_() for state in hidden_states]
     value = function(hidden_states)
     return value.detach(), list(torch.autograd.grad(value, hidden_states))
+
+
+def check_undefined(
+    penalty: Penalty, hidden_states: Sequence[Tensor], mask: Tensor | None = None, labels: Tensor | None = None
+) -> None:
+    """Check that these points have no score: loss and gradient are 0, the loss is counted, and there is one warning."""
+    with pytest.warns(UserWarning, match=f"have no {penalty.measure}, because they are too few or all equal"):
+        value, gradients = value_and_gradients(
+            lambda s: penalty(s, mask, labels) + 0 * sum(state.sum() for state in s), hidden_states
+        )
+    assert value == 0
+    assert not any(gradient.any() for gradient in gradients)
+    assert penalty.last is not None
+    assert penalty.last.score.isnan()
+    assert penalty.last.value == 0
+    assert penalty.undefined.seen == penalty.undefined.total == 1
 
 
 def check_penalty(
@@ -82,7 +99,7 @@ def check_penalty(
         for gradient, exact_gradient in zip(actual[1], expected[1], strict=True):
             assert (gradient.double() - exact_gradient).norm() < 0.02 * exact_gradient.norm() + 1e-6
     assert build_penalty(0.0, "last")(states(), MASK) == 0
-    assert build_penalty(1.0, "last")(states(), 0 * MASK).isnan()
+    check_undefined(build_penalty(1.0, "last"), states(), 0 * MASK)
     states_with_nan = states()
     states_with_nan[1][0, 0, 0] = torch.nan
     assert build_penalty(1.0, "last")(states_with_nan, MASK).isnan()

@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 from torch import nn
 from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
 
 from istar.errors import NonFiniteError, UserError
 from istar.regularizers import CosReg, IStar, attach, shrinkage_covariance
@@ -179,12 +180,40 @@ def test_modes_and_random_numbers_are_as_they_were_after_an_error():
     assert [len(module._forward_hooks) for module in encoder.modules()] == hook_counts
 
 
-def test_batches_may_be_mappings_tuples_or_tensors():
+@pytest.mark.parametrize("names", [("input_ids", "attention_mask"), ("input_ids", "attention_mask", "labels")])
+@pytest.mark.parametrize("zeta", [0.2, "auto"])
+def test_batches_without_names_are_refused_for_transformers_models(names, zeta):
+    """The third argument of BERT is the token types: labels would become token types without any message."""
+    batches = [{**batch, "labels": torch.ones_like(batch["input_ids"])} for batch in make_batches()]
+    data = TensorDataset(*(torch.cat([batch[name] for batch in batches[:1]]) for name in names))
+    encoder, penalty = make_model(), IStar(1.0, zeta)
+    message = (
+        rf"has {len(names)} values without names; expected arguments of BertModel by name, such as \{{\"input_ids\""
+    )
+    with attach(encoder, penalty) as watch, pytest.raises(UserError, match=message) as error:
+        watch.refresh(DataLoader(data, batch_size=1))
+    assert "\n" not in str(error.value)
+    assert penalty.shrinkage_covariance is None
+    with pytest.raises(UserError, match="has 2 values without names"):
+        shrinkage_covariance(encoder, [({"input_ids": torch.ones(1, 2).long()}, torch.ones(1))])
+    # A data set of token ids alone has one value.
+    ids = TensorDataset(batches[0]["input_ids"])
+    expected = shrinkage_covariance(encoder, [{"input_ids": batches[0]["input_ids"]}])
+    assert_close(shrinkage_covariance(encoder, DataLoader(ids, batch_size=1)), expected)
+
+
+def test_sequences_are_the_arguments_of_other_models_if_they_fit():
+    tower = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    points = torch.randn(20, 4)
+    expected = shrinkage_covariance(tower, [points], modules=[tower[1]])
+    assert torch.equal(shrinkage_covariance(tower, [(points,)], modules=[tower[1]]), expected)
+    with pytest.raises(UserError, match=r"has 2 values without names; expected arguments of Sequential by name"):
+        shrinkage_covariance(tower, [(points, torch.ones(20))], modules=[tower[1]])
+
+
+def test_batches_may_be_mappings_or_tensors():
     encoder, data = make_model().bert, make_batches()
     expected = shrinkage_covariance(encoder, data)
-    assert torch.equal(
-        shrinkage_covariance(encoder, [(batch["input_ids"], batch["attention_mask"]) for batch in data]), expected
-    )
     assert torch.equal(shrinkage_covariance(encoder, [hf.BatchEncoding(batch) for batch in data]), expected)
     all_ones_mask_batches = [
         {"input_ids": batch["input_ids"], "attention_mask": torch.ones_like(batch["input_ids"])} for batch in data

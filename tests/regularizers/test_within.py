@@ -300,9 +300,6 @@ INVALID_CALLS = {
         pass_regression_labels, r"the labels are torch.float32 of shape \(3,\): leave out within for regression"
     ),
     "negative": (lambda: build_penalty()(states(), MASK, LABELS - 1), "a label is -1; expected"),
-    "no class with two points": (
-        lambda: run_loss(torch.tensor([0, 1, 2]), Points("last"), layers="last"), "no class has two points"
-    ),
     "rows of an embedding": (
         lambda: EmbeddingWatch(make_classifier(), IStar(1.0, 0, within="label"), "input_embeddings").loss(),
         "within='label' needs labels",

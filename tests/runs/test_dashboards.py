@@ -91,10 +91,10 @@ def test_the_summary_is_the_result_and_not_the_last_epoch(small: Build, wandb: A
     assert summary["collapsed"] is any(record.collapsed.values())
     assert summary["status"] == "finished"
     before, after = record.isotropy["before"], record.isotropy["after"]
-    assert summary["isotropy/isoscore_star"] == after["union"]
-    assert summary["isotropy/layer_2/isoscore_star"] == after["2"]
-    assert summary["before/isotropy/isoscore_star"] == before["union"]
-    assert summary["before/isotropy/layer_0/isoscore_star"] == before["0"]
+    assert summary["isotropy/isoscore"] == after["union"]
+    assert summary["isotropy/layer_2/isoscore"] == after["2"]
+    assert summary["before/isotropy/isoscore"] == before["union"]
+    assert summary["before/isotropy/layer_0/isoscore"] == before["0"]
     assert summary["seconds/total"] == record.timing["total"]
 
 
@@ -308,7 +308,7 @@ def test_the_workspace_shows_performance_layers_penalty_and_cost(workspace: list
     first_panel = workspace[0]["panels"][0]
     assert first_panel["viewType"] == "Scatter Plot"
     assert (first_panel["config"]["xAxis"], first_panel["config"]["yAxis"]) == (
-        "summary:isotropy/isoscore_star", "summary:headline/value",
+        "summary:isotropy/isoscore", "summary:headline/value",
     )  # fmt: skip
     assert {"train/penalty", "shrinkage/seconds"} <= collect_keys(
         [panel for section in workspace for panel in section["panels"]]
@@ -345,7 +345,7 @@ def test_every_panel_reads_what_a_run_has_logged(small: Build, wandb: Any, works
         else:
             assert key in logged_names | summary | metrics_of_all_tasks
     [regex] = [panel["config"]["metricRegex"] for panel in panels if "metricRegex" in panel["config"]]
-    layers = {f"isotropy/layer_{layer}/isoscore_star" for layer in range(3)}
+    layers = {f"isotropy/layer_{layer}/isoscore" for layer in range(3)}
     assert {name for name in logged_names if re.fullmatch(regex, name)} == layers
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import yaml
@@ -88,7 +89,7 @@ def test_logged_keys(cached_run: Callable[..., Any], reg: str) -> None:
     columns = logged(folder)
     expected = {"train/loss", "train/task_loss", "train/lr", "train/grad_norm", "val/accuracy", "val/f1", "val/loss"}
     expected |= {"train/tokens_per_second"}
-    expected |= {"isotropy/isoscore_star", *(f"isotropy/layer_{layer}/isoscore_star" for layer in range(3))}
+    expected |= {"isotropy/isoscore", *(f"isotropy/layer_{layer}/isoscore" for layer in range(3))}
     if reg != "none":
         expected |= {"train/penalty", "train/points"}
     if reg == "istar":
@@ -104,7 +105,7 @@ def test_logged_keys(cached_run: Callable[..., Any], reg: str) -> None:
         sums = [a + b for a, b in zip(columns["train/task_loss"], columns["train/penalty"], strict=True)]
         assert columns["train/loss"] == pytest.approx(sums, rel=1e-5)
     # Before training and after each epoch.
-    assert columns["isotropy/isoscore_star"] == pytest.approx(
+    assert columns["isotropy/isoscore"] == pytest.approx(
         [record.isotropy["before"]["union"], *(epoch["isotropy"]["union"] for epoch in record.epochs)], rel=1e-5
     )
 
@@ -124,6 +125,27 @@ def test_zeta_is_logged_where_it_is_estimated(cached_run: Callable[..., Any]) ->
     assert len(set(zetas)) > 1
     _, _, fixed_zeta_folder = cached_run("task=demo", "reg=istar", "reg.lambda=3")
     assert "train/zeta" not in logged(fixed_zeta_folder)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_batches_without_a_score_add_nothing_and_are_counted(cached_run: Callable[..., Any], accumulate: int) -> None:
+    """The second of two micro-batches has one example, and so one point."""
+    settings = ["reg.points=first", "reg.layers=last", "reg.zeta=0", "task.limit_train=9", "data.batch_size=8"]
+    settings += [f"trainer.accumulate_grad_batches={accumulate}", "trainer.log_every_n_steps=1"]
+    with pytest.warns(UserWarning, match="have no isoscore_star, because they are too few or all equal"):
+        _, record, folder = cached_run("task=demo", "reg=istar", *settings)
+    assert record.status == "finished"
+    steps = pd.read_csv(folder / "metrics.csv")
+    steps = steps[steps["train/loss"].notna()]
+    assert len(steps) == 4 // accumulate
+    undefined = steps["train/undefined"].fillna(0).tolist()
+    assert undefined == ([1, 2] if accumulate == 2 else [0, 1, 1, 2])
+    if accumulate == 2:
+        # The penalty is a mean of two micro-batches, and the score is that of the first.
+        assert steps["train/penalty"].tolist() == pytest.approx(((steps["train/isoscore_star"] - 1) / 2).tolist())
+    else:
+        assert steps["train/isoscore_star"].isna().tolist() == [False, True, False, True]
+        assert (steps["train/penalty"] == 0).tolist() == [False, True, False, True]
 
 
 def test_classification_records_the_isotropy_within_and_between_classes(cached_run: Callable[..., Any]) -> None:

@@ -10,7 +10,6 @@ from istar.tasks.features import FeatureRows
 from istar.training.data import (
     LengthGroupedSampler,
     build_evaluation_loader,
-    compute_last_batch_size,
     sort_longest_first,
 )
 
@@ -56,15 +55,6 @@ def test_processes_share_the_batches_that_one_process_would_see(world_size):
     assert len({len(shard) for shard in shards}) == 1
     merged_order = [index for step in zip(*shards, strict=True) for index in step]
     assert merged_order[: len(single_process_order)] == single_process_order
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_size_of_the_last_batch(world_size):
-    """`compute_last_batch_size` gives the size of a process's last batch, for 1 to 13 examples in batches of 4."""
-    for num_examples in range(1, 14):
-        shard = list(LengthGroupedSampler([1] * num_examples, 4, seed=1, rank=world_size - 1, world_size=world_size))
-        *_, last_batch = [shard[start : start + 4] for start in range(0, len(shard), 4)]
-        assert compute_last_batch_size(num_examples, 4, world_size) == len(last_batch)
 
 
 @pytest.mark.parametrize("group", [True, False])
