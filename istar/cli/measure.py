@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from istar.cli.console import check_minima, make_console, make_folder
+from istar.cli.console import check_minima, make_console
 from istar.errors import UserError
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _measure_model(options: argparse.Namespace, sources: Sequence["Source"], set
         raise UserError("model is missing; expected a hub id or a folder, or --checkpoints")
     if options.steps is not None:
         raise UserError("--steps is for several checkpoints; expected --checkpoints or --revisions with it")
-    model_page.check_output_folder(options.out, options.model, options.revision)
+    model_page.check_output_folder(options.out, options.model, options.revision, [source.path for source in sources])
     progress_console = make_console(stderr=True) if rank == 0 else None
     hardware = options.dtype, options.device
     measurements = measure.measure_model(
@@ -138,7 +138,6 @@ def _measure_trajectory(options: argparse.Namespace, sources: Sequence["Source"]
         model, sources, settings, options.out, options.dtype, options.device, options.typed
     )
     trajectory_page.check_output_folder(plan, checkpoints)
-    make_folder(options.out)
     measured_trajectory = trajectory.measure_checkpoints(plan, checkpoints, make_console(stderr=True))
     if measured_trajectory.measurements:
         console = make_console()

@@ -28,7 +28,7 @@ _RESULT_FILE, _CONFIG_FILE = "result.json", "config.yaml"
 _STEP_PATTERN = re.compile(r"(?<![A-Za-z])step[-_]?(\d+)(?!\d)")
 _SHAPE_KEYS = ("model_type", "hidden_size", "n_embd", "d_model", "dim", "num_hidden_layers", "n_layer", "n_layers")
 """Keys of a model's configuration that must be equal for all checkpoints of a training; models have only some."""
-_RESERVED_NAMES = (".", "..", "trajectory.csv", "index.html", "figures")
+_RESERVED_NAMES = (".", "..", "trajectory.csv", "index.html", "figures", "tables", ".istar")
 """Names in the output folder that no checkpoint's folder may have."""
 
 
