@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> None:
         _compare_trajectories(options, model_arguments)
         return
     sources = corpus.parse_sources(options.text)
-    inputs = [*(argument.name for argument in model_arguments), *(source.path for source in sources)]
+    inputs: list[str | Path] = [*(argument.name for argument in model_arguments), *(source.path for source in sources)]
     folder.check(options.out, compare_page.KIND, inputs)
     console, progress_console = make_console(), make_console(stderr=True)
     measured_models = _measure_models(model_arguments, sources, options, progress_console)

@@ -86,7 +86,7 @@ def check_output_folder(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint])
     Raises:
         UserError: if the folder holds another model, and as `istar.pages.folder.check` does.
     """
-    inputs = [*(checkpoint.name for checkpoint in checkpoints), *(text.path for text in plan.texts)]
+    inputs: list[str | Path] = [*(checkpoint.name for checkpoint in checkpoints), *(text.path for text in plan.texts)]
     folder.check(plan.out, KIND, inputs)
     for checkpoint in checkpoints:
         checkpoint_output(plan, checkpoint).check(CHECKPOINT_FILES, inputs)
