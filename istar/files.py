@@ -117,6 +117,12 @@ _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 """Characters with which a formula begins in spreadsheets."""
 
 
+def refuse_special_file(path: Path) -> None:
+    """Raise an OSError if this is a pipe, a socket or a device, from which reading may never end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "is a pipe or a device; expected a file", str(path))
+
+
 def remove_temporary_files(folder: Path) -> None:
     """Remove the temporary files that killed processes left in a folder and its subfolders."""
     for path in folder.rglob(".*"):

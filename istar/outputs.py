@@ -54,11 +54,13 @@ class Output:
         """
         names = list(names)
         with self._user_errors():
-            self._recover()
+            self.recover()
             entries = self._read_manifest()
             own_names = [name for name, entry in entries.items() if entry.noun == self.noun]
             replaced_paths = [(self.folder / name).resolve() for name in names]
             for path in map(Path, filter(os.path.exists, inputs)):
+                if not path.is_file() and not path.is_dir():
+                    raise UserError(f"{path} is a pipe or a device; expected a file or a folder")
                 is_replaced = any(path.resolve().is_relative_to(replaced_path) for replaced_path in replaced_paths)
                 if is_replaced or path.resolve() == self.folder.resolve():
                     raise UserError(f"{self._label} would replace files of the input {path}; {self.advice}")
@@ -139,6 +141,7 @@ class Output:
                 self._remove_file(name)
             kept_entries = {name: entry for name, entry in entries.items() if name not in stale_names}
             self._write_manifest(kept_entries | new_entries)
+            self._remove_drafts()
 
     def remove_folder(self, name: str) -> None:
         """Remove a folder that `write` has written, if it exists.
@@ -152,6 +155,7 @@ class Output:
             self._move_away(name)
             self._write_manifest({key: entry for key, entry in entries.items() if not key.startswith(f"{name}/")})
             self._remove_replaced(name)
+            self._remove_drafts()
 
     @property
     def has_manifest(self) -> bool:
@@ -185,16 +189,18 @@ class Output:
         for path in (self.folder, self._state, self._state / _MANIFEST):
             is_expected = path.is_file() if path.name == _MANIFEST else path.is_dir()
             if path.is_symlink() or (path.exists() and not is_expected):
+                place = "" if path == self.folder else f": {path}"
                 kind = "file" if path.name == _MANIFEST else "folder"
-                raise UserError(f"{self._label}: {path} is not a {kind}; {self.advice}")
+                raise UserError(f"{self._label}{place} is not a {kind}; {self.advice}")
         if self._state.exists() and not self.has_manifest:
             for path in _list_files(self._state):
                 if not is_temporary(path):
                     raise self._make_foreign_error(f"{STATE_FOLDER}/{path.relative_to(self._state).as_posix()}")
 
-    def _recover(self) -> None:
+    def recover(self) -> None:
         """Finish or undo what a killed process has left: restore moved folders, and remove drafts."""
         self._refuse_links()
+        remove_temporary_files(self._state)
         if not self.has_manifest:
             return
         for path in (self._state / _REPLACED).glob("*"):
@@ -204,8 +210,12 @@ class Output:
                 path.rename(self.folder / name)
             else:
                 self._remove_replaced(name)
+        self._remove_drafts()
+
+    def _remove_drafts(self) -> None:
         shutil.rmtree(self._state / _DRAFTS, ignore_errors=True)
-        remove_temporary_files(self._state)
+        if (self._state / _REPLACED).is_dir():
+            (self._state / _REPLACED).rmdir()
 
     def _move_away(self, name: str) -> None:
         if (self.folder / name).exists():

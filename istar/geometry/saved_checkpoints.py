@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from istar.errors import UserError, shorten
-from istar.files import write_text
+from istar.files import refuse_special_file, write_text
 
 STEP_FILE = "training_step.json"
 """File in a folder of a model that records the optimizer step of its training, as `{"global_step": 512}`."""
@@ -76,6 +76,7 @@ def read_steps(path: Path) -> dict[str, int]:
         UserError: if the file cannot be read, lacks a column, has a checkpoint twice, or a step is no whole number.
     """
     try:
+        refuse_special_file(path)
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = list(csv.DictReader(file, skipinitialspace=True))
     except (OSError, ValueError, csv.Error) as error:

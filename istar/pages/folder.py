@@ -61,7 +61,7 @@ def check(out: Path, kind: PageKind, inputs: Iterable[str | Path] = ()) -> None:
     Raises:
         UserError: if the folder holds foreign or edited files where the page has its own, or is one of the `inputs`.
     """
-    page_output(out, kind).check((TABLES, FIGURES, INDEX, *kind.extra_files), inputs)
+    page_output(out, kind).check((INDEX, *kind.extra_files, TABLES, FIGURES), inputs)
 
 
 def write(out: Path, contents: Mapping[str, bytes], kind: PageKind) -> Path:

@@ -160,14 +160,16 @@ def check_plan_folder(folder: Path, force: bool) -> None:
     Raises:
         UserError: if there is a plan and `force` is False, and as `istar.outputs.Output.check` does.
     """
-    if not force:
-        if (folder / PLAN).exists():
-            raise UserError(
-                f"{folder / PLAN} exists; name another folder with --out, or write a new plan with --force, which "
-                "keeps this one under another name"
-            )
-        # A plan.md alone is what a killed call has left, or foreign.
-        Output(folder, "plan").check([TEXT])
+    output = Output(folder, "plan")
+    if force:
+        output.recover()
+    elif (folder / PLAN).exists():
+        raise UserError(
+            f"{folder / PLAN} exists; name another folder with --out, or write a new plan with --force, which keeps "
+            "this one under another name"
+        )
+    else:
+        output.check([TEXT])  # a plan.md alone is what a killed call has left, or foreign
 
 
 def write(contents: Mapping[str, Any], folder: Path, force: bool = False) -> Path:
