@@ -77,7 +77,7 @@ LIBRARIES = {
     "measures": {"torch"},
     "statistics": {"numpy", "scipy"},
     "regularizers": {"torch"},
-    "config": {"hydra", "lightning", "omegaconf"},
+    "config": {"hydra", "lightning", "omegaconf", "yaml"},
     "errors": set(),
     "scores": set(),
     "files": {"filelock"},
