@@ -5,26 +5,21 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote, unquote
 
 from istar.errors import UserError, shorten
-from istar.files import atomic_write, is_temporary, remove_temporary_files
+from istar.files import is_temporary, remove_temporary_files, write_text
 
 STATE_FOLDER = ".istar"
 """Hidden folder in a folder of results, with the manifest and with files that are not finished."""
 _MANIFEST, _DRAFTS, _REPLACED = "manifest.json", "new", "old"
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """What the manifest records about a file: which kind of results it belongs to, and the checksums it may have."""
-
-    noun: str
-    checksums: tuple[str, ...]  # two while a file is being replaced: old and new
+_Entries = dict[str, tuple[str, ...]]
+"""The manifest: by the name of each file the noun of its results, and its checksum; two while it is being replaced."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class Output:
         with self._user_errors():
             self.recover()
             entries = self._read_manifest()
-            own_names = [name for name, entry in entries.items() if entry.noun == self.noun]
+            own_names = [name for name, (noun, *_) in entries.items() if noun == self.noun]
             replaced_paths = [(self.folder / name).resolve() for name in names]
             for path in map(Path, filter(os.path.exists, inputs)):
                 if not path.is_file() and not path.is_dir():
@@ -111,27 +106,28 @@ class Output:
         with self._user_errors():
             self._create()
             entries = self._read_manifest()
-            new_entries = {name: self._make_entry(hashlib.sha256(content)) for name, content in contents.items()}
+            checksums = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
             for name, draft in folders.items():
-                for path in _list_files(draft):
-                    new_entries[f"{name}/{path.relative_to(draft).as_posix()}"] = self._make_entry(_hash(path))
-            own_names = [name for name, entry in entries.items() if entry.noun == self.noun]
+                checksums |= {
+                    f"{name}/{path.relative_to(draft).as_posix()}": _hash(path) for path in _list_files(draft)
+                }
+            own_names = [name for name, (noun, *_) in entries.items() if noun == self.noun]
             stale_names = [
                 name for name in own_names
-                if name not in new_entries and (is_complete or name.startswith(tuple(f"{key}/" for key in folders)))
+                if name not in checksums and (is_complete or name.startswith(tuple(f"{key}/" for key in folders)))
             ]  # fmt: skip
             for name in (*contents, *folders, *stale_names):
                 if name not in saved:
                     self._check_own(name, entries)
-            merged_entries = {
-                name: replace(entry, checksums=(*entries[name].checksums, *entry.checksums))
-                if name in entries
-                else entry
-                for name, entry in new_entries.items()
+            # All files are written before the first one is replaced, for the case that the disk is full.
+            drafts = [(name, self._write_draft(str(number), contents[name])) for number, name in enumerate(contents)]
+            unfinished_entries = {
+                name: (*entries.get(name, (self.noun,)), checksum) for name, checksum in checksums.items()
             }
-            self._write_manifest(entries | merged_entries)
-            for name, content in contents.items():
-                self._write_file(name, content)
+            self._write_manifest(entries | unfinished_entries)
+            for name, draft in drafts:
+                (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+                draft.replace(self.folder / name)
             for name, draft in folders.items():
                 self._move_away(name)
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +136,7 @@ class Output:
             for name in stale_names:
                 self._remove_file(name)
             kept_entries = {name: entry for name, entry in entries.items() if name not in stale_names}
-            self._write_manifest(kept_entries | new_entries)
+            self._write_manifest(kept_entries | {name: (self.noun, checksum) for name, checksum in checksums.items()})
             self._remove_drafts()
 
     def remove_folder(self, name: str) -> None:
@@ -172,10 +168,12 @@ class Output:
 
     @contextmanager
     def _user_errors(self) -> Iterator[None]:
-        """Convert an OSError to a `UserError` that names the folder."""
+        """After an OSError, undo what is unfinished and raise a `UserError` that names the folder."""
         try:
             yield
         except OSError as error:
+            with suppress(OSError, UserError):
+                self.recover()
             raise UserError(f"{self._label} cannot be written: {shorten(error)}") from error
 
     def _create(self) -> None:
@@ -198,7 +196,7 @@ class Output:
                     raise self._make_foreign_error(f"{STATE_FOLDER}/{path.relative_to(self._state).as_posix()}")
 
     def recover(self) -> None:
-        """Finish or undo what a killed process has left: restore moved folders, and remove drafts."""
+        """Undo what a killed process has left unfinished: restore a folder that was moved away, and remove drafts."""
         self._refuse_links()
         remove_temporary_files(self._state)
         if not self.has_manifest:
@@ -232,15 +230,14 @@ class Output:
             replaced_folder.rename(removed_folder)
             shutil.rmtree(removed_folder)
 
-    def _write_file(self, name: str, content: bytes) -> None:
-        draft = self._state / _DRAFTS / "file"
+    def _write_draft(self, name: str, content: bytes) -> Path:
+        draft = self._state / _DRAFTS / name
         draft.parent.mkdir(exist_ok=True)
         with draft.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-        draft.replace(self.folder / name)
+        return draft
 
     def _remove_file(self, name: str) -> None:
         """Remove a file, and the folders that have become empty."""
@@ -251,7 +248,7 @@ class Output:
                 break
             parent.rmdir()
 
-    def _check_own(self, name: str, entries: Mapping[str, _Entry]) -> None:
+    def _check_own(self, name: str, entries: _Entries) -> None:
         """Raise a `UserError` unless all files at a name are listed as ours with the checksums that they have."""
         path = self.folder / name
         for parent in path.parents[: len(Path(name).parts) - 1]:
@@ -259,10 +256,10 @@ class Output:
                 raise self._make_foreign_error(parent.relative_to(self.folder).as_posix())
         for file in _list_files(path):
             file_name = file.relative_to(self.folder).as_posix()
-            entry = entries.get(file_name)
-            if entry is None or entry.noun != self.noun or not file.is_file() or file.is_symlink():
+            noun, *checksums = entries.get(file_name, ("",))
+            if noun != self.noun or not file.is_file() or file.is_symlink():
                 raise self._make_foreign_error(file_name)
-            if _hash(file).hexdigest() not in entry.checksums:
+            if _hash(file) not in checksums:
                 raise UserError(
                     f"{self._label}: {file_name} was changed after istar wrote it; move it away, or {self.advice}"
                 )
@@ -270,28 +267,19 @@ class Output:
     def _make_foreign_error(self, name: str) -> UserError:
         return UserError(f"{self._label} holds {name}, which is no part of a {self.noun}; {self.advice}")
 
-    def _make_entry(self, digest: Any) -> _Entry:
-        return _Entry(self.noun, (digest.hexdigest(),))
-
-    def _read_manifest(self) -> dict[str, _Entry]:
+    def _read_manifest(self) -> _Entries:
         path = self._state / _MANIFEST
         if not path.exists():
             return {}
         try:
             files = json.loads(path.read_text(encoding="utf-8"))["files"]
             # A manifest may come from a stranger.
-            return {
-                name: _Entry(noun, tuple(checksums))
-                for name, (noun, *checksums) in files.items()
-                if _is_within_folder(name)
-            }
+            return {name: (noun, *checksums) for name, (noun, *checksums) in files.items() if _is_within_folder(name)}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise UserError(f"{self._label}: {path} is damaged ({shorten(error)}); {self.advice}") from error
 
-    def _write_manifest(self, entries: Mapping[str, _Entry]) -> None:
-        files = {name: [entry.noun, *entry.checksums] for name, entry in entries.items()}
-        with atomic_write(self._state / _MANIFEST) as file:
-            file.write((json.dumps({"files": files}, indent=1) + "\n").encode())
+    def _write_manifest(self, entries: _Entries) -> None:
+        write_text(self._state / _MANIFEST, json.dumps({"files": entries}, indent=1) + "\n")
 
 
 def run_output(folder: Path) -> Output:
@@ -314,6 +302,6 @@ def _list_files(path: Path) -> Iterator[Path]:
         yield from (Path(folder) / name for name in folder_names if (Path(folder) / name).is_symlink())
 
 
-def _hash(path: Path) -> Any:
+def _hash(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256")
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -20,7 +20,12 @@ from istar.outputs import STATE_FOLDER, Output, run_output
 from istar.pages import folder
 from istar.pages.folder import PageKind
 from istar.reports import plan_file, run_frame
-from istar.training.checkpoints import AtomicCheckpointIO, read_checkpoint
+from istar.training.checkpoints import (
+    AtomicCheckpointIO,
+    find_resumable_checkpoint,
+    read_checkpoint,
+    remove_old_checkpoints,
+)
 
 SYSTEM_CALLS = ("rename", "replace", "unlink", "mkdir", "rmdir", "fsync")
 KILLED = 77
@@ -195,6 +200,17 @@ def test_a_checkpoint_is_whole_after_each_kill(tmp_path: Path) -> None:
         assert read_checkpoint(path)["value"].tolist() in ([0.0] * 3, [1.0] * 3)
         count += 1
     assert read_checkpoint(path)["value"].tolist() == [1.0] * 3
+
+
+def test_a_refused_checkpoint_replaces_no_earlier_one(tmp_path: Path) -> None:
+    for name in ("step-1.ckpt", "step-1.ckpt.refused", "step-1.ckpt.refused-2", "step-mine-1.ckpt"):
+        (tmp_path / name).write_text(name)
+    assert find_resumable_checkpoint(tmp_path, "run", 1) is None
+    remove_old_checkpoints(tmp_path, tmp_path / "best-epoch-1.ckpt")
+    assert read_tree(tmp_path) == {
+        "step-1.ckpt.refused": b"step-1.ckpt.refused", "step-1.ckpt.refused-2": b"step-1.ckpt.refused-2",
+        "step-1.ckpt.refused-3": b"step-1.ckpt", "step-mine-1.ckpt": b"step-mine-1.ckpt",
+    }  # fmt: skip
 
 
 def make_foreign(path: Path) -> None:
