@@ -54,6 +54,19 @@ class StoppedError(UserError):
         return type(self), (str(self), self.exit_code - StoppedError.exit_code)
 
 
+def explain_system_error(error: BaseException) -> str:
+    """Return a line for the user if a disk, a file system or the memory is the cause of an error, or else ""."""
+    text = shorten(error)
+    if isinstance(error, MemoryError) or "allocate memory" in text or "out of memory" in text.lower():
+        return f"there is not enough memory{f' ({text})' if text else ''}; use a smaller batch, text or model"
+    if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+        reason = error.strerror or text
+        name = f"{shorten(error.filename)}: " if error.filename is not None else ""
+        return f"{name}{reason}"
+    # Writers in Rust, such as safetensors, raise types of their own.
+    return text if "(os error " in text else ""
+
+
 def shorten(text: object, max_length: int = 200) -> str:
     """Convert any object to one line of printable text without secrets, truncated after `max_length` characters."""
     one_line = mask_secrets(" ".join(str(text).split()))

@@ -1,5 +1,6 @@
 """Functions that write files and folders atomically, and that lock folders."""
 
+import errno
 import os
 import re
 import shutil
@@ -7,7 +8,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
@@ -75,21 +76,76 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
+def to_csv(frame: Any) -> str:
+    """Return a data frame as CSV without its index, with all texts escaped by `escape_cell`."""
+    escaped_frame = frame.rename(columns=escape_cell)
+    for position, dtype in enumerate(escaped_frame.dtypes):
+        if dtype.kind == "O":
+            escaped_frame.isetitem(position, escaped_frame.iloc[:, position].map(escape_cell))
+    text: str = escaped_frame.to_csv(index=False)
+    return text
+
+
+def escape_cell(value: Any) -> Any:
+    """Return a value for a cell of a CSV file; a text that spreadsheets would execute as a formula gets an apostrophe.
+
+    Numbers stay as they are, even as texts.
+
+    >>> escape_cell("=HYPERLINK(A1)"), escape_cell("-1.5"), escape_cell(-1.5)
+    ("'=HYPERLINK(A1)", '-1.5', -1.5)
+    """
+    if not isinstance(value, str) or not value.startswith(_FORMULA_STARTS) or value == "-":
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value
+
+
+def unescape_cell(value: Any) -> Any:
+    """Return the value that `escape_cell` has escaped.
+
+    >>> unescape_cell("'@model"), unescape_cell("'tis")
+    ('@model', "'tis")
+    """
+    is_escaped = isinstance(value, str) and value[:1] == "'" and value[1:].startswith(_FORMULA_STARTS)
+    return value[1:] if is_escaped else value
+
+
+_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+"""Characters with which a formula begins in spreadsheets."""
+
+
+def refuse_special_file(path: Path) -> None:
+    """Raise an OSError if this is a pipe, a socket or a device, from which reading may never end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "is a pipe or a device; expected a file", str(path))
+
+
 def remove_temporary_files(folder: Path) -> None:
     """Remove the temporary files that killed processes left in a folder and its subfolders."""
     for path in folder.rglob(".*"):
-        if _TEMPORARY_NAME.fullmatch(path.name):
+        if is_temporary(path):
             path.unlink(missing_ok=True)
+
+
+def is_temporary(path: Path) -> bool:
+    """Return whether this is a file that `atomic_write` has not finished, or that a killed process has left."""
+    return _TEMPORARY_NAME.fullmatch(path.name) is not None and not path.is_dir()
 
 
 _TEMPORARY_NAME = re.compile(r"\..+\.[0-9a-f]{32}")
 
 
 def _sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to disk, so that a rename survives a crash of the machine."""
+    """Flush a folder's entries to disk, so that a rename survives a crash of the machine, if the file system can."""
     file_descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(file_descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
     finally:
         os.close(file_descriptor)
 

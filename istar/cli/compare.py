@@ -39,13 +39,15 @@ def run(options: argparse.Namespace) -> None:
     """Measure the models that are not measured yet, print a table that compares all models, and write the page."""
     check_minima(options, documents=0, length=1, max_tokens=1)
     from istar.geometry import compare, compare_page, corpus
+    from istar.pages import folder
 
     model_arguments = compare.parse_compared_models(options.models)
     if any(argument.has_trajectory for argument in model_arguments):
         _compare_trajectories(options, model_arguments)
         return
-    compare_page.check_output_folder(options.out)
     sources = corpus.parse_sources(options.text)
+    inputs: list[str | Path] = [*(argument.name for argument in model_arguments), *(source.path for source in sources)]
+    folder.check(options.out, compare_page.KIND, inputs)
     console, progress_console = make_console(), make_console(stderr=True)
     measured_models = _measure_models(model_arguments, sources, options, progress_console)
     similarities = _compute_similarities(measured_models, sources, options, progress_console)
@@ -59,10 +61,11 @@ def run(options: argparse.Namespace) -> None:
 def _compare_trajectories(options: argparse.Namespace, model_arguments: Sequence["ModelArgument"]) -> None:
     """Compare models over their training: print the table of their trajectories, and write the page."""
     from istar.geometry import trajectory_comparison
+    from istar.pages import folder
 
     if options.text:
         raise UserError("--text does not go with folders of trainings, which are measured already; leave it out")
-    trajectory_comparison.check_output_folder(options.out)
+    folder.check(options.out, trajectory_comparison.KIND, [argument.name for argument in model_arguments])
     trajectories = trajectory_comparison.read_trainings(model_arguments)
     page_path = trajectory_comparison.write_page(trajectories, options.out, options.typed)
     console = make_console()
@@ -108,7 +111,8 @@ def _measure_model(
     from istar.geometry.stream import Pass
 
     out = options.out.with_name(f"{options.out.name}-measures") / model_argument.default_label
-    model_page.check_output_folder(out, model_argument.model_name, model_argument.revision)
+    texts = [source.path for source in sources]
+    model_page.check_output_folder(out, model_argument.model_name, model_argument.revision, texts)
     progress_console.print(f"measuring {model_argument.model_name}", highlight=False, soft_wrap=True, markup=False)
     settings = Pass(options.length, limit=options.max_tokens)
     measurements = measure.measure_model(

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from istar.cli.console import check_minima, make_console, make_folder
+from istar.cli.console import check_minima, make_console
 from istar.errors import UserError
 
 
@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Compute the correlations, write them and a figure of the scores to the output folder, and print them."""
     check_minima(options, resamples=100, seed=0)
-    from istar.geometry import correlate, correlation_tables, score_figure
+    from istar.geometry import correlate, correlation_tables
     from istar.geometry.score_join import Selection
 
     selection = Selection(
@@ -58,11 +58,11 @@ def run(options: argparse.Namespace) -> None:
         seed=options.seed,
         block_length=_parse_block_length(options.blocks),
     )
+    inputs = options.geometry, options.scores
+    correlation_tables.make_output(options.out).check(correlation_tables.FILES, inputs)
     correlations = correlate.correlate(options.geometry, options.scores, selection)
     sheet = correlation_tables.make_sheet(correlations, selection)
-    make_folder(options.out)
-    paths = correlation_tables.write_tables(correlations, sheet, options.out)
-    paths += score_figure.write_figure(correlations.scores_by_step, options.out)
+    paths = correlation_tables.write_results(correlations, sheet, options.out)
     console = make_console()
     for table in correlation_tables.make_terminal_tables(sheet):
         console.print(table)

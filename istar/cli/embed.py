@@ -1,11 +1,15 @@
 """Implements `istar embed`: measures the geometry and word similarity of embedding matrices, raw and post-processed."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from istar.cli.console import make_console, make_folder
+from istar.cli.console import make_console
 from istar.errors import UserError
+
+if TYPE_CHECKING:
+    from istar.geometry.corpus import Source
 
 _FORMS = ("raw", "centered", "scaled_centered", "all_but_the_top", "all_but_the_top_published")
 
@@ -55,18 +59,14 @@ def run(options: argparse.Namespace) -> None:
 def _measure_one_matrix(options: argparse.Namespace) -> None:
     """Measure one embedding matrix, write the results to the output folder and print them."""
     from istar.config import ModelConfig
-    from istar.geometry import corpus, embed, embed_page
+    from istar.geometry import corpus, embed
 
-    embed_page.refuse_page_folder(options.out)
+    sources = corpus.parse_sources(options.text)
+    embed.check_output_folder(options.out, _list_inputs(options.models, options, sources))
     config = ModelConfig(name=options.models[0], revision=options.revision)
     settings = embed.MatrixSettings(options.matrix, options.form or "raw", options.components, options.policy)
-    embedding = embed.measure_embeddings(config, settings, options.wordsim, corpus.parse_sources(options.text))
-    make_folder(options.out)
-    paths = embed.write_results(embedding, options.out)
-    if options.save == "matrix":
-        paths += embed.write_matrix(embedding, options.out)
-    elif options.save == "model":
-        paths.append(embed.write_model(embedding, config, options.out))
+    embedding = embed.measure_embeddings(config, settings, options.wordsim, sources)
+    paths = embed.write_results(embedding, options.out, options.save, config)
     console = make_console()
     for table in embed.make_terminal_tables(embedding):
         console.print(table)
@@ -74,9 +74,16 @@ def _measure_one_matrix(options: argparse.Namespace) -> None:
         console.out(line, highlight=False)
 
 
+def _list_inputs(
+    model_names: Sequence[str], options: argparse.Namespace, sources: Sequence["Source"]
+) -> list[str | Path]:
+    return [*model_names, *options.wordsim, *(source.path for source in sources)]
+
+
 def _measure_several_matrices(options: argparse.Namespace) -> None:
     """Measure the embedding matrices of all models in all forms, print the first two tables and write the page."""
     from istar.geometry import compare, corpus, embed_models, embed_page, embed_tables
+    from istar.pages import folder
 
     for name, advice in _OPTIONS_FOR_ONE_MATRIX.items():
         if getattr(options, name) is not None:
@@ -84,11 +91,12 @@ def _measure_several_matrices(options: argparse.Namespace) -> None:
     forms = options.forms or embed_models.WORDSIM_FORMS
     if options.components is not None and not any(form.startswith("all_but_the_top") for form in forms):
         raise UserError("--components needs an all_but_the_top form, but --forms has none; remove --components")
-    embed_page.check_output_folder(options.out)
     model_arguments = compare.parse_models(options.models)
     embed_models.check_labels(model_arguments)
-    benchmarks = embed_models.read_benchmarks(options.wordsim)
     sources = corpus.parse_sources(options.text)
+    model_names = [argument.name for argument in model_arguments]
+    folder.check(options.out, embed_page.KIND, _list_inputs(model_names, options, sources))
+    benchmarks = embed_models.read_benchmarks(options.wordsim)
     settings = embed_models.EmbeddingSettings(options.matrix, forms, options.components, options.policy)
     console, progress_console = make_console(), make_console(stderr=True)
     measured_models = []

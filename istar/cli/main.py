@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from istar import __version__
 from istar.cli import compare, correlate, embed, measure, plan, power, quantize, report, results, watch
-from istar.errors import UserError, mask_secrets
+from istar.errors import SHOW_TRACE, UserError, explain_system_error, mask_secrets
 from istar.runs import extras
 from istar.streams import run_with_robust_output
 
@@ -31,6 +31,11 @@ def _run_command(arguments: list[str]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except Exception as error:
+        if SHOW_TRACE or not explain_system_error(error):
+            raise
+        print(f"error: {explain_system_error(error)}", file=sys.stderr)
+        return UserError.exit_code
     return 0
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from istar.cli.console import check_minima, make_console, make_folder
+from istar.cli.console import check_minima, make_console
 from istar.errors import UserError
 
 if TYPE_CHECKING:
@@ -96,13 +96,14 @@ def run(options: argparse.Namespace) -> None:
 
 def _measure_model(options: argparse.Namespace, sources: Sequence["Source"], settings: "Pass", rank: int) -> None:
     """Measure one model; on rank 0, print the table of its layers and write its page."""
-    from istar.geometry import measure, measures_file, model_page
+    from istar.geometry import measure, measures_file, model_page, stream
 
     if options.model is None:
         raise UserError("model is missing; expected a hub id or a folder, or --checkpoints")
     if options.steps is not None:
         raise UserError("--steps is for several checkpoints; expected --checkpoints or --revisions with it")
-    model_page.check_output_folder(options.out, options.model, options.revision)
+    model_page.check_output_folder(options.out, options.model, options.revision, [source.path for source in sources])
+    stream.wait_for_all_processes()  # one that still checks the folder would remove what another one writes
     progress_console = make_console(stderr=True) if rank == 0 else None
     hardware = options.dtype, options.device
     measurements = measure.measure_model(
@@ -138,7 +139,6 @@ def _measure_trajectory(options: argparse.Namespace, sources: Sequence["Source"]
         model, sources, settings, options.out, options.dtype, options.device, options.typed
     )
     trajectory_page.check_output_folder(plan, checkpoints)
-    make_folder(options.out)
     measured_trajectory = trajectory.measure_checkpoints(plan, checkpoints, make_console(stderr=True))
     if measured_trajectory.measurements:
         console = make_console()

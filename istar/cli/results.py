@@ -22,6 +22,8 @@ def run(options: argparse.Namespace) -> None:
     # Imported here so that `istar --help` does not wait for pandas.
     from istar.reports import run_frame, run_tables
 
+    if options.out is not None:
+        run_frame.check_export(options.out)
     runs = run_frame.load_runs(options.folder)
     if options.sort not in runs.frame:
         hint = did_you_mean(options.sort, map(str, runs.frame))

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from istar.config import Config, schema
-from istar.errors import SHOW_TRACE, StoppedError, UserError
+from istar.errors import SHOW_TRACE, StoppedError, UserError, explain_system_error
 from istar.runs import extras, launch
 from istar.runs.importing import fast_imports
 from istar.terminal import make_console
@@ -49,6 +49,10 @@ def main(arguments: Sequence[str], command: str) -> None:
         if SHOW_TRACE:
             raise
         exit_with_error(error)
+    except Exception as error:
+        if SHOW_TRACE or not explain_system_error(error):
+            raise
+        exit_with_error(UserError(explain_system_error(error)))
 
 
 def move_overrides_to_end(arguments: Sequence[str]) -> list[str]:

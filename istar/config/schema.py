@@ -12,6 +12,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args
 
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import AnyNode, BooleanNode, DictConfig, FloatNode, IntegerNode, OmegaConf, StringNode
@@ -116,6 +117,19 @@ def to_dict(config: Any) -> dict[str, Any]:
         key: to_dict(value) if is_dataclass(value) else value
         for key, value in {**value_by_key, **further_values}.items()
     }
+
+
+def to_yaml(config: Config) -> str:
+    """Return a config as YAML from which OmegaConf reads the same values, even those that look like interpolations."""
+
+    def escape(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: escape(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [escape(item) for item in value]
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+    return yaml.safe_dump(escape(to_dict(config)))
 
 
 def explain(error: Exception) -> str:

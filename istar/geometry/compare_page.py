@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from istar.figures.plot import Line, Panel, Plot
+from istar.files import to_csv
 from istar.geometry import compare, comparison_findings, model_differences
 from istar.geometry.compare import MeasuredModel
 from istar.geometry.intervals import interval_half_width, t_quantile
@@ -115,15 +116,6 @@ _PLOTTED_DIFFERENCES = ("isoscore", "inter_sim", "norm_ratio", "isoscore_unbiase
 """Measures in the figure of differences; the table has all that have an error."""
 
 
-def check_output_folder(out: Path) -> None:
-    """Refuse an output folder that holds other files, so that the error comes before models are measured.
-
-    Raises:
-        UserError: if the folder holds anything but an earlier comparison of models.
-    """
-    folder.check_replaceable(out, KIND)
-
-
 def write_page(
     models: Sequence[MeasuredModel], out: Path, similarities: Sequence["Similarity"] = (), command: str = ""
 ) -> Path:
@@ -136,16 +128,14 @@ def write_page(
         command: command line, to show on the page.
 
     Raises:
-        UserError: if the folder holds anything but an earlier comparison, or cannot be written.
+        UserError: see `istar.pages.folder.write`.
     """
-    folder.check_replaceable(out, KIND)
     tables = [_make_model_table(models), _make_layer_table(models), _make_difference_table(models)]
     tables += [_make_similarity_table(similarities)] if similarities else []
     sheets = {sheet.name: sheet for sheet in tables}
     contents = folder.page_files(_make_page(models, similarities, sheets, command), sheets)
-    contents[compare.TABLE_FILE] = compare.make_layer_table(models).to_csv(index=False).encode()
-    folder.replace_folder(out, contents, KIND)
-    return out / folder.INDEX
+    contents[compare.TABLE_FILE] = to_csv(compare.make_layer_table(models)).encode()
+    return folder.write(out, contents, KIND)
 
 
 def _make_page(

@@ -10,11 +10,13 @@ from typing import Any
 import pandas as pd
 from rich.table import Table
 
-from istar.files import write_text
+from istar.files import to_csv
+from istar.geometry import score_figure
 from istar.geometry.correlate import CONFIDENCE_LEVEL, PARTIAL_METHODS, STATISTICS, CorrelationResults
 from istar.geometry.model_figures import MEASURE_TITLES
 from istar.geometry.published_correlations import look_up_correlations
 from istar.geometry.score_join import Selection
+from istar.outputs import Output
 from istar.pages import sheets
 from istar.pages.sheets import Entry, Sheet
 
@@ -23,20 +25,31 @@ _MEASURE_TITLES = {
     "partition_isotropy_as_computed": "I(W), signs as computed",
     "partition_isotropy_both": "I(W), both signs",
 }
+FILES = ("correlation.csv", "table.csv", "table.md", *score_figure.FILES)
+"""All files that `istar correlate` may write."""
 _PUBLISHED_MEASURES = ("partition_isotropy_as_computed", "partition_isotropy_both")
 """Measures of output embeddings beside which the table has the paper's correlations."""
 
 
-def write_tables(results: CorrelationResults, table: Sheet, out: Path) -> list[Path]:
-    """Write all correlations to `correlation.csv`, and `table` to `table.csv` and `table.md`; return the paths."""
-    text_by_name = {
-        "correlation.csv": pd.DataFrame(results.rows).to_csv(index=False),
-        "table.csv": sheets.to_csv(table),
-        "table.md": sheets.to_markdown(table),
+def make_output(out: Path) -> Output:
+    """Return the output folder of `istar correlate`."""
+    return Output(out, "correlation")
+
+
+def write_results(results: CorrelationResults, table: Sheet, out: Path) -> list[Path]:
+    """Write all correlations, the `table` of `make_sheet` and a figure of the scores, and return the paths.
+
+    Raises:
+        UserError: see `istar.outputs.Output.write`.
+    """
+    contents = {
+        "correlation.csv": to_csv(pd.DataFrame(results.rows)).encode(),
+        "table.csv": sheets.to_csv(table).encode(),
+        "table.md": sheets.to_markdown(table).encode(),
+        **score_figure.render_files(results.scores_by_step),
     }
-    for name, text in text_by_name.items():
-        write_text(out / name, text)
-    return [out / name for name in text_by_name]
+    make_output(out).write(contents, is_complete=True)
+    return [out / name for name in contents]
 
 
 def make_sheet(results: CorrelationResults, selection: Selection) -> Sheet:

@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +13,14 @@ import numpy as np
 import pandas as pd
 import torch
 from rich.table import Table
-from safetensors.torch import save
+from safetensors.torch import save as save_tensors
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from istar import models
 from istar.config import ModelConfig
 from istar.errors import UserError, shorten
-from istar.files import atomic_write, write_text
+from istar.files import to_csv
 from istar.geometry import wordsim
 from istar.geometry.corpus import Source
 from istar.geometry.matrix import Matrix, Side, read_matrix
@@ -30,6 +29,7 @@ from istar.geometry.measures_file import number_table
 from istar.geometry.same_model import ModelName, refuse_other_model
 from istar.measures import all_but_the_top, centered, scaled_centered
 from istar.measures.rows import unit_vectors, upcast_blocks
+from istar.outputs import Output
 from istar.tasks.documents import read_documents
 from istar.tasks.tokenizing import tokenize
 
@@ -48,6 +48,10 @@ BIN_SIZE = 1_000
 """Number of tokens in a bin, as in Figure 3 of *Too Much in Common*."""
 TEXT_SHARES = (0.3, 0.5, 0.98)
 """Shares of a text for which *Too Much in Common* counts the tokens that make them up, in section 2.2."""
+_NOUN = "matrix's measures"
+_RESULT_FILES = ("embeddings.json", "embeddings.csv", "wordsim.csv", "unused.csv", "frequency.csv")
+_MATRIX_FILES = ("embeddings.safetensors", "tokens.txt")
+_MODEL_FOLDER = "model"
 _TERMINAL_HEADERS = {
     # Forms are compared by the first; the second is the papers' convention, which depends on the eigensolver.
     "partition_isotropy_both": "I(W), both signs",
@@ -313,17 +317,36 @@ def _iterate_bins(
     yield "not in the text", None, None, token_ids[counts[token_ids] == 0]
 
 
-def write_results(results: EmbeddingResults, out: Path) -> list[Path]:
-    """Write the measures to `embeddings.json` and to CSV files, and return the paths of the written files.
-
-    A table without rows is not written. Files that an earlier call has written for the same model are removed.
+def check_output_folder(out: Path, inputs: Iterable[str | Path]) -> None:
+    """Refuse, before any work is done, a folder into which the results cannot be written.
 
     Raises:
-        UserError: if the folder holds the measures of another model.
+        UserError: see `istar.outputs.Output.check`.
     """
-    _remove_earlier_results(results, out)
+    Output(out, _NOUN).check((*_RESULT_FILES, *_MATRIX_FILES, _MODEL_FOLDER), inputs)
+
+
+def write_results(
+    results: EmbeddingResults, out: Path, save: str | None = None, config: ModelConfig | None = None
+) -> list[Path]:
+    """Write the measures to `embeddings.json` and to CSV files, and return the paths of what was written.
+
+    A table without rows is not written. What an earlier call has written for the same model is replaced or removed.
+
+    Args:
+        results: the measures, and the processed matrix.
+        out: output folder.
+        save: "matrix" also writes the processed matrix to `embeddings.safetensors` and its rows' tokens to
+            `tokens.txt`, in which each line is a JSON string, or `null` for a row without a token. "model" writes the
+            whole model with the processed matrix to the folder `model`; tied output embeddings stay tied, so that they
+            are processed too.
+        config: the model, for `save="model"`.
+
+    Raises:
+        UserError: if the folder holds the measures of another model or foreign files, or cannot be written.
+    """
+    _refuse_other_results(results, out)
     json_text = json.dumps({**results.metadata, "figures": results.measures_by_form}, indent=1)
-    write_text(out / "embeddings.json", json_text + "\n")
     rows = [{**results.metadata, "form": form, **measures} for form, measures in results.measures_by_form.items()]
     tables = {
         "embeddings": pd.DataFrame(rows).drop(columns="singular_values"),
@@ -331,74 +354,52 @@ def write_results(results: EmbeddingResults, out: Path) -> list[Path]:
         "unused": results.unused_similarity,
         "frequency": results.token_frequencies,
     }
-    written_paths = [out / "embeddings.json"]
+    contents = {"embeddings.json": (json_text + "\n").encode()}
     for name, table in tables.items():
-        path = out / f"{name}.csv"
-        if table.empty:
-            path.unlink(missing_ok=True)
-        else:
-            write_text(path, table.convert_dtypes().to_csv(index=False))
-            written_paths.append(path)
-    return written_paths
+        if not table.empty:
+            contents[f"{name}.csv"] = to_csv(table.convert_dtypes()).encode()
+    output, drafts = Output(out, _NOUN), {}
+    if save == "matrix":
+        contents |= _make_matrix_files(results)
+    elif save == "model":
+        assert config is not None, "the model is read again"
+        drafts[_MODEL_FOLDER] = _save_model(results, config, output)
+    output.write(contents, drafts, is_complete=True)
+    return [out / name for name in (*contents, *drafts)]
 
 
-def _remove_earlier_results(results: EmbeddingResults, out: Path) -> None:
-    """Remove the matrix and the model that an earlier call has saved in the output folder.
-
-    Raises:
-        UserError: if the folder holds the measures of another model, or the model that is measured.
-    """
+def _refuse_other_results(results: EmbeddingResults, out: Path) -> None:
+    """Raise a `UserError` if the folder holds the measures of another model."""
     try:
         earlier_metadata = json.loads((out / "embeddings.json").read_text(encoding="utf-8"))
         earlier_model = ModelName(earlier_metadata["model"], earlier_metadata["revision"])
         earlier_weights = earlier_metadata.get("weights")
     except (OSError, ValueError, TypeError, KeyError):  # there is no such file, or `istar embed` did not write it
         return
-    name, weights = results.metadata["model"], results.metadata["weights"]
-    model = ModelName(name, results.metadata["revision"])
-    refuse_other_model(out, earlier_model, model, lambda: earlier_weights == weights)
-    if Path(name).is_dir() and Path(name).resolve().is_relative_to(out.resolve()):
-        raise UserError(f"--out {out} contains the model {name}; expected another folder: --out <folder>")
-    for file_name in ("embeddings.safetensors", "tokens.txt"):
-        (out / file_name).unlink(missing_ok=True)
-    shutil.rmtree(out / "model", ignore_errors=True)
+    model = ModelName(results.metadata["model"], results.metadata["revision"])
+    refuse_other_model(out, earlier_model, model, lambda: earlier_weights == results.metadata["weights"])
 
 
-def write_matrix(results: EmbeddingResults, out: Path) -> list[Path]:
-    """Write the processed matrix to `embeddings.safetensors` and its rows' tokens to `tokens.txt`; return both paths.
-
-    Each line of `tokens.txt` is a token as a JSON string, or `null` for a row without a token.
-    """
+def _make_matrix_files(results: EmbeddingResults) -> dict[str, bytes]:
     tensor_name = f"{results.metadata['matrix']}_embeddings"
     metadata = {name: str(value) for name, value in results.metadata.items() if value is not None}
-    with atomic_write(out / "embeddings.safetensors") as file:
-        file.write(save({tensor_name: results.processed.contiguous()}, metadata))
-    write_text(out / "tokens.txt", "".join(json.dumps(token) + "\n" for token in results.tokens))
-    return [out / "embeddings.safetensors", out / "tokens.txt"]
+    matrix = save_tensors({tensor_name: results.processed.contiguous()}, metadata)
+    tokens = "".join(json.dumps(token) + "\n" for token in results.tokens).encode()
+    return dict(zip(_MATRIX_FILES, (matrix, tokens), strict=True))
 
 
-def write_model(results: EmbeddingResults, config: ModelConfig, out: Path) -> Path:
-    """Save the whole model with the processed matrix to the folder `model` in `out`, and return that folder.
-
-    Tied output embeddings stay tied, so that they are processed too.
-
-    Raises:
-        UserError: if the model cannot be loaded or written.
-    """
+def _save_model(results: EmbeddingResults, config: ModelConfig, output: Output) -> Path:
+    """Save the whole model with the processed matrix to a draft of a folder, and return the draft."""
     model = models.load_pretrained(config, type(models.build_meta_model(models.load_pretrained(config, AutoConfig))))
     layer = model.get_input_embeddings() if results.matrix.side == "input" else model.get_output_embeddings()
     with torch.no_grad():
         layer.weight.copy_(results.processed)
-    temporary_folder, folder = out / ".model", out / "model"
-    for leftover in (temporary_folder, folder):
-        shutil.rmtree(leftover, ignore_errors=True)
+    draft = output.make_draft()
     try:
-        temporary_folder.mkdir(parents=True)
-        models.save(model, models.load_tokenizer(config), temporary_folder)
-        temporary_folder.rename(folder)
+        models.save(model, models.load_tokenizer(config), draft)
     except OSError as error:
-        raise UserError(f"{folder} cannot be written: {shorten(error)}") from error
-    return folder
+        raise UserError(f"{output.folder / _MODEL_FOLDER} cannot be written: {shorten(error)}") from error
+    return draft
 
 
 def make_terminal_tables(results: EmbeddingResults) -> list[Table]:

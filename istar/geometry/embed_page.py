@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from istar.errors import UserError
+from istar.files import to_csv
 from istar.geometry import embed_figures, embed_tables
 from istar.geometry.compare_page import join_names
 from istar.geometry.embed_findings import describe_embeddings
@@ -42,27 +42,6 @@ _READING_NOTES = (
 )
 
 
-def check_output_folder(out: Path) -> None:
-    """Refuse an output folder that holds other files, so that the error comes before the models are measured.
-
-    Raises:
-        UserError: if the folder holds anything but an earlier page of `istar embed`.
-    """
-    folder.check_replaceable(out, KIND)
-    if (out / JSON).exists() and not folder.has_generator(out / folder.INDEX, KIND):
-        raise UserError(f"--out {out} holds the measures of a single matrix; expected another folder: --out <folder>")
-
-
-def refuse_page_folder(out: Path) -> None:
-    """Refuse to write the measures of a single matrix into the folder of a page.
-
-    Raises:
-        UserError: if the folder holds a page of `istar embed`.
-    """
-    if folder.has_generator(out / folder.INDEX, KIND):
-        raise UserError(f"--out {out} holds a page of several matrices; expected another folder: --out <folder>")
-
-
 def write_page(
     models: Sequence[ModelEmbeddings], sheets: Mapping[str, Sheet], words: pd.DataFrame, out: Path, command: str = ""
 ) -> Path:
@@ -76,17 +55,15 @@ def write_page(
         command: command line, to show on the page.
 
     Raises:
-        UserError: if the folder holds anything but an earlier page, or cannot be written.
+        UserError: see `istar.pages.folder.write`.
     """
-    check_output_folder(out)
     contents = folder.page_files(_make_page(models, sheets, words, command), sheets)
     model_records = [{"label": model.label, **model.metadata, "figures": model.measures_by_form} for model in models]
     contents[JSON] = (json.dumps({"models": model_records}, indent=1) + "\n").encode()
     for name, table in _make_csv_tables(models, words).items():
         if not table.empty:
-            contents[f"{name}.csv"] = table.convert_dtypes().to_csv(index=False).encode()
-    folder.replace_folder(out, contents, KIND)
-    return out / folder.INDEX
+            contents[f"{name}.csv"] = to_csv(table.convert_dtypes()).encode()
+    return folder.write(out, contents, KIND)
 
 
 def make_tables(models: Sequence[ModelEmbeddings], words: pd.DataFrame) -> dict[str, Sheet]:

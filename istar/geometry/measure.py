@@ -34,6 +34,7 @@ from istar.measures import (
 )
 from istar.memory import keep_freed_memory
 from istar.models import load_encoder, load_tokenizer
+from istar.outputs import Output
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MAX_DEFAULT_LENGTH = 512
@@ -131,7 +132,7 @@ def measure_model(
     text_hashes = {source.name: stream.compute_identity(source.path)[:16] for source in sources}
     # The identity includes the paths and the contents of the texts.
     identity = stream.compute_identity(weights, settings, [source.path for source in sources], *text_hashes.values())
-    reader = Stream(model, tokenizer, settings, out / ".pass", identity)
+    reader = Stream(model, tokenizer, settings, Output(out, "state").open_state("pass"), identity)
     summaries = reader(sources, _Summary.from_statistics, console)
     matrix_by_side = {"input": model.get_input_embeddings().weight.detach()}
     if output_matrix is not None:

@@ -12,7 +12,7 @@ import pandas as pd
 from rich.table import Table
 
 from istar.errors import UserError
-from istar.files import write_text
+from istar.files import to_csv
 from istar.geometry.corpus import COMBINED
 from istar.parsing import find_mismatch, read_record
 
@@ -102,13 +102,7 @@ def file_contents(measured: Measurements) -> dict[str, str]:
     csv_frame = layer_frame(measured)
     csv_frame.insert(0, "model", measured.model["name"])
     csv_frame.insert(1, "revision", measured.model["revision"])
-    return {JSON_FILE: json_text + "\n", CSV_FILE: csv_frame.to_csv(index=False)}
-
-
-def write(measured: Measurements, out: Path) -> None:
-    """Write `measures.json` and `measures.csv` to a folder."""
-    for name, text in file_contents(measured).items():
-        write_text(out / name, text)
+    return {JSON_FILE: json_text + "\n", CSV_FILE: to_csv(csv_frame)}
 
 
 def layer_frame(measured: Measurements) -> pd.DataFrame:

@@ -1,7 +1,6 @@
 """The HTML page of `istar measure` for one model, with its figures and tables."""
 
 import math
-import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +10,6 @@ from typing import Any
 
 import pandas as pd
 
-from istar.errors import UserError, shorten
 from istar.figures.plot import Plot
 from istar.geometry import compare, findings, measures_file, model_figures, reading_table
 from istar.geometry.intervals import JACKKNIFE_MEASURES, interval_half_width, t_quantile
@@ -24,10 +22,7 @@ from istar.pages.folder import PageKind
 from istar.pages.page import Page, Section
 from istar.pages.sheets import Entry, Sheet, number_entry
 
-# A state file that is being written has a name with a further leading dot.
-KIND = PageKind(
-    "page of measures", "istar measure", (measures_file.JSON_FILE, measures_file.CSV_FILE), (".pass.*", "..pass.*")
-)
+KIND = PageKind("page of measures", "istar measure", (measures_file.JSON_FILE, measures_file.CSV_FILE))
 _MAX_ROWS = 80
 """Most rows in the page's table of layers; the files have all rows."""
 _MAX_TAPS_IN_FULL = 14
@@ -110,25 +105,24 @@ def _describe_intervals(measured: Measurements) -> str:
     )
 
 
-def check_output_folder(out: Path, name: str, revision: str | None = None) -> None:
+def check_output_folder(out: Path, name: str, revision: str | None = None, texts: Sequence[Path] = ()) -> None:
     """Raise an error if `write` would refuse the output folder, so that the error comes before the model is measured.
 
     Args:
         out: output folder.
         name: hub id or folder of the model.
         revision: branch, tag or commit on the hub.
+        texts: the texts that the model will read.
 
     Raises:
-        UserError: if the folder holds anything but an earlier page of this model, or cannot be written.
+        UserError: if the folder holds the measures of another model, and as `istar.pages.folder.check` does.
     """
-    _check_contents(out, ModelName(name, revision))
-    nearest_existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-    if not nearest_existing.is_dir() or not os.access(nearest_existing, os.W_OK):
-        raise UserError(f"--out {out} cannot be written; name a folder that you may write to")
+    folder.check(out, KIND, (name, *texts))
+    _refuse_other_model(out, ModelName(name, revision))
 
 
-def _check_contents(out: Path, model: ModelName, weights: str = "") -> None:
-    """Raise an error if a folder holds foreign files or the measures of another model.
+def _refuse_other_model(out: Path, model: ModelName, weights: str = "") -> None:
+    """Raise an error if a folder holds the measures of another model.
 
     Args:
         out: output folder.
@@ -136,9 +130,8 @@ def _check_contents(out: Path, model: ModelName, weights: str = "") -> None:
         weights: hash of the model's weights; empty if unknown, in which case it is computed if needed.
 
     Raises:
-        UserError: if the folder holds foreign files or the measures of another model.
+        UserError: if the folder holds the measures of another model.
     """
-    folder.check_replaceable(out, KIND)
     if not (out / measures_file.JSON_FILE).exists():
         return
     earlier = measures_file.read(out / measures_file.JSON_FILE)
@@ -154,14 +147,12 @@ def write(measured: Measurements, out: Path) -> Path:
     """Write the page of a model with its figures, tables and measures in place of an earlier one, and return its path.
 
     Raises:
-        UserError: if the folder holds anything but an earlier page of this model, or cannot be written.
+        UserError: if the folder holds the measures of another model, and as `istar.pages.folder.write` does.
     """
-    _check_contents(out, ModelName(measured.model["name"], measured.model["revision"]), measured.weights)
-    try:
-        # The measures, which may have taken hours, are saved before anything is drawn.
-        measures_file.write(measured, out)
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be written: {shorten(error)}") from error
+    _refuse_other_model(out, ModelName(measured.model["name"], measured.model["revision"]), measured.weights)
+    contents = {name: text.encode() for name, text in measures_file.file_contents(measured).items()}
+    # The measures, which may have taken hours, are saved before anything is drawn.
+    folder.page_output(out, KIND).write(contents)
     spheres = make_spheres()
     sheet_builders = (
         _build_layer_sheet,
@@ -175,10 +166,8 @@ def write(measured: Measurements, out: Path) -> Path:
     tables = [build(measured) for build in sheet_builders]
     sheets = {sheet.name: sheet for sheet in (*tables, _build_sphere_sheet(spheres))}
     plots = {plot.name: plot for plot in _make_plots(measured, spheres)}
-    contents = {name: text.encode() for name, text in measures_file.file_contents(measured).items()}
     contents |= folder.page_files(_make_page(measured, sheets, plots), sheets)
-    folder.replace_folder(out, contents, KIND)
-    return out / folder.INDEX
+    return folder.write(out, contents, KIND)
 
 
 def _make_plots(measured: Measurements, spheres: Sequence[Sphere]) -> list[Plot]:

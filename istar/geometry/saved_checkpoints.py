@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from istar.errors import UserError, shorten
-from istar.files import write_text
+from istar.files import refuse_special_file, write_text
 from istar.parsing import MissingFileError, read_json
 
 STEP_FILE = "training_step.json"
@@ -30,7 +30,7 @@ _RESULT_FILE, _CONFIG_FILE = "result.json", "config.yaml"
 _STEP_PATTERN = re.compile(r"(?<![A-Za-z])step[-_]?(\d+)(?!\d)")
 _SHAPE_KEYS = ("model_type", "hidden_size", "n_embd", "d_model", "dim", "num_hidden_layers", "n_layer", "n_layers")
 """Keys of a model's configuration that must be equal for all checkpoints of a training; models have only some."""
-_RESERVED_NAMES = (".", "..", "trajectory.csv", "index.html", "figures")
+_RESERVED_NAMES = (".", "..", "trajectory.csv", "index.html", "figures", "tables", ".istar")
 """Names in the output folder that no checkpoint's folder may have."""
 
 log = logging.getLogger(__name__)
@@ -80,6 +80,7 @@ def read_steps(path: Path) -> dict[str, int]:
         UserError: if the file cannot be read, lacks a column, has a checkpoint twice, or a step is no whole number.
     """
     try:
+        refuse_special_file(path)
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = list(csv.DictReader(file, skipinitialspace=True))
     except (OSError, ValueError, csv.Error) as error:

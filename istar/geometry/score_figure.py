@@ -1,32 +1,21 @@
 """Figure of task scores over a training, after Figures 11 to 13 of *Anisotropy is Not Inherent to Transformers*."""
 
-from pathlib import Path
-
 import pandas as pd
 
 from istar.figures import drawing
 from istar.figures.plot import Line, Panel, Plot
 from istar.figures.spacing import are_log_spaced
-from istar.files import atomic_write
 from istar.geometry.intervals import NORMAL_QUANTILE
 from istar.pages.folder import FIGURES
 
+FILES = tuple(f"{FIGURES}/scores.{suffix}" for suffix in drawing.SUFFIXES)
+"""Files of the figure."""
 
-def write_figure(scores: pd.DataFrame, out: Path) -> list[Path]:
-    """Write the figure of task scores as SVG, PDF and PNG to `figures/` in the folder, and return the paths.
 
-    If there are no scores, the figure of an earlier call is deleted, and the result is empty.
-    """
+def render_files(scores: pd.DataFrame) -> dict[str, bytes]:
+    """Return the figure of task scores as SVG, PDF and PNG, by file name; empty if there are no scores."""
     plot = make_plot(scores)
-    paths = [out / FIGURES / f"scores.{suffix}" for suffix in drawing.SUFFIXES]
-    if plot is None:
-        for path in paths:
-            path.unlink(missing_ok=True)
-        return []
-    for path, content in zip(paths, drawing.render(plot).values(), strict=True):
-        with atomic_write(path) as file:
-            file.write(content)
-    return paths
+    return {} if plot is None else dict(zip(FILES, drawing.render(plot).values(), strict=True))
 
 
 def make_plot(scores: pd.DataFrame) -> Plot | None:

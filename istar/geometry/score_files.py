@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from istar.errors import UserError, shorten
+from istar.files import refuse_special_file, unescape_cell
 from istar.parsing import MissingFileError, read_json
 
 _MODEL_FILE = "model_meta.json"
@@ -182,13 +183,16 @@ def read_csv_as_text(path: Path) -> pd.DataFrame:
     """
     # `pandas.read_csv` accepts short rows silently, and does not tell the line numbers of rows after empty lines.
     try:
+        refuse_special_file(path)
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file)
             header = [name.strip() for name in next(reader, [])]
             cells_by_location = {}
             for cells in reader:
                 if any(cells):
-                    cells_by_location[f"{path}, line {reader.line_num}"] = [cell.strip() for cell in cells]
+                    cells_by_location[f"{path}, line {reader.line_num}"] = [
+                        unescape_cell(cell.strip()) for cell in cells
+                    ]
     except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"{path} cannot be read: {shorten(error)}; expected a CSV file") from error
     for name in header:

@@ -578,6 +578,12 @@ def join_process_group() -> Iterator[int]:
         dist.destroy_process_group()
 
 
+def wait_for_all_processes() -> None:
+    """Wait until all processes of torchrun have called this function."""
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+
+
 def compute_identity(*parts: object) -> str:
     """Return a hash of the values that the result of a pass depends on.
 

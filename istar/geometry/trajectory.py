@@ -1,5 +1,6 @@
 """`istar measure --revisions` and `--checkpoints`: measures of a model at several checkpoints of its training."""
 
+import hashlib
 import math
 import shutil
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from istar.errors import UserError, shorten
-from istar.files import write_text
+from istar.files import to_csv, unescape_cell
 from istar.geometry import measure, measures_file, stream
 from istar.geometry.corpus import Source
 from istar.geometry.measures_file import Measurements
@@ -23,12 +24,17 @@ from istar.geometry.same_model import ModelName, load_and_hash_weights, refuse_o
 from istar.geometry.saved_checkpoints import Checkpoint
 from istar.geometry.stream import Pass
 from istar.geometry.taps import FINAL_NORM
+from istar.outputs import Output
+from istar.pages.folder import PageKind, page_output
 from istar.terminal import make_console
 
 KEY_COLUMNS = ("model", "revision", "step", "weights", "source", "layer")
 """Columns of `trajectory.csv` that identify a row; all other columns are measures."""
 _FINGERPRINT_FILE = ".asked"
-"""File in a checkpoint's folder with the hash of the settings and texts that its measures were taken with."""
+"""File in a checkpoint's folder with hashes of the settings and texts of its measures, and of `measures.json`."""
+CHECKPOINT_FILES = (measures_file.JSON_FILE, measures_file.CSV_FILE, _FINGERPRINT_FILE)
+"""Files in a checkpoint's folder."""
+KIND = PageKind("trajectory", "istar measure, over a training", (measures_file.TRAJECTORY_FILE,))
 
 
 class PartialFailure(UserError):  # noqa: N818
@@ -81,7 +87,7 @@ def measure_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint],
             continue
         _print_line(console, message)
         trajectory.measurements[checkpoint.label] = measured
-        write_table(plan, checkpoints, trajectory)
+        page_output(plan.out, KIND).write({measures_file.TRAJECTORY_FILE: make_csv(plan, checkpoints, trajectory)})
     return trajectory
 
 
@@ -101,7 +107,7 @@ def refuse_other_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpo
     path = plan.out / measures_file.TRAJECTORY_FILE
     if path.is_file():
         try:
-            models = pd.read_csv(path, usecols=["model"], dtype=str)["model"].unique()
+            models = pd.read_csv(path, usecols=["model"], dtype=str)["model"].map(unescape_cell).unique()
         except (OSError, ValueError) as error:
             raise UserError(f"{path} is no trajectory: {shorten(error)}; name a new folder with --out") from error
         for model in models:
@@ -124,7 +130,7 @@ def _make_model_name(name: str, revision: str | None) -> ModelName:
 def _has_same_weights(checkpoint: Checkpoint, plan: TrajectoryPlan, earlier: Measurements) -> bool:
     """Return whether a checkpoint has the weights that earlier measurements are of; True if it cannot be loaded."""
     try:
-        with _prepare_model(checkpoint, plan.out / checkpoint.folder) as name:
+        with _prepare_model(checkpoint, checkpoint_output(plan, checkpoint)) as name:
             weights = load_and_hash_weights(ModelName(name, checkpoint.revision), earlier.model["dtype"])
     except (UserError, OSError, RuntimeError):  # the error is reported when the checkpoint is measured
         return True
@@ -142,8 +148,8 @@ def _measure_checkpoint(
     Returns:
         The measurements, and a message for the user, which may be empty.
     """
-    folder = plan.out / checkpoint.folder
-    with _prepare_model(checkpoint, folder) as name:
+    folder, output = plan.out / checkpoint.folder, checkpoint_output(plan, checkpoint)
+    with _prepare_model(checkpoint, output) as name:
         weights = load_and_hash_weights(ModelName(name, checkpoint.revision), plan.dtype)
         labels_with_same_weights = (label for label, other in earlier.measurements.items() if other.weights == weights)
         duplicate_label = next(labels_with_same_weights, None)
@@ -162,32 +168,43 @@ def _measure_checkpoint(
                 plan.command,
             )  # fmt: skip
     measured = replace(measured, model={**measured.model, "name": checkpoint.name, "revision": checkpoint.revision})
-    # The fingerprint is written last: if the call is killed before that, the next call measures the checkpoint again.
-    (folder / _FINGERPRINT_FILE).unlink(missing_ok=True)
-    measures_file.write(measured, folder)
-    write_text(folder / _FINGERPRINT_FILE, fingerprint)
+    contents = {name: text.encode() for name, text in measures_file.file_contents(measured).items()}
+    # If the call is killed before the fingerprint is written, the next call measures the checkpoint again.
+    fingerprint_text = _seal(fingerprint, contents[measures_file.JSON_FILE])
+    output.write({**contents, _FINGERPRINT_FILE: fingerprint_text.encode()})
     return measured, message
 
 
 def _read_cached(folder: Path, fingerprint: str) -> Measurements | None:
     """Return the measurements of an earlier call with the same fingerprint, or None if there are none."""
     try:
-        has_same_fingerprint = (folder / _FINGERPRINT_FILE).read_text(encoding="utf-8") == fingerprint
-        return measures_file.read(folder / measures_file.JSON_FILE) if has_same_fingerprint else None
+        json_path = folder / measures_file.JSON_FILE
+        is_same = (folder / _FINGERPRINT_FILE).read_text(encoding="utf-8") == _seal(fingerprint, json_path.read_bytes())
+        return measures_file.read(json_path) if is_same else None
     except (OSError, ValueError, UserError):  # missing or damaged
         return None
 
 
+def _seal(fingerprint: str, json_content: bytes) -> str:
+    """Return the content of a checkpoint's fingerprint file, which belongs to one content of `measures.json`."""
+    return f"{fingerprint} {hashlib.sha256(json_content).hexdigest()}"
+
+
+def checkpoint_output(plan: TrajectoryPlan, checkpoint: Checkpoint) -> Output:
+    """Return the folder of a checkpoint's measures."""
+    return Output(plan.out / checkpoint.folder, "checkpoint's measures")
+
+
 @contextmanager
-def _prepare_model(checkpoint: Checkpoint, folder: Path) -> Iterator[str]:
+def _prepare_model(checkpoint: Checkpoint, output: Output) -> Iterator[str]:
     """Yield the name of a checkpoint's model that `from_pretrained` accepts: a hub id or a folder.
 
-    A `.ckpt` file is converted to a model in a subfolder of `folder`, which is deleted when the block ends.
+    A `.ckpt` file is converted to a model in the hidden folder of `output`, which is deleted when the block ends.
     """
     if Path(checkpoint.name).suffix != ".ckpt":
         yield checkpoint.name
         return
-    converted = folder / ".weights"
+    converted = output.open_state("weights")
     shutil.rmtree(converted, ignore_errors=True)
     try:
         _convert_checkpoint(Path(checkpoint.name), converted)
@@ -219,8 +236,8 @@ def _convert_checkpoint(path: Path, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
-def write_table(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> None:
-    """Write `trajectory.csv` with the measures of all checkpoints that were measured.
+def make_csv(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> bytes:
+    """Return the content of `trajectory.csv`, the measures of all checkpoints that were measured.
 
     A checkpoint has one row per text and layer, one per embedding matrix, and one for a final normalization.
     """
@@ -230,7 +247,7 @@ def write_table(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], traject
             measured = trajectory.measurements[checkpoint.label]
             keys = {"model": plan.model, "revision": checkpoint.label, "step": checkpoint.step}
             rows += [{**keys, "weights": measured.weights, **row} for row in make_rows(measured)]
-    write_text(plan.out / measures_file.TRAJECTORY_FILE, pd.DataFrame(rows).convert_dtypes().to_csv(index=False))
+    return to_csv(pd.DataFrame(rows).convert_dtypes()).encode()
 
 
 def make_rows(measured: Measurements) -> Iterator[dict[str, Any]]:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from istar.errors import UserError, shorten
 from istar.figures.plot import Line, Panel, Plot
+from istar.files import to_csv, unescape_cell
 from istar.geometry import compare, measures_file, trajectory
 from istar.geometry.compare import MeasuredModel, ModelArgument
 from istar.geometry.compare_page import join_names
@@ -88,7 +89,7 @@ def _read_trajectory(argument: ModelArgument) -> pd.DataFrame:
             "or --checkpoints alone, or models alone"
         )
     try:
-        rows = pd.read_csv(path, dtype=str, keep_default_na=False, na_values=[""])
+        rows = pd.read_csv(path, dtype=str, keep_default_na=False, na_values=[""]).map(unescape_cell)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {shorten(error)}; measure the training again") from error
     missing_columns = [column for column in trajectory.KEY_COLUMNS if column not in rows]
@@ -133,15 +134,6 @@ def _describe_assumed_groups(trainings: Sequence[MeasuredTraining]) -> list[str]
     ]
 
 
-def check_output_folder(out: Path) -> None:
-    """Refuse an output folder that holds anything but an earlier comparison of trainings.
-
-    Raises:
-        UserError: if the folder holds other files.
-    """
-    folder.check_replaceable(out, KIND)
-
-
 def write_page(trainings: Sequence[MeasuredTraining], out: Path, command: str = "") -> Path:
     """Write the page that compares trainings, with its figures and `trajectories.csv`, and return the page's path.
 
@@ -151,15 +143,13 @@ def write_page(trainings: Sequence[MeasuredTraining], out: Path, command: str = 
         command: command line, to show on the page.
 
     Raises:
-        UserError: if the folder holds anything but an earlier comparison of trainings, or cannot be written.
+        UserError: see `istar.pages.folder.write`.
     """
-    folder.check_replaceable(out, KIND)
     model_table = _make_model_table(trainings)
     contents = folder.page_files(_make_page(trainings, model_table, command), {model_table.name: model_table})
     all_measures = pd.concat([training.measures.assign(model=training.label) for training in trainings])
-    contents[TABLE_FILE] = all_measures.to_csv(index=False).encode()
-    folder.replace_folder(out, contents, KIND)
-    return out / folder.INDEX
+    contents[TABLE_FILE] = to_csv(all_measures).encode()
+    return folder.write(out, contents, KIND)
 
 
 def _make_page(trainings: Sequence[MeasuredTraining], model_table: Sheet, command: str) -> Page:

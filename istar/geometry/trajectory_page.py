@@ -8,11 +8,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from istar.errors import UserError
-from istar.figures import drawing
 from istar.figures.plot import Panel, Plot
 from istar.figures.spacing import are_log_spaced, evenly_spaced
-from istar.files import atomic_write
 from istar.geometry import measures_file, model_differences
 from istar.geometry.compare import MeasuredModel
 from istar.geometry.intervals import interval_half_width
@@ -29,13 +26,20 @@ from istar.geometry.model_page import describe_documents_and_tokens
 from istar.geometry.saved_checkpoints import Checkpoint
 from istar.geometry.taps import FINAL_NORM
 from istar.geometry.training_findings import describe_training
-from istar.geometry.trajectory import Trajectory, TrajectoryPlan, make_rows, refuse_other_checkpoints
+from istar.geometry.trajectory import (
+    CHECKPOINT_FILES,
+    KIND,
+    Trajectory,
+    TrajectoryPlan,
+    checkpoint_output,
+    make_csv,
+    make_rows,
+    refuse_other_checkpoints,
+)
 from istar.pages import folder
-from istar.pages.folder import PageKind
 from istar.pages.page import Page, Section
 from istar.pages.sheets import Entry, Sheet, number_entry
 
-KIND = PageKind("trajectory", "istar measure, over a training")
 _PLOT_TEXTS = {
     "isotropy": (
         "Isotropy of the layers",
@@ -80,21 +84,17 @@ def check_output_folder(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint])
     again.
 
     Raises:
-        UserError: if the folder holds another page or another model.
+        UserError: if the folder holds another model, and as `istar.pages.folder.check` does.
     """
-    index = plan.out / folder.INDEX
-    if (plan.out / measures_file.JSON_FILE).exists() or (index.exists() and not folder.has_generator(index, KIND)):
-        raise UserError(
-            f"--out {plan.out} is no trajectory but holds another page; expected another folder: --out <folder>"
-        )
+    inputs: list[str | Path] = [*(checkpoint.name for checkpoint in checkpoints), *(text.path for text in plan.texts)]
+    folder.check(plan.out, KIND, inputs)
+    for checkpoint in checkpoints:
+        checkpoint_output(plan, checkpoint).check(CHECKPOINT_FILES, inputs)
     refuse_other_checkpoints(plan, checkpoints)
 
 
 def write_page(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> Path:
-    """Write the page of a training, `index.html`, with its figures beside `trajectory.csv`, and return the page's path.
-
-    Figures of an earlier page are deleted.
-    """
+    """Write the page of a training with its figures and `trajectory.csv`, and return the page's path."""
     table = make_table(checkpoints, trajectory.measurements)
     models = label_checkpoints(checkpoints, trajectory.measurements)
     sections = [
@@ -124,13 +124,8 @@ def write_page(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajecto
         f"Geometry of {Path(plan.model).name} over its training", subject_line, KIND.generator, summary, sections
     )
     contents = folder.page_files(page, {table.name: table})
-    for name, content in contents.items():
-        with atomic_write(plan.out / name) as file:
-            file.write(content)
-    for path in (plan.out / folder.FIGURES).glob("*"):
-        if path.suffix[1:] in drawing.SUFFIXES and path.relative_to(plan.out).as_posix() not in contents:
-            path.unlink()
-    return plan.out / folder.INDEX
+    contents[measures_file.TRAJECTORY_FILE] = make_csv(plan, checkpoints, trajectory)
+    return folder.write(plan.out, contents, KIND)
 
 
 def _describe_change_intervals(checkpoints: Sequence[MeasuredModel]) -> list[str]:

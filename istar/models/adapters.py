@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from istar.config import ModelConfig
+from istar.config.groups import ALL_LINEAR
 from istar.errors import UserError, shorten
 from istar.parsing import read_json
 from istar.tasks.specs import Kind
@@ -94,7 +95,7 @@ def read_base_config(folder: Path) -> ModelConfig:
     """Return name and revision of the base model that the adapters in a folder belong to.
 
     Raises:
-        UserError: if the folder does not name a base model.
+        UserError: if the folder does not name a base model, or names modules by a regular expression.
     """
     settings = read_json(folder / ADAPTER_CONFIG_FILE)
     base_name = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
@@ -102,6 +103,13 @@ def read_base_config(folder: Path) -> ModelConfig:
         raise UserError(
             f"{folder / ADAPTER_CONFIG_FILE} names no base model; expected base_model_name_or_path, as peft writes it"
         )
+    for key in ("target_modules", "exclude_modules"):
+        # A pattern of a stranger may take peft forever.
+        if isinstance(settings.get(key), str) and settings[key] != ALL_LINEAR:
+            raise UserError(
+                f"{folder / ADAPTER_CONFIG_FILE}: {key} is a regular expression, which is not supported; expected a "
+                "list of names of modules"
+            )
     return ModelConfig(name=base_name, revision=settings.get("revision"))
 
 

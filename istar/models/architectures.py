@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import transformers
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from istar.errors import UserError, did_you_mean, shorten
 from istar.tasks.specs import Kind
@@ -14,6 +14,8 @@ _SET_BY_ISTAR = {
     "torch_dtype", "transformers_version",
 }  # fmt: skip
 """Values of a configuration that are set from the architecture or the task, and not by the user."""
+_MAX_LAYERS = 10_000
+"""Most layers that a model may have; more are a mistake, and would be built for hours."""
 _HEADS: dict[Kind, tuple[Any, Any]] = {
     "classification": (
         transformers.AutoModelForSequenceClassification, transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
@@ -68,7 +70,17 @@ def get_auto_class(config: PreTrainedConfig, kind: Kind, label: str) -> Any:
 
 def get_checkpoint_class(config: PreTrainedConfig) -> Any:
     """Return the transformers class of the model that a checkpoint's configuration names, or None if it names none."""
-    return getattr(transformers, (config.architectures or [""])[0], None)
+    names = config.architectures
+    name = names[0] if isinstance(names, list) and names else None
+    model_class = getattr(transformers, name, None) if isinstance(name, str) else None
+    return model_class if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel) else None
+
+
+def check_num_layers(config: Any, label: str) -> None:
+    """Raise a `UserError` if a configuration has an impossible number of layers; `label` is the name of the model."""
+    num_layers = getattr(config, "num_hidden_layers", 1)
+    if isinstance(num_layers, int) and not 1 <= num_layers <= _MAX_LAYERS:
+        raise UserError(f"{label}: num_hidden_layers is {num_layers} in its config; expected 1 to {_MAX_LAYERS:,}")
 
 
 def make_config(architecture: str, values: Mapping[str, Any]) -> PreTrainedConfig:

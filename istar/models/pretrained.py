@@ -28,7 +28,14 @@ from istar.config import ModelConfig
 from istar.errors import UserError, shorten
 from istar.models import tiny
 from istar.models.adapters import add_adapters, has_adapters, merge_adapters, read_base_config, save_adapters
-from istar.models.architectures import get_auto_class, get_checkpoint_class, is_decoder, make_config, override_config
+from istar.models.architectures import (
+    check_num_layers,
+    get_auto_class,
+    get_checkpoint_class,
+    is_decoder,
+    make_config,
+    override_config,
+)
 from istar.models.new_tokenizer import train_tokenizer
 from istar.parsing import read_json
 from istar.tasks import demo
@@ -124,6 +131,7 @@ def load_config(config: ModelConfig, spec: TaskSpec, tokenizer: PreTrainedTokeni
             task needs the other of the two.
     """
     model_config: Any = tiny.make_config(len(tokenizer)) if config.is_tiny else _make_architecture_config(config)
+    check_num_layers(model_config, config.label)
     if not hasattr(model_config, "num_hidden_layers"):
         raise UserError(f"{config.label}: {model_config.model_type} models are not text encoders")
     if model_config.is_encoder_decoder:
@@ -263,8 +271,13 @@ def load_pretrained(config: ModelConfig, auto_class: Any, /, **options: Any) -> 
     Raises:
         UserError: if the files are not found or cannot be read.
     """
+    if auto_class is not AutoConfig and "config" not in options:
+        load_pretrained(config, AutoConfig)  # its size is checked before the model is built
     with _convert_to_user_errors(config), _silence_transformers():
-        return auto_class.from_pretrained(config.name, **_make_hub_options(config), **options)
+        loaded = auto_class.from_pretrained(config.name, **_make_hub_options(config), **options)
+    if auto_class is AutoConfig:
+        check_num_layers(loaded, config.label)
+    return loaded
 
 
 def build_meta_model(model_config: Any) -> PreTrainedModel:
@@ -274,8 +287,7 @@ def build_meta_model(model_config: Any) -> PreTrainedModel:
         UserError: if transformers does not support the architecture.
     """
     try:
-        checkpoint_class = getattr(transformers, (model_config.architectures or [""])[0], None)
-        model_class: Any = checkpoint_class or transformers.MODEL_MAPPING[type(model_config)]
+        model_class: Any = get_checkpoint_class(model_config) or transformers.MODEL_MAPPING[type(model_config)]
         with torch.device("meta"), _silence_transformers():
             return model_class(model_config)
     except Exception as error:  # transformers raises many types for an unusual config.json

@@ -1,22 +1,20 @@
-"""The folder of an HTML page: the files of its figures and tables, and the safe replacement of an earlier page."""
+"""The folder of an HTML page, with the files of its figures and tables."""
 
 import re
-import shutil
-import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from pathlib import Path
 
-from istar.errors import UserError, shorten
 from istar.figures import drawing
 from istar.figures.plot import Plot
+from istar.outputs import Output
 from istar.pages import page, sheets
 from istar.pages.page import Page, Picture
 from istar.pages.sheets import Sheet
 
 INDEX, TABLES, FIGURES = "index.html", "tables", "figures"
-_SUFFIXES = {TABLES: (".csv", ".md", ".tex"), FIGURES: tuple(f".{suffix}" for suffix in drawing.SUFFIXES)}
+_MAX_FILE_NAME = 150
+"""Most characters of a model's name in the name of a file, of the 255 that file systems allow."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,6 @@ class PageKind:
     noun: str  # name of the folder in error messages
     generator: str  # content of the `generator` meta tag that identifies the page
     extra_files: tuple[str, ...] = ()  # names of further files that belong to the page
-    kept_patterns: tuple[str, ...] = ()  # name patterns of files that are kept when the page is replaced
 
 
 def render_pictures(plot: Plot) -> list[Picture]:
@@ -53,29 +50,22 @@ def page_files(content: Page, tables: Mapping[str, Sheet]) -> dict[str, bytes]:
     return contents
 
 
-def check_replaceable(out: Path, kind: PageKind) -> None:
-    """Raise an error unless `out` does not exist, or is an earlier page of this kind without foreign files.
+def page_output(out: Path, kind: PageKind) -> Output:
+    """Return the folder of a page of this kind."""
+    return Output(out, kind.noun)
+
+
+def check(out: Path, kind: PageKind, inputs: Iterable[str | Path] = ()) -> None:
+    """Refuse, before any work is done, a folder into which a page of this kind cannot be written.
 
     Raises:
-        UserError: if `out` is not a folder, is not an earlier page of this kind, or holds other files too.
+        UserError: if the folder holds foreign or edited files where the page has its own, or is one of the `inputs`.
     """
-    if not out.exists() and not out.is_symlink():
-        return
-    if out.is_symlink() or not out.is_dir():
-        raise UserError(f"--out {out} is not a folder; name a new one, or an earlier {kind.noun}")
-    for path in sorted(out.rglob("*")):
-        if not _is_part_of_page(path, out, kind):
-            name = path.relative_to(out).as_posix()
-            raise UserError(f"--out {out} holds {name}, which is no part of a {kind.noun}; name a new folder")
-    names = {path.name for path in out.iterdir() if not _is_kept(path.name, kind)}
-    if names - set(kind.extra_files) and not has_generator(out / INDEX, kind):
-        raise UserError(f"--out {out} is not an earlier {kind.noun}; name a new folder")
+    page_output(out, kind).check((INDEX, *kind.extra_files, TABLES, FIGURES), inputs)
 
 
-def replace_folder(out: Path, contents: Mapping[str, bytes], kind: PageKind) -> None:
-    """Create or replace a folder as a whole: write a temporary folder next to it, then rename that to `out`.
-
-    Files that match the kind's `kept_patterns` are moved from the old folder to the new one.
+def write(out: Path, contents: Mapping[str, bytes], kind: PageKind) -> Path:
+    """Write the files of a page in place of an earlier page of this kind, and return the path of `index.html`.
 
     Args:
         out: the folder.
@@ -83,61 +73,16 @@ def replace_folder(out: Path, contents: Mapping[str, bytes], kind: PageKind) -> 
         kind: kind of the page.
 
     Raises:
-        UserError: if `out` is not a folder of this kind, or cannot be written. It is then left as it was.
+        UserError: if a foreign or edited file would be replaced, or the folder cannot be written.
     """
-    temporary_folder = out.absolute().with_name(f".{out.absolute().name}.{uuid.uuid4().hex}")
-    old_folder = temporary_folder.with_name(f"{temporary_folder.name}-old")
-    try:
-        for name, content in contents.items():
-            path = temporary_folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-        check_replaceable(out, kind)
-        if out.exists():
-            out.rename(old_folder)
-        temporary_folder.rename(out)
-        if old_folder.exists():
-            for path in old_folder.iterdir():
-                if _is_kept(path.name, kind):
-                    path.rename(out / path.name)
-    except OSError as error:
-        if old_folder.exists() and not out.exists():
-            old_folder.rename(out)
-        raise UserError(f"--out {out} cannot be written: {shorten(error)}") from error
-    finally:
-        shutil.rmtree(temporary_folder, ignore_errors=True)
-        shutil.rmtree(old_folder, ignore_errors=True)
+    # The page itself is last, so that it never shows more than its files have.
+    files = dict(sorted(contents.items(), key=lambda item: item[0] == INDEX))
+    page_output(out, kind).write(files, is_complete=True)
+    return out / INDEX
 
 
 def _make_unique_file_name(model: str, models: list[str]) -> str:
     """Return a model's name as a safe file name, with a number if another of the models would get the same name."""
-    safe_names = {name: re.sub(r"[^A-Za-z0-9.-]", "-", name) for name in models}
+    safe_names = {name: re.sub(r"[^A-Za-z0-9.-]", "-", name)[:_MAX_FILE_NAME] for name in models}
     namesakes = [name for name in models if safe_names[name].lower() == safe_names[model].lower()]
     return safe_names[model] if len(namesakes) == 1 else f"{safe_names[model]}-{namesakes.index(model) + 1}"
-
-
-def _is_part_of_page(path: Path, out: Path, kind: PageKind) -> bool:
-    """Return whether a file or folder within `out` is part of a page of this kind; symbolic links never are."""
-    if path.is_symlink():
-        return False
-    if path.parent != out:
-        suffixes = _SUFFIXES.get(path.parent.relative_to(out).as_posix(), ())
-        return path.is_file() and path.suffix in suffixes
-    if path.is_dir():
-        return path.name in _SUFFIXES
-    return path.is_file() and (path.name in (INDEX, *kind.extra_files) or _is_kept(path.name, kind))
-
-
-def _is_kept(name: str, kind: PageKind) -> bool:
-    """Return whether a file of this name is kept when a page of this kind is replaced."""
-    return any(fnmatch(name, pattern) for pattern in kind.kept_patterns)
-
-
-def has_generator(index: Path, kind: PageKind) -> bool:
-    """Return whether a file is an HTML page of this kind, by its `generator` meta tag."""
-    try:
-        with index.open(encoding="utf-8") as file:
-            # The meta tags are at the beginning of a page.
-            return f'<meta name="generator" content="{kind.generator}">' in file.read(2_000)
-    except (OSError, ValueError):  # missing, not readable or not UTF-8
-        return False

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
+from istar import files
 from istar.figures.spots import format_number
 
 
@@ -152,7 +153,7 @@ def _select_columns(sheet: Sheet, columns: Sequence[int]) -> Sheet:
 
 def to_csv(sheet: Sheet) -> str:
     """Return the table as CSV, with unrounded numbers."""
-    return sheet.frame.to_csv(index=False)
+    return files.to_csv(sheet.frame)
 
 
 def to_markdown(sheet: Sheet) -> str:

@@ -206,15 +206,6 @@ def _format_row(record: Mapping[str, Any]) -> list[Entry]:
     return [Entry(str(record["form"])), *numeric_entries(number_texts)]
 
 
-def check_output_folder(out: Path) -> None:
-    """Check, before anything is computed, that `write_page` may replace the contents of the output folder.
-
-    Raises:
-        UserError: if the folder holds anything but an earlier page.
-    """
-    folder.check_replaceable(out, KIND)
-
-
 def write_page(table: Sheet, out: Path, command: str = "") -> Path:
     """Write an HTML page with the table, and the table as CSV, Markdown and LaTeX; return the path of the page.
 
@@ -224,7 +215,7 @@ def write_page(table: Sheet, out: Path, command: str = "") -> Path:
         command: command line, to show on the page.
 
     Raises:
-        UserError: if the folder holds anything but an earlier page, or cannot be written.
+        UserError: see `istar.pages.folder.write`.
     """
     sections = [
         Section("reading", "How to read this", _HOW_TO_READ),
@@ -234,5 +225,4 @@ def write_page(table: Sheet, out: Path, command: str = "") -> Path:
         sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[command]))
     head = ("Models", ", ".join(table.rows_by_group), f"computed by istar {version('istar')}")
     page = Page("Quantized embeddings", head, KIND.generator, [(str(len(table.rows_by_group)), "models")], sections)
-    folder.replace_folder(out, folder.page_files(page, {table.name: table}), KIND)
-    return out / folder.INDEX
+    return folder.write(out, folder.page_files(page, {table.name: table}), KIND)

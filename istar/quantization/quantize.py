@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
 
-from istar.errors import UserError, shorten
-from istar.files import write_text
+from istar.errors import UserError
+from istar.pages.folder import PageKind, page_output
 from istar.parsing import MissingFileError, read_record
 from istar.quantization import saved_runs
 from istar.quantization.controls import FACTOR, Control
@@ -26,6 +26,7 @@ from istar.reports import cells
 from istar.scores import displayed, is_lower_better
 
 SCORES_FILE = "quantization.json"
+KIND = PageKind("page of quantized models", "istar quantize", (SCORES_FILE,))
 """Name of the file with the scores of all models, from which an interrupted command resumes."""
 FORMAT_VERSION = 1
 
@@ -258,7 +259,7 @@ def _score_models(
             with_progress = _make_progress_wrapper(console)
             scores = _to_saved_scores(saved_model, score_model(loaded, settings.forms, with_progress))
             scores_by_key[key] = scores
-            _write_saved_scores(out / SCORES_FILE, scores_by_key)
+            page_output(out, KIND).write({SCORES_FILE: _encode_scores(scores_by_key)})
         model_scores.append(scores)
     return model_scores
 
@@ -306,9 +307,6 @@ def read_saved_scores(path: Path) -> dict[str, dict[str, Any]]:
         raise UserError(f"{error}; name another --out") from error
 
 
-def _write_saved_scores(path: Path, scores_by_key: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the scores of each model, by cache key, as JSON; raise a `UserError` if the file cannot be written."""
-    try:
-        write_text(path, json.dumps({"format": FORMAT_VERSION, "entries": scores_by_key}, indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {shorten(error)}; name another --out") from error
+def _encode_scores(scores_by_key: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """Return the content of `SCORES_FILE`, the scores of each model by cache key."""
+    return (json.dumps({"format": FORMAT_VERSION, "entries": scores_by_key}, indent=1) + "\n").encode()

@@ -6,14 +6,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 from istar.pages import folder
-from istar.pages.folder import PageKind
 from istar.pages.page import Page, Section
 from istar.pages.sheets import Sheet
 from istar.quantization import form_figures, form_tables
 from istar.quantization.form_tables import MEASURE_LABELS
-from istar.quantization.quantize import SCORES_FILE, QuantizedScores
+from istar.quantization.quantize import KIND, SCORES_FILE, QuantizedScores
 
-KIND = PageKind("page of quantized models", "istar quantize", (SCORES_FILE,))
 _HOW_TO_READ = (
     "A form such as w8a8 has weights and activations of 8 bits each. Quantization is simulated: numbers are rounded to "
     "the grid of the integers and stay in float32, so that scores are those of the form and times mean nothing.",
@@ -29,15 +27,6 @@ class PageTables:
     sheets: Mapping[str, Sheet]
     conclusions: Sequence[str]
     comparisons: Sequence[form_tables.SchemeComparison]
-
-
-def check_output_folder(out: Path) -> None:
-    """Check, before anything is computed, that `write_page` may replace the contents of the output folder.
-
-    Raises:
-        UserError: if the folder holds anything but an earlier page, or the scores of an interrupted command.
-    """
-    folder.check_replaceable(out, KIND)
 
 
 def make_tables(quantized: QuantizedScores) -> PageTables:
@@ -61,12 +50,11 @@ def write_page(quantized: QuantizedScores, tables: PageTables, out: Path, comman
         command: command line, to show on the page.
 
     Raises:
-        UserError: if the folder holds anything but an earlier page, or cannot be written.
+        UserError: see `istar.pages.folder.write`.
     """
     content_by_path = folder.page_files(_make_page(quantized, tables, command), tables.sheets)
     content_by_path[SCORES_FILE] = (out / SCORES_FILE).read_bytes()
-    folder.replace_folder(out, content_by_path, KIND)
-    return out / folder.INDEX
+    return folder.write(out, content_by_path, KIND)
 
 
 def _make_page(quantized: QuantizedScores, tables: PageTables, command: str) -> Page:

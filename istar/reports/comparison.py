@@ -1,8 +1,8 @@
 """Figure that compares several runs by headline metric and by IsoScore of each layer."""
 
+import io
 from collections.abc import Sequence
 from itertools import cycle
-from pathlib import Path
 from statistics import fmean, stdev
 
 import matplotlib
@@ -20,11 +20,13 @@ from istar.scores import axis_label, displayed
 Configurations = Sequence[Sequence[RunRecord]]  # the runs of each configuration of a task and a model
 
 
-def draw_comparison(records: Sequence[RunRecord], path: Path) -> None:
-    """Draw the headline metric and IsoScore by layer, with a row of panels per task and model, and save the figure.
+def draw_comparison(records: Sequence[RunRecord]) -> dict[str, bytes]:
+    """Draw the headline metric and IsoScore by layer, with a row of panels per task and model.
 
-    Each configuration has a colour and shows the mean over its seeds; error bars are standard deviations. The suffix of
-    `path` decides between PNG and SVG.
+    Each configuration has a colour and shows the mean over its seeds; error bars are standard deviations.
+
+    Returns:
+        The contents of `comparison.png` and `comparison.svg` by file name.
     """
     configurations_by_task = group_by_task(records)
     num_rows = len(configurations_by_task)
@@ -37,9 +39,13 @@ def draw_comparison(records: Sequence[RunRecord], path: Path) -> None:
         _draw_headline_metrics(metric_axes, configurations)
         _draw_isoscore_by_layer(isoscore_axes, configurations)
         isoscore_axes.set_title(f"{task} · {model}", fontsize="medium", loc="right")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=PNG_DPI)
+    images = {}
+    for suffix in ("png", "svg"):
+        file = io.BytesIO()
+        figure.savefig(file, format=suffix, dpi=PNG_DPI)
+        images[f"comparison.{suffix}"] = file.getvalue()
     plt.close(figure)
+    return images
 
 
 def _draw_headline_metrics(axes: Axes, configurations: Configurations) -> None:

@@ -15,7 +15,7 @@ import yaml
 
 from istar.config.groups import Config, identity_values
 from istar.errors import UserError, shorten
-from istar.files import write_text
+from istar.outputs import Output
 from istar.parsing import MissingFileError, read_yaml
 from istar.statistics import power
 from istar.statistics.paired import TESTS, smallest_sign_flip_p
@@ -156,40 +156,39 @@ def compute_digest(contents: Mapping[str, Any]) -> str:
 
 
 def check_plan_folder(folder: Path, force: bool) -> None:
-    """Raise an error if a plan cannot be written to a folder because there is one already.
+    """Raise an error if a plan cannot be written to a folder, for example because there is one already.
 
     Raises:
-        UserError: if there is a plan and `force` is False, or if `folder` is a file.
+        UserError: if there is a plan and `force` is False, and as `istar.outputs.Output.check` does.
     """
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--out {folder} is a file; name a folder for {PLAN} and {TEXT}")
-    for name in (PLAN, TEXT):
-        if (folder / name).exists() and not force:
-            raise UserError(
-                f"{folder / name} exists; name another folder with --out, or write a new plan with --force, which "
-                "keeps this one under another name"
-            )
+    output = Output(folder, "plan")
+    if force:
+        output.recover()
+    elif (folder / PLAN).exists():
+        raise UserError(
+            f"{folder / PLAN} exists; name another folder with --out, or write a new plan with --force, which keeps "
+            "this one under another name"
+        )
+    else:
+        output.check([TEXT])  # a plan.md alone is what a killed call has left, or foreign
 
 
 def write(contents: Mapping[str, Any], folder: Path, force: bool = False) -> Path:
     """Write `plan.yaml` and `plan.md` into a folder, and return the path of the former.
 
-    With `force`, an earlier plan is renamed to `plan.old-1.yaml`, or the next number that is free, and the new plan
+    With `force`, an earlier plan is kept as `plan.old-1.yaml`, or with the next number that is free, and the new plan
     records the hash of the earlier one.
 
     Raises:
-        UserError: if there is a plan and `force` is False, if `folder` is a file, or if the files cannot be written.
+        UserError: if there is a plan and `force` is False, or if the files cannot be written.
     """
     check_plan_folder(folder, force)
-    try:
-        fields = {**contents, "replaces": _read_replaced_hashes(folder)}
-        fields["hash"] = compute_digest(fields)
-        _rename_existing_plan(folder)
-        yaml_text = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
-        write_text(folder / PLAN, yaml_text)
-        write_text(folder / TEXT, format_as_markdown(fields))
-    except OSError as error:
-        raise UserError(f"--out {folder} cannot be written: {shorten(error)}") from error
+    fields = {**contents, "replaces": _read_replaced_hashes(folder)}
+    fields["hash"] = compute_digest(fields)
+    yaml_text = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
+    # The plan itself is last, so that a folder with plan.yaml has all files.
+    files = {**_copy_existing_plan(folder), TEXT: format_as_markdown(fields).encode(), PLAN: yaml_text.encode()}
+    Output(folder, "plan").write(files, saved=(TEXT, PLAN) if force else ())
     return folder / PLAN
 
 
@@ -205,14 +204,20 @@ def _read_replaced_hashes(folder: Path) -> list[str]:
     return [*map(str, existing_plan.get("replaces") or []), str(existing_plan.get("hash"))]
 
 
-def _rename_existing_plan(folder: Path) -> None:
-    """Rename the plan in a folder and its Markdown to `plan.old-<n>`, with the first number n that is free."""
-    paths = [folder / name for name in (PLAN, TEXT) if (folder / name).exists()]
+def _copy_existing_plan(folder: Path) -> dict[str, bytes]:
+    """Return the plan in a folder and its Markdown by their new names `plan.old-<n>`, with the first n that is free."""
+    contents = {
+        name: (folder / name).read_bytes()
+        for name in (PLAN, TEXT)
+        if (folder / PLAN).exists() and (folder / name).is_file()
+    }
     number = 1
-    while any((folder / f"{Path(name).stem}.old-{number}{Path(name).suffix}").exists() for name in (PLAN, TEXT)):
+    while True:
+        copies = {f"{Path(name).stem}.old-{number}{Path(name).suffix}": content for name, content in contents.items()}
+        # A killed call may have written some of the copies already.
+        if all(not (folder / name).exists() or (folder / name).read_bytes() == copies[name] for name in copies):
+            return copies
         number += 1
-    for path in paths:
-        path.rename(path.with_name(f"{path.stem}.old-{number}{path.suffix}"))
 
 
 def read(path: Path) -> Plan:

@@ -74,7 +74,7 @@ def write_report(
         UserError: if `plan_path` is no plan, if there are no runs, if no method or several are the reference, if `out`
             holds files that are no report, or if it cannot be written.
     """
-    folder.check_replaceable(out, KIND)
+    folder.check(out, KIND, (root,) if plan_path is None else (root, plan_path))
     plan = None if plan_path is None else plan_file.read(plan_path)
     progress_columns = TextColumn("{task.description}", markup=False), BarColumn()
     is_hidden = console is None or not console.is_terminal
@@ -96,8 +96,9 @@ def write_report(
             progress.update(progress_task, description=f"drawing {plot.name}", advance=1)
             pictures_by_plot[plot.name] = folder.render_pictures(plot)
         progress.update(progress_task, description="writing", advance=1)
-        folder.replace_folder(out, folder.page_files(_build_page(contents, pictures_by_plot), contents.sheets), KIND)
-    return WrittenReport(out / folder.INDEX, len(runs.frame), len(contents.missing))
+        files = folder.page_files(_build_page(contents, pictures_by_plot), contents.sheets)
+        page_path = folder.write(out, files, KIND)
+    return WrittenReport(page_path, len(runs.frame), len(contents.missing))
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,16 @@
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from istar.errors import UserError, shorten
-from istar.files import atomic_write
+from istar.errors import UserError
+from istar.files import to_csv
+from istar.outputs import Output
 from istar.reports.run_tables import get_method_label
 from istar.results import CONFIG, RESULT, RunRecord, read, read_unfinished
 
@@ -114,29 +115,42 @@ def record_to_row(record: RunRecord) -> dict[str, Any]:
     return {**dict(zip(_COLUMNS, column_values, strict=True)), **metrics, **settings}
 
 
+def check_export(path: Path) -> None:
+    """Refuse, before any work is done, a file to which `export_frame` cannot write a table.
+
+    Raises:
+        UserError: if the suffix is no known format, or if there is a file that `export_frame` has not written.
+    """
+    if path.suffix not in _WRITERS:
+        raise UserError(f"{path}: the suffix decides the format; expected one of {', '.join(_WRITERS)}")
+    _make_output(path).check([path.name])
+
+
+def _make_output(path: Path) -> Output:
+    return Output(path.parent, "table of runs")
+
+
 def export_frame(frame: pd.DataFrame, path: Path) -> None:
     """Write a data frame as CSV, Parquet or JSON (a list of objects), depending on the suffix of `path`.
 
     Raises:
-        UserError: if the suffix is none of these formats, or the file cannot be written.
+        UserError: as `check_export` does, or if the file cannot be written.
     """
+    check_export(path)
     # Parquet needs one type per column; lists and mixed columns (reg.layers, trainer.devices) are written as text.
     frame = frame.map(lambda value: str(value) if isinstance(value, list | dict) else value)
     for column in frame:
         if frame[column].dtype == object and frame[column].map(type).nunique() > 1:
             frame[column] = frame[column].map(lambda value: None if pd.isna(value) else str(value))
-    writers = {
-        ".csv": lambda file: frame.to_csv(file, index=False),
-        ".parquet": lambda file: frame.to_parquet(file, index=False),
-        ".json": lambda file: frame.to_json(file, orient="records", indent=2),
-    }
-    if path.suffix not in writers:
-        raise UserError(f"{path}: the suffix decides the format; expected one of {', '.join(writers)}")
-    try:
-        with atomic_write(path) as file:
-            writers[path.suffix](file)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {shorten(error)}") from error
+    _make_output(path).write({path.name: _WRITERS[path.suffix](frame)})
+
+
+_WRITERS: dict[str, Callable[[pd.DataFrame], bytes]] = {
+    ".csv": lambda frame: to_csv(frame).encode(),
+    ".parquet": lambda frame: frame.to_parquet(index=False),
+    ".json": lambda frame: frame.to_json(orient="records", indent=2).encode(),
+}
+"""Functions that encode a data frame, by the suffix of the file."""
 
 
 def _find_run_folders(root: Path, read_errors: dict[str, str]) -> Iterator[Path]:

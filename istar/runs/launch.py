@@ -22,7 +22,6 @@ from socket import socket
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
-import yaml
 from omegaconf import OmegaConf
 
 from istar import results
@@ -197,7 +196,7 @@ class RunProcesses:
         self._failed_ranks: list[int] = []
         self._server_error: UserError | None = None
         config_path = self._folder / "config.yaml"
-        write_text(config_path, yaml.safe_dump(schema.to_dict(config)))
+        write_text(config_path, schema.to_yaml(config))
         arguments = [str(config_path), str(self._folder), *([trial] if trial else [])]
         # Port 0 lets the operating system choose a free port, for the connections to rank 0.
         with socket() as listener:

@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -28,6 +27,7 @@ from istar.config.schema import to_dict
 from istar.errors import NonFiniteError, StoppedError, UserError, shorten
 from istar.files import atomic_write, lock_folder, remove_temporary_files, write_text
 from istar.memory import keep_freed_memory
+from istar.outputs import run_output
 from istar.regularizers import EmbeddingWatch, IStar, Watch, layer_numbers, special_ids
 from istar.reports.geometry_picture import render_geometry_plot
 from istar.reports.run_picture import render_isotropy_plot
@@ -73,6 +73,7 @@ from istar.training.validation_geometry import measure_validation_geometry
 from istar.training.validation_isoscore_star import compute_isoscore_star_by_layer
 
 CHECKPOINTS_FOLDER = "checkpoints"
+_MODEL_FOLDERS = ("model", results.KEPT_MODELS)
 ISOTROPY_PICTURE = "isotropy.png"
 GEOMETRY_PICTURE = "geometry_over_steps.png"
 T = TypeVar("T")
@@ -381,6 +382,8 @@ def _prepare_folder(job: Job) -> tuple[RunRecord | None, Path | None]:
         # Another process may have finished the run while this one was loading.
         elif (finished_record := read_finished_run(folder, config)) is not None:
             return finished_record, None
+        output = run_output(folder)
+        output.check(_MODEL_FOLDERS if output.has_manifest else output.list_names())
         remove_temporary_files(folder)
         checkpoint = None
         if job.checkpoints is not None:
@@ -389,7 +392,8 @@ def _prepare_folder(job: Job) -> tuple[RunRecord | None, Path | None]:
             log.warning("%s was interrupted; it resumes from %s", folder, checkpoint.name)
         started_at = None if checkpoint is None else results.read_start_time(folder)
         first_line = results.start_comment(started_at or datetime.now(UTC).isoformat(timespec="seconds"))
-        write_text(folder / results.CONFIG, first_line + yaml.safe_dump(to_dict(config), sort_keys=False))
+        config_text = first_line + yaml.safe_dump(to_dict(config), sort_keys=False)
+        output.write({results.CONFIG: config_text.encode()})
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {shorten(error)}") from error
     return None, checkpoint
@@ -519,11 +523,10 @@ def _save_outputs(job: Job) -> None:
     if job.config.run.geometry:
         write_text(job.folder / results.GEOMETRY, json.dumps(_measure_geometry(job)) + "\n")
     if job.config.run.save_model:
-        temporary_folder, model_folder = job.folder / ".model", job.folder / "model"
-        for folder in (temporary_folder, model_folder):
-            shutil.rmtree(folder, ignore_errors=True)
-        models.save(job.module.model, job.tokenizer, temporary_folder)
-        temporary_folder.rename(model_folder)
+        output = run_output(job.folder)
+        draft = output.make_draft()
+        models.save(job.module.model, job.tokenizer, draft)
+        output.write({}, {"model": draft})
 
 
 def _measure_geometry(job: Job) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from rich.progress import track
 from istar import results
 from istar.config import Config, SweepConfig, WandbConfig, schema
 from istar.errors import LockedError, StoppedError, UserError
-from istar.files import is_locked, write_text
+from istar.files import is_locked
+from istar.outputs import Output
 from istar.reports import comparison, run_tables
 from istar.results import RunRecord
 from istar.runs import extras
@@ -73,6 +74,8 @@ def run_sweep(request: SweepRequest, console: Console) -> int:
     print_plan(runs)
     if settings.dry_run:
         return 0
+    runs.output.check(() if runs.output.has_manifest else runs.output.list_names())
+    runs.output.write({})
     with Board(runs.folder, runs.state, console) as live_board:
         if settings.search == "grid":
             run_queue(TrialQueue(runs, live_board))
@@ -109,6 +112,7 @@ class SweepRuns:
         self.space_by_grid = trials.make_search_spaces(request.arguments, request.params, grids, settings.only, loader)
         sweep_hash = trials.sweep_hash(self.space_by_grid, settings.seeds, settings.search, settings.sampler_seed)
         self.folder = request.root / board.SWEEPS_FOLDER / f"{settings.name}-{sweep_hash}"
+        self.output = Output(self.folder, "sweep", "", "choose another sweep.name")
         self.state = SweepState(self.folder.name, request.command, str(request.root), settings.jobs)
         self.trial_by_name: dict[str, Trial] = {}
         self.entry_by_name: dict[str, SweepEntry] = {}
@@ -442,9 +446,8 @@ def print_results(runs: SweepRuns) -> int:
         num_configurations = sum(map(len, run_tables.group_by_task(records).values()))
         if num_configurations > _MAX_COMPARED_CONFIGURATIONS or runs.request.settings.seeds:
             records = select_best_configurations(records, runs.grid_by_run)
-        write_text(runs.folder / "comparison.md", run_tables.format_comparison_as_markdown(records))
-        for suffix in ("png", "svg"):
-            comparison.draw_comparison(records, runs.folder / f"comparison.{suffix}")
+        markdown = run_tables.format_comparison_as_markdown(records).encode()
+        runs.output.write({"comparison.md": markdown, **comparison.draw_comparison(records)})
         console.print(run_tables.build_comparison_table(records))
         console.out(f"{runs.folder / 'comparison.png'} and .svg, .md", highlight=False)
     num_runs = len(runs.state.entries)

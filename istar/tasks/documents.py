@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from datasets import Dataset, load_from_disk
 
 from istar.errors import UserError, shorten
-from istar.files import atomic_write
+from istar.files import atomic_write, refuse_special_file
 from istar.tasks.tokenizing import chunks
 
 TEXT_COLUMN = "text"
@@ -112,6 +112,7 @@ def _read_json_lines(path: Path) -> Iterator[str]:
 def _read_raw_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a UTF-8 file with their line ends."""
     try:
+        refuse_special_file(path)
         with path.open(encoding="utf-8-sig") as file:
             yield from file
     except UnicodeDecodeError as error:

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from datasets import ClassLabel, Dataset, load_from_disk
 
 from istar.errors import UserError, shorten
+from istar.files import refuse_special_file
 from istar.parsing import parse_json
 from istar.tasks.specs import TaskSpec
 
@@ -220,6 +221,7 @@ def read_text(path: Path) -> str:
         UserError: if the file cannot be read, or is not UTF-8 text; the message names the line.
     """
     try:
+        refuse_special_file(path)
         content = path.read_bytes()
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

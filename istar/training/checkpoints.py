@@ -1,7 +1,9 @@
 """Checkpoints from which a run resumes bit for bit: when to write them, their content, and their validation."""
 
+import itertools
 import logging
 import random
+import re
 import time
 import zipfile
 from collections.abc import Mapping
@@ -226,8 +228,11 @@ def find_resumable_checkpoint(folder: Path, run_name: str, num_processes: int) -
         try:
             num_epochs, num_writers = _inspect_checkpoint(path, run_name)
         except UserError as error:
-            path.rename(path.with_name(f"{path.name}.refused"))
-            log.warning("%s; %s is not used, and is kept as %s.refused", error, path.name, path.name)
+            numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+            names = (f"{path.name}.refused{number}" for number in numbers)
+            free_name = next(name for name in names if not path.with_name(name).exists())
+            path.rename(path.with_name(free_name))
+            log.warning("%s; %s is not used, and is kept as %s", error, path.name, free_name)
             continue
         if num_writers != num_processes:
             raise UserError(
@@ -279,9 +284,9 @@ def _list_sorted_paths(folder: Path, prefix: str) -> list[Path]:
 
 
 def _parse_number_in_name(path: Path) -> int:
-    """Return the number at the end of a checkpoint's file name, such as 12 of `step-12.ckpt`; -1 if there is none."""
-    digits = path.stem.rpartition("-")[2]
-    return int(digits) if digits.isdecimal() else -1
+    """Return the number in a checkpoint's file name, such as 12 of `step-12.ckpt`; -1 if the name is another one."""
+    match = re.fullmatch(r"(?:step|best-epoch)-([0-9]+)\.ckpt", path.name)
+    return int(match[1]) if match else -1
 
 
 def get_random_state() -> dict[str, Any]:

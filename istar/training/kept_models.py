@@ -1,6 +1,5 @@
 """A callback that saves the model after some optimizer steps, as folders of `save_pretrained`."""
 
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from istar import models
 from istar.errors import UserError
 from istar.geometry.saved_checkpoints import record_step
+from istar.outputs import Output, run_output
 
 LOG_SCHEDULE = "log"
 """The logarithmic schedule, whose steps are those of Pythia's published checkpoints."""
@@ -48,7 +48,7 @@ class KeptModels(L.Callback):
 
     Each folder's `training_step.json` records the step for `istar measure --checkpoints`.
 
-    Rank 0 writes each folder under a temporary name and then renames it. The callback must precede the one that writes
+    Rank 0 writes each folder as a whole, see `istar.outputs.Output`. The callback must precede the one that writes
     checkpoints, so that the models of all steps up to a checkpoint exist. A resumed training writes the models of later
     steps again.
 
@@ -103,17 +103,19 @@ class KeptModels(L.Callback):
         if not trainer.is_global_zero:
             return
         model_folder = model_folder_of_step(self.folder, trainer.global_step)
-        temporary_folder = model_folder.with_name(f".{model_folder.name}")
-        for path in (temporary_folder, model_folder):
-            shutil.rmtree(path, ignore_errors=True)
-        models.save(pl_module.model, self.tokenizer, temporary_folder)
-        record_step(temporary_folder, trainer.global_step)
-        temporary_folder.rename(model_folder)
+        draft = self._output.make_draft()
+        models.save(pl_module.model, self.tokenizer, draft)
+        record_step(draft, trainer.global_step)
+        self._output.write({}, {f"{self.folder.name}/{model_folder.name}": draft})
+
+    @property
+    def _output(self) -> Output:
+        return run_output(self.folder.parent)
 
     def _remove_later_models(self) -> None:
-        """Remove temporary folders, and all models except those that the schedule saves up to the current step."""
+        """Remove all models except those that the schedule saves up to the current step."""
         past_steps = [step for step in range(self._step + 1) if is_kept(step, self.schedule)]
         past_names = {model_folder_of_step(self.folder, step).name for step in past_steps}
-        for path in [*self.folder.glob("step-*"), *self.folder.glob(".step-*")]:
+        for path in self.folder.glob("step-*"):
             if path.name not in past_names:
-                shutil.rmtree(path)
+                self._output.remove_folder(f"{self.folder.name}/{path.name}")

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import Logger
 
-from istar.files import write_text
+from istar.files import escape_cell, write_text
 
 _SECONDS_BETWEEN_WRITES = 5.0
 
@@ -73,7 +73,7 @@ class MetricsFile(Logger):
         columns = list(dict.fromkeys(["epoch", "step", *(name for row in self._rows for name in row)]))
         text = io.StringIO()
         writer = csv.DictWriter(text, columns, lineterminator="\n")
-        writer.writeheader()
+        writer.writerow({name: escape_cell(name) for name in columns})
         writer.writerows({**row, "epoch": int(row.get("epoch", 0))} for row in self._rows)
         write_text(self.path, text.getvalue())
         self._last_written_at = time.monotonic()

@@ -22,6 +22,7 @@ from istar.geometry.measures_file import Measurements
 from istar.geometry.stream import Pass
 from istar.models import tiny
 from istar.tasks import demo
+from tests.geometry.measured import write_measures
 from tests.reports.test_report import balanced, parsed
 
 WORDS = demo.vocabulary()[:20]
@@ -67,7 +68,7 @@ def folders(measurements_by_name: dict[str, Measurements], tmp_path: Path) -> li
     """Write the measurements of both models as `istar measure` does; return their folders."""
     for name, measurements in measurements_by_name.items():
         (tmp_path / name).mkdir()
-        measures_file.write(measurements, tmp_path / name)
+        write_measures(measurements, tmp_path / name)
     return [str(tmp_path / name) for name in measurements_by_name]
 
 
@@ -333,7 +334,7 @@ def test_the_table_of_all_models_has_intervals(measurements_by_name: dict[str, M
 def test_equal_names_get_their_folders(measurements_by_name: dict[str, Measurements], tmp_path: Path) -> None:
     for folder in ("first", "second"):
         (tmp_path / folder).mkdir()
-        measures_file.write(measurements_by_name["encoder"], tmp_path / folder)
+        write_measures(measurements_by_name["encoder"], tmp_path / folder)
     folders = [str(tmp_path / folder) for folder in ("first", "second")]
     assert [model.label for model in read_models(folders)] == ["encoder (first)", "encoder (second)"]
     with pytest.raises(UserError, match="several models are called a; give them names"):
@@ -368,7 +369,7 @@ def test_a_run_is_named_by_its_folder(measurements_by_name: dict[str, Measuremen
         }
         folder = tmp_path / str(revision)
         folder.mkdir()
-        measures_file.write(replace(measurements_by_name["encoder"], model=model), folder)
+        write_measures(replace(measurements_by_name["encoder"], model=model), folder)
     labels = [
         measured_model.label for measured_model in read_models([str(tmp_path / "None"), str(tmp_path / "step10")])
     ]

@@ -573,7 +573,7 @@ def test_a_file_in_the_place_of_the_folder_is_one_line(tmp_path: Path, capsys: p
     (tmp_path / "out").write_text("something")
     assert run(tmp_path, GOOD, SCORES) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert "cannot be made" in line
+    assert "is not a folder" in line
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -277,8 +277,10 @@ def test_a_benchmark_without_known_words_gives_a_remark(tmp_path: Path, capsys: 
     folder = save_model(tmp_path / "model")
     benchmark = tmp_path / "men.txt"
     benchmark.write_text("unheard words 3\nof others 4\n")
-    assert run(folder, tmp_path / "out", "--wordsim", str(benchmark)) == 0
-    (tmp_path / "out" / "wordsim.csv").write_text("of an earlier call")
+    known_benchmark = tmp_path / "known.txt"
+    known_benchmark.write_text("cat dog 3\nthe house 4\ngarden sees 1\n")
+    assert run(folder, tmp_path / "out", "--wordsim", str(known_benchmark)) == 0
+    assert (tmp_path / "out" / "wordsim.csv").exists()
     capsys.readouterr()
     assert run(folder, tmp_path / "out", "--wordsim", str(benchmark)) == 0
     assert "0 of 2 pairs have vectors" in capsys.readouterr().out
@@ -375,7 +377,7 @@ def test_a_file_in_the_place_of_the_folder_is_one_line(tmp_path: Path, capsys: p
     capsys.readouterr()
     assert run(folder, tmp_path / "out") == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert "cannot be made" in line
+    assert "is not a folder" in line
 
 
 def test_half_precision_is_widened(tmp_path: Path) -> None:
@@ -427,12 +429,12 @@ def test_real_embeddings_and_benchmarks(tmp_path: Path, real_data: Path, minilm:
 def test_another_model_does_not_replace_the_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second, out = save_model(tmp_path / "first"), save_model(tmp_path / "second", "neox"), tmp_path / "out"
     assert run(first, out, "--save", "matrix") == 0
-    contents_before = {path: path.read_bytes() for path in out.iterdir()}
+    contents_before = {path: path.read_bytes() for path in out.glob("[!.]*")}
     assert run(second, out) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"error: --out {out} holds the measures of {first}, not of {second}; expected another folder: --out <folder>"
     )
-    assert {path: path.read_bytes() for path in out.iterdir()} == contents_before
+    assert {path: path.read_bytes() for path in out.glob("[!.]*")} == contents_before
     # The same weights in another place are the same model.
     moved = Path(shutil.copytree(first, tmp_path / "moved"))
     assert run(moved, out) == 0

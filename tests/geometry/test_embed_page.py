@@ -418,6 +418,6 @@ def test_a_page_and_a_single_matrix_do_not_replace_each_other(
     assert main(["embed", str(folder), "--out", str(single)]) == 0
     capsys.readouterr()
     assert main(["embed", str(folder), "--out", str(page)]) == 2
-    assert "holds a page of several matrices" in capsys.readouterr().err
+    assert "holds embeddings.json, which is no part of a matrix's measures" in capsys.readouterr().err
     assert main(["embed", str(folder), "--forms", "raw", "--out", str(single)]) == 2
-    assert "holds the measures of a single matrix" in capsys.readouterr().err
+    assert "holds embeddings.json, which is no part of a page of embedding matrices" in capsys.readouterr().err

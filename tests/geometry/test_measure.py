@@ -25,6 +25,7 @@ from istar.measures import Activation, MassiveActivationsSummary
 from istar.measures.catalogue import MEASURES
 from tests import oracles
 from tests.architectures import MODELS
+from tests.geometry.measured import write_measures
 from tests.geometry.test_stream import SENTENCES, TOKENIZER, bert
 
 FALCON_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
@@ -91,7 +92,7 @@ def measurements(folder: Path) -> Measurements:
 
 def test_undefined_numbers_are_null_in_the_file(measurements: Measurements, tmp_path: Path) -> None:
     assert math.isnan(measurements.sources["a"]["layer_1"]["two_nn"])
-    measures_file.write(measurements, tmp_path)
+    write_measures(measurements, tmp_path)
     text = (tmp_path / measures_file.JSON_FILE).read_text()
 
     def refuse(constant: str) -> float:
@@ -108,14 +109,14 @@ def test_undefined_numbers_are_null_in_the_file(measurements: Measurements, tmp_
 
 def test_a_list_with_undefined_numbers_is_on_one_line(measurements: Measurements, tmp_path: Path) -> None:
     spectra = {"a": {"layer_1": {"raw": [1.5, math.nan, -2e-7, math.inf]}}}
-    measures_file.write(replace(measurements, spectra=spectra), tmp_path)
+    write_measures(replace(measurements, spectra=spectra), tmp_path)
     assert "[ 1.5, null, -2e-07, null ]" in (tmp_path / measures_file.JSON_FILE).read_text()
     spectrum = measures_file.read(tmp_path / measures_file.JSON_FILE).spectra["a"]["layer_1"]["raw"]
     assert spectrum == pytest.approx([1.5, math.nan, -2e-7, math.nan], nan_ok=True)
 
 
 def test_a_file_of_an_earlier_version_is_refused(measurements: Measurements, tmp_path: Path) -> None:
-    measures_file.write(replace(measurements, format=1), tmp_path)
+    write_measures(replace(measurements, format=1), tmp_path)
     with pytest.raises(UserError, match=r"has format 1, of another version of istar; expected 2; delete the file and"):
         measures_file.read(tmp_path / measures_file.JSON_FILE)
 
@@ -171,7 +172,7 @@ def complete_measurements(folder: Path) -> Measurements:
 
 
 def test_tables_have_fields_of_their_own(complete_measurements: Measurements, tmp_path: Path) -> None:
-    measures_file.write(complete_measurements, tmp_path)
+    write_measures(complete_measurements, tmp_path)
     reread = measures_file.read(tmp_path / measures_file.JSON_FILE)
     assert measures_file.file_contents(reread) == measures_file.file_contents(complete_measurements)
     assert (reread.settings["groups"], reread.settings["measures"]) == (3, "all")

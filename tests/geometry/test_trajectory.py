@@ -144,6 +144,8 @@ def test_changed_settings_are_measured_again(
     rows_after = read_rows(tmp_path / "out" / "trajectory.csv")
     assert rows_after[0]["weights"] != rows_before[0]["weights"]
     (tmp_path / "out" / "step1" / "measures.json").write_text("{")
+    assert measure_checkpoints(tmp_path, folder / "step1", text, "--max-tokens", "100") == 2
+    (tmp_path / "out" / "step1" / "measures.json").unlink()
     assert measure_checkpoints(tmp_path, folder / "step1", text, "--max-tokens", "100") == 0
     assert len(measured_names) == 5
     assert read_rows(tmp_path / "out" / "trajectory.csv") == rows_after
@@ -449,13 +451,17 @@ def test_another_model_does_not_replace_a_trajectory(
     single_command = ["measure", str(folder / "step1"), "--text", str(text), "--length", "16", "--device", "cpu"]
     assert main([*single_command, "--out", str(single_folder)]) == 0
     assert main(["measure", "tiny", *arguments, "--out", str(single_folder)]) == 2
-    assert "is no trajectory" in capsys.readouterr().err.splitlines()[-1]
+    assert "holds index.html, which is no part of a trajectory" in capsys.readouterr().err.splitlines()[-1]
     assert main([*single_command, "--out", str(out)]) == 2
 
 
-def test_a_trajectory_that_is_written_again_has_no_earlier_figures(tmp_path: Path, folder: Path, text: Path) -> None:
+def test_a_trajectory_that_is_written_again_leaves_foreign_figures(tmp_path: Path, folder: Path, text: Path) -> None:
     assert measure_checkpoints(tmp_path, folder / "step[12]", text) == 0
-    (tmp_path / "out" / "figures" / "of-an-earlier-version.svg").write_text("<svg/>")
+    foreign_figure = tmp_path / "out" / "figures" / "mine.svg"
+    foreign_figure.write_text("<svg/>")
+    assert measure_checkpoints(tmp_path, folder / "step1", text) == 2
+    assert foreign_figure.read_text() == "<svg/>"
+    foreign_figure.unlink()
     assert measure_checkpoints(tmp_path, folder / "step1", text) == 0
     figure_names = {path.stem for path in (tmp_path / "out" / "figures").iterdir()}
     assert figure_names == {"isotropy", "partition", "final_norm"}

@@ -15,10 +15,11 @@ from rich.console import Console
 from istar.cli.main import main
 from istar.errors import UserError
 from istar.figures import drawing
-from istar.geometry import compare, measures_file, trajectory_comparison
+from istar.geometry import compare, trajectory_comparison
 from istar.geometry.measured_training import MeasuredTraining
 from istar.geometry.measures_file import Measurements
 from istar.geometry.training_findings import describe_training, describe_trainings
+from tests.geometry.measured import write_measures
 from tests.geometry.test_training_findings import compute_half_width, make_checkpoint
 from tests.reports.test_report import parsed
 
@@ -96,7 +97,7 @@ def test_bands_are_95_percent_intervals(tmp_path: Path) -> None:
     (folder / "step1").mkdir()
     for groups, degrees in ((None, 9), (4, 3)):
         if groups:
-            measures_file.write(measurements, folder / "step1")
+            write_measures(measurements, folder / "step1")
         [training] = read_trainings_of(folder)
         half_width = scipy.stats.t.ppf(0.975, degrees) * 0.01
         assert training.half_widths_by_step("layer_2", "inter_sim") == pytest.approx([half_width] * 2)
@@ -268,7 +269,7 @@ def write_known_trajectory(folder: Path, isoscores: tuple[float, float], error: 
     all_settings = {"groups": 10, "texts": {"wiki": "wiki.txt"}, **settings}
     model = {"name": folder.name, "revision": None}
     measurements = Measurements(model, "", all_settings, {"wiki": {}}, {}, {}, None, text_hashes={"wiki": "01"})
-    measures_file.write(measurements, folder / "step10")
+    write_measures(measurements, folder / "step10")
     return folder
 
 
@@ -302,7 +303,7 @@ def test_the_change_of_a_training_has_a_paired_interval(tmp_path: Path) -> None:
     for checkpoint in checkpoints:
         folder = training_folder / checkpoint.label.replace(" ", "")
         folder.mkdir(exist_ok=True)
-        measures_file.write(checkpoint.measurements, folder)
+        write_measures(checkpoint.measurements, folder)
     interval = f"The 95% interval of the change, 0.2 ± {compute_half_width('step 0', 'step 10'):.2g}, does not"
     assert interval in describe_trainings(read_trainings_of(training_folder))[0]
     assert interval in describe_training(checkpoints)[0]

@@ -98,13 +98,13 @@ def test_a_plan_is_replaced_by_force_and_kept(fields: dict, tmp_path: Path) -> N
         hashes.append(read_yaml(tmp_path)["hash"])
     assert (tmp_path / "plan.old-1.yaml").read_text(encoding="utf-8") == first_text
     names = {PLAN, TEXT, "plan.old-1.yaml", "plan.old-1.md", "plan.old-2.yaml", "plan.old-2.md"}
-    assert {path.name for path in tmp_path.iterdir()} == names
+    assert {path.name for path in tmp_path.glob("plan*")} == names
     assert not read(tmp_path / "plan.old-2.yaml").is_edited
 
 
 def test_a_file_is_no_folder_for_a_plan(fields: dict, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="is a file; name a folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         write(fields, tmp_path / "file", force=True)
 
 

@@ -91,7 +91,7 @@ def test_a_checkpoint_that_the_disk_does_not_take(
 @pytest.mark.parametrize(
     ("name", "after"),
     [(r"step-\d+\.ckpt", 2), (r"best-epoch-\d+\.ckpt", 0), (r"metrics\.csv", 0), (r"metrics\.csv", 5),
-     (r"predictions\.jsonl", 0), (r"result\.json", 0), (r"config\.yaml", 0)],
+     (r"predictions\.jsonl", 0), (r"result\.json", 0), (r"manifest\.json", 0)],
 )  # fmt: skip
 def test_a_file_that_the_disk_does_not_take(
     small: Build, undisturbed_run: Path, monkeypatch: pytest.MonkeyPatch, name: str, after: int

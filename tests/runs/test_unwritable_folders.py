@@ -65,7 +65,7 @@ def forbid_drafts(monkeypatch: pytest.MonkeyPatch, name: str, after: int) -> Cal
 
 @pytest.mark.parametrize(
     ("name", "after"),
-    [("config.yaml", 0), (r"step-\d+.ckpt", 0), (r"step-\d+.ckpt", 3), ("metrics.csv", 2), ("predictions.jsonl", 0),
+    [("manifest.json", 0), (r"step-\d+.ckpt", 0), (r"step-\d+.ckpt", 3), ("metrics.csv", 2), ("predictions.jsonl", 0),
      ("geometry.json", 0), ("result.json", 0)],
 )  # fmt: skip
 def test_a_folder_that_cannot_be_written_any_more(

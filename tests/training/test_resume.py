@@ -11,6 +11,7 @@ import pytest
 from istar import files, models, results
 from istar.config import Config
 from istar.errors import UserError
+from istar.outputs import run_output
 from istar.regularizers import weight_at
 from istar.reports.run_frame import load_runs
 from istar.runs import run as run_module
@@ -98,7 +99,8 @@ def test_a_resumed_run_began_when_it_was_first_started(small: Build, monkeypatch
     assert results.read_start_time(folder.parent) is None
     # Pretend that the run began in 2020.
     path = folder / results.CONFIG
-    path.write_text(path.read_text().replace(start_time, "2020-01-01T00:00:00+00:00", 1))
+    text = path.read_text().replace(start_time, "2020-01-01T00:00:00+00:00", 1)
+    run_output(folder).write({results.CONFIG: text.encode()})
     [unfinished_start_time] = load_runs(folder.parent).frame["began"]
     assert unfinished_start_time == run(config).timing["began"] == "2020-01-01T00:00:00+00:00"
     [finished_start_time] = load_runs(folder.parent).frame["began"]

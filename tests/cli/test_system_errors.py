@@ -1,0 +1,215 @@
+"""Full disks, lacking memory, over-long names, pipes and impossible configurations end in one line."""
+
+import csv
+import errno
+import io
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from istar import files
+from istar.cli.main import main
+from istar.config import schema
+from istar.errors import UserError, explain_system_error
+from istar.geometry import embed
+from istar.models import adapters
+from istar.training.metrics_file import MetricsFile
+from tests.cli.test_foreign_files import ARGUMENTS, call, world
+from tests.geometry.test_embed import save_model
+from tests.test_outputs import read_tree
+
+__all__ = ["world"]  # a fixture
+
+
+def assert_one_line(capsys: pytest.CaptureFixture[str], *parts: str) -> None:
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    for part in parts:
+        assert part in lines[0]
+
+
+def fail_to_sync(monkeypatch: pytest.MonkeyPatch, number: int, folders: bool) -> None:
+    original_fsync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) == folders:
+            raise OSError(number, os.strerror(number))
+        original_fsync(descriptor)
+
+    monkeypatch.setattr(files.os, "fsync", fsync)
+
+
+def test_a_full_disk_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_model(tmp_path / "model")
+    fail_to_sync(monkeypatch, errno.ENOSPC, folders=False)
+    for save in ([], ["--save", "model"], ["--save", "matrix"]):
+        assert main(["embed", str(folder), "--out", str(tmp_path / "out"), *save]) == 2
+        assert_one_line(capsys, "--out", "No space left on device")
+    monkeypatch.undo()
+    assert main(["embed", str(folder), "--out", str(tmp_path / "out")]) == 0
+    assert not [name for name in read_tree(tmp_path / "out") if name.startswith(".")]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_that_cannot_sync_folders_is_tolerated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    folder = save_model(tmp_path / "model")
+    fail_to_sync(monkeypatch, number, folders=True)
+    assert main(["embed", str(folder), "--out", str(tmp_path / "out"), "--save", "model"]) == 0
+    files.write_text(tmp_path / "file", "text")
+    assert (tmp_path / "file").read_text() == "text"
+
+
+@pytest.mark.parametrize(
+    ("error", "part"),
+    [
+        (MemoryError(), "not enough memory"),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x.csv"), "x.csv: No space left on device"),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), "No space left"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "not enough memory"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_error_of_the_machine_anywhere_in_a_command_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, part: str
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise error
+
+    folder = save_model(tmp_path / "model")
+    monkeypatch.setattr(embed, "measure_embeddings", fail)
+    assert main(["embed", str(folder), "--out", str(tmp_path / "out")]) == 2
+    assert_one_line(capsys, part)
+
+
+def test_torchs_own_error_of_allocation_is_known() -> None:
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(1 << 50)
+    assert "not enough memory" in explain_system_error(error.value)
+
+
+def test_a_mistake_of_the_program_keeps_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("shapes do not match")
+
+    folder = save_model(tmp_path / "model")
+    monkeypatch.setattr(embed, "measure_embeddings", fail)
+    with pytest.raises(RuntimeError, match="shapes"):
+        main(["embed", str(folder), "--out", str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_an_over_long_name_is_one_line(world: Path, capsys: pytest.CaptureFixture[str], arguments: str) -> None:
+    assert call(world, arguments, world / ("a" * 300)) == 2
+    assert_one_line(capsys, "File name too long")
+
+
+@pytest.mark.parametrize("command", ["measure {} --text {}", "embed {} --wordsim {}", "correlate {} {}", "report {}"])
+def test_an_over_long_name_of_an_input_is_one_line(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert main(command.replace("{}", "a" * 5000).split()) in (1, 2)
+    assert_one_line(capsys)
+
+
+def test_formulas_in_csv_files_are_texts_and_numbers_stay_numbers() -> None:
+    names = ["=1+1", "+cmd", "-x", "@sum", "\t=a", "plain", "-", "-1.5", "+2", "-inf", "1e5", "", "a=b"]
+    frame = pd.DataFrame({"=name": names, "value": range(-7, 6), "x": [-0.5] * 13}).convert_dtypes()
+    frame.loc[3, "value"] = pd.NA
+    rows = list(csv.reader(io.StringIO(files.to_csv(frame))))
+    assert rows[0] == ["'=name", "value", "x"]
+    assert [row[0] for row in rows[1:]] == [*(f"'{name}" for name in names[:5]), *names[5:]]
+    assert [row[1] for row in rows[1:]] == ["-7", "-6", "-5", "", *map(str, range(-3, 6))]
+    assert {row[2] for row in rows[1:]} == {"-0.5"}
+    assert [files.unescape_cell(row[0]) for row in rows[1:]] == names
+    assert list(frame["=name"]) == names  # unchanged
+
+
+def test_names_of_metrics_are_texts(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.csv")
+    file.log_metrics({"=f1": -0.5}, step=1)
+    file.write()
+    assert (tmp_path / "metrics.csv").read_text() == "epoch,step,'=f1\n0,1,-0.5\n"
+
+
+@pytest.mark.parametrize(
+    ("values", "part"),
+    [
+        ({"architectures": ["pipeline"]}, ""),
+        ({"architectures": ["logging"]}, ""),
+        ({"architectures": [3]}, ""),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": 10_000_000}, "num_hidden_layers is 10000000"),
+    ],
+)
+@pytest.mark.parametrize("command", ["embed {model} --form centered --save model", "measure {model} --text {text}"])
+def test_an_impossible_configuration_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], part: str, command: str
+) -> None:
+    folder = save_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+    (tmp_path / "text.txt").write_text("the cat sees the dog\n" * 20)
+    arguments = command.format(model=folder, text=tmp_path / "text.txt").split()
+    capsys.readouterr()
+    code = main([*arguments, "--out", str(tmp_path / "out")])
+    if part:
+        assert code == 2
+        assert_one_line(capsys, part)
+    else:  # the class is that of the model type
+        assert code in (0, 2)
+        assert capsys.readouterr().err.count("error: ") == (code == 2)
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("embed {model}", "model/config.json"),
+        ("embed {model} --wordsim {pipe}", "pipe"),
+        ("embed {model} --text {pipe}", "pipe"),
+        ("measure {model} --text {pipe}", "pipe"),
+        ("measure {model} --text {folder}", "folder/text.txt"),
+        ("correlate {pipe} {pipe}", "pipe"),
+        ("measure --checkpoints {model} --text {model} --steps {pipe}", "pipe"),
+        ("report {folder} --plan {pipe}", "pipe"),
+    ],
+)
+def test_a_pipe_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, name: str) -> None:
+    save_model(tmp_path / "model")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    places = {place: tmp_path / place for place in ("model", "pipe", "folder")}
+    assert main([*command.format(**places).split(), "--out", str(tmp_path / "out")]) == 2
+    assert_one_line(capsys, "a pipe or a device")
+
+
+@pytest.mark.parametrize("key", ["target_modules", "exclude_modules"])
+def test_a_regular_expression_for_modules_is_one_line(tmp_path: Path, key: str) -> None:
+    settings = {"base_model_name_or_path": "bert", "target_modules": ["query"], key: "(a+)+$"}
+    (tmp_path / adapters.ADAPTER_CONFIG_FILE).write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=f"{key} is a regular expression"):
+        adapters.read_base_config(tmp_path)
+    settings |= {key: "all-linear"}
+    (tmp_path / adapters.ADAPTER_CONFIG_FILE).write_text(json.dumps(settings))
+    assert adapters.read_base_config(tmp_path).name == "bert"
+
+
+@pytest.mark.parametrize("root", ["d${x}", r"d\${x}", r"\\${x}${y}", "a$b", "end\\", "${"])
+def test_a_config_for_a_process_of_a_run_keeps_values_that_look_like_interpolations(
+    tmp_path: Path, small: Any, root: str
+) -> None:
+    config = small()
+    config.run.root = root
+    (tmp_path / "config.yaml").write_text(schema.to_yaml(config))
+    loaded: Any = OmegaConf.load(tmp_path / "config.yaml")
+    assert schema.load(loaded) == config
