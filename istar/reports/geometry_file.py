@@ -61,7 +61,7 @@ def read_geometry(folder: Path) -> Geometry | None:
     if (star := fields.get("isoscore_star")) is not None:
         layers = [str(layer) for layer in range(len(star["layers"]))]
         if star["layers"].keys() != set(layers):
-            raise UserError(f"{path} is not a geometry that istar wrote: isoscore_star.layers lacks a layer")
+            raise UserError(f"{path} is not a geometry: isoscore_star.layers lacks a layer")
         scores = tuple(float(star["layers"][layer]) for layer in layers)
         isoscore_star = IsoScoreStar(float(star["zeta"]), star["num_points"], float(star["union"]), scores)
     # JSON has None in place of NaN.

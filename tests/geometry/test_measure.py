@@ -117,7 +117,7 @@ def test_a_list_with_undefined_numbers_is_on_one_line(measurements: Measurements
 
 def test_a_file_of_an_earlier_version_is_refused(measurements: Measurements, tmp_path: Path) -> None:
     write_measures(replace(measurements, format=1), tmp_path)
-    with pytest.raises(UserError, match=r"has format 1, of another version of istar; expected 2; delete the file and"):
+    with pytest.raises(UserError, match=r"has format 1; this version reads 2; delete the file and"):
         measures_file.read(tmp_path / measures_file.JSON_FILE)
 
 

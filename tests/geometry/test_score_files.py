@@ -148,7 +148,7 @@ def test_foreign_files_of_a_folder_are_counted(tmp_path: Path) -> None:
         ('{"results": {"sciq": {"alias": "sciq"}}}', "scores.json holds no scores of"),
         ('{"task_name": "STS22", "scores": {"test": [{"hf_subset": "en"}]}}', "scores.json holds no scores of"),
         ("[1, 2]", "scores.json holds no scores of"),
-        ("{", "scores.json cannot be read"),
+        ("{", "scores.json: not JSON"),
     ],
 )
 def test_another_file_is_one_line(
