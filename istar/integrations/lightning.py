@@ -117,6 +117,10 @@ class PenaltyCallback(L.Callback):
         self._last_refresh_step: int | None = None
         self._has_fitted = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        # `save_hyperparameters` puts the callback into checkpoints, which contain the model already.
+        return {**self.__dict__, "_watch": None}
+
     def loss(self) -> Tensor:
         """Compute the weighted penalty of the latest forward pass, for `training_step`; see `istar.Watch.loss`.
 

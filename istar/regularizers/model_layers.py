@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -37,10 +38,12 @@ class ModelLayers:
 
     def may_skip(self) -> bool:
         """Return whether layerdrop may skip layers in the current training or eval mode."""
-        modules_with_layerdrop: list[Any] = [
-            module for module in self.base_model.modules() if hasattr(module, "layerdrop")
-        ]
-        return any(module.training and module.layerdrop > 0 for module in modules_with_layerdrop)
+        return any(module.training and module.layerdrop > 0 for module in self._modules_with_layerdrop)
+
+    @cached_property
+    def _modules_with_layerdrop(self) -> list[Any]:
+        # Looked up once, because every forward pass needs them and a model has many modules.
+        return [module for module in self.base_model.modules() if hasattr(module, "layerdrop")]
 
 
 def find_layers(model: nn.Module) -> ModelLayers:

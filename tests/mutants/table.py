@@ -77,8 +77,8 @@ MUTATIONS = [
     Mutation(
         "Padding counts in the penalty, whatever the settings.",
         "istar/regularizers/base.py",
-        "tokens = ALL_TOKENS if self.include_padding else tokens",
-        "tokens = ALL_TOKENS",
+        "tokens = Tokens() if self.include_padding else tokens",
+        "tokens = Tokens()",
         "tests/regularizers/test_istar.py::test_what_padding_holds_changes_nothing_bit_for_bit_and_gets_no_gradient",
     ),
     Mutation(
@@ -344,8 +344,8 @@ MUTATIONS = [
     Mutation(
         "Padding counts in Sigma_S, whatever the settings.",
         "istar/regularizers/shrinkage.py",
-        "tokens = ALL_TOKENS if include_padding else tokens",
-        "tokens = ALL_TOKENS",
+        "tokens = Tokens() if include_padding else tokens",
+        "tokens = Tokens()",
         "tests/regularizers/test_shrinkage.py::test_it_is_the_covariance_of_the_stacked_hidden_states",
     ),
     Mutation(
