@@ -117,9 +117,9 @@ class HiddenStateReader:
         """
         if self._summaries is None:
             raise UserError(
-                "no forward pass was read since the last loss: call the model first, with gradients enabled, which they "
-                "are not inside a reentrant checkpoint; a model that was compiled and called before attach() never "
-                "calls the hooks"
+                "no forward pass was read since the last loss: call the model first, with gradients enabled; a model "
+                "inside a reentrant checkpoint computes without them, and a model that was compiled and called before "
+                "attach() never calls the hooks"
             )
         summaries, self._summaries = self._summaries, None
         return summaries
