@@ -99,6 +99,9 @@ class HiddenStateReader:
         self._summarize = summarize
         self._is_active = is_active
         self._argument_names = _read_argument_names(self.base_model)
+        self._modules_with_layerdrop: list[Any] = [
+            module for module in self.base_model.modules() if "layerdrop" in vars(module)
+        ]
         self._summaries: list[Any] | None = None
         self._handles = [
             *self._register_label_hooks(model),
@@ -165,7 +168,8 @@ class HiddenStateReader:
         else:
             input_ids = arguments.get("input_ids")
             tokens = Tokens(mask, self._points, input_ids, self._labels, position_ids, self._predicts_next)
-        self._pass = _Pass(tokens, torch.is_grad_enabled(), self._layers.may_skip())
+        may_skip = any(module.training and module.layerdrop > 0 for module in self._modules_with_layerdrop)
+        self._pass = _Pass(tokens, torch.is_grad_enabled(), may_skip)
         if self._layers.modules:
             return None
         return args, {**kwargs, "output_hidden_states": True, "return_dict": True}

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -35,15 +34,6 @@ class ModelLayers:
     def is_shared(self) -> bool:
         """Whether one module computes several layers, as in ALBERT."""
         return 0 < len(self.modules) < self.num_layers
-
-    def may_skip(self) -> bool:
-        """Return whether layerdrop may skip layers in the current training or eval mode."""
-        return any(module.training and module.layerdrop > 0 for module in self._modules_with_layerdrop)
-
-    @cached_property
-    def _modules_with_layerdrop(self) -> list[Any]:
-        # Looked up once, because every forward pass needs them and a model has many modules.
-        return [module for module in self.base_model.modules() if hasattr(module, "layerdrop")]
 
 
 def find_layers(model: nn.Module) -> ModelLayers:

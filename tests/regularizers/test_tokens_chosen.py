@@ -322,3 +322,16 @@ def test_points_that_a_call_does_not_have_are_refused_in_one_line(call, message)
     with pytest.raises(UserError, match=message) as error:
         call()
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("which", ["first", "last", "all"])
+def test_layers_of_different_lengths_have_points_by_their_own_shape(which):
+    """As for modules that shorten the sequence between them, without a mask."""
+    tokens = Tokens(points=istar.Points(which))
+    for batch, length in ((2, 5), (2, 3), (2, 5)):
+        rows = torch.arange(batch * length).view(batch, length)
+        expected = {"first": rows[:, 0], "last": rows[:, -1], "all": None}[which]
+        indices = tokens.indices_of(torch.zeros(batch, length, 4))
+        assert indices is expected is None or torch.equal(indices, expected)
+        documents = torch.arange(batch).repeat_interleave(length)
+        assert torch.equal(tokens.documents_of(torch.zeros(batch, length, 4)), documents)
