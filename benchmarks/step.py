@@ -85,7 +85,8 @@ class Steps:
     def _loss(self, penalty: Method) -> Tensor:
         """Return the loss of the task plus the weighted penalty."""
         loss: Tensor
-        if self.watch is not None:
+        if isinstance(penalty, Penalty):
+            assert self.watch is not None
             loss = self.model(**self.inputs).loss + self.watch.loss()
             return loss
         outputs = self.model(**self.inputs, output_hidden_states=penalty is not None)
