@@ -99,11 +99,3 @@ def test_points_alone_are_the_tokens_of_one_sequence():
     indices, penalty = torch.tensor([0, 2, 5]), SimCtg(1.0)
     expected = penalty.score([penalty.summarize(points[None, indices], Tokens())]).value
     assert_close(penalty.score([penalty.summarize_points(points, indices)]).value, expected, **CLOSE)
-
-
-def test_batches_of_different_shapes_with_padding_are_independent():
-    penalty = SimCtg(1.0, include_padding=True)
-    for shape in ((2, 5, 4), (3, 2, 4), (2, 5, 4)):
-        hidden_states = [torch.randn(shape, dtype=torch.float64) for _ in range(2)]
-        expected = naive_simctg(hidden_states[1:], torch.ones(shape[:2]))
-        assert_close(penalty(hidden_states), expected)
