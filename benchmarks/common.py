@@ -57,6 +57,7 @@ SHAPES = {
     "tiny": Shape(2, 64, 8, 16, heads=2),
     # Almost no arithmetic: the time is that of Python and of starting kernels, which a fast device waits for.
     "bert-calls": Shape(12, 24, 2, 8),
+    "deep-calls": Shape(32, 24, 2, 8),
 }
 
 
@@ -168,14 +169,21 @@ def time_in_rotation(
     rounds: int,
     device: torch.device,
     clock: Callable[[], float] = time.perf_counter,
+    preparations: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, list[float]]:
-    """Return the seconds that each call takes in each round, by name, after one round of warm-up."""
+    """Return the seconds that each call takes in each round, by name, after one round of warm-up.
 
-    def make_timed_call(call: Callable[[], object]) -> Callable[[int], float]:
+    A call's preparation, if it has one, is executed before it and not timed.
+    """
+
+    def make_timed_call(name: str, call: Callable[[], object]) -> Callable[[int], float]:
         """Return a function that executes the call and returns its seconds."""
+        prepare = (preparations or {}).get(name)
 
         def timed_call(_: int) -> float:
             """Execute the call and return its seconds; the number of the round is ignored."""
+            if prepare is not None:
+                prepare()
             synchronize(device)
             start = clock()
             call()
@@ -184,7 +192,7 @@ def time_in_rotation(
 
         return timed_call
 
-    contenders = {name: make_timed_call(call) for name, call in calls.items()}
+    contenders = {name: make_timed_call(name, call) for name, call in calls.items()}
     run_in_rotation(contenders, 1)
     return run_in_rotation(contenders, rounds)
 

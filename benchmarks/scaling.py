@@ -128,7 +128,8 @@ def make_ratio_table(rounds: int) -> Table:
         steps = Steps(shape, "32", 1.0, device)
         [penalty] = make_penalties(shape.width, device, ["istar, float32"]).values()
         calls = {"with": partial(steps, penalty), "without": partial(steps, None)}
-        seconds = time_in_rotation(calls, rounds, device)
+        preparations = {"with": partial(steps.prepare, penalty), "without": partial(steps.prepare, None)}
+        seconds = time_in_rotation(calls, rounds, device, preparations=preparations)
         table.add_row(name, f"{predicted_ratio(shape):.3f}", paired_ratio(seconds, "with", "without"))
     return table
 

@@ -47,7 +47,7 @@ from benchmarks.common import (
     time_in_rotation,
 )
 from istar.integrations.transformers import PenaltyTrainer
-from istar.regularizers import IStar, Penalty, Points, Uniformity, attach
+from istar.regularizers import IStar, Penalty, Points, Uniformity, Watch, attach
 
 PEER = "no penalty"
 METHODS = ("published", "closed form, autograd", "istar, float32", "istar, bfloat16")
@@ -65,9 +65,18 @@ class Steps:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self.inputs = random_batch(shape, device, real_share)
         self.is_padded = real_share < 1
+        self.watch: Watch | None = None
+
+    def prepare(self, penalty: Method) -> None:
+        """Attach the penalty in place of the previous one, as a training does once before its steps."""
+        if self.watch is not None:
+            self.watch.remove()
+        # Uniformity is meant for one point of each sequence, because it compares all pairs.
+        points = Points("last") if isinstance(penalty, Uniformity) else Points()
+        self.watch = attach(self.model, penalty, points=points) if isinstance(penalty, Penalty) else None
 
     def __call__(self, penalty: Method) -> None:
-        """Execute a training step with the penalty."""
+        """Execute a training step with the penalty, which `prepare` has attached."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             self._loss(penalty).backward()
         self.optimizer.step()
@@ -77,10 +86,8 @@ class Steps:
         """Return the loss of the task plus the weighted penalty."""
         loss: Tensor
         if isinstance(penalty, Penalty):
-            # Uniformity is meant for one point of each sequence, because it compares all pairs.
-            points = Points("last") if isinstance(penalty, Uniformity) else Points()
-            with attach(self.model, penalty, points=points) as watch:
-                loss = self.model(**self.inputs).loss + watch.loss()
+            assert self.watch is not None
+            loss = self.model(**self.inputs).loss + self.watch.loss()
             return loss
         outputs = self.model(**self.inputs, output_hidden_states=penalty is not None)
         loss = outputs.loss
@@ -151,6 +158,7 @@ def make_table(shape: str, precision: str, options: argparse.Namespace) -> Table
     names = [PEER, *options.only]
     penalties = make_penalties(SHAPES[shape].width, device, [name.removeprefix(TRAINER) for name in names])
     calls: dict[str, Callable[[], object]] = {}
+    preparations: dict[str, Callable[[], object]] = {}
     for name in names:
         penalty = penalties[name.removeprefix(TRAINER)]
         if name.startswith(TRAINER):
@@ -158,8 +166,9 @@ def make_table(shape: str, precision: str, options: argparse.Namespace) -> Table
             calls[name] = steps.make_trainer_step(penalty)
         else:
             calls[name] = partial(steps, penalty)
+            preparations[name] = partial(steps.prepare, penalty)
     clock = time.process_time if options.processor_time else time.perf_counter
-    seconds = time_in_rotation(calls, options.rounds, device, clock)
+    seconds = time_in_rotation(calls, options.rounds, device, clock, preparations)
     measured_names = [] if options.no_memory else [name for name in names if name not in TRAINER_METHODS]
     peaks = {name: peak_in_new_process(shape, precision, name, options) for name in measured_names}
     title = f"{shape}, {precision}, {options.real:.0%} real tokens, {device}, {options.rounds} rounds"
@@ -175,6 +184,7 @@ def measure_peak_mb(shape: str, precision: str, options: argparse.Namespace) -> 
     """Return the peak memory of this process in MB after two steps with the method `options.peak_of`."""
     steps = Steps(SHAPES[shape], precision, options.real, options.device)
     [penalty] = make_penalties(SHAPES[shape].width, options.device, [options.peak_of]).values()
+    steps.prepare(penalty)
     for _ in range(2):
         steps(penalty)
     return peak_memory_mb(options.device)

@@ -117,6 +117,12 @@ class PenaltyCallback(L.Callback):
         self._last_refresh_step: int | None = None
         self._has_fitted = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        # `save_hyperparameters` puts the callback into checkpoints, which contain the model already. Lightning sets two
+        # methods of the LightningModule on its callbacks, again for each training.
+        state = {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")}
+        return {**state, "_watch": None}
+
     def loss(self) -> Tensor:
         """Compute the weighted penalty of the latest forward pass, for `training_step`; see `istar.Watch.loss`.
 

@@ -24,9 +24,13 @@ def full_precision(device: torch.device) -> Iterator[None]:
     """
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv)  # type: ignore[attr-defined]
     previous_precisions = [backend.fp32_precision for backend in backends]
+    is_full = _FULL_PRECISION_SETTINGS.issuperset(previous_precisions)
+    if is_full and not torch.is_autocast_enabled(device.type):
+        # The usual case returns early, because a training step enters this context twice per layer.
+        yield
+        return
     with torch.autocast(device.type, enabled=False):
-        if set(previous_precisions) <= _FULL_PRECISION_SETTINGS:
-            # The usual case returns early, because a training step enters this context once per layer.
+        if is_full:
             yield
             return
         try:
@@ -111,12 +115,17 @@ def mean_and_scatter(
     """
     points, indices, weights = _flatten_points(points, mask, weights, indices)
     count_dtype = accumulation_dtype(points.device)
+    # Avoid 0 / 0: the mean of an empty batch is 0. A divisor that is a number and not a tensor saves many small
+    # operations, which take longer than the arithmetic where a layer has few points.
+    divisor: Tensor | int
     if weights is None:
         num_points = len(points) if indices is None else len(indices)
         count = torch.full((), num_points, dtype=count_dtype, device=points.device)
+        divisor = max(num_points, 1)
     else:
         count = weights.sum(dtype=count_dtype)
-    mean, scatter = _MeanAndScatter.apply(points, indices, weights, count, matmul_dtype)
+        divisor = torch.where(count > 0, count, 1)
+    mean, scatter = _MeanAndScatter.apply(points, indices, weights, divisor, matmul_dtype)
     return BatchMoments(count, mean, scatter)
 
 
@@ -150,28 +159,26 @@ class _MeanAndScatter(torch.autograd.Function):
         points: Tensor,
         indices: Tensor | None,
         weights: Tensor | None,
-        count: Tensor,
+        divisor: Tensor | int,
         matmul_dtype: torch.dtype | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the mean and the scatter matrix; `count` is the sum of the weights."""
+        """Return the mean and the scatter matrix; `divisor` is the sum of the weights, or 1 for an empty batch."""
         with full_precision(points.device):
-            # Avoid 0 / 0: the mean of an empty batch is 0.
-            count = torch.where(count > 0, count, 1)
             selected = _select_rows(points, indices)
             dtype = torch.promote_types(points.dtype, torch.float32)
-            shift = (_apply_weights(selected, weights).sum(0, dtype=dtype) / count).to(dtype)
+            shift = (_apply_weights(selected, weights).sum(0, dtype=dtype) / divisor).to(dtype)
             centered = selected - shift
             factors = centered.to(matmul_dtype or dtype)
             scatter = _matmul(_apply_weights(factors, weights).T, factors, dtype)
             # `shift` equals the mean only up to rounding; correct the mean and the scatter for the difference.
             residual = _apply_weights(centered, weights).sum(0)
-            offset = residual / count
-            mean = shift.to(count.dtype) + offset
-            scatter -= torch.outer(residual, offset)
+            offset = residual / divisor
+            mean = shift.to(accumulation_dtype(points.device)) + offset
+            scatter.addr_(residual, offset, alpha=-1)
         ctx.is_rounded = factors.dtype != dtype
         # Rounded factors take half the memory of float32 points, which a model under autocast does not keep itself.
-        ctx.save_for_backward(factors if ctx.is_rounded else points, indices, weights, count, mean)
-        ctx.shape, ctx.dtype = points.shape, points.dtype
+        ctx.save_for_backward(factors if ctx.is_rounded else points, indices, weights, mean)
+        ctx.shape, ctx.dtype, ctx.divisor = points.shape, points.dtype, divisor
         return mean, scatter
 
     @staticmethod
@@ -179,12 +186,12 @@ class _MeanAndScatter(torch.autograd.Function):
         """Return the gradient of the points by the formula of `mean_and_scatter`."""
         if ctx.is_rounded and torch.is_grad_enabled():
             raise UserError("products in bfloat16 have no second derivative; use compute='float32'")
-        points, indices, weights, count, mean = ctx.saved_tensors
+        points, indices, weights, mean = ctx.saved_tensors
         dtype = torch.promote_types(ctx.dtype, torch.float32)
         with full_precision(points.device):
             factors = points if ctx.is_rounded else _select_rows(points, indices) - mean.to(dtype)
             symmetric_grad = (grad_scatter + grad_scatter.T).to(factors.dtype)
-            mean_term = (grad_mean / count).to(dtype)
+            mean_term = (grad_mean / ctx.divisor).to(dtype)
             if ctx.is_rounded:
                 gradient = _matmul(factors, symmetric_grad, dtype).add_(mean_term)
             else:

@@ -60,7 +60,11 @@ class Watch:
 
     The attention mask is the argument of the model's forward pass; without one, all tokens count. It may have four
     dimensions, `(batch, 1, tokens, tokens)`, as for packed documents: a token that may attend to itself counts. Forward
-    passes without gradients are not read, so that evaluation has no overhead. Gradient checkpointing is supported.
+    passes without gradients are not read, so that evaluation has no overhead. Activation checkpointing, before or after
+    the model is attached to, does not change the gradient.
+
+    A copy or pickle of a watch, or of an object that contains both, such as a LightningModule, is attached to its copy
+    of the model. A copy of the model alone has no penalty.
 
     Attributes:
         penalty: the penalty; its attribute `last` holds the terms of the latest `loss()`.
@@ -200,6 +204,15 @@ class Watch:
 
     def __exit__(self, *exception: object) -> None:
         self.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The hooks of a copied model lead to a copied reader without attributes, which `__setstate__` restores.
+        return {**self.__dict__, "reader_state": self._reader.copied_state()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        reader_state = state.pop("reader_state")
+        self.__dict__.update(state)
+        self._reader.__dict__.update(reader_state)
 
     def _is_active(self) -> bool:
         """Return whether forward passes are read: with gradients enabled and a weight other than 0."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from istar.errors import UserError
-from istar.regularizers.points import ALL_TOKENS, Layers, Tokens, select_layers
+from istar.regularizers.points import Layers, Tokens, select_layers
 from istar.regularizers.set_point import SetPoint
 from istar.regularizers.undefined import UndefinedCount
 
@@ -224,7 +224,7 @@ class Penalty(nn.Module, ABC):
 
     def summarize(self, hidden_state: Tensor, tokens: Tokens) -> Any:
         """Check the hidden state of a layer, `(batch, tokens, d)`, and reduce it to the sums that `score` needs."""
-        tokens = ALL_TOKENS if self.include_padding else tokens
+        tokens = Tokens() if self.include_padding else tokens
         indices = tokens.indices_of(hidden_state)
         with torch.autocast(hidden_state.device.type, enabled=False):
             return self.summarize_points(hidden_state.flatten(0, -2), indices)

@@ -5,7 +5,7 @@ average cosine of the output embeddings to the loss of a language model, because
 cost is O(V d) for V rows.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import torch
@@ -17,7 +17,7 @@ from istar.regularizers.attach import Watch, attach, warn_if_no_gradient
 from istar.regularizers.base import Penalty
 from istar.regularizers.istar import IStar
 from istar.regularizers.model_layers import find_head_model
-from istar.regularizers.points import ALL_POINTS, ALL_TOKENS, Points
+from istar.regularizers.points import ALL_POINTS, Points, Tokens
 
 HIDDEN_STATES, INPUT_EMBEDDINGS, OUTPUT_EMBEDDINGS = "hidden_states", "input_embeddings", "output_embeddings"
 TARGETS = (HIDDEN_STATES, INPUT_EMBEDDINGS, OUTPUT_EMBEDDINGS)
@@ -112,7 +112,7 @@ class EmbeddingWatch:
             )
         self.penalty = penalty
         self.target = target
-        self._get_matrix = _make_matrix_getter(find_head_model(model), target)
+        self._head_model = find_head_model(model)
         num_rows = len(self.matrix)
         if rows is not None and not 2 <= rows <= num_rows:
             raise UserError(f"rows={rows}; expected 2 to {num_rows}, the number of rows of the {_describe(target)}")
@@ -124,7 +124,7 @@ class EmbeddingWatch:
     @property
     def matrix(self) -> Tensor:
         """The embedding matrix, `(V, d)`. It is looked up at each use, because a model may replace it."""
-        return self._get_matrix()
+        return _find_matrix(self._head_model, self.target)
 
     @property
     def num_layers(self) -> int:
@@ -143,7 +143,7 @@ class EmbeddingWatch:
         if self.penalty.weight == 0:
             return torch.zeros((), device=matrix.device)
         points = matrix if row_indices is None else matrix.index_select(0, row_indices)
-        loss = self.penalty.combine([self.penalty.summarize(points, ALL_TOKENS)])
+        loss = self.penalty.combine([self.penalty.summarize(points, Tokens())])
         reason = f"the {_describe(self.target)} are frozen"
         self._has_warned = self._has_warned or warn_if_no_gradient(loss, reason, stacklevel=2)
         return loss
@@ -175,30 +175,22 @@ class EmbeddingWatch:
         return torch.randperm(num_rows, generator=self._generator)[: self._num_sampled_rows]
 
 
-def _make_matrix_getter(model: Any, target: str) -> Callable[[], Tensor]:
-    """Return a function that returns the current embedding matrix `target` of a transformers model.
+def _find_matrix(model: Any, target: str) -> Tensor:
+    """Return the embedding matrix `target` that a transformers model has now.
 
     Raises:
         UserError: if the model has no such matrix, or a sharded one.
     """
-    getter_name = "get_input_embeddings" if target == INPUT_EMBEDDINGS else "get_output_embeddings"
-
-    def get_matrix() -> Tensor:
-        """Return the embedding matrix that the model has now."""
-        module = getattr(model, getter_name)()
-        weight = getattr(module, "weight", None)
-        if not isinstance(weight, Tensor):
-            raise UserError(
-                f"{type(model).__name__} has no {_describe(target)}, so that target={target} does not fit it; expected "
-                f"a language model, or target={INPUT_EMBEDDINGS if target == OUTPUT_EMBEDDINGS else HIDDEN_STATES}"
-            )
-        if isinstance(weight, DTensor):
-            raise UserError(f"the {_describe(target)} are sharded over processes (FSDP); target={target} needs DDP")
-        return weight
-
-    # Report a missing or sharded matrix now, not at the first loss.
-    get_matrix()
-    return get_matrix
+    module = getattr(model, "get_input_embeddings" if target == INPUT_EMBEDDINGS else "get_output_embeddings")()
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor):
+        raise UserError(
+            f"{type(model).__name__} has no {_describe(target)}, so that target={target} does not fit it; expected "
+            f"a language model, or target={INPUT_EMBEDDINGS if target == OUTPUT_EMBEDDINGS else HIDDEN_STATES}"
+        )
+    if isinstance(weight, DTensor):
+        raise UserError(f"the {_describe(target)} are sharded over processes (FSDP); target={target} needs DDP")
+    return weight
 
 
 def _describe(target: str) -> str:

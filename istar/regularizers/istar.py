@@ -34,7 +34,7 @@ from istar.regularizers.by_sentence import (
     sentence_moments,
     summarize_sentences,
 )
-from istar.regularizers.points import ALL_TOKENS, Layers, Tokens, check_within
+from istar.regularizers.points import Layers, Tokens, check_within
 from istar.regularizers.set_point import SetPoint
 from istar.regularizers.undefined import is_rounding
 
@@ -167,7 +167,7 @@ class IStar(Penalty):
         if self.within is None:
             return super().summarize(hidden_state, tokens)
         labels, num_classes = tokens.classes_of(hidden_state)
-        indices = (ALL_TOKENS if self.include_padding else tokens).indices_of(hidden_state)
+        indices = (Tokens() if self.include_padding else tokens).indices_of(hidden_state)
         with torch.autocast(hidden_state.device.type, enabled=False):
             return self.summarize_classes(hidden_state.flatten(0, -2), labels, num_classes, indices)
 

@@ -35,13 +35,6 @@ class ModelLayers:
         """Whether one module computes several layers, as in ALBERT."""
         return 0 < len(self.modules) < self.num_layers
 
-    def may_skip(self) -> bool:
-        """Return whether layerdrop may skip layers in the current training or eval mode."""
-        modules_with_layerdrop: list[Any] = [
-            module for module in self.base_model.modules() if hasattr(module, "layerdrop")
-        ]
-        return any(module.training and module.layerdrop > 0 for module in modules_with_layerdrop)
-
 
 def find_layers(model: nn.Module) -> ModelLayers:
     """Return the layers that a transformers model declares. The model may be inside of another module.

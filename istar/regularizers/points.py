@@ -175,30 +175,31 @@ class Tokens:
         self.position_ids = position_ids
         self.predicts_next = predicts_next
         self.num_left_out = 0
-        self._has_indices = False
-        self._indices: Tensor | None = None
+        # By the shape of the hidden states, `(batch, tokens)`, which is the same for most layers of a pass.
+        self._indices: dict[torch.Size, Tensor | None] = {}
+        self._document_indices: dict[torch.Size, Tensor] = {}
         self._num_classes: int | None = None
-        self._document_indices: Tensor | None = None
 
     def indices_of(self, hidden_state: Tensor) -> Tensor | None:
         """Return the row indices of the points in a hidden state flattened to `(n, d)`; None if all rows count.
 
-        Without `max_norm_ratio`, the indices are computed once and shared by all layers.
+        Without `max_norm_ratio`, the indices are computed once and shared by all layers of the same shape.
 
         Raises:
             UserError: if the hidden state is not floating, a shape does not match, or the call lacks an argument that
                 the points depend on.
         """
         self._check_hidden_state(hidden_state)
-        if not self._has_indices:
-            self._indices, self._has_indices = mask_to_indices(self._compute_point_mask(hidden_state)), True
-        ratio = self.points.max_norm_ratio
+        shape = hidden_state.shape[:-1]
+        if shape not in self._indices:
+            self._indices[shape] = mask_to_indices(self._compute_point_mask(hidden_state))
+        indices, ratio = self._indices[shape], self.points.max_norm_ratio
         if ratio is None:
-            return self._indices
-        kept_indices = select_by_norm_ratio(hidden_state.flatten(0, -2), self._indices, ratio)
-        if kept_indices is not self._indices:
+            return indices
+        kept_indices = select_by_norm_ratio(hidden_state.flatten(0, -2), indices, ratio)
+        if kept_indices is not indices:
             assert kept_indices is not None
-            num_before = hidden_state.shape[:-1].numel() if self._indices is None else len(self._indices)
+            num_before = shape.numel() if indices is None else len(indices)
             self.num_left_out += num_before - len(kept_indices)
         return kept_indices
 
@@ -232,7 +233,8 @@ class Tokens:
 
         A document is a row of the batch, or one of the documents that are packed into it; see `document_starts`.
         Documents with points, before `max_norm_ratio` is applied, are numbered from 0 in their order. Rows that are not
-        points have arbitrary indices in the same range. The indices are computed once and shared by all layers.
+        points have arbitrary indices in the same range. The indices are computed once and shared by all layers of the
+        same shape.
 
         Returns:
             `(n,)`, int64.
@@ -241,8 +243,8 @@ class Tokens:
             UserError: as `indices_of`.
         """
         self._check_hidden_state(hidden_state)
-        if self._document_indices is None:
-            shape, device = hidden_state.shape[:2], hidden_state.device
+        shape, device = hidden_state.shape[:2], hidden_state.device
+        if shape not in self._document_indices:
             every_token = torch.ones(shape, dtype=torch.bool, device=device)
             point_mask = self._compute_point_mask(hidden_state)
             is_point = every_token.flatten() if point_mask is None else point_mask.to(device).flatten() != 0
@@ -252,8 +254,8 @@ class Tokens:
             point_rows = is_point.nonzero().squeeze(1)
             is_first[point_rows[:1]] = True
             is_first[point_rows[1:]] = document_numbers[point_rows[1:]] != document_numbers[point_rows[:-1]]
-            self._document_indices = (is_first.cumsum(0) - 1).clamp(min=0)
-        return self._document_indices
+            self._document_indices[shape] = (is_first.cumsum(0) - 1).clamp(min=0)
+        return self._document_indices[shape]
 
     def _compute_point_mask(self, hidden_state: Tensor) -> Tensor | None:
         """Return the mask of the points before `max_norm_ratio` is applied; None if all tokens are points."""
@@ -317,9 +319,6 @@ class Tokens:
                 f"points={which!r} needs {name} of shape {shape[:-1]}, one for each token; they have shape "
                 f"{tuple(values.shape)}"
             )
-
-
-ALL_TOKENS = Tokens()
 
 
 def non_padding_mask(attention_mask: Tensor | None) -> Tensor | None:

@@ -18,7 +18,7 @@ from istar.measures.isoscore import check_covariance
 from istar.measures.moments import Moments, mean_and_scatter, merge_moments
 from istar.measures.processes import sum_over_processes, world_size
 from istar.regularizers.hidden_states import HiddenStateReader
-from istar.regularizers.points import ALL_POINTS, ALL_TOKENS, Layers, Points, Tokens, check_within
+from istar.regularizers.points import ALL_POINTS, Layers, Points, Tokens, check_within
 
 NUM_POINTS = 250_000
 """Number of points of Sigma_S in *Stable Anisotropic Regularization*, Section 3."""
@@ -115,7 +115,7 @@ def hidden_state_moments(
     def summarize(hidden_state: Tensor, tokens: Tokens) -> Any:
         """Return the moments of the points of a layer, by class if `within` is given."""
         labels_and_num_classes = None if within is None else tokens.classes_of(hidden_state)
-        tokens = ALL_TOKENS if include_padding else tokens
+        tokens = Tokens() if include_padding else tokens
         indices = tokens.indices_of(hidden_state)
         if labels_and_num_classes is None:
             return mean_and_scatter(hidden_state, indices=indices)

@@ -21,7 +21,7 @@ from istar.errors import UserError
 from istar.measures.moments import full_precision
 from istar.measures.processes import sum_over_processes
 from istar.regularizers.base import Penalty, Terms
-from istar.regularizers.points import ALL_TOKENS, Layers, Tokens, unit_vectors
+from istar.regularizers.points import Layers, Tokens, unit_vectors
 from istar.regularizers.set_point import SetPoint
 
 
@@ -69,7 +69,7 @@ class SimCtg(Penalty):
         if hidden_state.dim() != 3:
             shape = tuple(hidden_state.shape)
             raise UserError(f"SimCTG compares the tokens of sequences; expected (batch, tokens, d), not {shape}")
-        tokens = ALL_TOKENS if self.include_padding else tokens
+        tokens = Tokens() if self.include_padding else tokens
         indices = tokens.indices_of(hidden_state)
         is_point = torch.ones(hidden_state.shape[:2], dtype=torch.bool, device=hidden_state.device)
         if indices is not None:

@@ -1,5 +1,7 @@
 """The Lightning callback: gradients against the formula over micro-batches and processes, refreshes and logs."""
 
+import copy
+import io
 import os
 import random
 import socket
@@ -414,6 +416,48 @@ def test_with_lambda_0_the_training_is_bit_for_bit_the_same_as_without_a_penalty
         return module.model.state_dict()
 
     assert_close(train_and_read_parameters(Classifier), train_and_read_parameters(WithoutPenalty), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:Attribute 'penalty' is an instance of `nn.Module`")
+@pytest.mark.parametrize("is_callback", [True, False], ids=["callback", "penalty"])
+def test_a_penalty_among_the_saved_hyperparameters(tmp_path, is_callback):
+    class Saving(L.LightningModule):
+        def __init__(self, penalty: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.model = make_classifier("bert")
+            self.watch = penalty if is_callback else istar.attach(self.model, penalty)
+
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return self.model(**batch).loss + self.watch.loss()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train(module: Saving, callback: L.Callback, folder: Path, **arguments: Any) -> dict[str, Any]:
+        trainer = make_trainer(callback, max_steps=2, precision="64-true")
+        trainer.fit(module, make_loader(make_examples("classification", 2 * BATCH_SIZE)), **arguments)
+        trainer.save_checkpoint(folder / "saved.ckpt")
+        return torch.load(folder / "saved.ckpt", weights_only=False)
+
+    def callback_of(module: Saving) -> L.Callback:
+        return module.watch if is_callback else L.Callback()
+
+    penalty = istar.IStar(WEIGHT, 0)
+    module = Saving(PenaltyCallback(penalty) if is_callback else penalty)
+    saved = train(module, callback_of(module), tmp_path)
+    hyperparameters = io.BytesIO()
+    torch.save(saved["hyper_parameters"], hyperparameters)
+    assert hyperparameters.tell() < 10_000, "the model is saved twice"
+    again = Saving.load_from_checkpoint(tmp_path / "saved.ckpt", weights_only=False)
+    assert_close(again.model.state_dict(), module.model.state_dict())
+    # Deep copies and loaded modules train on as the original does.
+    outcomes = [train(each, callback_of(each), tmp_path) for each in (copy.deepcopy(module), module, again)]
+    for outcome in outcomes[1:]:
+        assert_close(outcome["state_dict"], outcomes[0]["state_dict"], rtol=0, atol=0)
+    assert not torch.equal(
+        outcomes[0]["state_dict"]["model.classifier.bias"], saved["state_dict"]["model.classifier.bias"]
+    )
 
 
 def test_any_module_can_be_penalized_by_naming_its_layers():

@@ -77,15 +77,15 @@ MUTATIONS = [
     Mutation(
         "Padding counts in the penalty, whatever the settings.",
         "istar/regularizers/base.py",
-        "tokens = ALL_TOKENS if self.include_padding else tokens",
-        "tokens = ALL_TOKENS",
+        "tokens = Tokens() if self.include_padding else tokens",
+        "tokens = Tokens()",
         "tests/regularizers/test_istar.py::test_what_padding_holds_changes_nothing_bit_for_bit_and_gets_no_gradient",
     ),
     Mutation(
         "The attention mask of a training pass does not reach the penalty.",
         "istar/regularizers/hidden_states.py",
-        "self._tokens = Tokens(mask, labels=self._labels, position_ids=position_ids)",
-        "self._tokens = Tokens(None, labels=self._labels, position_ids=position_ids)",
+        "tokens = Tokens(mask, labels=self._labels, position_ids=position_ids)",
+        "tokens = Tokens(None, labels=self._labels, position_ids=position_ids)",
         "tests/regularizers/test_attach.py::test_a_positional_mask_is_the_mask",
     ),
     Mutation(
@@ -133,8 +133,8 @@ MUTATIONS = [
     Mutation(
         "Labels of a call stay for the next one.",
         "istar/regularizers/hidden_states.py",
-        "            self._labels = None\n\n        enclosing_modules",
-        "            pass\n\n        enclosing_modules",
+        "        self._labels = None\n\n    def _read_layer",
+        "        pass\n\n    def _read_layer",
         "tests/regularizers/test_tokens_chosen.py::test_labels_of_one_call_are_not_those_of_the_next",
     ),
     Mutation(
@@ -245,8 +245,8 @@ MUTATIONS = [
     Mutation(
         "The gradient of the mean is left out, which matters to the union of several layers.",
         "istar/measures/moments.py",
-        "mean_term = (grad_mean / count).to(dtype)",
-        "mean_term = (0 * grad_mean / count).to(dtype)",
+        "mean_term = (grad_mean / ctx.divisor).to(dtype)",
+        "mean_term = (0 * grad_mean / ctx.divisor).to(dtype)",
         "tests/regularizers/test_istar.py::test_value_and_gradient_are_algorithm_1_on_the_stacked_layers",
     ),
     Mutation(
@@ -344,8 +344,8 @@ MUTATIONS = [
     Mutation(
         "Padding counts in Sigma_S, whatever the settings.",
         "istar/regularizers/shrinkage.py",
-        "tokens = ALL_TOKENS if include_padding else tokens",
-        "tokens = ALL_TOKENS",
+        "tokens = Tokens() if include_padding else tokens",
+        "tokens = Tokens()",
         "tests/regularizers/test_shrinkage.py::test_it_is_the_covariance_of_the_stacked_hidden_states",
     ),
     Mutation(

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from istar.errors import UserError
-from istar.regularizers import CosReg, IStar, attach
+from istar.regularizers import CosReg, IStar, Points, attach
 from tests.oracles import algorithm_1, stack
 from tests.penalties import (
     WEIGHT,
@@ -109,6 +109,75 @@ def test_the_tokens_of_prompt_tuning_count(make_model):
     check_states_and_gradients(
         model, INPUTS if make_model is bert else {**UNLABELLED, "labels": IDS.masked_fill(MASK == 0, -100)}
     )
+
+
+@OF_PEFT
+@pytest.mark.parametrize(
+    ("make_model", "points"),
+    [*((model, points) for model in (bert, llama) for points in ("all", "first", "last")),
+     (llama, "labelled"), (llama, "completion")],
+)  # fmt: skip
+def test_the_virtual_tokens_of_prefix_tuning_have_no_states(make_model, points):
+    """The mask that PEFT passes on covers the prefix, which is in `past_key_values`."""
+    task_type = "SEQ_CLS" if make_model is bert else "CAUSAL_LM"
+    config = peft.PrefixTuningConfig(task_type=task_type, num_virtual_tokens=4)
+    model = peft.get_peft_model(make_model().eval(), config).double()
+    model.train()
+    labels = IDS.masked_fill((MASK == 0) | (IDS % 3 == 0), -100)
+    inputs = INPUTS if make_model is bert else {**UNLABELLED, "labels": labels}
+    states: list[Tensor] = []
+    layers = model.get_submodule("base_model.bert.encoder.layer" if make_model is bert else "base_model.model.layers")
+    handle = layers[0].register_forward_hook(lambda module, args, output: states.append(output))
+    expected_loss = seeded_pass(model, inputs, 1).loss
+    handle.remove()
+    assert states[0].shape == (*IDS.shape, WIDTH)
+    mask = {
+        "all": MASK,
+        "first": nn.functional.one_hot(MASK.argmax(1), 6),
+        "last": nn.functional.one_hot(MASK.sum(1) - 1, 6),
+        "labelled": nn.functional.pad(labels[:, 1:] != -100, (0, 1)) * MASK,
+        "completion": (labels != -100) * MASK,
+    }[points]
+    score = algorithm_1(stack(states, mask), sigma(), ZETA, torch.linalg.eigvalsh)
+    expected = gradients(model, expected_loss + WEIGHT * (1 - score))
+    with attach(model, make_istar([1]), points=Points(points)) as watch:
+        loss = seeded_pass(model, inputs, 1).loss + watch.loss()
+        assert_close(gradients(model, loss), expected, **CLOSE)
+        assert watch.penalty.last.points == mask.sum()
+        if points in ("all", "first", "last"):
+            assert watch.refresh([inputs]) == mask.sum()
+    assert expected["prompt_encoder.default.embedding.weight"].norm() > 0
+
+
+@pytest.mark.parametrize("has_mask_of_four_dimensions", [False, True])
+@pytest.mark.parametrize("how", ["input_ids", "inputs_embeds", "by position"])
+def test_the_states_of_a_pass_with_cached_positions_are_those_of_its_tokens(how, has_mask_of_four_dimensions):
+    model = llama().eval()
+    cache = model.model(input_ids=IDS[:, :4], attention_mask=MASK[:, :4].clone(), use_cache=True).past_key_values
+    mask = MASK[:, [4, 5, 0, 1, 2, 3]].flip(1)
+    if has_mask_of_four_dimensions:
+        allowed = (torch.ones(6, 6).tril().bool() & mask[:, None, None].bool() & mask[:, None, :, None].bool())[
+            :, :, 4:
+        ]
+        call_mask = torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(
+            ~allowed, torch.finfo(torch.float64).min
+        )
+    else:
+        call_mask = mask
+    tokens = IDS[:, 4:]
+    arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+    args: tuple[Any, ...] = ()
+    if how == "by position":
+        args = (tokens, call_mask)
+    else:
+        value = tokens if how == "input_ids" else model.get_input_embeddings()(tokens)
+        arguments |= {how: value, "attention_mask": call_mask}
+    penalty = Recording()
+    with attach(model, penalty) as watch:
+        model.model(*args, **arguments)
+        watch.loss()
+    assert [tuple(state.shape) for state in penalty.received] == 3 * [(3, 2, WIDTH)]
+    assert penalty.last.points == 3 * mask[:, 4:].sum()
 
 
 class Wrapper(nn.Module):

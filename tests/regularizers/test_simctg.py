@@ -5,7 +5,7 @@ from torch.testing import assert_close
 import istar
 from istar.errors import UserError
 from istar.regularizers import SimCtg
-from istar.regularizers.points import ALL_TOKENS, Tokens
+from istar.regularizers.points import Tokens
 from tests.regularizers.clouds import CLOSE, MASK, check_undefined, states, value_and_gradients
 
 
@@ -97,5 +97,5 @@ def test_bad_input_is_refused(call, message):
 def test_points_alone_are_the_tokens_of_one_sequence():
     points = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     indices, penalty = torch.tensor([0, 2, 5]), SimCtg(1.0)
-    expected = penalty.score([penalty.summarize(points[None, indices], ALL_TOKENS)]).value
+    expected = penalty.score([penalty.summarize(points[None, indices], Tokens())]).value
     assert_close(penalty.score([penalty.summarize_points(points, indices)]).value, expected, **CLOSE)

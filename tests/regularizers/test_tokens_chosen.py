@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from istar.errors import UserError
 from istar.regularizers import CosReg, IStar, Points, attach, shrinkage_covariance, special_ids
+from istar.regularizers.points import Tokens
 from tests.oracles import algorithm_1
 from tests.penalties import WEIGHT, WIDTH, ZETA, gradients, sigma
 
@@ -322,3 +323,17 @@ def test_points_that_a_call_does_not_have_are_refused_in_one_line(call, message)
     with pytest.raises(UserError, match=message) as error:
         call()
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("which", ["first", "last", "all"])
+def test_layers_of_different_lengths_have_points_by_their_own_shape(which):
+    """As for modules that shorten the sequence between them, without a mask."""
+    tokens = Tokens(points=Points(which))
+    for batch, length in ((2, 5), (2, 3), (2, 5)):
+        rows = torch.arange(batch * length).view(batch, length)
+        expected = {"first": rows[:, 0], "last": rows[:, -1], "all": None}[which]
+        indices = tokens.indices_of(torch.zeros(batch, length, 4))
+        assert indices is expected is None or torch.equal(indices, expected)
+        documents = tokens.documents_of(torch.zeros(batch, length, 4))
+        points = slice(None) if expected is None else expected
+        assert torch.equal(documents[points], torch.arange(batch).repeat_interleave(length)[points])
