@@ -64,7 +64,7 @@ def singular_values(points: Tensor | Moments, centered: bool = True) -> Tensor:
         scatter, mean = points.scatter.detach(), points.mean.detach()
         if not centered:
             scatter = scatter + points.count.detach() * torch.outer(mean, mean)
-        check_finite(scatter, "the points")
+        check_finite(scatter, "the points, or their squares,")
         eigenvalues = torch.linalg.eigvalsh(scatter).flip(0)
         values = eigenvalues.clamp(min=0).sqrt()
         values[numerical_rank(scatter, points, eigenvalues) :] = 0
