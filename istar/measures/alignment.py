@@ -173,9 +173,9 @@ class Alignment:
             # An HSIC of 0 has a rounding error of either sign.
             if not hsics[-1] > _RELATIVE_ROUNDING_ERROR * sums.estimate_term_size():
                 raise UserError(
-                    f"the unbiased HSIC of the {name} representation with itself is 0, up to rounding: CKA is not defined, "
-                    "because its points are all equal, all equally far from each other, or very far from 0; give other "
-                    "points, or subtract their mean"
+                    f"the unbiased HSIC of the {name} representation with itself is 0, up to rounding: CKA is not "
+                    "defined, as for points that are all equal, all equally far from each other, or very far from 0; "
+                    "give other points, or subtract their mean"
                 )
         return float(self.cross.estimate_hsic() / (hsics[0] * hsics[1]).sqrt())
 

@@ -195,8 +195,8 @@ def load_model(
     """Load the model with a head for the task, in the data type `config.load_in` and in training mode.
 
     The head has random weights, unless the checkpoint contains a head for the same labels: then its outputs are put in
-    the order of the task's. Without `config.pretrained`, all weights are random. With `config.lora`, the result is a `peft.PeftModel`, of which the
-    adapters and the head are trained.
+    the order of the task's. Without `config.pretrained`, all weights are random. With `config.lora`, the result is a
+    `peft.PeftModel`, of which the adapters and the head are trained.
 
     Args:
         config: settings of the model.

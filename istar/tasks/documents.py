@@ -141,7 +141,7 @@ def _get_text(record: Any, location: str) -> str:
 
 
 def _read_table(path: Path, records: Iterator[tuple[int, list[str]]]) -> Iterator[str]:
-    """Yield the field `text` of the records of a table, given by line number and fields, of which the first is a header."""
+    """Yield the field `text` of the records of a table, given by line number and fields; the first is a header."""
     _, header = next(records, (0, []))
     _check_text_column(path, header)
     for line, fields in records:

@@ -61,7 +61,9 @@ def repeated(n: int, d: int, rank: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("n", "d", "rank"), [(20, 4, 2), (9_000, 64, 30), (50, 200, 30), (50, 200, 49), (3_000, 96, 62)])
+@pytest.mark.parametrize(
+    ("n", "d", "rank"), [(20, 4, 2), (9_000, 64, 30), (50, 200, 30), (50, 200, 49), (3_000, 96, 62)]
+)
 @pytest.mark.parametrize("make", [low_rank, repeated])
 def test_moments_have_the_rank_of_their_points(
     make: Callable[..., Tensor], n: int, d: int, rank: int, dtype: torch.dtype
@@ -116,7 +118,9 @@ def test_too_few_components_have_no_power_law(n: int) -> None:
     assert measures["effective_rank"] == pytest.approx(oracles.entropy_rank(spectrum(points)), rel=1e-5)
 
 
-def test_states_of_real_models_have_the_measures_of_their_points(minilm: Path, babyllama: Path, real_data: Path) -> None:
+def test_states_of_real_models_have_the_measures_of_their_points(
+    minilm: Path, babyllama: Path, real_data: Path
+) -> None:
     text = (real_data / "text" / "books-validation.txt").read_text()[:4_000]
     for folder, lines, layers in ((minilm, LINES, (1, 2, 3)), (babyllama, text.split("\n"), (0,))):
         model = transformers.AutoModel.from_pretrained(folder)

@@ -20,7 +20,9 @@ def write_texts(path: Path) -> Path:
     """Write the texts and an empty one, in the format of the path's suffix, and return the path."""
     if path.suffix in (".csv", ".tsv"):
         separator, quote = (",", '"') if path.suffix == ".csv" else ("\t", "")
-        rows = [separator.join(("1", f"{quote}{text}{quote}")) for text in ("one", "two\nlines" if quote else "two", "")]
+        rows = [
+            separator.join(("1", f"{quote}{text}{quote}")) for text in ("one", "two\nlines" if quote else "two", "")
+        ]
         path.write_text("\n".join((f"number{separator}text", *rows)) + "\n", encoding="utf-8")
     elif path.suffix == ".json":
         path.write_text(json.dumps([{"text": text, "more": 1} for text in TEXTS], indent=1), encoding="utf-8")
@@ -77,7 +79,9 @@ def test_suffix_decides_which_reader_and_case_does_not_matter(tmp_path: Path, na
 @pytest.mark.parametrize("name", ["a.html", "a.gz", "a.pt", "a.docx", "a.xml", "a.2024"])
 def test_files_of_other_kinds_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("words")
-    assert re.search(rf"{name}: .*\.{name[2:]} are not read as text; expected .*\.txt, .*\.csv", get_read_error(tmp_path / name))
+    assert re.search(
+        rf"{name}: .*\.{name[2:]} are not read as text; expected .*\.txt, .*\.csv", get_read_error(tmp_path / name)
+    )
 
 
 def test_content_that_is_no_text_is_refused_with_its_line(tmp_path: Path) -> None:
@@ -90,7 +94,7 @@ def test_content_that_is_no_text_is_refused_with_its_line(tmp_path: Path) -> Non
     assert "a.txt, line 3: not UTF-8" in get_read_error(path)
     path.write_text('\n{"text": "one"}\n{"text": "two"}\n')
     assert "expected the suffix .jsonl" in get_read_error(path)
-    path.write_text('{not JSON}\n3\n')
+    path.write_text("{not JSON}\n3\n")
     assert list(read_documents(path)) == ["{not JSON}", "3"]
 
 
