@@ -20,7 +20,6 @@ from torch import Tensor
 from istar.errors import UserError, shorten
 from istar.geometry.constant import is_constant
 from istar.measures.rows import accumulation_dtype, check_matrix, unit_vectors
-from istar.tasks.readers import numbered_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -234,7 +233,17 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
     Raises:
         UserError: if the file cannot be read or is not UTF-8.
     """
-    for line_number, line in numbered_lines(path):
+    try:
+        # Split at "\n" below: `str.splitlines` also splits at other control characters.
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}; expected a word-similarity benchmark") from error
+    except UnicodeDecodeError as error:
+        line_number = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise UserError(f"{path}, line {line_number}: not UTF-8; convert the file") from error
+    if "\0" in text:  # as in UTF-16 without a byte order mark
+        raise UserError(f"{path}: not UTF-8 text: it holds null bytes; convert the file")
+    for line_number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield line_number, line.rstrip()
 
