@@ -58,6 +58,7 @@ class GroupedMoments:
         self._recent_scatters: dict[int, Tensor] = {}
         self._recent_counts: dict[int, int] = {}
         self._recent_sentences: list[list[list[Tensor]]] = [[] for _ in self._sentence_moments]
+        self._epsilon = 0.0  # machine epsilon of the narrowest dtype in which a scatter matrix was summed
 
     @property
     def has_sentences(self) -> bool:
@@ -102,6 +103,7 @@ class GroupedMoments:
             raise UserError("cannot merge sums about different origins; give both accumulators the same origin")
         self._add_recent()
         other._add_recent()
+        self._epsilon = max(self._epsilon, other._epsilon)
         for sums, other_sums in zip(self._get_small_sums(), other._get_small_sums(), strict=True):
             sums += other_sums.to(sums)
         for part, scatter in other._scatters.items():
@@ -111,14 +113,14 @@ class GroupedMoments:
 
     def compute_moments(self) -> FourthMoments:
         """Return the moments of all points."""
-        return FourthMoments.about_mean(self._origin, self._sum_groups(range(self._num_groups)))
+        return FourthMoments.about_mean(self._origin, self._sum_groups(range(self._num_groups)), self._epsilon)
 
     def compute_moments_without_each_group(self) -> Iterator[FourthMoments]:
         """Yield, for each group, the moments of the points of all other groups."""
         total = self._sum_groups(range(self._num_groups))
         for group in range(self._num_groups):
             differences = [sums - group_sums for sums, group_sums in zip(total, self._sum_groups([group]), strict=True)]
-            yield FourthMoments.about_mean(self._origin, differences)
+            yield FourthMoments.about_mean(self._origin, differences, self._epsilon)
 
     def compute_sentence_moments(self) -> SentenceMoments:
         """Return the moments of all sentences; only with `has_sentences`."""
@@ -152,6 +154,7 @@ class GroupedMoments:
             "recent_scatters": {part: _mirror_upper_panels(matrix) for part, matrix in self._recent_scatters.items()},
             "recent_counts": self._recent_counts,
             "recent_sentences": self._recent_sentences,
+            "epsilon": self._epsilon,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -164,6 +167,7 @@ class GroupedMoments:
             set_tensors(moments, tensors)
         self._recent_scatters = {part: scatter.to(device) for part, scatter in state["recent_scatters"].items()}
         self._recent_counts = dict(state["recent_counts"])
+        self._epsilon = state["epsilon"]
         self._recent_sentences = [
             [[column.to(device) for column in columns] for columns in columns_by_batch]
             for columns_by_batch in state["recent_sentences"]
@@ -187,6 +191,7 @@ class GroupedMoments:
             recent_scatter = centered.new_zeros(centered.shape[1], centered.shape[1])
             self._recent_scatters[part], self._recent_counts[part] = recent_scatter, 0
         _add_upper_panels(recent_scatter, centered)
+        self._epsilon = max(self._epsilon, torch.finfo(centered.dtype).eps)
         self._recent_counts[part] += len(centered)
         if self._recent_counts[part] >= MAX_RECENT_POINTS:
             self._add_recent_scatter(part)

@@ -46,6 +46,8 @@ _FLOAT32_RANGE = (1e-5, 1e8)
 """Range of norms, and of the deviations of dimensions, whose fourth powers neither overflow float32 nor lose digits."""
 _NORM_EDGES = torch.logspace(-2, 4, 241).tolist()
 """Edges of the bins of the histogram of norms."""
+_MIN_FITTED_RANKS = 10
+"""Smallest number of ranks that the power law of alpha-ReQ is fitted to. Any line fits few ranks."""
 
 MEASURES_WITH_ERROR = ("inter_sim", "average_norm")
 """Measures whose standard error needs O(d) numbers for each group of documents."""
@@ -453,13 +455,12 @@ def _compute_sentence_score(moments: SentenceMoments) -> float:
 
 def _fit_power_law(variances: Tensor) -> PowerLaw:
     """Fit the power law of alpha-ReQ to variances `(d,)`; all NaN if there are too few, as in very small models."""
-    # Smaller variances are rounding errors, as sums of float32 points have seven or eight digits.
-    significant = variances.masked_fill(variances < 1e-8 * variances.max(), 0)
-    try:
-        # The last variance is left out: layer normalization makes it a rounding error.
-        return alpha_req(significant, last=min(100, len(variances) - 1))
-    except UserError:
+    first, num_positive = 11, int((variances > 0).sum())
+    # The last variance is left out: layer normalization makes it a rounding error.
+    last = min(100, len(variances) - 1, num_positive)
+    if last - first + 1 < _MIN_FITTED_RANKS:
         return PowerLaw(math.nan, math.nan, 0, 0)
+    return alpha_req(variances, first, last)
 
 
 def _summarize_bins(groups: GroupedPoints) -> dict[str, list[float]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.config import ModelConfig
-from istar.errors import UserError
+from istar.errors import NonFiniteError, UserError
 from istar.geometry import arrays, stream
 from istar.geometry.corpus import Source
 from istar.geometry.matrix import read_untied_output
@@ -133,7 +133,12 @@ def measure_model(
     # The identity includes the paths and the contents of the texts.
     identity = stream.compute_identity(weights, settings, [source.path for source in sources], *text_hashes.values())
     reader = Stream(model, tokenizer, settings, Output(out, "state").open_state("pass"), identity)
-    summaries = reader(sources, _Summary.from_statistics, console)
+    try:
+        summaries = reader(sources, _Summary.from_statistics, console)
+    except NonFiniteError as error:
+        if dtype != "float16":
+            raise
+        raise NonFiniteError(f"{error}; float16 ends at 65,504: choose --dtype float32 or bfloat16") from error
     matrix_by_side = {"input": model.get_input_embeddings().weight.detach()}
     if output_matrix is not None:
         matrix_by_side["output"] = output_matrix.values.to(model.device)

@@ -241,6 +241,8 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
     except UnicodeDecodeError as error:
         line_number = path.read_bytes()[: error.start].count(b"\n") + 1
         raise UserError(f"{path}, line {line_number}: not UTF-8; convert the file") from error
+    if "\0" in text:  # as in UTF-16 without a byte order mark
+        raise UserError(f"{path}: not UTF-8 text: it holds null bytes; convert the file")
     for line_number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield line_number, line.rstrip()

@@ -337,7 +337,9 @@ class MassiveActivations:
         if not num_coordinates:
             raise UserError("0 points have no massive activations; expected at least 1")
         if self.bins[_INFINITY_BITS:].any():
-            raise NonFiniteError("the points are not finite in float32; look for NaN or infinite values in them")
+            raise NonFiniteError(
+                "the points are not finite in float32; look for NaN, infinite or too large values in them"
+            )
         bin_counts = self.bins.cpu()
         bin_magnitudes = _from_bfloat16_bits(torch.arange(_NUM_BINS))
         # For an even number of magnitudes, the median is the lower one of the two in the middle.

@@ -36,7 +36,8 @@ def cka(first: Tensor, second: Tensor) -> float:
 
     Raises:
         UserError: for fewer than 4 points, different numbers of points, values that are not finite, or a
-            representation whose points are all equal.
+            representation with an unbiased HSIC of 0, as that of points that are all equal, or all equally far from
+            each other, like the corners of a simplex.
 
     >>> generator = torch.Generator().manual_seed(0)
     >>> points = torch.randn(500, 8, generator=generator)
@@ -48,6 +49,10 @@ def cka(first: Tensor, second: Tensor) -> float:
     """
     first, second = _center_points(first), _center_points(second)
     return Alignment(first.shape[1], second.shape[1], first.device).update(first, second).compute()
+
+
+_RELATIVE_ROUNDING_ERROR = 1e-12
+"""Largest rounding error of an HSIC, relative to the size of its terms."""
 
 
 class CkaWithError(NamedTuple):
@@ -158,16 +163,21 @@ class Alignment:
         """Return the CKA of all points so far.
 
         Raises:
-            UserError: for fewer than 4 points, values that are not finite, or a representation whose points are all
-                equal.
+            UserError: for fewer than 4 points, values that are not finite, or a representation with an HSIC of 0,
+                as that of points that are all equal, or all equally far from each other.
         """
         check_finite(self.cross.outer, "the points")
-        hsic_product = self.first.estimate_hsic() * self.second.estimate_hsic()
-        # A representation whose points are all equal has an HSIC of 0, up to a rounding error of either sign.
-        rounding_error = 1e-12 * self.first.estimate_term_size() * self.second.estimate_term_size()
-        if not hsic_product > rounding_error:
-            raise UserError("all points of a representation are equal: CKA is not defined")
-        return float(self.cross.estimate_hsic() / hsic_product.sqrt())
+        hsics = []
+        for name, sums in (("first", self.first), ("second", self.second)):
+            hsics.append(sums.estimate_hsic())
+            # An HSIC of 0 has a rounding error of either sign.
+            if not hsics[-1] > _RELATIVE_ROUNDING_ERROR * sums.estimate_term_size():
+                raise UserError(
+                    f"the unbiased HSIC of the {name} representation with itself is 0, up to rounding: CKA is not "
+                    "defined, as for points that are all equal, all equally far from each other, or very far from 0; "
+                    "give other points, or subtract their mean"
+                )
+        return float(self.cross.estimate_hsic() / (hsics[0] * hsics[1]).sqrt())
 
 
 class _PairSums:

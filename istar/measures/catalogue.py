@@ -226,7 +226,7 @@ _LAYER_MEASURES = (
         "share of the variance of log λ over the ranks that the power law explains",
         "Agrawal et al. (2022) for the fit",
         "[0, 1]",
-        "of the fit of alpha-ReQ: ranks 11 to 100, at most d - 1, equal weights",
+        "of the fit of alpha-ReQ: ranks 11 to 100, at most d - 1, equal weights; none with fewer than 10 ranks",
         _SPECTRUM_COST,
         "the ranks outside of the range; smooth curves that are no power law can have a value near 1",
         "istar.measures.spectrum.alpha_req",

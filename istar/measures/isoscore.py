@@ -275,9 +275,12 @@ def _check_nonzero_trace(covariance: Tensor, name: str) -> None:
     if dim < 2:
         raise UserError(f"isotropy needs at least 2 dimensions; {name} has {dim}")
     if not torch.isfinite(covariance.detach()).all():
-        raise NonFiniteError(f"{name} is not finite; look for NaN or infinite values in the points")
+        raise NonFiniteError(f"{name} is not finite; look for NaN, infinite or too large values in the points")
     if covariance.detach().trace() <= 0:
-        raise UserError(f"{name} is zero (all points are equal): its isotropy is not defined")
+        raise UserError(
+            f"{name} is zero, as all points are equal or differ by too little for their dtype: its isotropy is not "
+            "defined; give other points, or multiply them by a constant"
+        )
 
 
 def _divide_by_trace(covariance: Tensor) -> tuple[Tensor, Tensor]:

@@ -268,6 +268,7 @@ def merge_moments(batches: Sequence[BatchMoments]) -> "Moments":
     counts = torch.stack([batch.size for batch in batches])
     means = torch.stack([batch.mean for batch in batches])
     moments = Moments(widths[0], means.device)
+    moments.epsilon = max(torch.finfo(batch.scatter.dtype).eps for batch in batches)
     moments.count = counts.sum()
     moments.mean = counts @ means / torch.where(moments.count > 0, moments.count, 1)
     differences = means - moments.mean
@@ -296,12 +297,14 @@ class Moments:
         count: n, 0-d.
         mean: m, `(d,)`.
         scatter: M, `(d, d)`.
+        epsilon: machine epsilon of the narrowest dtype in which a batch was summed; 0 without batches.
     """
 
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
         self.mean = zero_vector(dim, device)
         self.count = self.mean.new_zeros(())
         self.scatter = self.mean.new_zeros(dim, dim)
+        self.epsilon = 0.0
 
     @classmethod
     def of(cls, points: Tensor, mask: Tensor | None = None, weights: Tensor | None = None) -> Self:
@@ -339,6 +342,7 @@ class Moments:
         """Add the points of another accumulator of the same dimension. Returns this accumulator."""
         if other.dim != self.dim:
             raise UserError(f"cannot merge moments of {other.dim} dimensions into moments of {self.dim}")
+        self.epsilon = max(self.epsilon, other.epsilon)
         self.add_batch(
             BatchMoments._make(None if moment is None else moment.to(self.scatter) for moment in other.as_batch())
         )
@@ -380,6 +384,8 @@ class Moments:
         packed = sum_over_processes(torch.cat([self.count.reshape(1), total, second_moment.reshape(-1)]), group)
         self.count, total, second_moment = packed[0], packed[1 : 1 + self.dim], packed[1 + self.dim :]
         self.mean = total / torch.where(self.count > 0, self.count, 1)
+        # A process without points does not know the dtype of the others, which is float32 or wider.
+        self.epsilon = self.epsilon or torch.finfo(torch.float32).eps
         self.scatter = second_moment.reshape(self.dim, self.dim) - torch.outer(total, self.mean)
         return self
 
@@ -412,6 +418,7 @@ class Moments:
         self.scatter = torch.addr(self.scatter + scatter, delta * (self.count * share), delta)
         self.mean = self.mean + delta * share
         self.count = total
+        self.epsilon = max(self.epsilon, torch.finfo(batch.scatter.dtype).eps)
 
 
 class FourthMoments(Moments):
@@ -428,7 +435,7 @@ class FourthMoments(Moments):
     The accumulator therefore also keeps t. Merging is exact and needs d + 1 more numbers than `Moments`.
 
     Attributes:
-        count, mean, scatter: as in `Moments`.
+        count, mean, scatter, epsilon: as in `Moments`.
         third: t, `(d,)`.
         fourth: F, 0-d.
     """
@@ -439,7 +446,7 @@ class FourthMoments(Moments):
         self.fourth = torch.zeros_like(self.count)
 
     @classmethod
-    def about_mean(cls, origin: Tensor, sums: Sequence[Tensor]) -> Self:
+    def about_mean(cls, origin: Tensor, sums: Sequence[Tensor], epsilon: float) -> Self:
         r"""Create an accumulator from sums over points about an origin instead of about their mean.
 
         With the differences y = x - o from the origin, the shift :math:`\delta = \sum w y / n` of the mean, and the
@@ -457,12 +464,13 @@ class FourthMoments(Moments):
         Args:
             origin: o, `(d,)`.
             sums: n, :math:`\sum w y`, M', t' and F', in the dtype of the accumulators.
+            epsilon: machine epsilon of the narrowest dtype in which a batch was summed.
         """
         count, total, scatter, third, fourth = sums
         moments = cls(len(origin), scatter.device)
         shift = total / torch.where(count > 0, count, 1)
         squared_distance, trace, scatter_shift = shift @ shift, scatter.trace(), scatter @ shift
-        moments.count, moments.mean = count, origin.to(total) + shift
+        moments.count, moments.mean, moments.epsilon = count, origin.to(total) + shift, epsilon
         moments.scatter = torch.addr(scatter, -count * shift, shift)
         moments.third = third - 2 * scatter_shift - (trace - 2 * count * squared_distance) * shift
         moments.fourth = (

@@ -79,7 +79,7 @@ def check_finite(values: Tensor, name: str) -> None:
     """
     # Split along the first dimension: flattening would copy a transposed matrix.
     if not all(block.isfinite().all() for block in split_rows(values.detach())):
-        raise NonFiniteError(f"{name} are not finite; look for NaN or infinite values in them")
+        raise NonFiniteError(f"{name} are not finite; look for NaN, infinite or too large values in them")
 
 
 def split_rows(rows: Tensor) -> tuple[Tensor, ...]:

@@ -20,6 +20,8 @@ from istar.measures.rows import (
 
 OutlierRule = Literal["sigma", "mean", "median"]
 PowerLawWeights = Literal["equal", "inverse_rank"]
+_POINTS_PER_SUM = 4_096
+"""Usual maximum number of points of a batch, whose sums are then accumulated in float64."""
 
 
 class PowerLaw(NamedTuple):
@@ -40,8 +42,8 @@ def singular_values(points: Tensor | Moments, centered: bool = True) -> Tensor:
     r"""Compute the singular values of a cloud, of its centered points by default.
 
     The singular values of points are exact. Those of moments are the square roots of the eigenvalues of the scatter
-    matrix M, or of :math:`M + n m m^T` if not centered. Moments do not need the points in memory, but singular values
-    below 1e-8 of the largest are rounding errors (below 1e-3 to 1e-4 if float32 points were summed).
+    matrix M, or of :math:`M + n m m^T` if not centered. Moments do not need the points in memory, but small singular
+    values are lost in the rounding errors of the sums, and are returned as zeros: see `numerical_rank`.
 
     Args:
         points: `(n, d)` of any floating dtype, decomposed in float64 (float32 on MPS), or the moments of a cloud.
@@ -50,26 +52,61 @@ def singular_values(points: Tensor | Moments, centered: bool = True) -> Tensor:
             singular value, which is easily mistaken for a narrow cone (*Too Much in Common*, section 4.1).
 
     Returns:
-        `(d,)`, descending, in the units of the points; zeros beyond the rank.
+        `(d,)`, descending, in the units of the points; zeros beyond the numerical rank.
 
     Raises:
         UserError: for points of the wrong shape or dtype, moments without points, or values that are not finite.
     """
+    values: Tensor
     if isinstance(points, Moments):
         if points.count < 1:
             raise UserError("0 points have no singular values; expected at least 1")
         scatter, mean = points.scatter.detach(), points.mean.detach()
         if not centered:
             scatter = scatter + points.count.detach() * torch.outer(mean, mean)
-        check_finite(scatter, "the points")
-        # Rounding can make eigenvalues that are zero negative.
-        eigenvalues: Tensor = torch.linalg.eigvalsh(scatter).flip(0).clamp(min=0)
-        return eigenvalues.sqrt()
+        check_finite(scatter, "the points, or their squares,")
+        eigenvalues = torch.linalg.eigvalsh(scatter).flip(0)
+        values = eigenvalues.clamp(min=0).sqrt()
+        values[numerical_rank(scatter, points, eigenvalues) :] = 0
+        return values
     check_matrix(points, "points")
     points = points.to(accumulation_dtype(points.device))
-    leading_values = torch.linalg.svdvals(points - points.mean(0) if centered else points)
-    all_values: Tensor = torch.nn.functional.pad(leading_values, (0, points.shape[1] - len(leading_values)))
+    values = torch.linalg.svdvals(points - points.mean(0) if centered else points)
+    # The bound of rounding errors of an SVD; the last of n centered points never adds a dimension.
+    rounding_error = max(points.shape) * torch.finfo(points.dtype).eps * values[0]
+    is_significant = (values > rounding_error) & (torch.arange(len(values)).to(values.device) < len(points) - centered)
+    all_values: Tensor = torch.nn.functional.pad(values * is_significant, (0, points.shape[1] - len(values)))
     return all_values
+
+
+def numerical_rank(scatter: Tensor, moments: Moments, eigenvalues: Tensor) -> int:
+    r"""Return how many eigenvalues of a scatter matrix are more than rounding errors of its sums.
+
+    The sum :math:`M_{ij}` over points has a rounding error in proportion to :math:`\epsilon \sqrt{M_{ii} M_{jj}}`,
+    which is small where dimensions i and j are, even if other dimensions are far larger. So the rank is that of the
+    matrix with the elements :math:`M_{ij} / \sqrt{M_{ii} M_{jj}}`: the number of its eigenvalues that exceed
+    :math:`(\sqrt d + \sqrt k) \epsilon`, about the largest eigenvalue of the errors of sums over k points, and twice
+    the size of the most negative one, because an eigenvalue of 0 becomes positive or negative alike.
+
+    Args:
+        scatter: M, `(d, d)`, about the mean or the origin.
+        moments: the moments with the sums, which are about the mean.
+        eigenvalues: eigenvalues of M, `(d,)`, descending.
+    """
+    variances = moments.scatter.detach().diagonal()
+    scale = torch.where(variances > 0, variances, scatter.diagonal())
+    scale = torch.where(scale > 0, scale, 1)
+    count = float(moments.count)
+    threshold = moments.epsilon * (moments.dim**0.5 + min(count, _POINTS_PER_SUM) ** 0.5)
+    # The worst case of what is computed in float64: the sums over batches and the eigenvalues.
+    threshold += torch.finfo(torch.float64).eps * (moments.dim + count)
+    # The decomposition of the scaled matrix is spared if the bounds of the scales decide alike.
+    lower, upper = ((eigenvalues > threshold * bound).sum() for bound in scale.aminmax()[::-1])
+    if lower == upper:
+        return int(lower)
+    roots = scale.sqrt()
+    relative_eigenvalues = torch.linalg.eigvalsh(scatter / roots / roots[:, None])
+    return int((relative_eigenvalues > max(threshold, -2 * float(relative_eigenvalues[0]))).sum())
 
 
 def effective_rank(values: Tensor) -> Tensor:

@@ -4,9 +4,10 @@ import inspect
 import logging
 import os
 import pickle
+import re
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -201,9 +202,9 @@ def load_model(
 ) -> PreTrainedModel:
     """Load the model with a head for the task, in the data type `config.load_in` and in training mode.
 
-    The head has random weights, unless the checkpoint contains a head of the same kind and number of labels. Without
-    `config.pretrained`, all weights are random. With `config.lora`, the result is a `peft.PeftModel`, of which the
-    adapters and the head are trained.
+    The head has random weights, unless the checkpoint contains a head for the same labels: then its outputs are put in
+    the order of the task's. Without `config.pretrained`, all weights are random. With `config.lora`, the result is a
+    `peft.PeftModel`, of which the adapters and the head are trained.
 
     Args:
         config: settings of the model.
@@ -222,6 +223,8 @@ def load_model(
     model: Any
     if config.pretrained:
         model = _load_weights(config, auto_class, config=model_config, **options)
+        if spec.kind in ("classification", "regression"):
+            _fit_head(config, spec, model)
     else:
         with _convert_to_user_errors(config), _silence_transformers():
             model = auto_class.from_config(model_config, trust_remote_code=False, **options).eval()
@@ -363,6 +366,51 @@ def _make_hub_options(config: ModelConfig) -> dict[str, Any]:
     return {"revision": config.revision or "main", "local_files_only": uses_local_files, "trust_remote_code": False}
 
 
+def _fit_head(config: ModelConfig, spec: TaskSpec, model: PreTrainedModel) -> None:
+    """Reorder the outputs of a pretrained head by the names of its labels, or replace it if it is for another task.
+
+    Names such as `LABEL_0` say nothing, and their order is kept.
+    """
+    checkpoint_config = load_pretrained(config, AutoConfig)
+    if not getattr(get_checkpoint_class(checkpoint_config), "__name__", "").endswith("ForSequenceClassification"):
+        return
+    names = [str(name) for _, name in sorted(checkpoint_config.id2label.items())]
+    is_regression = checkpoint_config.problem_type == "regression"
+    order = None
+    if checkpoint_config.problem_type is None or is_regression == (spec.kind == "regression"):
+        order = _match_labels(names, spec.labels or ("score",))
+    if order is None:
+        log.warning(
+            "the head of %s for the labels %s is replaced by a new one, as task %s has %s",
+            config.label,
+            ", ".join(names),
+            spec.name,
+            ", ".join(spec.labels) or "a score",
+        )
+        if len(names) == model.config.num_labels:  # a head of another size is new already
+            new_weights, prefix = type(model)(model.config).state_dict(), f"{model.base_model_prefix}."
+            head = {name: values for name, values in new_weights.items() if not name.startswith(prefix)}
+            model.load_state_dict(head, strict=False)
+    elif order != sorted(order):
+        last_layer = [layer for layer in model.modules() if getattr(layer, "out_features", None) == len(order)][-1]
+        with torch.no_grad():
+            for parameter in last_layer.parameters():
+                parameter.copy_(parameter[order].clone())
+
+
+def _match_labels(names: Sequence[str], labels: Sequence[str]) -> list[int] | None:
+    """Return for each label of a task which output of a head has its name, or None if the names are others.
+
+    Case and punctuation do not matter. Numbered names, and the name of a single score, mean nothing.
+    """
+    if len(names) != len(labels):
+        return None
+    plain_names, plain_labels = ([re.sub(r"[\W_]", "", name).lower() for name in given] for given in (names, labels))
+    if len(names) == 1 or all(re.fullmatch(r"(label)?\d+", name) for name in plain_names):
+        return list(range(len(names)))
+    return [plain_names.index(label) for label in plain_labels] if set(plain_names) == set(plain_labels) else None
+
+
 # --- checks -------------------------------------------------------------------------------------------------
 
 
@@ -441,7 +489,19 @@ def _check_outputs(label: str, model: Any, tokenizer: PreTrainedTokenizerBase, i
             f"{label} cannot process the output of its tokenizer ({shorten(error)}); they belong to different models"
         ) from error
     if not outputs.isfinite().all():
-        raise UserError(f"{label} computes non-finite numbers; its weights are damaged")
+        raise UserError(f"{label} computes non-finite numbers; {_explain_nonfinite_outputs(model)}")
+
+
+def _explain_nonfinite_outputs(model: Any) -> str:
+    """Return why a model computes numbers that are not finite: its dtype is too narrow, or its weights are damaged."""
+    if any(parameter.isnan().any() for parameter in model.parameters()):
+        return "its weights are damaged: some are NaN"
+    dtype = str(model.dtype).removeprefix("torch.")
+    if dtype == "float16":
+        return "they overflow float16, which ends at 65,504: choose float32 or bfloat16"
+    if all(parameter.isfinite().all() for parameter in model.parameters()):
+        return f"its weights are finite, but what it computes overflows {dtype}: look for very large weights"
+    return "its weights are damaged: some are infinite"
 
 
 def _check_json_files(folder: Path) -> None:

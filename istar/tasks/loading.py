@@ -8,7 +8,6 @@ source, because the row number identifies the example.
 import hashlib
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from datasets.table import InMemoryTable
 from istar.errors import UserError, shorten
 from istar.files import cache_folder
 from istar.tasks import sources
-from istar.tasks.readers import RawSplit
+from istar.tasks.readers import RawSplit, is_text
 from istar.tasks.sources import Source
 from istar.tasks.specs import Kind, TaskSpec
 
@@ -127,8 +126,6 @@ def fingerprint(*splits: Dataset) -> str:
 _UNLABELLED = {"-1", "-1.0", "", "None"}
 """Label values, as strings, that stand for a missing label in test sets."""
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
-
 
 def _validate_split(raw: RawSplit | Dataset, spec: TaskSpec, split: str) -> Dataset:
     """Check the texts of a split, convert its labels, and return it as a data set.
@@ -146,20 +143,14 @@ def _validate_split(raw: RawSplit | Dataset, spec: TaskSpec, split: str) -> Data
         raise UserError(f"{raw.source}: no examples")
     for column, values in columns.items():
         for row, value in enumerate(values):
-            if not _is_text(value):
-                raise UserError(f"{raw.location(row)}: {column} is not a text but {shorten(repr(value))}")
+            if not is_text(value):
+                raise UserError(f"{raw.location(row)}: {column} is not valid text but {shorten(repr(value))}")
     features: dict[str, Any] = dict.fromkeys(columns, Value("string"))
     if labels is not None and not (spec.is_test(split) and set(map(str, labels)) <= _UNLABELLED):
         convert_labels, features[spec.label_column] = _LABEL_CONVERSIONS[spec.kind]
         columns[spec.label_column] = convert_labels(raw, spec)
     # `Dataset.from_dict` would encode every value by itself, which takes seconds for large data.
     return Dataset(InMemoryTable.from_pydict(columns, schema=Features(features).arrow_schema))
-
-
-def _is_text(value: Any) -> bool:
-    """Return whether a value is a string that Arrow accepts."""
-    # JSON can encode lone surrogates, which Arrow does not accept.
-    return isinstance(value, str) and (value.isascii() or not _SURROGATE.search(value))
 
 
 def _convert_class_labels(raw: RawSplit, spec: TaskSpec) -> list[int]:
@@ -216,7 +207,7 @@ def _is_answer(answer: Any) -> bool:
     match answer:
         case {"text": [_, *_] as texts, "answer_start": [*starts]} if len(texts) == len(starts):
             are_positions = all(isinstance(start, int) and 0 <= start < 2**63 for start in starts)
-            return are_positions and all(map(_is_text, texts))
+            return are_positions and all(map(is_text, texts))
     return False
 
 

@@ -7,6 +7,7 @@ values as they are in the file; `istar.tasks.loading` validates and converts the
 import csv
 import io
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,11 @@ from istar.parsing import parse_json
 from istar.tasks.specs import TaskSpec
 
 _log = logging.getLogger(__name__)
+
+# The default limit of a field, 131,072 characters, guards against an unclosed quote, which `strict` refuses anyway.
+csv.field_size_limit(2**31 - 1)
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 MAX_MALFORMED_SHARE = 0.01
 """Largest share of malformed rows to skip with a warning. A file with more is damaged or has another format."""
@@ -81,18 +87,21 @@ def read_tsv(path: Path, spec: TaskSpec, split: str) -> RawSplit:
 
 def read_csv(path: Path, spec: TaskSpec, split: str) -> RawSplit:
     """Read a file of comma-separated values with a header of the hub's column names."""
+    return _read_table(path, spec, split, iterate_csv(path))
+
+
+def iterate_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield the line number and the fields of each record of comma-separated values, the header included."""
     # Without `strict`, an unclosed quote would silently absorb the rest of the file.
     reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
-    records = []
     line = 1
     try:
         for fields in reader:
             if fields:
-                records.append((line, fields))
+                yield line, fields
             line = reader.line_num + 1  # quoted fields may span several lines
     except csv.Error as error:
         raise UserError(f"{path}, line {line}: not CSV: {error}") from error
-    return _read_table(path, spec, split, iter(records))
 
 
 def _read_table(
@@ -148,6 +157,22 @@ def _read_table(
 
 def read_json(path: Path, spec: TaskSpec, split: str) -> RawSplit:
     """Read a file of JSON lines, or of one JSON array of objects, with the hub's column names as keys."""
+    if spec.files == "squad" and re.match(r'\s*\{\s*"(data|version)"', read_text(path)):
+        raise UserError(f"{path}: SQuAD's own JSON was expected as train-v1.1.json and dev-v1.1.json; rename the files")
+    records, lines = read_json_objects(path)
+    if not records:
+        return RawSplit(str(path), {})
+    columns = find_source_columns(spec, split, list(records[0]), str(path))
+    location = RawSplit(str(path), {}, lines).location
+    for row, record in enumerate(records):
+        for key in columns:
+            if key not in record:
+                raise UserError(f"{location(row)}: key {key!r} is missing")
+    return RawSplit(str(path), {key: [record[key] for record in records] for key in columns}, lines)
+
+
+def read_json_objects(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the objects in a file of JSON lines, or of one JSON array, and their lines; none for an array."""
     text = read_text(path)
     if text.lstrip().startswith("["):
         lines, records = [], parse_json(text, str(path))
@@ -155,18 +180,11 @@ def read_json(path: Path, spec: TaskSpec, split: str) -> RawSplit:
         text_by_line = {line: text for line, text in enumerate(text.split("\n"), start=1) if text.strip()}
         lines = list(text_by_line)
         records = [parse_json(text, f"{path}, line {line}") for line, text in text_by_line.items()]
-    if not records:
-        return RawSplit(str(path), {})
     location = RawSplit(str(path), {}, lines).location
     for row, record in enumerate(records):
         if not isinstance(record, dict):
             raise UserError(f"{location(row)}: a JSON object was expected, not {shorten(repr(record))}")
-    columns = find_source_columns(spec, split, list(records[0]), str(path))
-    for row, record in enumerate(records):
-        for key in columns:
-            if key not in record:
-                raise UserError(f"{location(row)}: key {key!r} is missing")
-    return RawSplit(str(path), {key: [record[key] for record in records] for key in columns}, lines)
+    return records, lines
 
 
 def read_parquet(path: Path, spec: TaskSpec, split: str) -> RawSplit:
@@ -195,7 +213,10 @@ def read_dataset(dataset: Dataset, spec: TaskSpec, split: str, source: str) -> R
     Class ids of a `ClassLabel` column become class names, because the spec may order the classes differently.
     """
     names = list(find_source_columns(spec, split, dataset.column_names, source))
-    columns = dataset.select_columns(names).with_format("arrow")[:].to_pydict()
+    try:
+        columns = dataset.select_columns(names).with_format("arrow")[:].to_pydict()
+    except UnicodeDecodeError as error:  # Arrow does not check what others wrote
+        raise UserError(f"{source}: a text is not UTF-8: {shorten(error)}") from error
     for name, column_values in columns.items():
         feature = dataset.features[name]
         if isinstance(feature, ClassLabel):
@@ -238,3 +259,11 @@ def read_text(path: Path) -> str:
         line = text.count("\n", 0, text.index("\0")) + 1
         raise UserError(f"{path}, line {line}: not UTF-8 text: it holds null bytes; convert the file")
     return text
+
+
+def is_text(value: Any) -> bool:
+    """Return whether a value is a string that can be encoded.
+
+    The escapes of JSON can write half of a pair of surrogates, which is no character.
+    """
+    return isinstance(value, str) and (value.isascii() or not _SURROGATE.search(value))

@@ -8,7 +8,14 @@ import numpy as np
 from datasets import Dataset
 
 from istar.errors import UserError, shorten
-from istar.tasks.documents import TEXT_COLUMN, cache_documents, compute_content_digest, iterate_texts, read_documents
+from istar.tasks.documents import (
+    TEXT_COLUMN,
+    cache_documents,
+    compute_content_digest,
+    is_corpus_file,
+    iterate_texts,
+    read_documents,
+)
 
 _SPLIT_NAMES = {"train": "train", "training": "train"} | dict.fromkeys(
     ("validation", "valid", "val", "dev"), "validation"
@@ -38,7 +45,7 @@ def find_text_splits(path: Path) -> dict[str, list[Path]]:
     for child in children:
         name_words = re.findall(r"[a-z]+", (child.name if child.is_dir() else child.stem).lower())
         for split in {_SPLIT_NAMES[word] for word in name_words if word in _SPLIT_NAMES}:
-            if child.is_dir() or child.suffix in (".txt", ".jsonl", ".ndjson", ".parquet"):
+            if child.is_dir() or is_corpus_file(child):
                 splits.setdefault(split, []).append(child)
     if not splits:
         return {"train": [path]}

@@ -257,15 +257,15 @@ def test_a_power_law_is_found_and_needs_twelve_dimensions() -> None:
 
 def test_the_error_of_alpha_req_is_that_of_power_laws_without_each_group() -> None:
     random = np.random.default_rng(0)
-    points = random.normal(size=(400, 20)) * np.arange(1, 21) ** -0.5
+    points = random.normal(size=(400, 30)) * np.arange(1, 31) ** -0.5
     groups = np.arange(400) // 5 % GROUPS
-    layer = Layer(0, torch.zeros(20), LayerSettings(num_groups=GROUPS))
+    layer = Layer(0, torch.zeros(30), LayerSettings(num_groups=GROUPS))
     columns = (torch.zeros(400, dtype=torch.int64), torch.arange(400) % 5, torch.from_numpy(groups))
     add_tokens(layer, torch.from_numpy(points), *columns)
     exponents = []
     for group in range(GROUPS):
-        variances = np.linalg.eigvalsh(np.cov(points[groups != group].T))[::-1][10:19]
-        slope, *_ = np.polyfit(np.log(np.arange(11, 20)), np.log(variances), 1)
+        variances = np.linalg.eigvalsh(np.cov(points[groups != group].T))[::-1][10:29]
+        slope, *_ = np.polyfit(np.log(np.arange(11, 30)), np.log(variances), 1)
         exponents.append(-slope)
     measures = layer.compute_measures()
     expected = scipy.stats.sem([-(GROUPS - 1) * exponent for exponent in exponents])

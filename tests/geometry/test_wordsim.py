@@ -111,6 +111,8 @@ def test_files_that_cannot_be_read(tmp_path):
         read_benchmark(tmp_path)
     with pytest.raises(UserError, match="line 2: not UTF-8"):
         read_benchmark(write_file(tmp_path, "tiger\tcat\t7.35\ncafé\tcat\t1\n", encoding="latin-1"))
+    with pytest.raises(UserError, match="it holds null bytes"):
+        read_benchmark(write_file(tmp_path, "tiger\tcat\t7.35\n", encoding="utf-16-le"))
     path = write_file(tmp_path, "tiger\tcat\t7.35\n")
     with pytest.raises(UserError, match="'wordsim'; expected one of simlex999, men, wordsim353, rw"):
         read_benchmark(path, "wordsim")

@@ -218,7 +218,7 @@ def test_sums_about_an_origin_give_the_moments_about_the_mean(weights):
     squares = differences.square().sum(1)
     sums = [w.sum(), w @ differences, (w[:, None] * differences).T @ differences]
     sums += [(w * squares) @ differences, w @ squares.square()]
-    moments = FourthMoments.about_mean(origin, sums)
+    moments = FourthMoments.about_mean(origin, sums, torch.finfo(torch.float64).eps)
     assert_fourth_order_sums(moments, points, 1e-10, weights)
     assert_moments_equal(moments, Moments.of(points, weights=weights), rtol=1e-10, atol=1e-9)
 

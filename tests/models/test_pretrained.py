@@ -11,6 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import (
     AlbertConfig,
+    AutoConfig,
     AutoModel,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -146,6 +147,92 @@ def test_a_model_for_another_number_of_labels_gets_a_new_head(tmp_path: Path) ->
     assert second.config.id2label == {0: "entailment", 1: "not_entailment"}
     for name, value in first.base_model.state_dict().items():
         torch.testing.assert_close(second.base_model.state_dict()[name], value, rtol=0, atol=0)
+
+
+def save_classifier(folder: Path, *names: str, family: str = "bert", problem_type: str | None = None) -> Any:
+    """Save a random classifier whose outputs have these names, as another author did, and return it."""
+    save_encoder(folder, family)
+    config = AutoConfig.from_pretrained(folder)
+    config.id2label, config.label2id = dict(enumerate(names)), {name: id_ for id_, name in enumerate(names)}
+    config.problem_type = problem_type
+    torch.manual_seed(1)
+    model = AutoModelForSequenceClassification.from_config(config)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def compute_logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.tensor([[2, 7, 9, 3], [2, 8, 11, 3]])).logits  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_of_a_pretrained_head_are_in_the_order_of_the_task(
+    tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = save_classifier(tmp_path, "CONTRADICTION", "Neutral", "entailment", family=family)
+    model = load(tmp_path, "mnli")
+    assert model.config.id2label == {0: "entailment", 1: "neutral", 2: "contradiction"}
+    torch.testing.assert_close(compute_logits(model), compute_logits(checkpoint)[:, [2, 1, 0]])
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("task", "names"),
+    [
+        ("mnli", ("LABEL_0", "LABEL_1", "LABEL_2")),
+        ("sst2", ("0", "1")),
+        ("rte", ("Entailment", "not entailment")),
+        ("sst5", ("very_negative", "Negative", "neutral", "positive", "VERY POSITIVE")),
+        ("stsb", ("LABEL_0",)),
+        ("stsb", ("similarity",)),
+    ],
+)
+def test_a_head_with_the_names_of_the_task_or_numbers_is_kept(
+    tmp_path: Path, task: str, names: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = save_classifier(tmp_path, *names)
+    torch.testing.assert_close(compute_logits(load(tmp_path, task)), compute_logits(checkpoint))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("task", "names", "problem_type"),
+    [
+        ("sst2", ("entailment", "not_entailment"), None),
+        ("sst5", ("1 star", "2 stars", "3 stars", "4 stars", "5 stars"), None),
+        ("stsb", ("toxic",), "multi_label_classification"),
+        ("sst2", ("LABEL_0", "LABEL_1"), "regression"),
+        ("rte", ("entailment", "neutral", "contradiction"), None),
+    ],
+)
+def test_a_head_for_other_labels_is_replaced_with_one_line(
+    tmp_path: Path, task: str, names: tuple[str, ...], problem_type: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = save_classifier(tmp_path, *names, problem_type=problem_type)
+    model = load(tmp_path, task)
+    [message] = caplog.messages
+    assert f"for the labels {', '.join(names)} is replaced by a new one, as task {task} has" in message
+    if len(names) == model.config.num_labels:
+        assert not torch.equal(model.classifier.weight, checkpoint.classifier.weight)
+    assert 0.01 < model.classifier.weight.std() < 0.03
+    torch.testing.assert_close(model.base_model.state_dict(), checkpoint.base_model.state_dict())
+
+
+def test_overflow_of_float16_is_not_called_damage(tmp_path: Path) -> None:
+    save_encoder(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["encoder.layer.2.output.LayerNorm.bias"].fill_(1e5)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    config = ModelConfig(name=str(tmp_path))
+    tokenizer = models.load_tokenizer(config)
+    with pytest.raises(UserError, match=r"they overflow float16, which ends at 65,504: choose float32 or bfloat16"):
+        models.load_encoder(config, tokenizer, torch.float16)
+    assert models.load_encoder(config, tokenizer, torch.bfloat16).dtype == torch.bfloat16
+    weights["encoder.layer.2.output.LayerNorm.bias"].fill_(torch.nan)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="its weights are damaged: some are NaN"):
+        models.load_encoder(config, tokenizer, torch.float16)
 
 
 def test_the_tiny_model_depends_on_the_seed_alone() -> None:

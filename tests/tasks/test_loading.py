@@ -380,8 +380,8 @@ def test_squad(tmp_path: Path) -> None:
         (make_squad_document("a", answers=[]), "row 1: answers is {'text': [], 'answer_start': []}"),
         (make_squad_document("a", answers=[{"text": "x"}]), "key 'answer_start' is missing"),
         (make_squad_document("a", answers=[{"text": "x", "answer_start": "0"}]), "row 1: answers is"),
-        (make_squad_document("a", id=7), "row 1: id is not a text but 7"),
-        (make_squad_document("a", question="\ud800"), "row 1: question is not a text but"),
+        (make_squad_document("a", id=7), "row 1: id is not valid text but 7"),
+        (make_squad_document("a", question="\ud800"), "row 1: question is not valid text but"),
         ({"version": "1.1"}, "key 'data' is missing"),
         ([1], "unexpected structure"),
         ({"data": []}, "no examples"),
@@ -393,6 +393,14 @@ def test_squad_that_is_not(tmp_path: Path, document: Any, expected_message: str)
     message = get_load_error("squad", tmp_path, "train")
     assert message.startswith(str(path))
     assert expected_message in message
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_squad_under_another_name_says_which_name_is_expected(tmp_path: Path, indent: int | None) -> None:
+    (tmp_path / "train.json").write_text(json.dumps(make_squad_document("a"), indent=indent))
+    message = get_load_error("squad", tmp_path, "train")
+    assert "train.json" in message
+    assert "expected as train-v1.1.json and dev-v1.1.json" in message
 
 
 def test_squad_that_is_not_json(tmp_path: Path) -> None:
@@ -473,6 +481,11 @@ def test_formats_may_differ_between_splits(tmp_path: Path) -> None:
     assert (train["label"], validation["label"]) == ([0], [1])
 
 
+def test_long_fields_of_csv_are_read(tmp_path: Path) -> None:
+    write_csv(tmp_path / "train.csv", {"sentence": ["a" * 200_000, "b"], "label": [0, 1]})
+    assert [len(text) for text in load_columns("sst2", tmp_path, "train")[0]["sentence"]] == [200_000, 1]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "expected_message"),
     [
@@ -486,7 +499,7 @@ def test_formats_may_differ_between_splits(tmp_path: Path) -> None:
             ", line 2: key 'sentence' is missing",
         ),
         ("train.jsonl", '{"sentence": "a", "label": 1}\n\n{"sentence"\n', ", line 3: not JSON: "),
-        ("train.jsonl", '{"sentence": null, "label": 1}\n', ", line 1: sentence is not a text but None"),
+        ("train.jsonl", '{"sentence": null, "label": 1}\n', ", line 1: sentence is not valid text but None"),
         ("train.jsonl", '{"sentence": "a", "label": null}\n', ", line 1: label None"),
         ("train.jsonl", '{"sentence": "a", "label": [1]}\n', ", line 1: label [1]"),
         ("train.jsonl", '"a"\n', ", line 1: a JSON object was expected"),
