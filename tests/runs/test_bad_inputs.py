@@ -279,7 +279,6 @@ CONFIGS = [
     case("reg.within=label reg.estimator=unbiased", "reg.within=label needs reg.estimator=shrinkage"),
     case("reg.estimator=unbiased_by_sentence data.batch_size=3", "3 sequences with points=all in 2 layers has no"),
     case("reg.points=first reg.layers=last data.batch_size=1", "1 sequences with points=first in 1 layers has no iso"),
-    case("reg=simctg reg.points=last", "sequences with points=last in 1 layers has no contrastive_loss: choose"),
     case("reg=cosreg +reg.within=label", "reg.within belongs to reg=istar or random_direction, which is not selected"),
     case("seed=-1", "seed=-1 is not a whole number"),
     case("task.limit_train=0", "task.limit_train=0 is too small"),
