@@ -1,18 +1,27 @@
 """Finds the runs that the paper's tables and figures still need, and builds the commands that start them."""
 
 import itertools
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
+from istar.config.groups import TINY
 from istar.figures.plot import BASE, Panel, Plot
 from istar.pages.sheets import Entry, Sheet
-from istar.reports import paper, rerun_commands
+from istar.reports import paper
 from istar.reports.cells import Cell, list_models, list_tasks
 from istar.reports.paper_tables import collect_tried_pairs
 from istar.results import RunRecord
+
+_MODEL_OPTIONS = {
+    "albert/albert-base-v2": "albert",
+    "google-bert/bert-base-cased": "bert",
+    "distilbert/distilbert-base-cased": "distilbert",
+}
+"""`model.name` -> `model` option, for the models that have an option."""
 
 
 @dataclass(frozen=True)
@@ -33,49 +42,47 @@ SweepCommandBuilder = Callable[[str, str, str], str]
 def make_sweep_command_builder(
     all_runs: pd.DataFrame, records: Mapping[str, RunRecord], root: str
 ) -> SweepCommandBuilder:
-    """Return a function that builds sweep commands with the data, settings and folder of the existing runs."""
+    """Return a function that builds the command of a sweep, which skips runs that have finished."""
+    folder_by_model = all_runs.drop_duplicates("model").set_index("model")["folder"]
 
     def build_command(sweep: str, task: str, model: str) -> str:
-        """Return the command of a sweep with the settings of the most similar run: same task and model if possible."""
-        model_runs, task_runs = all_runs[all_runs["model"] == model], all_runs[all_runs["task"] == task]
-        model_and_task_runs = model_runs[model_runs["task"] == task]
-        similar_runs = next(runs for runs in (model_and_task_runs, task_runs, model_runs) if len(runs))
-        config = records[similar_runs["folder"].iloc[0]].config
-        if task_runs.empty:
-            # The paths and limits of another task's data do not apply.
-            config = {**config, "task": {"name": task}}
-        model_override = rerun_commands.build_model_override(records[model_runs["folder"].iloc[0]].config["model"])
-        overrides = [*rerun_commands.build_setting_overrides(config), *rerun_commands.build_root_override(root)]
-        return rerun_commands.build_sweep_command(sweep, task, model_override, *overrides)
+        """Return the command of a sweep for a task and a model, with `run.root` if the folder is not `runs`."""
+        model_override = build_model_override(records[folder_by_model[model]].config["model"])
+        root_override = [] if root == "runs" else [shlex.quote(f"run.root={root}")]
+        sweep_overrides = [f"+sweep={sweep}", shlex.quote(f"task={task}")]
+        return " ".join(["python train.py -m", *sweep_overrides, model_override, *root_override])
 
     return build_command
 
 
+def build_model_override(model_config: Mapping[str, Any]) -> str:
+    """Return `model=<option>` if the model has an option on the command line, else `model=auto model.name=<name>`.
+
+    A model with random weights also gets `model.pretrained=false`, unless it is the tiny model, which always has random
+    weights.
+    """
+    name = str(model_config["name"])
+    if name == TINY:
+        return f"model={TINY}"
+    option = f"model={_MODEL_OPTIONS.get(name, 'auto')}"
+    name_override = [] if name in _MODEL_OPTIONS else [shlex.quote(f"model.name={name}")]
+    weights_override = [] if model_config.get("pretrained", True) else ["model.pretrained=false"]
+    return " ".join([option, *name_override, *weights_override])
+
+
 def find_missing_table1_runs(
-    cells: Iterable[Cell],
-    all_runs: pd.DataFrame,
-    records: Mapping[str, RunRecord],
-    build_sweep_command: SweepCommandBuilder,
-    root: str,
+    cells: Iterable[Cell], all_runs: pd.DataFrame, build_sweep_command: SweepCommandBuilder
 ) -> list[MissingRuns]:
     """Return the missing runs of Table 1 for every model and task: methods without a run, or with too few seeds."""
-    cell_by_key = {(cell.model, cell.task, cell.family): cell for cell in cells if cell.seeds}
+    seeds_by_key = {(cell.model, cell.task, cell.family): cell.seeds for cell in cells}
     missing = []
     for model, task in itertools.product(list_models(all_runs), list_tasks(all_runs)):
-        absent_methods = [
-            method for family, method in paper.FAMILIES.items() if (model, task, family) not in cell_by_key
-        ]
-        if absent_methods:
-            description = "; ".join(f"{method}: no run" for method in absent_methods)
+        gaps = {
+            method: describe_missing_seeds(seeds_by_key.get((model, task, family), ()))
+            for family, method in paper.FAMILIES.items()
+        }
+        if description := "; ".join(f"{method}: {gap}" for method, gap in gaps.items() if gap):
             missing.append(MissingRuns("Table 1", model, task, description, build_sweep_command("table1", task, model)))
-        for family, method in paper.FAMILIES.items():
-            cell = cell_by_key.get((model, task, family))
-            if cell is not None and (seeds := find_missing_seeds(cell.seeds)):
-                config = records[cell.runs["folder"].iloc[0]].config
-                repeat_command = rerun_commands.build_repeat_command(config, seeds)
-                command = " ".join([repeat_command, *rerun_commands.build_root_override(root)])
-                description = f"{method}: {describe_missing_seeds(cell.seeds)}"
-                missing.append(MissingRuns("Table 1", model, task, description, command))
     return missing
 
 
@@ -96,25 +103,15 @@ def find_missing_table2_runs(
 
 
 def find_missing_plot_runs(
-    plot: Plot, all_runs: pd.DataFrame, num_layers_by_model: Mapping[str, int], build_sweep_command: SweepCommandBuilder
+    plot: Plot, all_runs: pd.DataFrame, build_sweep_command: SweepCommandBuilder
 ) -> list[MissingRuns]:
-    """Return the missing runs of a figure of the paper: values without a run, or with fewer seeds than expected.
-
-    Args:
-        plot: the figure drawn from the existing runs.
-        all_runs: all runs of the report.
-        num_layers_by_model: number of transformer layers of each model.
-        build_sweep_command: returns the command that starts a sweep.
-    """
+    """Return the missing runs of a figure of the paper: values without a run, or with fewer seeds than expected."""
     panel_by_model_and_task = {(panel.model, panel.task): panel for panel in plot.panels}
     missing = []
     for model in list_models(all_runs):
         for task in _list_expected_tasks(plot, all_runs, model):
-            panel = panel_by_model_and_task.get((model, task))
-            description = _describe_missing_values(plot, panel)
-            if description:
-                overrides = _build_plot_overrides(plot, panel, model, task, num_layers_by_model.get(model, 0))
-                command = " ".join([build_sweep_command(plot.sweep, task, model), *overrides])
+            if description := _describe_missing_values(plot, panel_by_model_and_task.get((model, task))):
+                command = build_sweep_command(plot.sweep, task, model)
                 missing.append(MissingRuns(get_artefact_name(plot), model, task, description, command))
     return missing
 
@@ -181,87 +178,38 @@ def get_artefact_name(plot: Plot) -> str:
     return plot.title.split(":")[0]
 
 
-def find_missing_seeds(seeds: Sequence[int], num_expected: int = len(paper.SEEDS)) -> list[int]:
-    """Return the paper's seeds that have to be run until there are `num_expected` different ones."""
-    return [seed for seed in paper.SEEDS if seed not in seeds][: max(0, num_expected - len(set(seeds)))]
-
-
 def describe_missing_seeds(seeds: Sequence[int], num_expected: int = len(paper.SEEDS)) -> str:
     """Return e.g. `seeds 4, 5`, `no run` if there is no seed at all, or an empty string if none is missing."""
     if not seeds:
         return "no run"
-    missing_seeds = find_missing_seeds(seeds, num_expected)
-    return f"seed{'s' * (len(missing_seeds) > 1)} {', '.join(map(str, missing_seeds))}" if missing_seeds else ""
+    num_missing = max(0, num_expected - len(set(seeds)))
+    missing_seeds = [str(seed) for seed in paper.SEEDS if seed not in seeds][:num_missing]
+    return f"seed{'s' * (len(missing_seeds) > 1)} {', '.join(missing_seeds)}" if missing_seeds else ""
 
 
 def _list_expected_tasks(plot: Plot, all_runs: pd.DataFrame, model: str) -> list[str]:
-    """Return the tasks for which the figure should have a panel for this model.
-
-    These are all tasks of the model if the paper's figure shows all tasks. Otherwise they are the tasks with a panel
-    and, if any model has runs of it, the task of the paper's figure. If there are none, it is the task for which the
-    model has the most runs.
-    """
-    all_tasks, model_runs = list_tasks(all_runs), all_runs[all_runs["model"] == model]
+    """Return the tasks with a panel and the task of the paper's figure; all tasks of the model if that shows all."""
     if not plot.task:
-        return list_tasks(model_runs)
-    tasks_with_panel = [panel.task for panel in plot.panels if panel.model == model]
-    if plot.task in all_tasks:
-        return [task for task in all_tasks if task in tasks_with_panel or task == plot.task]
-    num_runs_by_task = model_runs["task"].value_counts()
-    return tasks_with_panel or [max(list_tasks(model_runs), key=lambda task: num_runs_by_task[task])]
-
-
-def _build_plot_overrides(plot: Plot, panel: Panel | None, model: str, task: str, num_layers: int) -> list[str]:
-    """Return the overrides of a figure's sweep that depend on the model.
-
-    For Figure 3, these are the lambdas of a model that was not trained with any of the paper's lambdas. For the figure
-    of single layers, they are the layers, and lambda and zeta of the paper's Table 2.
-    """
-    if plot.name == "figure3":
-        lambdas = _list_other_values(plot, panel)
-        return [f"reg.lambda={','.join(f'{lambda_:g}' for lambda_ in lambdas)}"] if lambdas else []
-    if plot.symbol != "layer":
-        return []
-    tuned_penalty = paper.look_up_tuned_penalty(model, task)
-    overrides = (
-        [f"reg.lambda={tuned_penalty.weight:g}", f"reg.zeta={tuned_penalty.zeta:g}"]
-        if tuned_penalty is not None
-        else []
-    )
-    layer_options = "".join(f"[{layer}]," for layer in range(1, num_layers + 1))
-    return overrides + ([f"'reg.layers={layer_options}all'"] if layer_options else [])
+        return list_tasks(all_runs[all_runs["model"] == model])
+    expected_tasks = {plot.task, *(panel.task for panel in plot.panels if panel.model == model)}
+    return [task for task in list_tasks(all_runs) if task in expected_tasks]
 
 
 def _describe_missing_values(plot: Plot, panel: Panel | None) -> str:
     """Return which values of a figure's panel lack which seeds, or an empty string if nothing is missing.
 
-    For example: `Base and λ = -1, 1: seeds 4, 5; λ = 3: no run`.
+    For example: `Base: seeds 4, 5; λ = 3: no run`. Models that were trained with none of the paper's values, such as
+    small ones, miss none.
     """
-    if plot.symbol == "layer" and panel is None:
-        return "no run with a single layer"
     seeds_by_value: Mapping[Any, tuple[int, ...]] = (panel.seeds if panel is not None else None) or {}
     if plot.symbol == "layer":
-        expected_values: list[Any] = list(seeds_by_value)
-    else:
-        expected_values = [*([BASE] if plot.has_baseline else []), *(_list_other_values(plot, panel) or plot.values)]
-    values_by_missing_text: dict[str, list[Any]] = {}
-    for value in expected_values:
-        if missing_text := describe_missing_seeds(seeds_by_value.get(value, ()), plot.seeds):
-            values_by_missing_text.setdefault(missing_text, []).append(value)
-    descriptions = []
-    for missing_text, values in values_by_missing_text.items():
-        names = [value for value in values if isinstance(value, str)]
-        numbers = ", ".join(f"{value:g}" for value in values if not isinstance(value, str))
-        if numbers:
-            names.append(f"{plot.symbol}{' ' if plot.symbol == 'layer' else ' = '}{numbers}")
-        descriptions.append(f"{' and '.join(names)}: {missing_text}")
-    return "; ".join(descriptions)
-
-
-def _list_other_values(plot: Plot, panel: Panel | None) -> list[float]:
-    """Return the values of a panel, sorted, if none of them is a value of the paper; otherwise an empty list.
-
-    Small models are trained with other lambdas than the paper's.
-    """
-    panel_values = set(panel.seeds or ()) - {BASE} if panel is not None else set()
-    return [] if panel_values & set(plot.values) else sorted(panel_values)
+        return "" if seeds_by_value else "no run with a single layer"
+    if panel is not None and not set(plot.values) & set(seeds_by_value):
+        return ""
+    gaps = {value: describe_missing_seeds(seeds_by_value.get(value, ()), plot.seeds) for value in plot.values}
+    baseline_gap = describe_missing_seeds(seeds_by_value.get(BASE, ()), plot.seeds) if plot.has_baseline else ""
+    parts = [f"{BASE}: {baseline_gap}"] if baseline_gap else []
+    for gap in dict.fromkeys(filter(None, gaps.values())):
+        values = ", ".join(f"{value:g}" for value, value_gap in gaps.items() if value_gap == gap)
+        parts.append(f"{plot.symbol} = {values}: {gap}")
+    return "; ".join(parts)

@@ -156,16 +156,11 @@ def _compute_contents(runs: Runs, root: Path, plan: Plan | None, reference: str)
         rank_figure.build_rank_plot(ranked_methods),
     ]
     build_sweep_command = missing_runs.make_sweep_command_builder(all_runs, records, str(root))
-    missing = missing_runs.find_missing_table1_runs(table1_cells, all_runs, records, build_sweep_command, str(root))
+    missing = missing_runs.find_missing_table1_runs(table1_cells, all_runs, build_sweep_command)
     missing += missing_runs.find_missing_table2_runs(table1_cells, all_runs, build_sweep_command)
-    # Any usable run of a model says how many layers the model has.
-    folder_by_model = all_runs[all_runs["usable"]].drop_duplicates("model").set_index("model")["folder"]
-    num_layers_by_model = {
-        str(model): run_figures.count_layers(records[path]) for model, path in folder_by_model.items()
-    }
     for plot in plots:
         if plot.sweep:
-            missing += missing_runs.find_missing_plot_runs(plot, all_runs, num_layers_by_model, build_sweep_command)
+            missing += missing_runs.find_missing_plot_runs(plot, all_runs, build_sweep_command)
         if plot.name in ("figure4", "figure5"):
             missing += missing_runs.find_runs_without_geometry(plot, all_runs, geometry_by_folder, build_sweep_command)
     shrinkage_seconds = {path: record.timing.get("shrinkage") or () for path, record in records.items()}
@@ -340,7 +335,7 @@ def _build_missing_section(contents: _ReportContents) -> Section:
     paragraphs = [
         "The report expects five seeds of each method for each of the models and tasks found here, and for each figure "
         "the values that the paper varies. A command does not repeat runs that have finished with the same settings. "
-        "It uses the sweep's settings, which may differ from those of the existing runs."
+        "Add the settings in which your runs differ from the sweep, such as task.data_dir or task.limit_train."
     ]
     commands = []
     if (description := missing_runs.describe_missing_paper_pairs(contents.all_runs)) is not None:
