@@ -109,7 +109,7 @@ def test_names_of_files_say_which_split_they_are(small: Build, tmp_path: Path) -
     [
         (b"", "the text is empty"),
         (b"\n \n", "the text is empty"),
-        (b"caf\xe9\n" * 9, "is not UTF-8"),
+        (b"caf\xe9\n" * 9, "line 1: not UTF-8"),
         (b"too short\n", "less than one block of 32"),
         (b"a\n" * 3, "less than one block of 32"),
     ],
