@@ -61,7 +61,7 @@ ALLOWED = {
     "figures": {"errors", "files"},
     "pages": {"errors", "figures", "files", "outputs"},
     "geometry": {"config", "errors", "figures", "files", "measures", "memory", "models", "outputs", "pages",
-                 "parsing", "statistics", "tasks", "terminal"},
+                 "parsing", "regularizers", "statistics", "tasks", "terminal"},
     "reports": {"config", "errors", "figures", "files", "measures", "outputs", "pages", "parsing", "results",
                 "scores", "statistics"},
     "outputs": {"errors", "files"},

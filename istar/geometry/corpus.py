@@ -201,7 +201,11 @@ def sorted_windows(blocks: Iterable[T], block_length: Callable[[T], int]) -> Ite
 
 
 def split_into_batches(
-    blocks: Iterable[T], block_length: Callable[[T], int], device: torch.device, num_tokens: int | None = None
+    blocks: Iterable[T],
+    block_length: Callable[[T], int],
+    device: torch.device,
+    num_tokens: int | None = None,
+    has_padding: bool = True,
 ) -> Iterator[list[T]]:
     """Yield batches of consecutive blocks, each of at most `num_tokens` tokens with padding, or of a single block.
 
@@ -210,14 +214,16 @@ def split_into_batches(
         block_length: returns the number of tokens of a block.
         device: device of the model, for the default of `num_tokens`.
         num_tokens: maximum number of tokens; None means `BATCH_TOKENS` on a CPU, else `BATCH_TOKENS_ON_DEVICES`.
+        has_padding: whether the blocks of a batch may have different lengths.
     """
     if num_tokens is None:
         num_tokens = BATCH_TOKENS if device.type == "cpu" else BATCH_TOKENS_ON_DEVICES
     batch: list[T] = []
     longest = 0
     for block in blocks:
+        needs_padding = bool(batch) and block_length(block) != longest
         longest = max(longest, block_length(block))
-        if batch and longest * (len(batch) + 1) > num_tokens:
+        if batch and (longest * (len(batch) + 1) > num_tokens or (needs_padding and not has_padding)):
             yield batch
             batch, longest = [], block_length(block)
         batch.append(block)

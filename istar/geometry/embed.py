@@ -390,7 +390,8 @@ def _make_matrix_files(results: EmbeddingResults) -> dict[str, bytes]:
 
 def _save_model(results: EmbeddingResults, config: ModelConfig, output: Output) -> Path:
     """Save the whole model with the processed matrix to a draft of a folder, and return the draft."""
-    model = models.load_pretrained(config, type(models.build_meta_model(models.load_pretrained(config, AutoConfig))))
+    model_class = type(models.build_meta_model(models.load_pretrained(config, AutoConfig)))
+    model: Any = models.load_weights(config, model_class, dtype="auto")
     layer = model.get_input_embeddings() if results.matrix.side == "input" else model.get_output_embeddings()
     with torch.no_grad():
         layer.weight.copy_(results.processed)

@@ -2,16 +2,16 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Literal, TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
+from istar import models
 from istar.config import ModelConfig
 from istar.errors import UserError, shorten
-from istar.models import build_meta_model, find_file, load_pretrained
 from istar.parsing import read_record
 
 Side = Literal["input", "output"]
@@ -40,21 +40,22 @@ class Matrix:
 def read_matrix(config: ModelConfig, side: Side = "input") -> Matrix:
     """Read a model's input or output embeddings from the safetensors file that holds them.
 
-    Without such a file, the whole model is loaded.
+    Without such a file, the whole model is loaded, and its adapters are merged if it has any.
 
     Raises:
         UserError: if the model cannot be found or read, or has no such matrix.
     """
     model = _build_without_weights(config)
-    weight = _get_embedding_weight(model, side)
+    weight = models.get_embedding_weight(model, side)
     if weight is None:
         raise UserError(f"{config.name} is a {type(model).__name__}, which has no {side} embeddings; choose another")
-    tied = _get_embedding_weight(model, "input") is _get_embedding_weight(model, "output")
+    tied = models.get_embedding_weight(model, "input") is models.get_embedding_weight(model, "output")
     # A tied matrix has two names, and a file may hold it under either.
     names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight]
-    stored_tensor = _read_tensor(config, _list_stored_names(names, model.base_model_prefix))
+    stored_names = [] if models.has_adapters(config.name) else _list_stored_names(names, model.base_model_prefix)
+    stored_tensor = _read_tensor(config, stored_names)
     if stored_tensor is None:
-        loaded_model = load_pretrained(config, type(model), dtype=torch.float32)
+        loaded_model = models.load_weights(config, type(model), dtype=torch.float32)
         return Matrix(loaded_model.get_parameter(names[0]).detach(), side, names[0], None, tied)
     values, tensor_name, path = stored_tensor
     if values.shape != weight.shape:
@@ -68,23 +69,14 @@ def read_matrix(config: ModelConfig, side: Side = "input") -> Matrix:
 def read_untied_output(config: ModelConfig) -> Matrix | None:
     """Read a model's output embeddings; return None if it has none or they are tied to the input embeddings."""
     model = _build_without_weights(config)
-    weight = _get_embedding_weight(model, "output")
-    is_tied = weight is not None and weight is _get_embedding_weight(model, "input")
+    weight = models.get_embedding_weight(model, "output")
+    is_tied = weight is not None and weight is models.get_embedding_weight(model, "input")
     return None if weight is None or is_tied else read_matrix(config, "output")
 
 
 def _build_without_weights(config: ModelConfig) -> PreTrainedModel:
     """Build a model with its head from its config, without loading its weights."""
-    return build_meta_model(load_pretrained(config, AutoConfig))
-
-
-def _get_embedding_weight(model: PreTrainedModel, side: Side) -> Any:
-    """Return the parameter of a model's input or output embeddings, or None if it has none."""
-    try:
-        layer: Any = model.get_input_embeddings() if side == "input" else model.get_output_embeddings()
-    except NotImplementedError:  # transformers raises this for architectures without such a layer
-        return None
-    return getattr(layer, "weight", None)
+    return models.build_meta_model(models.load_pretrained(config, AutoConfig))
 
 
 def _list_stored_names(names: list[str], base_prefix: str) -> list[str]:
@@ -100,13 +92,13 @@ def _read_tensor(config: ModelConfig, names: list[str]) -> tuple[Tensor, str, Pa
     Returns:
         The tensor, its name and its file; None if no file has any of them.
     """
-    index_path = find_file(config, INDEX)
+    index_path = models.find_file(config, INDEX)
     if index_path is None:
-        path = find_file(config, WEIGHTS)
+        path = models.find_file(config, WEIGHTS)
     else:
         file_by_tensor = _read_index(index_path)
         tensor_name = next((name for name in names if name in file_by_tensor), None)
-        path = None if tensor_name is None else find_file(config, file_by_tensor[tensor_name])
+        path = None if tensor_name is None else models.find_file(config, file_by_tensor[tensor_name])
         if tensor_name is not None and path is None:
             raise UserError(
                 f"{config.name} lacks {file_by_tensor[tensor_name]}, which {INDEX} names as the file of {tensor_name}"

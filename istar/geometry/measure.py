@@ -21,7 +21,6 @@ from istar.geometry.corpus import Source
 from istar.geometry.matrix import read_untied_output
 from istar.geometry.measures_file import Measurements
 from istar.geometry.stream import Pass, Statistics, Stream
-from istar.geometry.taps import Taps
 from istar.measures import (
     MassiveActivationsSummary,
     ScaleDimension,
@@ -32,9 +31,11 @@ from istar.measures import (
     partition_isotropy,
     singular_values,
 )
+from istar.measures.norms import norm_parameters
 from istar.memory import keep_freed_memory
 from istar.models import load_encoder, load_tokenizer
 from istar.outputs import Output
+from istar.tasks.tokenizing import find_max_input_length
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MAX_DEFAULT_LENGTH = 512
@@ -139,6 +140,8 @@ def measure_model(
         if dtype != "float16":
             raise
         raise NonFiniteError(f"{error}; float16 ends at 65,504: choose --dtype float32 or bfloat16") from error
+    norm = reader.taps.norm
+    gain_and_bias = None if norm is None else norm_parameters(norm, model.config.get_text_config().hidden_size)
     matrix_by_side = {"input": model.get_input_embeddings().weight.detach()}
     if output_matrix is not None:
         matrix_by_side["output"] = output_matrix.values.to(model.device)
@@ -157,7 +160,7 @@ def measure_model(
         sources={source: summary.measures for source, summary in summaries.items()},
         spectra={source: summary.spectra for source, summary in summaries.items()},
         matrices={side: _measure_forms(matrix) for side, matrix in matrix_by_side.items()},
-        final_norm=_measure_final_norm(model),
+        final_norm=None if gain_and_bias is None else asdict(layer_norm_summary(*gain_and_bias)),
         norms={source: summary.norms for source, summary in summaries.items()},
         extremes={source: summary.extremes for source, summary in summaries.items()},
         by_position={source: summary.by_position for source, summary in summaries.items()},
@@ -238,13 +241,6 @@ def _add_token_texts(
     }
 
 
-def _measure_final_norm(model: PreTrainedModel) -> dict[str, Any] | None:
-    """Measure the gain and bias of a model's final normalization, or return None if the model has no gain there."""
-    norm = Taps(model).norm
-    gain = getattr(norm, "weight", None)
-    return None if gain is None else asdict(layer_norm_summary(gain, getattr(norm, "bias", None)))
-
-
 def _find_device(name: str) -> torch.device:
     """Return the device with a name; `auto` is this process's GPU, or the CPU if there is no GPU.
 
@@ -269,21 +265,7 @@ def _resolve_length(settings: Pass, model: PreTrainedModel) -> Pass:
     Raises:
         UserError: if the length is greater than the model's longest input.
     """
-    max_length = _find_max_input_length(model)
+    max_length = find_max_input_length(model.config)
     if max_length is not None and settings.length > max_length:
         raise UserError(f"--length {settings.length} is too long; the model takes at most {max_length} tokens")
     return replace(settings, length=settings.length or min(max_length or _MAX_DEFAULT_LENGTH, _MAX_DEFAULT_LENGTH))
-
-
-def _find_max_input_length(model: PreTrainedModel) -> int | None:
-    """Return the maximum number of tokens of a model's input, or None if inputs may have any length."""
-    config = model.config.get_text_config()
-    # Falcon's config has `max_position_embeddings` even if its attention uses ALiBi and its inputs have no limit.
-    if getattr(config, "alibi", False):
-        return None
-    # MPT's config calls the limit `max_seq_len`.
-    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or -1
-    # RoBERTa's positions start behind the id of the padding token.
-    offset = (config.pad_token_id or 0) + 1 if "roberta" in config.model_type else 0
-    # Models with relative positions have no `max_position_embeddings`, or -1.
-    return limit - offset if limit > 0 else None

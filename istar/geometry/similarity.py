@@ -97,7 +97,11 @@ def compute_mean_states(
     sorted_indices = sorted(range(len(first_blocks)), key=lambda index: len(first_blocks[index].tokens))
     means: dict[str, Tensor] = {}
     for indices in split_into_batches(
-        sorted_indices, lambda index: len(first_blocks[index].tokens), model.device, batch_tokens
+        sorted_indices,
+        lambda index: len(first_blocks[index].tokens),
+        model.device,
+        batch_tokens,
+        has_padding=not taps.see_padding(pad_id),
     ):
         batch = [first_blocks[index] for index in indices]
         inputs = pad_batch([block.tokens for block in batch], pad_id)

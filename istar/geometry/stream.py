@@ -185,6 +185,7 @@ class Stream:
         identity: hash of everything that the result depends on. A state file with another identity is ignored.
 
     Attributes:
+        taps: reads the model's hidden states.
         readings: how much of each source has been read, and how long it took, by the sources' names; with several
             sources also for `combined`. The seconds are those of rank 0, including interrupted calls.
         earlier_seconds: how many of these seconds belong to interrupted calls.
@@ -206,9 +207,10 @@ class Stream:
         self._rank, self._world_size = (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
         if self._world_size > 1 and state_path is None:
             raise UserError("several processes need a state file to share a pass; give one in a folder that all see")
-        self._model, self._taps = model, Taps(model)
+        self._model, self.taps = model, Taps(model)
         self._blocks = Blocks(tokenizer, settings.length, settings.documents)
         self._pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        self._sees_padding = self.taps.see_padding(self._pad_id)
         self._origins: dict[str, Tensor] = {}
         self.readings: dict[str, Reading] = {}
         self.earlier_seconds = 0.0
@@ -326,7 +328,9 @@ class Stream:
 
     def _split_into_batches(self, blocks: Iterable[T], block_length: Callable[[T], int]) -> Iterator[list[T]]:
         """Yield consecutive blocks in batches; `block_length` returns the number of tokens of a block."""
-        return split_into_batches(blocks, block_length, self._model.device, self.settings.batch_tokens)
+        return split_into_batches(
+            blocks, block_length, self._model.device, self.settings.batch_tokens, has_padding=not self._sees_padding
+        )
 
     def _read_limited_blocks(self, source: Source, reading: Reading) -> Iterator[Block]:
         """Yield the blocks of a source in order, up to the limit of tokens, and count in `reading` what is read."""
@@ -394,7 +398,7 @@ class Stream:
 
     def _compute_max_update_tokens(self) -> int:
         """Return the maximum number of tokens whose hidden states are added to the statistics at once."""
-        bytes_of_token = 4 * len(self._taps.names) * self._model.config.get_text_config().hidden_size
+        bytes_of_token = 4 * len(self.taps.names) * self._model.config.get_text_config().hidden_size
         return min(UPDATE_TOKENS, UPDATE_BYTES // bytes_of_token)
 
     def _make_inputs(self, blocks: Sequence[Block]) -> tuple[dict[str, Tensor], Tensor]:
@@ -429,7 +433,7 @@ class Stream:
             for batch_inputs, mask, batch_rows in zip(inputs, masks, rows_by_batch, strict=True):
                 device_inputs = {name: values.to(device) for name, values in batch_inputs.items()}
                 start = self._read_synchronized_time()
-                states = self._taps(device_inputs)
+                states = self.taps(device_inputs)
                 self._forward_seconds += self._read_synchronized_time() - start
                 # The states of all other tokens share a last row, which is left out of the result.
                 all_rows = torch.full(mask.shape, num_tokens).masked_scatter_(mask, batch_rows).flatten().to(device)
@@ -450,7 +454,7 @@ class Stream:
 
         All accumulators that are merged need the same origin, so it must not depend on batches and processes.
         """
-        num_tokens, sum_by_tap = 0, dict.fromkeys(self._taps.names, torch.zeros(()))
+        num_tokens, sum_by_tap = 0, dict.fromkeys(self.taps.names, torch.zeros(()))
         for source in sources:
             first_blocks = itertools.islice(self._read_limited_blocks(source, Reading()), ORIGIN_BLOCKS)
             for blocks in self._split_into_batches(first_blocks, lambda block: len(block.tokens)):
@@ -470,7 +474,7 @@ class Stream:
     @property
     def _layer_settings(self) -> LayerSettings:
         """Settings of the accumulators of each layer."""
-        return self.settings.layer_settings(self._model.config.get_text_config().hidden_size, len(self._taps.names))
+        return self.settings.layer_settings(self._model.config.get_text_config().hidden_size, len(self.taps.names))
 
     def _warn_of_missing_measures(self, console: Console | None) -> None:
         """Print a warning if the standard errors of some measures need too much memory, or a measure is left out."""
@@ -494,7 +498,7 @@ class Stream:
 
     def _create_statistics(self) -> Statistics:
         """Return empty statistics for this pass."""
-        return Statistics(self._model, self._taps.names, self.settings, self._origins)
+        return Statistics(self._model, self.taps.names, self.settings, self._origins)
 
     def _get_state_path(self, source_index: int, rank: int) -> Path:
         """Return the path of a rank's state file of a source."""

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from istar.errors import UserError
+from istar.measures.norms import norm_parameters
+from istar.models.attention import are_close
+from istar.regularizers.model_layers import Trial, find_layers, make_trial_ids, run_trial
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -18,10 +20,9 @@ EMBEDDINGS, FINAL_NORM = "embeddings", "final_norm"
 class Taps:
     """Reads a model's hidden states by name: `embeddings`, `layer_1` to `layer_L`, and `final_norm` if there is one.
 
-    transformers returns L + 1 hidden states. In some architectures (GPT-2, GPT-NeoX, OPT, Llama) the last one is the
-    output of a final normalization; in others (BERT), whose layers normalize their own output, it is the output of the
-    last layer. A forward pass of a single token tells which: the module outside the layers whose output equals the last
-    hidden state is the final normalization, and the input of that module is the output of the last layer.
+    The layers are those that a penalty on hidden states reads, see `find_layers`. In some architectures (GPT-2,
+    GPT-NeoX, OPT, Llama) the output of the last layer is normalized; in others (BERT) the layers normalize their own
+    output. A forward pass of a few tokens tells which.
 
     The model has no head and is in eval mode.
 
@@ -30,56 +31,65 @@ class Taps:
         norm: the final normalization, or None.
 
     Raises:
-        UserError: if the model does not return one hidden state per layer.
+        UserError: if the model does not return one hidden state per layer and token.
     """
 
     def __init__(self, model: "PreTrainedModel") -> None:
-        self._model = model
-        # The last module of OPT-350m is a projection to the width of the embeddings, whose output is no tap.
-        self._last_module = _find_last_module(model)
-        self.norm = self._last_module if "norm" in type(self._last_module).__name__.lower() else None
-        layers = [f"layer_{number}" for number in range(1, model.config.get_text_config().num_hidden_layers + 1)]
+        self._layers = find_layers(model)
+        self._model: Any = self._layers.base_model
+        self.norm = _find_final_norm(self._model, run_trial(self._model, self._model))
+        layers = [f"layer_{number}" for number in range(1, self._layers.num_layers + 1)]
         self.names = [EMBEDDINGS, *layers, *([FINAL_NORM] if self.norm is not None else [])]
 
     @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run the model on its inputs, and return the hidden states `(batch, tokens, d)` by tap."""
-        last_inputs: list[Tensor] = []
+        states: list[Tensor] = []
+        norm_inputs: list[Tensor] = []
+
+        def record_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            """Record the output of a layer, after the input of the first one."""
+            if not states:
+                states.append(args[0] if args else kwargs["hidden_states"])
+            states.append(output[0] if isinstance(output, tuple) else output)
+
         with ExitStack() as hooks:
-            if self._last_module is not None:
-                hook = self._last_module.register_forward_pre_hook(
-                    lambda _, arguments: last_inputs.append(arguments[0])
-                )
+            for module in self._layers.modules:
+                hooks.enter_context(module.register_forward_hook(record_layer, with_kwargs=True))
+            if self.norm is not None:
+                hook = self.norm.register_forward_pre_hook(lambda _, args: norm_inputs.append(args[0]))
                 hooks.enter_context(hook)
-            *states, last_states = self._model(**inputs, output_hidden_states=True, use_cache=False).hidden_states
-        # Without a module behind the layers, the last hidden states are the output of the last layer.
-        states += last_inputs[-1:] or [last_states]
-        states += [last_states] if self.norm is not None else []
+            needs_states = not self._layers.modules
+            output = self._model(**inputs, output_hidden_states=needs_states, use_cache=False)
+        if needs_states:
+            # Without a norm, the last hidden state is the output of the last layer.
+            states = [*output.hidden_states[:-1], *(norm_inputs or output.hidden_states[-1:])]
+        states += [output[0]] if self.norm is not None else []
         return dict(zip(self.names, states, strict=True))
 
+    def see_padding(self, padding_id: int) -> bool:
+        """Return whether the hidden states of a text depend on padding after it, despite the attention mask.
 
-@torch.no_grad()
-def _find_last_module(model: "PreTrainedModel") -> nn.Module | None:
-    """Return the module outside the layers whose output is the last hidden state, or None if that is a layer's output.
+        They do in models without an attention mask, such as FNet, and in those that convolve over padding.
+        """
+        token_ids = make_trial_ids(self._model)
+        padded_ids = torch.cat([token_ids, torch.full_like(token_ids, padding_id)])
+        mask = torch.cat([torch.ones_like(token_ids), torch.zeros_like(token_ids)])
+        length, device = len(token_ids), self._model.device
+        states_alone, states_padded = (
+            self({"input_ids": padded_ids[None, :end].to(device), "attention_mask": mask[None, :end].to(device)})
+            for end in (length, 2 * length)
+        )
+        return not all(are_close(states_padded[tap][:, :length], states) for tap, states in states_alone.items())
 
-    Raises:
-        UserError: if the model does not return one hidden state per layer.
-    """
-    in_layers = {part for module in model.modules() if isinstance(module, nn.ModuleList) for part in module.modules()}
-    outputs: dict[nn.Module, Any] = {}
-    with ExitStack() as hooks:
-        for module in model.modules():
-            if module not in in_layers and not list(module.children()):
-                hook = module.register_forward_hook(lambda module, _, output: outputs.__setitem__(module, output))
-                hooks.enter_context(hook)
-        token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-        mask = torch.ones_like(token)
-        states = model(input_ids=token, attention_mask=mask, output_hidden_states=True, use_cache=False).hidden_states
-    if states is None or len(states) != model.config.get_text_config().num_hidden_layers + 1:
-        raise UserError(f"{type(model).__name__} does not return one hidden state per layer; choose another model")
-    for module, output in outputs.items():
-        is_last = isinstance(output, Tensor) and torch.equal(output, states[-1])
-        # Dropout in eval mode returns its input, so that its output equals the state too.
-        if is_last and not isinstance(module, nn.Dropout):
+
+def _find_final_norm(base_model: nn.Module, trial: Trial) -> nn.Module | None:
+    """Return the normalization outside the layers whose output is the last hidden state, or None without one."""
+    lists = [module for module in base_model.modules() if isinstance(module, nn.ModuleList)]
+    in_layers = {part for module in lists for part in module.modules()}
+    for module, _, output in trial.calls:
+        is_last = output is not None and torch.equal(output, trial.last_state)
+        # The last module of OPT-350m is a projection to the width of the embeddings, whose output is no tap.
+        if is_last and module not in in_layers and norm_parameters(module, trial.last_state.shape[-1]) is not None:
             return module
     return None

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from istar.measures.processes import world_size
 from istar.regularizers import Watch
-from istar.regularizers.shrinkage import preserve_rng_states
+from istar.regularizers.undisturbed import preserve_rng_states
 
 
 def iterate_in_new_order(loader: Any, seed: int) -> Iterator[Any]:

@@ -15,7 +15,7 @@ from istar.errors import UserError
 from istar.integrations.loaders import iterate_in_new_order
 from istar.integrations.penalty_file import load_penalty, save_penalty
 from istar.regularizers import IStar, Penalty, attach, select_layers
-from istar.regularizers.model_layers import find_base_model
+from istar.regularizers.model_layers import find_layers
 from istar.regularizers.points import Tokens
 from istar.regularizers.shrinkage import NUM_POINTS
 
@@ -87,8 +87,11 @@ class PenaltyLoss(nn.Module):
         if on == "pooled":
             model[-1].register_forward_hook(self._collect_sentence_embeddings)
             return
-        base_model = find_base_model(model)
-        self._argument_names = set(inspect.signature(base_model.forward).parameters)
+        layers = find_layers(model)
+        if not layers.returns_embeddings:
+            name = type(layers.base_model).__name__
+            raise UserError(f"{name} returns no embeddings as its first hidden state; expected on='pooled' for it")
+        self._argument_names = set(inspect.signature(layers.base_model.forward).parameters)
         transformers = [module for module in model.modules() if isinstance(module, Transformer)]
         if len(transformers) != 1:
             raise UserError(f"the model has {len(transformers)} transformers; expected 1, or use on='pooled'")

@@ -19,7 +19,8 @@ from istar.regularizers.base import Penalty
 from istar.regularizers.embeddings import HIDDEN_STATES, EmbeddingWatch, attach_to_target
 from istar.regularizers.istar import IStar
 from istar.regularizers.points import ALL_POINTS, Points
-from istar.regularizers.shrinkage import NUM_POINTS, eval_mode, preserve_rng_states
+from istar.regularizers.shrinkage import NUM_POINTS
+from istar.regularizers.undisturbed import eval_mode, preserve_rng_states
 
 if TYPE_CHECKING:
     _TrainerBase = Trainer

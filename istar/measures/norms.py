@@ -1,12 +1,13 @@
 """Norms of the points and of the mean of a cloud, and norms of the parameters of a LayerNorm."""
 
+import copy
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from istar.errors import UserError
 from istar.measures.rows import check_finite, row_norms, select_rows, upcast_blocks, upcast_vector, zero_vector
@@ -188,6 +189,35 @@ class Norms:
         # The last bin includes its upper edge, as in numpy.histogram.
         bin_indices[norms == self.edges[-1]] -= 1
         return bin_indices.bincount(minlength=len(self.bins))
+
+
+@torch.no_grad()
+def norm_parameters(norm: nn.Module, dim: int) -> tuple[Tensor, Tensor] | None:
+    r"""Measure the gain g and the bias b of a normalization :math:`g \odot n(x) + b` from its outputs.
+
+    :math:`n(x)` divides x, or x minus its mean, by its root mean square. It leaves a vector v with mean 0 and mean
+    square 1 as it is, so that g and b follow from the outputs for v and -v. Modules store the gain in different ways:
+    Gemma, for example, multiplies by 1 + weight.
+
+    Returns:
+        The gain and the bias, `(dim,)` each, float64 on the CPU. None if the module is not a normalization of vectors
+        `(dim,)`: it takes other inputs, or its output depends on their scale.
+    """
+    unit = torch.ones(dim, dtype=torch.float64)
+    unit[1::2] = -1
+    if dim % 2:
+        unit[-3:] = torch.tensor([1.0, 1.0, -2.0]) / math.sqrt(2)
+    # With a large power of 2, the epsilon of the norm has no effect, and products lose no digits.
+    inputs = 2.0**12 * torch.stack([unit, -unit])
+    try:
+        forward = copy.deepcopy(norm).cpu().double().forward  # without hooks
+        outputs, scaled_outputs = forward(inputs[None])[0], forward(4 * inputs[None])[0]
+        if not torch.allclose(outputs, scaled_outputs, rtol=1e-5, atol=0):
+            return None
+        plus, minus = outputs.double()
+    except Exception:  # the types depend on what the module expects
+        return None
+    return (plus - minus) / (2 * unit), (plus + minus) / 2
 
 
 @torch.no_grad()

@@ -113,6 +113,16 @@ def read_base_config(folder: Path) -> ModelConfig:
     return ModelConfig(name=base_name, revision=settings.get("revision"))
 
 
+def find_base(config: ModelConfig, file_name: str) -> ModelConfig | None:
+    """Return the base model of a folder with adapters that lacks a file, as folders by peft alone do; otherwise None.
+
+    Raises:
+        UserError: if the file is missing, and the folder does not name a base model.
+    """
+    lacks_file = has_adapters(config.name) and not (Path(config.name) / file_name).is_file()
+    return read_base_config(Path(config.name)) if lacks_file else None
+
+
 def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Merge the adapters in a folder into the weights of their base model, and return it with the adapters' head.
 

@@ -46,7 +46,7 @@ def isolation(model: PreTrainedModel) -> IsolationMethod | None:
             except Exception:  # the types depend on the architecture, which does not accept these inputs
                 continue
             # Masked tokens have attention weights of exactly 0, while rounding depends on the length of the block.
-            if torch.equal(states_after_first, states_after_other) and _are_close(states_after_first, states_alone):
+            if torch.equal(states_after_first, states_after_other) and are_close(states_after_first, states_alone):
                 return method
     return None
 
@@ -116,7 +116,7 @@ def _compute_states(base_model: Any, token_ids: Tensor, other_inputs: dict[str, 
     return states
 
 
-def _are_close(states: Tensor, reference_states: Tensor) -> bool:
+def are_close(states: Tensor, reference_states: Tensor) -> bool:
     """Return whether hidden states equal the reference up to rounding, relative to the largest reference value."""
     tolerance = _TOLERANCE.get(states.dtype, _HALF_TOLERANCE)
     return bool((states - reference_states).abs().max() <= tolerance * reference_states.abs().max())

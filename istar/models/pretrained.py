@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -28,7 +28,7 @@ from transformers import (
 from istar.config import ModelConfig
 from istar.errors import UserError, shorten
 from istar.models import tiny
-from istar.models.adapters import add_adapters, has_adapters, merge_adapters, read_base_config, save_adapters
+from istar.models.adapters import add_adapters, find_base, has_adapters, merge_adapters, read_base_config, save_adapters
 from istar.models.architectures import (
     check_num_layers,
     get_auto_class,
@@ -82,6 +82,7 @@ def load_tokenizer(config: ModelConfig, texts: Iterable[str] | None = None) -> P
                 f"model.revision={config.revision} needs a model of the hub, but model.name={config.name} is a folder"
             )
         _check_json_files(Path(config.name))
+        config = find_base(config, "tokenizer_config.json") or config
     with _convert_to_user_errors(config, key), _silence_transformers():
         tokenizer = AutoTokenizer.from_pretrained(config.name, **_make_hub_options(config))
     if not tokenizer.is_fast:
@@ -222,7 +223,7 @@ def load_model(
         options["attn_implementation"] = config.attn_implementation
     model: Any
     if config.pretrained:
-        model = _load_weights(config, auto_class, config=model_config, **options)
+        model = load_weights(config, auto_class, config=model_config, **options)
         if spec.kind in ("classification", "regression"):
             _fit_head(config, spec, model)
     else:
@@ -254,11 +255,16 @@ def load_model(
 def load_encoder(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> PreTrainedModel:
     """Load a model without a head, of any architecture that reads text, in eval mode and the given data type.
 
+    Of an encoder-decoder, the encoder is returned, and a warning says so.
+
     Raises:
         UserError: if the model is not found, if weights are missing, or if the model cannot process the output of the
             tokenizer.
     """
-    model = _load_weights(config, AutoModel, dtype=dtype)
+    model: Any = load_weights(config, AutoModel, dtype=dtype)
+    if model.config.is_encoder_decoder:
+        log.warning("%s is an encoder-decoder (%s); only its encoder is read", config.label, model.config.model_type)
+        model = model.get_encoder()
     _check_outputs(config.label, model, tokenizer, tokenizer("a", return_tensors="pt", return_token_type_ids=False))
     return model.eval()
 
@@ -274,7 +280,9 @@ def load_pretrained(config: ModelConfig, auto_class: Any, /, **options: Any) -> 
     Raises:
         UserError: if the files are not found or cannot be read.
     """
-    if auto_class is not AutoConfig and "config" not in options:
+    if auto_class is AutoConfig:
+        config = find_base(config, "config.json") or config
+    elif "config" not in options:
         load_pretrained(config, AutoConfig)  # its size is checked before the model is built
     with _convert_to_user_errors(config), _silence_transformers():
         loaded = auto_class.from_pretrained(config.name, **_make_hub_options(config), **options)
@@ -295,6 +303,15 @@ def build_meta_model(model_config: Any) -> PreTrainedModel:
             return model_class(model_config)
     except Exception as error:  # transformers raises many types for an unusual config.json
         raise UserError(f"{model_config.model_type} models cannot be built: {_describe_error(error)}") from error
+
+
+def get_embedding_weight(model: PreTrainedModel, side: Literal["input", "output"]) -> Any:
+    """Return the parameter of a model's input or output embeddings, or None if it has none."""
+    try:
+        layer: Any = model.get_input_embeddings() if side == "input" else model.get_output_embeddings()
+    except NotImplementedError:  # transformers raises this for architectures without such a layer
+        return None
+    return getattr(layer, "weight", None)
 
 
 def find_file(config: ModelConfig, name: str) -> Path | None:
@@ -414,13 +431,13 @@ def _match_labels(names: Sequence[str], labels: Sequence[str]) -> list[int] | No
 # --- checks -------------------------------------------------------------------------------------------------
 
 
-def _load_weights(config: ModelConfig, auto_class: Any, /, **options: Any) -> PreTrainedModel:
+def load_weights(config: ModelConfig, auto_class: Any, /, **options: Any) -> PreTrainedModel:
     """Load a model with pretrained weights, and merge its adapters if it has any.
 
     Args:
         config: settings of the model.
         auto_class: class whose `from_pretrained` loads the model.
-        **options: further arguments of `from_pretrained`.
+        **options: further arguments of `from_pretrained`; `dtype` is required for a model with adapters.
 
     Raises:
         UserError: if the model cannot be loaded, or weights other than those of the head or the pooler are missing.
@@ -428,7 +445,7 @@ def _load_weights(config: ModelConfig, auto_class: Any, /, **options: Any) -> Pr
     if has_adapters(config.name):
         with tempfile.TemporaryDirectory() as folder:
             _write_merged_model(config, Path(folder), options["dtype"])
-            return _load_weights(replace(config, name=folder), auto_class, **options)
+            return load_weights(replace(config, name=folder), auto_class, **options)
     # A head for other labels may have mismatched sizes; `_check_loaded_weights` rejects all other mismatches.
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model: PreTrainedModel
@@ -457,7 +474,7 @@ def _write_merged_model(config: ModelConfig, folder: Path, dtype: torch.dtype) -
     adapted_class = get_checkpoint_class(adapted_config)
     if adapted_class is None:
         raise UserError(f"{config.label}: its config.json names no architecture of transformers")
-    base_model = _load_weights(read_base_config(Path(config.name)), adapted_class, config=adapted_config, dtype=dtype)
+    base_model = load_weights(read_base_config(Path(config.name)), adapted_class, config=adapted_config, dtype=dtype)
     with _convert_to_user_errors(config), _silence_transformers():
         merge_adapters(base_model, Path(config.name)).save_pretrained(folder)
 
@@ -474,8 +491,12 @@ def _check_outputs(label: str, model: Any, tokenizer: PreTrainedTokenizerBase, i
     Raises:
         UserError: if a check fails.
     """
-    num_embeddings = int(model.get_input_embeddings().num_embeddings)
-    num_tokens = max(tokenizer.get_vocab().values()) + 1
+    embedding = get_embedding_weight(model, "input")
+    if embedding is None or model.main_input_name != "input_ids":
+        raise UserError(
+            f"{label} is a {type(model).__name__}, which has no embeddings of tokens; choose a model of text"
+        )
+    num_embeddings, num_tokens = len(embedding), max(tokenizer.get_vocab().values()) + 1
     if num_tokens > num_embeddings:
         raise UserError(
             f"{label}: its tokenizer has {num_tokens} tokens, but its embedding has only {num_embeddings} rows; "
@@ -486,7 +507,7 @@ def _check_outputs(label: str, model: Any, tokenizer: PreTrainedTokenizerBase, i
             outputs = model(**inputs)[0]
     except Exception as error:  # the types depend on the architecture
         raise UserError(
-            f"{label} cannot process the output of its tokenizer ({shorten(error)}); they belong to different models"
+            f"{label} cannot process the output of its tokenizer ({shorten(error)}); do they belong together?"
         ) from error
     if not outputs.isfinite().all():
         raise UserError(f"{label} computes non-finite numbers; {_explain_nonfinite_outputs(model)}")

@@ -1,10 +1,7 @@
 """The shrinkage covariance Sigma_S, the covariance of a model's hidden states over part of the training data."""
 
 import inspect
-import random
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +16,7 @@ from istar.measures.moments import Moments, mean_and_scatter, merge_moments
 from istar.measures.processes import sum_over_processes, world_size
 from istar.regularizers.hidden_states import HiddenStateReader
 from istar.regularizers.points import ALL_POINTS, Layers, Points, Tokens, check_within
+from istar.regularizers.undisturbed import eval_mode, preserve_rng_states
 
 NUM_POINTS = 250_000
 """Number of points of Sigma_S in *Stable Anisotropic Regularization*, Section 3."""
@@ -212,36 +210,3 @@ def _call_module(module: nn.Module, inputs: Any, accepts_sequences: bool) -> Non
             "penalty.shrinkage_covariance = istar.shrinkage_covariance(model, batches) before, and refresh=None"
         )
     module(*unnamed, **named)
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Switch all modules to eval mode, and restore the mode of each module at the end."""
-    training_modules = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training_modules:
-            module.training = True
-
-
-@contextmanager
-def preserve_rng_states(device: torch.device) -> Iterator[None]:
-    """Restore the states of the global random number generators at the end of the context.
-
-    The generators are those of `random`, numpy and torch, from which loaders and collators may draw.
-    """
-    python_state = random.getstate()
-    # If numpy is not imported, its generator cannot have been used.
-    numpy: Any = sys.modules.get("numpy")
-    numpy_state = None if numpy is None else numpy.random.get_state()
-    # On CPUs, fork_rng ignores the device type, which only has to exist.
-    devices, device_type = ([], "cuda") if device.type == "cpu" else ([device], device.type)
-    with torch.random.fork_rng(devices, device_type=device_type):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            if numpy is not None:
-                numpy.random.set_state(numpy_state)

@@ -27,18 +27,13 @@ from istar.files import atomic_write, write_text
 from istar.tasks import squad
 from istar.tasks.loading import fingerprint
 from istar.tasks.specs import TaskSpec
+from istar.tasks.tokenizing import find_max_input_length
 
 MIN_LENGTH = 8  # smallest accepted maximum length of a feature, in tokens
 
 _CACHE_VERSION = 2  # increase when the format or the features of the same inputs change
 _BATCH_ROWS = 1_000
 _PROGRESS_MIN_ROWS = 4_000  # smaller splits are tokenized too quickly for a progress bar
-# Like RoBERTa, these models number positions from pad_token_id + 1, so that the first entries of the position
-# embedding are unused.
-_POSITIONS_START_AFTER_PADDING = {
-    "altclip_text_model", "camembert", "data2vec-text", "esm", "ibert", "layoutlmv3", "lilt", "longformer",
-    "luke", "markuplm", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
-}  # fmt: skip
 _COLUMN_TYPES: dict[str, Any] = {
     "input_ids": datasets.List(datasets.Value("int32")),
     "attention_mask": datasets.List(datasets.Value("int8")),
@@ -109,11 +104,8 @@ def limit_max_length(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfi
         UserError: if the result is less than `MIN_LENGTH`.
     """
     _check_max_length(requested)
-    # Models with relative positions have no `max_position_embeddings`, or -1; their input length is unlimited.
-    num_positions = getattr(config, "max_position_embeddings", None) or 0
-    if config.model_type in _POSITIONS_START_AFTER_PADDING:
-        num_positions -= (config.pad_token_id or 0) + 1
-    length = int(min(requested, tokenizer.model_max_length, num_positions if num_positions > 0 else requested))
+    max_input_length = find_max_input_length(config) or requested
+    length = int(min(requested, tokenizer.model_max_length, max_input_length))
     if length < MIN_LENGTH:
         raise UserError(
             f"the model accepts at most {length} tokens (max_position_embeddings in its config.json, "

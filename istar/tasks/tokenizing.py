@@ -1,14 +1,19 @@
-"""Tokenization of documents without special tokens, and the special tokens of a tokenizer."""
+"""Tokenization of documents without special tokens, a tokenizer's special tokens, and a model's longest input."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 T = TypeVar("T")
 
+_POSITIONS_START_AFTER_PADDING = {
+    "altclip_text_model", "camembert", "data2vec-text", "esm", "ibert", "layoutlmv3", "lilt", "longformer",
+    "luke", "markuplm", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+}  # fmt: skip
+"""Models whose first position has the number after the id of the padding token."""
 _TOKENIZER_BATCH = 1_000
 """Number of documents tokenized in one call, enough for the tokenizer's threads to share."""
 
@@ -34,6 +39,21 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], lis
 def find_separator_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     """Return the id of the token that ends a document: of `sep_token`, else of `eos_token`, or None without either."""
     return tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
+
+
+def find_max_input_length(config: "PreTrainedConfig") -> int | None:
+    """Return the maximum number of tokens of a model's input, or None if inputs may have any length."""
+    config = config.get_text_config()
+    # Falcon's config has `max_position_embeddings` even if its attention uses ALiBi and its inputs have no limit.
+    if getattr(config, "alibi", False):
+        return None
+    # MPT and LED have other names for the limit. Models with relative positions have none, or -1.
+    names = ("max_position_embeddings", "max_seq_len", "max_encoder_position_embeddings")
+    limit = int(next((value for name in names if (value := getattr(config, name, None))), 0))
+    if config.model_type in _POSITIONS_START_AFTER_PADDING:
+        # MPNet takes 1, whatever the config says.
+        limit -= 2 if config.model_type == "mpnet" else (config.pad_token_id or 0) + 1
+    return limit if limit > 0 else None
 
 
 def chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:

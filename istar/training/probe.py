@@ -12,7 +12,7 @@ from istar.errors import NonFiniteError, UserError
 from istar.geometry.layers import Layer
 from istar.geometry.token_batch import TokenBatch
 from istar.measures.rows import accumulation_dtype
-from istar.regularizers.shrinkage import eval_mode, preserve_rng_states
+from istar.regularizers.undisturbed import eval_mode, preserve_rng_states
 from istar.scores import geometry_key
 from istar.tasks.features import TokenizedRows
 from istar.training.data import Collate, build_evaluation_loader

@@ -11,7 +11,7 @@ from torch import Tensor
 from istar.errors import NonFiniteError, UserError
 from istar.measures import Moments, two_nn
 from istar.models import is_decoder
-from istar.regularizers.shrinkage import eval_mode
+from istar.regularizers.undisturbed import eval_mode
 from istar.tasks.features import TokenizedRows
 from istar.training.data import Collate, build_evaluation_loader, sort_longest_first
 from istar.training.module import FineTuner, token_mask

@@ -26,6 +26,7 @@ from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
 import istar
+from istar.errors import UserError
 from istar.integrations.sentence_transformers import PenaltyLoss, RefreshCallback
 from tests.integrations.naive import BERT, CLOSE, WEIGHT, ZETA, compute_gradients, compute_penalty
 from tests.oracles import algorithm_1, stack
@@ -47,6 +48,18 @@ def bert_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_encoder(folder: Path) -> SentenceTransformer:
     modules = [Transformer(str(folder)), Pooling(12)]
     return SentenceTransformer(modules=modules, device="cpu").double()
+
+
+def test_a_model_whose_first_state_is_not_the_embedding_output_is_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 12, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 40}
+    hf.MambaModel(hf.MambaConfig(**sizes)).save_pretrained(tmp_path)
+    hf.BertTokenizer(vocab={word: i for i, word in enumerate(SPECIAL + WORDS)}).save_pretrained(tmp_path)
+    model = make_encoder(tmp_path)
+    loss = losses.MultipleNegativesRankingLoss(model)
+    with pytest.raises(
+        UserError, match="MambaModel returns no embeddings as its first hidden state; expected on='pool"
+    ):
+        PenaltyLoss(model, loss, istar.IStar(-1.0, zeta=0))
 
 
 def make_pairs(num_pairs: int, with_labels: bool = False) -> Dataset:

@@ -1,0 +1,195 @@
+"""`istar measure` and `istar embed` on models that are not plain encoders or decoders with a mask and weights."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from istar.cli.main import main
+from istar.geometry.corpus import Source
+from istar.geometry.measure import measure_model
+from istar.geometry.measures_file import Measurements
+from istar.geometry.similarity import compute_mean_states
+from istar.geometry.stream import Pass
+from istar.models import tiny, train_tokenizer
+from tests.geometry.test_architecture_matrix import CASES, SHAPE
+
+TEXTS = ["the cat sat on the mat", "a dog barked at the cat and it ran", "hello world", "the quick brown fox"] * 3
+VISION = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "image_size": 8,
+    "patch_size": 4,
+}  # fmt: skip
+
+
+def save(folder: Path, name: str, auto_class: Any = AutoModel, **settings: Any) -> Any:
+    """Save a tiny random model with a tokenizer for `TEXTS`; return the model."""
+    tokenizer = tiny.make_tokenizer(["the", "cat"])
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    values = {**(CASES[name].settings if name in CASES else {}), **settings}
+    if "vocab_size" in values:
+        values["vocab_size"] = len(tokenizer)
+    torch.manual_seed(0)
+    model = auto_class.from_config(AutoConfig.for_model(name, **values)).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "text.txt").write_text("\n".join(TEXTS))
+    return model
+
+
+def measure(folder: Path, batch_tokens: int | None = None) -> Measurements:
+    """Measure a saved model over `TEXTS` as `istar measure` does, without its page."""
+    settings = Pass(0, batch_tokens=batch_tokens, sample=0, groups=0)
+    return measure_model(str(folder), [Source("text", folder / "text.txt")], settings, folder, device="cpu")
+
+
+def read_refusal(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    capsys.readouterr()
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+# Padding --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fnet", "convbert", "mobilebert"])
+def test_measures_of_models_that_see_padding_do_not_depend_on_the_batches(tmp_path: Path, name: str) -> None:
+    """FNet has no attention mask, ConvBERT convolves over padding, and MobileBERT joins neighbouring embeddings."""
+    save(tmp_path, name)
+    alone, together = (measure(tmp_path, tokens).sources for tokens in (1, 400))
+    assert alone["text"].keys() == together["text"].keys()
+    for tap, measures in alone["text"].items():
+        assert together["text"][tap] == pytest.approx(measures, rel=1e-4, abs=1e-5, nan_ok=True), tap
+
+
+def test_pooled_states_do_not_depend_on_padding_either(tmp_path: Path) -> None:
+    model = save(tmp_path, "fnet")
+    tokenizer = tiny.make_tokenizer(["the", "cat"])
+    alone, together = (compute_mean_states(model, tokenizer, TEXTS[:4], 16, tokens) for tokens in (1, 400))
+    for tap, states in alone.items():
+        torch.testing.assert_close(together[tap], states, rtol=1e-5, atol=1e-6, msg=tap)
+
+
+# Encoder-decoders, and models that are not measured -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_the_encoder_of_an_encoder_decoder_is_measured_and_a_line_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    model = save(tmp_path, name, AutoModelForSeq2SeqLM)
+    measured = measure(tmp_path)
+    assert [record.message for record in caplog.records if record.name.startswith("istar")] == [
+        f"model.name={tmp_path} is an encoder-decoder ({name}); only its encoder is read"
+    ]
+    tokenizer = tiny.make_tokenizer(["the", "cat"])
+    norms = []
+    for text in TEXTS:
+        with torch.no_grad():
+            states = model.get_encoder()(**tokenizer(text, return_tensors="pt", return_token_type_ids=False))[0]
+        norms.append(states[0, 1:-1].double().norm(dim=1))  # without special tokens
+    last = "final_norm" if name == "t5" else "layer_3"
+    assert list(measured.sources["text"])[-1] == last
+    assert measured.sources["text"][last]["average_norm"] == pytest.approx(torch.cat(norms).mean().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "line"),
+    [
+        ("clip", {"text_config": SHAPE, "vision_config": VISION}, "is a CLIPModel, which has no embeddings of tokens"),
+        ("vit", VISION, "is a ViTModel, which has no embeddings of tokens"),
+        ("canine", {}, "is a CanineModel, which has no embeddings of tokens"),
+        ("funnel", {"block_sizes": [1], "block_repeats": [1]}, ""),
+        ("reformer", {}, "ReformerModel returns hidden states of"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
+)
+def test_models_that_cannot_be_measured_are_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, settings: dict[str, Any], line: str
+) -> None:
+    save(tmp_path, name, **settings)
+    arguments = ["measure", str(tmp_path), "--text", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out")]
+    assert line in read_refusal(capsys, [*arguments, "--device", "cpu"])
+
+
+def test_i_bert_is_measured(tmp_path: Path) -> None:
+    save(tmp_path, "ibert")
+    assert list(measure(tmp_path).sources["text"]) == ["embeddings", "layer_1", "layer_2", "layer_3"]
+
+
+# Adapters -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapters(tmp_path: Path) -> Any:
+    """Save a decoder with untied outputs, and adapters for it as peft alone does; return the merged model."""
+    peft = pytest.importorskip("peft")
+    tokenizer = train_tokenizer(TEXTS, 300, "bpe")
+    settings = {**CASES["llama"].settings, "vocab_size": len(tokenizer), "tie_word_embeddings": False}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **settings))
+    model.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "embed_tokens", "lm_head"], task_type="CAUSAL_LM")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        adapted = peft.get_peft_model(model, lora)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    adapted.save_pretrained(tmp_path / "plain", save_embedding_layers=False)
+    (tmp_path / "plain" / "text.txt").write_text("\n".join(TEXTS))
+    assert {path.name for path in (tmp_path / "plain").iterdir()}.isdisjoint({"config.json", "tokenizer.json"})
+    return adapted.merge_and_unload()
+
+
+def check_matrices(folder: Path, merged: Any) -> None:
+    """Check the norms of the embedding matrices that the commands measure against those of the merged model."""
+    measured = measure(folder)
+    for side, layer in (("input", merged.get_input_embeddings()), ("output", merged.get_output_embeddings())):
+        expected = pytest.approx(layer.weight.detach().double().norm(dim=1).mean().item(), rel=1e-6)
+        assert measured.matrices[side]["raw"]["average_norm"] == expected
+        assert main(["embed", str(folder), "--matrix", side, "--out", str(folder / side)]) == 0
+        embedded = json.loads((folder / side / "embeddings.json").read_text())
+        assert embedded["figures"]["raw"]["average_norm"] == expected
+
+
+def test_a_plain_folder_of_adapters_is_measured_with_its_base(adapters: Any, tmp_path: Path) -> None:
+    check_matrices(tmp_path / "plain", adapters)
+
+
+def test_adapters_with_a_configuration_are_measured_and_saved_as_a_whole_model(adapters: Any, tmp_path: Path) -> None:
+    """As in the folder of a run."""
+    folder = tmp_path / "plain"
+    adapters.config.save_pretrained(folder)
+    train_tokenizer(TEXTS, 300, "bpe").save_pretrained(folder)
+    check_matrices(folder, adapters)
+    assert main(["embed", str(folder), "--form", "centered", "--save", "model", "--out", str(tmp_path / "saved")]) == 0
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved" / "model")
+    weight = adapters.get_input_embeddings().weight.detach()
+    torch.testing.assert_close(saved.get_input_embeddings().weight, weight - weight.mean(0), rtol=1e-5, atol=1e-6)
+    for name, value in adapters.state_dict().items():
+        if "embed_tokens" not in name:
+            torch.testing.assert_close(saved.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("base", "line"),
+    [("nowhere/at/all", "there is no such folder"), (None, "names no base model; expected base_model_name_or_path")],
+)
+def test_adapters_without_their_base_are_refused_in_one_line(
+    adapters: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], base: str | None, line: str
+) -> None:
+    path = tmp_path / "plain" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": base}))
+    measure_options = ["--text", str(tmp_path / "plain" / "text.txt"), "--out", str(tmp_path / "out")]
+    assert line in read_refusal(capsys, ["measure", str(tmp_path / "plain"), *measure_options])
+    assert line in read_refusal(capsys, ["embed", str(tmp_path / "plain"), "--out", str(tmp_path / "out")])
