@@ -1,9 +1,16 @@
-"""The console that all commands, runs and sweeps print to."""
+"""Output of all commands, runs and sweeps: of any text, in any encoding, also to a reader that ends early."""
 
+import io
+import os
+import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+CLOSED_PIPE_EXIT_CODE = 141
+"""Exit code of a process that the signal SIGPIPE has ended, as shells report it."""
 
 
 def make_console(**options: Any) -> "Console":
@@ -14,3 +21,28 @@ def make_console(**options: Any) -> "Console":
     from rich.console import Console
 
     return Console(markup=False, emoji=False, highlight=False, **options)
+
+
+def replace_unencodable_characters() -> None:
+    """Make standard output print a question mark for each character that its encoding lacks, instead of failing."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
+
+
+def run_with_robust_output(command: Callable[[], int]) -> int:
+    """Execute a command, and return its exit code.
+
+    The command ends without a message, with `CLOSED_PIPE_EXIT_CODE`, if the reader of its output, such as `head`, ends
+    first. Characters that the output's encoding lacks become question marks.
+    """
+    replace_unencodable_characters()
+    try:
+        try:
+            return command()
+        finally:
+            # Output that is still buffered must fail here and not when the interpreter ends, even after `--help`.
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The interpreter flushes the output once more when it ends, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE_EXIT_CODE

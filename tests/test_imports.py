@@ -47,7 +47,6 @@ ALLOWED = {
     "parsing": {"errors"},
     "terminal": set(),
     "memory": set(),
-    "streams": set(),
     "measures": {"errors"},
     "statistics": {"errors"},
     "regularizers": {"errors", "measures"},
@@ -68,11 +67,11 @@ ALLOWED = {
 }  # fmt: skip
 ASSEMBLING = {
     "runs": {"config", "errors", "files", "memory", "models", "outputs", "parsing", "regularizers", "reports",
-             "results", "streams", "tasks", "terminal", "training"},
+             "results", "tasks", "terminal", "training"},
     "sweeps": {"config", "errors", "files", "outputs", "parsing", "reports", "results", "runs", "scores", "training"},
     "quantization": {"config", "errors", "figures", "files", "measures", "models", "outputs", "pages", "parsing",
                      "reports", "results", "runs", "scores", "statistics", "tasks", "training"},
-    "cli": {"config", "errors", "geometry", "pages", "quantization", "reports", "runs", "statistics", "streams",
+    "cli": {"config", "errors", "geometry", "pages", "quantization", "reports", "runs", "statistics",
             "sweeps", "terminal"},
 }  # fmt: skip
 LIBRARIES = {
@@ -83,7 +82,6 @@ LIBRARIES = {
     "errors": set(),
     "scores": set(),
     "files": {"filelock"},
-    "streams": set(),
     "parsing": {"yaml"},
     "terminal": {"rich"},
     "results": set(),

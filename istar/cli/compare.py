@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from istar.cli.console import check_minima, make_console
+from istar.cli.console import check_minima
 from istar.errors import UserError
+from istar.terminal import make_console
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,9 +1,8 @@
-"""Helpers that the commands share: the console and checks of options."""
+"""Checks of options that the commands share."""
 
 import argparse
 
 from istar.errors import UserError
-from istar.terminal import make_console as make_console
 
 
 def check_minima(options: argparse.Namespace, **minima: int) -> None:

@@ -4,8 +4,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from istar.cli.console import check_minima, make_console
+from istar.cli.console import check_minima
 from istar.errors import UserError
+from istar.terminal import make_console
 
 
 def add_parser(commands: Any) -> None:

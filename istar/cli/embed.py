@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from istar.cli.console import make_console
 from istar.errors import UserError
+from istar.terminal import make_console
 
 if TYPE_CHECKING:
     from istar.geometry.corpus import Source

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from istar import __version__
-from istar.cli.console import make_console
 from istar.errors import UserError, mask_secrets
+from istar.terminal import make_console
 
 if TYPE_CHECKING:
     from istar.sweeps.sweep import SweepRequest

@@ -5,8 +5,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from istar.cli.console import check_minima, make_console
+from istar.cli.console import check_minima
 from istar.errors import UserError
+from istar.terminal import make_console
 
 _DEFAULT_FORMS = "w8a8,w6a6,w4a4,int8"
 _DEFAULT_BY_SCORING_OPTION = {

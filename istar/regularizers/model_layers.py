@@ -94,6 +94,39 @@ def find_layers(model: nn.Module) -> ModelLayers:
     return ModelLayers(base_model, (), num_layers, ends_with_norm=False, is_transformers=True)
 
 
+class ReturnedStates:
+    """Puts the hidden states that a model returns in evaluation into the order of `find_layers`.
+
+    Most models return them so. Models like Mamba return the outputs of all layers and then that of the final norm; here
+    the embeddings come first, and the output of the final norm replaces that of the last layer.
+
+    Args:
+        model: a transformers model. If it returns no embeddings, a hook on its first layer records them.
+
+    Raises:
+        UserError: as `find_layers`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = find_layers(model)
+        self._embeddings: Tensor | None = None
+        if not self._layers.returns_embeddings:
+            self._layers.modules[0].register_forward_pre_hook(self._record_embeddings, with_kwargs=True)
+
+    def sort(self, returned_states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return hidden states 0 to L of the latest call without gradients, given `hidden_states` of its output."""
+        if self._layers.returns_embeddings:
+            return tuple(returned_states)
+        assert self._embeddings is not None
+        *outputs, _, normalized = returned_states
+        return (self._embeddings, *outputs, normalized)
+
+    def _record_embeddings(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # In training, the embeddings would keep the graph of the pass alive.
+        if not torch.is_grad_enabled():
+            self._embeddings = args[0] if args else kwargs["hidden_states"]
+
+
 def layers_from_modules(model: nn.Module, modules: Sequence[nn.Module]) -> ModelLayers:
     """Return the given modules of any model as its layers 1 to L; raise `UserError` if a module is given twice."""
     if len(set(modules)) < len(modules):

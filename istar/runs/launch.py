@@ -32,8 +32,7 @@ from istar.parsing import read_json, read_yaml
 from istar.results import RunRecord
 from istar.runs.importing import fast_imports
 from istar.runs.resolving import resolve_config
-from istar.streams import replace_unencodable_characters
-from istar.terminal import make_console
+from istar.terminal import make_console, replace_unencodable_characters
 
 UNEXPECTED_ERROR = 1
 """Exit code of a process that ends with any exception except a `UserError`."""

@@ -67,7 +67,8 @@ class LanguageModelTuner(FineTuner):
         sums = torch.zeros(len(batch["input_ids"]), 3, dtype=torch.float64, device=losses.device)
         sums.index_add_(0, row_indices, torch.stack([losses, torch.ones_like(losses), is_correct.double()], dim=1))
         self._outputs[dataloader_idx] |= dict(zip(batch["feature_id"].tolist(), sums.cpu().numpy(), strict=True))
-        return {"hidden_states": prediction.outputs.hidden_states, "attention_mask": token_mask(batch)}
+        states = self.sort_states(prediction.outputs.hidden_states)
+        return {"hidden_states": states, "attention_mask": token_mask(batch)}
 
     def _predict(self, batch: Batch, **options: Any) -> "_Prediction":
         """Call the model on a batch, and compute the loss of each predicted token.

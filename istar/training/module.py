@@ -17,6 +17,7 @@ from istar.config import OptimConfig
 from istar.errors import UserError
 from istar.measures.processes import sum_over_processes, world_size
 from istar.regularizers import EmbeddingWatch, IStar, Watch
+from istar.regularizers.model_layers import ReturnedStates
 from istar.regularizers.undefined import UndefinedCount
 from istar.tasks.evaluation import Evaluation
 from istar.training.nonfinite import StepGuard
@@ -59,6 +60,7 @@ class FineTuner(L.LightningModule):
     ) -> None:
         super().__init__()
         self.model = model
+        self._returned_states = ReturnedStates(model)
         # The penalty is not a submodule: DDP would overwrite the buffers that differ between processes without sync.
         self.watch = watch
         self.optim = optim
@@ -196,7 +198,7 @@ class FineTuner(L.LightningModule):
             # The mean is logged as a weighted sum: Lightning's own mean over processes rounds the number of examples.
             weight = len(batch["feature_id"]) / len(self.evaluators[""].features)
             self.log("val/loss", weight * outputs.loss, reduce_fx="sum", add_dataloader_idx=False, sync_dist=True)
-        return {"hidden_states": outputs.hidden_states, "attention_mask": token_mask(batch)}
+        return {"hidden_states": self.sort_states(outputs.hidden_states), "attention_mask": token_mask(batch)}
 
     def on_validation_epoch_end(self) -> None:
         """Evaluate the outputs that all processes have collected, and log the metrics of each validation set."""
@@ -215,10 +217,14 @@ class FineTuner(L.LightningModule):
         """Return the logits of a batch by feature id."""
         return logits_by_feature(batch, self.model(**inputs_with_labels(batch)))
 
+    def sort_states(self, returned_states: Sequence[Tensor] | None) -> tuple[Tensor, ...] | None:
+        """Return the hidden states of a validation batch in the order of the layers; None if it returned none."""
+        return None if returned_states is None else self._returned_states.sort(returned_states)
+
     def hidden_states(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return the embedding output and the output of every layer for a batch, each `(batch, tokens, d)`."""
         outputs = self.model.base_model(**inputs_without_labels(batch), output_hidden_states=True)
-        return tuple(outputs.hidden_states)
+        return self._returned_states.sort(outputs.hidden_states)
 
     def configure_optimizers(self) -> Any:
         """Return AdamW and its learning rate schedule, in Lightning's format."""

@@ -18,7 +18,7 @@ from istar.errors import UserError
 from istar.geometry.taps import Taps
 from istar.measures.norms import norm_parameters
 from istar.regularizers.hidden_states import HiddenStateReader
-from istar.regularizers.model_layers import find_layers
+from istar.regularizers.model_layers import ReturnedStates, find_layers
 from istar.tasks.tokenizing import find_max_input_length
 
 VOCABULARY, WIDTH, LAYERS = 50, 16, 3
@@ -246,6 +246,14 @@ def test_each_row_is_what_the_block_computes_and_a_penalty_reads_the_same(name: 
     for number, (state, expected_state) in enumerate(zip(penalized, expected_of_penalty, strict=True)):
         torch.testing.assert_close(state, expected_state, rtol=0, atol=0, msg=str(number))
     assert not [handle for module in model.modules() for handle in module._forward_pre_hooks]
+    # Training measures the states that the model returns in evaluation.
+    returned_states = ReturnedStates(model)
+    with torch.no_grad():
+        output = model(**inputs, use_cache=False, output_hidden_states=True)
+    for number, (state, expected_state) in enumerate(
+        zip(returned_states.sort(output.hidden_states), expected_of_penalty, strict=True)
+    ):
+        torch.testing.assert_close(state, expected_state, rtol=0, atol=0, msg=str(number))
 
 
 @pytest.mark.parametrize("name", REFUSED)

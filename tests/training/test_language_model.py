@@ -14,6 +14,8 @@ from transformers import (
     DistilBertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
     RobertaConfig,
     RobertaForMaskedLM,
 )
@@ -129,6 +131,19 @@ def test_validation_counts_each_predicted_token_once(build: Any, options: dict[s
     assert evaluation.metrics["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
     if not is_causal:
         assert evaluation.metrics["accuracy"] == sum(is_correct) / len(is_correct)
+
+
+def test_the_states_of_a_validation_begin_with_the_embeddings_even_if_the_model_returns_none() -> None:
+    torch.manual_seed(3)
+    model = MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, state_size=4))
+    module, batch = make_tuner(model, is_causal=True), make_batch(is_causal=True)
+    module.on_validation_epoch_start()
+    with torch.no_grad():
+        embeddings, _, last = module.validation_step(batch, 0)["hidden_states"]
+        assert_close(embeddings.double(), model.get_input_embeddings()(batch["input_ids"]), rtol=1e-6, atol=1e-7)
+        assert_close(module.hidden_states(batch)[0], embeddings, rtol=0, atol=0)
+        expected = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        assert_close(model.lm_head(last.double()), expected.double(), rtol=1e-6, atol=1e-7)
 
 
 def test_a_batch_without_a_token_to_predict_has_the_loss_zero() -> None:
