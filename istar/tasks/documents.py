@@ -14,7 +14,7 @@ from datasets import Dataset, load_from_disk
 from istar.errors import UserError, shorten
 from istar.files import atomic_write, refuse_special_file
 from istar.parsing import parse_json
-from istar.tasks.readers import RawSplit, is_text, iterate_csv, numbered_lines, read_json_objects, read_text
+from istar.tasks.readers import RawSplit, iterate_csv, numbered_lines, read_json_objects, read_text
 from istar.tasks.tokenizing import chunks
 
 TEXT_COLUMN = "text"
@@ -136,9 +136,9 @@ def _get_text(record: Any, location: str) -> str:
     if not isinstance(record, dict) or TEXT_COLUMN not in record:
         raise UserError(f'{location}: expected a JSON object with a text, such as {{"text": "..."}}')
     text = record[TEXT_COLUMN]
-    if not is_text(text):
-        raise UserError(f"{location}: text is {shorten(repr(text), 60)}; expected a string of whole characters")
-    return str(text)
+    if not isinstance(text, str):
+        raise UserError(f"{location}: text is {shorten(repr(text), 60)}; expected a string")
+    return text
 
 
 def _read_table(path: Path, records: Iterator[tuple[int, list[str]]]) -> Iterator[str]:

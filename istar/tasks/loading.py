@@ -20,7 +20,7 @@ from datasets.table import InMemoryTable
 from istar.errors import UserError, shorten
 from istar.files import cache_folder
 from istar.tasks import sources
-from istar.tasks.readers import RawSplit, is_text
+from istar.tasks.readers import RawSplit
 from istar.tasks.sources import Source
 from istar.tasks.specs import Kind, TaskSpec
 
@@ -143,8 +143,8 @@ def _validate_split(raw: RawSplit | Dataset, spec: TaskSpec, split: str) -> Data
         raise UserError(f"{raw.source}: no examples")
     for column, values in columns.items():
         for row, value in enumerate(values):
-            if not is_text(value):
-                raise UserError(f"{raw.location(row)}: {column} is not valid text but {shorten(repr(value))}")
+            if not isinstance(value, str):
+                raise UserError(f"{raw.location(row)}: {column} is not a text but {shorten(repr(value))}")
     features: dict[str, Any] = dict.fromkeys(columns, Value("string"))
     if labels is not None and not (spec.is_test(split) and set(map(str, labels)) <= _UNLABELLED):
         convert_labels, features[spec.label_column] = _LABEL_CONVERSIONS[spec.kind]
@@ -207,7 +207,7 @@ def _is_answer(answer: Any) -> bool:
     match answer:
         case {"text": [_, *_] as texts, "answer_start": [*starts]} if len(texts) == len(starts):
             are_positions = all(isinstance(start, int) and 0 <= start < 2**63 for start in starts)
-            return are_positions and all(map(is_text, texts))
+            return are_positions and all(isinstance(text, str) for text in texts)
     return False
 
 

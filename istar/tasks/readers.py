@@ -27,8 +27,6 @@ _log = logging.getLogger(__name__)
 # The default limit of a field, 131,072 characters, guards against an unclosed quote, which `strict` refuses anyway.
 csv.field_size_limit(2**31 - 1)
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
-
 MAX_MALFORMED_SHARE = 0.01
 """Largest share of malformed rows to skip with a warning. A file with more is damaged or has another format."""
 
@@ -259,11 +257,3 @@ def read_text(path: Path) -> str:
         line = text.count("\n", 0, text.index("\0")) + 1
         raise UserError(f"{path}, line {line}: not UTF-8 text: it holds null bytes; convert the file")
     return text
-
-
-def is_text(value: Any) -> bool:
-    """Return whether a value is a string that can be encoded.
-
-    The escapes of JSON can write half of a pair of surrogates, which is no character.
-    """
-    return isinstance(value, str) and (value.isascii() or not _SURROGATE.search(value))

@@ -336,7 +336,7 @@ DATA = [
     case(RTE, "data/train.parquet: not a readable Parquet file",
         put(train_parquet=parquet()[:300], dev_parquet=parquet()),
         id="cut Parquet"),
-    case(RTE, "data/dev.parquet, row 1: sentence2 is not valid text but 3",
+    case(RTE, "data/dev.parquet, row 1: sentence2 is not a text but 3",
         put(train_parquet=parquet(), dev_parquet=parquet(sentence2=[3] * 8)), id="numbers for texts"),
     case(RTE, "data/train.jsonl, line 8: not JSON", put(train_jsonl=jsonl()[:-9], dev_jsonl=jsonl()),
         id="cut JSON lines"),

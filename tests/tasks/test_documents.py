@@ -102,7 +102,7 @@ def test_content_that_is_no_text_is_refused_with_its_line(tmp_path: Path) -> Non
 def test_half_a_surrogate_pair_is_refused_with_file_and_line(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text('{"text": "\\ud83d\\ude00"}\n{"text": "hello world \\ud83d again"}\n')
     message = get_read_error(tmp_path / name)
-    assert f"{name}, line 2: text is 'hello world \\ud83d again'" in message
+    assert f"{name}, line 2: not JSON: the text 'hello world \\ud83d again' has half" in message
     message.encode()
 
 
