@@ -122,7 +122,7 @@ def _read_text(path: Path) -> str:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # reading a FIFO would wait forever
-            raise UserError(f"{path}: not a file")
+            raise UserError(f"{path} is a folder, a pipe or a device; expected a file")
         if status.st_size > MAX_BYTES:
             raise UserError(f"{path}: larger than {MAX_BYTES // 10**6} MB")
         return path.read_text(encoding="utf-8-sig")

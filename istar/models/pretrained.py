@@ -355,7 +355,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
         # Writers in Rust, such as safetensors, raise types of their own, whose messages contain `(os error 28)`.
         if not isinstance(error, OSError) and "(os error " not in str(error):
             raise
-        raise OSError(f"the model cannot be written to {folder}: {shorten(error)}") from error
+        raise OSError(f"the model cannot be written ({shorten(error, 80)}) to {folder}") from error
 
 
 @contextmanager

@@ -135,7 +135,7 @@ def test_a_sweep_without_a_file(tmp_path: Path) -> None:
         (("seed=1,2", "--hypothesis", " "), "--hypothesis is empty; expected a sentence"),
         (("seed=1,2", "--alpha", "5"), "alpha is 5.0"),
         (("seed=1,2", "--sd", "0"), "the standard deviation of the differences is 0.0"),
-        (("seed=1,2", "--out", "file"), "--out file is a file"),
+        (("seed=1,2", "--out", "file"), "--out file is not a folder"),
         (("seed=1,2", "--out", "earlier"), "earlier/plan.yaml exists; name another folder with --out"),
     ],
 )

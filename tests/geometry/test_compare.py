@@ -104,7 +104,9 @@ def test_plots_have_a_line_for_each_model(folders: list[str]) -> None:
             assert [line.label for line in panel.lines] == ["encoder", "decoder"], name
     for name in ("isotropy", "directions", "spectrum", "outliers", "norms"):
         for panel in plots[name].panels:
-            assert [line.label for line in panel.lines] == ["encoder", "decoder", "decoder"], name
+            # The 16 dimensions of the encoder have too few ranks for alpha-ReQ.
+            encoder = [] if "alpha" in panel.y_label else ["encoder"]
+            assert [line.label for line in panel.lines] == [*encoder, "decoder", "decoder"], name
     # Only the decoder has separate output embeddings and a final normalization.
     assert [[line.label for line in panel.lines] for panel in plots["partition"].panels] == [
         *[["encoder", "decoder"]] * 2,

@@ -81,7 +81,8 @@ def test_measures_equal_those_of_one_process(
         with (folder / name / "measures.csv").open(newline="") as file:
             tables.append(list(csv.DictReader(file)))
         assert (folder / name / "index.html").exists()
-        assert not list((folder / name).glob(".*"))
+        assert [path.name for path in (folder / name).glob(".*")] == [".istar"]
+        assert [path.name for path in (folder / name / ".istar").iterdir()] == ["manifest.json"]
     for row, row_of_two in zip(*tables, strict=True):
         for key, value in row.items():
             if key in ("model", "revision", "source", "layer") or not value:

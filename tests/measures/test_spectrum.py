@@ -233,7 +233,7 @@ INVALID_CALLS = {
     "empty": (lambda: singular_values(torch.ones(0, 3)), UserError, r"shape \(0, 3\)"),
     "integers": (lambda: singular_values(torch.ones(4, 3).int()), UserError, "int32; expected a floating"),
     "nan": (lambda: singular_values(WITH_NAN), NonFiniteError, "points are not finite"),
-    "nan in moments": (lambda: singular_values(Moments.of(WITH_NAN)), NonFiniteError, "points are not finite"),
+    "nan in moments": (lambda: singular_values(Moments.of(WITH_NAN)), NonFiniteError, "squares, are not finite"),
     "no moments": (lambda: singular_values(Moments(3)), UserError, "0 points have no singular values"),
     "negative": (lambda: effective_rank(-ONES), UserError, "smallest value is -1; expected none below 0"),
     "zeros": (lambda: participation_ratio(0 * ONES), UserError, "all values are zero"),

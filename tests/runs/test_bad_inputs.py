@@ -354,7 +354,7 @@ DATA = [
         put(train_parquet=parquet(), dev_parquet=parquet(label=[0, None] * 4)), id="a null label"),
     *(case(STSB, f"data/dev.tsv, line 4: label '{score}' is not a finite number",
           put_tsv(sts(1, 2, score), sts(1, 2, 3)), id=f"score {score}") for score in ("high", "nan", "1e400", "")),
-    case(STSB, "data/dev.jsonl, line 8: label 1",
+    case(STSB, "data/dev.jsonl, line 8: not JSON: a number of",
         put(train_jsonl=jsonl(), dev_jsonl=jsonl()[:-3] + "1" * 400 + "}"), id="a score beyond all floats"),
     # SQuAD
     case(SQUAD, "question q1: the answer 'Anna' is not at character 3",
