@@ -152,6 +152,7 @@ def test_names_of_metrics_are_texts(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("command", ["embed {model} --form centered --save model", "measure {model} --text {text}"])
+@pytest.mark.usefixtures("svg_only")
 def test_an_impossible_configuration_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], part: str, command: str
 ) -> None:
