@@ -11,9 +11,8 @@ from scipy.stats import binom
 
 from benchmarks import common, finetune, sweep
 from istar import results
-from istar.config import schema
-from istar.results import RunRecord
 from istar.runs.store import RunFolders, read_finished_run
+from tests.records import make_finished_record
 
 # ---- rotation and paired ratios
 
@@ -130,18 +129,7 @@ def test_throughput_executes_the_same_runs_by_the_sweep_and_by_the_loop_in_rotat
 
 def test_finished_runs_are_finished_for_a_sweep(commands: list[tuple[str, ...]], tmp_path: Path) -> None:
     template = tmp_path / "template" / "demo-template"
-    config = schema.to_dict(sweep.compose_config())
-    scores = {"0": 0.2, "1": 0.2, "2": 0.2, "union": 0.2}
-    record = RunRecord(
-        "demo-template",
-        "finished",
-        config,
-        headline={"metric": "accuracy", "value": 0.5, "epoch": 1},
-        metrics={"accuracy": 0.5},
-        isotropy={"before": scores, "after": scores, "points": 10},
-        timing={"total": 1.0},
-    )
-    results.write(record, template)
+    results.write(make_finished_record("demo-template", sweep.compose_config()), template)
     (template / results.GEOMETRY).write_text("[]")
     sweep.write_finished_runs(2, tmp_path)
     for seed in (1, 2):

@@ -154,7 +154,7 @@ def test_the_command(encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         ("--task", "stbs"): "did you mean stsb?",
         ("--control", "rotate"): "--control does not go together with --embeddings",
         ("--forms", "w8a8"): "--forms does not go together",
-        ("--out", str(encoder)): "is no part of a page of quantized embeddings",
+        ("--out", str(encoder)): f"--out {encoder} would replace files of the input {encoder}",
     }.items():
         assert main([*command, "--out", str(out), *options]) == 2
         assert message in capsys.readouterr().err

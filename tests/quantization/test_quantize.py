@@ -273,20 +273,21 @@ def test_a_damaged_run_is_named(run_folder: Path, tmp_path: Path) -> None:
     shutil.copytree(run_folder, tmp_path / "runs" / run_folder.name)
     damaged_folder = shutil.copytree(run_folder, tmp_path / "runs" / "damaged")
     (damaged_folder / results.RESULT).write_text("{")
-    runs = saved_runs.read_runs([tmp_path / "runs"])
+    runs = saved_runs.read_runs([tmp_path / "runs"], tmp_path / "out")
     assert list(runs.frame["name"]) == [results.read(run_folder).name]
     assert list(runs.read_errors) == [str(damaged_folder)]
 
 
 def test_wrong_folders(runs_folder: Path, run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    (empty / "notes.txt").write_text("mine")
+    empty, foreign = tmp_path / "empty", tmp_path / "foreign"
+    for folder_path in (empty, foreign):
+        folder_path.mkdir()
+    (foreign / "index.html").write_text("mine")
     for arguments, message in {
         (str(tmp_path / "none"),): "is not a folder",
         (str(empty),): "holds no runs of train.py",
         (str(runs_folder), "--task", "rte"): "--task is for a single model",
-        (str(runs_folder), "--out", str(empty)): "holds notes.txt",
+        (str(runs_folder), "--out", str(foreign)): "holds index.html",
         (str(runs_folder), "--forms", "w8a8,w8a8"): "expected different ones",
         (str(runs_folder), "--forms", "w1a8"): "from 2 to 16",
         (str(runs_folder), "--forms", "int4"): "'int4' is no form",

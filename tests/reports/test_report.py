@@ -812,7 +812,7 @@ def test_nothing_to_report(tmp_path: Path, capsys: Any) -> None:
         [record("rte", BERT, BASE, 1, status="unfinished")],
         [record("rte", BERT, BASE, 1, status="pruned")],
         [record("rte", BERT, cosreg(), 1)],
-        [record("demo", "tiny", istar(-0.2), 1, changes={"collapsed": {}, "timing": {}})],
+        [record("demo", "tiny", istar(-0.2), 1, changes={"collapsed": {}, "timing": {"total": 5.0}})],
         [record("rte", BERT, istar(-1, layers=[1]), 1)],
         [record("rte", BERT, istar(), 1, changes={"isotropy": {}}), record("rte", BERT, BASE, 1)],
     ],

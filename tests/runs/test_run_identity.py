@@ -11,13 +11,13 @@ import torch
 from rich.console import Console
 
 from istar import results
-from istar.config.schema import to_dict
 from istar.errors import UserError
 from istar.results import RunRecord
 from istar.runs import run as run_module
 from istar.runs.run import run
 from istar.runs.store import identify_model, read_finished_run, run_folder_path
 from istar.training import precision
+from tests.records import make_finished_record
 from tests.runs.artifacts import TINY, Build, everything_measured, folders_in, place, rows_of, rte
 
 
@@ -77,7 +77,7 @@ def test_a_finished_run_must_hold_what_is_requested_now(small: Build, tmp_path: 
     def look_up_finished_run(*overrides: str, **fields: Any) -> RunRecord | None:
         """Look up a run that was finished without any output files, with these overrides."""
         folder = tmp_path / "finished"
-        results.write(RunRecord("finished", "finished", to_dict(small(*run_overrides)), **fields), folder)
+        results.write(make_finished_record("finished", small(*run_overrides), **fields), folder)
         return read_finished_run(folder, small(*overrides))
 
     assert look_up_finished_run(*run_overrides) is not None

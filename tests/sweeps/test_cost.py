@@ -1,18 +1,20 @@
 """Estimates of the duration of a sweep from finished runs."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from istar import results
-from istar.config.schema import to_dict
 from istar.results import RunRecord
 from istar.sweeps.cost import estimate_duration, read_finished_runs
+from tests.records import make_finished_record
 
 
 def make_record(config: Any, seconds: float, examples: int = 100, status: str = "finished") -> RunRecord:
-    return RunRecord("r", status, to_dict(config), data={"train": examples}, timing={"total": seconds})
+    record = make_finished_record("r", config, data={"train": examples}, timing={"total": seconds})
+    return replace(record, status=status)
 
 
 def test_the_most_alike_count(composed: Any) -> None:

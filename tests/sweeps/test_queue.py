@@ -12,26 +12,21 @@ from rich.console import Console
 
 from istar import results
 from istar.config import Config
-from istar.config.schema import to_dict
 from istar.errors import LockedError, StoppedError, UserError
 from istar.files import lock_folder
 from istar.results import RunRecord
 from istar.sweeps import pool, sweep
 from istar.sweeps.board import Board
 from istar.sweeps.sweep import SweepRuns, TrialQueue, run_queue, select_best_configurations
+from tests.records import make_finished_record
 from tests.sweeps.conftest import TINY, with_all_runs, with_grids
 
 GRID = ("seed=1,2,3", *TINY)
 
 
-def make_record(name: str, config: Config) -> RunRecord:
-    headline = {"metric": "accuracy", "value": config.seed / 10, "epoch": 1}
-    return RunRecord(name, "finished", to_dict(config), headline)
-
-
 def write_result(folder: Path, config: Config) -> None:
     """Write the files that a finished run has."""
-    results.write(make_record(folder.name, config), folder)
+    results.write(make_finished_record(folder.name, config, value=config.seed / 10), folder)
     (folder / "model").mkdir(exist_ok=True)
     (folder / results.GEOMETRY).write_text("{}")
 
@@ -166,8 +161,7 @@ def test_the_seeds_follow_when_all_is_settled(
     class Finishing(TrialQueue):
         def tick(self) -> None:
             if self.runs.state.entries_with("elsewhere") and self.runs.state.entries_with("finished"):
-                record = make_record(name, trial.config)
-                results.write(replace(record, headline={**record.headline, "value": 0.9}), folder)
+                results.write(make_finished_record(name, trial.config, value=0.9), folder)
                 (folder / "model").mkdir()
                 (folder / results.GEOMETRY).write_text("{}")
                 locks.close()
@@ -248,10 +242,9 @@ def test_the_best_is_chosen_by_held_out_data(make_runs: Callable[..., SweepRuns]
     sweep_runs = with_all_runs(make_runs("optim.lr=1e-4,1e-3", "sweep.seeds=[7]", *TINY))
     for trial in sweep_runs.trial_by_name.values():
         is_better = trial.config.optim.lr == 1e-3
-        record = make_record(trial.name, trial.config)
         held_out = {"set": "held_out", "metric": "accuracy_held_out", "value": 0.9 if is_better else 0.1}
-        reported = {**record.headline, "value": 0.1 if is_better else 0.9}
-        sweep_runs.entry_by_name[trial.name].apply_record(replace(record, headline=reported, selection=held_out))
+        record = make_finished_record(trial.name, trial.config, 0.1 if is_better else 0.9, selection=held_out)
+        sweep_runs.entry_by_name[trial.name].apply_record(record)
     [overrides] = sweep_runs.list_repetitions_of_best()
     assert {"optim.lr=0.001", "seed=7"} <= set(overrides)
 
@@ -264,8 +257,7 @@ def test_the_best_of_each_grid_is_repeated(make_runs: Callable[..., SweepRuns]) 
     for trial in sweep_runs.trial_by_name.values():
         is_up = trial.config.reg.weight > 0  # type: ignore[attr-defined]
         is_better = (trial.config.optim.lr == 1e-3) == is_up
-        record = make_record(trial.name, trial.config)
-        records.append(replace(record, headline={**record.headline, "value": 0.1 + 0.5 * is_better + 0.2 * is_up}))
+        records.append(make_finished_record(trial.name, trial.config, 0.1 + 0.5 * is_better + 0.2 * is_up))
         sweep_runs.entry_by_name[trial.name].apply_record(records[-1])
     repetitions = [set(overrides) for overrides in sweep_runs.list_repetitions_of_best()]
     assert len(repetitions) == 4

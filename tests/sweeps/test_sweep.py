@@ -13,7 +13,6 @@ from hydra.errors import HydraException
 from hydra_plugins.istar_sweeper import IstarSweeper
 from istar import results
 from istar.config import schema
-from istar.config.schema import to_dict
 from istar.errors import UserError
 from istar.files import lock_folder
 from istar.results import RunRecord
@@ -22,6 +21,7 @@ from istar.sweeps.board import read_state
 from istar.sweeps.sweep import SweepRuns
 from tests.jobs import Done, Job, Start, at_once, starting
 from tests.outcomes import assert_same
+from tests.records import make_finished_record
 from tests.sweeps.conftest import TINY, with_all_runs
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
@@ -199,8 +199,7 @@ def test_runs_are_grouped_by_sweep_in_wandb(make_runs: Callable[..., SweepRuns])
 
 def test_finished_runs_are_run_again_only_if_asked(make_runs: Callable[..., SweepRuns], tmp_path: Path) -> None:
     [(name, trial)] = with_all_runs(make_runs("seed=1", *TINY)).trial_by_name.items()
-    headline = {"metric": "accuracy", "value": 0.5, "epoch": 1}
-    results.write(RunRecord(name, "finished", to_dict(trial.config), headline), tmp_path / "runs" / name)
+    results.write(make_finished_record(name, trial.config), tmp_path / "runs" / name)
     # Every finished run has these files.
     (tmp_path / "runs" / name / "model").mkdir()
     (tmp_path / "runs" / name / results.GEOMETRY).write_text("{}")

@@ -11,10 +11,10 @@ from hydra_plugins.istar_sweeper import IstarSweeper
 from istar import results
 from istar.config import schema
 from istar.errors import UserError
-from istar.results import RunRecord
 from istar.sweeps.study import Study
 from istar.sweeps.sweep import SweepRequest, SweepRuns, _make_launcher_overrides, run_search
 from istar.tasks import hub
+from tests.records import make_finished_record
 
 MODEL = ("model=auto", "model.name=org/tiny")
 COMMITS = ("12345678901234567890e1234567890123456789", "f" * 40)
@@ -55,10 +55,10 @@ def test_a_search_does_not_mix_the_results_of_two_commits(make_runs: Callable[..
     first.folder.mkdir(parents=True)
     with closing(Study(first.request.settings, first.space_by_grid, first.folder, first.run_name)) as study:
         trial_number, overrides = study.ask() or (0, ())
-        name = first.add_run(overrides, "search").name
-        record = RunRecord(name, "finished", {}, {"metric": "accuracy", "value": 0.5, "epoch": 1})
+        trial = first.add_run(overrides, "search")
+        record = make_finished_record(trial.name, trial.config)
         study.tell(trial_number, record)
-        results.write(record, first.request.root / name)
+        results.write(record, first.request.root / trial.name)
     with pytest.raises(
         UserError, match=r"a finished trial whose run demo-tiny-\S+ does not exist.*or the earlier commit"
     ):
