@@ -70,12 +70,12 @@ def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Queue(TrialQueue):
-    """Calls `on_wait` at every tick at which all runs are finished or executed by other processes."""
+    """Calls `on_wait` at every tick at which only other processes execute runs, whatever became of the others."""
 
     on_wait: Callable[[], None]
 
     def tick(self) -> None:
-        if {entry.status for entry in self.runs.state.entries} == {"finished", "elsewhere"}:
+        if self.is_waiting() and not self.runs.state.entries_with("waiting", "running"):
             self.on_wait()
         super().tick()
 
