@@ -297,7 +297,6 @@ class IStarConfig(CosRegConfig):
         return IStar(self.weight, self.zeta, **self._make_common_arguments())
 
     def _make_common_arguments(self) -> dict[str, Any]:
-        """Return the arguments that `IStar` and its subclasses have."""
         options = {"estimator": self.estimator, "compute": self.compute or "float32", "within": self.within}
         return {**super()._make_common_arguments(), **options}
 

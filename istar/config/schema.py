@@ -267,7 +267,6 @@ def _check_known_keys(prefix: str, keys: Iterable[str], known: Iterable[str]) ->
 
 
 def _build_dataclass(group: str, config_class: type[T], values: dict[str, Any]) -> T:
-    """Convert the values of a config group to its dataclass."""
     further_field = _find_further_keys_field(config_class)
     field_name_by_key = {_get_cli_key(f): f.name for f in fields(config_class) if f.name != further_field}  # type: ignore[arg-type]
     arguments: dict[str, Any] = {name: values[key] for key, name in field_name_by_key.items()}

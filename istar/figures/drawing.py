@@ -280,7 +280,6 @@ def _parse_setting_value(label: str) -> float:
 
 
 def _draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Mapping[str, Mapping[str, Any]]) -> None:
-    """Draw the lines of a panel, label its axes and set their limits."""
     if plot.kind == "heatmap":
         _draw_heatmap(axes, plot, panel)
         return

@@ -49,7 +49,6 @@ def format_number(value: float) -> str:
 
 
 def _find_line_spots(figure: Figure, axes: Axes, plot: Plot, panel: Panel, line: Line) -> list[Spot]:
-    """Return the spots of all points of a line that are finite and within the axes."""
     # Rounding errors must not exclude points on the border.
     axes_box = axes.bbox.padded(1)
     points_per_pixel = 72 / figure.dpi

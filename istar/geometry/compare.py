@@ -239,7 +239,6 @@ def summarize_models(models: Sequence[MeasuredModel]) -> pd.DataFrame:
 
 
 def _build_summary_row(model: MeasuredModel) -> dict[str, Any]:
-    """Return the row of one model for `summarize_models`."""
     measurements = model.measurements
     measures_by_form: Mapping[str, Mapping[str, Any]] = measurements.matrices[model.prediction_matrix]
     final_norm = measurements.final_norm or {}

@@ -373,7 +373,6 @@ def _make_partition_plot(models: Sequence[MeasuredModel]) -> Plot:
 
 
 def _make_final_norm_plot(models: Sequence[MeasuredModel]) -> Plot:
-    """Return a plot of the norms of the final normalization's gain and bias, with a bar for each model."""
     lines = []
     for model in models:
         final_norm = model.measurements.final_norm
@@ -458,7 +457,6 @@ _MODEL_HEADERS = {
 
 
 def _make_model_table(models: Sequence[MeasuredModel]) -> Sheet:
-    """Return the table of all models, with measures of their last layers in a row for each model."""
     summary = compare.summarize_models(models)
     shown_summary = summary.drop(columns="weights")
     rows = []
@@ -487,7 +485,6 @@ _LAYER_COLUMNS = ("layer", "relative_depth", "tokens")
 
 
 def _make_layer_table(models: Sequence[MeasuredModel]) -> Sheet:
-    """Return the table of all layers, with a row for each layer of each model."""
     layer_frame = compare.make_layer_table(models)
     measures = [name for name in MEASURE_TITLES if name in layer_frame]
     rows_by_model = {

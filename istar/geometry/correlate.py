@@ -86,13 +86,11 @@ def _correlate_model(model: str, joined: JoinedData, selection: Selection) -> It
     # Only a few combinations of the number of points and the block length occur.
     @lru_cache(maxsize=20)
     def draw_weights(num_points: int, block_length: int) -> np.ndarray:
-        """Return the bootstrap weights for this number of points."""
         return _bootstrap_weights(num_points, selection.resamples, selection.seed, block_length)
 
     # Large enough for all tasks, each of which is compared with one measure after another.
     @lru_cache(maxsize=100)
     def resample(values: tuple[float, ...], block_length: int) -> ResampledSeries:
-        """Return the bootstrap resamples of a series."""
         return ResampledSeries(np.array(values), draw_weights(len(values), block_length))
 
     model_scores = joined.scores[joined.scores["model"] == model]

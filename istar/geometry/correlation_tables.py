@@ -174,12 +174,10 @@ def describe_shown_rows(results: CorrelationResults, selection: Selection) -> li
 
 
 def _make_measure_title(measure: str) -> str:
-    """Return the title of a measure in the table."""
     return _replace_underscores(_MEASURE_TITLES.get(measure, measure))
 
 
 def _replace_underscores(name: str) -> str:
-    """Return a name with spaces for underscores."""
     return name.replace("_", " ")
 
 

@@ -184,7 +184,6 @@ def _get_norm_ratio(model: ModelEmbeddings) -> float:
 
 
 def _name_matrices(models: Sequence[ModelEmbeddings]) -> str:
-    """Return which matrices of the models are measured: `input embeddings` or `output embeddings`."""
     return f"{models[0].metadata['matrix']} embeddings"
 
 

@@ -229,14 +229,12 @@ class GroupedMoments:
             self._add_recent_sentences(group)
 
     def _add_recent_scatter(self, part: int) -> None:
-        """Add the recent scatter matrix of a part to its accumulated one."""
         self._recent_counts.pop(part, None)
         recent_scatter = self._recent_scatters.pop(part, None)
         if recent_scatter is not None:
             self._add_to_scatter(part, _mirror_upper_panels(recent_scatter))
 
     def _add_to_scatter(self, part: int, scatter: Tensor) -> None:
-        """Add a matrix to the accumulated scatter matrix of a part."""
         if self.has_sentences and part < self._num_groups:
             moments = self._sentence_moments[part]
             # Out of place, because copies of the moments share the tensor.
@@ -247,7 +245,6 @@ class GroupedMoments:
             self._scatters[part] = scatter.to(self._origin, copy=True)
 
     def _add_recent_sentences(self, group: int) -> None:
-        """Add the recent sums over sentences of a group to its `SentenceMoments`."""
         if self._recent_sentences[group]:
             columns = [torch.cat(column) for column in zip(*self._recent_sentences[group], strict=True)]
             counts, totals, scattered, squares, traces = columns

@@ -75,7 +75,6 @@ def read_untied_output(config: ModelConfig) -> Matrix | None:
 
 
 def _build_without_weights(config: ModelConfig) -> PreTrainedModel:
-    """Build a model with its head from its config, without loading its weights."""
     return models.build_meta_model(models.load_pretrained(config, AutoConfig))
 
 

@@ -231,7 +231,6 @@ def _add_ratios(summary: MassiveActivationsSummary) -> list[dict[str, Any]]:
 def _add_token_texts(
     activations_by_tap: Mapping[str, list[dict[str, Any]]], tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return massive activations by tap with `text`, the text of the activation's token."""
     return {
         tap: [
             {**activation, "text": str(tokenizer.convert_ids_to_tokens(activation["token"]))}

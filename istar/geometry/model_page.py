@@ -202,7 +202,6 @@ def _make_page(measured: Measurements, sheets: Mapping[str, Sheet], plots: Mappi
         return Section(name, plot.title, [plot.caption], sheet, folder.render_pictures(plot), empty_note)
 
     def make_table_section(name: str, empty_note: str = "") -> Section:
-        """Return the section of a table, with a note if the table has no rows."""
         paragraphs = () if sheets[name].rows else (empty_note,)
         return Section(f"table-{name}", sheets[name].title, paragraphs, sheets[name])
 
@@ -290,7 +289,6 @@ def _make_sheet(name: str, title: str, caption: str, shown_frame: pd.DataFrame, 
 
 
 def _build_layer_sheet(measured: Measurements) -> Sheet:
-    """Return the table of all measures by text and layer."""
     frame = measures_file.layer_frame(measured)
     measure_names = [name for name in MEASURE_TITLES if name in frame]
     num_groups = model_figures.num_document_groups(measured)

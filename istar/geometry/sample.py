@@ -143,7 +143,6 @@ class Sample:
         return {tap: self.get_points(tap) for tap in self._states}
 
     def _add(self, random_numbers: Tensor, types: Tensor, points: Mapping[str, Tensor]) -> None:
-        """Add tokens with their random numbers, types and hidden states, and keep a sample of all tokens."""
         if not len(types):
             return
         num_previous, no_rows = len(self.types), torch.full_like(types, -1)

@@ -279,7 +279,6 @@ def _try_parse_step(label: str) -> int | None:
 
 
 def _parse_step_by_point(rows: pd.DataFrame) -> dict[tuple[str, Any], int]:
-    """Return the step of each point that states one, by model and point."""
     distinct_rows = rows.drop_duplicates(["model", "point"])
     labels = distinct_rows["step"].where(distinct_rows["step"] != "", distinct_rows["revision"])
     step_by_point = {

@@ -345,7 +345,6 @@ class Stream:
             raise UserError(f"{source.path} holds no text; expected at least one line that is not empty")
 
     def _get_group_index(self, block: Block) -> int:
-        """Return the index of the group of documents that a block belongs to."""
         return block.document_index % self.settings.groups if self.settings.groups else 0
 
     def _count_tokens(self, block: Block) -> int:
@@ -473,7 +472,6 @@ class Stream:
 
     @property
     def _layer_settings(self) -> LayerSettings:
-        """Settings of the accumulators of each layer."""
         return self.settings.layer_settings(self._model.config.get_text_config().hidden_size, len(self.taps.names))
 
     def _warn_of_missing_measures(self, console: Console | None) -> None:
@@ -501,7 +499,6 @@ class Stream:
         return Statistics(self._model, self.taps.names, self.settings, self._origins)
 
     def _get_state_path(self, source_index: int, rank: int) -> Path:
-        """Return the path of a rank's state file of a source."""
         assert self._state_path is not None
         return self._state_path.with_name(f"{self._state_path.name}.{source_index}.{rank}-{self._world_size}")
 

@@ -209,7 +209,6 @@ def _describe_size(noun: str, size: float, half_width: float) -> str:
 
 
 def _have_same_tokens(trainings: Sequence[MeasuredTraining]) -> bool:
-    """Return whether the last checkpoints of all trainings are known to be measured over the same tokens."""
     last_models = [
         MeasuredModel(training.label, training.last_measurements)
         for training in trainings

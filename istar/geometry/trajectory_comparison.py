@@ -153,7 +153,6 @@ def write_page(trainings: Sequence[MeasuredTraining], out: Path, command: str = 
 
 
 def _make_page(trainings: Sequence[MeasuredTraining], model_table: Sheet, command: str) -> Page:
-    """Assemble the page that compares trainings from its table and plots."""
     notes = [*_describe_assumed_groups(trainings), *describe_differences(trainings)]
     sections = [
         Section("findings", "What stands out", describe_trainings(trainings)),

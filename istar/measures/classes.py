@@ -339,7 +339,6 @@ class ClassMoments:
         return ClassBatchMoments(self.counts, self.means, self.scatter)
 
     def _add_batch(self, batch: ClassBatchMoments) -> None:
-        """Merge the moments of a batch into the accumulated ones."""
         merged = merge_class_moments([self.as_batch(), batch])
         self.counts, self.means, self.scatter = merged.as_batch()
 

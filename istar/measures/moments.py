@@ -22,13 +22,15 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
     The previous settings are restored at the end of the context.
     """
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv)  # type: ignore[attr-defined]
-    previous_precisions = [backend.fp32_precision for backend in backends]
-    is_full = _FULL_PRECISION_SETTINGS.issuperset(previous_precisions)
+    mkldnn: Any = torch.backends.mkldnn
+    own_backend = torch.backends.cuda.matmul if device.type == "cuda" else mkldnn.matmul
+    is_full = own_backend.fp32_precision in _FULL_PRECISION_SETTINGS
     if is_full and not torch.is_autocast_enabled(device.type):
         # The usual case returns early, because a training step enters this context twice per layer.
         yield
         return
+    backends = (torch.backends.cuda.matmul, mkldnn.matmul, mkldnn.conv)
+    previous_precisions = [backend.fp32_precision for backend in backends]
     with torch.autocast(device.type, enabled=False):
         if is_full:
             yield
@@ -405,7 +407,6 @@ class Moments:
         return BatchMoments(self.count, self.mean, self.scatter)
 
     def _compute_batch_moments(self, points: Tensor, mask: Tensor | None, weights: Tensor | None) -> BatchMoments:
-        """Return the moments of one batch of points."""
         return mean_and_scatter(points, mask, weights)
 
     def add_batch(self, batch: BatchMoments) -> None:
@@ -504,7 +505,6 @@ class FourthMoments(Moments):
         return BatchMoments(self.count, self.mean, self.scatter, self.third, self.fourth)
 
     def _compute_batch_moments(self, points: Tensor, mask: Tensor | None, weights: Tensor | None) -> BatchMoments:
-        """Return the moments of one batch of points, with the third and fourth."""
         return fourth_moments(points, mask, weights)
 
     def add_batch(self, batch: BatchMoments) -> None:

@@ -72,7 +72,6 @@ def find_new_modules(model: PreTrainedModel) -> list[str]:
 
 
 def _has_parameters(module: nn.Module) -> bool:
-    """Return whether a module has at least one parameter."""
     return next(module.parameters(), None) is not None
 
 

@@ -41,7 +41,6 @@ def train_tokenizer(
 
 
 def _train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer."""
     tokenizer = Tokenizer(token_models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

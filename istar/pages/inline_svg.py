@@ -53,7 +53,6 @@ def inline_svg(svg: bytes, name: str, description: str, spots: Iterable[Spot] = 
 
 
 def _strip_namespace(tag: str) -> str:
-    """Return the name of a tag or an attribute without its namespace."""
     return tag.rpartition("}")[2]
 
 
@@ -81,7 +80,6 @@ def _use_presentation_attributes(element: Element) -> None:
 
 
 def _prefix_ids(element: Element, prefix: str) -> None:
-    """Add a prefix to the id of an element and to all ids that it refers to."""
     if "id" in element.attrib:
         element.set("id", prefix + element.attrib["id"])
     for key, value in element.attrib.items():
@@ -92,7 +90,6 @@ def _prefix_ids(element: Element, prefix: str) -> None:
 
 
 def _remove_unused_ids(root: Element) -> None:
-    """Remove the ids that no element refers to."""
     used_ids = set()
     for element in root.iter():
         for key, value in element.attrib.items():
@@ -103,5 +100,4 @@ def _remove_unused_ids(root: Element) -> None:
 
 
 def _remove_control_characters(text: str) -> str:
-    """Return a text without the control characters that XML does not allow."""
     return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f]", "", text)

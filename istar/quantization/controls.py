@@ -156,7 +156,6 @@ def apply_control(model: Model, names: Iterable[str], control: Control, factor: 
 
 
 def _match_value_and_output(names: set[str]) -> dict[str, str]:
-    """Return the name of the output projection for the name of each value projection."""
     output_by_value = {}
     for name in sorted(names):
         for value_suffix, output_suffix in _VALUE_AND_OUTPUT_SUFFIXES:

@@ -100,5 +100,4 @@ def _make_measure_panel(runs: pd.DataFrame, scheme_names: Sequence[str], measure
 
 
 def _format_drop_label(metric: str) -> str:
-    """Return the label of an axis that shows the drop of a metric, with its unit."""
     return f"drop of {metric}" if is_lower_better(metric) else f"drop of {metric}, points"

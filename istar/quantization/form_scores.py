@@ -27,7 +27,6 @@ ProgressWrapper = Callable[[Iterable[Any], str], Iterable[Any]]
 
 
 def _without_progress(batches: Iterable[Any], description: str) -> Iterable[Any]:
-    """Return the batches as they are."""
     return batches
 
 

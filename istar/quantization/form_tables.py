@@ -212,7 +212,6 @@ def _compare_with_base(method: str, scheme_name: str, method_runs: pd.DataFrame,
 
 
 def _get_values_by_seed(runs: pd.DataFrame, column: str) -> dict[int, float]:
-    """Return the values of a column by the seed of the run."""
     return {int(seed): float(value) for seed, value in zip(runs["seed"], runs[column], strict=True)}
 
 
@@ -425,7 +424,6 @@ def build_correlation_sheet(quantized: QuantizedScores) -> Sheet:
 
 
 def _get_model_and_task(runs: pd.DataFrame) -> dict[str, str]:
-    """Return the columns `model` and `task` of the first run, which all of the runs have in common."""
     return {column: str(runs[column].iloc[0]) for column in ("model", "task")}
 
 

@@ -275,7 +275,6 @@ def _make_progress_wrapper(console: Console | None) -> Callable[[Iterable[Any], 
     is_hidden = console is None or not console.is_terminal
 
     def with_progress(batches: Iterable[Any], description: str) -> Iterable[Any]:
-        """Yield the batches and advance the progress bar."""
         return track(batches, escape(description), console=console, transient=True, disable=is_hidden)
 
     return with_progress

@@ -120,7 +120,6 @@ def _compute_mean(layers: Sequence[SentencePoints], sync: bool, group: dist.Proc
 
 
 def _group_by_pass(layers: Sequence[SentencePoints]) -> list[list[SentencePoints]]:
-    """Group the layers by their forward pass."""
     passes: dict[int, list[SentencePoints]] = {}
     for layer in layers:
         passes.setdefault(id(layer.sentences), []).append(layer)

@@ -196,7 +196,6 @@ class HiddenStateReader:
         ]
 
     def _store_labels(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Store the labels of a call, if it has any."""
         labels = {**dict(zip(_read_argument_names(module), args, strict=False)), **kwargs}.get("labels")
         self._labels = self._labels if labels is None else labels
 
@@ -207,7 +206,6 @@ class HiddenStateReader:
     def _read_layer(
         self, module_index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """Summarize the selected hidden states that this call of a layer module reads and returns."""
         current = self._pass
         # Activation checkpointing calls layers again in the backward pass, where nothing is to be read.
         if current is None:

@@ -212,7 +212,6 @@ class IStar(Penalty):
         return Terms(value, score, moments.count, zeta, sums=(moments.scatter, *fourth))
 
     def _score_by_sentence(self, layers: Sequence[SentencePoints]) -> Terms:
-        """Compute the terms for the estimator `unbiased_by_sentence`."""
         moments = sentence_moments(layers, self.sync, self.group)
         score = score_or_nan(moments).to(torch.promote_types(layers[0].rows.dtype, torch.float32))
         sums = [moments.total, moments.scatter, moments.totals_scatter, moments.scattered_totals]

@@ -46,7 +46,6 @@ def make_sweep_command_builder(
     folder_by_model = all_runs.drop_duplicates("model").set_index("model")["folder"]
 
     def build_command(sweep: str, task: str, model: str) -> str:
-        """Return the command of a sweep for a task and a model, with `run.root` if the folder is not `runs`."""
         model_override = build_model_override(records[folder_by_model[model]].config["model"])
         root_override = [] if root == "runs" else [shlex.quote(f"run.root={root}")]
         sweep_overrides = [f"+sweep={sweep}", shlex.quote(f"task={task}")]

@@ -244,7 +244,6 @@ def _build_table2_average(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _format_table2_row(row: Row) -> list[Entry]:
-    """Return the entries of a row of Table 2."""
     best_pair, published_pair = (
         EMPTY_CELL
         if row[lambda_key] is None or row[zeta_key] is None
@@ -376,5 +375,4 @@ def _finite_or_none(value: Any) -> float | None:
 
 
 def _make_path_relative(folder: str, root: str) -> str:
-    """Return the path of a folder relative to `root`."""
     return folder.removeprefix(root).lstrip("/") or folder

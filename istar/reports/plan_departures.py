@@ -241,7 +241,6 @@ def _match_to_plan(plan: Plan, run: _Run) -> _Match:
 
 
 def _find_differing_keys(configuration: Configuration, keys: Iterable[str], run: _Run) -> list[str]:
-    """Return those of the keys in which a run differs from a configuration."""
     return [key for key in keys if not _is_planned_value(configuration, key, run.settings.get(key))]
 
 
@@ -356,7 +355,6 @@ def _find_changed_settings(plan: Plan, matches: Sequence[_Match]) -> list[Depart
 
 
 def _describe_planned_values(plan: Plan, configurations: Sequence[Configuration], key: str) -> str:
-    """Return in words the values of a setting in the planned configurations."""
     if key in plan.settings:
         return describe_value(plan.settings[key])
     for configuration in configurations:
@@ -443,7 +441,6 @@ def _get_selection_merit(run: _Run) -> float:
 
 
 def _describe_varied_settings(run: _Run, configurations: Sequence[Configuration]) -> str:
-    """Return the settings of a run in which the planned configurations of its method differ."""
     keys = dict.fromkeys(
         key for configuration in configurations for key in (*configuration.settings, *configuration.ranges)
     )
@@ -597,7 +594,6 @@ def _find_early_runs(plan: Plan, runs: Sequence[_Run]) -> list[Departure]:
 
 
 def _group_configurations(plan: Plan) -> dict[tuple[str, str, str], list[Configuration]]:
-    """Return the configurations of a plan by their group: task, model and method."""
     configurations_by_group: dict[tuple[str, str, str], list[Configuration]] = {}
     for configuration in plan.configurations:
         configurations_by_group.setdefault(configuration.group, []).append(configuration)
@@ -636,5 +632,4 @@ def _format_seeds(seeds: Iterable[int]) -> str:
 
 
 def _join_with_commas(values: Iterable[Any]) -> str:
-    """Return the values separated by commas."""
     return ", ".join(map(str, values))

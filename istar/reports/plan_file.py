@@ -279,7 +279,6 @@ def _parse_time(text: Any) -> datetime:
 
 
 def _parse_configuration(fields: Mapping[str, Any]) -> Configuration:
-    """Return a planned configuration from its fields in the file."""
     return Configuration(
         task=fields["task"],
         model=fields["model"],
@@ -371,7 +370,6 @@ def describe_values(values: Any) -> str:
 
 
 def _format_tasks_models_and_seeds(contents: Mapping[str, Any]) -> list[str]:
-    """Return a Markdown list of the tasks, models and seeds of a plan, as lines."""
     lines = [f"- {task['name']}: {task['metric']} on {task['reported_set']}" for task in contents["tasks"]]
     lines.append(f"- models: {', '.join(contents['models'])}")
     lines.append(f"- seeds: {', '.join(map(str, contents['seeds']))}")

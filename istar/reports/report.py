@@ -64,7 +64,7 @@ def write_report(
 
     Args:
         root: folder that holds the runs, as `run.root` names it.
-        out: a new or empty folder, or an earlier report, which is replaced; after an error, the folder is unchanged.
+        out: folder of the report. An earlier report in it is replaced, and other files stay as they are.
         console: shows the progress if it is a terminal.
         plan_path: `plan.yaml` of `istar plan`. The report uses its test and its significance level, and a section names
             the departures from it.
@@ -121,7 +121,6 @@ class _ReportContents:
 
 
 def _add_departures(contents: _ReportContents, plan_path: Path, plan: Plan) -> _ReportContents:
-    """Return the contents with the table of departures from a plan, and a sentence on them."""
     departures = plan_departures.departures(plan, contents.all_runs, contents.reference)
     return replace(
         contents,

@@ -221,7 +221,6 @@ def build_layer_isotropy_plot(
 
 
 def _collect_isoscore_stars(geometry_by_folder: Mapping[str, Geometry]) -> dict[str, IsoScoreStar]:
-    """Return the IsoScore* of each run that has it with the paper's zeta, by the run's folder."""
     return {
         folder: geometry.isoscore_star
         for folder, geometry in geometry_by_folder.items()
@@ -230,13 +229,11 @@ def _collect_isoscore_stars(geometry_by_folder: Mapping[str, Geometry]) -> dict[
 
 
 def _all_runs_have_isoscore_star(plot: Plot, star_by_folder: Mapping[str, IsoScoreStar]) -> bool:
-    """Return whether the plot shows runs and all of them have an IsoScore*."""
     folders = _get_run_folders(plot)
     return bool(folders) and folders <= star_by_folder.keys()
 
 
 def _get_run_folders(plot: Plot) -> set[str]:
-    """Return the folders of the runs in the panels of a plot."""
     return {folder for panel in plot.panels for folder in panel.runs}
 
 
@@ -369,7 +366,6 @@ def build_learning_curve_plots(cells: Iterable[Cell], records: Mapping[str, RunR
         )
 
     def build_plot(name: str, title: str, quantity: str, panels: Sequence[Panel]) -> Plot:
-        """Return a plot of the panels that have lines."""
         caption = (
             f"{quantity} on the validation set after each epoch, for the runs in Table 1: mean over seeds, band: "
             "standard deviation."

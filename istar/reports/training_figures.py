@@ -85,7 +85,6 @@ def _find_last_layer(table: pd.DataFrame) -> int | None:
 
 
 def _build_task_plot(task: str, panels: Sequence[Panel]) -> Plot:
-    """Return the figure of a task with these panels."""
     return Plot(
         name=f"training-{task}",
         title=f"Geometry during training: {task}",

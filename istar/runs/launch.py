@@ -367,7 +367,6 @@ def describe_exit_code(exit_code: int) -> str:
 
 
 def _make_user_error(message: str, exit_code: int = UNEXPECTED_ERROR) -> UserError:
-    """Return the exception that corresponds to the message and the exit code of a process."""
     if exit_code > StoppedError.exit_code:
         return StoppedError(message, exit_code - StoppedError.exit_code)
     if exit_code == LockedError.exit_code:
@@ -386,7 +385,6 @@ def forward_signals(runs: Sequence[RunProcesses]) -> Iterator[list[int]]:
     received_signals: list[int] = []
 
     def forward(signal_number: int, frame: FrameType | None) -> None:
-        """Handle a signal by forwarding it to all runs."""
         received_signals.append(signal_number)
         for run in runs:
             run.send_signal(signal_number)

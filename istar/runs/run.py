@@ -204,7 +204,6 @@ def _make_module(
     watch: Watch | EmbeddingWatch | None,
     prepared_data: PreparedData,
 ) -> FineTuner:
-    """Create the LightningModule that trains the model on the task with the penalty that `watch` computes."""
     options: dict[str, Any] = {
         "skip_nonfinite": config.trainer.nonfinite == "skip",
         "max_steps": config.trainer.lightning.get("max_steps"),
@@ -548,7 +547,6 @@ def _measure_geometry(job: Job) -> dict[str, Any]:
 
 
 def _predict_and_write_submission(job: Job) -> None:
-    """Predict the test sets and write their submission files."""
     outputs: Any = job.trainer.predict(job.module, datamodule=job.data_module)
     # Lightning returns a list of batches for a single test set, and a list of such lists for several.
     evaluators = job.prepared_data.test_evaluators

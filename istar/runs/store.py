@@ -261,7 +261,6 @@ def identify_model(config: ModelConfig) -> str:
 
 
 def _hash_model_folder(folder: Path, include_weights: bool) -> str:
-    """Return the hash of the files of a saved model, with or without its weights."""
     digest = hashlib.blake2b()
     for path in sorted(folder.iterdir()):
         is_weights = path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json")

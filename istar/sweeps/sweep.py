@@ -266,7 +266,6 @@ class TrialQueue:
         return is_locked(self.runs.request.root / entry.name)
 
     def _report_if_finished(self, trial: Trial) -> bool:
-        """Report the result of a trial if another process has finished it, and return whether it has."""
         try:
             outcome: RunRecord | UserError | None = self.runs.read_finished_record(trial)
         except UserError as error:

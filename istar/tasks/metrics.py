@@ -154,5 +154,4 @@ class EvaluateMetric(evaluate.Metric):
         )
 
     def _compute(self, predictions: Sequence[Any], references: Sequence[Any]) -> dict[str, float]:
-        """Return the values of the metric by name."""
         return METRICS[self.config_name](predictions, references)

@@ -165,7 +165,6 @@ def make_demo_source(spec: TaskSpec) -> Source:
     """Return the source that generates the splits of a demo task."""
 
     def read_split(split: str) -> RawSplit | Dataset:
-        """Generate a split."""
         generated = demo.generate(spec.name, split)
         if spec.is_language_modelling:
             return generated

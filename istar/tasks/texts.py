@@ -66,7 +66,6 @@ def read_texts(paths: list[Path], cache_dir: Path) -> Dataset:
     digest = "-".join(compute_content_digest(path)[:32] for path in paths)
 
     def iterate_documents() -> Iterator[str]:
-        """Yield the documents of all paths."""
         for path in paths:
             yield from read_documents(path)
 

@@ -96,5 +96,4 @@ class IsotropyMonitor(LayerStatisticsCallback):
         self._was_below, self._num_above = state_dict["was_below"], state_dict["above"]
 
     def _mean_inter_sim(self) -> float:
-        """Return the mean InterSim of layers 1 to L."""
         return fmean(measures["inter_sim"] for measures in self.measures[1:])

@@ -138,7 +138,6 @@ class GeometryProbe(L.Callback):
             )
 
     def _measure_and_log(self, trainer: L.Trainer, pl_module: L.LightningModule, epoch: int) -> None:
-        """Measure the sample on rank 0, and log the measures with the epoch and the duration."""
         assert isinstance(pl_module, FineTuner)
         if not trainer.is_global_zero:
             return
