@@ -22,15 +22,13 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
     The previous settings are restored at the end of the context.
     """
-    mkldnn: Any = torch.backends.mkldnn
-    own_backend = torch.backends.cuda.matmul if device.type == "cuda" else mkldnn.matmul
-    is_full = own_backend.fp32_precision in _FULL_PRECISION_SETTINGS
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv)  # type: ignore[attr-defined]
+    previous_precisions = [backend.fp32_precision for backend in backends]
+    is_full = _FULL_PRECISION_SETTINGS.issuperset(previous_precisions)
     if is_full and not torch.is_autocast_enabled(device.type):
         # The usual case returns early, because a training step enters this context twice per layer.
         yield
         return
-    backends = (torch.backends.cuda.matmul, mkldnn.matmul, mkldnn.conv)
-    previous_precisions = [backend.fp32_precision for backend in backends]
     with torch.autocast(device.type, enabled=False):
         if is_full:
             yield
