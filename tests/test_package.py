@@ -164,24 +164,6 @@ def test_a_missing_feature_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert str(error.value) == "sweep.search=optuna needs optuna; pip install 'istar[sweep]'"
 
 
-def test_a_reader_that_ends_first_gets_no_stack_trace() -> None:
-    """The output of a command may be cut by `head`, which closes the pipe."""
-    code = "import sys; from istar.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    process = subprocess.run(
-        [sys.executable, "-c", code, "measure", "--help"],
-        # With unbuffered output, argparse itself ignores that the pipe is closed.
-        env={**os.environ, "PYTHONUNBUFFERED": ""},
-        stdout=write_end,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=SECONDS,
-    )
-    os.close(write_end)
-    assert (process.returncode, process.stderr) == (141, "")
-
-
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     for argument in ("--help", "--version"):
         with pytest.raises(SystemExit) as exit_error:

@@ -1,5 +1,6 @@
 """`train.py` on the command line. Few calls start a new interpreter, which takes seconds; the others are forks."""
 
+import io
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 
 from istar import results
 from istar.cli.train import move_overrides_to_end
+from istar.terminal import make_console, run_with_robust_output
 from tests.jobs import Done, starting
 from tests.waiting import SECONDS
 
@@ -174,13 +176,28 @@ def test_help_may_be_cut_by_a_reader_that_ends_first(tmp_path: Path) -> None:
     assert (process.returncode, process.stderr) == (141, "")
 
 
-def test_a_log_file_has_a_line_for_each_epoch_in_any_encoding(tmp_path: Path) -> None:
-    arguments = ("debug=smoke", "trainer.max_epochs=2", "trainer.accelerator=cpu", f"run.root={tmp_path}/runs")
-    result = run_train(*arguments, cwd=tmp_path, PYTHONIOENCODING="ascii", COLUMNS="80")
-    assert (result.returncode, result.stderr) == (0, "")
+def test_a_log_file_has_a_line_for_each_epoch(tmp_path: Path, own_cache: Path) -> None:
+    with starting(own_cache) as start:
+        arguments = ("debug=smoke", "trainer.max_epochs=2", "trainer.accelerator=cpu", "trainer.progress_bar=true")
+        result = start(tmp_path, *arguments).wait()
+    assert (result.code, result.stderr) == (0, "")
     epoch_lines = [line for line in result.stdout.splitlines() if line.lower().startswith("epoch ")]
     assert [line.split()[1] for line in epoch_lines] == ["1/2", "2/2"]
     for line in epoch_lines:
-        assert re.search(r"loss \S+ \? val/accuracy \S+ \? [\d,]+ tokens/s \? \d:\d\d:\d\d left$", line)
+        assert re.search(r"loss \S+ · val/accuracy \S+ · [\d,]+ tokens/s · \d:\d\d:\d\d left$", line)
     # Neither Lightning's bar nor its validation before the training appears.
     assert not re.search("it/s|Validation", result.stdout)
+
+
+def test_characters_that_the_encoding_of_the_output_lacks_become_question_marks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", errors="strict"))
+
+    def show_bar() -> int:
+        make_console().print("Epoch 0/2 • λ=1 ━━━")
+        return 7
+
+    assert run_with_robust_output(show_bar) == 7
+    assert written.getvalue() == b"Epoch 0/2 ? ?=1 ???\n"
