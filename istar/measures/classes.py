@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 
 from istar.errors import UserError
 from istar.measures.isoscore import isoscore_from_covariance
-from istar.measures.moments import full_precision, mean_and_scatter
+from istar.measures.moments import add_matrices, full_precision, mean_and_scatter
 from istar.measures.processes import sum_over_processes, world_size
 from istar.measures.rows import accumulation_dtype, check_one_per_point, check_points, zero_vector
 
@@ -146,8 +146,7 @@ def merge_class_moments(batches: Sequence[ClassBatchMoments]) -> "ClassMoments":
     differences = (means - merged.means).flatten(0, 1)
     with full_precision(means.device):
         merged.scatter = differences.T @ (counts.reshape(-1, 1) * differences)
-    for batch in batches:
-        merged.scatter = merged.scatter + batch.scatter
+    merged.scatter = add_matrices(merged.scatter, [batch.scatter for batch in batches])
     return merged
 
 

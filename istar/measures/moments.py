@@ -1,7 +1,7 @@
 """Count, mean and scatter matrix of point clouds, for single batches and for streams of batches."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -16,6 +16,11 @@ _FULL_PRECISION_SETTINGS = {"none", "ieee"}
 """Settings of torch's backends with which float32 products are computed in float32."""
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context in which autocast is off. Where it is off already, entering the context costs nothing."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+
+
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Compute matrix products in the dtype of their inputs: without autocast, TF32 or bfloat16 in place of float32.
@@ -25,11 +30,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv)  # type: ignore[attr-defined]
     previous_precisions = [backend.fp32_precision for backend in backends]
     is_full = _FULL_PRECISION_SETTINGS.issuperset(previous_precisions)
-    if is_full and not torch.is_autocast_enabled(device.type):
-        # The usual case returns early, because a training step enters this context twice per layer.
-        yield
-        return
-    with torch.autocast(device.type, enabled=False):
+    with without_autocast(device):
         if is_full:
             yield
             return
@@ -136,7 +137,8 @@ def _flatten_points(
 
     The indices are None if all points count, and the weights are None if all are 1.
     """
-    points = points.reshape(-1, points.shape[-1])
+    if points.dim() != 2:  # `reshape` would add an operation to the autograd graph in any case.
+        points = points.reshape(-1, points.shape[-1])
     if weights is None:
         return points, mask_to_indices(mask) if indices is None else indices, None
     is_positive = weights > 0
@@ -166,9 +168,9 @@ class _MeanAndScatter(torch.autograd.Function):
         with full_precision(points.device):
             selected = _select_rows(points, indices)
             dtype = torch.promote_types(points.dtype, torch.float32)
-            shift = (_apply_weights(selected, weights).sum(0, dtype=dtype) / divisor).to(dtype)
+            shift = _apply_weights(selected, weights).sum(0, dtype=dtype) / divisor
             centered = selected - shift
-            factors = centered.to(matmul_dtype or dtype)
+            factors = centered if matmul_dtype is None else centered.to(matmul_dtype)
             scatter = _matmul(_apply_weights(factors, weights).T, factors, dtype)
             # `shift` equals the mean only up to rounding; correct the mean and the scatter for the difference.
             residual = _apply_weights(centered, weights).sum(0)
@@ -190,10 +192,10 @@ class _MeanAndScatter(torch.autograd.Function):
         dtype = torch.promote_types(ctx.dtype, torch.float32)
         with full_precision(points.device):
             factors = points if ctx.is_rounded else _select_rows(points, indices) - mean.to(dtype)
-            symmetric_grad = (grad_scatter + grad_scatter.T).to(factors.dtype)
+            symmetric_grad = grad_scatter + grad_scatter.T
             mean_term = (grad_mean / ctx.divisor).to(dtype)
             if ctx.is_rounded:
-                gradient = _matmul(factors, symmetric_grad, dtype).add_(mean_term)
+                gradient = _matmul(factors, symmetric_grad.to(factors.dtype), dtype).add_(mean_term)
             else:
                 gradient = torch.addmm(mean_term, factors, symmetric_grad)
             gradient = _apply_weights(gradient, weights).to(ctx.dtype)
@@ -214,7 +216,9 @@ def _apply_weights(points: Tensor, weights: Tensor | None) -> Tensor:
 
 def _matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the matrix product in `dtype`. On CUDA, products of factors of a narrower dtype are also summed in it."""
-    if left.dtype != dtype and left.device.type == "cuda":
+    if left.dtype == dtype:
+        return left @ right
+    if left.device.type == "cuda":
         return torch.mm(left, right, out_dtype=dtype)
     return (left @ right).to(dtype)
 
@@ -274,9 +278,37 @@ def merge_moments(batches: Sequence[BatchMoments]) -> "Moments":
     differences = means - moments.mean
     with full_precision(means.device):
         moments.scatter = differences.T @ (counts[:, None] * differences)
-    for batch in batches:
-        moments.scatter = moments.scatter + batch.scatter
+    moments.scatter = add_matrices(moments.scatter, [batch.scatter for batch in batches])
     return moments
+
+
+def add_matrices(total: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+    """Return `total` plus all matrices of the same shape, in the dtype of `total`.
+
+    Differentiable, any number of times. The gradient is converted to the dtype of the matrices once, and not once for
+    each of them, as it is by `total + matrix`.
+    """
+    total = _AddMatrices.apply(total, *matrices)
+    return total
+
+
+class _AddMatrices(torch.autograd.Function):
+    """Autograd function behind `add_matrices`."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, *matrices: Tensor) -> Tensor:
+        """Return the sum."""
+        ctx.dtypes = [matrix.dtype for matrix in matrices]
+        total = total.clone()
+        for matrix in matrices:
+            total += matrix
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradient of the sum for each term, in its dtype."""
+        gradients = {dtype: gradient.to(dtype) for dtype in set(ctx.dtypes)}
+        return gradient, *(gradients[dtype] for dtype in ctx.dtypes)
 
 
 class Moments:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from istar.errors import UserError
+from istar.measures.moments import without_autocast
 from istar.regularizers.points import Layers, Tokens, select_layers
 from istar.regularizers.set_point import SetPoint
 from istar.regularizers.undefined import UndefinedCount
@@ -226,7 +227,7 @@ class Penalty(nn.Module, ABC):
         """Check the hidden state of a layer, `(batch, tokens, d)`, and reduce it to the sums that `score` needs."""
         tokens = Tokens() if self.include_padding else tokens
         indices = tokens.indices_of(hidden_state)
-        with torch.autocast(hidden_state.device.type, enabled=False):
+        with without_autocast(hidden_state.device):
             return self.summarize_points(hidden_state.flatten(0, -2), indices)
 
     @abstractmethod

@@ -25,7 +25,15 @@ from istar.measures.isoscore import (
     unchecked_isoscore_unbiased,
     unchecked_shrinkage_intensity,
 )
-from istar.measures.moments import BatchMoments, FourthMoments, Moments, fourth_moments, mean_and_scatter, merge_moments
+from istar.measures.moments import (
+    BatchMoments,
+    FourthMoments,
+    Moments,
+    fourth_moments,
+    mean_and_scatter,
+    merge_moments,
+    without_autocast,
+)
 from istar.regularizers.base import Penalty, Terms
 from istar.regularizers.by_sentence import (
     MIN_SENTENCES,
@@ -168,7 +176,7 @@ class IStar(Penalty):
             return super().summarize(hidden_state, tokens)
         labels, num_classes = tokens.classes_of(hidden_state)
         indices = (Tokens() if self.include_padding else tokens).indices_of(hidden_state)
-        with torch.autocast(hidden_state.device.type, enabled=False):
+        with without_autocast(hidden_state.device):
             return self.summarize_classes(hidden_state.flatten(0, -2), labels, num_classes, indices)
 
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> BatchMoments:

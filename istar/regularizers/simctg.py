@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.moments import full_precision
+from istar.measures.moments import full_precision, without_autocast
 from istar.measures.processes import sum_over_processes
 from istar.regularizers.base import Penalty, Terms
 from istar.regularizers.points import Layers, Tokens, unit_vectors
@@ -74,7 +74,7 @@ class SimCtg(Penalty):
         is_point = torch.ones(hidden_state.shape[:2], dtype=torch.bool, device=hidden_state.device)
         if indices is not None:
             is_point = torch.zeros_like(is_point).flatten().index_fill(0, indices, True).view_as(is_point)
-        with torch.autocast(hidden_state.device.type, enabled=False):
+        with without_autocast(hidden_state.device):
             return self._summarize_sequences(hidden_state, is_point)
 
     def _summarize_sequences(self, hidden_state: Tensor, is_point: Tensor) -> Tensor:
