@@ -20,14 +20,14 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="write the plan of an experiment before its runs: istar plan sweep=table1 task=rte model=bert --out plan",
-        description="Write the plan of a sweep before its runs: hypotheses, methods, grids, seeds, test and budget. "
+        description="Write the plan of a sweep before its runs: hypotheses, test, and the names of all runs. "
         "`istar report --plan` names the departures of the runs from it.",
     )
     add = parser.add_argument
     overrides_help = "sweep=<name>, and overrides as for istar train -m, before all options"
     add("overrides", nargs="+", metavar="override", help=overrides_help)
-    add("--out", type=Path, default=Path("plan"), help="folder for plan.yaml and plan.md (default: plan)")
-    hypothesis_help = "a hypothesis, as a sentence; repeatable (default: made from the methods)"
+    add("--out", type=Path, default=Path("plan"), help="folder for plan.yaml (default: plan)")
+    hypothesis_help = "a hypothesis, as a sentence; repeatable"
     add("--hypothesis", action="append", default=[], help=hypothesis_help)
     add("--test", choices=("t", "sign-flip"), default="t", help="paired test against Base (default: t)")
     alpha_help = "probability of any false difference among all comparisons, by Holm's correction (default: 0.05)"
@@ -49,43 +49,31 @@ def run(options: argparse.Namespace) -> None:
 
     from istar.reports import plan_file
     from istar.runs.provenance import describe_code
-    from istar.sweeps import planned_runs
-    from istar.sweeps.sweep import list_runs
+    from istar.sweeps.planned_runs import describe_sweep
 
-    plan_file.check_plan_folder(options.out, options.force)
-    # Called only to refuse wrong options before the runs are listed.
-    plan_file.build_test_fields(options.test, options.alpha, 1, 2, options.sd, options.power)
+    plan_file.find_replaced_plan(options.out, options.force)
+    test_options = options.test, options.alpha, options.sd, options.power
+    plan_file.plan_test(*test_options)  # refuses wrong options before the runs are listed
     arguments = [f"+{text}" if text.startswith("sweep=") else text for text in options.overrides]
     command = mask_secrets(shlex.join(["istar", "train", "-m", *arguments]))
-    console = make_console(stderr=True)
+    error_console = make_console(stderr=True)
     with _compose_sweep(arguments, command) as request:
-        runs = list_runs(request, console)
-        configurations = planned_runs.list_planned_configurations(runs)
-        fields = planned_runs.make_plan_fields(configurations, runs)
-    metric_by_task = {task["name"]: task["metric"] for task in fields["tasks"]}
-    seeds = request.settings.seeds
-    num_comparisons = planned_runs.count_comparisons(configurations, seeds)
-    num_pairs = planned_runs.count_seed_pairs(configurations, seeds)
-    plan = {
-        "kind": plan_file.KIND,
-        "format": plan_file.FORMAT,
-        "written": datetime.now(UTC).isoformat(timespec="seconds"),
-        "istar_version": __version__,
+        sweep_fields = describe_sweep(request, error_console)
+    new_plan = plan_file.Plan(
+        written=datetime.now(UTC).isoformat(timespec="seconds"),
+        istar_version=__version__,
         **describe_code(),
-        "command": options.typed,
-        "train_command": command,
-        "hypotheses": [" ".join(text.split()) for text in options.hypothesis]
-        or planned_runs.make_hypotheses(configurations, metric_by_task),
-        "hypotheses_generated": not options.hypothesis,
-        "test": plan_file.build_test_fields(
-            options.test, options.alpha, num_comparisons, num_pairs, options.sd, options.power
-        ),
-        **fields,
-    }
-    plan_path = plan_file.write(plan, options.out, options.force)
-    num_runs = fields["budget"]["runs"]
-    text = f"{plan_path}: {num_runs} run{'s' * (num_runs != 1)}, and {plan_file.TEXT} beside it"
-    make_console().out(text, highlight=False)
+        command=command,
+        hypotheses=[" ".join(text.split()) for text in options.hypothesis],
+        test=plan_file.plan_test(*test_options, sweep_fields["runs"], sweep_fields["repetitions"]),
+        **sweep_fields,
+    )
+    path, num_runs = plan_file.write(new_plan, options.out, options.force), new_plan.num_runs
+    make_console().out(f"{path}: {num_runs} run{'s' * (num_runs != 1)}", highlight=False)
+    level, smallest_p = options.alpha / max(1, new_plan.test["comparisons"]), new_plan.test["smallest_p"]
+    if smallest_p is not None and smallest_p >= level:
+        message = f"warning: the sign-flip test gives no p-value below {smallest_p:g} with so few seeds, and cannot"
+        error_console.out(f"{message} reach the level {level:.3g}", highlight=False)
 
 
 @contextmanager

@@ -121,7 +121,7 @@ class _ReportContents:
 
 
 def _add_departures(contents: _ReportContents, plan_path: Path, plan: Plan) -> _ReportContents:
-    departures = plan_departures.departures(plan, contents.all_runs, contents.reference)
+    departures = plan_departures.find_departures(plan, contents.all_runs)
     return replace(
         contents,
         sheets={**contents.sheets, "departures": plan_departures.build_departures_sheet(departures)},
@@ -138,7 +138,7 @@ def _compute_contents(runs: Runs, root: Path, plan: Plan | None, reference: str)
     all_runs, records = cells.add_selection_columns(runs), runs.records
     geometry_by_folder, geometry_errors = _read_geometries(all_runs)
     table1_cells = cells.select_cells(all_runs)
-    test, alpha = ("sign-flip", method_comparisons.ALPHA) if plan is None else (plan.test, plan.alpha)
+    test, alpha = ("sign-flip", method_comparisons.ALPHA) if plan is None else (plan.test["name"], plan.test["alpha"])
     compared_methods = method_comparisons.compare_methods(all_runs, test, alpha, reference)
     ranked_methods = rank_figure.rank_methods(compared_methods)
     plots = [

@@ -781,10 +781,24 @@ MUTATIONS = [
     ),
     Mutation(
         "The test that a plan names is read as the sign-flip test.",
-        "istar/reports/plan_file.py",
-        '            test={name: short_name for short_name, name in TESTS.items()}[fields["test"]["name"]],\n',
-        "",
-        "tests/reports/test_plan_file.py::test_the_test_and_its_level_are_read_back",
+        "istar/reports/report.py",
+        '(plan.test["name"], plan.test["alpha"])',
+        '("sign-flip", plan.test["alpha"])',
+        "tests/reports/test_report.py::test_departures_from_a_plan",
+    ),
+    Mutation(
+        "A run of which the plan has no name is as planned.",
+        "istar/reports/plan_departures.py",
+        'if not is_search and row["name"] not in planned_names:',
+        "if not is_search and not planned_names:",
+        "tests/reports/test_plan_departures.py::test_runs_that_were_not_planned",
+    ),
+    Mutation(
+        "The names of repetitions are those of the runs that they repeat.",
+        "istar/sweeps/planned_runs.py",
+        "runs.compose_config(replace_seed(tuple(entry.overrides), seed))",
+        "runs.compose_config(tuple(entry.overrides))",
+        "tests/sweeps/test_planned_runs.py",
     ),
     Mutation(
         "The reported set chooses the configuration, although other data are held out for it.",
