@@ -70,10 +70,10 @@ def run(options: argparse.Namespace) -> None:
     )
     path, num_runs = plan_file.write(new_plan, options.out, options.force), new_plan.num_runs
     make_console().out(f"{path}: {num_runs} run{'s' * (num_runs != 1)}", highlight=False)
-    level, smallest_p = options.alpha / max(1, new_plan.test["comparisons"]), new_plan.test["smallest_p"]
-    if smallest_p is not None and smallest_p >= level:
-        message = f"warning: the sign-flip test gives no p-value below {smallest_p:g} with so few seeds, and cannot"
-        error_console.out(f"{message} reach the level {level:.3g}", highlight=False)
+    num_comparisons, smallest_p = new_plan.test["comparisons"], new_plan.test["smallest_p"]
+    if num_comparisons and smallest_p is not None and smallest_p >= options.alpha / num_comparisons:
+        message = f"warning: with so few seeds, the sign-flip test gives no p-value below {smallest_p:g}; it cannot"
+        error_console.out(f"{message} reach the level {options.alpha / num_comparisons:.3g}", highlight=False)
 
 
 @contextmanager

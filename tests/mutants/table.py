@@ -780,11 +780,11 @@ MUTATIONS = [
         "tests/reports/test_method_table.py::test_the_significance_level_decides",
     ),
     Mutation(
-        "The test that a plan names is read as the sign-flip test.",
-        "istar/reports/report.py",
-        '(plan.test["name"], plan.test["alpha"])',
-        '("sign-flip", plan.test["alpha"])',
-        "tests/reports/test_report.py::test_departures_from_a_plan",
+        "Every plan names the sign-flip test.",
+        "istar/reports/plan_file.py",
+        "        name=name,\n",
+        '        name="sign-flip",\n',
+        "tests/reports/test_plan_file.py::TestTheTest::test_the_name_and_the_level_are_those_requested",
     ),
     Mutation(
         "A run of which the plan has no name is as planned.",

@@ -7,7 +7,7 @@ import yaml
 from scipy import stats
 
 from istar.errors import UserError
-from istar.reports.plan_file import PLAN, Plan, PlannedRun, PlannedTest, Repetitions, plan_test, read, write
+from istar.reports.plan_file import PLAN, Plan, PlannedRun, PlannedTest, Repetitions, TestName, plan_test, read, write
 from tests.reports.plans import WRITTEN, make_plan, run
 from tests.reports.synthetic import BASE, istar
 
@@ -149,6 +149,11 @@ class TestTheTest:
         groups = [("Base", "base"), ("I-STAR", "down"), ("I-STAR", "up")]
         test = plan_test("t", 0.05, None, 0.8, runs, [make_repetitions(*group, [2, 3]) for group in groups])
         assert (test["comparisons"], test["pairs"]) == (2, 3)
+
+    @pytest.mark.parametrize("name", ["t", "sign-flip"])
+    def test_the_name_and_the_level_are_those_requested(self, name: TestName) -> None:
+        test = plan_test(name, 0.01, 2.0, 0.9)
+        assert (test["name"], test["alpha"], test["sd"], test["power"]) == (name, 0.01, 2.0, 0.9)
 
     @pytest.mark.parametrize(("comparisons", "pairs"), [(1, 5), (6, 10)])
     def test_the_smallest_difference(self, comparisons: int, pairs: int) -> None:
