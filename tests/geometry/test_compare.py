@@ -258,7 +258,7 @@ def test_the_command_writes_a_page(folders: list[str], tmp_path: Path, capsys: p
     assert main(["compare", *folders, "--out", str(out)]) == 0
     assert set(pd.read_csv(out / compare.TABLE_FILE)["model"]) == {"encoder", "decoder"}
     assert main(["compare", *folders, "--out", folders[0]]) == 2
-    assert "which is no part of a comparison" in capsys.readouterr().err
+    assert "would replace files of the input" in capsys.readouterr().err
     assert (Path(folders[0]) / measures_file.JSON_FILE).is_file()
 
 

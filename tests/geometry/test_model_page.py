@@ -397,7 +397,7 @@ def test_measures_of_the_spheres() -> None:
 # ---- writing the page
 
 
-@pytest.mark.parametrize("kind", ["thesis", "page", "tables", "file", "other json", "link"])
+@pytest.mark.parametrize("kind", ["page", "tables", "file", "other json", "link"])
 def test_foreign_files_are_not_replaced(
     work_folder: Path, encoder_measures: Measurements, tmp_path: Path, kind: str, capsys: Any
 ) -> None:
@@ -409,7 +409,6 @@ def test_foreign_files_are_not_replaced(
         out.symlink_to(tmp_path / "real")
     else:
         path_by_kind = {
-            "thesis": "thesis.tex",
             "page": "index.html",
             "tables": "tables/a.csv",
             "other json": "measures.json",
@@ -424,17 +423,16 @@ def test_foreign_files_are_not_replaced(
     assert contents(tmp_path) == contents_before
 
 
-def test_an_interrupted_pass_and_earlier_measures_are_accepted(
+def test_an_interrupted_pass_and_an_earlier_page_are_accepted(
     encoder_measures: Measurements, page_folder: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
+    out = shutil.copytree(page_folder, tmp_path / "out")
     (out / ".pass.0.0-1").write_bytes(b"state")
-    model_page.check_output_folder(out, encoder_measures.model["name"])
-    shutil.copy(page_folder / "measures.json", out)
+    (out / "thesis.tex").write_text("mine")
     model_page.check_output_folder(out, encoder_measures.model["name"])
     model_page.write(encoder_measures, out)
     assert (out / ".pass.0.0-1").read_bytes() == b"state"
+    assert (out / "thesis.tex").read_text() == "mine"
     (out / "figures" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"holds figures/notes\.txt, which is no part of a page of measures"):
         model_page.write(encoder_measures, out)
@@ -512,5 +510,5 @@ def test_the_command(
         == f"istar measure {encoder_measures.model['name']} --text 'a b={work_folder / 'news.txt'}' --length 16"
     )
     assert sorted(path.name for path in Path("geometry").iterdir()) == [
-        "figures", "index.html", "measures.csv", "measures.json", "tables",
+        ".istar", "figures", "index.html", "measures.csv", "measures.json", "tables",
     ]  # fmt: skip
