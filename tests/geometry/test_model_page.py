@@ -435,7 +435,7 @@ def test_an_interrupted_pass_and_an_earlier_page_are_accepted(
     assert (out / "thesis.tex").read_text() == "mine"
     (out / "figures" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"holds figures/notes\.txt, which is no part of a page of measures"):
-        model_page.write(encoder_measures, out)
+        model_page.check_output_folder(out, encoder_measures.model["name"])
     assert (out / "figures" / "notes.txt").read_text() == "mine"
 
 
