@@ -8,18 +8,23 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 from urllib.parse import quote, unquote
 
 from istar.errors import UserError, shorten
 from istar.files import is_temporary, remove_temporary_files, write_text
+from istar.parsing import read_record
 
 STATE_FOLDER = ".istar"
 """Hidden folder in a folder of results, with the manifest and with files that are not finished."""
 _MANIFEST, _DRAFTS, _REPLACED = "manifest.json", "new", "old"
 
-
 _Entries = dict[str, tuple[str, ...]]
 """The manifest: by the name of each file the noun of its results, and its checksum; two while it is being replaced."""
+
+
+class _Manifest(TypedDict):
+    files: dict[str, list[str]]
 
 
 @dataclass(frozen=True)
@@ -272,11 +277,11 @@ class Output:
         if not path.exists():
             return {}
         try:
-            files = json.loads(path.read_text(encoding="utf-8"))["files"]
-            # A manifest may come from a stranger.
-            return {name: (noun, *checksums) for name, (noun, *checksums) in files.items() if _is_within_folder(name)}
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise UserError(f"{self._label}: {path} is damaged ({shorten(error)}); {self.advice}") from error
+            files = read_record(path, _Manifest, "a manifest")["files"]
+        except UserError as error:
+            raise UserError(f"{self._label}: {error}; {self.advice}") from error
+        # A manifest may come from a stranger.
+        return {name: tuple(entry) for name, entry in files.items() if entry and _is_within_folder(name)}
 
     def _write_manifest(self, entries: _Entries) -> None:
         write_text(self._state / _MANIFEST, json.dumps({"files": entries}, indent=1) + "\n")

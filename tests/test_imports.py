@@ -63,7 +63,7 @@ ALLOWED = {
                  "parsing", "regularizers", "statistics", "tasks", "terminal"},
     "reports": {"config", "errors", "figures", "files", "measures", "outputs", "pages", "parsing", "results",
                 "scores", "statistics"},
-    "outputs": {"errors", "files"},
+    "outputs": {"errors", "files", "parsing"},
 }  # fmt: skip
 ASSEMBLING = {
     "runs": {"config", "errors", "files", "memory", "models", "outputs", "parsing", "regularizers", "reports",

@@ -43,7 +43,7 @@ FOREIGN_FILES = (
     "embeddings.json", "embeddings.csv", "wordsim.csv", "unused.csv", "frequency.csv", "words.csv",
     "embeddings.safetensors", "tokens.txt", "model/config.json", "model/model.safetensors", "model/notes.txt",
     "correlation.csv", "table.csv", "table.md", "figures/scores.svg", "figures/mine.png", "figures/isotropy.svg",
-    "tables/mine.csv", "tables/layers.csv", "quantization.json", "runs.csv", "plan.yaml", "plan.md", "step1/.asked",
+    "tables/mine.csv", "tables/layers.csv", "quantization.json", "runs.csv", "plan.yaml", "step1/.asked",
     "step1/measures.json", ".pass.0.0-1", "..pass", ".model/mine", "notes.txt", ".istar/mine",
 )  # fmt: skip
 
@@ -112,7 +112,7 @@ def test_a_single_foreign_file_is_enough(world: Path, capsys: pytest.CaptureFixt
         "measure": ("figures/mine.png", "index.html", "tables/x"), "compare": ("figures/mine.png", "index.html"),
         "embed": ("embeddings.csv",), "correlate": ("table.csv", "figures/scores.png"),
         "quantize": ("figures/mine.png", "index.html"), "report": ("figures/mine.png", "index.html"),
-        "results": ("runs.csv",), "plan": ("plan.yaml", "plan.md"),
+        "results": ("runs.csv",), "plan": ("plan.yaml",),
     }[arguments.split()[0]]  # fmt: skip
     if arguments.startswith("embed") and "--save model" in arguments:
         names = (*names, "wordsim.csv", "tokens.txt", "model/notes.txt")
