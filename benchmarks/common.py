@@ -19,10 +19,10 @@ from rich.table import Table
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
-from istar.config.penalties import PENALTIES, CosRegConfig
-from istar.memory import keep_freed_memory
+from istar.finetune.training.precision import EMULATION_RATIO, measure_bfloat16_ratio
+from istar.measures.memory import keep_freed_memory
+from istar.records.config.penalties import PENALTIES, CosRegConfig
 from istar.regularizers import IStar, Penalty, select_layers
-from istar.training.precision import EMULATION_RATIO, measure_bfloat16_ratio
 
 Result = TypeVar("Result")
 

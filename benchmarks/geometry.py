@@ -33,11 +33,11 @@ from benchmarks.common import (
     positive_int,
     time_in_rotation,
 )
-from istar.geometry.corpus import Blocks, Source, pad_batch, sorted_windows, split_into_batches
-from istar.geometry.stream import Pass, Statistics, Stream
-from istar.memory import keep_freed_memory
-from istar.models import tiny
-from istar.tasks.documents import read_documents
+from istar.geometry.collect.stream import Pass, Statistics, Stream
+from istar.inputs import tiny
+from istar.inputs.corpus import Blocks, Source, pad_batch, sorted_windows, split_into_batches
+from istar.inputs.documents import read_documents
+from istar.measures.memory import keep_freed_memory
 
 PEER = "bare forward"
 

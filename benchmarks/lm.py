@@ -83,7 +83,7 @@ def train_and_measure(settings: argparse.Namespace) -> dict[str, float]:
     """Train a contender, and return its `rate` in tokens per second and the share of a step for making its `data`."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from istar.runs.run import run
+    from istar.finetune.runs.run import run
 
     step_ends: list[float] = []
     register_optimizer_step_post_hook(lambda *_: step_ends.append(time.perf_counter()))
@@ -108,7 +108,7 @@ def make_config(settings: argparse.Namespace) -> Any:
     """Return the config of a run of istar."""
     from hydra import compose, initialize_config_dir
 
-    from istar.config import schema
+    from istar.records.config import schema
 
     overrides = [
         f"task={settings.task}", f"task.max_length={settings.length}", "task.limit_validation=50",
@@ -127,17 +127,17 @@ def make_config(settings: argparse.Namespace) -> Any:
 
 def prepare_data(config: Any) -> tuple[Any, Any, Any]:
     """Return the rows of the training data, the model, and the function that makes a batch of rows for it."""
-    from istar import models
-    from istar.runs.prepared_data import load_tokenizer, make_collator, prepare_data
-    from istar.runs.store import find_task_spec, load_examples
-    from istar.tasks.loading import fingerprint
+    from istar.finetune.runs.prepared_data import load_tokenizer, make_collator, prepare_data
+    from istar.finetune.runs.run_folders import find_task_spec, load_examples
+    from istar.finetune.tasks.loading import fingerprint
+    from istar.inputs import pretrained
 
     spec = find_task_spec(config.task)
     examples = load_examples(spec, config.task, config.data.cache_dir)
     tokenizer = load_tokenizer(config, spec, examples, fingerprint(examples.train, *examples.validation))
-    model_config = models.load_config(config.model, spec, tokenizer)
+    model_config = pretrained.load_config(config.model, spec, tokenizer)
     data = prepare_data(spec, config, examples, tokenizer, model_config)
-    model = models.load_model(config.model, spec, model_config, tokenizer)
+    model = pretrained.load_model(config.model, spec, model_config, tokenizer)
     return data.train, model, make_collator(spec, config, tokenizer, model)
 
 

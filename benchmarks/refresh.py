@@ -1,10 +1,10 @@
 """Compares a refresh of Sigma_S with the bare forward pass over the same batches: `python -m benchmarks.refresh`.
 
 The contenders are the forward pass of the model in inference mode, to which all ratios refer; istar's refresh, which is
-the callback `istar.training.ShrinkageCovariance` without a progress bar; and the approach of the paper's code: request
-all hidden states, move every point to main memory, keep it, and call `np.cov` at the end. The order of the contenders
-rotates from round to round. The memory of each is the peak of one call in a new process, above that of the bare forward
-pass.
+the callback `istar.finetune.training.ShrinkageCovariance` without a progress bar; and the approach of the paper's code:
+request all hidden states, move every point to main memory, keep it, and call `np.cov` at the end. The order of the
+contenders rotates from round to round. The memory of each is the peak of one call in a new process, above that of the
+bare forward pass.
 
     python -m benchmarks.refresh                   MiniLM, 250,000 points, both precisions; 8 minutes on two idle cores
     python -m benchmarks.refresh --shape bert-base-32x128 --precision bf16 --rounds 6
@@ -36,13 +36,14 @@ from benchmarks.common import (
     positive_int,
     time_in_rotation,
 )
-from istar.config import TrainerConfig
+from istar.finetune.tasks.features import FeatureRows
+from istar.finetune.training import ShrinkageCovariance
+from istar.finetune.training.data import build_evaluation_loader
+from istar.finetune.training.trainer import build_bare_trainer
+from istar.hidden_states import attach
 from istar.measures.isoscore import unchecked_isoscore
-from istar.regularizers import IStar, attach
-from istar.tasks.features import FeatureRows
-from istar.training import ShrinkageCovariance
-from istar.training.data import build_evaluation_loader
-from istar.training.trainer import build_bare_trainer
+from istar.records.config import TrainerConfig
+from istar.regularizers import IStar
 
 PEER = "bare forward"
 METHODS = (PEER, "istar", "published")

@@ -46,8 +46,9 @@ from benchmarks.common import (
     random_batch,
     time_in_rotation,
 )
+from istar.hidden_states import Watch, attach
 from istar.integrations.transformers import PenaltyTrainer
-from istar.regularizers import IStar, Penalty, Points, Uniformity, Watch, attach
+from istar.regularizers import IStar, Penalty, Points, Uniformity
 
 PEER = "no penalty"
 METHODS = ("published", "closed form, autograd", "istar, float32", "istar, bfloat16")

@@ -34,11 +34,11 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.common import comparison_table, paired_ratio, positive_int, run_in_rotation
-from istar import results
-from istar.config import Config, schema
-from istar.runs import fork_server
-from istar.runs.launch import RunProcesses, Spawn, blocked_signals, spawn
-from istar.runs.store import RunFolders
+from istar.finetune.runs import fork_server
+from istar.finetune.runs.launch import RunProcesses, Spawn, blocked_signals, spawn
+from istar.finetune.runs.run_folders import RunFolders
+from istar.records import results
+from istar.records.config import Config, schema
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ROUNDS = {"cost": 6, "skip": 6, "throughput": 2}
@@ -48,7 +48,7 @@ SMALL = ("trainer.max_epochs=1", "task.limit_train=320", "reg.num_points=2000", 
 LOGGERS = {"metrics.csv": (), "W&B offline": ("logger=wandb", "logger.mode=offline")}
 EMPTY_FUNCTION = f"""
 import hydra
-from istar.config import schema
+from istar.records.config import schema
 
 schema.register()
 

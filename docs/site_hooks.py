@@ -1,7 +1,7 @@
 """MkDocs hooks: pages that are generated at build time, and mathematics as MathML.
 
-- `reference/config.md` comes from the dataclasses in `istar.config`, `reference/commands.md` from the commands' own
-  `--help`, and the table of `reference/istar.md` from `istar.__all__`. None of them can be out of date.
+- `reference/config.md` comes from the dataclasses in `istar.records.config`, `reference/commands.md` from the
+  commands' own `--help`, and the table of `reference/istar.md` from `istar.__all__`. None of them can be out of date.
 - Each notebook in `tutorials/` becomes a page with its stored outputs; nothing is executed.
 - Formulas become MathML, which browsers display without a script.
 """
@@ -96,13 +96,13 @@ def _mathml(match: re.Match[str]) -> str:
 
 def config_page() -> str:
     """Every key of every group, with type, default and meaning."""
-    from istar.config import groups, penalties
+    from istar.records.config import groups, penalties
 
     documented = {**field_docstrings(Path(groups.__file__)), **field_docstrings(Path(penalties.__file__))}
     parts = [
         "# Configuration keys",
         "Any key is set on the command line as `group.key=value`. The defaults below are those of the dataclasses in "
-        "`istar/config/`; the files of a group in `conf/` may replace them. `istar train --cfg job` prints "
+        "`istar/records/config/`; the files of a group in `conf/` may replace them. `istar train --cfg job` prints "
         "the values that a command line results in. The options of each group (`task=rte`, `reg=istar`) are listed by "
         "[`istar train --help`](commands.md#istar-train).",
     ]

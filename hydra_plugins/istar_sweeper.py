@@ -1,4 +1,4 @@
-"""Hydra's sweeper plugin for `-m`, which calls `istar.sweeps`. Hydra only finds plugins in this package."""
+"""Hydra's sweeper plugin for `-m`, which calls `istar.finetune.sweeps`. Hydra only finds plugins in this package."""
 
 import copy
 import os
@@ -23,11 +23,11 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 if TYPE_CHECKING:
-    from istar.sweeps.sweep import SweepRequest
+    from istar.finetune.sweeps.sweep import SweepRequest
 
 
 class IstarSweeper(Sweeper):
-    """Runs a sweep; see `istar.sweeps.sweep`.
+    """Runs a sweep; see `istar.finetune.sweeps.sweep`.
 
     `params` are values to sweep over by key, as in Hydra's basic sweeper. The command line takes precedence.
     """
@@ -41,7 +41,8 @@ class IstarSweeper(Sweeper):
         job_config = _without_storage(config)
         HydraConfig.instance().set_config(job_config)
         self.launcher = None
-        # istar.sweeps.pool replaces Hydra's basic launcher, which executes the runs one after another in this process.
+        # istar.finetune.sweeps.pool replaces Hydra's basic launcher, which executes the runs one after another in this
+        # process.
         if config.hydra.runtime.choices["hydra/launcher"] != "basic":
             self.launcher = Plugins.instance().instantiate_launcher(
                 hydra_context=hydra_context, task_function=task_function, config=job_config
@@ -51,10 +52,10 @@ class IstarSweeper(Sweeper):
         self._group_cache: dict[tuple[str, ...], DictConfig | None] = {}
 
     def sweep(self, arguments: list[str]) -> None:
+        from istar.drawing.terminal import make_console
         from istar.errors import UserError, mask_secrets
-        from istar.runs import launch
-        from istar.sweeps.sweep import run_sweep
-        from istar.terminal import make_console
+        from istar.finetune.runs import launch
+        from istar.finetune.sweeps.sweep import run_sweep
 
         launch.fix_slurm_detection()
         if launch.has_external_launcher():
@@ -72,8 +73,8 @@ class IstarSweeper(Sweeper):
         Raises:
             UserError: if a key of `sweep` is unknown or has a value that is not allowed.
         """
-        from istar.config import schema
-        from istar.sweeps.sweep import SweepRequest
+        from istar.finetune.sweeps.sweep import SweepRequest
+        from istar.records.config import schema
 
         return SweepRequest(
             settings=schema.load_sweep(self.config),
@@ -90,7 +91,8 @@ class IstarSweeper(Sweeper):
     def _refuse_job_callbacks(self) -> None:
         """Raise a `UserError` if a callback of Hydra is for the start or the end of a run.
 
-        Hydra calls these in the process of the run, but the processes of `istar.runs.launch` know nothing of Hydra.
+        Hydra calls these in the process of the run, but the processes of `istar.finetune.runs.launch` know nothing of
+        Hydra.
         """
         from istar.errors import UserError
 
@@ -161,7 +163,7 @@ class IstarSweeper(Sweeper):
         Raises a `UserError` if the launcher fails as a whole.
         """
         from istar.errors import UserError, shorten
-        from istar.runs.launch import make_import_variables
+        from istar.finetune.runs.launch import make_import_variables
 
         assert self.launcher is not None
         # The jobs inherit the environment, also from sbatch.

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from istar.errors import UserError
+    from istar.hidden_states import EmbeddingWatch, Watch, attach, shrinkage_covariance
     from istar.measures import isoscore, isoscore_star, isoscore_unbiased
     from istar.regularizers import (
         CosReg,
         Decorrelation,
-        EmbeddingWatch,
         Gor,
         IStar,
         Kurtosis,
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
         Terms,
         Uniformity,
         VicReg,
-        Watch,
-        attach,
-        shrinkage_covariance,
         special_ids,
         weight_at,
     )
@@ -46,19 +43,19 @@ _MODULE_BY_NAME = {
     "Decorrelation": "istar.regularizers",
     "VicReg": "istar.regularizers",
     "CosReg": "istar.regularizers",
-    "EmbeddingWatch": "istar.regularizers",
+    "EmbeddingWatch": "istar.hidden_states",
     "IStar": "istar.regularizers",
     "Penalty": "istar.regularizers",
     "Points": "istar.regularizers",
     "SetPoint": "istar.regularizers",
     "Terms": "istar.regularizers",
     "UserError": "istar.errors",
-    "Watch": "istar.regularizers",
-    "attach": "istar.regularizers",
+    "Watch": "istar.hidden_states",
+    "attach": "istar.hidden_states",
     "isoscore": "istar.measures",
     "isoscore_star": "istar.measures",
     "isoscore_unbiased": "istar.measures",
-    "shrinkage_covariance": "istar.regularizers",
+    "shrinkage_covariance": "istar.hidden_states",
     "special_ids": "istar.regularizers",
     "weight_at": "istar.regularizers",
 }

@@ -26,33 +26,33 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from istar.config import Config, schema
+from istar.records.config import Config, schema
 from tests.permissions import obey_permissions
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SLOWEST_FILES = (
-    "tests/training/test_resume.py",
-    "tests/runs/test_launch.py",
-    "tests/runs/test_bad_inputs.py",
+    "tests/finetune/training/test_resume.py",
+    "tests/finetune/runs/test_launch.py",
+    "tests/finetune/runs/test_bad_inputs.py",
     "tests/reports/test_report.py",
-    "tests/config/test_groups.py",
-    "tests/runs/test_fork_server.py",
+    "tests/records/test_groups.py",
+    "tests/finetune/runs/test_fork_server.py",
     "tests/integrations/test_transformers.py",
     "tests/geometry/test_torchrun.py",
     "tests/geometry/test_stream.py",
-    "tests/sweeps/test_sweep.py",
-    "tests/sweeps/test_trials.py",
-    "tests/runs/test_wandb_failures.py",
+    "tests/finetune/sweeps/test_sweep.py",
+    "tests/finetune/sweeps/test_trials.py",
+    "tests/finetune/runs/test_wandb_failures.py",
     "tests/cli/test_train.py",
-    "tests/runs/test_run_training.py",
-    "tests/models/test_pretrained.py",
+    "tests/finetune/runs/test_run_training.py",
+    "tests/inputs/test_pretrained.py",
     "tests/quantization/test_quantize.py",
-    "tests/runs/test_run_identity.py",
-    "tests/sweeps/test_planned_runs.py",
+    "tests/finetune/runs/test_run_identity.py",
+    "tests/finetune/sweeps/test_planned_runs.py",
     "tests/geometry/test_compare.py",
-    "tests/training/test_processes.py",
-    "tests/runs/test_text_runs.py",
-    "tests/models/test_architectures.py",
+    "tests/finetune/training/test_processes.py",
+    "tests/finetune/runs/test_text_runs.py",
+    "tests/inputs/test_architectures.py",
     "tests/test_package.py",
     "tests/test_imports.py",
 )
@@ -97,10 +97,10 @@ def repository() -> Path:
 @pytest.fixture
 def svg_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Render the figures of pages as SVG only, in a third of the time, for tests that do not look at their files."""
-    from istar.figures import drawing
+    from istar.drawing import rendering
 
-    render = drawing.render_with_spots
-    monkeypatch.setattr(drawing, "render_with_spots", lambda plot, suffixes=("svg",): render(plot, suffixes))
+    render = rendering.render_with_spots
+    monkeypatch.setattr(rendering, "render_with_spots", lambda plot, suffixes=("svg",): render(plot, suffixes))
 
 
 @pytest.fixture(scope="session", autouse=True)

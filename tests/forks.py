@@ -27,8 +27,8 @@ from torch.multiprocessing import start_processes
 
 import istar
 from istar.cli.main import train_main
-from istar.runs import fork_server, launch
-from istar.runs.fork_server import IMPORT_TIME_VARIABLES, PRELOADED_MODULES, RANK_VARIABLE_ORDER, is_supported
+from istar.finetune.runs import fork_server, launch
+from istar.finetune.runs.fork_server import IMPORT_TIME_VARIABLES, PRELOADED_MODULES, RANK_VARIABLE_ORDER, is_supported
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 METHOD = "forkserver" if is_supported() else "spawn"
@@ -36,7 +36,7 @@ METHOD = "forkserver" if is_supported() else "spawn"
 MODULES = [
     *PRELOADED_MODULES,
     "istar.cli.train",
-    "istar.training.pruning",
+    "istar.finetune.training.pruning",
     "istar.integrations.transformers",
     "tests.forks",
 ]
@@ -83,8 +83,8 @@ def train(arguments: Sequence[str], folder: Path, environment: Mapping[str, str]
 
 
 MAINS: Mapping[str, Callable[[Sequence[str]], NoReturn]] = {
-    "istar.runs.launch": launch.main,
-    "istar.runs.fork_server": fork_server.main,
+    "istar.finetune.runs.launch": launch.main,
+    "istar.finetune.runs.fork_server": fork_server.main,
 }
 """The modules of istar that are started by `python -m`."""
 

@@ -22,8 +22,7 @@ import yaml
 from datasets import ClassLabel, Dataset, Features, Value
 from transformers import BertModel
 
-from istar.models import tiny
-from istar.tasks import demo
+from istar.inputs import demo, tiny
 
 ADDRESS = re.compile(
     r"/(?:api/)?(?P<kind>models/|datasets/|)(?P<name>[^/]+/[^/]+?)"

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from istar.regularizers import IStar, attach
+from istar.hidden_states import attach
+from istar.regularizers import IStar
 from istar.regularizers.points import Tokens
 from tests.oracles import algorithm_1, stack
 

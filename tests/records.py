@@ -1,10 +1,10 @@
-"""Complete records of finished runs, which `istar.results.read` accepts."""
+"""Complete records of finished runs, which `istar.records.results.read` accepts."""
 
 from typing import Any
 
-from istar.config import Config
-from istar.config.schema import to_dict
-from istar.results import RunRecord
+from istar.records.config import Config
+from istar.records.config.schema import to_dict
+from istar.records.results import RunRecord
 
 
 def make_finished_record(name: str, config: Config, value: float = 0.5, **changes: Any) -> RunRecord:

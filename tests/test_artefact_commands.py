@@ -15,9 +15,8 @@ import torch
 import transformers as hf
 
 from istar.cli.main import _make_parser, main
-from istar.models import tiny
-from istar.tasks import demo
-from tests.geometry.test_embed import TOKENIZER, build
+from istar.inputs import demo, tiny
+from tests.embeddings.test_embed import TOKENIZER, build
 from tests.geometry.test_score_files import make_harness_results, write_file
 from tests.jobs import starting
 from tests.mock_hub import MockHub, Repository, glue_files, join_files, serving, use

@@ -15,7 +15,7 @@ import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from istar.cli.main import _make_parser, main
-from tests.geometry.test_embed import TOKENIZER, build
+from tests.embeddings.test_embed import TOKENIZER, build
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = (REPOSITORY / "docs" / "artefacts.md").read_text(encoding="utf-8")

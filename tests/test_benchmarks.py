@@ -10,8 +10,8 @@ import torch
 from scipy.stats import binom
 
 from benchmarks import common, finetune, sweep
-from istar import results
-from istar.runs.store import RunFolders, read_finished_run
+from istar.finetune.runs.run_folders import RunFolders, read_finished_run
+from istar.records import results
 from tests.records import make_finished_record
 
 # ---- rotation and paired ratios

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from istar import __version__, results
+from istar import __version__
 from istar.cli.main import main
-from istar.runs import extras, fork_server
+from istar.finetune.runs import extras, fork_server
+from istar.records import results
 from tests.waiting import SECONDS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -86,15 +87,14 @@ def test_the_wheel_holds_what_is_no_module_too(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         file_names = set(archive.namelist())
     modules = [path.relative_to(REPOSITORY) for top in SOURCES[:2] for path in (REPOSITORY / top).rglob("*.py")]
-    folders = (REPOSITORY / "istar" / "reports", REPOSITORY / "istar" / "geometry")
-    data_files = [path.relative_to(REPOSITORY) for folder in folders for path in folder.glob("*/*.csv")]
+    data_files = [path.relative_to(REPOSITORY) for path in (REPOSITORY / "istar").rglob("*.csv")]
     assert {str(path) for path in [*modules, *data_files]} - file_names == set()
     configs = {"istar" / path.relative_to(REPOSITORY) for path in (REPOSITORY / "conf").rglob("*.yaml")}
     sweeps = {"istar/conf" / path.relative_to(REPOSITORY) for path in (REPOSITORY / "sweep").glob("*.yaml")}
     assert {str(path) for path in configs | sweeps} - file_names == set()
-    templates = {f"istar/pages/templates/report.{suffix}" for suffix in ("html", "css", "js")}
+    templates = {f"istar/drawing/templates/report.{suffix}" for suffix in ("html", "css", "js")}
     assert {"istar/conf/sweep/table1.yaml", *templates, "istar/reports/paper/table1.csv",
-            "istar/geometry/paper/correlations.csv",
+            "istar/geometry/correlation/paper/correlations.csv",
             "hydra_plugins/istar_sweeper.py"} <= file_names  # fmt: skip
     assert [name for name in file_names if name.endswith("licenses/LICENSE")]
     assert {name.partition("/")[0].partition("-")[0] for name in file_names} == {"istar", "hydra_plugins"}
@@ -110,7 +110,8 @@ def test_the_repository_holds_no_symbolic_links() -> None:
 
 
 def test_it_has_the_configs_and_the_sweeper_of_the_package(unpacked: Path, tmp_path: Path) -> None:
-    code = "from hydra_plugins import istar_sweeper; from istar.config import schema; print(schema.config_folder())"
+    code = "from hydra_plugins import istar_sweeper; from istar.records.config import schema"
+    code = f"{code}; print(schema.config_folder())"
     completed = run_python("-c", f"{code}; print(istar_sweeper.__file__)", cwd=tmp_path, path=unpacked)
     assert completed.stdout.split() == [
         str(unpacked / name) for name in ("istar/conf", "hydra_plugins/istar_sweeper.py")

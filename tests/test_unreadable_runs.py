@@ -15,14 +15,14 @@ import yaml
 
 from istar.cli.main import main
 from istar.errors import UserError
-from istar.geometry.saved_checkpoints import find_checkpoints
-from istar.parsing import MAX_DEPTH, parse_json, read_json, read_yaml
+from istar.files.parsing import MAX_DEPTH, parse_json, read_json, read_yaml
+from istar.finetune.runs.run_folders import read_finished_run
+from istar.finetune.sweeps import cost, live_table, watch
+from istar.inputs.saved_checkpoints import find_checkpoints
 from istar.quantization import saved_runs
-from istar.reports import cells, report
+from istar.records.results import CONFIG, RESULT, RunRecord
+from istar.reports import configurations, report
 from istar.reports.run_frame import load_runs
-from istar.results import CONFIG, RESULT, RunRecord
-from istar.runs.store import read_finished_run
-from istar.sweeps import board, cost, watch
 from tests.reports.synthetic import BASE, istar, record, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules after import")
@@ -162,7 +162,7 @@ def test_report(root: Path, caplog: Any, tmp_path: Path) -> None:
 def test_quantize(root: Path, caplog: Any, tmp_path: Path) -> None:
     runs = saved_runs.read_runs([root], tmp_path / "out")
     lines_about(bad_folders(root), caplog)
-    rows = cells.row_dicts(cells.add_selection_columns(runs))
+    rows = configurations.row_dicts(configurations.add_selection_columns(runs))
     assert [saved_runs.get_exclusion_reason(row) for row in rows] == [
         "the run has saved no model (run.save_model=false)"
     ] * 4
@@ -222,8 +222,8 @@ def test_files_beside_the_result(tmp_path: Path) -> None:
 
 # ---- sweeps
 
-STATE = board.SweepState("good-123456", "train.py -m", "runs", 1, seen=0.0)
-ENTRY = board.SweepEntry("run", ("seed=1",), "rte", "bert", "I-STAR", 1, "search")
+STATE = live_table.SweepState("good-123456", "train.py -m", "runs", 1, seen=0.0)
+ENTRY = live_table.SweepEntry("run", ("seed=1",), "rte", "bert", "I-STAR", 1, "search")
 SWEEPS: dict[str, dict[str, Any] | str] = {
     "no jobs": {"jobs": 0},
     "jobs": {"jobs": "two"},
@@ -244,7 +244,7 @@ def test_watch(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> 
     for name, change in {"good": {}, **SWEEPS}.items():
         (tmp_path / "sweeps" / name).mkdir(parents=True)
         text = change if isinstance(change, str) else json.dumps(asdict(STATE) | change)
-        (tmp_path / "sweeps" / name / board.STATE_FILE).write_text(text)
+        (tmp_path / "sweeps" / name / live_table.STATE_FILE).write_text(text)
     assert main(["watch", str(tmp_path), "--once"]) == 0
     output = capsys.readouterr().out
     lines = [line for line in output.splitlines() if line.startswith("not read: ")]
@@ -257,12 +257,12 @@ def test_watch(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("text", ["", "val/accuracy,step\n0.5,1\n" + "x" * 200_000, "val/a\n\0\n", b"\xff"])
 def test_the_live_table_of_a_run_with_damaged_metrics(tmp_path: Path, text: str | bytes) -> None:
     (tmp_path / "metrics.csv").write_bytes(text.encode() if isinstance(text, str) else text)
-    assert board.count_validated_epochs(tmp_path) in (0, 1)
+    assert live_table.count_validated_epochs(tmp_path) in (0, 1)
 
 
 def test_the_live_table_does_not_wait_for_a_fifo(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.csv")
-    assert board.count_validated_epochs(tmp_path) == 0
+    assert live_table.count_validated_epochs(tmp_path) == 0
 
 
 # ---- the reader

@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from istar.cli.console import check_minima
+from istar.drawing.terminal import make_console
 from istar.errors import UserError
-from istar.terminal import make_console
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from istar.geometry.compare import MeasuredModel, ModelArgument
-    from istar.geometry.corpus import Source
-    from istar.geometry.measures_file import Measurements
-    from istar.geometry.similarity import Similarity
+    from istar.geometry.collect.measures_file import Measurements
+    from istar.geometry.collect.similarity import Similarity
+    from istar.geometry.show.compare import MeasuredModel, ModelArgument
+    from istar.inputs.corpus import Source
 
 
 def add_parser(commands: Any) -> None:
@@ -39,8 +39,9 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure the models that are not measured yet, print a table that compares all models, and write the page."""
     check_minima(options, documents=0, length=1, max_tokens=1)
-    from istar.geometry import compare, compare_page, corpus
-    from istar.pages import folder
+    from istar.drawing import page_folder
+    from istar.geometry.show import compare, compare_page
+    from istar.inputs import corpus
 
     model_arguments = compare.parse_compared_models(options.models)
     if any(argument.has_trajectory for argument in model_arguments):
@@ -48,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
         return
     sources = corpus.parse_sources(options.text)
     inputs: list[str | Path] = [*(argument.name for argument in model_arguments), *(source.path for source in sources)]
-    folder.check(options.out, compare_page.KIND, inputs)
+    page_folder.check(options.out, compare_page.KIND, inputs)
     console, progress_console = make_console(), make_console(stderr=True)
     measured_models = _measure_models(model_arguments, sources, options, progress_console)
     similarities = _compute_similarities(measured_models, sources, options, progress_console)
@@ -61,12 +62,12 @@ def run(options: argparse.Namespace) -> None:
 
 def _compare_trajectories(options: argparse.Namespace, model_arguments: Sequence["ModelArgument"]) -> None:
     """Compare models over their training: print the table of their trajectories, and write the page."""
-    from istar.geometry import trajectory_comparison
-    from istar.pages import folder
+    from istar.drawing import page_folder
+    from istar.geometry.show import trajectory_comparison
 
     if options.text:
         raise UserError("--text does not go with folders of trainings, which are measured already; leave it out")
-    folder.check(options.out, trajectory_comparison.KIND, [argument.name for argument in model_arguments])
+    page_folder.check(options.out, trajectory_comparison.KIND, [argument.name for argument in model_arguments])
     trajectories = trajectory_comparison.read_trainings(model_arguments)
     page_path = trajectory_comparison.write_page(trajectories, options.out, options.typed)
     console = make_console()
@@ -83,7 +84,8 @@ def _measure_models(
     progress_console: "Console",
 ) -> list["MeasuredModel"]:
     """Return the measures of all models; models that are not measured yet are measured into folders beside `--out`."""
-    from istar.geometry import compare, measures_file
+    from istar.geometry.collect import measures_file
+    from istar.geometry.show import compare
 
     file_name = measures_file.JSON_FILE
     unmeasured_models = [argument for argument in model_arguments if not argument.is_measured]
@@ -108,8 +110,9 @@ def _measure_model(
 ) -> "Measurements":
     """Measure a model, write its page into a folder beside `--out`, and return its measurements."""
     # These need transformers, which takes seconds to import, and finished folders do not need them.
-    from istar.geometry import measure, model_page
-    from istar.geometry.stream import Pass
+    from istar.geometry.collect import measure
+    from istar.geometry.collect.stream import Pass
+    from istar.geometry.show import model_page
 
     out = options.out.with_name(f"{options.out.name}-measures") / model_argument.default_label
     texts = [source.path for source in sources]
@@ -138,8 +141,8 @@ def _compute_similarities(
     """Return the CKA between the layers of each pair of models over documents of the texts; [] without texts."""
     if not sources or not options.documents:
         return []
-    from istar.config import ModelConfig
-    from istar.geometry import similarity
+    from istar.geometry.collect import similarity
+    from istar.records.config import ModelConfig
 
     documents = similarity.read_first_documents([source.path for source in sources], options.documents)
     labels_and_configs = [

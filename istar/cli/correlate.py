@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from istar.cli.console import check_minima
+from istar.drawing.terminal import make_console
 from istar.errors import UserError
-from istar.terminal import make_console
 
 
 def add_parser(commands: Any) -> None:
@@ -42,8 +42,8 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Compute the correlations, write them and a figure of the scores to the output folder, and print them."""
     check_minima(options, resamples=100, seed=0)
-    from istar.geometry import correlate, correlation_tables
-    from istar.geometry.score_join import Selection
+    from istar.geometry.correlation import correlate, correlation_tables
+    from istar.geometry.correlation.score_join import Selection
 
     selection = Selection(
         by=options.by,

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from istar.drawing.terminal import make_console
 from istar.errors import UserError
-from istar.terminal import make_console
 
 if TYPE_CHECKING:
-    from istar.geometry.corpus import Source
+    from istar.inputs.corpus import Source
 
 _FORMS = ("raw", "centered", "scaled_centered", "all_but_the_top", "all_but_the_top_published")
 
@@ -58,8 +58,9 @@ def run(options: argparse.Namespace) -> None:
 
 def _measure_one_matrix(options: argparse.Namespace) -> None:
     """Measure one embedding matrix, write the results to the output folder and print them."""
-    from istar.config import ModelConfig
-    from istar.geometry import corpus, embed
+    from istar.embeddings import embed
+    from istar.inputs import corpus
+    from istar.records.config import ModelConfig
 
     sources = corpus.parse_sources(options.text)
     embed.check_output_folder(options.out, _list_inputs(options.models, options, sources))
@@ -82,8 +83,10 @@ def _list_inputs(
 
 def _measure_several_matrices(options: argparse.Namespace) -> None:
     """Measure the embedding matrices of all models in all forms, print the first two tables and write the page."""
-    from istar.geometry import compare, corpus, embed_models, embed_page, embed_tables
-    from istar.pages import folder
+    from istar.drawing import page_folder
+    from istar.embeddings import embed_models, embed_page, embed_tables
+    from istar.geometry.show import compare
+    from istar.inputs import corpus
 
     for name, advice in _OPTIONS_FOR_ONE_MATRIX.items():
         if getattr(options, name) is not None:
@@ -95,7 +98,7 @@ def _measure_several_matrices(options: argparse.Namespace) -> None:
     embed_models.check_labels(model_arguments)
     sources = corpus.parse_sources(options.text)
     model_names = [argument.name for argument in model_arguments]
-    folder.check(options.out, embed_page.KIND, _list_inputs(model_names, options, sources))
+    page_folder.check(options.out, embed_page.KIND, _list_inputs(model_names, options, sources))
     benchmarks = embed_models.read_benchmarks(options.wordsim)
     settings = embed_models.EmbeddingSettings(options.matrix, forms, options.components, options.policy)
     console, progress_console = make_console(), make_console(stderr=True)

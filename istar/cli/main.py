@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from istar import __version__
 from istar.cli import compare, correlate, embed, measure, plan, power, quantize, report, results, watch
+from istar.drawing.terminal import run_with_robust_output
 from istar.errors import SHOW_TRACE, UserError, explain_system_error, mask_secrets
-from istar.runs import extras
-from istar.terminal import run_with_robust_output
+from istar.finetune.runs import extras
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

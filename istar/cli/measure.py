@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from istar.cli.console import check_minima
+from istar.drawing.terminal import make_console
 from istar.errors import UserError
-from istar.terminal import make_console
 
 if TYPE_CHECKING:
-    from istar.geometry.corpus import Source
-    from istar.geometry.stream import Pass
+    from istar.geometry.collect.stream import Pass
+    from istar.inputs.corpus import Source
 
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -60,7 +60,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure one model, or several revisions or checkpoints, and write pages, figures and tables."""
     if options.list:
-        from istar.geometry import catalogue_tables
+        from istar.geometry.show import catalogue_tables
 
         console = make_console()
         for table in catalogue_tables.make_tables():
@@ -69,7 +69,8 @@ def run(options: argparse.Namespace) -> None:
     if not options.text:
         raise UserError("--text is missing; expected a file or folder of text, or --list to see the measures")
     check_minima(options, length=0, batch_tokens=1, sample=0, seed=0, max_tokens=1, groups=0)
-    from istar.geometry import corpus, stream
+    from istar.geometry.collect import stream
+    from istar.inputs import corpus
 
     settings = stream.Pass(
         length=options.length,
@@ -97,7 +98,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _measure_model(options: argparse.Namespace, sources: Sequence["Source"], settings: "Pass", rank: int) -> None:
     """Measure one model; on rank 0, print the table of its layers and write its page."""
-    from istar.geometry import measure, measures_file, model_page, stream
+    from istar.geometry.collect import measure, measures_file, stream
+    from istar.geometry.show import model_page
 
     if options.model is None:
         raise UserError("model is missing; expected a hub id or a folder, or --checkpoints")
@@ -123,7 +125,9 @@ def _measure_model(options: argparse.Namespace, sources: Sequence["Source"], set
 
 def _measure_trajectory(options: argparse.Namespace, sources: Sequence["Source"], settings: "Pass") -> None:
     """Measure several checkpoints of a training, print their table and write their page."""
-    from istar.geometry import measures_file, saved_checkpoints, trajectory, trajectory_page
+    from istar.geometry.collect import measures_file, trajectory
+    from istar.geometry.show import trajectory_page
+    from istar.inputs import saved_checkpoints
 
     given_options = [name for name in ("revision", "revisions", "checkpoints") if getattr(options, name) is not None]
     if len(given_options) > 1:

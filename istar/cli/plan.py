@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from istar import __version__
+from istar.drawing.terminal import make_console
 from istar.errors import UserError, mask_secrets
-from istar.terminal import make_console
 
 if TYPE_CHECKING:
-    from istar.sweeps.sweep import SweepRequest
+    from istar.finetune.sweeps.sweep import SweepRequest
 
 
 def add_parser(commands: Any) -> None:
@@ -47,9 +47,9 @@ def run(options: argparse.Namespace) -> None:
     # Imported here so that `istar --help` does not wait for the libraries.
     from datetime import UTC, datetime
 
+    from istar.finetune.sweeps.planned_runs import describe_sweep
+    from istar.records.provenance import describe_code
     from istar.reports import plan_file
-    from istar.runs.provenance import describe_code
-    from istar.sweeps.planned_runs import describe_sweep
 
     plan_file.find_replaced_plan(options.out, options.force)
     test_options = options.test, options.alpha, options.sd, options.power
@@ -92,7 +92,7 @@ def _compose_sweep(arguments: Sequence[str], command: str) -> Iterator["SweepReq
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from istar.config import schema
+    from istar.records.config import schema
 
     schema.register()
     schema.register_sweeps()

@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from istar.drawing.terminal import make_console
 from istar.errors import UserError
-from istar.terminal import make_console
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from istar.cli.console import check_minima
+from istar.drawing.terminal import make_console
 from istar.errors import UserError
-from istar.terminal import make_console
 
 _DEFAULT_FORMS = "w8a8,w6a6,w4a4,int8"
 _DEFAULT_BY_SCORING_OPTION = {
@@ -75,15 +75,15 @@ def run(options: argparse.Namespace) -> None:
 
 def _score_embeddings(options: argparse.Namespace) -> None:
     """Score the sentence embeddings of encoders in float32, int8 and one bit, print the table and write the page."""
-    from istar.geometry.embed_tables import make_terminal_table
-    from istar.pages import folder
+    from istar.drawing import page_folder
+    from istar.embeddings.embed_tables import make_terminal_table
     from istar.quantization import embedding_scores
 
     for name, default in _DEFAULT_BY_SCORING_OPTION.items():
         if getattr(options, name) != default:
             raise UserError(f"--{name.replace('_', '-')} does not go together with --embeddings; leave one of them out")
     spec = embedding_scores.get_similarity_task(options.task or "stsb")
-    folder.check(options.out, embedding_scores.KIND, _list_inputs(options))
+    page_folder.check(options.out, embedding_scores.KIND, _list_inputs(options))
     progress_console = make_console(stderr=True)
     scoring_arguments = spec, options.data_dir, options.calibration, options.seed, progress_console
     encoder_scores = [
@@ -102,10 +102,10 @@ def _list_inputs(options: argparse.Namespace) -> list[Path]:
 
 def _score_models(options: argparse.Namespace) -> None:
     """Score models in float32 and in each quantized form, print the tables and write the page."""
-    from istar.geometry.embed_tables import make_terminal_table
-    from istar.pages import folder
+    from istar.drawing import page_folder
+    from istar.embeddings.embed_tables import make_terminal_table
     from istar.quantization import form_tables, quantize, quantize_page, saved_runs
-    from istar.quantization.controls import FACTOR
+    from istar.quantization.equivalent_models import FACTOR
 
     factor = FACTOR if options.outlier_factor is None else options.outlier_factor
     if options.outlier_factor is not None and options.control != "outlier":
@@ -124,7 +124,7 @@ def _score_models(options: argparse.Namespace) -> None:
             "is missing; a single model needs one, such as --task rte" if single_models else "is for a single model"
         )
         raise UserError(f"--task {expected}")
-    folder.check(options.out, quantize_page.KIND, _list_inputs(options))
+    page_folder.check(options.out, quantize_page.KIND, _list_inputs(options))
     progress_console = make_console(stderr=True)
     if single_models:
         scoring_arguments = single_models[0], options.task, settings, options.out, options.data_dir, progress_console

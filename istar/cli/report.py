@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from istar.terminal import make_console
+from istar.drawing.terminal import make_console
 
 
 def add_parser(commands: Any) -> None:

@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from istar.drawing.terminal import make_console
 from istar.errors import UserError, did_you_mean
-from istar.terminal import make_console
 
 
 def add_parser(commands: Any) -> None:

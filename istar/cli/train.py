@@ -14,11 +14,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from istar.config import Config, schema
+from istar.drawing.terminal import make_console
 from istar.errors import SHOW_TRACE, StoppedError, UserError, explain_system_error
-from istar.runs import extras, launch
-from istar.runs.importing import fast_imports
-from istar.terminal import make_console
+from istar.finetune.runs import extras, launch
+from istar.finetune.runs.importing import fast_imports
+from istar.records.config import Config, schema
 
 DRY_RUN_OPTION = "--dry-run"
 _DRY_RUN_OVERRIDE = "sweep.dry_run=true"
@@ -121,7 +121,7 @@ def start_run(settings: Config, trial: str | None) -> object:
         return launch.launch(settings, num_processes, trial)
     # The libraries are imported only now, so that `--help` and config errors do not wait for them.
     with fast_imports():
-        from istar.runs.run import run
+        from istar.finetune.runs.run import run
 
     return run(settings, make_console(), trial)
 

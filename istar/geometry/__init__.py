@@ -1,1 +1,1 @@
-"""Geometry of whole models: hidden states over a corpus, embedding matrices, checkpoints and word similarity."""
+"""The geometry of whole models over a corpus, for `istar measure`, `istar compare` and `istar correlate`."""

@@ -10,12 +10,13 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 
 from istar.errors import UserError
+from istar.hidden_states import EmbeddingWatch, Watch, attach_to_target
+from istar.hidden_states.embedding_watch import HIDDEN_STATES
+from istar.hidden_states.shrinkage import NUM_POINTS
 from istar.integrations.loaders import check_first_batch, iterate_in_new_order
 from istar.measures.processes import world_size
-from istar.regularizers import EmbeddingWatch, IStar, Penalty, Points, Watch, attach_to_target
-from istar.regularizers.embeddings import HIDDEN_STATES
+from istar.regularizers import IStar, Penalty, Points
 from istar.regularizers.points import ALL_POINTS
-from istar.regularizers.shrinkage import NUM_POINTS
 
 
 class PenaltyCallback(L.Callback):

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from istar.hidden_states import Watch
+from istar.hidden_states.undisturbed import preserve_rng_states
 from istar.measures.processes import world_size
-from istar.regularizers import Watch
-from istar.regularizers.undisturbed import preserve_rng_states
 
 
 def iterate_in_new_order(loader: Any, seed: int) -> Iterator[Any]:

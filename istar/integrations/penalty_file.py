@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save
 
-from istar.files import atomic_write
+from istar.files.writing import atomic_write
+from istar.hidden_states.embedding_watch import EmbeddingWatch
 from istar.regularizers.base import Penalty
-from istar.regularizers.embeddings import EmbeddingWatch
 
 _ROW_SAMPLER_PREFIX = "embedding_rows."
 """Prefix of the keys that hold the state of the generator that samples rows."""

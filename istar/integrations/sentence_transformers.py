@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from istar.errors import UserError
+from istar.hidden_states import attach
+from istar.hidden_states.model_layers import find_layers
+from istar.hidden_states.shrinkage import NUM_POINTS
 from istar.integrations.loaders import iterate_in_new_order
 from istar.integrations.penalty_file import load_penalty, save_penalty
-from istar.regularizers import IStar, Penalty, attach, select_layers
-from istar.regularizers.model_layers import find_layers
+from istar.regularizers import IStar, Penalty, select_layers
 from istar.regularizers.points import Tokens
-from istar.regularizers.shrinkage import NUM_POINTS
 
 POINT_TYPES = ("tokens", "pooled")
 

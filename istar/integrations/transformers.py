@@ -12,15 +12,15 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from istar.errors import UserError
+from istar.hidden_states.attach import Watch
+from istar.hidden_states.embedding_watch import HIDDEN_STATES, EmbeddingWatch, attach_to_target
+from istar.hidden_states.shrinkage import NUM_POINTS
+from istar.hidden_states.undisturbed import eval_mode, preserve_rng_states
 from istar.integrations.loaders import check_first_batch, iterate_in_new_order
 from istar.integrations.penalty_file import load_penalty, save_penalty
-from istar.regularizers.attach import Watch
 from istar.regularizers.base import Penalty
-from istar.regularizers.embeddings import HIDDEN_STATES, EmbeddingWatch, attach_to_target
 from istar.regularizers.istar import IStar
 from istar.regularizers.points import ALL_POINTS, Points
-from istar.regularizers.shrinkage import NUM_POINTS
-from istar.regularizers.undisturbed import eval_mode, preserve_rng_states
 
 if TYPE_CHECKING:
     _TrainerBase = Trainer

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import NonFiniteError, UserError
-from istar.measures.rows import (
+from istar.measures.input_checks import (
     accumulation_dtype,
     block_length,
     check_finite,

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
+from istar.measures.input_checks import accumulation_dtype, check_finite, select_rows, zero_vector
 from istar.measures.jackknife import jackknife_error
-from istar.measures.rows import accumulation_dtype, check_finite, select_rows, zero_vector
 
 
 def cka(first: Tensor, second: Tensor) -> float:

@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from istar.errors import UserError
+from istar.measures.input_checks import accumulation_dtype, check_one_per_point, check_points, zero_vector
 from istar.measures.isoscore import isoscore_from_covariance
 from istar.measures.moments import add_matrices, full_precision, mean_and_scatter
 from istar.measures.processes import sum_over_processes, world_size
-from istar.measures.rows import accumulation_dtype, check_one_per_point, check_points, zero_vector
 
 
 class ClassIsotropy(NamedTuple):

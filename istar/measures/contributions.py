@@ -17,7 +17,7 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.cosine import AverageCosine
-from istar.measures.rows import check_finite, select_rows, upcast_blocks, upcast_vector
+from istar.measures.input_checks import check_finite, select_rows, upcast_blocks, upcast_vector
 from istar.measures.spectrum import DimensionMoments
 
 

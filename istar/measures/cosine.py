@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.rows import (
+from istar.measures.input_checks import (
     block_length,
     check_finite,
     check_one_per_point,

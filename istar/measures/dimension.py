@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
+from istar.measures.input_checks import check_finite, row_norms
 from istar.measures.moments import full_precision
-from istar.measures.rows import check_finite, row_norms
 
 _DISTANCES_PER_BLOCK = 2**22
 """Number of distances that are computed at once: 32 MiB in float64."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.dimension import Dimension
-from istar.measures.rows import check_matrix
+from istar.measures.input_checks import check_matrix
 
 _DISTANCES_PER_BLOCK = 2**22
 """Number of distances that are computed at once: 32 MiB in float64."""

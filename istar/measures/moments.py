@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from istar.errors import UserError
+from istar.measures.input_checks import accumulation_dtype, check_one_per_point, check_points, zero_vector
 from istar.measures.processes import sum_over_processes, world_size
-from istar.measures.rows import accumulation_dtype, check_one_per_point, check_points, zero_vector
 
 _FULL_PRECISION_SETTINGS = {"none", "ieee"}
 """Settings of torch's backends with which float32 products are computed in float32."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from istar.errors import UserError
-from istar.measures.rows import check_finite, row_norms, select_rows, upcast_blocks, upcast_vector, zero_vector
+from istar.measures.input_checks import check_finite, row_norms, select_rows, upcast_blocks, upcast_vector, zero_vector
 from istar.measures.spectrum import outlier_dimensions
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
+from istar.measures.input_checks import accumulation_dtype, check_matrix, upcast_blocks
 from istar.measures.moments import full_precision
-from istar.measures.rows import accumulation_dtype, check_matrix, upcast_blocks
 
 Signs = Literal["as_computed", "both"]
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from istar.errors import UserError
 from istar.measures.cosine import average_cosine_by_group
-from istar.measures.rows import (
+from istar.measures.input_checks import (
     check_finite,
     check_one_per_point,
     norms_and_units,

@@ -13,8 +13,15 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
+from istar.measures.input_checks import (
+    accumulation_dtype,
+    check_matrix,
+    row_norms,
+    split_rows,
+    unit_vectors,
+    upcast_blocks,
+)
 from istar.measures.moments import full_precision
-from istar.measures.rows import accumulation_dtype, check_matrix, row_norms, split_rows, unit_vectors, upcast_blocks
 
 Variant = Literal["corrected", "published"]
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from istar.errors import UserError
+from istar.measures.input_checks import accumulation_dtype, check_finite, check_one_per_point, zero_vector
 from istar.measures.jackknife import jackknife_error
 from istar.measures.processes import sum_over_processes, world_size
-from istar.measures.rows import accumulation_dtype, check_finite, check_one_per_point, zero_vector
 
 
 def isoscore_by_sentence(points: Tensor, mask: Tensor | None = None) -> Tensor:

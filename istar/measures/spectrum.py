@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.moments import Moments
-from istar.measures.rows import (
+from istar.measures.input_checks import (
     accumulation_dtype,
     check_finite,
     check_matrix,
@@ -17,6 +16,7 @@ from istar.measures.rows import (
     upcast_vector,
     zero_vector,
 )
+from istar.measures.moments import Moments
 
 OutlierRule = Literal["sigma", "mean", "median"]
 PowerLawWeights = Literal["equal", "inverse_rank"]

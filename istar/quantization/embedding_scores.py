@@ -14,14 +14,16 @@ from rich.progress import track
 from torch import Tensor
 from torch.nn import functional
 
-from istar.config import ModelConfig
+from istar.drawing import page_folder
+from istar.drawing.page import Page, Section
+from istar.drawing.page_folder import PageKind
+from istar.drawing.page_tables import Entry, Sheet, numeric_entries
 from istar.errors import UserError, did_you_mean
+from istar.finetune.tasks.features import limit_max_length
+from istar.finetune.tasks.loading import load_splits
+from istar.finetune.tasks.metrics import spearman
+from istar.inputs.pretrained import load_encoder, load_tokenizer
 from istar.measures import isoscore
-from istar.models import load_encoder, load_tokenizer
-from istar.pages import folder
-from istar.pages.folder import PageKind
-from istar.pages.page import Page, Section
-from istar.pages.sheets import Entry, Sheet, numeric_entries
 from istar.quantization.sentence_codes import (
     dimension_ranges,
     hamming_distance,
@@ -30,10 +32,8 @@ from istar.quantization.sentence_codes import (
     mean_pooled,
     signs,
 )
-from istar.tasks.features import limit_max_length
-from istar.tasks.loading import load_splits
-from istar.tasks.metrics import spearman
-from istar.tasks.specs import TASKS, TaskSpec
+from istar.records.config import ModelConfig
+from istar.records.task_specs import TASKS, TaskSpec
 
 KIND = PageKind("page of quantized embeddings", "istar quantize --embeddings")
 BITS_PER_DIMENSION = {"float32": 32, "int8": 8, "binary": 1}
@@ -215,7 +215,7 @@ def write_page(table: Sheet, out: Path, command: str = "") -> Path:
         command: command line, to show on the page.
 
     Raises:
-        UserError: see `istar.pages.folder.write`.
+        UserError: see `istar.drawing.page_folder.write`.
     """
     sections = [
         Section("reading", "How to read this", _HOW_TO_READ),
@@ -225,4 +225,4 @@ def write_page(table: Sheet, out: Path, command: str = "") -> Path:
         sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[command]))
     head = ("Models", ", ".join(table.rows_by_group), f"computed by istar {version('istar')}")
     page = Page("Quantized embeddings", head, KIND.generator, [(str(len(table.rows_by_group)), "models")], sections)
-    return folder.write(out, folder.page_files(page, {table.name: table}), KIND)
+    return page_folder.write(out, page_folder.page_files(page, {table.name: table}), KIND)

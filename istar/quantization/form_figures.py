@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from istar.figures.plot import Line, Panel, Plot
+from istar.drawing.plot import Line, Panel, Plot
 from istar.quantization.form_tables import MEASURE_LABELS, SchemeComparison
 from istar.quantization.quantize import QuantizedScores
-from istar.reports.cells import by_model_and_task
+from istar.records.metric_names import is_lower_better
+from istar.reports.configurations import by_model_and_task
 from istar.reports.statistics import mean_and_std
-from istar.scores import is_lower_better
 
 
 def make_mean_drop_plot(comparisons: Sequence[SchemeComparison], scheme_names: Sequence[str]) -> Plot:

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from istar.errors import UserError
+from istar.finetune.tasks.evaluation import Evaluation
+from istar.finetune.tasks.features import TokenizedRows
+from istar.finetune.training.data import build_evaluation_loader, sort_longest_first
+from istar.finetune.training.module import inputs_without_labels, logits_by_feature, merge_outputs, token_mask
 from istar.measures import Moments, TokenKurtosis, isoscore
-from istar.quantization.controls import Control, apply_control
+from istar.quantization.equivalent_models import Control, apply_control
 from istar.quantization.linear_layers import Form, InputRanges, encoder_linears, forward_observed, quantize_layers
 from istar.quantization.saved_runs import LoadedModel
 from istar.quantization.torch_int8 import TorchInt8, quantize_by_torch
-from istar.tasks.evaluation import Evaluation
-from istar.tasks.features import TokenizedRows
-from istar.training.data import build_evaluation_loader, sort_longest_first
-from istar.training.module import inputs_without_labels, logits_by_feature, merge_outputs, token_mask
 
 MAX_EXAMPLES = 1_000
 """Maximum number of validation rows whose activations are measured."""
@@ -92,7 +92,7 @@ def score_model(
 
 
 def apply_checked_control(loaded: LoadedModel, control: Control, factor: float, seed: int) -> LoadedModel:
-    """Apply a control of `istar.quantization.controls` and check on one batch that it leaves the logits as they are.
+    """Apply a control of `equivalent_models` and check on one batch that it leaves the logits as they are.
 
     Args:
         loaded: the model and its data, which do not change.

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from istar.drawing.page_tables import Entry, Sheet, numeric_entries
 from istar.errors import UserError
-from istar.pages.sheets import Entry, Sheet, numeric_entries
 from istar.quantization.quantize import QuantizedScores
+from istar.records.metric_names import is_lower_better
 from istar.reports.budgets import compute_budget
-from istar.reports.cells import by_model_and_task, row_dicts
+from istar.reports.configurations import by_model_and_task, row_dicts
 from istar.reports.method_comparisons import is_base, select_runs_by_method
 from istar.reports.paper_tables import EMPTY_CELL, format_mean_and_std, format_p_value
 from istar.reports.run_tables import format_number
 from istar.reports.statistics import compare_paired, mean_and_std
-from istar.scores import is_lower_better
 from istar.statistics import paired
 from istar.statistics.arguments import is_constant
 from istar.statistics.conclusions import Comparison, Verdict, conclusion, verdict
@@ -58,7 +58,7 @@ class SchemeComparison:
 
     Attributes:
         model, task, metric, method, scheme_name: what is compared.
-        float32_by_seed: float32 score by seed, in the unit of `istar.scores.displayed`.
+        float32_by_seed: float32 score by seed, in the unit of `istar.records.metric_names.displayed`.
         base_float32_by_seed: the same for Base; empty without runs of Base.
         drop_by_seed: drop from the float32 score of the same run by seed, in the same unit; positive if quantization
             makes the score worse.

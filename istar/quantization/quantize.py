@@ -13,17 +13,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
 
+from istar.drawing.page_folder import PageKind, page_output
 from istar.errors import UserError
-from istar.pages.folder import PageKind, page_output
-from istar.parsing import MissingFileError, read_record
+from istar.files.parsing import MissingFileError, read_record
 from istar.quantization import saved_runs
-from istar.quantization.controls import FACTOR, Control
+from istar.quantization.equivalent_models import FACTOR, Control
 from istar.quantization.form_scores import ModelScores, apply_checked_control, score_model
 from istar.quantization.linear_layers import ActivationScales, Form, WeightScales, parse_form
 from istar.quantization.saved_runs import SavedModel
 from istar.quantization.torch_int8 import TorchInt8
-from istar.reports import cells
-from istar.scores import displayed, is_lower_better
+from istar.records.metric_names import displayed, is_lower_better
+from istar.reports import configurations
 
 SCORES_FILE = "quantization.json"
 KIND = PageKind("page of quantized models", "istar quantize", (SCORES_FILE,))
@@ -43,7 +43,7 @@ class QuantizationSettings:
         forms: quantization schemes, with different names.
         calibration: number of training examples for static scales.
         seed: random seed for the choice of these examples, and for the control `rotate`.
-        control: change of the model before it is quantized, see `istar.quantization.controls`.
+        control: change of the model before it is quantized, see `istar.quantization.equivalent_models`.
         outlier_factor: factor of the control `outlier`.
     """
 
@@ -78,7 +78,7 @@ class QuantizedScores:
 
     Attributes:
         rows: a row for each model, see `make_table_row`; runs also have the columns of
-            `istar.reports.cells.add_selection_columns`.
+            `istar.reports.configurations.add_selection_columns`.
         scheme_names: names of the quantization schemes.
         exclusion_reasons: the reason why a run was left out, by the folder of the run.
         settings_description: sentences that describe the settings, for captions.
@@ -110,8 +110,8 @@ def quantize_runs(
         UserError: if no run can be scored, or the model or the data of a run cannot be loaded.
     """
     runs = saved_runs.read_runs(folders, out)
-    frame = cells.add_selection_columns(runs)
-    rows = cells.row_dicts(frame)
+    frame = configurations.add_selection_columns(runs)
+    rows = configurations.row_dicts(frame)
     reason_by_folder = {str(row["folder"]): saved_runs.get_exclusion_reason(row) for row in rows}
     exclusion_reasons = {**runs.read_errors, **{path: reason for path, reason in reason_by_folder.items() if reason}}
     usable_rows = [row for row in rows if not reason_by_folder[str(row["folder"])]]
@@ -168,7 +168,7 @@ def make_table_row(scores: Mapping[str, Any]) -> dict[str, Any]:
     The columns are `metric`, `recorded` (the value at the end of training, in the precision of training), `float32`,
     the measures of `ActivationGeometry`, and for each quantization scheme, such as `w8a8`: `w8a8` (the score),
     `w8a8_drop` (by how much it is worse than float32) and `w8a8_collapsed` (whether all predictions are equal). Scores
-    are in the unit of `istar.scores.displayed`.
+    are in the unit of `istar.records.metric_names.displayed`.
     """
     metric = scores["metric"]
     float32_score = displayed(metric, scores["floating"])
@@ -188,7 +188,7 @@ def make_table_row(scores: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compute_drop(metric: str, float32_score: float, quantized_score: float) -> float:
-    """Return by how much a quantized model scores worse than in float32, in the unit of `istar.scores.displayed`.
+    """Return by how much a quantized model scores worse than in float32, in the unit of `displayed`.
 
     The drop is negative if the quantized model is better, whether the metric is a score or a loss.
 

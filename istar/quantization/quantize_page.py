@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from istar.pages import folder
-from istar.pages.page import Page, Section
-from istar.pages.sheets import Sheet
+from istar.drawing import page_folder
+from istar.drawing.page import Page, Section
+from istar.drawing.page_tables import Sheet
 from istar.quantization import form_figures, form_tables
 from istar.quantization.form_tables import MEASURE_LABELS
 from istar.quantization.quantize import KIND, SCORES_FILE, QuantizedScores
@@ -50,11 +50,11 @@ def write_page(quantized: QuantizedScores, tables: PageTables, out: Path, comman
         command: command line, to show on the page.
 
     Raises:
-        UserError: see `istar.pages.folder.write`.
+        UserError: see `istar.drawing.page_folder.write`.
     """
-    content_by_path = folder.page_files(_make_page(quantized, tables, command), tables.sheets)
+    content_by_path = page_folder.page_files(_make_page(quantized, tables, command), tables.sheets)
     content_by_path[SCORES_FILE] = (out / SCORES_FILE).read_bytes()
-    return folder.write(out, content_by_path, KIND)
+    return page_folder.write(out, content_by_path, KIND)
 
 
 def _make_page(quantized: QuantizedScores, tables: PageTables, command: str) -> Page:
@@ -63,13 +63,13 @@ def _make_page(quantized: QuantizedScores, tables: PageTables, command: str) -> 
     if tables.comparisons:
         drop_plot = form_figures.make_mean_drop_plot(tables.comparisons, quantized.scheme_names)
         methods_sheet = tables.sheets["methods"]
-        drop_pictures = folder.render_pictures(drop_plot)
+        drop_pictures = page_folder.render_pictures(drop_plot)
         sections.append(Section("methods", "Methods", (drop_plot.caption,), methods_sheet, drop_pictures, is_wide=True))
         sentences = tables.conclusions
         empty_note = "" if sentences else "There is no Base with the same task and model to compare with."
         sections.append(Section("conclusions", "What may be concluded", sentences, empty_note=empty_note))
         measure_plots = [form_figures.make_drop_by_measure_plot(quantized, measure) for measure in MEASURE_LABELS]
-        measure_pictures = [picture for plot in measure_plots for picture in folder.render_pictures(plot)]
+        measure_pictures = [picture for plot in measure_plots for picture in page_folder.render_pictures(plot)]
         correlation_sheet = tables.sheets["relations"]
         sections.append(Section("geometry", "Drop and geometry", (), correlation_sheet, measure_pictures, is_wide=True))
     sections.append(Section("runs", "Models", (), tables.sheets["runs"], is_wide=True))

@@ -9,8 +9,17 @@ import pandas as pd
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from istar import models, results
-from istar.config import (
+from istar.errors import UserError, did_you_mean
+from istar.finetune.runs.prepared_data import make_collator, prepare_data
+from istar.finetune.runs.run_folders import Examples, find_task_spec, identify_model, load_examples
+from istar.finetune.tasks.evaluation import Evaluator
+from istar.finetune.tasks.features import TokenizedRows
+from istar.finetune.tasks.loading import fingerprint
+from istar.finetune.training.data import Collate
+from istar.inputs import pretrained
+from istar.inputs.adapters import has_adapters, read_base_config
+from istar.records import results
+from istar.records.config import (
     Config,
     DataConfig,
     LoggerConfig,
@@ -21,17 +30,9 @@ from istar.config import (
     TaskConfig,
     TrainerConfig,
 )
-from istar.errors import UserError, did_you_mean
-from istar.models.adapters import has_adapters, read_base_config
+from istar.records.results import RunRecord
+from istar.records.task_specs import TASKS, TaskSpec
 from istar.reports.run_frame import Runs, load_runs
-from istar.results import RunRecord
-from istar.runs.prepared_data import make_collator, prepare_data
-from istar.runs.store import Examples, find_task_spec, identify_model, load_examples
-from istar.tasks.evaluation import Evaluator
-from istar.tasks.features import TokenizedRows
-from istar.tasks.loading import fingerprint
-from istar.tasks.specs import TASKS, TaskSpec
-from istar.training.data import Collate
 
 MODEL_FOLDER = "model"
 """Name of the folder of the saved model within the folder of a run."""
@@ -144,7 +145,7 @@ def get_exclusion_reason(row: Mapping[str, Any]) -> str:
     """Return why the model of a run cannot be quantized, or an empty string if it can be.
 
     Args:
-        row: the run's row of the table that `istar.reports.cells.add_selection_columns` returns.
+        row: the run's row of the table that `istar.reports.configurations.add_selection_columns` returns.
     """
     task = TASKS.get(str(row["task"]))
     if row["status"] != "finished":
@@ -217,9 +218,9 @@ def load_model_and_data(saved_model: SavedModel, num_calibration: int, seed: int
             f"{saved_model.name}: the data of task {spec.name} are not those that the run was trained on; name their "
             "folder with --data-dir"
         )
-    tokenizer = models.load_tokenizer(config.model)
-    model_config = models.load_config(config.model, spec, tokenizer)
-    model = models.load_model(config.model, spec, model_config, tokenizer).eval()
+    tokenizer = pretrained.load_tokenizer(config.model)
+    model_config = pretrained.load_config(config.model, spec, tokenizer)
+    model = pretrained.load_model(config.model, spec, model_config, tokenizer).eval()
     if saved_model.record is None:
         _check_saved_head(saved_model, model)
     sampled_examples = _sample_training_examples(examples, num_calibration, seed)
@@ -264,7 +265,7 @@ def _check_saved_head(saved_model: SavedModel, model: PreTrainedModel) -> None:
         UserError: if the head is missing, or has other labels.
     """
     spec = saved_model.spec
-    saved_config: Any = models.load_pretrained(saved_model.config.model, AutoConfig)
+    saved_config: Any = pretrained.load_pretrained(saved_model.config.model, AutoConfig)
     problem = f"{saved_model.model_folder} has no head for task {spec.name}"
     saved_architecture = (saved_config.architectures or ["no architecture"])[0]
     if saved_architecture != type(model).__name__:

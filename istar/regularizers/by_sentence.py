@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from istar.errors import UserError
+from istar.measures.input_checks import accumulation_dtype
 from istar.measures.moments import full_precision
 from istar.measures.processes import sum_over_processes
-from istar.measures.rows import accumulation_dtype
 from istar.measures.sentences import SentenceMoments, SentenceSums
 from istar.regularizers.points import Tokens
 from istar.regularizers.undefined import is_rounding

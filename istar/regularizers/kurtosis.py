@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from istar.measures.input_checks import accumulation_dtype
 from istar.measures.processes import sum_over_processes
-from istar.measures.rows import accumulation_dtype
 from istar.regularizers.base import Penalty, Terms
 from istar.regularizers.points import Layers
 from istar.regularizers.set_point import SetPoint

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from istar.reports.cells import is_finite, row_dicts
+from istar.reports.configurations import is_finite, row_dicts
 
 _TRIED_STATUSES = ("finished", "failed", "pruned")
 """Statuses of a run whose configuration counts as tried; an unfinished run may not have begun."""

@@ -12,10 +12,10 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from istar.figures.drawing import COLOURS, PNG_DPI
+from istar.drawing.rendering import COLOURS, PNG_DPI
+from istar.records.metric_names import axis_label, displayed
+from istar.records.results import RunRecord
 from istar.reports.run_tables import get_method_label, group_by_task
-from istar.results import RunRecord
-from istar.scores import axis_label, displayed
 
 Configurations = Sequence[Sequence[RunRecord]]  # the runs of each configuration of a task and a model
 

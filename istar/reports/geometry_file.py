@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated, NotRequired, TypedDict
 
 from istar.errors import UserError
-from istar.parsing import MissingFileError, read_record
-from istar.results import GEOMETRY
+from istar.files.parsing import MissingFileError, read_record
+from istar.records.results import GEOMETRY
 
 _Count = Annotated[int, 0]
 
@@ -28,7 +28,7 @@ class _GeometryFields(TypedDict):
 
 @dataclass(frozen=True)
 class IsoScoreStar:
-    """IsoScore* of the states of all validation tokens; see `istar.training.validation_isoscore_star`."""
+    """IsoScore* of the states of all validation tokens; see `istar.finetune.training.validation_isoscore_star`."""
 
     zeta: float
     num_points: int  # points of the training data in Sigma_S, counted over the union of layers 1 to L

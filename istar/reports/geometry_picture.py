@@ -3,10 +3,10 @@
 import re
 from collections.abc import Mapping, Sequence
 
-from istar.figures.drawing import render
-from istar.figures.plot import Line, Panel, Plot
-from istar.figures.spacing import evenly_spaced
-from istar.scores import geometry_key
+from istar.drawing.plot import Line, Panel, Plot
+from istar.drawing.rendering import render
+from istar.drawing.spacing import evenly_spaced
+from istar.records.metric_names import geometry_key
 
 MEASURE_LABELS = {
     "isoscore": "IsoScore",

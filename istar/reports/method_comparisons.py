@@ -7,11 +7,11 @@ from functools import cache
 import numpy as np
 import pandas as pd
 
+from istar.drawing.plot import BASE
 from istar.errors import UserError
-from istar.figures.plot import BASE
+from istar.records.metric_names import displayed, is_lower_better
 from istar.reports.budgets import Budget, compute_budget
-from istar.reports.cells import HELD_OUT, VALIDATION, by_model_and_task, find_best_group
-from istar.scores import displayed, is_lower_better
+from istar.reports.configurations import HELD_OUT, VALIDATION, by_model_and_task, find_best_group
 from istar.statistics import multiple, paired, power
 from istar.statistics.arguments import is_constant
 from istar.statistics.conclusions import Comparison
@@ -38,7 +38,7 @@ class Method:
 
     @property
     def score_by_seed(self) -> dict[int, float]:
-        """The headline metric by seed, scaled by `istar.scores.displayed`."""
+        """The headline metric by seed, scaled by `istar.records.metric_names.displayed`."""
         return get_score_by_seed(self.runs)
 
     @property
@@ -280,6 +280,6 @@ def is_base(runs: pd.DataFrame) -> bool:
 
 
 def get_score_by_seed(runs: pd.DataFrame) -> dict[int, float]:
-    """Return the headline metric by seed, scaled by `istar.scores.displayed`; each run has another seed."""
+    """Return the headline metric by seed, scaled by `displayed`; each run has another seed."""
     rows = zip(runs["seed"], runs["metric"], runs["value"].astype(float), strict=True)
     return {int(seed): displayed(metric, value) for seed, metric, value in rows}

@@ -2,10 +2,10 @@
 
 from itertools import groupby
 
-from istar.figures.plot import Panel, Plot
+from istar.drawing.plot import Panel, Plot
+from istar.records.metric_names import axis_label
 from istar.reports.method_comparisons import ComparedMethods
 from istar.reports.run_figures import MARKER_LEGEND, build_mean_point
-from istar.scores import axis_label
 
 
 def build_all_methods_plot(compared_methods: ComparedMethods) -> Plot:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pandas as pd
 
-from istar.pages.sheets import Entry, Sheet, numeric_entries
-from istar.reports.cells import describe_hyperparameters, row_dicts
+from istar.drawing.page_tables import Entry, Sheet, numeric_entries
+from istar.reports.configurations import describe_hyperparameters, row_dicts
 from istar.reports.method_comparisons import POWER, ComparedMethods, Method, MethodComparison
 from istar.reports.paper_tables import EMPTY_CELL, format_mean_and_std, format_p_value
 from istar.reports.run_tables import format_number

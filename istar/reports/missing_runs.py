@@ -8,13 +8,13 @@ from typing import Any
 
 import pandas as pd
 
-from istar.config.groups import TINY
-from istar.figures.plot import BASE, Panel, Plot
-from istar.pages.sheets import Entry, Sheet
+from istar.drawing.page_tables import Entry, Sheet
+from istar.drawing.plot import BASE, Panel, Plot
+from istar.records.config.groups import TINY
+from istar.records.results import RunRecord
 from istar.reports import paper
-from istar.reports.cells import Cell, list_models, list_tasks
+from istar.reports.configurations import Cell, list_models, list_tasks
 from istar.reports.paper_tables import collect_tried_pairs
-from istar.results import RunRecord
 
 _MODEL_OPTIONS = {
     "albert/albert-base-v2": "albert",

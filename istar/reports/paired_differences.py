@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 
 from istar.errors import UserError
-from istar.reports import cells
+from istar.reports import configurations
 from istar.reports.method_comparisons import get_score_by_seed, is_base, select_runs_by_method
 from istar.reports.run_frame import load_runs
 
@@ -19,7 +19,9 @@ class SeedDifferences:
     task: str
     metric: str
     method: str
-    by_seed: dict[int, float]  # difference of the headline metric, scaled by `istar.scores.displayed`, by seed
+    by_seed: dict[
+        int, float
+    ]  # difference of the headline metric, scaled by `istar.records.metric_names.displayed`, by seed
 
 
 def compute_differences_from_base(folder: Path) -> list[SeedDifferences]:
@@ -31,11 +33,11 @@ def compute_differences_from_base(folder: Path) -> list[SeedDifferences]:
     Raises:
         UserError: if `folder` is not a folder, or no method has a seed in common with Base.
     """
-    all_runs = cells.add_selection_columns(load_runs(folder, keep_records=True))
+    all_runs = configurations.add_selection_columns(load_runs(folder, keep_records=True))
     usable_runs = all_runs[all_runs["usable"]]
     differences = [
         seed_differences
-        for runs in cells.by_model_and_task(usable_runs)
+        for runs in configurations.by_model_and_task(usable_runs)
         for seed_differences in _compute_task_differences(runs)
     ]
     if not differences:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pandas as pd
 
-from istar.pages.sheets import Entry, Sheet, numeric_entries
+from istar.drawing.page_tables import Entry, Sheet, numeric_entries
+from istar.records.metric_names import merit
 from istar.reports import paper
-from istar.reports.cells import Cell, describe_hyperparameters, find_differing_keys, is_finite, row_dicts
+from istar.reports.configurations import Cell, describe_hyperparameters, find_differing_keys, is_finite, row_dicts
 from istar.reports.run_tables import format_number
 from istar.reports.statistics import compare_paired
-from istar.scores import merit
 
 EMPTY_CELL = "-"
 """Text of a table entry that has no value."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from istar.pages.sheets import Entry, Sheet
+from istar.drawing.page_tables import Entry, Sheet
 from istar.reports.plan_file import Plan
 
 _ALL_RUNS = "all runs"

@@ -12,10 +12,10 @@ from typing import Literal, TypedDict
 
 import yaml
 
+from istar.drawing.plot import BASE
 from istar.errors import UserError
-from istar.figures.plot import BASE
-from istar.outputs import Output
-from istar.parsing import read_record
+from istar.files.outputs import Output
+from istar.files.parsing import read_record
 from istar.statistics import power
 from istar.statistics.paired import smallest_sign_flip_p
 

@@ -10,15 +10,15 @@ import pandas as pd
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from istar.drawing import page_folder
+from istar.drawing.page import Page, Picture, Section
+from istar.drawing.page_folder import PageKind
+from istar.drawing.page_tables import Sheet
+from istar.drawing.plot import BASE, Plot
 from istar.errors import UserError
-from istar.figures.plot import BASE, Plot
-from istar.pages import folder
-from istar.pages.folder import PageKind
-from istar.pages.page import Page, Picture, Section
-from istar.pages.sheets import Sheet
 from istar.reports import (
-    cells,
     class_table,
+    configurations,
     geometry_file,
     method_comparisons,
     method_figure,
@@ -32,7 +32,7 @@ from istar.reports import (
     stability,
     training_figures,
 )
-from istar.reports.cells import Cell
+from istar.reports.configurations import Cell
 from istar.reports.geometry_file import Geometry
 from istar.reports.missing_runs import MissingRuns, SweepCommandBuilder
 from istar.reports.plan_file import Plan
@@ -74,7 +74,7 @@ def write_report(
         UserError: if `plan_path` is no plan, if there are no runs, if no method or several are the reference, if `out`
             holds files that are no report, or if it cannot be written.
     """
-    folder.check(out, KIND, (root,) if plan_path is None else (root, plan_path))
+    page_folder.check(out, KIND, (root,) if plan_path is None else (root, plan_path))
     plan = None if plan_path is None else plan_file.read(plan_path)
     progress_columns = TextColumn("{task.description}", markup=False), BarColumn()
     is_hidden = console is None or not console.is_terminal
@@ -94,10 +94,10 @@ def write_report(
         pictures_by_plot: dict[str, list[Picture]] = {}
         for plot in contents.plots:
             progress.update(progress_task, description=f"drawing {plot.name}", advance=1)
-            pictures_by_plot[plot.name] = folder.render_pictures(plot)
+            pictures_by_plot[plot.name] = page_folder.render_pictures(plot)
         progress.update(progress_task, description="writing", advance=1)
-        files = folder.page_files(_build_page(contents, pictures_by_plot), contents.sheets)
-        page_path = folder.write(out, files, KIND)
+        files = page_folder.page_files(_build_page(contents, pictures_by_plot), contents.sheets)
+        page_path = page_folder.write(out, files, KIND)
     return WrittenReport(page_path, len(runs.frame), len(contents.missing))
 
 
@@ -135,9 +135,9 @@ def _compute_contents(runs: Runs, root: Path, plan: Plan | None, reference: str)
 
     Other arguments are those of `write_report`.
     """
-    all_runs, records = cells.add_selection_columns(runs), runs.records
+    all_runs, records = configurations.add_selection_columns(runs), runs.records
     geometry_by_folder, geometry_errors = _read_geometries(all_runs)
-    table1_cells = cells.select_cells(all_runs)
+    table1_cells = configurations.select_cells(all_runs)
     test, alpha = ("sign-flip", method_comparisons.ALPHA) if plan is None else (plan.test["name"], plan.test["alpha"])
     compared_methods = method_comparisons.compare_methods(all_runs, test, alpha, reference)
     ranked_methods = rank_figure.rank_methods(compared_methods)

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from istar.figures.plot import BASE, Line, Panel, Plot
+from istar.drawing.plot import BASE, Line, Panel, Plot
+from istar.records.metric_names import axis_label, displayed
+from istar.records.results import RunRecord
 from istar.reports import paper
-from istar.reports.cells import (
+from istar.reports.configurations import (
     Cell,
     are_all_collapsed,
     describe_hyperparameters,
@@ -29,11 +31,9 @@ from istar.reports.cells import (
 )
 from istar.reports.geometry_file import Geometry, IsoScoreStar
 from istar.reports.stability import StabilityScores
-from istar.results import RunRecord
-from istar.scores import axis_label, displayed
 
 MARKER_LEGEND = "Hollow: fewer seeds than other points. Crossed: all runs have collapsed to constant predictions."
-"""Explanation of the markers that `istar.figures.plot.Plot` describes."""
+"""Explanation of the markers that `istar.drawing.plot.Plot` describes."""
 SYMBOLS = {"lambda": "λ", "zeta": "ζ", "layers": "layer"}
 """Symbols of the settings that figures vary, by the keys of `cells.VARIED`."""
 _MAX_NAMED_RUNS = 10
@@ -599,7 +599,7 @@ def _build_metric_line(runs: pd.DataFrame, x_column: str) -> Line:
 
 
 def _compute_displayed_scores(runs: pd.DataFrame) -> pd.Series:
-    """Return the headline metric of each run, scaled by `istar.scores.displayed`, with the index of the runs."""
+    """Return the headline metric of each run, scaled by `displayed`, with the index of the runs."""
     metrics_and_values = zip(runs["metric"], runs["value"].astype(float), strict=True)
     return pd.Series([displayed(metric, value) for metric, value in metrics_and_values], index=runs.index, dtype=float)
 

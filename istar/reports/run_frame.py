@@ -11,10 +11,10 @@ from typing import Any
 import pandas as pd
 
 from istar.errors import UserError
-from istar.files import to_csv
-from istar.outputs import Output
+from istar.files.outputs import Output
+from istar.files.writing import to_csv
+from istar.records.results import CONFIG, RESULT, RunRecord, read, read_unfinished
 from istar.reports.run_tables import get_method_label
-from istar.results import CONFIG, RESULT, RunRecord, read, read_unfinished
 
 _COLUMNS = (
     "name", "status", "task", "model", "method", "seed", "metric", "value", "selection", "epoch", "constant",

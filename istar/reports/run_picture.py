@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from istar.figures.drawing import render
-from istar.figures.plot import Line, Panel, Plot
-from istar.results import RunRecord
-from istar.scores import displayed
+from istar.drawing.plot import Line, Panel, Plot
+from istar.drawing.rendering import render
+from istar.records.metric_names import displayed
+from istar.records.results import RunRecord
 
 
 def build_isotropy_plot(record: RunRecord) -> Plot:

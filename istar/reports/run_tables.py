@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from istar.results import RunRecord
-from istar.scores import displayed, is_lower_better
+from istar.records.metric_names import displayed, is_lower_better
+from istar.records.results import RunRecord
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -142,7 +142,7 @@ def format_number(value: float | None, format_spec: str) -> str:
 
 
 def _format_metric(metric: str, value: float | None) -> str:
-    """Format the value of a metric with two decimals, as `istar.scores.displayed`, or None as a dash."""
+    """Format the value of a metric with two decimals, as `istar.records.metric_names.displayed`, or None as a dash."""
     return "-" if value is None else f"{displayed(metric, value):.2f}"
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from istar.drawing.plot import Line, Panel, Plot
 from istar.errors import shorten
-from istar.figures.plot import Line, Panel, Plot
-from istar.reports.cells import list_models, list_tasks
+from istar.records.metric_names import geometry_key
+from istar.records.results import METRICS
+from istar.reports.configurations import list_models, list_tasks
 from istar.reports.geometry_picture import MEASURE_LABELS
 from istar.reports.method_comparisons import select_runs_by_method
-from istar.results import METRICS
-from istar.scores import geometry_key
 
 _LOSS_COLUMN = "train/task_loss"
 _MAX_BINS = 50

@@ -51,7 +51,7 @@ def is_constant(values: Vector) -> bool:
     """Return whether all values are equal up to rounding errors, so that their standard deviation is only noise.
 
     The values are differences of scores, which are of the order of 1. Values within 1e-12 of each other therefore count
-    as equal however small they are. `istar.geometry.constant` is for series of any scale.
+    as equal however small they are. `istar.statistics.constant` is for series of any scale.
     """
     return bool(np.ptp(values) <= 1e-12 * max(1.0, float(np.abs(values).max())))
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from istar.cli.main import _make_parser, main
-from istar.config import Config
 from istar.errors import UserError
-from istar.geometry.saved_checkpoints import record_step
-from istar.runs.run import run
-from tests.geometry.test_embed import save_model
-from tests.test_outputs import Tree, read_tree
+from istar.finetune.runs.run import run
+from istar.inputs.saved_checkpoints import record_step
+from istar.records.config import Config
+from tests.embeddings.test_embed import save_model
+from tests.files.test_outputs import Tree, read_tree
 
 CASES: dict[str, list[str]] = {
     "measure": [

@@ -8,11 +8,11 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 
 from istar.cli.main import main
-from istar.config import Config
-from istar.config.schema import sweep_folder
+from istar.finetune.runs.run import run
+from istar.records.config import Config
+from istar.records.config.schema import sweep_folder
 from istar.reports import plan_departures, plan_file
 from istar.reports.run_frame import load_runs
-from istar.runs.run import run
 from tests.jobs import Start, starting
 
 SMALL = ("task.limit_train=32", "task.limit_validation=9", "data.batch_size=8", "trainer.max_epochs=1",

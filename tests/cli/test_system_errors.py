@@ -14,16 +14,16 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from istar import files
 from istar.cli.main import main
-from istar.config import schema
+from istar.embeddings import embed
 from istar.errors import UserError, explain_system_error
-from istar.geometry import embed
-from istar.models import adapters
-from istar.training.metrics_file import MetricsFile
+from istar.files import writing
+from istar.finetune.training.metrics_file import MetricsFile
+from istar.inputs import adapters
+from istar.records.config import schema
 from tests.cli.test_foreign_files import ARGUMENTS, call, world
-from tests.geometry.test_embed import save_model
-from tests.test_outputs import read_tree
+from tests.embeddings.test_embed import save_model
+from tests.files.test_outputs import read_tree
 
 __all__ = ["world"]  # a fixture
 
@@ -43,7 +43,7 @@ def fail_to_sync(monkeypatch: pytest.MonkeyPatch, number: int, folders: bool) ->
             raise OSError(number, os.strerror(number))
         original_fsync(descriptor)
 
-    monkeypatch.setattr(files.os, "fsync", fsync)
+    monkeypatch.setattr(writing.os, "fsync", fsync)
 
 
 def test_a_full_disk_is_one_line(
@@ -66,7 +66,7 @@ def test_a_file_system_that_cannot_sync_folders_is_tolerated(
     folder = save_model(tmp_path / "model")
     fail_to_sync(monkeypatch, number, folders=True)
     assert main(["embed", str(folder), "--out", str(tmp_path / "out"), "--save", "model"]) == 0
-    files.write_text(tmp_path / "file", "text")
+    writing.write_text(tmp_path / "file", "text")
     assert (tmp_path / "file").read_text() == "text"
 
 
@@ -124,12 +124,12 @@ def test_formulas_in_csv_files_are_texts_and_numbers_stay_numbers() -> None:
     names = ["=1+1", "+cmd", "-x", "@sum", "\t=a", "plain", "-", "-1.5", "+2", "-inf", "1e5", "", "a=b"]
     frame = pd.DataFrame({"=name": names, "value": range(-7, 6), "x": [-0.5] * 13}).convert_dtypes()
     frame.loc[3, "value"] = pd.NA
-    rows = list(csv.reader(io.StringIO(files.to_csv(frame))))
+    rows = list(csv.reader(io.StringIO(writing.to_csv(frame))))
     assert rows[0] == ["'=name", "value", "x"]
     assert [row[0] for row in rows[1:]] == [*(f"'{name}" for name in names[:5]), *names[5:]]
     assert [row[1] for row in rows[1:]] == ["-7", "-6", "-5", "", *map(str, range(-3, 6))]
     assert {row[2] for row in rows[1:]} == {"-0.5"}
-    assert [files.unescape_cell(row[0]) for row in rows[1:]] == names
+    assert [writing.unescape_cell(row[0]) for row in rows[1:]] == names
     assert list(frame["=name"]) == names  # unchanged
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from istar import results
 from istar.cli.train import move_overrides_to_end
-from istar.terminal import make_console, run_with_robust_output
+from istar.drawing.terminal import make_console, run_with_robust_output
+from istar.records import results
 from tests.jobs import Done, starting
 from tests.waiting import SECONDS
 

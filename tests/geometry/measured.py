@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from istar.geometry import measures_file
-from istar.geometry.measures_file import Measurements
+from istar.geometry.collect import measures_file
+from istar.geometry.collect.measures_file import Measurements
 
 
 def write_measures(measurements: Measurements, folder: Path) -> None:

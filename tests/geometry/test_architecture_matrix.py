@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
 from istar.errors import UserError
-from istar.geometry.taps import Taps
+from istar.geometry.collect.layer_outputs import Taps
+from istar.hidden_states.model_layers import ReturnedStates, find_layers
+from istar.hidden_states.reader import HiddenStateReader
+from istar.inputs.tokenizing import find_max_input_length
 from istar.measures.norms import norm_parameters
-from istar.regularizers.hidden_states import HiddenStateReader
-from istar.regularizers.model_layers import ReturnedStates, find_layers
-from istar.tasks.tokenizing import find_max_input_length
 
 VOCABULARY, WIDTH, LAYERS = 50, 16, 3
 IDS: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -13,15 +13,15 @@ import torch
 import transformers as hf
 
 from istar.cli.main import main
+from istar.drawing import rendering
 from istar.errors import UserError
-from istar.figures import drawing
-from istar.geometry import compare, compare_page, measure, measures_file
-from istar.geometry.compare import MeasuredModel
-from istar.geometry.corpus import Source
-from istar.geometry.measures_file import Measurements
-from istar.geometry.stream import Pass
-from istar.models import tiny
-from istar.tasks import demo
+from istar.geometry.collect import measure, measures_file
+from istar.geometry.collect.measures_file import Measurements
+from istar.geometry.collect.stream import Pass
+from istar.geometry.show import compare, compare_page
+from istar.geometry.show.compare import MeasuredModel
+from istar.inputs import demo, tiny
+from istar.inputs.corpus import Source
 from tests.geometry.measured import write_measures
 from tests.reports.test_report import balanced, parsed
 
@@ -151,7 +151,7 @@ def test_a_model_has_the_same_colour_in_all_figures(measurements_by_name: dict[s
     ]
     plots = {plot.name: plot for plot in (compare_page._make_difference_plot(models), *compare_page.make_plots(models))}
     assert {line.label for panel in plots["final_norm"].panels for line in panel.lines} == {"small", "Base", "large"}
-    styles_by_plot = {name: drawing._assign_line_styles(plot) for name, plot in plots.items()}
+    styles_by_plot = {name: rendering._assign_line_styles(plot) for name, plot in plots.items()}
     expected_styles = {label: styles_by_plot["directions"][label] for label in labels}
     assert len({style["color"] for style in expected_styles.values()}) == 4
     for name, styles_of_plot in styles_by_plot.items():

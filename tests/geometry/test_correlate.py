@@ -9,8 +9,8 @@ import pytest
 import scipy.stats
 
 from istar.cli.main import main
-from istar.geometry import correlate
-from istar.geometry.correlate import ResampledSeries
+from istar.geometry.correlation import correlate
+from istar.geometry.correlation.correlate import ResampledSeries
 from istar.statistics import correlation
 
 pytestmark = pytest.mark.usefixtures("svg_only")

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import scipy.stats
 
-from istar.geometry.compare import MeasuredModel
-from istar.geometry.comparison_findings import describe_comparison
-from istar.geometry.findings import describe_findings
-from istar.geometry.measures_file import Measurements
+from istar.geometry.collect.measures_file import Measurements
+from istar.geometry.show.compare import MeasuredModel
+from istar.geometry.show.comparison_findings import describe_comparison
+from istar.geometry.show.findings import describe_findings
 from tests.geometry.test_model_differences import make_model
 
 USUAL_MEASURES = {

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.geometry import grouped_moments
-from istar.geometry.grouped_moments import GroupedMoments
-from istar.geometry.token_batch import TokenBatch
+from istar.geometry.collect import grouped_moments
+from istar.geometry.collect.grouped_moments import GroupedMoments
+from istar.geometry.collect.token_batch import TokenBatch
 from istar.measures import FourthMoments
 
 NUM_GROUPS, NUM_POINTS = 3, 50

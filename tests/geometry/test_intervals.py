@@ -5,7 +5,7 @@ import math
 import pytest
 import scipy.stats
 
-from istar.geometry.intervals import JACKKNIFE_MEASURES, interval_half_width, t_quantile
+from istar.geometry.collect.intervals import JACKKNIFE_MEASURES, interval_half_width, t_quantile
 
 
 @pytest.mark.parametrize("groups", [2, 3, 10, 40])

@@ -9,15 +9,15 @@ import scipy.stats
 import torch
 
 from istar.errors import UserError
-from istar.geometry import grouped_moments
-from istar.geometry.layers import (
+from istar.geometry.collect import grouped_moments
+from istar.geometry.collect.layers import (
     COVARIANCE_MEASURES_WITH_ERROR,
     MEASURES_WITH_ERROR,
     SCORE_BY_SENTENCE,
     Layer,
     LayerSettings,
 )
-from istar.geometry.token_batch import TokenBatch
+from istar.geometry.collect.token_batch import TokenBatch
 from istar.measures import isoscore_by_sentence, isoscore_unbiased
 from tests import oracles
 

@@ -17,10 +17,11 @@ from transformers import AutoModel, AutoTokenizer
 
 from istar.cli.main import main
 from istar.errors import UserError
-from istar.geometry import measure, measures_file, model_page, stream
-from istar.geometry.corpus import Source
-from istar.geometry.measures_file import Measurements
-from istar.geometry.stream import Pass
+from istar.geometry.collect import measure, measures_file, stream
+from istar.geometry.collect.measures_file import Measurements
+from istar.geometry.collect.stream import Pass
+from istar.geometry.show import model_page
+from istar.inputs.corpus import Source
 from istar.measures import Activation, MassiveActivationsSummary
 from istar.measures.catalogue import MEASURES
 from tests import oracles

@@ -10,12 +10,13 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from istar.cli.main import main
-from istar.geometry.corpus import Source
-from istar.geometry.measure import measure_model
-from istar.geometry.measures_file import Measurements
-from istar.geometry.similarity import compute_mean_states
-from istar.geometry.stream import Pass
-from istar.models import tiny, train_tokenizer
+from istar.geometry.collect.measure import measure_model
+from istar.geometry.collect.measures_file import Measurements
+from istar.geometry.collect.similarity import compute_mean_states
+from istar.geometry.collect.stream import Pass
+from istar.inputs import tiny
+from istar.inputs.corpus import Source
+from istar.inputs.new_tokenizer import train_tokenizer
 from tests.geometry.test_architecture_matrix import CASES, SHAPE
 
 TEXTS = ["the cat sat on the mat", "a dog barked at the cat and it ran", "hello world", "the quick brown fox"] * 3

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from istar.geometry import model_differences
-from istar.geometry.compare import MeasuredModel
-from istar.geometry.measures_file import Measurements
+from istar.geometry.collect.measures_file import Measurements
+from istar.geometry.show import model_differences
+from istar.geometry.show.compare import MeasuredModel
 
 GROUPS = 10
 SETTINGS = {

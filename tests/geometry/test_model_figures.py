@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import scipy.stats
 
-from istar.geometry import model_figures, model_page
-from istar.geometry.compare_page import _LAYER_PLOTS as COMPARED_LAYER_PLOTS
-from istar.geometry.measures_file import Measurements
-from istar.geometry.model_figures import MEASURE_TITLES
+from istar.geometry.collect.measures_file import Measurements
+from istar.geometry.show import model_figures, model_page
+from istar.geometry.show.compare_page import _LAYER_PLOTS as COMPARED_LAYER_PLOTS
+from istar.geometry.show.model_figures import MEASURE_TITLES
 from istar.measures.catalogue import MEASURES
 
 TAPS = ("embeddings", "layer_1", "layer_2", "final_norm")

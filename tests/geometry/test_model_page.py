@@ -19,13 +19,13 @@ import transformers as hf
 
 from istar.cli.main import main
 from istar.errors import UserError
-from istar.geometry import arrays, measure, measures_file, model_figures, model_page
-from istar.geometry.corpus import Source
-from istar.geometry.measures_file import Measurements
-from istar.geometry.spheres import make_spheres
-from istar.geometry.stream import Pass
-from istar.models import tiny
-from istar.tasks import demo
+from istar.geometry.collect import figure_data, measure, measures_file
+from istar.geometry.collect.measures_file import Measurements
+from istar.geometry.collect.stream import Pass
+from istar.geometry.show import model_figures, model_page
+from istar.geometry.show.spheres import make_spheres
+from istar.inputs import demo, tiny
+from istar.inputs.corpus import Source
 from tests.reports.test_report import balanced, contents, inline_parts, parsed
 
 pytestmark = pytest.mark.slow
@@ -332,10 +332,10 @@ def test_no_mathematical_notation(page_folder: Path) -> None:
 def test_rows_of_a_matrix() -> None:
     torch.manual_seed(0)
     matrix = torch.randn(5_000, 6) * torch.tensor([5.0, 3, 1, 1, 1, 1]) + 4
-    summary = arrays.summarize_rows(matrix, torch.arange(5_000))
+    summary = figure_data.summarize_rows(matrix, torch.arange(5_000))
     assert summary["ids"][0] == 0
     assert summary["ids"][-1] == 4_999
-    assert len(summary["ids"]) == arrays.MAX_ROWS
+    assert len(summary["ids"]) == figure_data.MAX_ROWS
     assert summary["counts"] == summary["ids"]
     for form, points in (("raw", matrix), ("centered", matrix - matrix.mean(0))):
         left_vectors, singular_values, _ = np.linalg.svd(points.double().numpy(), full_matrices=False)
@@ -351,7 +351,7 @@ def test_rows_of_a_matrix() -> None:
 def test_directions_have_a_fixed_sign(offset: float) -> None:
     """The largest coordinate of each direction is positive, whatever sign the eigensolver returns."""
     torch.manual_seed(0)
-    x, _ = arrays.summarize_rows(0.1 * torch.randn(50, 3) + torch.tensor([0, offset, 0]))["raw"]
+    x, _ = figure_data.summarize_rows(0.1 * torch.randn(50, 3) + torch.tensor([0, offset, 0]))["raw"]
     assert np.mean(x) == pytest.approx(offset, rel=0.05)
 
 
@@ -482,8 +482,8 @@ def test_measures_are_saved_even_if_the_page_fails(
 def test_a_large_model_has_a_small_file(encoder_measures: Measurements) -> None:
     """The shape is that of BERT-base over three texts."""
     layer = {
-        "raw": arrays.round_digits(np.random.default_rng(0).random(768)),
-        "centered": arrays.round_digits(np.full(768, 1 / 3)),
+        "raw": figure_data.round_digits(np.random.default_rng(0).random(768)),
+        "centered": figure_data.round_digits(np.full(768, 1 / 3)),
     }
     taps = {f"layer_{number}": layer for number in range(13)}
     large = replace(encoder_measures, spectra=dict.fromkeys("abcd", taps))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from istar.geometry.sample import Sample
+from istar.geometry.collect.sample import Sample
 
 
 def make_sample(tokens: list[int], size: int, seed: int, block_length: int = 4) -> Sample:

@@ -6,9 +6,9 @@ import pytest
 import scipy.stats
 
 from istar.cli.main import main
-from istar.figures.plot import Plot
-from istar.geometry import score_figure, score_join
-from istar.geometry.score_join import Selection
+from istar.drawing.plot import Plot
+from istar.geometry.correlation import score_figure, score_join
+from istar.geometry.correlation.score_join import Selection
 
 GEOMETRY = """model,revision,step,source,layer,isoscore
 small,step1000,1000,wiki,layer_1,0.1

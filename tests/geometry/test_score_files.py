@@ -10,7 +10,7 @@ import scipy.stats
 
 from istar.cli.main import main
 from istar.errors import UserError
-from istar.geometry.score_files import read_scores
+from istar.geometry.correlation.score_files import read_scores
 
 
 def write_file(path: Path, content: Any) -> Path:

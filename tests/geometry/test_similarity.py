@@ -7,13 +7,12 @@ import pytest
 import torch
 import transformers as hf
 
-from istar.config import ModelConfig
 from istar.errors import UserError
-from istar.geometry.similarity import compute_mean_states, compute_similarities, read_first_documents
-from istar.geometry.taps import Taps
+from istar.geometry.collect.layer_outputs import Taps
+from istar.geometry.collect.similarity import compute_mean_states, compute_similarities, read_first_documents
+from istar.inputs import demo, tiny
 from istar.measures.alignment import cka, cka_with_error
-from istar.models import tiny
-from istar.tasks import demo
+from istar.records.config import ModelConfig
 
 TOKENIZER = tiny.make_tokenizer(demo.vocabulary())
 WORDS = demo.vocabulary()[:20]

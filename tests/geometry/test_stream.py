@@ -20,12 +20,11 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from istar.errors import UserError
-from istar.geometry import corpus, stream
-from istar.geometry.corpus import Block, Source
-from istar.geometry.stream import Pass, Statistics, Stream
+from istar.geometry.collect import stream
+from istar.geometry.collect.stream import Pass, Statistics, Stream
+from istar.inputs import corpus, demo, tiny
+from istar.inputs.corpus import Block, Source
 from istar.measures import SentenceMoments, isoscore_by_sentence
-from istar.models import tiny
-from istar.tasks import demo
 from tests import oracles
 from tests.forks import run_in_processes
 

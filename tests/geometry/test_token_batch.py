@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from istar.geometry.token_batch import TokenBatch
+from istar.geometry.collect.token_batch import TokenBatch
 
 #                        group 1   group 0  group 1, no sentence   group 0
 TOKENS = torch.tensor([5, 6,       7,       8, 8,                  9, 5, 5])  # fmt: skip

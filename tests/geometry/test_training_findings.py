@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from istar.geometry.compare import MeasuredModel
-from istar.geometry.findings import describe_findings
-from istar.geometry.training_findings import describe_training
+from istar.geometry.show.compare import MeasuredModel
+from istar.geometry.show.findings import describe_findings
+from istar.geometry.show.training_findings import describe_training
 from tests.geometry.test_model_differences import GROUPS, make_model
 
 TAPS = ("embeddings", "layer_1", "layer_2")

@@ -13,11 +13,12 @@ import transformers as hf
 
 from istar.cli.main import main
 from istar.errors import UserError
-from istar.geometry import measure, measures_file, saved_checkpoints, trajectory, trajectory_page
-from istar.geometry.measures_file import Measurements
-from istar.geometry.saved_checkpoints import Checkpoint
-from istar.geometry.stream import Pass
-from istar.models import tiny
+from istar.geometry.collect import measure, measures_file, trajectory
+from istar.geometry.collect.measures_file import Measurements
+from istar.geometry.collect.stream import Pass
+from istar.geometry.show import trajectory_page
+from istar.inputs import saved_checkpoints, tiny
+from istar.inputs.saved_checkpoints import Checkpoint
 from tests.mock_hub import serving, set_offline, use
 
 pytestmark = pytest.mark.slow

@@ -13,12 +13,12 @@ import scipy.stats
 from rich.console import Console
 
 from istar.cli.main import main
+from istar.drawing import rendering
 from istar.errors import UserError
-from istar.figures import drawing
-from istar.geometry import compare, trajectory_comparison
-from istar.geometry.measured_training import MeasuredTraining
-from istar.geometry.measures_file import Measurements
-from istar.geometry.training_findings import describe_training, describe_trainings
+from istar.geometry.collect.measures_file import Measurements
+from istar.geometry.show import compare, trajectory_comparison
+from istar.geometry.show.measured_training import MeasuredTraining
+from istar.geometry.show.training_findings import describe_training, describe_trainings
 from tests.geometry.measured import write_measures
 from tests.geometry.test_training_findings import compute_half_width, make_checkpoint
 from tests.reports.test_report import parsed
@@ -158,7 +158,7 @@ def test_a_model_has_the_same_colour_in_all_figures(training_folders: list[Path]
     """The encoder, which stands between the decoders, has no line in the figure of the final normalization."""
     colours = []
     for plot in trajectory_comparison.make_plots(read_trainings(*training_folders)):
-        styles = drawing._assign_line_styles(plot)
+        styles = rendering._assign_line_styles(plot)
         colours.append({label: styles[label]["color"] for label in ("small", "encoder", "large")})
         assert len(set(colours[-1].values())) == 3
     assert all(colour == colours[0] for colour in colours)
@@ -166,17 +166,17 @@ def test_a_model_has_the_same_colour_in_all_figures(training_folders: list[Path]
 
 def test_the_axis_shows_step_0_and_the_legend_is_there_once(training_folders: list[Path]) -> None:
     plots = {plot.name: plot for plot in trajectory_comparison.make_plots(read_trainings(*training_folders))}
-    svg = drawing.render(plots["directions"], ["svg"])["svg"].decode()
+    svg = rendering.render(plots["directions"], ["svg"])["svg"].decode()
     texts = re.findall(r">([^<>]+)</text>", svg)
     assert {"0", "1", "1000"} <= set(texts)
     assert [texts.count(label) for label in ("small", "encoder", "large")] == [1, 1, 1]
-    texts = re.findall(r">([^<>]+)</text>", drawing.render(plots["final_norm"], ["svg"])["svg"].decode())
+    texts = re.findall(r">([^<>]+)</text>", rendering.render(plots["final_norm"], ["svg"])["svg"].decode())
     assert [texts.count(label) for label in ("small", "encoder", "large")] == [1, 0, 1]
 
 
 def test_panels_of_the_same_measure_share_their_y_axis(training_folders: list[Path]) -> None:
     for plot in trajectory_comparison.make_plots(read_trainings(*training_folders)):
-        y_limits = [axes.get_ylim() for axes in drawing._draw_figure(plot).axes]
+        y_limits = [axes.get_ylim() for axes in rendering._draw_figure(plot).axes]
         limits_by_label: dict[str, set[tuple[float, float]]] = {}
         for panel, limits in zip(plot.panels, y_limits, strict=True):
             limits_by_label.setdefault(panel.y_label, set()).add(limits)

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from istar.cli.main import main
-from istar.figures.drawing import render
-from istar.figures.plot import Line, Panel, Plot
-from istar.figures.spacing import are_log_spaced
-from istar.geometry import saved_checkpoints, trajectory, trajectory_page
-from istar.geometry.compare import MeasuredModel
-from istar.geometry.stream import Pass
+from istar.drawing.plot import Line, Panel, Plot
+from istar.drawing.rendering import render
+from istar.drawing.spacing import are_log_spaced
+from istar.geometry.collect import trajectory
+from istar.geometry.collect.stream import Pass
+from istar.geometry.show import trajectory_page
+from istar.geometry.show.compare import MeasuredModel
+from istar.inputs import saved_checkpoints
 from tests.geometry.test_stream import SENTENCES, TOKENIZER, gpt2
 from tests.geometry.test_training_findings import make_checkpoint
 from tests.reports.test_report import parsed

@@ -9,11 +9,11 @@ import torch
 
 from istar import measures
 from istar.errors import UserError
-from istar.geometry.layers import Layer, LayerSettings
-from istar.geometry.measure import measure_matrix
-from istar.geometry.measures_file import Measurements
-from istar.geometry.sample import Sample
-from istar.geometry.token_batch import TokenBatch
+from istar.geometry.collect.layers import Layer, LayerSettings
+from istar.geometry.collect.measure import measure_matrix
+from istar.geometry.collect.measures_file import Measurements
+from istar.geometry.collect.sample import Sample
+from istar.geometry.collect.token_batch import TokenBatch
 from istar.measures import LayerNormSummary, catalogue_rows, find_measure
 from istar.measures.catalogue import MEASURES
 

@@ -21,8 +21,8 @@ from istar.measures import (
     average_cosine,
     cosine_contributions,
     cosine_without_dimensions,
+    input_checks,
     intra_sim,
-    rows,
     standardized_cosine,
     top_share,
 )
@@ -148,7 +148,7 @@ MAKERS = {
 def test_blocks_batches_and_merges_change_nothing(monkeypatch, make_sums, block):
     points = cloud()
     expected = make_sums().update(points)
-    monkeypatch.setattr(rows, "BLOCK", block)
+    monkeypatch.setattr(input_checks, "BLOCK", block)
     streamed = make_sums().update(points[25:].reshape(5, 3, 6)).update(points[:0])
     streamed.merge(make_sums()).merge(make_sums().update(points[:25]))
     assert_close(streamed.compute(), expected.compute(), rtol=1e-12, atol=1e-14)

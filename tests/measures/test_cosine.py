@@ -9,7 +9,7 @@ from sklearn.metrics.pairwise import cosine_similarity
 from torch.testing import assert_close
 
 from istar.errors import NonFiniteError, UserError
-from istar.measures import AverageCosine, IntraSim, average_cosine, intra_sim, rows
+from istar.measures import AverageCosine, IntraSim, average_cosine, input_checks, intra_sim
 from istar.regularizers.cosreg import cosine_penalty
 from tests import oracles
 
@@ -83,7 +83,7 @@ def test_ten_million_points_keep_nine_digits():
 def test_blocks_batches_and_merges_do_not_change_it(monkeypatch, block):
     points, tokens = cloud(), labels()
     expected, expected_intra_sim = average_cosine(points), intra_sim(points, tokens)
-    monkeypatch.setattr(rows, "BLOCK", block)
+    monkeypatch.setattr(input_checks, "BLOCK", block)
     assert_close(average_cosine(points), expected, **CLOSE)
     assert_close(intra_sim(points, tokens), expected_intra_sim, **CLOSE)
     merged = AverageCosine(5).update(points[:11]).merge(AverageCosine(5)).merge(AverageCosine.of(points[11:]))

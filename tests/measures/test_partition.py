@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from istar.errors import NonFiniteError, UserError
-from istar.measures import partition_isotropy, rows
+from istar.measures import input_checks, partition_isotropy
 from tests import oracles
 
 
@@ -76,7 +76,7 @@ def test_a_symmetric_isotropic_set_has_one(signs):
 def test_blocks_and_order_of_rows_do_not_change_it(monkeypatch, signs, block):
     w = embeddings()
     expected = partition_isotropy(w, signs)
-    monkeypatch.setattr(rows, "BLOCK", block)
+    monkeypatch.setattr(input_checks, "BLOCK", block)
     assert partition_isotropy(w, signs).value == pytest.approx(expected.value, rel=1e-11)
     assert partition_isotropy(w.flip(0), signs).value == pytest.approx(expected.value, rel=1e-11)
 

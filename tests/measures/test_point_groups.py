@@ -8,16 +8,8 @@ import torch
 from sklearn.metrics.pairwise import cosine_similarity
 
 from istar.errors import NonFiniteError, UserError
-from istar.measures import (
-    AverageCosine,
-    GroupedPoints,
-    IntraSim,
-    Norms,
-    log2_bin_range,
-    log2_bins,
-    point_groups,
-    rows,
-)
+from istar.measures import AverageCosine, GroupedPoints, IntraSim, Norms, log2_bin_range, log2_bins, point_groups
+from istar.measures import input_checks as rows
 from istar.measures.point_groups import RowsByGroup
 from tests import oracles
 

@@ -14,10 +14,10 @@ from istar.measures import (
     DimensionMoments,
     Moments,
     effective_rank,
+    input_checks,
     isoscore,
     outlier_dimensions,
     participation_ratio,
-    rows,
     singular_values,
     variance_shares,
 )
@@ -198,7 +198,7 @@ def test_merging_is_exact_in_any_order(cuts):
 @pytest.mark.parametrize("block", [1, 12, 100])
 def test_blocks_do_not_change_them(monkeypatch, block):
     expected = DimensionMoments.of(cloud())
-    monkeypatch.setattr(rows, "BLOCK", block)
+    monkeypatch.setattr(input_checks, "BLOCK", block)
     assert_moments_equal(DimensionMoments.of(cloud()), expected)
 
 

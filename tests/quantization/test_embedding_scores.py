@@ -10,14 +10,13 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from istar import models
 from istar.cli.main import main
-from istar.config import ModelConfig
 from istar.errors import NonFiniteError, UserError
+from istar.finetune.tasks.loading import load_splits
+from istar.inputs import demo, pretrained
 from istar.quantization import sentence_codes as codes
 from istar.quantization.embedding_scores import get_similarity_task, score_embeddings
-from istar.tasks import demo
-from istar.tasks.loading import load_splits
+from istar.records.config import ModelConfig
 from tests.quantization.test_linear_layers import bert
 
 
@@ -88,17 +87,17 @@ def test_edges_and_errors() -> None:
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save a random BERT with the vocabulary of the demo tasks; returns its folder."""
     folder = tmp_path_factory.mktemp("encoder") / "bert"
-    tokenizer = models.load_tokenizer(ModelConfig(name="tiny", pretrained=False))
+    tokenizer = pretrained.load_tokenizer(ModelConfig(name="tiny", pretrained=False))
     assert len(tokenizer) > len(demo.vocabulary())
     model = bert(vocab_size=len(tokenizer), hidden_size=32, max_position_embeddings=64)
-    models.save(model, tokenizer, folder)
+    pretrained.save(model, tokenizer, folder)
     return folder
 
 
 def naive_spearman(folder: Path, num_calibration_pairs: int) -> dict[str, float]:
     """Return the correlations from their definitions, with embeddings of single sentences."""
-    tokenizer = models.load_tokenizer(ModelConfig(name=str(folder)))
-    model: Any = models.load_encoder(ModelConfig(name=str(folder)), tokenizer, torch.float32)
+    tokenizer = pretrained.load_tokenizer(ModelConfig(name=str(folder)))
+    model: Any = pretrained.load_encoder(ModelConfig(name=str(folder)), tokenizer, torch.float32)
     spec = get_similarity_task("demo_regression")
     splits = load_splits(spec, None, ["train", "validation"])
 

@@ -15,10 +15,12 @@ import pytest
 import scipy.stats
 import torch
 
-from istar import results
 from istar.cli.main import main
-from istar.config import Config
-from istar.pages import folder
+from istar.drawing import page_folder as folder
+from istar.finetune.runs.run import run
+from istar.finetune.tasks.loading import load_splits, sample_examples
+from istar.finetune.training.data import build_evaluation_loader
+from istar.finetune.training.module import inputs_without_labels, token_mask
 from istar.quantization import form_figures, form_tables, quantize, saved_runs
 from istar.quantization.form_scores import (
     apply_checked_control,
@@ -29,12 +31,10 @@ from istar.quantization.form_scores import (
 )
 from istar.quantization.linear_layers import Form, encoder_linears, forward_observed
 from istar.quantization.torch_int8 import TorchInt8
-from istar.reports import cells
+from istar.records import results
+from istar.records.config import Config
+from istar.reports import configurations
 from istar.reports.run_frame import Runs, record_to_row
-from istar.runs.run import run
-from istar.tasks.loading import load_splits, sample_examples
-from istar.training.data import build_evaluation_loader
-from istar.training.module import inputs_without_labels, token_mask
 from tests.conftest import SMALL
 from tests.quantization.test_linear_layers import quantize_with_torch
 from tests.reports import synthetic
@@ -163,7 +163,8 @@ def test_a_control_that_changes_the_outputs_is_refused(
 ) -> None:
     """Outputs change if the scaled layer is followed by a nonlinear function, as queries are."""
     monkeypatch.setattr(
-        "istar.quantization.controls._VALUE_AND_OUTPUT_SUFFIXES", (("attention.self.query", "attention.output.dense"),)
+        "istar.quantization.equivalent_models._VALUE_AND_OUTPUT_SUFFIXES",
+        (("attention.self.query", "attention.output.dense"),),
     )
     with pytest.raises(quantize.UserError, match="changes the logits of BertForSequenceClassification"):
         apply_checked_control(loaded_model, "outlier", 128.0, seed=0)
@@ -324,7 +325,7 @@ def make_synthetic_scores(
         for seed in by_seed
     }  # fmt: skip
     frame = pd.DataFrame([{"folder": path, **record_to_row(record)} for path, record in records.items()])
-    table = cells.add_selection_columns(Runs(frame, {}, records))
+    table = configurations.add_selection_columns(Runs(frame, {}, records))
     values = [drop for by_seed in drops.values() for drop in by_seed.values()]
     scores = [
         {
@@ -336,7 +337,7 @@ def make_synthetic_scores(
     ]  # fmt: skip
     rows = [
         {**columns, **quantize.make_table_row(values)}
-        for columns, values in zip(cells.row_dicts(table), scores, strict=True)
+        for columns, values in zip(configurations.row_dicts(table), scores, strict=True)
     ]
     return quantize.QuantizedScores(pd.DataFrame(rows), ("w4a4",), {}, "")
 

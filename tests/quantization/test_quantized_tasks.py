@@ -10,19 +10,20 @@ import pytest
 import scipy.stats
 import torch
 
-from istar import models, results
 from istar.cli.main import main
-from istar.config import Config, ModelConfig
+from istar.finetune.runs.run import run
+from istar.finetune.training.data import build_evaluation_loader
+from istar.finetune.training.module import inputs_without_labels
+from istar.inputs import pretrained
 from istar.quantization import saved_runs
 from istar.quantization.form_scores import calibrate_input_ranges, score_model
 from istar.quantization.linear_layers import Form, encoder_linears
-from istar.runs.run import run
-from istar.tasks.specs import TASKS
-from istar.training.data import build_evaluation_loader
-from istar.training.module import inputs_without_labels
+from istar.records import results
+from istar.records.config import Config, ModelConfig
+from istar.records.task_specs import TASKS
 from tests.conftest import SMALL
+from tests.finetune.runs.artifacts import table
 from tests.quantization.test_linear_layers import quantize_with_torch
-from tests.runs.artifacts import table
 
 LABELS = ("entailment", "neutral", "contradiction")
 
@@ -30,14 +31,14 @@ LABELS = ("entailment", "neutral", "contradiction")
 def save_random_model(folder: Path, task: str) -> Path:
     """Save a random tiny BERT with a head for a task."""
     spec, config = TASKS[task], ModelConfig(name="tiny", pretrained=False)
-    tokenizer = models.load_tokenizer(config)
+    tokenizer = pretrained.load_tokenizer(config)
     torch.manual_seed(0)
-    model = models.load_model(config, spec, models.load_config(config, spec, tokenizer), tokenizer)
+    model = pretrained.load_model(config, spec, pretrained.load_config(config, spec, tokenizer), tokenizer)
     with torch.no_grad():
         for weight in model.parameters():
             # Predictions then differ between texts.
             weight.mul_(10 if weight.dim() == 2 else 1)
-    models.save(model, tokenizer, folder)
+    pretrained.save(model, tokenizer, folder)
     return folder
 
 
@@ -160,10 +161,10 @@ def test_a_run_with_adapters(
     quantize(folder, *command)
     assert "1 of 1" not in capsys.readouterr().err
     config = ModelConfig(name=str(base))
-    tokenizer = models.load_tokenizer(config)
-    model = models.load_encoder(config, tokenizer, torch.float32)
+    tokenizer = pretrained.load_tokenizer(config)
+    model = pretrained.load_encoder(config, tokenizer, torch.float32)
     with torch.no_grad():
         next(model.parameters()).mul_(1.5)
-    models.save(model, tokenizer, base)
+    pretrained.save(model, tokenizer, base)
     quantize(folder, *command)
     assert "1 of 1" in capsys.readouterr().err

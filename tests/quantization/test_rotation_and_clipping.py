@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from istar.quantization.controls import random_orthogonal, rotate_inputs
+from istar.quantization.equivalent_models import random_orthogonal, rotate_inputs
 from istar.quantization.linear_layers import Form, InputRanges, forward_observed, quantize_layers
 from tests.quantization.test_guide_of_quantization import GUIDE
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from istar.errors import UserError
-from istar.regularizers import IStar, attach
+from istar.hidden_states import attach
+from istar.regularizers import IStar
 from tests.penalties import WIDTH, Recording, assert_equal, gradients, naive_loss, received, seeded_pass
 
 LAYERS, VOCABULARY = 3, 40

@@ -14,7 +14,8 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from istar.errors import UserError
-from istar.regularizers import CosReg, IStar, Points, attach
+from istar.hidden_states import attach
+from istar.regularizers import CosReg, IStar, Points
 from tests.oracles import algorithm_1, stack
 from tests.penalties import (
     WEIGHT,

@@ -10,8 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from istar.errors import UserError
+from istar.hidden_states import attach
 from istar.measures import isoscore_by_sentence
-from istar.regularizers import IStar, Points, RandomDirection, attach
+from istar.regularizers import IStar, Points, RandomDirection
 from istar.regularizers.points import Tokens
 from istar.regularizers.random_direction import random_rotation
 from tests.forks import run_in_processes

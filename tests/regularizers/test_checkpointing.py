@@ -18,7 +18,8 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from istar.errors import UserError
-from istar.regularizers import IStar, attach
+from istar.hidden_states import attach
+from istar.regularizers import IStar
 from tests.oracles import algorithm_1, stack
 from tests.penalties import WEIGHT, WIDTH, ZETA, Recording, assert_equal, gradients, naive_loss, seeded_pass, sigma
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.testing import assert_close
 
-from istar.regularizers import CosReg, EmbeddingWatch, IStar, Points, Watch, attach
+from istar.hidden_states import EmbeddingWatch, Watch, attach
+from istar.regularizers import CosReg, IStar, Points
 from tests.penalties import WIDTH, gradients
 
 IDS = torch.arange(24).view(4, 6)

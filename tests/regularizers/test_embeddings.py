@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from istar.errors import UserError
-from istar.regularizers import CosReg, EmbeddingWatch, IStar, Points, Watch, attach_to_target
+from istar.hidden_states import EmbeddingWatch, Watch, attach_to_target
+from istar.regularizers import CosReg, IStar, Points
 from tests.forks import run_in_processes
 from tests.oracles import algorithm_1
 

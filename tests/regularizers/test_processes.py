@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
+from istar.hidden_states import attach, shrinkage_covariance
 from istar.measures import FourthMoments, Moments
 from istar.measures.processes import sum_over_processes
 from istar.regularizers import (
@@ -26,8 +27,6 @@ from istar.regularizers import (
     Spectrum,
     Uniformity,
     VicReg,
-    attach,
-    shrinkage_covariance,
 )
 from tests.forks import run_in_processes
 

@@ -14,7 +14,8 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from istar.errors import NonFiniteError, UserError
-from istar.regularizers import CosReg, IStar, attach, shrinkage_covariance
+from istar.hidden_states import attach, shrinkage_covariance
+from istar.regularizers import CosReg, IStar
 from tests.oracles import stack
 
 WIDTH = 16

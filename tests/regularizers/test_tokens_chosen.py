@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from istar.errors import UserError
-from istar.regularizers import CosReg, IStar, Points, attach, shrinkage_covariance, special_ids
+from istar.hidden_states import attach, shrinkage_covariance
+from istar.regularizers import CosReg, IStar, Points, special_ids
 from istar.regularizers.points import Tokens
 from tests.oracles import algorithm_1
 from tests.penalties import WEIGHT, WIDTH, ZETA, gradients, sigma

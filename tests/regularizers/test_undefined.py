@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
+from istar.hidden_states import attach
 from istar.regularizers import (
     CosReg,
     Decorrelation,
@@ -28,7 +29,6 @@ from istar.regularizers import (
     Spectrum,
     Uniformity,
     VicReg,
-    attach,
 )
 from istar.regularizers.undefined import UndefinedCount
 from tests.forks import run_in_processes

@@ -10,9 +10,10 @@ import transformers as hf
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
-from istar.config.penalties import IStarConfig, RandomDirectionConfig
 from istar.errors import UserError
-from istar.regularizers import EmbeddingWatch, IStar, Points, RandomDirection, SetPoint, attach, shrinkage_covariance
+from istar.hidden_states import EmbeddingWatch, attach, shrinkage_covariance
+from istar.records.config.penalties import IStarConfig, RandomDirectionConfig
+from istar.regularizers import IStar, Points, RandomDirection, SetPoint
 from istar.regularizers.points import Tokens
 from istar.regularizers.random_direction import random_rotation
 from tests.forks import run_in_processes

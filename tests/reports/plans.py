@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from istar.records.results import RunRecord
 from istar.reports.plan_file import Plan, PlannedRun, Repetitions, plan_test
 from istar.reports.run_tables import get_method_label
-from istar.results import RunRecord
 from tests.reports.synthetic import record
 
 WRITTEN = "2026-03-01T12:00:00+00:00"

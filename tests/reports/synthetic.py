@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from istar.results import RunRecord, write
+from istar.records.results import RunRecord, write
 
 METRICS = {"rte": "accuracy", "cola": "matthews_correlation", "squad": "f1", "stsb": "pearson", "clm": "perplexity"}
 NO_CLASSES = ("squad", "stsb", "clm")

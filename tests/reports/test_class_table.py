@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from istar import results
 from istar.errors import UserError
-from istar.reports import cells
+from istar.records import results
+from istar.reports import configurations
 from istar.reports.class_table import build_class_isotropy_sheet
 from istar.reports.run_frame import load_runs
 from tests.reports.synthetic import BASE, istar, record, save
@@ -28,7 +28,7 @@ def make_changes(within: float | None, share: float) -> dict[str, Any]:
 
 def build_sheet(root: Path) -> Any:
     runs = load_runs(root, keep_records=True)
-    return build_class_isotropy_sheet(cells.add_selection_columns(runs), runs.records)
+    return build_class_isotropy_sheet(configurations.add_selection_columns(runs), runs.records)
 
 
 def test_a_row_has_the_means_of_the_last_layer_over_seeds(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_row_has_the_means_of_the_last_layer_over_seeds(tmp_path: Path) -> Non
 def test_runs_within_classes_are_not_those_of_table_1(tmp_path: Path) -> None:
     save(record("rte", "mine", istar(within="label"), 1), tmp_path)
     save(record("rte", "mine", istar(within=None), 2), tmp_path)
-    frame = cells.add_selection_columns(load_runs(tmp_path, keep_records=True)).set_index("seed")
+    frame = configurations.add_selection_columns(load_runs(tmp_path, keep_records=True)).set_index("seed")
     assert frame["candidate"].to_dict() == {1: False, 2: True}
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from matplotlib import pyplot as plt
 
+from istar.records.results import RunRecord
 from istar.reports import comparison
-from istar.results import RunRecord
 
 REGS: list[dict[str, Any]] = [
     {"name": "none"},

@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from istar.errors import UserError
-from istar.reports import cells
+from istar.reports import configurations
 from istar.reports.method_comparisons import ComparedMethods, MethodComparison, compare_methods
 from istar.reports.run_frame import load_runs
 from istar.statistics.conclusions import Verdict, conclusion, verdict
@@ -18,7 +18,9 @@ from tests.reports.synthetic import BASE, cosreg, istar, record, save
 def compare_methods_in(
     root: Path, test: str = "sign-flip", alpha: float = 0.05, reference: str = "Base"
 ) -> ComparedMethods:
-    return compare_methods(cells.add_selection_columns(load_runs(root, keep_records=True)), test, alpha, reference)
+    return compare_methods(
+        configurations.add_selection_columns(load_runs(root, keep_records=True)), test, alpha, reference
+    )
 
 
 def read_comparisons_by_method(root: Path) -> dict[tuple[str, str, str], MethodComparison]:

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from istar.figures.drawing import render
-from istar.reports import cells, method_figure
+from istar.drawing.rendering import render
+from istar.reports import configurations, method_figure
 from istar.reports.method_comparisons import compare_methods
 from istar.reports.run_frame import load_runs
 from tests.reports.synthetic import BASE, istar, record, save
@@ -22,7 +22,7 @@ def test_a_point_for_each_method_in_the_settings_of_the_table(tmp_path: Path) ->
     save(record("cola", "mine", BASE, 1, 0.3), tmp_path)
     save(record("stsb", "mine", BASE, 1, 0.3), tmp_path)
     save(record("stsb", "mine", istar(1), 1, 0.4), tmp_path)
-    compared = compare_methods(cells.add_selection_columns(load_runs(tmp_path, keep_records=True)))
+    compared = compare_methods(configurations.add_selection_columns(load_runs(tmp_path, keep_records=True)))
     plot = method_figure.build_all_methods_plot(compared)
     assert [(panel.model, panel.task) for panel in plot.panels] == [("mine", "rte"), ("mine", "stsb")]
     line_by_label = {line.label: line for line in plot.panels[0].lines}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from istar.reports import cells
+from istar.reports import configurations
 from istar.reports.method_comparisons import compare_methods
 from istar.reports.method_table import build_conclusions_sheet, build_methods_sheet
 from istar.reports.run_frame import load_runs
@@ -23,7 +23,7 @@ def test_methods_are_compared_with_base_over_the_same_seeds(tmp_path: Path) -> N
     save(record("rte", "mine", istar(-3), 1, 0.99, optim__lr=1e-4), tmp_path)
     save(record("rte", "mine", istar(1), 1, 0.6), tmp_path)
     save(record("rte", "other", cosreg(), 1, 0.6), tmp_path)
-    compared = compare_methods(cells.add_selection_columns(load_runs(tmp_path, keep_records=True)))
+    compared = compare_methods(configurations.add_selection_columns(load_runs(tmp_path, keep_records=True)))
     sheet = build_methods_sheet(compared)
 
     row_by_method = {(row["model"], row["method"]): row for row in sheet.frame.to_dict("records")}
@@ -63,7 +63,7 @@ def test_sentences_are_in_the_page_and_in_the_files(tmp_path: Path) -> None:
     for seed in range(1, 8):
         save(record("rte", "mine", BASE, seed, 0.5 + seed / 100), tmp_path)
         save(record("rte", "mine", istar(-1), seed, 0.6 + seed**2 / 1000), tmp_path)
-    compared = compare_methods(cells.add_selection_columns(load_runs(tmp_path, keep_records=True)))
+    compared = compare_methods(configurations.add_selection_columns(load_runs(tmp_path, keep_records=True)))
     [[task, method, sentence]] = build_conclusions_sheet(compared).rows
     assert (task.text, method.text) == ("rte, accuracy", "I-STAR λ=-1 ζ=0.4")
     assert sentence.text.startswith("I-STAR λ=-1 ζ=0.4 is better than Base on rte by 8.00 (difference +8.00, ")
@@ -82,7 +82,7 @@ def test_the_significance_level_decides(tmp_path: Path, alpha: float, verdict: s
     for seed in range(1, 7):
         save(record("rte", "mine", BASE, seed, 0.5), tmp_path)
         save(record("rte", "mine", istar(-1), seed, 0.5 + 0.01 * seed), tmp_path)
-    all_runs = cells.add_selection_columns(load_runs(tmp_path, keep_records=True))
+    all_runs = configurations.add_selection_columns(load_runs(tmp_path, keep_records=True))
     compared = compare_methods(all_runs, alpha=alpha)
     conclusions = build_conclusions_sheet(compared)
     assert list(conclusions.frame["verdict"]) == [verdict]
@@ -92,5 +92,5 @@ def test_the_significance_level_decides(tmp_path: Path, alpha: float, verdict: s
 
 def test_no_finished_run(tmp_path: Path) -> None:
     save(record("rte", "mine", BASE, 1, status="failed"), tmp_path)
-    compared = compare_methods(cells.add_selection_columns(load_runs(tmp_path, keep_records=True)))
+    compared = compare_methods(configurations.add_selection_columns(load_runs(tmp_path, keep_records=True)))
     assert build_methods_sheet(compared).rows == build_conclusions_sheet(compared).rows == []

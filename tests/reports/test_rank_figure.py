@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from istar.figures.drawing import describe, render_with_spots
-from istar.reports import cells, rank_figure, report, stability
+from istar.drawing.rendering import describe, render_with_spots
+from istar.reports import configurations, rank_figure, report, stability
 from istar.reports.method_comparisons import compare_methods
 from istar.reports.rank_figure import RankedMethods, rank_methods
 from istar.reports.run_frame import load_runs
@@ -34,14 +34,14 @@ def write_runs(root: Path, levels: np.ndarray, seeds: int = 2, tasks: tuple[str,
 
 
 def rank_methods_in(root: Path) -> list[RankedMethods]:
-    return rank_methods(compare_methods(cells.add_selection_columns(load_runs(root, keep_records=True))))
+    return rank_methods(compare_methods(configurations.add_selection_columns(load_runs(root, keep_records=True))))
 
 
 def test_ranks_are_those_of_the_means_over_seeds(tmp_path: Path) -> None:
     levels = np.random.default_rng(1).uniform(0.4, 0.8, (6, 4)) + np.array([0, 0.1, 0.3, 0.5])
     scores = write_runs(tmp_path, levels)
     [ranked] = rank_methods_in(tmp_path)
-    assert ranked.tasks == tuple(cells.list_tasks(pd.DataFrame({"task": TASKS})))
+    assert ranked.tasks == tuple(configurations.list_tasks(pd.DataFrame({"task": TASKS})))
     means = pd.DataFrame(scores.mean(axis=-1), columns=list(REGS))
     expected = means.rank(axis=1, ascending=False).mean()
     assert ranked.average_rank_by_method == pytest.approx(expected.to_dict())

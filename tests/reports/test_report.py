@@ -18,13 +18,13 @@ import pandas as pd
 import pytest
 
 from istar.cli.main import main
+from istar.drawing import page_tables, rendering
+from istar.drawing.page_tables import Entry, Sheet
+from istar.drawing.plot import Plot
 from istar.errors import UserError
-from istar.figures import drawing
-from istar.figures.plot import Plot
-from istar.pages import sheets
-from istar.pages.sheets import Entry, Sheet
+from istar.records.results import RunRecord
 from istar.reports import (
-    cells,
+    configurations,
     geometry_file,
     missing_runs,
     paper_tables,
@@ -35,7 +35,6 @@ from istar.reports import (
 )
 from istar.reports import run_frame as run_folders
 from istar.reports.run_frame import load_runs
-from istar.results import RunRecord
 from tests.reports import plans
 from tests.reports.synthetic import BASE, cosreg, istar, make_geometry, record, save, write_fifty_runs
 
@@ -291,12 +290,12 @@ def test_hostile_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_sc
 def test_latex_and_markdown_of_a_table() -> None:
     rows = [[Entry("a_b & 5%"), Entry("1.0 ± 0.1", bold=True, number=True), Entry("x=$y", code=True)]]
     sheet = Sheet("one_two", "T", "50% of #1", ("n", "v", "c"), {"m_1": rows}, pd.DataFrame())
-    tex = sheets.to_latex(sheet)
+    tex = page_tables.to_latex(sheet)
     balanced(tex)
     assert r"a\_b \& 5\% & \bfseries 1.0 {~\boldmath$\pm$ 0.1} & \texttt{x=\$y} \\" in tex
     assert r"\caption{50\% of \#1}" in tex
     assert r"\begin{tabular}{lS[table-format=1.1, table-space-text-post={~$\pm$ 0.1}]l}" in tex
-    lines = sheets.to_markdown(sheet).splitlines()
+    lines = page_tables.to_markdown(sheet).splitlines()
     assert lines[2:] == [
         "| model | n | v | c |",
         "| --- | --- | --- | --- |",
@@ -310,9 +309,9 @@ def test_latex_and_markdown_of_a_table() -> None:
 def find_missing_runs(root: Path, folder: str = "runs") -> dict[tuple[str, str, str], tuple[str, str]]:
     """Return the texts of the missing runs and their commands by artefact, model and task."""
     runs = load_runs(root, keep_records=True)
-    frame = cells.add_selection_columns(runs)
+    frame = configurations.add_selection_columns(runs)
     sweep_command = missing_runs.make_sweep_command_builder(frame, runs.records, folder)
-    selected = cells.select_cells(frame)
+    selected = configurations.select_cells(frame)
     missing = missing_runs.find_missing_table1_runs(selected, frame, sweep_command)
     missing += missing_runs.find_missing_table2_runs(selected, frame, sweep_command)
     plots = [
@@ -420,7 +419,7 @@ def test_of_the_paper() -> None:
 
 def load_frame(root: Path) -> tuple[Any, pd.DataFrame]:
     loaded = load_runs(root, keep_records=True)
-    return loaded, cells.add_selection_columns(loaded)
+    return loaded, configurations.add_selection_columns(loaded)
 
 
 def test_lines_differ_in_nothing_but_what_they_vary(tmp_path: Path) -> None:
@@ -471,7 +470,7 @@ def test_ablations(tmp_path: Path) -> None:
             for estimator in ("unbiased", "unbiased_by_sentence"):
                 save(record("rte", BERT, istar(-1, 0.0, layers, estimator=estimator), seed, 0.9), tmp_path)
     loaded, frame = load_frame(tmp_path)
-    [cell] = [cell for cell in cells.select_cells(frame) if cell.family == "istar"]
+    [cell] = [cell for cell in configurations.select_cells(frame) if cell.family == "istar"]
     assert (cell.num_configurations, cell.score_by_seed("accuracy")[1]) == (3, pytest.approx(71))
     assert len(paper_tables.collect_tried_pairs(frame, cell)) == 3
     [panel] = run_figures.build_zeta_ablation_plot(frame).panels
@@ -496,7 +495,7 @@ def test_figures_and_tables_choose_the_same_cells(tmp_path: Path) -> None:
         for seed in range(1, 4):
             save(record("rte", BERT, istar(3, zeta), seed, 0.65), tmp_path)
     _, frame = load_frame(tmp_path)
-    [row] = paper_tables.build_table2_sheet(cells.select_cells(frame), frame).rows
+    [row] = paper_tables.build_table2_sheet(configurations.select_cells(frame), frame).rows
     assert row[1].text == "-1 | 0.4"
     [panel] = run_figures.build_zeta_ablation_plot(frame).panels
     [line] = panel.lines
@@ -639,7 +638,7 @@ def test_curves_follow_the_runs_of_table1(tmp_path: Path) -> None:
     for run in (*runs, record("rte", BERT, BASE, 1, 0.9, optim__lr=1e-5)):
         save(run, tmp_path)
     loaded, frame = load_frame(tmp_path)
-    losses, metrics = run_figures.build_learning_curve_plots(cells.select_cells(frame), loaded.records)
+    losses, metrics = run_figures.build_learning_curve_plots(configurations.select_cells(frame), loaded.records)
     [[line]] = [panel.lines for panel in losses.panels]
     expected = [np.mean([run.epochs[epoch]["metrics"]["loss"] for run in runs]) for epoch in range(3)]
     assert line.y == pytest.approx(expected, rel=1e-12)
@@ -721,7 +720,11 @@ def test_every_run_is_read_once_and_every_picture_drawn_once(one_run: Path, monk
 
         monkeypatch.setattr(owner, name, counting_call)
 
-    for owner, name in ((run_folders, "read"), (stability, "compute_stability_scores"), (drawing, "render_with_spots")):
+    for owner, name in (
+        (run_folders, "read"),
+        (stability, "compute_stability_scores"),
+        (rendering, "render_with_spots"),
+    ):
         count_calls_of(owner, name)
     report.write_report(one_run / "runs", one_run / "report")
     pictures = list((one_run / "report" / "figures").glob("*.png"))

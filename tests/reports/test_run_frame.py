@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from istar.cli.main import main
-from istar.config import Config
-from istar.config.schema import to_dict
 from istar.errors import UserError
+from istar.records.config import Config
+from istar.records.config.schema import to_dict
+from istar.records.results import RESULT, RunRecord, write
 from istar.reports.run_frame import export_frame, load_runs
-from istar.results import RESULT, RunRecord, write
 
 
 @pytest.fixture

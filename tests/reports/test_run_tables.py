@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from istar.records.results import RunRecord
 from istar.reports.run_tables import (
     COLUMNS,
     build_comparison_row,
@@ -15,7 +16,6 @@ from istar.reports.run_tables import (
     format_comparison_as_markdown,
     get_method_label,
 )
-from istar.results import RunRecord
 
 
 def make_record(reg: dict[str, Any] | None = None, **changes: Any) -> RunRecord:

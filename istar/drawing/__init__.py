@@ -1,0 +1,1 @@
+"""Plots as numbers, their rendering, tables, HTML pages and the terminal."""

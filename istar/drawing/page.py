@@ -1,0 +1,108 @@
+"""The content of an HTML page, and its rendering as a single file."""
+
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from istar.drawing.hover_points import Spot
+from istar.drawing.inline_svg import inline_svg
+from istar.drawing.page_tables import Sheet, divide, rest_widths
+from istar.drawing.plot import Panel
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A rendered figure of a page."""
+
+    name: str  # name of its files, without suffix
+    model: str  # model whose runs the figure shows; empty for none
+    description: str  # what the figure shows, in words
+    panels: Sequence[Panel]  # panels of the figure, whose fixed settings the page lists
+    files: Mapping[str, bytes]  # rendered files by suffix
+
+    spots: Sequence[Spot] = ()  # points whose values the page shows
+
+    @property
+    def inline(self) -> Markup:
+        """The SVG as an HTML element, so that the page needs no other files."""
+        return inline_svg(self.files["svg"], self.name, self.description, self.spots)
+
+
+_MAX_PORTRAIT_ROWS = 20
+"""Most rows of a wide table that is printed on a portrait page."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of a page: a heading with paragraphs, a table and figures."""
+
+    anchor: str  # id of the heading
+    title: str
+    paragraphs: Sequence[str] = ()
+    sheet: Sheet | None = None  # table; a table without rows is left out
+    pictures: Sequence[Picture] = ()
+    empty_note: str = ""  # sentence that explains why there is no table or figure
+    commands: Sequence[str] = ()  # commands that make the content
+    is_wide: bool = False  # whether the section is printed in landscape format if its table is long
+
+    @property
+    def is_landscape(self) -> bool:
+        """Whether the section is printed on landscape pages of its own.
+
+        A wide table of few rows is divided into parts, one below the other, on a portrait page instead. Landscape pages
+        would leave much of the page before them and of their own empty.
+        """
+        return self.is_wide and self.sheet is not None and len(self.sheet.rows) > _MAX_PORTRAIT_ROWS
+
+
+@dataclass(frozen=True)
+class Page:
+    """The content of an HTML page."""
+
+    title: str
+    subject_line: tuple[str, str, str]  # line below the title: a noun, the name of the page's subject, and details
+    generator: str  # content of the `generator` meta tag, which identifies the page
+    summary: Sequence[tuple[str, str]]  # key figures as (number, label)
+    sections: Sequence[Section]
+
+
+def render_html(page: Page) -> str:
+    """Render a page as HTML that needs no other files."""
+    environment = Environment(
+        loader=PackageLoader("istar.drawing"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.globals |= {"rest_widths": rest_widths, "divide": divide}
+    style, script = (environment.get_template(name).render() for name in ("report.css", "report.js"))
+    return environment.get_template("report.html").render(
+        page=page,
+        style=Markup(style),
+        script=Markup(script),
+        policy=Markup(_build_security_policy(style, script)),
+    )
+
+
+def _build_security_policy(style: str, script: str) -> str:
+    """Return a Content-Security-Policy that allows this style element, this script element and embedded images only."""
+    sources = {
+        "default-src": "'none'",
+        "style-src": _compute_policy_hash(style),
+        "script-src": _compute_policy_hash(script),
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    return "; ".join(f"{name} {source}" for name, source in sources.items())
+
+
+def _compute_policy_hash(text: str) -> str:
+    """Return the SHA-256 hash of a style or script as a source of a Content-Security-Policy."""
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"

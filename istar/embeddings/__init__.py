@@ -1,0 +1,1 @@
+"""Embedding matrices: their measures, post-processing and word similarity, for `istar embed`."""

@@ -1,1 +1,0 @@
-"""Figures: plots as numbers, and their rendering to SVG, PDF and PNG."""

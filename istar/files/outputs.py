@@ -1,0 +1,312 @@
+"""Folders of results: a command replaces and removes only files that it has written itself, as a manifest records."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
+from urllib.parse import quote, unquote
+
+from istar.errors import UserError, shorten
+from istar.files.parsing import read_record
+from istar.files.writing import is_temporary, remove_temporary_files, write_text
+
+STATE_FOLDER = ".istar"
+"""Hidden folder in a folder of results, with the manifest and with files that are not finished."""
+_MANIFEST, _DRAFTS, _REPLACED = "manifest.json", "new", "old"
+
+_Entries = dict[str, tuple[str, ...]]
+"""The manifest: by the name of each file the noun of its results, and its checksum; two while it is being replaced."""
+
+
+class _Manifest(TypedDict):
+    files: dict[str, list[str]]
+
+
+@dataclass(frozen=True)
+class Output:
+    """A folder of results, which may also hold other files. Those are never replaced, moved or removed.
+
+    Each file is replaced atomically. The manifest lists a new file before it is written, and a removed one until it is
+    gone. So a process may be killed at any time: each file is then the old or the new one, and the next call of `check`
+    removes what is unfinished. Symbolic links in the folder are not followed.
+    """
+
+    folder: Path
+    noun: str  # what the command writes, such as "report"; files of other nouns count as foreign
+    setting: str = "--out"  # option that names the folder, for messages; empty for none
+    advice: str = "name a new folder"  # what to do if the folder cannot be used
+
+    def check(self, names: Iterable[str], inputs: Iterable[str | Path] = ()) -> None:
+        """Refuse a folder into which the results cannot be written; call this before any work is done.
+
+        Args:
+            names: files and folders that will be written, relative to the folder.
+            inputs: what the command reads; names of models on the hub are ignored.
+
+        Raises:
+            UserError: if one of the names holds a foreign file or a file that was edited, or if an input would be
+                replaced or is the folder itself.
+        """
+        names = list(names)
+        with self._user_errors():
+            self.recover()
+            entries = self._read_manifest()
+            own_names = [name for name, (noun, *_) in entries.items() if noun == self.noun]
+            replaced_paths = [(self.folder / name).resolve() for name in names]
+            for path in map(Path, filter(os.path.exists, inputs)):
+                if not path.is_file() and not path.is_dir():
+                    raise UserError(f"{path} is a pipe or a device; expected a file or a folder")
+                is_replaced = any(path.resolve().is_relative_to(replaced_path) for replaced_path in replaced_paths)
+                if is_replaced or path.resolve() == self.folder.resolve():
+                    raise UserError(f"{self._label} would replace files of the input {path}; {self.advice}")
+            for name in dict.fromkeys((*names, *own_names)):
+                self._check_own(name, entries)
+            absolute_folder = self.folder.absolute()
+            existing_folder = next(path for path in (absolute_folder, *absolute_folder.parents) if path.exists())
+            if not existing_folder.is_dir() or not os.access(existing_folder, os.W_OK):
+                raise UserError(f"{self._label} cannot be written; name a folder that you may write to")
+
+    def list_names(self) -> list[str]:
+        """Return the names of all files and folders in the folder, except its hidden folder."""
+        return [path.name for path in self.folder.glob("*") if path.name != STATE_FOLDER]
+
+    def open_state(self, name: str) -> Path:
+        """Create the folder, and return the path of a file or folder of unfinished work in its hidden folder."""
+        with self._user_errors():
+            self._create()
+        return self._state / name
+
+    def make_draft(self) -> Path:
+        """Create and return an empty folder, which `write` can move to its place."""
+        folder = self.open_state(_DRAFTS) / "folder"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        return folder
+
+    def write(
+        self,
+        contents: Mapping[str, bytes],
+        folders: Mapping[str, Path] | None = None,
+        *,
+        is_complete: bool = False,
+        saved: Collection[str] = (),
+    ) -> None:
+        """Write files and folders, in this order, in place of earlier ones.
+
+        Args:
+            contents: content of each file by its name relative to the folder.
+            folders: drafts of folders by name, see `make_draft`. Each replaces its earlier one as a whole.
+            is_complete: whether these are all results, so that earlier ones of other names are removed.
+            saved: files that may be replaced even if they are foreign, because the caller has saved them.
+
+        Raises:
+            UserError: if a foreign or edited file would be replaced, or the folder cannot be written.
+        """
+        folders = folders or {}
+        with self._user_errors():
+            self._create()
+            entries = self._read_manifest()
+            checksums = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+            for name, draft in folders.items():
+                checksums |= {
+                    f"{name}/{path.relative_to(draft).as_posix()}": _hash(path) for path in _list_files(draft)
+                }
+            own_names = [name for name, (noun, *_) in entries.items() if noun == self.noun]
+            stale_names = [
+                name for name in own_names
+                if name not in checksums and (is_complete or name.startswith(tuple(f"{key}/" for key in folders)))
+            ]  # fmt: skip
+            for name in (*contents, *folders, *stale_names):
+                if name not in saved:
+                    self._check_own(name, entries)
+            # All files are written before the first one is replaced, for the case that the disk is full.
+            drafts = [(name, self._write_draft(str(number), contents[name])) for number, name in enumerate(contents)]
+            unfinished_entries = {
+                name: (*entries.get(name, (self.noun,)), checksum) for name, checksum in checksums.items()
+            }
+            self._write_manifest(entries | unfinished_entries)
+            for name, draft in drafts:
+                (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+                draft.replace(self.folder / name)
+            for name, draft in folders.items():
+                self._move_away(name)
+                (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+                draft.rename(self.folder / name)
+                self._remove_replaced(name)
+            for name in stale_names:
+                self._remove_file(name)
+            kept_entries = {name: entry for name, entry in entries.items() if name not in stale_names}
+            self._write_manifest(kept_entries | {name: (self.noun, checksum) for name, checksum in checksums.items()})
+            self._remove_drafts()
+
+    def remove_folder(self, name: str) -> None:
+        """Remove a folder that `write` has written, if it exists.
+
+        Raises:
+            UserError: if it holds a foreign or edited file.
+        """
+        with self._user_errors():
+            entries = self._read_manifest()
+            self._check_own(name, entries)
+            self._move_away(name)
+            self._write_manifest({key: entry for key, entry in entries.items() if not key.startswith(f"{name}/")})
+            self._remove_replaced(name)
+            self._remove_drafts()
+
+    @property
+    def has_manifest(self) -> bool:
+        """Whether a command has written results into the folder."""
+        return (self._state / _MANIFEST).is_file()
+
+    @property
+    def _state(self) -> Path:
+        return self.folder / STATE_FOLDER
+
+    @property
+    def _label(self) -> str:
+        return f"{self.setting} {self.folder}".strip()
+
+    @contextmanager
+    def _user_errors(self) -> Iterator[None]:
+        """After an OSError, undo what is unfinished and raise a `UserError` that names the folder."""
+        try:
+            yield
+        except OSError as error:
+            with suppress(OSError, UserError):
+                self.recover()
+            raise UserError(f"{self._label} cannot be written: {shorten(error)}") from error
+
+    def _create(self) -> None:
+        self._refuse_links()
+        self._state.mkdir(parents=True, exist_ok=True)
+        if not self.has_manifest:
+            self._write_manifest({})
+
+    def _refuse_links(self) -> None:
+        """Raise a `UserError` if the folder or its hidden folder is a link or a file, or has no manifest of ours."""
+        for path in (self.folder, self._state, self._state / _MANIFEST):
+            is_expected = path.is_file() if path.name == _MANIFEST else path.is_dir()
+            if path.is_symlink() or (path.exists() and not is_expected):
+                place = "" if path == self.folder else f": {path}"
+                kind = "file" if path.name == _MANIFEST else "folder"
+                raise UserError(f"{self._label}{place} is not a {kind}; {self.advice}")
+        if self._state.exists() and not self.has_manifest:
+            for path in _list_files(self._state):
+                if not is_temporary(path):
+                    raise self._make_foreign_error(f"{STATE_FOLDER}/{path.relative_to(self._state).as_posix()}")
+
+    def recover(self) -> None:
+        """Undo what a killed process has left unfinished: restore a folder that was moved away, and remove drafts."""
+        self._refuse_links()
+        remove_temporary_files(self._state)
+        if not self.has_manifest:
+            return
+        for path in (self._state / _REPLACED).glob("*"):
+            name = unquote(path.name)
+            if _is_within_folder(name) and not os.path.lexists(self.folder / name):
+                (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+                path.rename(self.folder / name)
+            else:
+                self._remove_replaced(name)
+        self._remove_drafts()
+
+    def _remove_drafts(self) -> None:
+        shutil.rmtree(self._state / _DRAFTS, ignore_errors=True)
+        if (self._state / _REPLACED).is_dir():
+            (self._state / _REPLACED).rmdir()
+
+    def _move_away(self, name: str) -> None:
+        if (self.folder / name).exists():
+            (self._state / _REPLACED).mkdir(exist_ok=True)
+            (self.folder / name).rename(self._state / _REPLACED / quote(name, safe=""))
+
+    def _remove_replaced(self, name: str) -> None:
+        """Remove a folder that was moved away. It is renamed first, so that no half of it is ever restored."""
+        replaced_folder = self._state / _REPLACED / quote(name, safe="")
+        if replaced_folder.exists():
+            removed_folder = self._state / _DRAFTS / "removed"
+            shutil.rmtree(removed_folder, ignore_errors=True)
+            removed_folder.parent.mkdir(exist_ok=True)
+            replaced_folder.rename(removed_folder)
+            shutil.rmtree(removed_folder)
+
+    def _write_draft(self, name: str, content: bytes) -> Path:
+        draft = self._state / _DRAFTS / name
+        draft.parent.mkdir(exist_ok=True)
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        return draft
+
+    def _remove_file(self, name: str) -> None:
+        """Remove a file, and the folders that have become empty."""
+        path = self.folder / name
+        path.unlink(missing_ok=True)
+        for parent in path.parents[: len(Path(name).parts) - 1]:
+            if not parent.is_dir() or any(parent.iterdir()):
+                break
+            parent.rmdir()
+
+    def _check_own(self, name: str, entries: _Entries) -> None:
+        """Raise a `UserError` unless all files at a name are listed as ours with the checksums that they have."""
+        path = self.folder / name
+        for parent in path.parents[: len(Path(name).parts) - 1]:
+            if parent.is_symlink() or (parent.exists() and not parent.is_dir()):
+                raise self._make_foreign_error(parent.relative_to(self.folder).as_posix())
+        for file in _list_files(path):
+            file_name = file.relative_to(self.folder).as_posix()
+            noun, *checksums = entries.get(file_name, ("",))
+            if noun != self.noun or not file.is_file() or file.is_symlink():
+                raise self._make_foreign_error(file_name)
+            if _hash(file) not in checksums:
+                raise UserError(
+                    f"{self._label}: {file_name} was changed after istar wrote it; move it away, or {self.advice}"
+                )
+
+    def _make_foreign_error(self, name: str) -> UserError:
+        return UserError(f"{self._label} holds {name}, which is no part of a {self.noun}; {self.advice}")
+
+    def _read_manifest(self) -> _Entries:
+        path = self._state / _MANIFEST
+        if not path.exists():
+            return {}
+        try:
+            files = read_record(path, _Manifest, "a manifest")["files"]
+        except UserError as error:
+            raise UserError(f"{self._label}: {error}; {self.advice}") from error
+        # A manifest may come from a stranger.
+        return {name: tuple(entry) for name, entry in files.items() if entry and _is_within_folder(name)}
+
+    def _write_manifest(self, entries: _Entries) -> None:
+        write_text(self._state / _MANIFEST, json.dumps({"files": entries}, indent=1) + "\n")
+
+
+def run_output(folder: Path) -> Output:
+    """Return the folder of a training run."""
+    return Output(folder, "run", "", "run.overwrite=true keeps the folder under another name")
+
+
+def _is_within_folder(name: str) -> bool:
+    """Return whether the name of a file, relative to a folder, stands for a file in it."""
+    return not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
+def _list_files(path: Path) -> Iterator[Path]:
+    """Yield a file, or all files below a folder; links are yielded, not followed. Nothing is yielded if none exists."""
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        yield path
+        return
+    for folder, folder_names, file_names in os.walk(path):
+        yield from (Path(folder) / name for name in file_names)
+        yield from (Path(folder) / name for name in folder_names if (Path(folder) / name).is_symlink())
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

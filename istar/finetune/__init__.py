@@ -1,0 +1,1 @@
+"""Fine-tuning runs and sweeps: what stands behind `train.py`."""

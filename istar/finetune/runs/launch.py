@@ -1,0 +1,429 @@
+"""Starts a run in new processes, one for each device, and waits for them.
+
+`python -m istar.finetune.runs.launch <parent PID> <config.yaml> <folder> [trial]` executes one such process. Lightning
+does not start them, because it would repeat the command line, which with `-m` is the command line of the whole sweep.
+"""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from socket import socket
+from types import FrameType
+from typing import Any, NoReturn, Protocol
+
+from omegaconf import OmegaConf
+
+from istar.drawing.terminal import make_console, replace_unencodable_characters
+from istar.errors import SHOW_TRACE, LockedError, StoppedError, UserError, mask_secrets, shorten
+from istar.files.parsing import read_json, read_yaml
+from istar.files.writing import write_text
+from istar.finetune.runs.importing import fast_imports
+from istar.finetune.runs.resolving import resolve_config
+from istar.records import results
+from istar.records.config import Config, TrainerConfig, schema
+from istar.records.results import RunRecord
+
+UNEXPECTED_ERROR = 1
+"""Exit code of a process that ends with any exception except a `UserError`."""
+GRACE_SECONDS = 10.0
+"""How long the other processes may continue after one has failed."""
+RANK_VARIABLES = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE",
+                  "MASTER_ADDR", "MASTER_PORT")  # fmt: skip
+"""Environment variables that give a process its rank and the address of rank 0."""
+FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+
+
+def has_external_launcher() -> bool:
+    """Return whether torchrun or srun has started this process as one of several.
+
+    `SLURM_NTASKS` and `SLURM_PROCID` do not show this, because a script under sbatch has them, too, and runs as a
+    single process. Only srun sets the variables of a job step.
+    """
+    return "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+
+
+def fix_slurm_detection() -> None:
+    """Change the `SLURM_*` variables so that Lightning detects srun if, and only if, srun has started several tasks.
+
+    Lightning reads `SLURM_NTASKS`, the number of tasks that the job requested with or without srun, and ignores SLURM
+    in jobs that have the name of an interactive salloc job.
+    """
+    num_tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if num_tasks == "1":
+        os.environ.pop("SLURM_NTASKS", None)
+    else:
+        os.environ["SLURM_NTASKS"] = num_tasks
+        # Lightning refuses a job without --ntasks-per-node.
+        tasks_per_node = os.environ.get("SLURM_STEP_TASKS_PER_NODE", num_tasks)
+        os.environ.setdefault("SLURM_NTASKS_PER_NODE", tasks_per_node.partition("(")[0])
+        os.environ.pop("SLURM_JOB_NAME", None)
+
+
+def processes_to_start(settings: TrainerConfig) -> int:
+    """Return the number of processes that a run needs on this machine; 1 means that the current process is enough.
+
+    Raises:
+        UserError: if an external launcher has started a different number, or Lightning refuses the settings.
+    """
+    if has_external_launcher():
+        _check_process_count(settings)
+        return 1
+    if settings.devices in (1, "1") and settings.num_nodes == 1:
+        return 1
+    # A process with these variables, or with MPI, may have been started by hand, by LSF or by mpirun.
+    if not {"LOCAL_RANK", "LSB_JOBID"} & os.environ.keys() and find_spec("mpi4py") is None:
+        _check_rendezvous(settings)
+        # Asking Lightning takes seconds; only the hardware or a scheduler makes it necessary.
+        if isinstance(settings.devices, int) and settings.devices > 0:
+            return settings.devices
+    from istar.finetune.training import trainer
+
+    return trainer.count_processes_to_start(trainer.build_bare_trainer(settings))
+
+
+def _check_process_count(settings: TrainerConfig) -> None:
+    """Raise a `UserError` if the external launcher has started more or fewer processes than the settings expect."""
+    num_started = os.environ.get("WORLD_SIZE" if "TORCHELASTIC_RUN_ID" in os.environ else "SLURM_STEP_NUM_TASKS")
+    num_expected = settings.devices * settings.num_nodes if isinstance(settings.devices, int) else -1
+    if num_expected > 0 and str(num_expected) != num_started:
+        raise UserError(
+            f"{num_started} processes have been started, but trainer.devices={settings.devices} on trainer.num_nodes="
+            f"{settings.num_nodes} are {num_expected}; devices counts the processes of one node"
+        )
+
+
+def _check_rendezvous(settings: TrainerConfig) -> None:
+    """Raise a `UserError` if a run on several nodes lacks the environment variables by which the nodes connect."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
+    if settings.num_nodes > 1 and missing:
+        raise UserError(
+            f"trainer.num_nodes={settings.num_nodes} needs {', '.join(missing)} in the environment of train.py on every"
+            " node, or torchrun or srun, which set them"
+        )
+
+
+def launch(config: Config, num_processes: int, trial: str | None = None) -> RunRecord:
+    """Execute a run in new processes, forward signals to them, wait for them, and return the record of the run.
+
+    Args:
+        config: settings of the run.
+        num_processes: number of processes on this machine.
+        trial: address of the Optuna trial that may prune the run, as `istar.finetune.training.pruning` reads it.
+
+    Raises:
+        UserError: the error of the first process that failed; the other processes are terminated.
+        StoppedError: if a signal has stopped the run.
+    """
+    # All processes load the same commit, even if the branch moves while they start.
+    config = resolve_config(config)
+    runs: list[RunProcesses] = []
+    with forward_signals(runs) as signals:
+        with blocked_signals():
+            runs.append(RunProcesses(config, num_processes, trial))
+            for signal_number in signals:
+                runs[0].send_signal(signal_number)
+        while not runs[0].has_ended():
+            time.sleep(0.05)
+    try:
+        return runs[0].read_record(signals)
+    except StoppedError:
+        if signal.SIGUSR2 in signals and callable(signal.getsignal(signal.SIGUSR2)):
+            # submitit's handler requeues the job; this must wait until the run has saved its checkpoint.
+            signal.raise_signal(signal.SIGUSR2)
+        raise
+
+
+class Process(Protocol):
+    """The part of the interface of `subprocess.Popen` that `RunProcesses` needs."""
+
+    returncode: int | Any
+
+    def poll(self) -> int | None: ...
+
+    def send_signal(self, signal_number: int, /) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> int: ...
+
+
+Spawn = Callable[[Sequence[str], Mapping[str, str], Path | None], Process]
+"""Type of a function that starts a process which calls `main`: `spawn` or `fork_server.ServerPool.spawn`.
+
+It takes the arguments of `main` after the parent's PID, the environment variables of the process, and the path of the
+file for stdout and stderr, which are inherited for None.
+"""
+
+
+def spawn(arguments: Sequence[str], environment: Mapping[str, str], log_path: Path | None) -> "subprocess.Popen[bytes]":
+    """Start a new Python interpreter that calls `main`, as `Spawn` describes; its imports take seconds."""
+    command = [sys.executable, "-m", "istar.finetune.runs.launch", str(os.getpid()), *arguments]
+    with log_path.open("ab") if log_path is not None else nullcontext() as output:
+        return subprocess.Popen(command, env=environment, start_new_session=True, stdout=output, stderr=output)
+
+
+class RunProcesses:
+    """The processes of a run. Create it within `blocked_signals()`, poll `has_ended`, then call `read_record`.
+
+    The processes have the environment variables of this process and `extra_variables`. They write stdout and stderr to
+    `log_path`, or inherit both if it is None.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        num_processes: int,
+        trial: str | None = None,
+        extra_variables: Mapping[str, str] | None = None,
+        log_path: Path | None = None,
+        spawn: Spawn = spawn,
+    ) -> None:
+        self._temporary_folder = tempfile.TemporaryDirectory(prefix="istar-")
+        self._folder = Path(self._temporary_folder.name)
+        self._deadline = float("inf")
+        self._failed_ranks: list[int] = []
+        self._server_error: UserError | None = None
+        config_path = self._folder / "config.yaml"
+        write_text(config_path, schema.to_yaml(config))
+        arguments = [str(config_path), str(self._folder), *([trial] if trial else [])]
+        # Port 0 lets the operating system choose a free port, for the connections to rank 0.
+        with socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        self._processes: list[Process] = []
+        for rank in range(num_processes):
+            environment = _make_process_environment(rank, num_processes, config.trainer, port)
+            environment |= dict(extra_variables or {})
+            self._processes.append(spawn(arguments, environment, log_path))
+
+    def send_signal(self, signal_number: int) -> None:
+        """Send a signal to all processes of the run."""
+        for process in self._processes:
+            process.send_signal(signal_number)
+
+    def has_ended(self) -> bool:
+        """Return whether all processes have ended.
+
+        `GRACE_SECONDS` after a process has failed, the processes that still run are killed.
+        """
+        try:
+            exit_codes = [process.poll() for process in self._processes]
+            failed_ranks = [rank for rank, exit_code in enumerate(exit_codes) if exit_code]
+            # A process that waits for a dead one in a collective would wait until the timeout of the process group.
+            if failed_ranks and self._deadline == float("inf"):
+                self._deadline = time.monotonic() + GRACE_SECONDS
+            if None not in exit_codes or time.monotonic() > self._deadline:
+                self._failed_ranks = failed_ranks
+                for process in self._processes:
+                    process.kill()
+                    process.wait()
+                return True
+        except UserError as error:
+            # The fork server is gone, so the exit codes will never be known.
+            self._server_error = error
+            self.send_signal(signal.SIGKILL)
+            return True
+        return False
+
+    def read_record(self, signals: Sequence[int]) -> RunRecord:
+        """Return the record of the run after it has ended, or raise its error as `launch` does.
+
+        `signals` are the numbers of the signals that were sent to the run.
+        """
+        with self._temporary_folder:
+            if self._server_error is not None:
+                raise self._server_error
+            if self._failed_ranks:
+                exit_code_by_rank = {rank: self._processes[rank].returncode for rank in self._failed_ranks}
+                raise _make_run_error(self._folder, exit_code_by_rank, len(self._processes), signals)
+            return results.read(self._folder)
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Execute a run as one of its processes, write the record or the error for the parent process, and exit.
+
+    `arguments` are the parent's PID, the config file, the folder for the record or the error, and optionally the trial.
+    """
+    parent_pid, config_path, folder, *trial = arguments
+    rank = os.environ.get("LOCAL_RANK", "0")
+    # Until the training has installed its handlers, Ctrl-C ends this process without a `KeyboardInterrupt`.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
+    _terminate_with_parent(int(parent_pid))
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    replace_unencodable_characters()
+    schema.register()
+    try:
+        with fast_imports():
+            from istar.finetune.runs.run import run
+
+        config = schema.load(OmegaConf.create(read_yaml(Path(config_path))))
+        record = run(config, make_console(), *trial)
+        if rank == "0":
+            # The parent does not read the run's folder: on a second node, the result may not be visible there yet.
+            results.write(record, Path(folder))
+        message, exit_code, stack_trace = "", 0, ""
+    except UserError as error:
+        message, exit_code, stack_trace = str(error), error.exit_code, mask_secrets(traceback.format_exc())
+    except Exception as error:
+        message, exit_code, stack_trace = (
+            f"{type(error).__name__}: {shorten(error)}",
+            UNEXPECTED_ERROR,
+            mask_secrets(traceback.format_exc()),
+        )
+    if exit_code:
+        write_text(
+            Path(folder) / f"error-{rank}.json",
+            json.dumps({"message": message, "code": exit_code, "trace": stack_trace}),
+        )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A normal exit of the interpreter may hang or abort in the destructor of a process group.
+    os._exit(exit_code)
+
+
+def make_import_variables() -> dict[str, str]:
+    """Return the environment variables with which a Python process imports this copy of istar, and no foreign modules.
+
+    Python puts the working folder first on `sys.path` for `-m` and `-c`, so that any `evaluate.py` there would be
+    imported instead of the library, also by the processes that libraries start; `PYTHONSAFEPATH` forbids this. An empty
+    part of `PYTHONPATH` stands for the working folder, too.
+    """
+    python_paths = [str(Path(__file__).parents[3]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, python_paths)), "PYTHONSAFEPATH": "1"}
+
+
+def _make_process_environment(rank: int, num_processes: int, settings: TrainerConfig, port: int) -> dict[str, str]:
+    """Return the environment variables of a run's process: those of this process, with the rank of the new one.
+
+    `port` is a free port for the connections to rank 0, which is used unless `MASTER_PORT` is set.
+    """
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("TORCHELASTIC") and name not in ("SLURM_NTASKS", "HYDRA_FULL_ERROR")
+    }
+    environment |= make_import_variables()
+    if settings.num_nodes == 1:
+        environment = {name: value for name, value in environment.items() if name not in RANK_VARIABLES}
+    if num_processes > 1 or settings.num_nodes > 1:
+        environment["LOCAL_RANK"] = str(rank)
+        environment.setdefault("NODE_RANK", "0")
+        environment.setdefault("MASTER_ADDR", "127.0.0.1")
+        environment.setdefault("MASTER_PORT", str(port))
+        # With one thread per core in each process, the processes would compete for the cores.
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+    return environment
+
+
+def _make_run_error(
+    folder: Path, exit_code_by_rank: dict[int, int], num_processes: int, signals: Sequence[int]
+) -> UserError:
+    """Return the error that ended a run.
+
+    A `UserError` of any process takes precedence, then the signal that killed a process, then an unexpected exception.
+    The order matters because the failure of one process makes the others fail, too.
+
+    Args:
+        folder: folder to which each failed process may have written `error-<rank>.json`.
+        exit_code_by_rank: exit codes of the processes that failed, by rank.
+        num_processes: number of processes of the run, for the message.
+        signals: numbers of the signals that were sent to the run.
+    """
+    error_by_rank = {
+        rank: read_json(path) for rank in exit_code_by_rank if (path := folder / f"error-{rank}.json").exists()
+    }
+    user_errors = [error for error in error_by_rank.values() if error["code"] != UNEXPECTED_ERROR]
+    if user_errors or len(error_by_rank) == len(exit_code_by_rank):
+        first_error = (user_errors or list(error_by_rank.values()))[0]
+        if SHOW_TRACE or not user_errors:
+            print(first_error["trace"], file=sys.stderr, end="")
+        return _make_user_error(first_error["message"], first_error["code"])
+    rank = min(exit_code_by_rank.keys() - error_by_rank.keys())
+    exit_code = exit_code_by_rank[rank]
+    if -exit_code in signals:
+        name = signal.Signals(-exit_code).name
+        return StoppedError(f"stopped by {name} outside of training; run the same command to resume", -exit_code)
+    process_label = f"process {rank} of {num_processes}" if num_processes > 1 else "the process of the run"
+    return _make_user_error(
+        f"{process_label} {describe_exit_code(exit_code)}; the same command resumes from the last checkpoint"
+    )
+
+
+def describe_exit_code(exit_code: int) -> str:
+    """Describe how a process ended, given its exit code, which is negative for a signal as in `subprocess`."""
+    return f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
+
+
+def _make_user_error(message: str, exit_code: int = UNEXPECTED_ERROR) -> UserError:
+    if exit_code > StoppedError.exit_code:
+        return StoppedError(message, exit_code - StoppedError.exit_code)
+    if exit_code == LockedError.exit_code:
+        return LockedError(message)
+    error = UserError(message)
+    error.exit_code = exit_code
+    return error
+
+
+@contextmanager
+def forward_signals(runs: Sequence[RunProcesses]) -> Iterator[list[int]]:
+    """Forward signals to the processes of the runs during the `with` block.
+
+    Yields the list of the received signal numbers, to which each further signal is appended.
+    """
+    received_signals: list[int] = []
+
+    def forward(signal_number: int, frame: FrameType | None) -> None:
+        received_signals.append(signal_number)
+        for run in runs:
+            run.send_signal(signal_number)
+
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    previous_handlers = {
+        signal_number: signal.signal(signal_number, forward) for signal_number in FORWARDED_SIGNALS if is_main_thread
+    }
+    try:
+        yield received_signals
+    finally:
+        for signal_number, handler in previous_handlers.items():
+            signal.signal(signal_number, handler)
+
+
+@contextmanager
+def blocked_signals() -> Iterator[None]:
+    """Delay signals until the end of the `with` block.
+
+    A process that is started in the block inherits the signal mask, and unblocks the signals when it is ready.
+    """
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
+
+
+def _terminate_with_parent(parent_pid: int) -> None:
+    """Start a thread that sends SIGTERM to this process when its parent has died."""
+
+    def terminate_when_parent_ends() -> None:
+        """Wait until the parent has ended, then send SIGTERM to this process."""
+        while os.getppid() == parent_pid:
+            time.sleep(0.25)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=terminate_when_parent_ends, daemon=True).start()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,346 @@
+"""Keeps the state of a sweep in a JSON file, which `istar watch` reads, and shows it as a live table."""
+
+import csv
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from istar.errors import UserError
+from istar.files.parsing import read_record
+from istar.files.writing import write_text
+from istar.finetune.sweeps.trials import Trial
+from istar.records.config.schema import to_dict
+from istar.records.metric_names import displayed, merit
+from istar.records.results import METRICS, RunRecord
+from istar.reports.run_frame import record_to_row
+
+SWEEPS_FOLDER, STATE_FILE = "sweeps", "sweep.json"  # the state of a sweep is in `<run.root>/sweeps/<sweep>/sweep.json`
+FORMAT = 1
+_HEARTBEAT_SECONDS = 10.0
+_END_STATUSES = ("finished", "pruned", "failed", "stopped")
+
+
+@dataclass
+class SweepEntry:
+    """The state of one run of a sweep, as an entry of `sweep.json`; `name` is the name of the run's folder."""
+
+    name: str
+    overrides: Sequence[str]
+    task: str
+    model: str
+    method: str
+    seed: Annotated[int, 0]
+    stage: str  # `search` (over the grid or by Optuna) or `seeds` (repetitions of the best configurations)
+    # `waiting`, `running`, `elsewhere` (another process executes the run), `finished`, `pruned`, `failed`, or `stopped`
+    # (the same command resumes it).
+    status: str = "waiting"
+    started: float | None = None  # when this command started the run, in seconds since 1970; None if it did not
+    ended: float | None = None  # when the run ended, in seconds since 1970; None if it has not ended under this command
+    epochs: tuple[int, int] = (0, 0)  # number of completed epochs, and of all epochs
+    metric: str | None = None
+    value: float | None = None  # the headline metric on the validation set, as in `result.json`
+    selection: float | None = None  # the value by which runs are compared, on held-out data if there are any
+    collapsed: bool = False
+    error: str | None = None
+    log: str | None = None  # file with the output of the run's processes
+
+    @property
+    def seconds(self) -> float | None:
+        """Duration in seconds, including the start of the processes; None unless this command has executed the run."""
+        return self.ended - self.started if self.started and self.ended else None
+
+    @property
+    def label(self) -> str:
+        """One line that names the run by task, model, method and seed."""
+        return f"{self.task} · {self.model} · {self.method} · seed {self.seed}"
+
+    @property
+    def group(self) -> tuple[str, str, str]:
+        """Task, model and method without its hyperparameters (Base, I-STAR or CosReg)."""
+        return self.task, self.model, self.method.split(" ")[0]
+
+    @property
+    def selection_merit(self) -> float:
+        """The value by which runs are compared, as a number that is higher for better runs, also for losses.
+
+        States of earlier versions have only the value of the headline metric, which is then used.
+        """
+        return merit(self.metric or "", (self.value if self.selection is None else self.selection) or 0.0)
+
+    def apply_record(self, record: RunRecord) -> None:
+        """Copy status, score, error and epochs from the record of the run."""
+        self.status = record.status
+        self.metric, self.value = record.headline.get("metric"), record.headline.get("value")
+        self.selection = record.selection_value
+        self.collapsed, self.error = any(record.collapsed.values()), record.error
+        self.epochs = (len(record.epochs), self.epochs[1])
+
+
+@dataclass
+class SweepState:
+    """The state of a sweep, as in `sweep.json`; `name` is the name of its folder, `root` the folder of the runs."""
+
+    name: str
+    command: str  # the command that resumes the sweep
+    root: str
+    jobs: Annotated[int, 1]
+    # Number of planned runs that have no entry yet: those of the second stage, or of a search.
+    to_come: Annotated[int, 0] = 0
+    begun: float = 0.0  # when this command started, in seconds since 1970
+    seen: float = 0.0  # when the file was last written, in seconds since 1970
+    is_over: bool = False
+    expected: float | None = None  # estimated seconds per run, used until a run has finished; None without an estimate
+    entries: list[SweepEntry] = field(default_factory=list)
+    format: int = FORMAT
+
+    def entries_with(self, *statuses: str) -> list[SweepEntry]:
+        """Return the entries that have one of the given statuses."""
+        return [entry for entry in self.entries if entry.status in statuses]
+
+
+def make_entry(trial: Trial, stage: str) -> SweepEntry:
+    """Create the entry of a trial that has not started yet."""
+    run_columns = record_to_row(RunRecord(trial.name, "waiting", to_dict(trial.config)))
+    epochs = (0, trial.config.trainer.max_epochs)
+    labels = {key: run_columns[key] for key in ("task", "model", "method", "seed")}
+    return SweepEntry(trial.name, trial.overrides, stage=stage, epochs=epochs, **labels)
+
+
+class Board:
+    """Keeps `sweep.json` and the screen up to date: a live table on a terminal, else one line for each ended run.
+
+    The board updates `state` in place and writes it to `folder`, the folder of the sweep.
+    """
+
+    def __init__(self, folder: Path, state: SweepState, console: Console) -> None:
+        self.folder, self.state, self.console = folder, state, console
+        self._live: Live | None = None
+        self._updated_at = 0.0
+
+    def __enter__(self) -> "Board":
+        self.state.begun = time.time()
+        if self.console.is_terminal:
+            self._live = Live(render_sweep(self.state), console=self.console, auto_refresh=False)
+            self._live.__enter__()
+        self._write()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.state.is_over = True
+        self._write()
+        if self._live is not None:
+            self._live.update(render_sweep(self.state), refresh=True)
+            self._live.__exit__(None, None, None)
+
+    def record_start(self, entry: SweepEntry, log: Path | None) -> None:
+        """Record that a run has started."""
+        entry.status, entry.started, entry.error = "running", time.time(), None
+        entry.log = str(log) if log is not None else None
+        self._write()
+
+    def set_status(self, entry: SweepEntry, status: str) -> None:
+        """Record that another process executes a run (`elsewhere`), or no longer does (`waiting`)."""
+        entry.status, entry.started, entry.error = status, None, None
+        self._write()
+
+    def record_end(self, entry: SweepEntry, outcome: RunRecord | UserError, status: str | None = None) -> None:
+        """Record the outcome of a run; after an error, its status is `status`, by default `failed`."""
+        if isinstance(outcome, RunRecord):
+            entry.apply_record(outcome)
+        else:
+            entry.status, entry.error = status or "failed", str(outcome)
+        entry.ended = time.time()
+        self._write()
+        if self._live is None:
+            self.console.out(format_result_line(self.state, entry), highlight=False)
+
+    def tick(self) -> None:
+        """Update epochs and screen once a second, and the file every ten seconds; call this many times a second."""
+        now = time.time()
+        if now - self._updated_at > 1:
+            self._updated_at = now
+            update_epochs(self.state, Path(self.state.root))
+            if self._live is not None:
+                self._live.update(render_sweep(self.state), refresh=True)
+            if now - self.state.seen > _HEARTBEAT_SECONDS:
+                self._write()
+
+    def _write(self) -> None:
+        """Write the state to `sweep.json`."""
+        self.state.seen = time.time()
+        write_text(self.folder / STATE_FILE, json.dumps(asdict(self.state), indent=1))
+
+    @contextmanager
+    def ticking(self) -> Iterator[None]:
+        """Call `tick` every second from a thread while the `with` block waits for something else."""
+        is_over = threading.Event()
+
+        def tick_every_second() -> None:
+            while not is_over.wait(1):
+                self.tick()
+
+        ticker = threading.Thread(target=tick_every_second, daemon=True)
+        ticker.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            ticker.join()
+
+
+def update_epochs(state: SweepState, root: Path) -> None:
+    """Update the number of completed epochs of each running run, also of those in other processes, from its folder."""
+    for entry in state.entries_with("running", "elsewhere"):
+        entry.epochs = (count_validated_epochs(root / entry.name), entry.epochs[1])
+
+
+def read_state(path: Path) -> SweepState:
+    """Read a `sweep.json`.
+
+    Raises:
+        UserError: if the file cannot be read or istar did not write it.
+    """
+    content = read_record(path, SweepState, "a sweep", FORMAT)
+    for entry in content["entries"]:
+        entry |= {"overrides": tuple(entry["overrides"]), "epochs": tuple(entry["epochs"])}
+    return SweepState(**content | {"entries": [SweepEntry(**entry) for entry in content["entries"]]})
+
+
+def count_validated_epochs(folder: Path) -> int:
+    """Return the number of epochs that a run has validated, as its `metrics.csv` shows."""
+    path = folder / METRICS
+    if not path.is_file():  # opening a FIFO would wait forever
+        return 0
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            metric_columns = [name for name in reader.fieldnames or () if name.startswith("val/")]
+            validation_rows = [row for row in reader if any(row[name] for name in metric_columns)]
+    except (OSError, ValueError, csv.Error):  # the file cannot be read, or is not a table
+        return 0
+    # The first validation takes place before the training.
+    return max(0, len(validation_rows) - 1)
+
+
+def estimate_seconds_left(state: SweepState) -> float | None:
+    """Estimate the seconds until all runs are done from the mean duration of the finished runs.
+
+    If no run is finished, `state.expected` is used instead of the mean; if this is None, None is returned.
+    """
+    durations = [entry.seconds for entry in state.entries_with("finished") if entry.seconds]
+    mean_seconds = sum(durations) / len(durations) if durations else state.expected
+    if mean_seconds is None:
+        return None
+    running_seconds = sum(
+        max(0.0, mean_seconds - (time.time() - (entry.started or 0))) for entry in state.entries_with("running")
+    )
+    num_waiting = len(state.entries_with("waiting")) + state.to_come
+    return (running_seconds + num_waiting * mean_seconds) / state.jobs
+
+
+def format_result_line(state: SweepState, entry: SweepEntry) -> str:
+    """Return a line about a run that has ended: how many have ended, which run it is, and its score or error."""
+    prefix = f"[{len(state.entries_with(*_END_STATUSES))}/{len(state.entries) + state.to_come}] {entry.label}: "
+    if entry.value is not None and entry.error is None:
+        collapsed = ", collapsed" if entry.collapsed else ""
+        pruned = ", pruned" if entry.status == "pruned" else ""
+        origin = "by another process" if entry.started is None else format_duration(entry.seconds)
+        return f"{prefix}{entry.metric} {displayed(entry.metric or '', entry.value):.2f}{collapsed}{pruned} ({origin})"
+    if entry.status == "stopped":
+        return f"{prefix}{entry.error}"
+    return f"{prefix}{entry.status}: {entry.error}" + (f" ({entry.log})" if entry.log else "")
+
+
+_STATUSES_BY_COLUMN = {
+    "done": ("finished", "pruned"),
+    "running": ("running", "elsewhere"),
+    "failed": ("failed",),
+    "left": ("waiting", "stopped"),
+}
+"""The columns of the live table that count runs, with the statuses that each counts."""
+
+
+def render_sweep(state: SweepState) -> Group:
+    """Render the live table of a sweep: a status line, a row for each task, model and method, and the running runs.
+
+    The column "running" also counts runs that other processes execute.
+    """
+    table = Table("task", "model", "method")
+    for column in _STATUSES_BY_COLUMN:
+        table.add_column(column, justify="right")
+    table.add_column("best so far")
+    table.add_column("by")
+    entries_by_group: dict[tuple[str, str, str], list[SweepEntry]] = {}
+    for entry in state.entries:
+        entries_by_group.setdefault(entry.group, []).append(entry)
+    for group_key, group_entries in entries_by_group.items():
+        counts = [
+            str(sum(entry.status in statuses for entry in group_entries)) for statuses in _STATUSES_BY_COLUMN.values()
+        ]
+        finished_entries = [entry for entry in group_entries if entry.value is not None and entry.status == "finished"]
+        best_entry = max(finished_entries, key=lambda entry: entry.selection_merit, default=None)
+        best_score, best_settings = "-", "-"
+        if best_entry is not None:
+            best_score = f"{best_entry.metric} {displayed(best_entry.metric or '', best_entry.value or 0):.2f}"
+            distinctive_overrides = [
+                override
+                for override in best_entry.overrides
+                if not all(override in entry.overrides for entry in group_entries)
+            ]
+            best_settings = " ".join(distinctive_overrides) or best_entry.method
+        table.add_row(*group_key, *counts, best_score, best_settings)
+    lines = []
+    for status, title in _RUNNING_TITLES.items():
+        entries = state.entries_with(status)
+        lines += [f"{title}:", *map(_format_progress_line, entries)] if entries else []
+    return Group(Text(format_status_line(state)), table, *map(Text, lines))
+
+
+_RUNNING_TITLES = {"running": "running", "elsewhere": "running elsewhere"}
+"""Titles of the statuses of runs that are in progress."""
+
+
+def _format_progress_line(entry: SweepEntry) -> str:
+    """Return a line with the epoch of a running run and, if this sweep has started it, the time since then."""
+    epoch = f"epoch {min(entry.epochs[0] + 1, entry.epochs[1])} of {entry.epochs[1]}"
+    elapsed = f", {format_duration(time.time() - entry.started)}" if entry.started else ""
+    return f"  {entry.label}: {epoch}{elapsed}"
+
+
+def format_status_line(state: SweepState) -> str:
+    """Return a line with the number of runs by status and the estimated time left."""
+    statuses = ("finished", "running", "elsewhere", "failed", "pruned", "stopped")
+    count_by_status = {status: len(state.entries_with(status)) for status in statuses}
+    num_left = len(state.entries_with("waiting")) + state.to_come
+    parts = [f"{state.name}: {count_by_status['finished']} of {len(state.entries) + state.to_come} runs finished"]
+    other_counts = [(status, count) for status, count in count_by_status.items() if count and status != "finished"]
+    parts += [f"{count} {_RUNNING_TITLES.get(status, status)}" for status, count in other_counts]
+    parts += [f"{num_left} left"] if num_left else []
+    seconds = estimate_seconds_left(state)
+    if not state.is_over and seconds is not None and num_left + count_by_status["running"]:
+        parts.append(f"about {format_duration(seconds)} to go")
+    return " · ".join(parts)
+
+
+def format_duration(seconds: float | None) -> str:
+    """Format a duration in the two largest units: 45 s, 12 min, 3 h 5 min, 2 d 4 h; `-` for None."""
+    if seconds is None:
+        return "-"
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 100:
+        return f"{minutes} min"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes // 1440} d {minutes % 1440 // 60} h"

@@ -1,0 +1,191 @@
+"""Executes trials on this machine, several of them in parallel, each with processes and GPUs of its own."""
+
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from istar.errors import LockedError, StoppedError, UserError
+from istar.finetune.runs import fork_server
+from istar.finetune.runs.launch import RunProcesses, Spawn, blocked_signals, forward_signals, processes_to_start, spawn
+from istar.finetune.sweeps.trials import Trial
+from istar.records.config import SweepConfig, TrainerConfig
+from istar.records.results import RunRecord
+
+
+class TrialSource(Protocol):
+    """Supplies trials and receives their results; see `istar.finetune.sweeps.sweep.TrialQueue`."""
+
+    def next_trial(self) -> Trial | None:
+        """Return the next trial to start, or None if there is none at the moment."""
+
+    def is_waiting(self) -> bool:
+        """Return whether `next_trial` may return another trial later, although none is running."""
+
+    def on_started(self, trial: Trial, log_path: Path) -> None:
+        """Take note that a trial has started, with its output in the file `log_path`."""
+
+    def on_ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
+        """Take note of the outcome of a trial; `status` is given if it does not follow from the outcome."""
+
+    def set_aside(self, trial: Trial) -> None:
+        """Set a trial aside because another process executes it."""
+
+    def tick(self) -> None:
+        """Do periodic work; called many times a second while trials are running or waited for."""
+
+    def warn(self, message: str) -> None:
+        """Show a warning to the user."""
+
+
+def run_trials(
+    source: TrialSource, settings: SweepConfig, log_folder: Path, environment: Mapping[str, str] | None = None
+) -> None:
+    """Execute trials, `settings.jobs` of them in parallel, until the source has no more and all have ended.
+
+    The processes write their output to files in `log_folder`, and have the additional variables of `environment`. With
+    `settings.fail_fast`, a failure stops all trials.
+
+    Raises:
+        StoppedError: if a signal has stopped the sweep; the signal was forwarded to the running trials.
+    """
+    log_folder.mkdir(parents=True, exist_ok=True)
+    with fork_server.ServerPool(log_folder / "server.log", source.warn) as servers:
+        # A new interpreter costs seconds for every run; a forked process does not.
+        spawn_process = servers.spawn if settings.fork and fork_server.is_supported() else spawn
+        pool = _TrialPool(source, settings, log_folder, environment or {}, spawn_process)
+        with forward_signals(pool.runs) as signals:
+            while pool.fill_slots(signals):
+                pool.collect_ended(signals)
+                source.tick()
+                time.sleep(0.05)
+    if signals:
+        name = signal.Signals(signals[0]).name
+        raise StoppedError(f"stopped by {name}; run the same command to resume", signals[0])
+
+
+class _TrialPool:
+    """Runs trials in parallel. Each of the `settings.jobs` slots executes one trial at a time.
+
+    `runs` has the processes of each running trial.
+    """
+
+    def __init__(
+        self,
+        source: TrialSource,
+        settings: SweepConfig,
+        log_folder: Path,
+        environment: Mapping[str, str],
+        spawn_process: Spawn,
+    ) -> None:
+        self.runs: list[RunProcesses] = []
+        self._source, self._log_folder, self._environment, self._spawn = source, log_folder, environment, spawn_process
+        self._num_jobs, self._fail_fast = settings.jobs, settings.fail_fast
+        self._running_by_slot: dict[int, tuple[Trial, RunProcesses]] = {}
+        self._gpus = list_visible_gpus() if settings.jobs > 1 else []
+        self._is_stopping = False
+
+    def fill_slots(self, signals: Sequence[int]) -> bool:
+        """Start a trial in each free slot, and return whether any trial is running or waited for.
+
+        `signals` are the numbers of the stop signals received so far; after the first one, no trial is started.
+        """
+        for slot in range(self._num_jobs):
+            while slot not in self._running_by_slot and not signals and not self._is_stopping:
+                trial = self._source.next_trial()
+                if trial is None:
+                    break
+                self._start(slot, trial)
+        may_start = not signals and not self._is_stopping
+        return bool(self._running_by_slot) or (may_start and self._source.is_waiting())
+
+    def collect_ended(self, signals: Sequence[int]) -> None:
+        """Free the slots of trials that have ended, and report their outcomes to the source."""
+        for slot, (trial, run) in list(self._running_by_slot.items()):
+            if run.has_ended():
+                del self._running_by_slot[slot]
+                self.runs.remove(run)
+                self._report(trial, run, signals)
+
+    def _start(self, slot: int, trial: Trial) -> None:
+        """Start a trial in a slot; a trial that cannot start counts as failed."""
+        log_path = self._log_folder / f"{trial.name}.log"
+        try:
+            extra_variables = make_slot_environment(slot, self._num_jobs, trial.config.trainer, self._gpus)
+            extra_variables.update(self._environment)
+            num_processes = processes_to_start(trial.config.trainer)
+        except UserError as error:
+            self._report_failure(trial, error)
+            return
+        with blocked_signals():
+            run = RunProcesses(trial.config, num_processes, trial.optuna_trial, extra_variables, log_path, self._spawn)
+            self.runs.append(run)
+        self._running_by_slot[slot] = trial, run
+        self._source.on_started(trial, log_path)
+
+    def _report(self, trial: Trial, run: RunProcesses, signals: Sequence[int]) -> None:
+        """Report the record or the error of a trial that has ended to its source."""
+        try:
+            self._source.on_ended(trial, run.read_record(signals))
+        except LockedError:
+            self._source.set_aside(trial)
+        except UserError as error:
+            # If the sweep itself was not stopped, a stopped trial counts as failed, and the sweep continues.
+            if isinstance(error, StoppedError) and (signals or self._is_stopping):
+                self._source.on_ended(trial, error, "stopped")
+            else:
+                self._report_failure(trial, error)
+
+    def _report_failure(self, trial: Trial, error: UserError) -> None:
+        """Report the error of a failed trial to its source; with `fail_fast`, stop all running trials."""
+        self._source.on_ended(trial, error)
+        if self._fail_fast:
+            self._is_stopping = True
+            for run in self.runs:
+                run.send_signal(signal.SIGTERM)
+
+
+def list_visible_gpus() -> list[str]:
+    """Return the GPUs that this process may use, in the notation of CUDA_VISIBLE_DEVICES."""
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible_devices is not None:
+        return [name for name in visible_devices.split(",") if name.strip()]
+    import torch
+
+    return [str(index) for index in range(torch.cuda.device_count())]
+
+
+def make_slot_environment(slot: int, num_jobs: int, settings: TrainerConfig, gpus: Sequence[str]) -> dict[str, str]:
+    """Return environment variables that give a slot its share of the GPUs, or else of the CPU threads.
+
+    With more jobs than GPUs, several jobs share a GPU.
+
+    Raises:
+        UserError: if `trainer.devices` is not a number of devices.
+    """
+    if num_jobs == 1:
+        return {}
+    num_devices = parse_num_devices(settings)
+    if gpus and settings.accelerator in ("auto", "gpu", "cuda"):
+        # dict.fromkeys removes duplicates, which occur if a job needs more GPUs than there are.
+        gpus_of_slot = dict.fromkeys(gpus[(slot * num_devices + index) % len(gpus)] for index in range(num_devices))
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus_of_slot)}
+    if "OMP_NUM_THREADS" in os.environ:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (num_jobs * num_devices)))}
+
+
+def parse_num_devices(settings: TrainerConfig) -> int:
+    """Return the number of devices that `trainer.devices` gives.
+
+    Raises:
+        UserError: if it is not a number of devices, for example a list of them.
+    """
+    devices_text = str(settings.devices)
+    if not devices_text.isdigit() or int(devices_text) == 0:
+        raise UserError(
+            f"trainer.devices={devices_text}: with sweep.jobs above 1 say how many devices a run gets, not which"
+        )
+    return int(devices_text)

@@ -1,0 +1,344 @@
+"""Searches with Optuna, which chooses the values to try next by the results of earlier trials."""
+
+import getpass
+import logging
+import math
+import os
+import random
+import uuid
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+from filelock import FileLock, Timeout
+from hydra.core.override_parser.types import IntervalSweep, Override
+from optuna.trial import FrozenTrial, TrialState
+
+from istar.errors import UserError, shorten
+from istar.finetune.runs.private_names import load_trial
+from istar.finetune.sweeps.trials import Overrides, SearchSpace
+from istar.finetune.training.pruning import PRUNER_ATTRIBUTE, TrialReference
+from istar.records.config import SweepConfig
+from istar.records.results import RunRecord
+
+_STATE_BY_STATUS = {"finished": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
+# Keys of the user attributes that a trial has in Optuna's storage.
+_OVERRIDES, _WORKER, _RUN, _DUPLICATE = "overrides", "worker", "run", "is_duplicate"
+_MAX_DUPLICATES = 5
+"""After this number of duplicates in a row, the sampler is replaced by a random choice."""
+MAX_RANDOM_DUPLICATES = 50
+"""After this number of duplicates in a row, a space with continuous intervals counts as exhausted."""
+
+
+class Study:
+    """An Optuna study in a database that several workers, which are calls of the same command, can use concurrently.
+
+    If a worker has died, another one takes over its trial with the same values, so that the run resumes from its
+    checkpoint. With several search spaces, the choice between them is a categorical parameter.
+
+    No two trials have the same run. Optuna often suggests the same values again, and a suggestion whose run is running
+    or has ended, in any worker, is dropped. It remains in the storage with the state FAIL and the attribute
+    `is_duplicate`, because Optuna's trials cannot be deleted.
+
+    Args:
+        settings: settings of the sweep.
+        space_by_grid: search spaces by the names of their grids.
+        folder: folder of the sweep.
+        run_name: function that maps the overrides of a trial to a name that is equal for equal runs.
+
+    Raises:
+        UserError: if the storage cannot be used.
+    """
+
+    def __init__(
+        self,
+        settings: SweepConfig,
+        space_by_grid: Mapping[str, SearchSpace],
+        folder: Path,
+        run_name: Callable[[Overrides], str],
+    ) -> None:
+        optuna.logging.set_verbosity(logging.WARNING)
+        self.storage = settings.storage or f"sqlite:///{(folder / 'optuna.db').absolute()}"
+        self.name = folder.name
+        self._max_trials, self._space_by_grid, self._folder, self._run_name = (
+            settings.trials,
+            space_by_grid,
+            folder,
+            run_name,
+        )
+        self._worker_id = uuid.uuid4().hex
+        try:
+            self._study = optuna.create_study(
+                study_name=self.name, storage=self.storage, direction="maximize", load_if_exists=True
+            )
+            self._study.set_user_attr(PRUNER_ATTRIBUTE, settings.pruner)
+        except Exception as error:
+            raise UserError(f"sweep.storage={self.storage} cannot be used: {shorten(error)}") from error
+        # A sampler with the same seed as before would suggest the same values again.
+        num_started = len(self._study.get_trials(deepcopy=False))
+        seed = settings.sampler_seed + num_started
+        self._study.sampler = _SAMPLER_BY_NAME[settings.sampler](seed)
+        self._random_sampler, self._random_generator = optuna.samplers.RandomSampler(seed), random.Random(seed)
+        (folder / "workers").mkdir(parents=True, exist_ok=True)
+        self._storage_file = (folder / f"storage-{getpass.getuser()}.url").absolute()
+        _write_secret(self._storage_file, self.storage)
+        self._lock = FileLock(self._lock_path(self._worker_id))
+        self._lock.acquire()
+        # Only one worker at a time asks for a trial, so that no two start the same run.
+        self._ask_lock = FileLock(self._lock_path("asking"))
+        self._running_trials: set[int] = set()
+        self._tried_runs: set[str] = set()
+        self._tried_overrides: set[Overrides] = set()
+        self._is_exhausted = False
+        self._num_new_trials_allowed = self.num_trials_left()
+
+    def close(self) -> None:
+        """Let other workers take over the unfinished trials of this one."""
+        self._lock.release()
+        self._lock_path(self._worker_id).unlink(missing_ok=True)
+
+    def num_trials_left(self) -> int:
+        """Return the number of trials that no worker has started; 0 if all runs of the search space have been tried."""
+        if self._is_exhausted:
+            return 0
+        started_trials = self._get_trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
+        return max(0, self._max_trials - len(started_trials))
+
+    def ended_trials(self) -> list[tuple[int, Overrides]]:
+        """Return number and overrides of each finished or pruned trial."""
+        ended_trials = self._get_trials(TrialState.COMPLETE, TrialState.PRUNED)
+        return [(trial.number, tuple(trial.user_attrs[_OVERRIDES])) for trial in ended_trials]
+
+    def ask(self) -> tuple[int, Overrides] | None:
+        """Start an abandoned trial or a new one, and return its number and overrides, or None if none is left.
+
+        None is left if enough trials have been started, or all runs of the search space have been tried. Failed trials
+        are replaced by new ones, but a worker starts no more new trials than were missing when it was created.
+        """
+        with self._ask_lock:
+            for trial in self._get_trials(TrialState.RUNNING):
+                worker_id = trial.user_attrs.get(_WORKER, "")
+                if trial.number not in self._running_trials and (
+                    worker_id == self._worker_id or not self._is_worker_alive(worker_id)
+                ):
+                    abandoned_trial = load_trial(self._study, trial.number)
+                    if (suggestion := self._start_trial(abandoned_trial, trial.user_attrs.get(_OVERRIDES))) is not None:
+                        return suggestion
+            if self._num_new_trials_allowed < 1 or self.num_trials_left() < 1:
+                return None
+            suggestion = self._ask_for_new_run()
+            self._num_new_trials_allowed -= 1
+            self._is_exhausted = suggestion is None
+            return suggestion
+
+    def _ask_for_new_run(self) -> tuple[int, Overrides] | None:
+        """Start a new trial, and return its number and overrides, or None if every possible run has been tried."""
+        for _ in range(_MAX_DUPLICATES):
+            if (suggestion := self._start_trial(self._study.ask())) is not None:
+                return suggestion
+        num_combinations = count_combinations(self._space_by_grid)
+        if num_combinations is None:
+            return self._ask_for_random_run()
+        while (parameters := self._find_untried_parameters(num_combinations)) is not None:
+            self._study.enqueue_trial(parameters)
+            if (suggestion := self._start_trial(self._study.ask())) is not None:
+                return suggestion
+        return None
+
+    def _ask_for_random_run(self) -> tuple[int, Overrides] | None:
+        """Start a new trial with random values, and return its number and overrides.
+
+        Returns None if `MAX_RANDOM_DUPLICATES` suggestions in a row have been tried before.
+        """
+        sampler = self._study.sampler
+        self._study.sampler = self._random_sampler
+        try:
+            for _ in range(MAX_RANDOM_DUPLICATES):
+                if (suggestion := self._start_trial(self._study.ask())) is not None:
+                    return suggestion
+        finally:
+            self._study.sampler = sampler
+        return None
+
+    def _find_untried_parameters(self, num_combinations: int) -> dict[str, Any] | None:
+        """Return random Optuna parameters whose overrides have not been tried, or None if all have.
+
+        The search spaces have `num_combinations` combinations of values. After a call that returns parameters, a trial
+        must be started with them, so that they count as tried.
+        """
+        started_trials = self._get_trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
+        tried_overrides = self._tried_overrides | {
+            tuple(trial.user_attrs.get(_OVERRIDES, ())) for trial in started_trials
+        }
+        # Of this many different combinations, which is one more than have been tried, at least one is new.
+        for index in self._random_generator.sample(
+            range(num_combinations), min(num_combinations, len(tried_overrides) + 1)
+        ):
+            parameters, overrides = get_combination(self._space_by_grid, index)
+            if overrides not in tried_overrides:
+                return parameters
+        return None
+
+    def grid_of_trial(self, trial_number: int) -> str:
+        """Return the name of the grid whose search space the values of a trial are from."""
+        trial = self._study.get_trials(deepcopy=False)[trial_number]
+        return str(trial.params.get("grid", next(iter(self._space_by_grid))))
+
+    def tell(self, trial_number: int, outcome: RunRecord | UserError) -> None:
+        """Report the outcome of a trial to Optuna."""
+        self._running_trials.discard(trial_number)
+        state = _STATE_BY_STATUS[outcome.status] if isinstance(outcome, RunRecord) else TrialState.FAIL
+        # Optuna takes the last reported value as the value of a pruned trial. Both are merits, which are maximized.
+        value = outcome.selection_merit if state == TrialState.COMPLETE else None  # type: ignore[union-attr]
+        self._study.tell(trial_number, value, state)
+
+    def release(self, trial_number: int) -> None:
+        """Mark a stopped trial as abandoned, so that `ask` returns it again."""
+        self._running_trials.discard(trial_number)
+        [trial] = [trial for trial in self._get_trials(TrialState.RUNNING) if trial.number == trial_number]
+        self._tried_runs.discard(trial.user_attrs[_RUN])
+
+    def trial_address(self, trial_number: int) -> str:
+        """Return the value of `sweep.trial` by which the process of the run finds the trial in the storage."""
+        return str(TrialReference(str(self._storage_file), self.name, trial_number))
+
+    def _start_trial(
+        self, trial: optuna.trial.Trial, overrides: Sequence[str] | None = None
+    ) -> tuple[int, Overrides] | None:
+        """Mark a trial as started by this worker, and return its number and overrides.
+
+        Without `overrides`, Optuna suggests them. Returns None if the trial was dropped as a duplicate.
+        """
+        trial.set_user_attr(_WORKER, self._worker_id)
+        trial_overrides = suggest_overrides(trial, self._space_by_grid) if overrides is None else tuple(overrides)
+        run_name = self._run_name(trial_overrides)
+        is_duplicate = run_name in self._tried_runs | self._get_runs_of_other_trials(trial.number)
+        self._tried_overrides.add(trial_overrides)
+        trial.set_user_attr(_OVERRIDES, list(trial_overrides))
+        trial.set_user_attr(_RUN, run_name)
+        if is_duplicate:
+            trial.set_user_attr(_DUPLICATE, True)
+            self._study.tell(trial.number, state=TrialState.FAIL)
+            return None
+        self._tried_runs.add(run_name)
+        self._running_trials.add(trial.number)
+        return trial.number, trial_overrides
+
+    def _get_runs_of_other_trials(self, trial_number: int) -> set[str]:
+        """Return the names of the runs that are running or have a result, except the run of one trial."""
+        trials = self._get_trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
+        return {trial.user_attrs.get(_RUN, "") for trial in trials if trial.number != trial_number}
+
+    def _get_trials(self, *states: TrialState) -> list[FrozenTrial]:
+        """Return the trials that have one of the given states."""
+        return self._study.get_trials(deepcopy=False, states=states)
+
+    def _lock_path(self, worker_id: str) -> Path:
+        """Return the path of the lock file that a worker holds while it runs."""
+        return self._folder / "workers" / f"{worker_id}.lock"
+
+    def _is_worker_alive(self, worker_id: str) -> bool:
+        """Return whether a worker still runs; the operating system releases its file lock when it dies."""
+        if not self._lock_path(worker_id).exists():
+            return False
+        try:
+            with FileLock(self._lock_path(worker_id), timeout=0):
+                return False
+        except Timeout:
+            return True
+
+
+def _write_secret(path: Path, text: str) -> None:
+    """Write a text to a file that only its owner can read, unless the file has this text already."""
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(text)
+
+
+def suggest_overrides(trial: optuna.trial.Trial, space_by_grid: Mapping[str, SearchSpace]) -> Overrides:
+    """Let Optuna choose a grid and a value for each of its keys that is swept over; return the overrides of the run."""
+    grid_name = (
+        trial.suggest_categorical("grid", list(space_by_grid)) if len(space_by_grid) > 1 else next(iter(space_by_grid))
+    )
+    return tuple(_suggest_override(trial, override) for override in space_by_grid[grid_name].values())
+
+
+def count_combinations(space_by_grid: Mapping[str, SearchSpace]) -> int | None:
+    """Count the combinations of values in all search spaces; return None if a key has a continuous interval."""
+    sizes_of_spaces = []
+    for space in space_by_grid.values():
+        values_of_keys = [_list_values(override) for override in space.values() if override.is_sweep_override()]
+        if None in values_of_keys:
+            return None
+        sizes_of_spaces.append(math.prod(len(values) for values in values_of_keys if values is not None))
+    return sum(sizes_of_spaces)
+
+
+def get_combination(space_by_grid: Mapping[str, SearchSpace], index: int) -> tuple[dict[str, Any], Overrides]:
+    """Return the Optuna parameters and the overrides of the combination of values with the given index.
+
+    The index is below `count_combinations(space_by_grid)`.
+    """
+    for grid_name, space in space_by_grid.items():
+        num_combinations = count_combinations({grid_name: space})
+        assert num_combinations is not None
+        if index >= num_combinations:
+            index -= num_combinations
+            continue
+        parameters: dict[str, Any] = {"grid": grid_name} if len(space_by_grid) > 1 else {}
+        overrides = []
+        for override in space.values():
+            values = _list_values(override) if override.is_sweep_override() else None
+            if values is None:
+                overrides.append(override.input_line or "")
+                continue
+            # The index is a number in a mixed radix, with one digit for each key.
+            index, value_index = divmod(index, len(values))
+            parameters[override.get_key_element()] = values[value_index]
+            overrides.append(f"{override.get_key_element()}={values[value_index]}")
+        return parameters, tuple(overrides)
+    raise IndexError(index)
+
+
+def _list_values(override: Override) -> Sequence[int | str] | None:
+    """Return all values of a key that is swept over, as Optuna stores them, or None for a continuous interval."""
+    sweep = override.value()
+    if not isinstance(sweep, IntervalSweep):
+        return list(override.sweep_string_iterator())
+    return range(int(sweep.start or 0), int(sweep.end or 0) + 1) if _is_integer_interval(sweep) else None
+
+
+def _is_integer_interval(sweep: IntervalSweep) -> bool:
+    """Return whether an interval has integers, like `int(interval(1,5))`; Hydra converts `interval(1,5)` to floats."""
+    return "int" in sweep.tags or isinstance(sweep.start, int)
+
+
+def _suggest_override(trial: optuna.trial.Trial, override: Override) -> str:
+    """Return the override of a key with a value that Optuna chooses, or unchanged if the key is not swept over."""
+    if not override.is_sweep_override():
+        return override.input_line or ""
+    key, sweep = override.get_key_element(), override.value()
+    if not isinstance(sweep, IntervalSweep):
+        return f"{key}={trial.suggest_categorical(key, _list_values(override) or [])}"
+    is_log, start, end = "log" in sweep.tags, sweep.start or 0, sweep.end or 0
+    if _is_integer_interval(sweep):
+        return f"{key}={trial.suggest_int(key, int(start), int(end), log=is_log)}"
+    return f"{key}={trial.suggest_float(key, start, end, log=is_log)}"
+
+
+def _make_tpe_sampler(seed: int) -> optuna.samplers.BaseSampler:
+    """Create a TPE sampler that avoids the values of running trials."""
+    with warnings.catch_warnings():
+        # Optuna 4 calls `constant_liar` experimental; it is the default of Optuna 5.
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        return optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+
+
+_SAMPLER_BY_NAME: dict[str, Callable[[int], optuna.samplers.BaseSampler]] = {
+    "tpe": _make_tpe_sampler,
+    "random": optuna.samplers.RandomSampler,
+}

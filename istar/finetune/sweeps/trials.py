@@ -1,0 +1,129 @@
+"""Expands the lists of values in sweep files and on the command line into the trials of a sweep."""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+
+from istar.errors import UserError
+from istar.records.config import Config
+
+_IGNORED_KEY_PREFIXES = ("run.", "logger")  # prefixes of keys that do not change the results of a run
+
+Overrides = tuple[str, ...]
+SearchSpace = dict[str, Override]  # the search space of one grid: an override for each key, with one value or several
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a sweep: its overrides, its config and its name."""
+
+    overrides: Overrides  # the overrides of the run, as on the command line
+    config: Config  # the config that the overrides compose
+    name: str  # the name of the run's folder
+    optuna_trial: str | None = None  # address of its trial in an Optuna search, see `Study.trial_address`
+
+
+def make_search_spaces(
+    arguments: Sequence[str],
+    params: Mapping[str, Any],
+    grids: Mapping[str, Mapping[str, Any]],
+    only: Sequence[str],
+    config_loader: ConfigLoader | None = None,
+) -> dict[str, SearchSpace]:
+    """Return the search space of each grid: the keys common to all grids, the keys of the grid, and the command line.
+
+    If both a grid and the command line have a key, the values of the command line are used. A key that only other grids
+    have is ignored, because the config of this grid may not have it.
+
+    Args:
+        arguments: overrides of the command line; those of `sweep.` keys are ignored.
+        params: values by key, common to all grids.
+        grids: values by key for each grid; an empty mapping means one grid without keys.
+        only: names of the grids to use; empty means all.
+        config_loader: Hydra's loader, which lists the options of a config group for `glob(*)`; needed only for that.
+
+    Raises:
+        UserError: if the command line chooses the option of a config group that the grids choose, too, or if a
+            `glob` matches no option.
+        HydraException: if an override cannot be parsed.
+    """
+    parser = OverridesParser.create(config_loader)
+    overrides = parser.parse_overrides(list(arguments))
+    command_line = {
+        override.key_or_group: override for override in overrides if not override.key_or_group.startswith("sweep.")
+    }
+    grid_keys = {key for grid in grids.values() for key in grid}
+    for key in sorted(command_line.keys() & grid_keys):
+        if "." not in key and key != "seed":
+            grid_names = f"[{','.join(grids)}]"
+            raise UserError(f"{key} is what the grids of this sweep differ by; choose with sweep.only={grid_names}")
+    space_by_grid = {}
+    for name, grid in (grids or {"": {}}).items():
+        if only and name not in only:
+            continue
+        override_texts = [f"{key}={_format_override_value(value)}" for key, value in {**params, **grid}.items()]
+        space = {override.key_or_group: override for override in parser.parse_overrides(override_texts)}
+        space |= {key: override for key, override in command_line.items() if key not in grid_keys or key in grid}
+        for override in space.values():
+            if override.is_choice_sweep() and not list(override.sweep_string_iterator()):
+                raise UserError(
+                    f"{override.input_line}: no option matches; glob(...) chooses options of a config group"
+                )
+        space_by_grid[name] = space
+    return space_by_grid
+
+
+def _format_override_value(value: Any) -> str:
+    """Convert a value of a YAML file to the syntax of Hydra's command line; a list becomes values to sweep over."""
+    if isinstance(value, list):
+        return ",".join(map(_format_override_value, value))
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return str(value)
+
+
+def list_combinations(space: SearchSpace) -> list[Overrides]:
+    """List the overrides of all combinations of a search space's values, without duplicates.
+
+    The last key changes fastest.
+
+    Raises:
+        UserError: if a key has a continuous interval instead of a list of values.
+    """
+    choices_by_key = []
+    for override in space.values():
+        if not override.is_sweep_override():
+            choices_by_key.append([override.input_line or ""])
+        elif override.is_discrete_sweep():
+            choices_by_key.append(
+                [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+            )
+        else:
+            message = "an interval is for sweep.search=optuna; a grid needs a list of values"
+            raise UserError(f"{override.input_line}: {message}")
+    return list(dict.fromkeys(itertools.product(*choices_by_key)))
+
+
+def replace_seed(overrides: Overrides, seed: int) -> Overrides:
+    """Replace the seed in the overrides of a run, or add it."""
+    return (*(override for override in overrides if not override.startswith("seed=")), f"seed={seed}")
+
+
+def sweep_hash(space_by_grid: Mapping[str, SearchSpace], *settings: Any) -> str:
+    """Return six hexadecimal digits that identify search spaces and settings.
+
+    They are part of the name of the sweep's folder, so that a repeated command resumes its sweep.
+    """
+    overrides_by_grid = []
+    for space in space_by_grid.values():
+        overrides_by_grid.append(
+            [override.input_line for key, override in space.items() if not key.startswith(_IGNORED_KEY_PREFIXES)]
+        )
+    return hashlib.sha256(json.dumps([overrides_by_grid, *settings]).encode()).hexdigest()[:6]

@@ -1,0 +1,219 @@
+"""Loading of a task's splits as data sets with uniform columns, from a folder, the hub or the demo generator.
+
+A split has exactly the columns `spec.text_columns` (strings) and `spec.label_column` (int64 class ids, float64 scores),
+or `id, question, context, answers` for spans. A test set without labels has no label column. Rows keep the order of the
+source, because the row number identifies the example.
+"""
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Features, List, Value
+from datasets.table import InMemoryTable
+
+from istar.errors import UserError, shorten
+from istar.files.writing import cache_folder
+from istar.finetune.tasks import sources
+from istar.finetune.tasks.sources import Source
+from istar.inputs.readers import RawSplit
+from istar.records.task_specs import Kind, TaskSpec
+
+_HASH_BATCH_ROWS = 10_000
+
+
+def load_splits(spec: TaskSpec, data_dir: str | Path | None, splits: Sequence[str]) -> dict[str, Dataset]:
+    """Load and validate splits of a task, such as `train` or `validation_matched`, and return them by name.
+
+    The splits are loaded from the folder `data_dir`, whose layouts `istar.finetune.tasks.sources` defines. If it is
+    None, they are loaded from the hub or, for demo tasks, generated.
+
+    Raises:
+        UserError: if no suitable files are found, the hub cannot be reached, or the data do not fit the task.
+    """
+    return read_splits(find_source(spec, data_dir, splits), spec, splits)
+
+
+def find_source(
+    spec: TaskSpec, data_dir: str | Path | None, splits: Sequence[str], cache_dir: str | None = None
+) -> Source:
+    """Return the source of a task's splits: a folder, the hub, whose data set is downloaded, or the demo generator.
+
+    If `data_dir` is a text corpus, its documents are cached below `cache_dir`, or below the default of `cache_folder`.
+
+    Raises:
+        UserError: if no suitable files are found, or the hub cannot be reached.
+    """
+    if data_dir is not None and spec.is_language_modelling:
+        return sources.make_text_source(Path(data_dir).expanduser(), cache_folder(cache_dir))
+    if data_dir is not None:
+        return sources.make_folder_source(spec, Path(data_dir).expanduser(), splits)
+    return sources.make_demo_source(spec) if spec.hub is None else sources.make_hub_source(spec)
+
+
+def read_splits(source: Source, spec: TaskSpec, splits: Sequence[str]) -> dict[str, Dataset]:
+    """Read and validate splits of a task from a source, and return them by name.
+
+    Raises:
+        UserError: if a split is missing, or the data do not fit the task.
+    """
+    return {split: _validate_split(source.read_split(split), spec, split) for split in splits}
+
+
+def count_overlap(spec: TaskSpec, train: Dataset, validation: Dataset) -> int:
+    """Return how many validation examples have the same texts as some training example."""
+    columns = list(spec.text_columns)
+    train_texts, validation_texts = (
+        dataset.select_columns(columns).with_format("arrow")[:] for dataset in (train, validation)
+    )
+    # Arrow builds a hash table of the right side, which is the smaller one.
+    return int(train_texts.join(validation_texts, keys=columns, join_type="right semi").num_rows)
+
+
+def hold_out(spec: TaskSpec, train: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
+    """Hold out a random fraction of training data; return the remaining and the held-out rows, in their original order.
+
+    The split does not depend on the seed of a run. For spans, whole contexts are held out, because several questions
+    share a context.
+
+    Raises:
+        UserError: if there are fewer than two rows or contexts.
+    """
+    # A unit, which is held out as a whole, is a context for spans, and otherwise a row.
+    unit_by_row: list[Any] = train[spec.text_columns[1]][:] if spec.kind == "span" else list(range(len(train)))
+    units = list(dict.fromkeys(unit_by_row))
+    if len(units) < 2:
+        raise UserError(f"task.validation_fraction={fraction:g}: the training data are too few to be split")
+    num_held_out_units = max(1, round(fraction * len(units)))
+    held_out_units = {units[index] for index in np.random.default_rng(0).permutation(len(units))[:num_held_out_units]}
+    held_out_rows = [row for row, unit in enumerate(unit_by_row) if unit in held_out_units]
+    remaining_rows = [row for row, unit in enumerate(unit_by_row) if unit not in held_out_units]
+    return train.select(remaining_rows), train.select(held_out_rows)
+
+
+def sample_examples(dataset: Dataset, max_examples: int | None) -> Dataset:
+    """Return a random sample of at most `max_examples` rows in their original order; None returns all rows.
+
+    The sample does not depend on the seed of a run, and a larger sample contains the smaller ones. The first rows would
+    be no fair sample, because files may be sorted, as those of SST are by label and those of STS-B by genre.
+    """
+    if max_examples is None or max_examples >= len(dataset):
+        return dataset
+    return dataset.select(np.sort(np.random.default_rng(0).permutation(len(dataset))[:max_examples]))
+
+
+def fingerprint(*splits: Dataset) -> str:
+    """Return the SHA-256 digest, in hexadecimal, of the column names and the content of data sets.
+
+    Unlike the fingerprint of `datasets`, it does not depend on where the data come from or how they are chunked.
+    """
+    digest = hashlib.sha256()
+    for split in splits:
+        digest.update(json.dumps(split.column_names).encode())
+        for table in split.with_format("arrow").iter(batch_size=_HASH_BATCH_ROWS):
+            for batch in table.combine_chunks().to_batches():
+                digest.update(batch.serialize())
+    return digest.hexdigest()
+
+
+# --- validation ---------------------------------------------------------------------------------------------
+
+_UNLABELLED = {"-1", "-1.0", "", "None"}
+"""Label values, as strings, that stand for a missing label in test sets."""
+
+
+def _validate_split(raw: RawSplit | Dataset, spec: TaskSpec, split: str) -> Dataset:
+    """Check the texts of a split, convert its labels, and return it as a data set.
+
+    A text corpus, which is a data set already, is returned unchanged, because its documents were checked when read.
+
+    Raises:
+        UserError: if the split is empty, or a text or label is invalid.
+    """
+    if isinstance(raw, Dataset):
+        return raw
+    columns = dict(raw.columns)
+    labels = columns.pop(spec.label_column, None)
+    if not any(columns.values()):
+        raise UserError(f"{raw.source}: no examples")
+    for column, values in columns.items():
+        for row, value in enumerate(values):
+            if not isinstance(value, str):
+                raise UserError(f"{raw.location(row)}: {column} is not a text but {shorten(repr(value))}")
+    features: dict[str, Any] = dict.fromkeys(columns, Value("string"))
+    if labels is not None and not (spec.is_test(split) and set(map(str, labels)) <= _UNLABELLED):
+        convert_labels, features[spec.label_column] = _LABEL_CONVERSIONS[spec.kind]
+        columns[spec.label_column] = convert_labels(raw, spec)
+    # `Dataset.from_dict` would encode every value by itself, which takes seconds for large data.
+    return Dataset(InMemoryTable.from_pydict(columns, schema=Features(features).arrow_schema))
+
+
+def _convert_class_labels(raw: RawSplit, spec: TaskSpec) -> list[int]:
+    """Return the class ids of the labels, which are class names or ids: numbers, or strings such as `1` or `1.0`.
+
+    Raises:
+        UserError: if a label is not one of the task's classes.
+    """
+    id_by_label = {key: id_ for id_, name in enumerate(spec.labels) for key in (name, str(id_), f"{id_}.0")}
+    labels = raw.columns[spec.label_column]
+    for row, label in enumerate(labels):
+        if str(label) not in id_by_label:
+            allowed = ", ".join(f"{name} ({id_})" for id_, name in enumerate(spec.labels))
+            raise UserError(
+                f"{raw.location(row)}: label {shorten(repr(label))} is none of task {spec.name}'s: {allowed}"
+            )
+    return [id_by_label[str(label)] for label in labels]
+
+
+def _convert_scores(raw: RawSplit, spec: TaskSpec) -> list[float]:
+    """Return the labels as floats, or raise a `UserError` if one is not a finite number."""
+    scores = []
+    for row, value in enumerate(raw.columns[spec.label_column]):
+        try:
+            score = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            score = math.nan
+        if not math.isfinite(score):
+            raise UserError(
+                f"{raw.location(row)}: label {shorten(repr(value))} is not a finite number, as task {spec.name} needs"
+            )
+        scores.append(score)
+    return scores
+
+
+def _convert_answers(raw: RawSplit, spec: TaskSpec) -> list[dict[str, list[Any]]]:
+    """Return the texts and positions of the answers, or raise a `UserError` if an answer is malformed or ids repeat."""
+    id_, count = Counter(raw.columns["id"]).most_common(1)[0]
+    if count > 1:
+        raise UserError(
+            f"{raw.source}: id {shorten(repr(id_))} occurs {count} times; ids must be unique, because predictions are "
+            "gathered by id"
+        )
+    answers = raw.columns[spec.label_column]
+    for row, answer in enumerate(answers):
+        if not _is_answer(answer):
+            expected = '{"text": [texts], "answer_start": [numbers]} with at least one answer'
+            raise UserError(f"{raw.location(row)}: {spec.label_column} is {shorten(repr(answer))}, not {expected}")
+    return [{key: answer[key] for key in ("text", "answer_start")} for answer in answers]
+
+
+def _is_answer(answer: Any) -> bool:
+    """Return whether a value has the form `{"text": [texts], "answer_start": [numbers]}`, with at least one answer."""
+    match answer:
+        case {"text": [_, *_] as texts, "answer_start": [*starts]} if len(texts) == len(starts):
+            are_positions = all(isinstance(start, int) and 0 <= start < 2**63 for start in starts)
+            return are_positions and all(isinstance(text, str) for text in texts)
+    return False
+
+
+_LABEL_CONVERSIONS: dict[Kind, tuple[Callable[[RawSplit, TaskSpec], list[Any]], Any]] = {
+    "classification": (_convert_class_labels, Value("int64")),
+    "regression": (_convert_scores, Value("float64")),
+    "span": (_convert_answers, {"text": List(Value("string")), "answer_start": List(Value("int64"))}),
+}
+"""Function that converts the labels, and their column type, by kind of task."""

@@ -1,0 +1,199 @@
+"""Sources of a task's splits: a folder, a text corpus, the hub, or the generator of the demo tasks."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+from datasets import Dataset
+
+from istar.errors import UserError, shorten
+from istar.finetune.tasks import formats
+from istar.finetune.tasks.texts import drop_blank_rows, find_text_splits, read_texts
+from istar.inputs import demo, readers
+from istar.inputs.hub import COMMIT_PATTERN, LOCAL_COPY_HINTS, explain_refusal, find_commit, find_hub_problem
+from istar.inputs.readers import RawSplit
+from istar.records.task_specs import Files, TaskSpec
+
+Reader = Callable[[Path, TaskSpec, str], RawSplit]
+Layout = Mapping[str, Reader]
+"""Readers by file name pattern, in which `{}` stands for the name of the split; `dev` may stand for `validation`."""
+
+_SAVED_LAYOUT: Layout = {"{}/state.json": readers.read_saved_dataset}
+_BENCHMARK_LAYOUTS: Mapping[Files, Layout] = {
+    "": {},
+    "tsv": {"{}.tsv": readers.read_tsv},
+    "trees": {"{}.txt": formats.read_trees},
+    "squad": {"{}-v1.1.json": formats.read_squad},
+    "text": {},
+}
+_TABLE_LAYOUT: Layout = {
+    "{}.csv": readers.read_csv,
+    "{}.jsonl": readers.read_json,
+    "{}.json": readers.read_json,
+    "{}.parquet": readers.read_parquet,
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Source of the splits of a task: a folder, a text corpus, the hub or the demo generator.
+
+    Attributes:
+        read_split: function that reads the split of a given name. It returns the documents of a text corpus as a data
+            set, which may be larger than the memory.
+        has_split: function that returns whether there is a split of a given name.
+        commit: commit of the data set on the hub; None for other sources, or if it is unknown.
+    """
+
+    read_split: Callable[[str], RawSplit | Dataset]
+    has_split: Callable[[str], bool]
+    commit: str | None = None
+
+
+def make_folder_source(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) -> Source:
+    """Return the source that reads splits from the files of a folder.
+
+    It uses the subfolder and file layout that contain most of the requested splits. In a tie, it prefers those with
+    more of the task's other splits, then `data_dir` itself, then saved data sets, then the benchmark's own files.
+
+    Raises:
+        UserError: if the folder cannot be read or contains no file of the task.
+    """
+    option = f"task.data_dir={data_dir}"
+    try:
+        next(data_dir.iterdir(), None)
+    except OSError as error:  # e.g. permission denied, or the name is too long
+        reasons = {FileNotFoundError: "does not exist", NotADirectoryError: "is not a folder"}
+        reason = reasons.get(type(error), f"cannot be read ({error.strerror})")
+        raise UserError(f"{option} {reason}; name the folder that holds the files of task {spec.name}") from error
+    layouts = [_SAVED_LAYOUT, _BENCHMARK_LAYOUTS[spec.files], _TABLE_LAYOUT]
+    subfolders = [*spec.folders, spec.name]
+    candidates = itertools.product([data_dir, *(data_dir / name for name in subfolders)], layouts)
+
+    def count_splits(candidate: tuple[Path, Layout]) -> tuple[int, int]:
+        """Return how many requested splits and how many splits in total a folder with a layout contains."""
+        available_splits = {split for split in {*splits, *spec.splits} if _find_file(spec, *candidate, split)}
+        return len(available_splits & set(splits)), len(available_splits)
+
+    folder, layout = best_candidate = max(candidates, key=count_splits)
+    if not any(count_splits(best_candidate)):
+        names = ", ".join(pattern.format(spec.train) for layout in layouts for pattern in layout)
+        places = ", ".join(f"{name}/" for name in subfolders)
+        raise UserError(f"{option} holds no data of task {spec.name}: no {names} in it or in {places}")
+
+    def read_split(split: str) -> RawSplit:
+        """Read a split with the reader of its file."""
+        file_and_reader = _find_file(spec, folder, layout, split)
+        if file_and_reader is None:
+            names = " or ".join(name for pattern in layout for name in _list_file_names(spec, pattern, split))
+            raise UserError(f"{option}: split {split!r} of task {spec.name} is missing: no {names} in {folder}")
+        path, reader = file_and_reader
+        return reader(path, spec, split)
+
+    return Source(read_split, lambda split: _find_file(spec, folder, layout, split) is not None)
+
+
+def make_text_source(path: Path, cache_dir: Path) -> Source:
+    """Return the source of the splits of a text corpus in a file or folder, as `find_text_splits` finds them."""
+    splits = find_text_splits(path)
+    return Source(lambda split: read_texts(splits[split], cache_dir), lambda split: split in splits)
+
+
+def make_hub_source(spec: TaskSpec) -> Source:
+    """Return the source that loads a task from the Hugging Face hub, or from the local cache without the hub.
+
+    All splits are of the same commit, the latest of the data set's main branch.
+
+    Raises:
+        UserError: if the hub cannot be reached and the task is not in the cache, or if loading fails.
+    """
+    assert spec.hub is not None, spec.name
+    source_name = " ".join(filter(None, spec.hub))
+    problem = find_hub_problem()
+    name, default_configuration = spec.hub
+    commit = None if problem else find_commit(name, None, "dataset")
+
+    def load_configuration(configuration: str | None) -> datasets.DatasetDict:
+        """Load all splits of a configuration of the data set."""
+        try:
+            with _restrict_to_cache() if problem else contextlib.nullcontext():
+                return datasets.load_dataset(name, configuration, revision=commit)
+        except Exception as error:  # `datasets` and the libraries below it raise many types
+            failure = f"the hub did not deliver it ({shorten(f'{type(error).__name__}: {error}')})"
+            reason = explain_refusal(error, name, "dataset") or failure
+            reason = f"not in the local cache, and {problem}" if problem else reason
+            title = " ".join(filter(None, (name, configuration)))
+            raise UserError(f"{title}: {reason}; {LOCAL_COPY_HINTS['dataset']}") from error
+
+    dataset = load_configuration(default_configuration)
+    hub_location_by_split = {split.name: split.hub for split in spec.test if split.hub is not None}
+
+    def read_split(split: str) -> RawSplit | Dataset:
+        """Return a split, from a configuration of its own if the hub has it separately."""
+        splits, name_on_hub = (
+            (load_configuration(hub_location_by_split[split][0]), hub_location_by_split[split][1])
+            if split in hub_location_by_split
+            else (dataset, split)
+        )
+        if name_on_hub not in splits:
+            raise UserError(f"{source_name} has no split {name_on_hub!r}; found: {', '.join(splits)}")
+        split_source = f"{source_name}, split {split}"
+        if spec.is_language_modelling:
+            return drop_blank_rows(splits[name_on_hub], split_source)
+        return readers.read_dataset(splits[name_on_hub], spec, split, split_source)
+
+    return Source(
+        read_split,
+        lambda split: split in hub_location_by_split or split in dataset,
+        commit or _find_cached_commit(dataset),
+    )
+
+
+def _find_cached_commit(dataset: datasets.DatasetDict) -> str | None:
+    """Return the commit of a data set that `datasets` has loaded from its cache, or None if it is unknown.
+
+    Without the hub, `datasets` loads the latest data set in its cache, from a folder that has the commit as its name.
+    """
+    folders = {Path(file["filename"]).parent.name for split in dataset.values() for file in split.cache_files}
+    commit = folders.pop() if len(folders) == 1 else ""
+    return commit if COMMIT_PATTERN.fullmatch(commit) else None
+
+
+def make_demo_source(spec: TaskSpec) -> Source:
+    """Return the source that generates the splits of a demo task."""
+
+    def read_split(split: str) -> RawSplit | Dataset:
+        generated = demo.generate(spec.name, split)
+        if spec.is_language_modelling:
+            return generated
+        return readers.read_dataset(generated, spec, split, f"generated {split} of {spec.name}")
+
+    return Source(read_split, lambda split: True)
+
+
+def _find_file(spec: TaskSpec, folder: Path, layout: Layout, split: str) -> tuple[Path, Reader] | None:
+    """Return the first existing file of a split in a folder and its reader, or None if there is no file."""
+    for pattern, reader in layout.items():
+        for name in _list_file_names(spec, pattern, split):
+            if (folder / name).is_file():
+                return folder / name, reader
+    return None
+
+
+def _list_file_names(spec: TaskSpec, pattern: str, split: str) -> list[str]:
+    """Return the possible names of a split's file, given a file name pattern of a `Layout`."""
+    return [pattern.format(stem) for stem in spec.stems(split)]
+
+
+@contextlib.contextmanager
+def _restrict_to_cache() -> Iterator[None]:
+    """Within the `with` block, restrict `datasets` to its cache, which avoids its connection retries."""
+    was_offline = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = was_offline

@@ -1,0 +1,217 @@
+"""The LightningDataModule and its samplers: length-grouped batches for training, sharded over the processes."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from istar.finetune.tasks.features import TokenizedRows
+from istar.records.config import DataConfig
+
+Collate = Callable[[list[dict[str, Any]]], dict[str, Tensor]]
+
+_BATCHES_PER_POOL = 50
+"""Number of batches whose examples are sorted by length together. Larger pools need less padding, but shuffle less."""
+
+
+def count_examples_per_process(num_examples: int, world_size: int) -> int:
+    """Return the number of training examples that each process has in an epoch, including repeated ones."""
+    return math.ceil(num_examples / world_size)
+
+
+@dataclass(eq=False)
+class LengthGroupedSampler(Sampler[int]):
+    """Yield example indices such that batches contain examples of similar length and come in random order.
+
+    The order depends only on the seed and the epoch. Every process takes its share of every global batch, so W
+    processes together see the batches that one process sees with a batch size W times as large.
+
+    Attributes:
+        lengths: number of tokens of each example, (examples,).
+        batch_size: number of examples in a batch of one process.
+        seed: seed of the order.
+        group_by_length: whether to group examples by length; False only shuffles them.
+        rank: rank of this process.
+        world_size: number of processes. If it does not divide the number of examples, the first ones are repeated at
+            the end.
+        epoch: current epoch, initially the one in which training starts or resumes.
+        num_skipped: number of examples to skip in the initial epoch, because a resumed run has already used them.
+    """
+
+    lengths: Any
+    batch_size: int
+    seed: int
+    group_by_length: bool = True
+    rank: int = 0
+    world_size: int = 1
+    epoch: int = 0
+    num_skipped: int = 0
+
+    def __post_init__(self) -> None:
+        self._first_epoch = self.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch; Lightning calls this at the start of every epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        """Return the number of examples of this process in a complete epoch."""
+        return count_examples_per_process(len(self.lengths), self.world_size)
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the example indices of this process in the current epoch."""
+        order = self._global_order()
+        padded_order = order[torch.arange(len(self) * self.world_size) % len(order)]
+        shard = padded_order[self.rank :: self.world_size].tolist()
+        return iter(shard[self.num_skipped :] if self.epoch == self._first_epoch else shard)
+
+    def _global_order(self) -> Tensor:
+        """Return all example indices in the order of the current epoch, before they are split over processes."""
+        # The factor is larger than any number of epochs, so that different seeds and epochs have different orders.
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        order = torch.randperm(len(self.lengths), generator=generator)
+        if not self.group_by_length:
+            return order
+        lengths = torch.as_tensor(self.lengths)
+        global_batch_size = self.batch_size * self.world_size
+        pools = order.split(global_batch_size * _BATCHES_PER_POOL)
+        grouped_order = torch.cat([pool[lengths[pool].argsort(descending=True, stable=True)] for pool in pools])
+        num_full_batches = len(grouped_order) // global_batch_size
+        batches = grouped_order[: num_full_batches * global_batch_size].reshape(num_full_batches, global_batch_size)
+        batches = batches[torch.randperm(num_full_batches, generator=generator)]
+        # The smaller last batch must stay last: elsewhere, it would shift the boundaries of all later batches.
+        return torch.cat([batches.reshape(-1), grouped_order[num_full_batches * global_batch_size :]])
+
+
+def sort_longest_first(rows: TokenizedRows) -> list[int]:
+    """Return the row indices sorted by the rows' lengths in tokens, longest first.
+
+    Sorted batches need little padding, and if the largest batch does not fit into memory, the first step fails.
+    """
+    return torch.as_tensor(rows.lengths).argsort(descending=True, stable=True).tolist()
+
+
+def select_rows_with_tokens(rows: TokenizedRows, order: Tensor, num_tokens: int) -> list[int]:
+    """Return the fewest first row indices of `order` with at least `num_tokens` tokens in total, longest row first.
+
+    All of `order`, (rows,), is returned if it has fewer tokens.
+    """
+    lengths = torch.as_tensor(rows.lengths)
+    chosen_indices = order[: int((lengths[order].cumsum(0) < num_tokens).sum()) + 1]
+    return chosen_indices[lengths[chosen_indices].argsort(descending=True, stable=True)].tolist()
+
+
+def build_evaluation_loader(
+    rows: TokenizedRows, collate: Collate, batch_size: int, order: Sequence[int], num_workers: int = 0
+) -> DataLoader[Any]:
+    """Return a data loader over the rows whose indices are in `order`. It does not change the global random state."""
+    return DataLoader(
+        rows,  # type: ignore[arg-type]
+        batch_size=batch_size,
+        sampler=order,
+        collate_fn=collate,
+        num_workers=num_workers,
+        pin_memory=torch.cuda.is_available(),
+        # Without a generator, DataLoader draws a seed from the global one, which would change the dropout masks.
+        generator=torch.Generator().manual_seed(0),
+    )
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """Data set of training rows, which may differ between epochs, for example by masks. `sampler` knows the epoch."""
+
+    rows: TokenizedRows
+    sampler: LengthGroupedSampler
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return the features of a row in the current epoch."""
+        return self.rows.training_row(index, self.sampler.epoch)
+
+
+@dataclass(eq=False)
+class FineTuningData(L.LightningDataModule):
+    """Provide the data loaders of the tokenized training, validation and test sets.
+
+    Attributes:
+        train: training rows.
+        validation: validation sets; the first one determines the headline metric.
+        test: test sets.
+        collate: turns rows into a padded batch.
+        config: batch sizes and other settings of the loaders.
+        seed: seed of the order of the training examples.
+    """
+
+    train: TokenizedRows
+    validation: Sequence[TokenizedRows]
+    test: Sequence[TokenizedRows]
+    collate: Collate
+    config: DataConfig
+    seed: int
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._resume_position = {"epoch": 0, "batches": 0}
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the number of completed epochs, and the number of batches already used in the current epoch."""
+        assert self.trainer is not None
+        fit_loop = self.trainer.fit_loop
+        epoch_counts: Any = fit_loop.epoch_progress.current
+        is_between_epochs = epoch_counts.ready == epoch_counts.processed
+        num_batches = 0 if is_between_epochs else fit_loop.epoch_loop.batch_progress.current.ready
+        return {"epoch": epoch_counts.processed, "batches": num_batches}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Make the training loader start at the position stored in a checkpoint."""
+        self._resume_position = state_dict
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Return the training loader, which shuffles the examples in every epoch."""
+        rank, world_size = self._rank_and_world_size()
+        sampler = LengthGroupedSampler(
+            self.train.lengths,
+            self.config.batch_size,
+            self.seed,
+            group_by_length=self.config.group_by_length,
+            rank=rank,
+            world_size=world_size,
+            epoch=self._resume_position["epoch"],
+            num_skipped=self._resume_position["batches"] * self.config.batch_size,
+        )
+        return DataLoader(
+            TrainingRows(self.train, sampler),  # type: ignore[arg-type]
+            batch_size=self.config.batch_size,
+            sampler=sampler,
+            collate_fn=self.collate,
+            # Workers are started anew in each epoch, and take over the epoch of the sampler.
+            num_workers=self.config.num_workers,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator().manual_seed(self.seed),
+        )
+
+    def val_dataloader(self) -> list[DataLoader[Any]]:
+        """Return one loader for each validation set."""
+        return [self._build_evaluation_loader(rows) for rows in self.validation]
+
+    def predict_dataloader(self) -> list[DataLoader[Any]]:
+        """Return one loader for each test set."""
+        return [self._build_evaluation_loader(rows) for rows in self.test]
+
+    def _build_evaluation_loader(self, rows: TokenizedRows) -> DataLoader[Any]:
+        """Return a loader over this process's share of an evaluation set. No row is repeated or dropped."""
+        rank, world_size = self._rank_and_world_size()
+        order = sort_longest_first(rows)[rank::world_size]
+        return build_evaluation_loader(rows, self.collate, self.config.eval_batch_size, order, self.config.num_workers)
+
+    def _rank_and_world_size(self) -> tuple[int, int]:
+        """Return the trainer's process rank and number of processes, or (0, 1) without a trainer."""
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)

@@ -1,0 +1,130 @@
+"""The LightningModule for language modelling with a penalty on the hidden states."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from istar.finetune.tasks.language_modelling import LanguageModelEvaluator
+from istar.finetune.tasks.masking import IGNORED_LABEL
+from istar.finetune.training.module import Batch, FineTuner, inputs_with_labels, token_mask
+from istar.hidden_states import EmbeddingWatch, Watch
+from istar.measures.processes import sum_over_processes, world_size
+from istar.records.config import OptimConfig
+
+
+class LanguageModelTuner(FineTuner):
+    """Train a causal or masked language model on its token loss plus a weighted penalty on its hidden states.
+
+    The loss of a step is the mean over the predicted tokens of all processes together. In validation, losses are summed
+    in float64 for each block of text, and the metrics are computed from all predicted tokens at once. The arguments
+    that are not listed are as in `FineTuner`.
+
+    Args:
+        model: causal or masked language model.
+        is_causal: whether the logits at a token predict the next token.
+        restrict_head_to_labels: compute the head of a masked language model only for the tokens to predict, which saves
+            most of the head's time. This needs a hook, which a compiled model does not call.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        watch: Watch | EmbeddingWatch | None,
+        optim: OptimConfig,
+        evaluators: Mapping[str, LanguageModelEvaluator],
+        *,
+        is_causal: bool,
+        restrict_head_to_labels: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, watch, optim, evaluators, **options)
+        self.is_causal = is_causal
+        # The points of a penalty may depend on the labels, which its hooks read from the call of the model.
+        self._model_takes_labels = isinstance(watch, Watch) and watch.points.need_labels
+        self.restrict_head_to_labels = restrict_head_to_labels and not is_causal and not self._model_takes_labels
+
+    def task_loss(self, batch: Batch) -> Tensor:
+        """Return the mean loss over the predicted tokens of a batch, scaled for DDP's mean over processes."""
+        losses = self._predict(batch).losses
+        num_tokens = torch.tensor(float(len(losses)), device=losses.device, dtype=torch.float64)
+        # DDP averages the gradients over processes, so each process divides by the mean number of tokens.
+        mean_num_tokens = sum_over_processes(num_tokens) / world_size()
+        return losses.sum() / mean_num_tokens.clamp(min=1).to(losses.dtype)
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
+        """Collect each block's loss sum and numbers of predicted and correct tokens; return states for callbacks."""
+        # Callbacks measure the hidden states of the first validation set only.
+        needs_hidden_states = dataloader_idx == 0
+        prediction = self._predict(batch, output_hidden_states=needs_hidden_states)
+        losses = prediction.losses.double()
+        is_correct = (prediction.logits.argmax(-1) == prediction.targets)[prediction.targets != IGNORED_LABEL]
+        row_indices = _align_labels_with_logits(batch["labels"], self.is_causal).ne(IGNORED_LABEL).nonzero()[:, 0]
+        sums = torch.zeros(len(batch["input_ids"]), 3, dtype=torch.float64, device=losses.device)
+        sums.index_add_(0, row_indices, torch.stack([losses, torch.ones_like(losses), is_correct.double()], dim=1))
+        self._outputs[dataloader_idx] |= dict(zip(batch["feature_id"].tolist(), sums.cpu().numpy(), strict=True))
+        states = self.sort_states(prediction.outputs.hidden_states)
+        return {"hidden_states": states, "attention_mask": token_mask(batch)}
+
+    def _predict(self, batch: Batch, **options: Any) -> "_Prediction":
+        """Call the model on a batch, and compute the loss of each predicted token.
+
+        `options` are further arguments of the model.
+        """
+        labels = _align_labels_with_logits(batch["labels"], self.is_causal)
+        is_predicted = labels != IGNORED_LABEL
+        inputs = inputs_with_labels(batch)
+        if not self._model_takes_labels:
+            del inputs["labels"]
+        is_head_restricted = self.restrict_head_to_labels and bool(is_predicted.any())
+        with restrict_head_to(self.model, is_predicted) if is_head_restricted else nullcontext():
+            outputs = self.model(**inputs, **options)
+        targets = labels[is_predicted] if is_head_restricted else labels.flatten()
+        # The logits, the largest tensor of a step, are not copied. Ignored targets have loss 0.
+        logits = outputs.logits.flatten(0, 1)
+        losses = F.cross_entropy(logits.float(), targets, ignore_index=IGNORED_LABEL, reduction="none")
+        return _Prediction(losses[targets != IGNORED_LABEL], logits.detach(), targets, outputs)
+
+
+class _Prediction(NamedTuple):
+    """The predictions for a batch."""
+
+    losses: Tensor  # loss of each predicted token, in the order of the text, `(predicted,)`
+    logits: Tensor  # `(positions, vocabulary)`: of all positions of the batch, or of those with a predicted token
+    targets: Tensor  # token to predict at each of these positions, or `IGNORED_LABEL`, `(positions,)`
+    outputs: Any  # all outputs of the model
+
+
+@contextmanager
+def restrict_head_to(model: PreTrainedModel, is_selected: Tensor) -> Iterator[None]:
+    """Within the `with` block, compute the head of a model for the selected tokens only.
+
+    The logits of a call are then those of the selected tokens of all texts, in order, `(1, selected, vocabulary)`.
+
+    Args:
+        model: model with a head that handles each token separately.
+        is_selected: `(batch, tokens)`, bool.
+    """
+
+    def select_states(module: torch.nn.Module, args: Any, output: Any) -> Any:
+        """Keep only the selected tokens in the last hidden state, which is the input of the head."""
+        output.last_hidden_state = output.last_hidden_state[is_selected].unsqueeze(0)
+        return output
+
+    handle = model.base_model.register_forward_hook(select_states)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _align_labels_with_logits(labels: Tensor, is_causal: bool) -> Tensor:
+    """Return the label that the logits at each position predict, `(batch, tokens)`.
+
+    For a causal model, these are the labels of the next tokens, and `IGNORED_LABEL` at the last position.
+    """
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL) if is_causal else labels

@@ -1,0 +1,316 @@
+"""Logging to TensorBoard and to Weights & Biases (W&B).
+
+Timeouts and fallbacks keep an unreachable W&B server from stopping a run.
+"""
+
+import json
+import logging
+import os
+import threading
+import uuid
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from netrc import NetrcParseError, netrc
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+import lightning as L
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+
+from istar.errors import UserError, shorten
+from istar.files.writing import write_text
+from istar.finetune.training.metrics_file import MetricsFile
+from istar.inputs.hub import PROBE_TIMEOUT_SECONDS, request_status
+from istar.records.config import Config, TensorBoardConfig, WandbConfig
+from istar.records.config.schema import to_dict
+from istar.records.metric_names import isotropy_key
+
+_INIT_TIMEOUT_SECONDS = 10.0
+_FINISH_TIMEOUT_SECONDS = 60.0
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def attach_loggers(trainer: L.Trainer, metrics_file: MetricsFile, config: Config, folder: Path) -> Iterator[None]:
+    """Attach the metrics file and, if configured, W&B or TensorBoard to a trainer; close them after the `with` block.
+
+    If the block raises an exception, the W&B run is marked as failed, and the metrics logged so far are written to
+    `metrics_file`. Otherwise, the caller must finalize `metrics_file` within the block.
+    """
+    trainer.loggers = [metrics_file]
+    if isinstance(config.logger, WandbConfig) and trainer.is_global_zero:
+        trainer.loggers.append(_start_wandb_run(config.logger, config, folder, _load_or_create_run_id(folder)))
+    if isinstance(config.logger, TensorBoardConfig) and trainer.is_global_zero:
+        trainer.loggers.append(TensorBoardResultLogger(folder, name="tensorboard", version="", default_hp_metric=False))
+    exit_code = 1
+    try:
+        yield
+        exit_code = 0
+    finally:
+        if exit_code:
+            # An error while writing, such as a full disk, must not hide the error that ended the run.
+            with suppress(OSError):
+                metrics_file.finalize("failed")
+        for logger in trainer.loggers:
+            if isinstance(logger, FailSafeWandbLogger):
+                logger.finish(exit_code)
+            elif isinstance(logger, TensorBoardResultLogger):
+                with suppress(OSError):
+                    logger.finalize("failed" if exit_code else "success")
+
+
+def log_result(trainer: L.Trainer, result: Mapping[str, Any]) -> None:
+    """Log a finished run's result, the content of its `result.json`, to the trainer's W&B or TensorBoard logger."""
+    for logger in trainer.loggers:
+        if isinstance(logger, FailSafeWandbLogger | TensorBoardResultLogger):
+            logger.log_result(result)
+
+
+@rank_zero_only
+def log_result_to_sweep_agent(config: Config, result: Mapping[str, Any], folder: Path) -> None:
+    """Log the result of an already finished run to W&B if a W&B sweep agent has started this process."""
+    run_id = _get_sweep_agent_run_id()
+    if run_id is not None and isinstance(config.logger, WandbConfig):
+        logger = _start_wandb_run(config.logger, config, folder, run_id)
+        logger.log_result(result)
+        logger.finish(exit_code=0)
+
+
+class TensorBoardResultLogger(TensorBoardLogger):
+    """TensorBoard logger that also writes a run's settings and final scores to the table of hyperparameters."""
+
+    @rank_zero_only
+    def log_result(self, result: Mapping[str, Any]) -> None:
+        """Log the settings of the run with the metrics and the isotropy of the best epoch."""
+        scores = {f"val/{name}": value for name, value in result["metrics"].items()}
+        scores |= {isotropy_key(layer): score for layer, score in result["isotropy"]["after"].items()}
+        settings = {key: value for key, value in result["config"].items() if key not in ("logger", "run")}
+        self.log_hyperparams(settings, {f"best/{name}": value for name, value in scores.items()})
+
+
+class FailSafeWandbLogger(WandbLogger):
+    """W&B logger that warns and stops logging after W&B's first error, such as a crash of its service process."""
+
+    _has_failed = False
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Log metrics of a step unless W&B has failed."""
+        self._call_unless_failed(lambda: WandbLogger.log_metrics(self, metrics, step))
+
+    def log_result(self, result: Mapping[str, Any]) -> None:
+        """Log a run's result to W&B: a summary of its scores, and a table and a line plot of the layers' IsoScore."""
+        self._call_unless_failed(lambda: self.experiment.summary.update(_make_wandb_summary(result)))
+        # W&B retries the upload of tables and figures without limit, so it happens in a thread with a timeout.
+        log_charts = partial(self._call_unless_failed, lambda: self.experiment.log(_make_isotropy_charts(result)))
+        thread = threading.Thread(target=log_charts, daemon=True)
+        thread.start()
+        thread.join(_FINISH_TIMEOUT_SECONDS)
+        if thread.is_alive():
+            log.warning("Weights & Biases does not answer; the run there has its metrics, but lacks its tables")
+
+    def finish(self, exit_code: int) -> None:
+        """Close the W&B run; an exit code other than 0 marks it as failed."""
+        import wandb
+
+        self._call_unless_failed(lambda: self.experiment.finish(exit_code=exit_code))
+        if self._has_failed:
+            # The run could not be closed, so its service process is stopped.
+            with suppress(Exception):
+                wandb.teardown(exit_code=exit_code)
+            wandb.run = None
+
+    def _call_unless_failed(self, wandb_call: Callable[[], object]) -> None:
+        """Call W&B unless an earlier call has failed; if this call raises an error, warn and skip all later ones."""
+        if self._has_failed:
+            return
+        try:
+            wandb_call()
+        except Exception as error:  # W&B raises errors of many types when its connection or service fails.
+            self._has_failed = True
+            reason = shorten(f"{type(error).__name__}: {error}")
+            log.warning(
+                "Weights & Biases has failed (%s); the run goes on without it, and metrics.csv has all metrics", reason
+            )
+
+
+def _make_wandb_summary(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the best epoch's values by logged name, with which W&B's summary of the last epoch is replaced."""
+    isotropy_after, isotropy_before = result["isotropy"]["after"], result["isotropy"]["before"]
+    return {
+        "status": result["status"],
+        **{f"headline/{name}": value for name, value in result["headline"].items()},
+        **{f"val/{name}": value for name, value in result["metrics"].items()},
+        **{f"constant/{name}": value for name, value in result["baseline"].items()},
+        "collapsed": any(result["collapsed"].values()),
+        **{isotropy_key(layer): score for layer, score in isotropy_after.items()},
+        **{f"before/{isotropy_key(layer)}": score for layer, score in isotropy_before.items()},
+        "skipped_steps": result["skipped_steps"],
+        "seconds/total": result["timing"]["total"],
+    }
+
+
+def _make_isotropy_charts(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a W&B table and a W&B line plot of each layer's IsoScore before training and at the best epoch."""
+    import wandb
+
+    before, after = result["isotropy"]["before"], result["isotropy"]["after"]
+    rows: list[Any] = [[layer, before[layer], after[layer]] for layer in after]
+    layers = [layer for layer in after if layer != "union"]
+    curves = [[scores[layer] for layer in layers] for scores in (before, after)]
+    title = f"IsoScore by layer (0: embeddings), {result['name']}"
+    line_plot = wandb.plot.line_series(list(map(int, layers)), curves, ["before", "after"], title, xname="layer")
+    return {
+        "trainer/global_step": result["epochs"][-1]["step"],
+        "isotropy/by_layer": wandb.Table(columns=["layer", "before", "after"], data=rows),
+        "isotropy/figure": line_plot,
+    }
+
+
+def _start_wandb_run(settings: WandbConfig, config: Config, folder: Path, run_id: str) -> FailSafeWandbLogger:
+    """Start or resume a W&B run, offline if the server cannot be used, and return its logger.
+
+    Raises:
+        UserError: if W&B rejects the settings or the API key.
+    """
+    # W&B's error reports are sent even by offline runs and delay the end of the process. The viewer query is disabled
+    # because `_find_server_problem` has already made it, and W&B would repeat it twice with retries.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    os.environ.setdefault("WANDB_X_DISABLE_VIEWER", "true")
+    import wandb
+
+    init_arguments: dict[str, Any] = {
+        "resume": "allow",
+        # Do not reuse a W&B run that is already open in this process, such as that of another trial.
+        "reinit": "create_new",
+        "name": folder.name,
+        "group": settings.group,
+        "job_type": config.reg.name,
+        "tags": settings.tags,
+        "dir": folder,
+        "config": to_dict(config),
+        "settings": wandb.Settings(init_timeout=_INIT_TIMEOUT_SECONDS, finish_timeout=_FINISH_TIMEOUT_SECONDS),
+    }
+    if _get_sweep_agent_run_id() is None:
+        # A sweep agent sets these in the environment, and W&B warns if they are given again.
+        init_arguments |= {"id": run_id, "project": settings.project, "entity": settings.entity}
+    try:
+        mode = _choose_wandb_mode(settings.mode)
+        if mode == "online" and (reason := _find_server_problem()):
+            mode = _fall_back_to_offline(reason, folder)
+        run = wandb.init(mode=mode, **init_arguments)  # type: ignore[arg-type]
+    # W&B raises a ValueError for invalid settings in the environment.
+    except (wandb.errors.UsageError, wandb.errors.AuthenticationError, ValueError) as error:
+        raise UserError(f"Weights & Biases: {shorten(error)}; logger.mode=offline needs no key") from error
+    except wandb.errors.CommError as error:
+        # The service keeps the id of the run that it could not start, so it must be stopped first.
+        wandb.teardown(exit_code=1)
+        run = wandb.init(mode=_fall_back_to_offline(shorten(error), folder), **init_arguments)  # type: ignore[arg-type]
+    # Use the training step as the x-axis. W&B's count of log calls differs between resumed and uninterrupted runs.
+    run.define_metric("trainer/global_step")
+    run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
+    return FailSafeWandbLogger(experiment=run, save_dir=folder)
+
+
+def _choose_wandb_mode(mode: str) -> str:
+    """Return the W&B mode to use. The setting `auto` follows WANDB_MODE, but is offline if there is no API key."""
+    if mode != "auto":
+        return mode
+    import wandb
+
+    settings = wandb.setup().settings
+    if settings.mode not in ("online", "run"):
+        return str(settings.mode)
+    return "online" if settings.identity_token_file or _find_api_key(settings) else "offline"
+
+
+def _find_api_key(settings: Any) -> str | None:
+    """Return the API key from W&B's settings or the netrc file, or None if neither has one. Never prompt the user."""
+    if settings.api_key:
+        return str(settings.api_key)
+    # `wandb login` stores the key as the password of the server's host and port.
+    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    try:
+        login = netrc(path).authenticators(urlsplit(settings.base_url).netloc)
+    except (OSError, NetrcParseError):
+        return None
+    if login is None:
+        return None
+    _, _, password = login
+    return password
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    """Follow no redirects, which would send the API key to another server."""
+
+    def redirect_request(self, *arguments: Any) -> None:
+        return None
+
+
+def _find_server_problem() -> str:
+    """Return why the W&B server cannot be used, or "" if it can.
+
+    Raises:
+        UserError: if the server rejects the API key.
+    """
+    import wandb
+
+    settings = wandb.setup().settings
+    url, key = f"{settings.base_url}/graphql", _find_api_key(settings)
+
+    def send_query() -> int:
+        """Query the server for the user and return the HTTP status."""
+        # This is the first query that W&B itself makes. The hub's session would reject it if HF_HUB_OFFLINE is set.
+        query = json.dumps({"query": "query Viewer { viewer { id } }"}).encode()
+        headers = {"Content-Type": "application/json"}
+        if key:
+            headers["Authorization"] = f"Basic {b64encode(f'api:{key}'.encode()).decode()}"
+        opener = build_opener(_NoRedirects)
+        try:
+            with opener.open(Request(url, query, headers), timeout=PROBE_TIMEOUT_SECONDS) as response:
+                return int(response.status)
+        except HTTPError as error:
+            return error.code
+
+    status, reason = request_status(send_query)
+    if status == 401 and key:
+        raise UserError(
+            f"Weights & Biases: {settings.base_url} refuses the API key; correct WANDB_API_KEY or call `wandb login`, "
+            "or log without a key with logger.mode=offline"
+        )
+    # Status 401 without a key is not a problem of the server: W&B then asks for a key or reports that it needs one.
+    return reason or (f"HTTP status {status}" if status >= 400 and status != 401 else "")
+
+
+def _fall_back_to_offline(reason: str, folder: Path) -> str:
+    """Warn that the run is logged offline for a reason, and return the W&B mode `offline`."""
+    log.warning(
+        "Weights & Biases cannot be used now (%s); this run is logged offline; send it later with: wandb sync %s",
+        reason,
+        folder / "wandb" / "offline-run-*",
+    )
+    return "offline"
+
+
+def _load_or_create_run_id(folder: Path) -> str:
+    """Return the id of the W&B run: the sweep agent's, the one stored in the folder, or a new random one.
+
+    The id is stored in the folder, so that a resumed run continues the same W&B run.
+    """
+    path = folder / "wandb" / "run-id"
+    agent_run_id = _get_sweep_agent_run_id()
+    if agent_run_id is not None or not path.exists():
+        write_text(path, agent_run_id or uuid.uuid4().hex[:12])
+    return path.read_text()
+
+
+def _get_sweep_agent_run_id() -> str | None:
+    """Return the id of the W&B run for which a W&B sweep agent started this process, or None without an agent."""
+    return os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None

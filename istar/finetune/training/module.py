@@ -1,0 +1,338 @@
+"""The LightningModule for fine-tuning with a penalty on the hidden states."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import lightning as L
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.optim import AdamW, Optimizer
+from transformers import PreTrainedModel, get_scheduler
+
+from istar.errors import UserError
+from istar.finetune.tasks.evaluation import Evaluation
+from istar.finetune.training.nonfinite import StepGuard
+from istar.hidden_states import EmbeddingWatch, Watch
+from istar.hidden_states.model_layers import ReturnedStates
+from istar.measures.processes import sum_over_processes, world_size
+from istar.records.config import OptimConfig
+from istar.regularizers import IStar
+from istar.regularizers.undefined import UndefinedCount
+
+Batch = dict[str, Tensor]
+Outputs = dict[int, np.ndarray]
+T = TypeVar("T")
+
+
+class FineTuner(L.LightningModule):
+    """Train an encoder with a task head on the task loss plus a weighted penalty on its hidden states.
+
+    Metrics are computed from all predictions of a validation set at once, not averaged over batches.
+
+    Args:
+        model: sequence classification or question answering model.
+        watch: penalty attached to the model, from `istar.attach`; None trains on the task loss alone.
+        optim: settings of AdamW and of the learning rate schedule.
+        evaluators: evaluator of each validation set, by the suffix of its metrics' names (`""` for the first).
+        skip_nonfinite: skip optimizer steps whose gradient is not finite instead of stopping the training.
+        max_steps: number of optimizer steps after which training stops, on which the schedules then depend; None for
+            no limit besides the epochs.
+        weight_schedule: function that returns the penalty's weight lambda, given the number of completed optimizer
+            steps and their total number; None keeps the weight constant.
+
+    Attributes:
+        evaluations: metrics and predictions of the latest validation, by the metric suffix of the validation set.
+        metrics: all metrics of the latest validation, e.g. `accuracy` and `accuracy_mismatched`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        watch: Watch | EmbeddingWatch | None,
+        optim: OptimConfig,
+        evaluators: Mapping[str, Any],
+        skip_nonfinite: bool = False,
+        max_steps: int | None = None,
+        weight_schedule: Callable[[int, int], float] | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._returned_states = ReturnedStates(model)
+        # The penalty is not a submodule: DDP would overwrite the buffers that differ between processes without sync.
+        self.watch = watch
+        self.optim = optim
+        self.max_steps = max_steps
+        self.weight_schedule = weight_schedule
+        self.evaluators = dict(evaluators)
+        self.step_guard = StepGuard(skip_nonfinite)
+        self._total_steps = 0
+        self._micro_batches: list[dict[str, Tensor]] = []
+        self.evaluations: dict[str, Evaluation] = {}
+        self.metrics: dict[str, float] = {}
+        self._outputs: list[Outputs] = []
+
+    def task_loss(self, batch: Batch) -> Tensor:
+        """Return the loss of a batch of the task, a scalar."""
+        loss: Tensor = self.model(**inputs_with_labels(batch)).loss
+        return loss
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the task loss plus the weighted penalty, and record both for the log."""
+        loss = self.task_loss(batch)
+        logged_metrics = {"train/task_loss": loss.detach()}
+        self.step_guard.record("task loss", loss)
+        if self.watch is not None and self.weight_schedule is not None:
+            weight = self.watch.penalty.weight
+            logged_metrics["train/lambda"] = torch.tensor(weight, dtype=torch.float64, device=loss.device)
+        if self.watch is not None and self.watch.penalty.weight != 0:
+            penalty = self.watch.loss()
+            self.step_guard.record("penalty", penalty)
+            loss = loss + penalty.to(loss.dtype)
+            terms = self.watch.penalty.last
+            if terms is not None:
+                term_by_name = terms.named(self.watch.penalty.measure)
+                logged_metrics |= {"train/penalty": penalty.detach(), "train/points": terms.points}
+                logged_metrics |= {f"train/{name}": term for name, term in term_by_name.items()}
+        self._micro_batches.append({"train/loss": loss.detach(), **logged_metrics})
+        return loss
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradient by norm or by value. If it is not finite, drop it, or raise a `NonFiniteError`."""
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            # With fused optimizers Lightning does not unscale gradients before clipping, so it is done here.
+            scaler.unscale_(optimizer)
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        gradient_norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        # A gradient scaler skips steps that overflow by design, so its norm is not checked.
+        if self.step_guard.must_skip(self.trainer.global_step + 1, None if scaler is not None else gradient_norm):
+            # Without a gradient, AdamW leaves a parameter, its weight decay, its moments and its step count alone.
+            optimizer.zero_grad(set_to_none=True)
+        elif gradient_clip_val is not None and gradient_clip_algorithm == "value":
+            clip_grad_value_(parameters, gradient_clip_val)
+        elif gradient_clip_val is not None:
+            clip_grads_with_norm_(parameters, gradient_clip_val, gradient_norm)
+        step_metrics = {"train/grad_norm": gradient_norm, "train/lr": optimizer.param_groups[0]["lr"]}
+        if self.watch is not None and self.watch.penalty.undefined.seen > 0:
+            step_metrics["train/undefined"] = self.watch.penalty.undefined.total
+        self._log_step(step_metrics)
+
+    def _log_step(self, step_metrics: Mapping[str, Any]) -> None:
+        """Log an optimizer step's metrics and the means of its micro-batches' metrics, every `log_every_n_steps` steps.
+
+        A checkpoint must contain the metrics of its step. Therefore the metrics are sent to the loggers immediately;
+        Lightning would send them only after the hooks that write checkpoints.
+        """
+        micro_batches, self._micro_batches = self._micro_batches, []
+        if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            value_by_name = log_immediately(self.trainer, {**_average_metrics(micro_batches), **step_metrics})
+            self.log_dict({name: torch.tensor(value) for name, value in value_by_name.items()}, logger=False)
+            self.log("loss", torch.tensor(value_by_name["train/loss"]), prog_bar=True, logger=False)
+
+    def on_train_start(self) -> None:
+        """Discard the losses and metrics that were recorded for an unfinished step."""
+        self.step_guard.reset()
+        self._micro_batches = []
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        """Set the penalty's weight for this optimizer step."""
+        if self.watch is not None and self.weight_schedule is not None:
+            self.watch.penalty.weight = self.weight_schedule(self.trainer.global_step, self._total_steps)
+
+    @property
+    def _saves_penalty(self) -> bool:
+        """Whether the penalty has a state that the callback `ShrinkageCovariance` does not save."""
+        if self.watch is None or not self.watch.penalty.state_dict():
+            return False
+        penalty = self.watch.penalty
+        return not (isinstance(penalty, IStar) and penalty.needs_shrinkage_covariance)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the penalty's state and the counts of skipped steps and of penalties without a score to a checkpoint."""
+        checkpoint["skipped_steps"] = self.step_guard.num_skipped
+        if self.watch is not None:
+            checkpoint["undefined_penalties"] = int(self.watch.penalty.undefined.total)
+        if isinstance(self.watch, EmbeddingWatch):
+            checkpoint["embedding_rows"] = self.watch.state_dict()
+        if self._saves_penalty:
+            assert self.watch is not None
+            penalty = self.watch.penalty
+            state = {name: value.cpu() for name, value in penalty.state_dict().items()}
+            checkpoint["penalties"] = [state] if penalty.sync else all_gather_object(state)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore the penalty's state and the number of skipped steps; refuse skipped steps unless they are allowed."""
+        if isinstance(self.watch, EmbeddingWatch):
+            self.watch.load_state_dict(checkpoint["embedding_rows"])
+        if self._saves_penalty:
+            assert self.watch is not None
+            states = checkpoint["penalties"]
+            self.watch.penalty.load_state_dict(states[self.global_rank if len(states) > 1 else 0])
+        self.step_guard.num_skipped = checkpoint["skipped_steps"]
+        if self.watch is not None:
+            self.watch.penalty.undefined = UndefinedCount(checkpoint["undefined_penalties"])
+        if self.step_guard.num_skipped and not self.step_guard.skip_nonfinite:
+            raise UserError(
+                f"the interrupted run has skipped {self.step_guard.num_skipped} steps; trainer.nonfinite=skip goes on "
+                "with it, run.overwrite=true starts again"
+            )
+
+    def on_validation_epoch_start(self) -> None:
+        """Discard the outputs of the previous validation."""
+        self._outputs = [{} for _ in self.evaluators]
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
+        """Collect a batch's logits, log its loss, and return its hidden states and token mask for the callbacks."""
+        # Callbacks measure the hidden states of the first validation set only.
+        outputs = self.model(**inputs_with_labels(batch), output_hidden_states=dataloader_idx == 0)
+        self._outputs[dataloader_idx] |= logits_by_feature(batch, outputs)
+        if outputs.loss is not None and dataloader_idx == 0:
+            # The mean is logged as a weighted sum: Lightning's own mean over processes rounds the number of examples.
+            weight = len(batch["feature_id"]) / len(self.evaluators[""].features)
+            self.log("val/loss", weight * outputs.loss, reduce_fx="sum", add_dataloader_idx=False, sync_dist=True)
+        return {"hidden_states": self.sort_states(outputs.hidden_states), "attention_mask": token_mask(batch)}
+
+    def on_validation_epoch_end(self) -> None:
+        """Evaluate the outputs that all processes have collected, and log the metrics of each validation set."""
+        for (suffix, evaluator), outputs in zip(self.evaluators.items(), self._outputs, strict=True):
+            evaluation = evaluator(merge_outputs(all_gather_object(outputs)))
+            self.evaluations[suffix] = evaluation
+            for name, value in evaluation.metrics.items():
+                self.metrics[f"{name}_{suffix}" if suffix else name] = value
+        # All processes compute the same values; sync_dist avoids a warning of Lightning and does not change them.
+        headline = self.evaluators[""].spec.headline
+        for name, value in self.metrics.items():
+            self.log(f"val/{name}", value, prog_bar=name == headline, sync_dist=True)
+        self._outputs = []
+
+    def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Outputs:
+        """Return the logits of a batch by feature id."""
+        return logits_by_feature(batch, self.model(**inputs_with_labels(batch)))
+
+    def sort_states(self, returned_states: Sequence[Tensor] | None) -> tuple[Tensor, ...] | None:
+        """Return the hidden states of a validation batch in the order of the layers; None if it returned none."""
+        return None if returned_states is None else self._returned_states.sort(returned_states)
+
+    def hidden_states(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Return the embedding output and the output of every layer for a batch, each `(batch, tokens, d)`."""
+        outputs = self.model.base_model(**inputs_without_labels(batch), output_hidden_states=True)
+        return self._returned_states.sort(outputs.hidden_states)
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW and its learning rate schedule, in Lightning's format."""
+        optimizer = AdamW(
+            make_parameter_groups(self.model, self.optim.weight_decay),
+            lr=self.optim.lr,
+            betas=(self.optim.betas[0], self.optim.betas[1]),
+            eps=self.optim.eps,
+            fused=True,
+        )
+        num_steps = min(int(self.trainer.estimated_stepping_batches), self.max_steps or sys.maxsize)
+        self._total_steps = num_steps
+        num_warmup_steps = count_warmup_steps(self.optim.warmup, num_steps)
+        name = "constant_with_warmup" if self.optim.schedule == "constant" else self.optim.schedule
+        schedule = get_scheduler(name, optimizer, num_warmup_steps=num_warmup_steps, num_training_steps=num_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def count_warmup_steps(warmup: float, num_steps: int) -> int:
+    """Return the number of warmup steps in a training of `num_steps` optimizer steps.
+
+    `warmup` is a fraction of the steps if it is at most 1, and a number of steps otherwise.
+
+    Raises:
+        UserError: if the training has fewer steps than the warmup.
+    """
+    if warmup <= 1:
+        return round(warmup * num_steps)
+    if warmup > num_steps:
+        raise UserError(f"optim.warmup={warmup:g}: the training has only {num_steps} optimizer steps")
+    return int(warmup)
+
+
+def inputs_without_labels(batch: Batch) -> Batch:
+    """Return the model inputs of a batch without its labels."""
+    targets = ("labels", "start_positions", "end_positions")
+    return {key: value for key, value in inputs_with_labels(batch).items() if key not in targets}
+
+
+def token_mask(batch: Batch) -> Tensor:
+    """Return a mask `(batch, tokens)` of a batch, which is 1 for tokens and 0 for padding.
+
+    It is the diagonal of an attention mask `(batch, 1, tokens, tokens)`, which keeps packed documents apart. Without an
+    attention mask, all tokens count.
+    """
+    mask = batch.get("attention_mask")
+    if mask is None:
+        return torch.ones_like(batch["input_ids"])
+    return mask.diagonal(dim1=-2, dim2=-1)[:, 0] if mask.dim() == 4 else mask
+
+
+def make_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return two groups of trainable parameters: weights with weight decay, and biases and gains without."""
+    trainable_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {
+            "params": [parameter for parameter in trainable_parameters if parameter.dim() > 1],
+            "weight_decay": weight_decay,
+        },
+        {"params": [parameter for parameter in trainable_parameters if parameter.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def _average_metrics(micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the mean of each metric over the micro-batches of an optimizer step and over all processes.
+
+    The first metric is the loss.
+    """
+    names = list(micro_batches[0])
+    values = torch.stack([torch.stack([metrics[name].double() for name in names]) for metrics in micro_batches])
+    # If the loss is finite, NaN is the score of a micro-batch without one, and the mean is over the others.
+    has_value = ~(values.isnan() & values[:, :1].isfinite())
+    sums, counts = sum_over_processes(torch.stack([torch.where(has_value, values, 0).sum(0), has_value.sum(0)]))
+    return dict(zip(names, (sums / counts).unbind(), strict=True))
+
+
+def log_immediately(trainer: L.Trainer, metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Send metrics to the trainer's loggers immediately, and return them as floats."""
+    value_by_name = {name: float(value) for name, value in metrics.items()}
+    for logger in trainer.loggers:
+        logger.log_metrics({"epoch": trainer.current_epoch, **value_by_name}, step=trainer.global_step)
+    return value_by_name
+
+
+def merge_outputs(batches: Sequence[Outputs]) -> Outputs:
+    """Merge the logits by feature id of several batches or processes into one mapping."""
+    return {feature_id: logits for batch in batches for feature_id, logits in batch.items()}
+
+
+def inputs_with_labels(batch: Batch) -> Batch:
+    """Return the model inputs of a batch with its labels."""
+    return {key: value for key, value in batch.items() if key != "feature_id"}
+
+
+def logits_by_feature(batch: Batch, outputs: Any) -> Outputs:
+    """Return the logits of a batch by feature id. For answer spans, they are start and end logits, `(2, tokens)`."""
+    if "logits" in outputs:
+        logits = outputs.logits
+    else:
+        logits = torch.stack([outputs.start_logits, outputs.end_logits], dim=1)
+    arrays = logits.detach().float().cpu().numpy()
+    return dict(zip(batch["feature_id"].tolist(), arrays, strict=True))
+
+
+def all_gather_object(value: T) -> list[T]:
+    """Return, on every process, the values of all processes in the order of their ranks."""
+    values: list[Any] = [value] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,208 @@
+"""Construction of the Lightning trainer from the config."""
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import EarlyStopping
+
+from istar.drawing.terminal import make_console
+from istar.errors import UserError, shorten
+from istar.finetune.training.checkpoints import AtomicCheckpointIO, Checkpoints
+from istar.finetune.training.token_rate import EpochLines, TokenRate, TrainingProgressBar
+from istar.records.config import TrainerConfig
+from istar.records.metric_names import is_lower_better
+
+
+class StopAtMaxSteps(L.Callback):
+    """Stop the training after `max_steps` optimizer steps, with a validation after the last step.
+
+    With its own `max_steps`, Lightning omits that validation, and resumes differently at the end of an epoch.
+    """
+
+    def __init__(self, max_steps: int) -> None:
+        self.max_steps = max_steps
+
+    def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
+        """Request the stop after the last step."""
+        if trainer.global_step >= self.max_steps:
+            trainer.should_stop = True
+
+
+class StopAfterLastBatch(L.Callback):
+    """Stop the training after the last batch of the last epoch, with a validation after it.
+
+    With `check_val_every_n_epoch=null`, Lightning validates only every `val_check_interval` batches, so that the last
+    training batches, or all of them, would not be followed by a validation.
+    """
+
+    def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
+        """Request the stop after the last batch, if Lightning does not validate at the end of each epoch."""
+        is_last_epoch = trainer.max_epochs is not None and trainer.current_epoch + 1 >= trainer.max_epochs
+        if trainer.check_val_every_n_epoch is None and trainer.is_last_batch and is_last_epoch:
+            trainer.should_stop = True
+
+
+def build_trainer(
+    settings: TrainerConfig,
+    selection_metric: str,
+    folder: Path,
+    callbacks: Sequence[L.Callback],
+    checkpoints: Checkpoints | None,
+) -> L.Trainer:
+    """Build the Lightning trainer of a run, without writing any file.
+
+    The given callbacks run first, then those that the settings request, then `checkpoints`. Early stopping monitors the
+    metric that selects the best epoch.
+
+    Raises:
+        UserError: if Lightning rejects the settings.
+    """
+    callbacks = list(callbacks)
+    if settings.early_stopping is not None:
+        # Early stopping is checked after the validation, because the checkpoint at the end of the epoch stores it.
+        callbacks.append(
+            EarlyStopping(
+                f"val/{selection_metric}",
+                patience=settings.early_stopping,
+                mode="min" if is_lower_better(selection_metric) else "max",
+                check_on_train_epoch_end=False,
+            )
+        )
+    if "max_steps" in settings.lightning:
+        callbacks.append(StopAtMaxSteps(settings.lightning["max_steps"]))
+    callbacks.append(StopAfterLastBatch())
+    token_rate = TokenRate(settings.lightning.get("max_steps"))
+    callbacks.append(token_rate)
+    console = make_console()
+    shows_bar = settings.progress_bar and (console.is_terminal or console.is_jupyter)
+    if settings.progress_bar:
+        callbacks.append(TrainingProgressBar(token_rate) if shows_bar else EpochLines(token_rate))
+    if checkpoints is not None:
+        callbacks.append(checkpoints)
+    return _construct_trainer(
+        settings,
+        max_epochs=settings.max_epochs,
+        accumulate_grad_batches=settings.accumulate_grad_batches,
+        gradient_clip_val=settings.gradient_clip_val,
+        deterministic=settings.deterministic,
+        fast_dev_run=settings.fast_dev_run,
+        log_every_n_steps=settings.log_every_n_steps,
+        enable_progress_bar=shows_bar,
+        enable_checkpointing=checkpoints is not None,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        callbacks=callbacks,
+        default_root_dir=folder,
+        # A callback applies `max_steps`. The validation sets are already cut to `limit_val_batches`, because metrics
+        # need complete sets.
+        **{key: value for key, value in settings.lightning.items() if key not in ("max_steps", "limit_val_batches")},
+    )
+
+
+def check_validation_interval(settings: TrainerConfig, num_batches: int) -> None:
+    """Raise a `UserError` if validations are further apart than an epoch of `num_batches` batches is long.
+
+    Lightning would raise an error only later.
+    """
+    interval = settings.lightning.get("val_check_interval")
+    is_within_epochs = settings.lightning.get("check_val_every_n_epoch", 1) is not None
+    if type(interval) is int and interval > num_batches and is_within_epochs and not settings.fast_dev_run:
+        raise UserError(
+            f"trainer.val_check_interval={interval}: an epoch has only {num_batches} batches; to count them across "
+            "epochs, set trainer.check_val_every_n_epoch=null too"
+        )
+
+
+def build_bare_trainer(settings: TrainerConfig) -> L.Trainer:
+    """Build a trainer without callbacks or loggers, to query the hardware or run forward passes."""
+    return _construct_trainer(settings, enable_checkpointing=False, enable_progress_bar=False)
+
+
+def count_processes_to_start(trainer: L.Trainer) -> int:
+    """Return the number of processes to start on this machine, or 1 if torchrun or SLURM has already started them."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    return 1 if environment is None or environment.creates_processes_externally else trainer.num_devices
+
+
+def count_devices(settings: TrainerConfig) -> int:
+    """Return the number of devices on this machine that the setting `trainer.devices` selects.
+
+    The setting is a number, a list, `auto` or -1.
+    """
+    return build_bare_trainer(settings).num_devices
+
+
+def check_precision_support(settings: TrainerConfig) -> None:
+    """Raise a `UserError` for precision 16-mixed without a CUDA device; Lightning would replace it by bf16-mixed."""
+    uses_cuda = torch.cuda.is_available() and settings.accelerator in ("auto", "gpu", "cuda")
+    if settings.precision == "16-mixed" and not uses_cuda:
+        raise UserError("trainer.precision=16-mixed needs a CUDA device; use bf16-mixed or 32-true on this machine")
+
+
+def writes_checkpoints(settings: TrainerConfig) -> bool:
+    """Return whether the run writes checkpoints, from which the weights of the best epoch can be restored."""
+    return settings.checkpoints and not settings.fast_dev_run
+
+
+@contextmanager
+def suppress_lightning_messages() -> Iterator[None]:
+    """Within the `with` block, suppress Lightning's device banners and the warnings that do not apply to istar."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        for message in _SUPPRESSED_WARNINGS:
+            warnings.filterwarnings("ignore", message=f".*{message}")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+_SUPPRESSED_WARNINGS = (
+    "does not have many workers",
+    "is smaller than the logging interval",
+    "is deprecated, use `isinstance.treespec",
+    # FineTuningData resumes at the right batch by itself.
+    "your dataloader is not resumable",
+    # With several processes srun is used, and one process does not need it.
+    "The `srun` command is available",
+)
+
+
+def _construct_trainer(settings: TrainerConfig, **arguments: Any) -> L.Trainer:
+    """Return a `lightning.Trainer` with further arguments on the configured hardware.
+
+    Raises:
+        UserError: if Lightning rejects the settings.
+    """
+    plugins: list[Any] = [AtomicCheckpointIO()]
+    if SLURMEnvironment.detect():
+        # With auto_requeue, Lightning would react to SLURM's signals with another checkpoint and a requeue.
+        plugins.append(SLURMEnvironment(auto_requeue=False))
+    with suppress_lightning_messages():
+        try:
+            trainer = L.Trainer(
+                precision=settings.precision,  # type: ignore[arg-type]
+                accelerator=settings.accelerator,
+                devices=settings.devices,
+                num_nodes=settings.num_nodes,
+                strategy=settings.strategy,
+                logger=False,
+                enable_model_summary=False,
+                plugins=plugins,
+                **arguments,
+            )
+        except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
+            raise UserError(f"the trainer refuses its settings: {shorten(error)}") from error
+    return trainer

@@ -1,0 +1,95 @@
+"""Small arrays for the figures of `istar measure`: histograms, projections and the most extreme dimensions."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from istar.geometry.collect.layers import Layer
+from istar.measures.input_checks import row_norms, upcast_blocks
+
+MAX_ROWS = 2_000
+"""Most rows of a matrix in a projection."""
+
+
+def round_digits(values: Iterable[float], digits: int = 8) -> list[float]:
+    """Round numbers to significant digits, for smaller files. The default keeps all digits of float32."""
+    return [float(f"{value:.{digits}g}") for value in values]
+
+
+@torch.no_grad()
+def summarize_rows(matrix: Tensor, counts: Tensor | None = None) -> dict[str, Any]:
+    """Compute the histogram of the rows' norms and a two-dimensional projection of evenly spaced rows.
+
+    Args:
+        matrix: embeddings, `(n, d)`.
+        counts: number of occurrences of each row's token in the texts, `(n,)`; None if unknown.
+
+    Returns:
+        A dictionary with the histogram `norms`, the `ids` of the projected rows, their `counts` if known, and their
+        coordinates by axis, `raw` and `centered`.
+    """
+    norms = torch.cat([row_norms(block) for block in upcast_blocks(matrix)])
+    bin_counts, edges = np.histogram(norms.cpu().numpy(), bins=40)
+    row_ids = torch.linspace(0, len(matrix) - 1, min(MAX_ROWS, len(matrix)), dtype=torch.float64).round().long()
+    summary: dict[str, Any] = {
+        "norms": {"edges": round_digits(edges), "counts": bin_counts.tolist()},
+        "ids": row_ids.tolist(),
+    }
+    if counts is not None and len(counts) >= len(matrix):
+        summary["counts"] = counts.cpu()[row_ids].long().tolist()
+    mean = torch.stack([block.sum(0) for block in upcast_blocks(matrix)]).sum(0) / len(matrix)
+    projected_rows = matrix[row_ids.to(matrix.device)].to(mean)
+    for form, origin in (("raw", torch.zeros_like(mean)), ("centered", mean)):
+        coordinates = (projected_rows - origin) @ _compute_first_singular_vectors(matrix, origin)
+        summary[form] = [round_digits(column, 4) for column in coordinates.T.tolist()]
+    return summary
+
+
+def _compute_first_singular_vectors(matrix: Tensor, origin: Tensor) -> Tensor:
+    """Return the first two right singular vectors `(d, 2)` of the rows of a matrix minus the origin."""
+    scatter: Any = sum((block - origin).T @ (block - origin) for block in upcast_blocks(matrix))
+    axes = torch.linalg.eigh(scatter)[1][:, [-1, -2][: len(scatter)]]
+    # The sign of an eigenvector is arbitrary. It is fixed by making the largest coordinate positive.
+    return axes * axes.gather(0, axes.abs().argmax(0, keepdim=True)).sign()
+
+
+def trim_norm_histogram(layer: Layer) -> dict[str, list[float]]:
+    """Return the histogram of a layer's norms without the empty bins at either end.
+
+    Returns:
+        The `edges` and `counts` of the bins, and `outside`: the numbers of norms below and above the layer's histogram.
+    """
+    norms = layer.norms.compute()
+    nonempty = np.flatnonzero(norms.histogram)
+    first_bin, end_bin = (int(nonempty[0]), int(nonempty[-1]) + 1) if len(nonempty) else (0, 0)
+    return {
+        "edges": round_digits(norms.edges[first_bin : end_bin + 1]),
+        "counts": list(norms.histogram[first_bin:end_bin]),
+        "outside": [norms.below, norms.above],
+    }
+
+
+def find_extreme_dimensions(layer: Layer) -> list[dict[str, float]]:
+    """Return the three dimensions of a layer whose means are the farthest from zero, the farthest first.
+
+    Returns:
+        For each, its index `dimension`, its `mean`, its standard `deviation`, `mean_by_typical_deviation` (the mean
+        divided by the median deviation of all dimensions) and `variance_share` (its share of the summed variance).
+    """
+    dimensions = layer.dimensions
+    mean, deviation = dimensions.mean, dimensions.deviation()
+    mean_by_typical_deviation = mean / deviation.quantile(0.5)
+    variance_share = deviation.square() / deviation.square().sum()
+    return [
+        {
+            "dimension": dimension,
+            "mean": mean[dimension].item(),
+            "deviation": deviation[dimension].item(),
+            "mean_by_typical_deviation": mean_by_typical_deviation[dimension].item(),
+            "variance_share": variance_share[dimension].item(),
+        }
+        for dimension in mean.abs().argsort(descending=True, stable=True)[:3].tolist()
+    ]

@@ -1,0 +1,479 @@
+"""Accumulators for all streaming measures of one layer, and standard errors from groups of documents."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from istar.errors import UserError
+from istar.geometry.collect.grouped_moments import GroupedMoments, get_tensors, set_tensors
+from istar.geometry.collect.token_batch import TokenBatch
+from istar.measures import (
+    CosineContributions,
+    DimensionMoments,
+    FourthMoments,
+    GroupedPoints,
+    MassiveActivations,
+    MassiveActivationsSummary,
+    Norms,
+    PowerLaw,
+    SentenceMoments,
+    TokenKurtosis,
+    alpha_req,
+    effective_rank,
+    isoscore,
+    isoscore_unbiased,
+    jackknife_error,
+    log2_bin_range,
+    log2_bins,
+    nesum,
+    outlier_dimensions,
+    rank_me,
+    singular_values,
+    top_share,
+)
+from istar.measures.activations import row_kurtosis
+from istar.measures.input_checks import accumulation_dtype, block_length, inverse_or_zero, row_norms
+from istar.measures.moments import full_precision
+from istar.measures.point_groups import NUM_LOG2_BINS
+
+MeasureSet = Literal["basic", "all"]
+"""Which measures to compute: `basic` leaves out those that take the most time, see `LayerSettings`."""
+_FLOAT32_RANGE = (1e-5, 1e8)
+"""Range of norms, and of the deviations of dimensions, whose fourth powers neither overflow float32 nor lose digits."""
+_NORM_EDGES = torch.logspace(-2, 4, 241).tolist()
+"""Edges of the bins of the histogram of norms."""
+_MIN_FITTED_RANKS = 10
+"""Smallest number of ranks that the power law of alpha-ReQ is fitted to. Any line fits few ranks."""
+
+MEASURES_WITH_ERROR = ("inter_sim", "average_norm")
+"""Measures whose standard error needs O(d) numbers for each group of documents."""
+COVARIANCE_MEASURES_WITH_ERROR = (
+    *("isoscore", "isoscore_unbiased", "effective_rank", "participation_ratio"),
+    *("nesum", "alpha_req", "mean_vector_norm", "norm_ratio"),
+)
+"""Measures whose standard error is computed from the moments of each group of documents, O(d^2) numbers."""
+SCORE_BY_SENTENCE = "isoscore_by_sentence"
+"""IsoScore by sentence, with documents as sentences. Its standard error needs 2 d^2 numbers per group of documents."""
+
+
+@dataclass(frozen=True)
+class LayerSettings:
+    """What a `Layer` accumulates."""
+
+    # Whether to add the kurtosis of tokens, massive activations and the score by sentence, which take more time than
+    # the other measures.
+    measures: MeasureSet = "basic"
+    num_groups: int = 0  # number of groups of documents for standard errors; 0 computes none
+    # Whether to keep the moments, d^2 numbers, of each group. Without them, `COVARIANCE_MEASURES_WITH_ERROR` and the
+    # score by sentence have no standard error.
+    scatter_by_group: bool = True
+    has_separate_documents: bool = True  # whether the model sees each document alone, as the score by sentence needs
+
+    @property
+    def has_score_by_sentence(self) -> bool:
+        """Whether the measures contain `SCORE_BY_SENTENCE`."""
+        return self.measures == "all" and self.has_separate_documents
+
+
+class _PowerSums:
+    """Accumulates the sums of powers of the differences of points from an origin, in each dimension.
+
+    Args:
+        origin: `(d,)`, in the dtype of the sums.
+
+    Attributes:
+        count: number of points, 0-d.
+        sums: sums of the first to the fourth powers, `(4, d)`.
+    """
+
+    def __init__(self, origin: Tensor) -> None:
+        self.origin = origin
+        self.count = origin.new_zeros(())
+        self.sums = origin.new_zeros(4, len(origin))
+
+    def add(self, count: int | Tensor, sums: Tensor) -> None:
+        """Add points by their number and the sums over them."""
+        self.count = self.count + count
+        self.sums = self.sums + sums
+
+    def merge(self, other: "_PowerSums") -> None:
+        """Add the points of another accumulator with the same origin."""
+        self.add(other.count.to(self.count), other.sums.to(self.sums))
+
+    def compute(self) -> DimensionMoments:
+        """Return the moments of each dimension."""
+        return DimensionMoments.about_mean(self.origin, self.count, self.sums)
+
+
+class Layer:
+    """Accumulates the streaming measures of the hidden states of one layer.
+
+    Batches may come in any order, and the accumulators of several processes merge exactly. Elementwise operations and
+    the sums over a batch are float32, or float64 if the hidden states are float64 or leave the range in which float32
+    keeps its digits. Sums of powers are about an origin near the mean, so that they lose no digits where a mean is
+    large. All sums are accumulated in float64 (float32 on MPS).
+
+    Args:
+        vocabulary_size: number of token types; 0 leaves out IntraSim and the measures by frequency.
+        origin: `(d,)`, a point near the mean of the hidden states, on their device; the same for all accumulators that
+            are merged.
+        settings: what to accumulate; the same for all accumulators that are merged.
+
+    Attributes:
+        types: norms and directions by token type; None without a vocabulary.
+        positions: norms and directions by `log2_bins` of the position.
+    """
+
+    def __init__(self, vocabulary_size: int, origin: Tensor, settings: LayerSettings | None = None) -> None:
+        self.settings = settings or LayerSettings()
+        # The same number in float32 and in float64, so that sums in both are about the same point.
+        self._origin = origin.float().to(accumulation_dtype(origin.device))
+        dim, device, num_groups = len(origin), origin.device, self.settings.num_groups
+        num_parts = num_groups if num_groups and self.settings.scatter_by_group else 1
+        self._moments = GroupedMoments(num_parts, self._origin, self.settings.has_score_by_sentence)
+        self._groups = GroupedPoints(num_groups, dim, device) if num_groups else None
+        self.cosine = CosineContributions(dim, device)
+        self.norms = Norms(dim, _NORM_EDGES, device)
+        self._power_sums = _PowerSums(self._origin)
+        self.types = GroupedPoints(vocabulary_size, dim, device) if vocabulary_size else None
+        self.positions = GroupedPoints(NUM_LOG2_BINS, dim, device)
+        has_all_measures = self.settings.measures == "all"
+        self._kurtosis = TokenKurtosis(dim, device=device) if has_all_measures else None
+        self._massive = MassiveActivations(dim, device=device) if has_all_measures else None
+
+    @torch.no_grad()
+    def update(self, points: Tensor, batch: TokenBatch) -> None:
+        """Update all statistics with a batch of hidden states.
+
+        Args:
+            points: hidden states `(n, d)` of the tokens of the batch, without padding, in the order of its rows; see
+                `TokenBatch.order`.
+            batch: the tokens.
+        """
+        if not len(points):
+            return
+        if self._massive is not None:
+            self._massive.update(points, batch.token_ids, batch.positions)
+        with full_precision(points.device):
+            is_added = self._add(points.to(torch.promote_types(points.dtype, torch.float32)), batch)
+            if not is_added:
+                self._add(points.double(), batch)
+
+    def _add(self, points: Tensor, batch: TokenBatch) -> bool:
+        """Add points, float32 or float64, in the order of the rows of the batch.
+
+        Returns False, and adds nothing, if float32 has too small a range for the points, and the device has float64.
+        """
+        norms = row_norms(points)
+        inverse_norms = inverse_or_zero(norms)
+        sums = _sum_over_points(points, self._origin, inverse_norms)
+        can_be_wider = points.dtype == torch.float32 and self._origin.dtype == torch.float64
+        if can_be_wider:
+            deviations = (sums.powers[1] / len(points)).sqrt()
+            if not _is_in_float32_range(norms, deviations):
+                return False
+            small = (deviations < _FLOAT32_RANGE[0]).nonzero().squeeze(1)
+            if len(small):  # as in layers of pretrained models whose normalization has gains of nearly 0
+                sums.powers[:, small] = _sum_powers(points[:, small].to(self._origin) - self._origin[small])
+        self._power_sums.add(len(points), sums.powers)
+        self._moments.update(sums.centered, sums.squared_distances, batch)
+        wide_norms, wide_inverse_norms = norms.to(self._origin), inverse_norms.to(self._origin)
+        self.norms.add_norms(wide_norms, sums.powers[0] + len(points) * self._origin)
+        self._add_cosines(wide_inverse_norms, sums.weighted)
+        for grouped_points, rows in (
+            (self._groups, batch.groups),
+            (self.positions, batch.position_bins),
+            (self.types, batch.types),
+        ):
+            if grouped_points is not None:
+                # By w x = w (x - o) + w o, for unit vectors w x and the origin o.
+                weighted = rows.sum_rows(sums.centered, inverse_norms).to(self._origin)
+                unit_totals = torch.addr(weighted, rows.sum_values(wide_inverse_norms), self._origin)
+                grouped_points.add_rows(rows, unit_totals, wide_norms)
+        if self._kurtosis is not None:
+            self._kurtosis.add_kurtoses(*row_kurtosis(points))
+        return True
+
+    def _add_cosines(self, inverse_norms: Tensor, sums: Tensor) -> None:
+        """Add points to the cosines by sums over their differences y = x - o from the origin, with w = 1 / |x|.
+
+        Args:
+            inverse_norms: w, or 0 for a zero point, `(n,)`, in the dtype of the sums.
+            sums: sums of w y, of w^2 y and of w^2 y^2, `(3, d)`.
+        """
+        weighted, squared_weighted, weighted_squares = sums
+        squared_total = inverse_norms.square().sum()
+        # By w x = w y + w o and (w x)^2 = w^2 y^2 + 2 w^2 y o + w^2 o^2.
+        total = weighted + inverse_norms.sum() * self._origin
+        squares = weighted_squares + (2 * squared_weighted + squared_total * self._origin) * self._origin
+        num_nonzero = inverse_norms.count_nonzero()
+        self.cosine.add_sums(total, squares, num_nonzero, len(inverse_norms) - num_nonzero)
+
+    def merge(self, other: "Layer") -> None:
+        """Add the points of another accumulator, group by group."""
+        for name, accumulator in self._get_accumulators().items():
+            accumulator.merge(other._get_accumulators()[name])
+
+    @property
+    def moments(self) -> FourthMoments:
+        """Moments of all points, computed at each access."""
+        return self._moments.compute_moments()
+
+    @property
+    def dimensions(self) -> DimensionMoments:
+        """Moments of each dimension, computed at each access."""
+        return self._power_sums.compute()
+
+    def _get_accumulators(self) -> dict[str, Any]:
+        """Return the accumulators of this layer by attribute name, which is also their key in the saved state."""
+        names_of_others = ("settings", "_origin")
+        return {name: value for name, value in vars(self).items() if name not in names_of_others and value is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the tensors of all accumulators by the name of the accumulator."""
+        return {
+            name: accumulator.state_dict() if isinstance(accumulator, GroupedMoments) else get_tensors(accumulator)
+            for name, accumulator in self._get_accumulators().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the tensors that `state_dict` returned."""
+        for name, accumulator in self._get_accumulators().items():
+            if isinstance(accumulator, GroupedMoments):
+                accumulator.load_state_dict(state[name])
+            else:
+                set_tensors(accumulator, state[name])
+
+    def compute_spectra(self) -> dict[str, Tensor]:
+        """Compute the singular values of the hidden states, `raw` and `centered`, `(d,)` each, descending."""
+        moments = self.moments
+        return {form: singular_values(moments, centered=form == "centered") for form in ("raw", "centered")}
+
+    def compute_measures(
+        self, spectra: Mapping[str, Tensor] | None = None, replicates: Mapping[str, list[float]] | None = None
+    ) -> dict[str, float]:
+        """Compute all measures by name, and the standard errors of those that have one as `<name>_error`.
+
+        `isoscore` is IsoScore, without shrinkage. The kurtoses are the largest and the mean excess kurtosis of the
+        dimensions; the mean leaves out dimensions in which all points are equal. A measure is NaN if it is not defined.
+
+        Args:
+            spectra: result of `compute_spectra`; computed if None.
+            replicates: result of `compute_replicates`; computed if None.
+        """
+        spectra = self.compute_spectra() if spectra is None else spectra
+        moments, dimensions, dim = self.moments, self.dimensions, len(self._origin)
+        variances, contributions = dimensions.variance(), self.cosine.contributions()
+        # Rogue dimensions of pretrained models: the mean is many times the median deviation of all dimensions.
+        outliers = outlier_dimensions(dimensions.mean, 5, "median", reference=dimensions.deviation())
+        kurtosis = dimensions.kurtosis()
+        norms = self.norms.compute()
+        measures: dict[str, float | Tensor] = {
+            "tokens": float(moments.count),
+            **_compute_covariance_measures(moments, spectra["centered"]),
+            "inter_sim": self.cosine.compute(),
+            "mean_direction_norm": self.cosine.mean_direction_norm(),
+            "average_norm": norms.average,
+            "mean_vector_norm": norms.mean_vector,
+            "norm_ratio": norms.ratio,
+            "rank_me": rank_me(spectra["raw"]),
+            "alpha_req_r_squared": _fit_power_law(spectra["centered"].square()).r_squared,
+            "largest_variance_share": top_share(variances),
+            "top_5_variance_share": top_share(variances, min(5, dim)),
+            "top_1_cosine_share": top_share(contributions),
+            "top_5_cosine_share": top_share(contributions, min(5, dim)),
+            "outlier_dimensions": float(len(outliers)),
+            "largest_kurtosis": kurtosis.nan_to_num(0).max(),
+            "mean_kurtosis": kurtosis.nanmean(),
+        }
+        if self.types is not None:
+            # IntraSim is the mean over the types that occur at least twice; NaN if there is none.
+            measures["intra_sim"] = self.types.inter_sim().nanmean()
+            measures["adjusted_intra_sim"] = measures["intra_sim"] - measures["inter_sim"]
+        if self._moments.has_sentences:
+            measures[SCORE_BY_SENTENCE] = _compute_sentence_score(self._moments.compute_sentence_moments())
+        if self._kurtosis is not None:
+            token_kurtosis = self._kurtosis.compute()
+            measures |= {"token_kurtosis": token_kurtosis.average, "largest_token_kurtosis": token_kurtosis.largest}
+        massive = self.find_massive_activations()
+        if massive is not None:
+            measures |= {"massive_activations": massive.count, "largest_activation_ratio": massive.largest_ratio}
+        replicates = self.compute_replicates() if replicates is None else replicates
+        return {**{name: float(value) for name, value in measures.items()}, **_compute_jackknife_errors(replicates)}
+
+    def find_massive_activations(self) -> MassiveActivationsSummary | None:
+        """Return the massive activations, or None if the settings leave them out."""
+        return None if self._massive is None else self._massive.compute()
+
+    def summarize_by_position(self) -> dict[str, list[float]]:
+        """Return the average norm and InterSim of the tokens in bins of their position; see `_summarize_bins`."""
+        return _summarize_bins(self.positions)
+
+    def summarize_by_frequency(self) -> dict[str, list[float]]:
+        """Return the average norm and InterSim of the tokens in bins of how often their type occurs.
+
+        See `_summarize_bins` for the columns. The result is empty without a vocabulary.
+        """
+        return {} if self.types is None else _summarize_bins(self.types.regroup(log2_bins(self.types.count)))
+
+    def compute_replicates(self) -> dict[str, list[float]]:
+        """Compute the jackknife replicates: each measure that has a standard error, without each group of documents.
+
+        Returns:
+            The replicates of each measure, in the order of the groups that are left out, and the number of tokens
+            without each group under `tokens`. A list is empty if a group has no points, or if a measure is not defined
+            without one of the groups. Without groups, there are no lists.
+        """
+        if self._groups is None:
+            return {}
+        measure_names = [
+            "tokens",
+            *MEASURES_WITH_ERROR,
+            *(COVARIANCE_MEASURES_WITH_ERROR if self.settings.scatter_by_group else ()),
+        ]
+        try:
+            estimates = list(self._compute_without_each_group()) if (self._groups.count > 0).all() else []
+        except UserError:  # a measure is not defined without one of the groups
+            estimates = []
+        replicates = {name: [measures[name] for measures in estimates] for name in measure_names}
+        # A measure is NaN if it is not defined, such as the power law of few dimensions.
+        replicates = {name: values if all(map(math.isfinite, values)) else [] for name, values in replicates.items()}
+        if self._moments.has_sentences and self.settings.scatter_by_group:
+            sentence_moments = self._moments.compute_sentence_moments_without_each_group()
+            scores = [_compute_sentence_score(moments) for moments in sentence_moments]
+            is_defined = all(self._moments.count_sentences()) and all(map(math.isfinite, scores))
+            replicates[SCORE_BY_SENTENCE] = scores if is_defined else []
+        return replicates
+
+    def _compute_without_each_group(self) -> Iterator[dict[str, float]]:
+        """Yield, for each group, the measures that have a standard error, computed from all other groups."""
+        assert self._groups is not None
+        group_indices = torch.arange(self._groups.groups)
+        moments_without_each: Iterable[FourthMoments | None] = [None] * len(group_indices)
+        if self.settings.scatter_by_group:
+            moments_without_each = self._moments.compute_moments_without_each_group()
+        for left_out_index, moments in zip(group_indices, moments_without_each, strict=True):
+            # All other groups become group 0, and the one that is left out becomes group 1.
+            other_points = self._groups.regroup((group_indices == left_out_index).long(), 2).compute()[0]
+            measures: dict[str, float | Tensor] = {
+                "tokens": other_points.count,
+                "inter_sim": other_points.inter_sim,
+                "average_norm": other_points.average_norm,
+            }
+            if moments is not None:
+                mean_vector = torch.linalg.vector_norm(moments.mean)
+                measures |= _compute_covariance_measures(moments, singular_values(moments))
+                measures |= {"mean_vector_norm": mean_vector, "norm_ratio": mean_vector / other_points.average_norm}
+            yield {name: float(value) for name, value in measures.items()}
+
+
+class _PointSums(NamedTuple):
+    """Result of `_sum_over_points`, with y = x - o for points x and an origin o."""
+
+    centered: Tensor
+    """y of each point, `(n, d)`, in the dtype of the points."""
+    squared_distances: Tensor
+    """Squared norm of y of each point, `(n,)`, in the dtype of the points."""
+    powers: Tensor
+    """Sums of y, y^2, y^3 and y^4 in each dimension, `(4, d)`, in the dtype of the origin."""
+    weighted: Tensor
+    """Sums of w y, w^2 y and w^2 y^2 in each dimension, with a weight w of each point, `(3, d)`, likewise."""
+
+
+def _sum_over_points(points: Tensor, origin: Tensor, weights: Tensor) -> _PointSums:
+    """Compute the differences of points from an origin, and sums of their powers.
+
+    Args:
+        points: `(n, d)`, float32 or float64.
+        origin: `(d,)`, in the dtype of the accumulated sums.
+        weights: weight of each point, `(n,)`, in the dtype of the points.
+    """
+    powers, weighted = origin.new_zeros(4, len(origin)), origin.new_zeros(3, len(origin))
+    centered, squared_distances = torch.empty_like(points), torch.empty_like(weights)
+    origin = origin.to(points.dtype)
+    # All that is computed from a block stays in the cache.
+    blocks = (column.split(block_length(points)) for column in (points, centered, squared_distances, weights))
+    for x, y, squared_norms, w in zip(*blocks, strict=True):
+        torch.sub(x, origin, out=y)
+        y2 = y.square()
+        torch.sum(y2, 1, out=squared_norms)
+        # A product with ones takes less time than a sum over the rows.
+        ones, w2 = torch.ones_like(w), w.square()
+        powers += torch.stack([ones @ y, ones @ y2, ones @ (y2 * y), ones @ y2.square()])
+        weighted += torch.stack([w @ y, w2 @ y, w2 @ y2])
+    return _PointSums(centered, squared_distances, powers, weighted)
+
+
+def _sum_powers(differences: Tensor) -> Tensor:
+    """Return the sums of the first to the fourth powers of differences `(n, d)` in each dimension, `(4, d)`."""
+    return torch.stack([differences.pow(power).sum(0) for power in range(1, 5)])
+
+
+def _is_in_float32_range(norms: Tensor, deviations: Tensor) -> bool:
+    """Return whether float32 holds the fourth powers of points, except in dimensions with very small deviations.
+
+    Args:
+        norms: norms of the points, `(n,)`. Points may be zero.
+        deviations: root mean squared difference from the origin of each dimension, `(d,)`.
+    """
+    low, high = _FLOAT32_RANGE
+    return bool(((norms > low) & (norms < high) | (norms == 0)).all()) and bool((deviations < high).all())
+
+
+def _compute_jackknife_errors(replicates: Mapping[str, list[float]]) -> dict[str, float]:
+    """Return the jackknife standard error of each measure as `<name>_error`, or NaN for a measure without replicates.
+
+    `replicates` is a result of `Layer.compute_replicates`.
+    """
+    return {f"{name}_error": jackknife_error(values) for name, values in replicates.items() if name != "tokens"}
+
+
+def _compute_covariance_measures(moments: FourthMoments, centered_spectrum: Tensor) -> dict[str, Tensor | float]:
+    """Compute the measures of the covariance of points from their moments and their centered singular values `(d,)`."""
+    score = isoscore(moments)
+    return {
+        "isoscore": score,
+        "isoscore_unbiased": isoscore_unbiased(moments),
+        "effective_rank": effective_rank(centered_spectrum),
+        "participation_ratio": 1 + (moments.dim - 1) * score,
+        "nesum": nesum(centered_spectrum.square()),
+        "alpha_req": _fit_power_law(centered_spectrum.square()).alpha,
+    }
+
+
+def _compute_sentence_score(moments: SentenceMoments) -> float:
+    """Return IsoScore by sentence, or NaN if there are too few sentences."""
+    try:
+        return moments.score().item()
+    except UserError:
+        return math.nan
+
+
+def _fit_power_law(variances: Tensor) -> PowerLaw:
+    """Fit the power law of alpha-ReQ to variances `(d,)`; all NaN if there are too few, as in very small models."""
+    first, num_positive = 11, int((variances > 0).sum())
+    # The last variance is left out: layer normalization makes it a rounding error.
+    last = min(100, len(variances) - 1, num_positive)
+    if last - first + 1 < _MIN_FITTED_RANKS:
+        return PowerLaw(math.nan, math.nan, 0, 0)
+    return alpha_req(variances, first, last)
+
+
+def _summarize_bins(groups: GroupedPoints) -> dict[str, list[float]]:
+    """Return a table, as lists by column, with a row for each bin of `log2_bins` that holds points.
+
+    The columns are the bin's smallest and largest value, `first` and `last`, the number of `tokens`, their average
+    `norm`, and `inter_sim`, which is NaN for a single token.
+    """
+    bins = [(*log2_bin_range(index), summary) for index, summary in enumerate(groups.compute()) if summary.count]
+    return {
+        "first": [first for first, _, _ in bins],
+        "last": [last for _, last, _ in bins],
+        "tokens": [summary.count for *_, summary in bins],
+        "norm": [summary.average_norm for *_, summary in bins],
+        "inter_sim": [summary.inter_sim for *_, summary in bins],
+    }

@@ -1,0 +1,190 @@
+"""The measures of a model: their files `measures.json` and `measures.csv`, read and written, and their table."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pandas as pd
+from rich.table import Table
+
+from istar.errors import UserError
+from istar.files.parsing import find_mismatch, read_record
+from istar.files.writing import to_csv
+from istar.inputs.corpus import COMBINED
+
+T = TypeVar("T")
+BySourceAndTap = dict[str, dict[str, T]]
+FORMAT_VERSION = 2
+"""Version of `measures.json`. In version 1, texts were always packed, and special tokens were in the statistics."""
+JSON_FILE, CSV_FILE = "measures.json", "measures.csv"
+TRAJECTORY_FILE = "trajectory.csv"
+"""Table of the measures at all checkpoints of a training."""
+TABLE_HEADERS = {
+    "isoscore": "IsoScore",
+    "isoscore_unbiased": "unbiased",
+    "inter_sim": "InterSim",
+    "intra_sim": "IntraSim",
+    "two_nn": "TwoNN",
+    "average_norm": "norm",
+    "effective_rank": "rank",
+}
+"""Headers of the measures in the terminal table."""
+_MAX_UNBROKEN_LABEL = 16
+"""Most characters of a label of a row that is never broken into lines."""
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """The contents of `measures.json`."""
+
+    model: dict[str, Any]  # name and revision as given, dtype, model type and device
+    weights: str  # hash of all weights; equal weights have equal hashes, whatever their revision is called
+    settings: dict[str, Any]  # settings of the pass, and the paths of the texts
+    # Measures by source and tap. With several sources, `combined` is all of them together.
+    sources: BySourceAndTap[dict[str, float]]
+    spectra: BySourceAndTap[dict[str, list[float]]]  # singular values of the hidden states, raw and centered
+    # Measures of the `input` embeddings and, if they are not tied, of the `output` embeddings, by form: `raw`,
+    # `centered` and `post_processed`.
+    matrices: dict[str, dict[str, dict[str, Any]]]
+    final_norm: dict[str, Any] | None  # gain and bias of the final normalization; None if the model has no gain there
+    norms: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)  # see `arrays.trim_norm_histogram`
+    # See `arrays.find_extreme_dimensions`.
+    extremes: BySourceAndTap[list[dict[str, float]]] = field(default_factory=dict)
+    # Norm and InterSim of the tokens by position in the model's input, and by how often their type occurs in the texts;
+    # see `Layer.summarize_by_position` and `Layer.summarize_by_frequency`.
+    by_position: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)
+    by_frequency: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)
+    # The largest massive activations: value, dimension, token id, position, the token's text, and `ratio`, the
+    # magnitude divided by the median magnitude.
+    massive: BySourceAndTap[list[dict[str, Any]]] = field(default_factory=dict)
+    # Intrinsic dimension by scale: fields of `ScaleDimension`.
+    gride: BySourceAndTap[list[dict[str, float]]] = field(default_factory=dict)
+    # Measures without each group of documents, for jackknife errors of differences; see `Layer.compute_replicates`.
+    replicates: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)
+    text_hashes: dict[str, str] = field(default_factory=dict)  # hash of each text's content by its name
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)  # `arrays.summarize_rows` of each embedding matrix
+    # How much of each text, and of `combined`, was read and how long that took: fields of `corpus.Reading`. Empty in
+    # files of earlier versions.
+    readings: dict[str, dict[str, float]] = field(default_factory=dict)
+    # Time from loading the model to the last measure, including interrupted calls; None in files of earlier versions.
+    seconds: float | None = None
+    processes: int = 1  # number of processes that shared the pass
+    command: str = ""  # command line that took these measures
+    format: int = FORMAT_VERSION
+
+    @property
+    def combined_key(self) -> str:
+        """Key of all texts together in `sources`: `combined`, or the name of the only source."""
+        return COMBINED if COMBINED in self.sources else next(iter(self.sources))
+
+    @property
+    def width(self) -> int:
+        """Number of dimensions of the hidden states, from which that of the embedding matrices may differ."""
+        spectra = [forms["raw"] for taps in self.spectra.values() for forms in taps.values()]
+        return max(map(len, spectra)) if spectra else int(self.matrices["input"]["raw"]["dimensions"])
+
+    @property
+    def all_texts(self) -> dict[str, dict[str, float]]:
+        """Measures by tap over all texts together."""
+        return self.sources[self.combined_key]
+
+
+def file_contents(measured: Measurements) -> dict[str, str]:
+    """Return the contents of `measures.json` and `measures.csv` by file name."""
+    # JSON has no NaN.
+    json_text = json.dumps(_replace_nested(asdict(measured), _is_undefined, None), indent=1, allow_nan=False)
+    # Put each list of numbers on one line. JSON strings contain no line breaks, so the pattern matches no string.
+    json_text = re.sub(r"\[\n[-+\d.enul,\s]+\]", lambda match: " ".join(match[0].split()), json_text)
+    csv_frame = layer_frame(measured)
+    csv_frame.insert(0, "model", measured.model["name"])
+    csv_frame.insert(1, "revision", measured.model["revision"])
+    return {JSON_FILE: json_text + "\n", CSV_FILE: to_csv(csv_frame)}
+
+
+def layer_frame(measured: Measurements) -> pd.DataFrame:
+    """Return a data frame with a row for each source and layer, and a column for each measure."""
+    return pd.DataFrame(
+        {"source": source, "layer": tap, **measures}
+        for source, taps in measured.sources.items()
+        for tap, measures in taps.items()
+    )
+
+
+_NUMBER_FIELDS = (
+    *("sources", "spectra", "matrices", "final_norm", "norms", "extremes"),
+    *("by_position", "by_frequency", "gride", "replicates"),
+)
+"""Fields of `Measurements` in which a nested null stands for an undefined number."""
+
+
+def _is_undefined(value: Any) -> bool:
+    """Return whether a value is NaN or infinite."""
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _replace_nested(value: Any, is_replaced: Callable[[Any], bool], substitute: Any) -> Any:
+    """Return a copy of nested dictionaries and lists, with `substitute` for each value that `is_replaced` accepts."""
+    if isinstance(value, dict):
+        return {key: _replace_nested(item, is_replaced, substitute) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replace_nested(item, is_replaced, substitute) for item in value]
+    return substitute if is_replaced(value) else value
+
+
+def read(path: Path) -> Measurements:
+    """Read the measures of a model from `measures.json`. Undefined numbers, which the file holds as null, become NaN.
+
+    Raises:
+        UserError: if the file cannot be read, is damaged, or has another version of the format.
+    """
+    try:
+        contents = read_record(path, dict[str, Any], "a file of measures", FORMAT_VERSION)
+        for name in _NUMBER_FIELDS:
+            if contents.get(name) is not None:
+                contents[name] = _replace_nested(contents[name], lambda value: value is None, math.nan)
+        if mismatch := find_mismatch(contents, Measurements, "its content"):
+            raise UserError(f"{path} is not a file of measures that istar wrote: {mismatch}")
+    except UserError as error:
+        raise UserError(f"{error}; delete the file and measure the model again") from error
+    return Measurements(**contents)
+
+
+def terminal_table(measured: Measurements) -> Table:
+    """Return a terminal table of the main measures of each layer, over all texts together."""
+    measures_by_tap = measured.all_texts
+    num_tokens = next(iter(measures_by_tap.values()))["tokens"]
+    title = f"{measured.model['name']} · {num_tokens:,.0f} tokens"
+    matrix_texts = [
+        f"{side} embeddings {form.replace('_', '-')} {measures['partition_isotropy_both']:.4g}"
+        for side, forms in measured.matrices.items()
+        for form, measures in forms.items()
+    ]
+    names = [name for name in TABLE_HEADERS if any(name in measures for measures in measures_by_tap.values())]
+    values_by_tap = {tap: [measures.get(name, math.nan) for name in names] for tap, measures in measures_by_tap.items()}
+    caption = f"I(W), both signs: {'; '.join(matrix_texts)}."
+    return number_table(title, "layer", [TABLE_HEADERS[name] for name in names], values_by_tap, caption)
+
+
+def number_table(
+    title: str,
+    label_header: str,
+    headers: Iterable[str],
+    rows: Mapping[str, Iterable[float]],
+    caption: str | None = None,
+) -> Table:
+    """Return a terminal table of numbers with a labelled row for each item of `rows`; NaN is shown as a dash.
+
+    Short labels stay on one line, also where the terminal has no room for all columns.
+    """
+    # Without space behind the cells, eight columns fit into 80 characters.
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left", padding=(0, 0, 0, 1))
+    table.add_column(label_header, overflow="fold", no_wrap=all(len(label) <= _MAX_UNBROKEN_LABEL for label in rows))
+    for header in headers:
+        table.add_column(header, justify="right", overflow="fold")
+    for label, numbers in rows.items():
+        table.add_row(label, *("-" if math.isnan(number) else f"{number:.4g}" for number in numbers))
+    return table

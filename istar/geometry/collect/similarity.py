@@ -1,0 +1,176 @@
+"""Similarity of the layers of two models: CKA of their mean states of the same documents."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from istar.errors import UserError
+from istar.geometry.collect.layer_outputs import Taps
+from istar.inputs.corpus import Block, Blocks, pad_batch, split_into_batches
+from istar.inputs.documents import read_documents
+from istar.inputs.pretrained import load_encoder, load_tokenizer
+from istar.measures.alignment import cka, cka_with_error
+from istar.measures.moments import full_precision
+from istar.records.config import ModelConfig
+
+_MIN_DOCUMENTS = 4
+"""Fewest documents for which CKA is defined."""
+_NUM_GROUPS = 10
+"""Number of groups of documents for the standard error of CKA."""
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """CKA of every layer of one model with every layer of another."""
+
+    first: str  # label of the first model
+    second: str  # label of the second model
+    first_taps: tuple[str, ...]  # names of the places in the first model where hidden states were read
+    second_taps: tuple[str, ...]  # the same of the second model
+    values: tuple[tuple[float, ...], ...]  # CKA: a row for each tap of the first model, a column for each of the second
+    # Standard error of the largest value of each row, by the jackknife over groups of documents; NaN if a group would
+    # have fewer than two documents.
+    errors_of_largest: tuple[float, ...]
+    num_groups: int  # number of these groups
+    documents: int  # number of documents
+
+
+def read_first_documents(paths: Sequence[Path], count: int) -> list[str]:
+    """Read `count` documents, taking one from the beginning of each text in turn; fewer if the texts have fewer.
+
+    Raises:
+        UserError: if a text cannot be read, or the texts have fewer than 4 documents in total.
+    """
+    readers = [read_documents(path) for path in paths]
+    documents: list[str] = []
+    while readers and len(documents) < count:
+        for reader in list(readers):
+            if (document := next(reader, None)) is None:
+                readers.remove(reader)
+            elif len(documents) < count:
+                documents.append(document)
+    if len(documents) < _MIN_DOCUMENTS:
+        raise UserError(f"the texts have {len(documents)} documents; CKA needs at least {_MIN_DOCUMENTS}")
+    return documents
+
+
+def compute_mean_states(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[str],
+    length: int = 128,
+    batch_tokens: int | None = None,
+) -> dict[str, Tensor]:
+    """Compute the mean hidden state of each document at every tap, `(documents, d)` by tap, float32 on the CPU.
+
+    The mean is over the tokens of the text, without special tokens. Documents without tokens are errors, because the
+    rows of two models must belong to the same documents.
+
+    Args:
+        model: model without a head, in eval mode.
+        tokenizer: tokenizer of the model.
+        documents: texts.
+        length: maximum number of tokens of a document, including special tokens; the rest of a document is left out.
+        batch_tokens: maximum number of tokens of a batch, with padding; for the default see
+            `corpus.split_into_batches`.
+
+    Raises:
+        UserError: if a document has no tokens.
+    """
+    blocks = Blocks(tokenizer, length)
+    first_blocks: list[Block] = []
+    for number, document in enumerate(documents, start=1):
+        first_block = next(blocks([document]), None)
+        if first_block is None:
+            raise UserError(f"document {number} has no tokens for this tokenizer; leave it out")
+        first_blocks.append(first_block)
+    taps = Taps(model)
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    # Batches of documents of similar length need little padding.
+    sorted_indices = sorted(range(len(first_blocks)), key=lambda index: len(first_blocks[index].tokens))
+    means: dict[str, Tensor] = {}
+    for indices in split_into_batches(
+        sorted_indices,
+        lambda index: len(first_blocks[index].tokens),
+        model.device,
+        batch_tokens,
+        has_padding=not taps.see_padding(pad_id),
+    ):
+        batch = [first_blocks[index] for index in indices]
+        inputs = pad_batch([block.tokens for block in batch], pad_id)
+        weights = _make_averaging_weights(batch, inputs["input_ids"].shape[1]).to(model.device)
+        inputs = {name: values.to(model.device) for name, values in inputs.items()}
+        with full_precision(model.device), torch.inference_mode():
+            for tap, states in taps(inputs).items():
+                pooled = (weights[:, None] @ states.float())[:, 0].cpu()
+                means.setdefault(tap, pooled.new_empty(len(first_blocks), pooled.shape[1]))[list(indices)] = pooled
+    return means
+
+
+def _make_averaging_weights(blocks: Sequence[Block], width: int) -> Tensor:
+    """Return weights `(blocks, width)` that average over the tokens of each block, without special tokens."""
+    mask = torch.zeros(len(blocks), width)
+    for index, block in enumerate(blocks):
+        mask[index, : len(block.tokens)] = 1 - torch.tensor(block.is_special).float()
+    return mask / mask.sum(1, keepdim=True)
+
+
+def compute_similarities(
+    models: Sequence[tuple[str, ModelConfig]],
+    documents: Sequence[str],
+    length: int = 128,
+    console: Console | None = None,
+) -> list[Similarity]:
+    """Compute CKA of all layers for each pair of models. Only one model is in memory at a time.
+
+    Args:
+        models: label and config of each model.
+        documents: texts, each of which is represented by its mean hidden state; see `compute_mean_states`.
+        length: maximum number of tokens of a document.
+        console: console for a progress bar; None shows none.
+
+    Raises:
+        UserError: if a model cannot be loaded, a document has no tokens, or a layer has equal states for all documents.
+    """
+    labelled_states: list[tuple[str, dict[str, Tensor]]] = []
+    with Progress(console=console, disable=console is None, transient=True) as progress:
+        for label, config in progress.track(models, description="states of documents"):
+            tokenizer = load_tokenizer(config)
+            model = load_encoder(config, tokenizer, torch.float32)
+            labelled_states.append((label, compute_mean_states(model, tokenizer, documents, length)))
+            del model
+    return [
+        _compare_layers(first_label, first_states, second_label, second_states)
+        for index, (first_label, first_states) in enumerate(labelled_states)
+        for second_label, second_states in labelled_states[index + 1 :]
+    ]
+
+
+def _compare_layers(
+    first_label: str, first_states: dict[str, Tensor], second_label: str, second_states: dict[str, Tensor]
+) -> Similarity:
+    """Compute CKA between all layers of two models from the results of `compute_mean_states`."""
+    values, errors_of_largest = [], []
+    for states in first_states.values():
+        row = [cka(states, other_states) for other_states in second_states.values()]
+        most_similar = list(second_states.values())[row.index(max(row))]
+        has_error = len(states) >= 2 * _NUM_GROUPS
+        values.append(tuple(row))
+        errors_of_largest.append(cka_with_error(states, most_similar, _NUM_GROUPS).error if has_error else math.nan)
+    return Similarity(
+        first_label,
+        second_label,
+        tuple(first_states),
+        tuple(second_states),
+        tuple(values),
+        tuple(errors_of_largest),
+        _NUM_GROUPS,
+        len(next(iter(first_states.values()))),
+    )

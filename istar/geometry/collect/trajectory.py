@@ -1,0 +1,299 @@
+"""`istar measure --revisions` and `--checkpoints`: measures of a model at several checkpoints of its training."""
+
+import hashlib
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save_file
+
+from istar.drawing.page_folder import PageKind, page_output
+from istar.drawing.terminal import make_console
+from istar.errors import UserError, shorten
+from istar.files.outputs import Output
+from istar.files.writing import to_csv, unescape_cell
+from istar.geometry.collect import measure, measures_file, stream
+from istar.geometry.collect.layer_outputs import FINAL_NORM
+from istar.geometry.collect.measures_file import Measurements
+from istar.geometry.collect.same_model import ModelName, load_and_hash_weights, refuse_other_model
+from istar.geometry.collect.stream import Pass
+from istar.inputs.corpus import Source
+from istar.inputs.saved_checkpoints import Checkpoint
+
+KEY_COLUMNS = ("model", "revision", "step", "weights", "source", "layer")
+"""Columns of `trajectory.csv` that identify a row; all other columns are measures."""
+_FINGERPRINT_FILE = ".asked"
+"""File in a checkpoint's folder with hashes of the settings and texts of its measures, and of `measures.json`."""
+CHECKPOINT_FILES = (measures_file.JSON_FILE, measures_file.CSV_FILE, _FINGERPRINT_FILE)
+"""Files in a checkpoint's folder."""
+KIND = PageKind("trajectory", "istar measure, over a training", (measures_file.TRAJECTORY_FILE,))
+
+
+class PartialFailure(UserError):  # noqa: N818
+    """Raised at the end if some checkpoints could not be measured; the others were."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class TrajectoryPlan:
+    """What to measure at each checkpoint of a training, and where to write the results; see `measure.measure_model`."""
+
+    model: str  # name of the model in the table
+    texts: Sequence[Source]  # texts to measure the model over
+    settings: Pass  # how the texts are read
+    out: Path  # folder for the table and for one folder per checkpoint
+    dtype: str = "float32"  # dtype of the weights
+    device: str = "auto"  # device of the model
+    command: str = ""  # command line that the page shows
+
+
+@dataclass
+class Trajectory:
+    """Measurements of checkpoints, and error messages of those that could not be measured, by checkpoint label."""
+
+    measurements: dict[str, Measurements] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+def measure_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], console: Console) -> Trajectory:
+    """Measure each checkpoint into a folder of its own, and write `trajectory.csv` after each one.
+
+    A checkpoint that an earlier call has measured with the same texts, settings and weights is read from its folder. A
+    checkpoint with the same weights as an earlier one gets a copy of its measurements. An error at one checkpoint is
+    recorded, and the next one is measured. The console shows progress, warnings and errors.
+    """
+    trajectory = Trajectory()
+    text_names = [source.name for source in plan.texts]
+    fingerprint = stream.compute_identity(
+        plan.settings, plan.dtype, text_names, *(source.path for source in plan.texts)
+    )
+    for position, checkpoint in enumerate(checkpoints, start=1):
+        _print_line(console, f"{position} of {len(checkpoints)}: {checkpoint.label}")
+        try:
+            measured, message = _measure_checkpoint(checkpoint, plan, fingerprint, trajectory)
+        # Running out of memory is a RuntimeError; the next checkpoint may be smaller.
+        except (UserError, OSError, RuntimeError) as error:
+            trajectory.failures[checkpoint.label] = shorten(error)
+            _print_line(console, f"not measured: {checkpoint.label}: {shorten(error)}")
+            continue
+        _print_line(console, message)
+        trajectory.measurements[checkpoint.label] = measured
+        page_output(plan.out, KIND).write({measures_file.TRAJECTORY_FILE: make_csv(plan, checkpoints, trajectory)})
+    return trajectory
+
+
+def _print_line(console: Console, line: str) -> None:
+    """Print a line without wrapping or highlighting it; print nothing if it is empty."""
+    if line:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def refuse_other_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint]) -> None:
+    """Refuse an output folder that holds the measures of another model or of other checkpoints.
+
+    Raises:
+        UserError: if `plan.out` holds the table of another model, or measures of a checkpoint that has the same label
+            but comes from another place and has other weights.
+    """
+    path = plan.out / measures_file.TRAJECTORY_FILE
+    if path.is_file():
+        try:
+            models = pd.read_csv(path, usecols=["model"], dtype=str)["model"].map(unescape_cell).unique()
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} is no trajectory: {shorten(error)}; name a new folder with --out") from error
+        for model in models:
+            refuse_other_model(plan.out, ModelName(model), ModelName(plan.model), lambda: False)
+    for checkpoint in checkpoints:
+        try:
+            earlier = measures_file.read(plan.out / checkpoint.folder / measures_file.JSON_FILE)
+        except UserError:  # missing or damaged
+            continue
+        earlier_name = _make_model_name(earlier.model["name"], earlier.model["revision"])
+        name = _make_model_name(checkpoint.name, checkpoint.revision)
+        refuse_other_model(plan.out, earlier_name, name, lambda: _has_same_weights(checkpoint, plan, earlier))  # noqa: B023
+
+
+def _make_model_name(name: str, revision: str | None) -> ModelName:
+    """Return the name of a model for comparisons. A path, which has no revision, becomes absolute."""
+    return ModelName(str(Path(name).absolute()) if revision is None else name, revision)
+
+
+def _has_same_weights(checkpoint: Checkpoint, plan: TrajectoryPlan, earlier: Measurements) -> bool:
+    """Return whether a checkpoint has the weights that earlier measurements are of; True if it cannot be loaded."""
+    try:
+        with _prepare_model(checkpoint, checkpoint_output(plan, checkpoint)) as name:
+            weights = load_and_hash_weights(ModelName(name, checkpoint.revision), earlier.model["dtype"])
+    except (UserError, OSError, RuntimeError):  # the error is reported when the checkpoint is measured
+        return True
+    return weights == earlier.weights
+
+
+def _measure_checkpoint(
+    checkpoint: Checkpoint, plan: TrajectoryPlan, fingerprint: str, earlier: Trajectory
+) -> tuple[Measurements, str]:
+    """Return the measurements of a checkpoint, and write them to its folder.
+
+    They are read from the folder if an earlier call has measured the checkpoint with the same fingerprint, and copied
+    if another checkpoint in `earlier` has the same weights.
+
+    Returns:
+        The measurements, and a message for the user, which may be empty.
+    """
+    folder, output = plan.out / checkpoint.folder, checkpoint_output(plan, checkpoint)
+    with _prepare_model(checkpoint, output) as name:
+        weights = load_and_hash_weights(ModelName(name, checkpoint.revision), plan.dtype)
+        labels_with_same_weights = (label for label, other in earlier.measurements.items() if other.weights == weights)
+        duplicate_label = next(labels_with_same_weights, None)
+        message = (
+            "" if duplicate_label is None else f"warning: {checkpoint.label} has the same weights as {duplicate_label}"
+        )
+        cached_measurements = _read_cached(folder, fingerprint)
+        if cached_measurements is not None and cached_measurements.weights == weights:
+            return cached_measurements, message or "measured before"
+        if duplicate_label is not None:
+            measured, message = earlier.measurements[duplicate_label], f"{message}; its figures are copied"
+        else:
+            progress = make_console(stderr=True)
+            measured = measure.measure_model(
+                name, plan.texts, plan.settings, folder, checkpoint.revision, plan.dtype, plan.device, progress,
+                plan.command,
+            )  # fmt: skip
+    measured = replace(measured, model={**measured.model, "name": checkpoint.name, "revision": checkpoint.revision})
+    contents = {name: text.encode() for name, text in measures_file.file_contents(measured).items()}
+    # If the call is killed before the fingerprint is written, the next call measures the checkpoint again.
+    fingerprint_text = _seal(fingerprint, contents[measures_file.JSON_FILE])
+    output.write({**contents, _FINGERPRINT_FILE: fingerprint_text.encode()})
+    return measured, message
+
+
+def _read_cached(folder: Path, fingerprint: str) -> Measurements | None:
+    """Return the measurements of an earlier call with the same fingerprint, or None if there are none."""
+    try:
+        json_path = folder / measures_file.JSON_FILE
+        is_same = (folder / _FINGERPRINT_FILE).read_text(encoding="utf-8") == _seal(fingerprint, json_path.read_bytes())
+        return measures_file.read(json_path) if is_same else None
+    except (OSError, ValueError, UserError):  # missing or damaged
+        return None
+
+
+def _seal(fingerprint: str, json_content: bytes) -> str:
+    """Return the content of a checkpoint's fingerprint file, which belongs to one content of `measures.json`."""
+    return f"{fingerprint} {hashlib.sha256(json_content).hexdigest()}"
+
+
+def checkpoint_output(plan: TrajectoryPlan, checkpoint: Checkpoint) -> Output:
+    """Return the folder of a checkpoint's measures."""
+    return Output(plan.out / checkpoint.folder, "checkpoint's measures")
+
+
+@contextmanager
+def _prepare_model(checkpoint: Checkpoint, output: Output) -> Iterator[str]:
+    """Yield the name of a checkpoint's model that `from_pretrained` accepts: a hub id or a folder.
+
+    A `.ckpt` file is converted to a model in the hidden folder of `output`, which is deleted when the block ends.
+    """
+    if Path(checkpoint.name).suffix != ".ckpt":
+        yield checkpoint.name
+        return
+    converted = output.open_state("weights")
+    shutil.rmtree(converted, ignore_errors=True)
+    try:
+        _convert_checkpoint(Path(checkpoint.name), converted)
+        yield str(converted)
+    finally:
+        shutil.rmtree(converted, ignore_errors=True)
+
+
+def _convert_checkpoint(path: Path, folder: Path) -> None:
+    """Convert a `.ckpt` file of train.py to a model folder that from_pretrained loads.
+
+    The configuration and the tokenizer are those of the run.
+    """
+    model_folder = path.parent.parent / "model"
+    if not (model_folder / "config.json").is_file():
+        raise UserError(f"{path}: its run has no model folder; expected one with the config and the tokenizer")
+    try:
+        state_dict = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+        # Tied weights are one tensor under two names, which safetensors refuses; the clones share no memory.
+        weights = {
+            name.removeprefix("model."): tensor.clone().contiguous()
+            for name, tensor in state_dict.items()
+            if name.startswith("model.")
+        }
+    except Exception as error:  # a damaged file can raise any exception
+        raise UserError(f"{path} is not a readable checkpoint: {shorten(error)}") from error
+    ignore_weights = shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json", "*.bin")
+    shutil.copytree(model_folder, folder, ignore=ignore_weights)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def make_csv(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> bytes:
+    """Return the content of `trajectory.csv`, the measures of all checkpoints that were measured.
+
+    A checkpoint has one row per text and layer, one per embedding matrix, and one for a final normalization.
+    """
+    rows = []
+    for checkpoint in checkpoints:
+        if checkpoint.label in trajectory.measurements:
+            measured = trajectory.measurements[checkpoint.label]
+            keys = {"model": plan.model, "revision": checkpoint.label, "step": checkpoint.step}
+            rows += [{**keys, "weights": measured.weights, **row} for row in make_rows(measured)]
+    return to_csv(pd.DataFrame(rows).convert_dtypes()).encode()
+
+
+def make_rows(measured: Measurements) -> Iterator[dict[str, Any]]:
+    """Yield one checkpoint's rows of `trajectory.csv`: layers by text, embedding matrices, and the final normalization.
+
+    The columns that identify the checkpoint are left out.
+    """
+    for source, measures_by_layer in measured.sources.items():
+        for layer, measures in measures_by_layer.items():
+            yield {"source": source, "layer": layer, **measures}
+    for matrix, measures_by_form in measured.matrices.items():
+        row: dict[str, Any] = {"source": None, "layer": f"{matrix}_embeddings"}
+        for form, measures in measures_by_form.items():
+            prefix = "" if form == "raw" else f"{form}_"
+            row |= {f"{prefix}{name}": value for name, value in measures.items() if isinstance(value, float)}
+        yield row
+    if measured.final_norm is not None:
+        names = ("gain", "bias", "ratio", "bias_over_gain")
+        columns = {f"layer_norm_{name}": measured.final_norm[name] for name in names}
+        yield {"source": None, "layer": "final_norm_parameters", **columns}
+
+
+def make_terminal_table(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> Table:
+    """Return a table for the terminal, with measures of the last layer and I(W) in a row for each checkpoint.
+
+    The measures are over all texts, and before a final normalization. I(W) is over both signs of the eigenvectors of
+    the embedding matrix nearest to the output. Checkpoints that were not measured have a row without numbers.
+    """
+    measure_names = ("isoscore", "inter_sim", "intra_sim", "two_nn", "effective_rank")
+    values_by_label = {}
+    for checkpoint in checkpoints:
+        values_by_label[checkpoint.label] = [math.nan] * (len(measure_names) + 1)
+        if checkpoint.label in trajectory.measurements:
+            measured = trajectory.measurements[checkpoint.label]
+            last_layer = [measures for tap, measures in measured.all_texts.items() if tap != FINAL_NORM][-1]
+            matrix = measured.matrices.get("output") or measured.matrices["input"]
+            layer_values = [last_layer.get(name, math.nan) for name in measure_names]
+            # The value over both signs can be compared between matrices; the papers' depends on the eigensolver.
+            values_by_label[checkpoint.label] = [*layer_values, matrix["raw"]["partition_isotropy_both"]]
+    headers = [measures_file.TABLE_HEADERS[name] for name in measure_names] + ["I(W), both signs"]
+    return measures_file.number_table(f"{plan.model}: the last layer, and I(W)", "revision", headers, values_by_label)
+
+
+def raise_on_failures(trajectory: Trajectory) -> None:
+    """Raise `PartialFailure` if a checkpoint could not be measured."""
+    if trajectory.failures:
+        failures = "; ".join(f"{label} ({reason})" for label, reason in trajectory.failures.items())
+        total = len(trajectory.failures) + len(trajectory.measurements)
+        raise PartialFailure(f"{len(trajectory.failures)} of {total} not measured: {shorten(failures, 500)}")

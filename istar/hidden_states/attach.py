@@ -1,0 +1,235 @@
+"""`attach`, which adds a penalty on hidden states to the forward passes of a model."""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from istar.errors import UserError
+from istar.hidden_states.reader import HiddenStateReader
+from istar.hidden_states.shrinkage import NUM_POINTS, hidden_state_moments, to_covariance
+from istar.measures.processes import sum_over_processes
+from istar.regularizers.base import Penalty
+from istar.regularizers.istar import IStar
+from istar.regularizers.points import ALL_POINTS, Points
+
+
+def attach(
+    model: nn.Module,
+    penalty: Penalty,
+    modules: Sequence[nn.Module] | None = None,
+    points: Points = ALL_POINTS,
+) -> "Watch":
+    """Attach a penalty to a model, so that each forward pass with gradients reads the hidden states for it.
+
+    After a forward pass, `loss()` returns the penalty, which the training loop adds to its loss. `refresh()` computes
+    the shrinkage covariance of `IStar`, usually before each epoch.
+
+    >>> import istar, transformers
+    >>> config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0)
+    >>> model = transformers.GPT2LMHeadModel(config)
+    >>> batch = {"input_ids": torch.arange(40).view(4, 10), "labels": torch.arange(40).view(4, 10)}
+    >>> watch = istar.attach(model, istar.IStar(weight=-1.0, zeta=0.4))
+    >>> points = watch.refresh([batch])
+    >>> loss = model(**batch).loss + watch.loss()
+    >>> loss.backward()
+    >>> watch.remove()
+
+    Args:
+        model: a transformers model, bare, with a head, or inside of PEFT, DDP, FSDP2 or another module. A compiled
+            model must not have been called before. With `modules`, any module.
+        penalty: `IStar`, `CosReg` or any other `Penalty`.
+        modules: for models that are not transformers models, the modules whose outputs are the hidden states of layers
+            1 to L. The mask is the model's argument `attention_mask`, if it has one.
+        points: which tokens are points; by default all that are not padding.
+
+    Returns:
+        A `Watch`, which can be used as a context manager that removes the hooks at its end.
+
+    Raises:
+        UserError: if the model's hidden states cannot be read, a layer of the penalty does not exist, or the penalty
+            counts padding and `points` chooses tokens. In a forward pass, if the call lacks what the points depend on.
+    """
+    return Watch(model, penalty, modules, points)
+
+
+class Watch:
+    """A penalty that is attached to a model; returned by `attach`.
+
+    The attention mask is the argument of the model's forward pass; without one, all tokens count. It may have four
+    dimensions, `(batch, 1, tokens, tokens)`, as for packed documents: a token that may attend to itself counts. Forward
+    passes without gradients are not read, so that evaluation has no overhead. Activation checkpointing, before or after
+    the model is attached to, does not change the gradient.
+
+    A copy or pickle of a watch, or of an object that contains both, such as a LightningModule, is attached to its copy
+    of the model. A copy of the model alone has no penalty.
+
+    Attributes:
+        penalty: the penalty; its attribute `last` holds the terms of the latest `loss()`.
+        points: which tokens are points.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        penalty: Penalty,
+        modules: Sequence[nn.Module] | None = None,
+        points: Points = ALL_POINTS,
+    ) -> None:
+        if penalty.include_padding and not points.are_all:
+            raise UserError("include_padding=True counts all tokens; expected points='all' with it")
+        self.penalty = penalty
+        self.points = points
+        self._model = model
+        self._modules = modules
+        self._reader = HiddenStateReader(
+            model, penalty.layers, penalty.summarize, self._is_active, modules, points, penalty.needs_labels
+        )
+        self._has_warned = False
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers whose hidden states the penalty reads in each pass."""
+        return self._reader.num_selected
+
+    def loss(self) -> Tensor:
+        """Compute the weighted penalty of the latest forward pass, to be added to the task loss.
+
+        Returns:
+            0-d tensor, see `Penalty.forward`. It is 0 if the weight is 0, or if layerdrop skipped all selected layers.
+
+        Raises:
+            UserError: if there was no forward pass with gradients since the last call.
+        """
+        if self.penalty.weight == 0:
+            self._reader.discard()
+            return self._zero_loss()
+        summaries = self.take()
+        loss = self.combine(summaries)
+        if summaries and self.points.max_norm_ratio is not None and self.penalty.last is not None:
+            num_left_out = torch.tensor(float(self._reader.num_left_out), device=loss.device)
+            if self.penalty.sync:
+                num_left_out = sum_over_processes(num_left_out, self.penalty.group)
+            self.penalty.last = self.penalty.last._replace(left_out=num_left_out)
+        return loss
+
+    def take(self) -> list[Any]:
+        """Return the summaries of the selected layers of the latest forward pass, and forget them.
+
+        `combine` computes the penalty from the summaries of one pass, or from the joined lists of several passes.
+
+        Raises:
+            UserError: if there was no forward pass with gradients since the last call.
+        """
+        return self._reader.take()
+
+    def combine(self, summaries: Sequence[Any]) -> Tensor:
+        """Compute the weighted penalty of the union of the layers of one or several passes, from results of `take`."""
+        if not summaries:
+            return self._zero_loss()
+        loss = self.penalty.combine(summaries)
+        reason = "nothing before the chosen layers is trainable"
+        # Level 3 is the line that called `Watch.loss`.
+        self._has_warned = self._has_warned or warn_if_no_gradient(loss, reason, stacklevel=3)
+        return loss
+
+    def refresh(self, loader: Iterable[Any], num_points: int | None = NUM_POINTS, momentum: float = 0.0) -> int:
+        """Compute the shrinkage covariance Sigma_S of an `IStar` penalty from batches of data.
+
+        *Stable Anisotropic Regularization* does this before every epoch. The model runs as in `shrinkage_covariance`;
+        its training mode and the random number generators are restored. Does nothing for penalties without Sigma_S.
+
+        Args:
+            loader: batches in random order that the model accepts. Labels are ignored, unless the points or the
+                penalty depend on them: Sigma_S is computed from the same points as the penalty, within classes if the
+                penalty is.
+            num_points: number of points to use, see `shrinkage_covariance`; None uses all batches.
+            momentum: weight of the previous Sigma_S in the new one, in [0, 1).
+
+        Returns:
+            The number of points used.
+
+        Raises:
+            UserError: as `shrinkage_covariance`, and for a momentum outside [0, 1).
+        """
+        if not isinstance(self.penalty, IStar) or not self.penalty.needs_shrinkage_covariance:
+            return 0
+        if not 0 <= momentum < 1:
+            raise UserError(f"momentum is {momentum}; expected a number from 0 to below 1")
+        penalty = self.penalty
+        sync, group = penalty.sync, penalty.group
+        moments = hidden_state_moments(
+            self._model,
+            loader,
+            num_points,
+            penalty.layers,
+            penalty.include_padding,
+            sync,
+            group,
+            self._modules,
+            self.points,
+            penalty.within,
+        )
+        covariance, previous = to_covariance(moments), penalty.shrinkage_covariance
+        if momentum > 0 and previous is not None:
+            covariance = torch.lerp(covariance, previous.to(covariance), momentum)
+        penalty.shrinkage_covariance = covariance
+        return int(moments.count)
+
+    def check_batch_size(self, num_sequences: int) -> None:
+        """Raise `UserError` if no micro-batch can have a score.
+
+        `num_sequences` is the largest number of sequences in a micro-batch of all processes that compute one penalty. A
+        sequence is one document.
+        """
+        which, penalty = self.points.which, self.penalty
+        has_no_score = num_sequences < penalty.min_sequences
+        if which in ("first", "last"):
+            # There is one point of each sequence in each layer.
+            has_no_score |= num_sequences * self.num_layers < penalty.min_points or penalty.min_points_per_sequence > 1
+        if penalty.weight != 0 and has_no_score:
+            raise UserError(
+                f"a micro-batch of {num_sequences} sequences with points={which} in {self.num_layers} layers has no "
+                f"{penalty.measure}: choose a larger batch size, more layers or points=all"
+            )
+
+    def remove(self) -> None:
+        """Remove the hooks from the model."""
+        self._reader.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The hooks of a copied model lead to a copied reader without attributes, which `__setstate__` restores.
+        return {**self.__dict__, "reader_state": self._reader.copied_state()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        reader_state = state.pop("reader_state")
+        self.__dict__.update(state)
+        self._reader.__dict__.update(reader_state)
+
+    def _is_active(self) -> bool:
+        """Return whether forward passes are read: with gradients enabled and a weight other than 0."""
+        # With weight 0 the penalty is skipped, because 0 times a NaN penalty would be NaN.
+        return torch.is_grad_enabled() and self.penalty.weight != 0
+
+    def _zero_loss(self) -> Tensor:
+        """Return a 0-d zero on the device of the model."""
+        return torch.zeros((), device=next(self._model.parameters()).device)
+
+
+def warn_if_no_gradient(loss: Tensor, reason: str, stacklevel: int) -> bool:
+    """Warn if a penalty has no gradient although gradients are enabled; return whether a warning was given.
+
+    `stacklevel` says which line the warning shows: 1 is the caller of this function, 2 the caller of that, and so on.
+    """
+    is_gradient_missing = torch.is_grad_enabled() and not loss.requires_grad
+    if is_gradient_missing:
+        warnings.warn(f"the penalty has no gradient: {reason}", UserWarning, stacklevel=stacklevel + 1)
+    return is_gradient_missing

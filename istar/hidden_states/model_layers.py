@@ -1,0 +1,260 @@
+"""Detection of the modules that compute a model's hidden states.
+
+Hidden state 0 is the input of the first layer, hidden state i is the output of layer i, and the last one is the output
+of the final norm, if there is one. Most models of transformers declare their layers. The others are tried on a few
+tokens: their layers are the modules whose outputs they return as hidden states. Mamba and RWKV, for example, return the
+outputs of all layers and then that of the final norm, but no embeddings.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from istar.errors import UserError, shorten
+from istar.hidden_states.undisturbed import eval_mode, preserve_rng_states
+
+_TRIAL_TOKENS = 5
+"""Number of tokens of a trial. It is odd, so that a layer whose input is padded to full windows is recognized."""
+
+
+@dataclass(frozen=True)
+class ModelLayers:
+    """The modules that compute a model's hidden states.
+
+    Attributes:
+        base_model: the module whose forward pass computes all hidden states: a transformers model without its head, or
+            any model that the caller passed together with its layer modules.
+        modules: modules whose outputs are the hidden states, in the model's order. Empty if no module returns them as
+            they are, so that the model must be called with `output_hidden_states=True`.
+        num_layers: L, the number of hidden states after the embedding output.
+        ends_with_norm: whether the last hidden state is the output of the final norm instead of that of the last layer.
+        is_transformers: whether the base model is a transformers model.
+        returns_embeddings: whether the first of the hidden states that the model returns is the embedding output.
+    """
+
+    base_model: nn.Module
+    modules: tuple[nn.Module, ...]
+    num_layers: int
+    ends_with_norm: bool
+    is_transformers: bool
+    returns_embeddings: bool = True
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether one module computes several layers, as in ALBERT."""
+        return 0 < len(self.modules) < self.num_layers
+
+
+def find_layers(model: nn.Module) -> ModelLayers:
+    """Return the layers of a transformers model, which may be inside of another module.
+
+    A model of text that does not declare its layers is tried on a few tokens.
+
+    Raises:
+        UserError: as `find_base_model` and `run_trial`, or if the model does not return the states of all layers.
+    """
+    base_model = find_base_model(model)
+    modules = declared_layers(base_model)
+    config: Any = base_model.config
+    num_layers = max(int(getattr(config.get_text_config(), "num_hidden_layers", 0)), len(modules))
+    if modules or not _reads_text(base_model):
+        ends_with_norm = len(modules) > 0 and getattr(config, "tie_last_hidden_states", None) is not False
+        return ModelLayers(base_model, tuple(modules), num_layers, ends_with_norm, is_transformers=True)
+    states, last_state, calls = run_trial(base_model, model if isinstance(model, FSDPModule) else base_model)
+    lists = [module for module in base_model.modules() if isinstance(module, nn.ModuleList)]
+    ends_with_last = torch.equal(states[-1], last_state)
+    for blocks in lists if ends_with_last else ():
+        block_calls = [call for call in calls if call.module in set(blocks)]
+        if len(block_calls) == len(states) - 1:
+            outputs = [call.output for call in block_calls]
+            starts_with_layer = all(map(_are_equal, outputs, states))
+            starts_with_input = _are_equal(block_calls[0].input, states[0])
+            # The last state may be the output of a norm after the last layer.
+            if starts_with_layer or (starts_with_input and all(map(_are_equal, outputs[:-1], states[1:]))):
+                called = tuple(dict.fromkeys(call.module for call in block_calls))
+                return ModelLayers(base_model, called, len(outputs), True, True, not starts_with_layer)
+    # No module returns these states as they are: XLNet, for example, has another order of the dimensions.
+    in_lists = {block for blocks in lists for block in blocks}
+    starts_with_layer = any(
+        call.output is not None and torch.isin(states[0], call.output).all()
+        for call in calls
+        if call.module in in_lists
+    )
+    if starts_with_layer or not ends_with_last or len(states) != num_layers + 1:
+        raise UserError(
+            f"{type(base_model).__name__} returns {len(states)} hidden states; expected the embeddings and the outputs "
+            f"of {num_layers} layers: choose another model, or name the layers with modules=[...]"
+        )
+    return ModelLayers(base_model, (), num_layers, ends_with_norm=False, is_transformers=True)
+
+
+class ReturnedStates:
+    """Puts the hidden states that a model returns in evaluation into the order of `find_layers`.
+
+    Most models return them so. Models like Mamba return the outputs of all layers and then that of the final norm; here
+    the embeddings come first, and the output of the final norm replaces that of the last layer.
+
+    Args:
+        model: a transformers model. If it returns no embeddings, a hook on its first layer records them.
+
+    Raises:
+        UserError: as `find_layers`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = find_layers(model)
+        self._embeddings: Tensor | None = None
+        if not self._layers.returns_embeddings:
+            self._layers.modules[0].register_forward_pre_hook(self._record_embeddings, with_kwargs=True)
+
+    def sort(self, returned_states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return hidden states 0 to L of the latest call without gradients, given `hidden_states` of its output."""
+        if self._layers.returns_embeddings:
+            return tuple(returned_states)
+        assert self._embeddings is not None
+        *outputs, _, normalized = returned_states
+        return (self._embeddings, *outputs, normalized)
+
+    def _record_embeddings(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # In training, the embeddings would keep the graph of the pass alive.
+        if not torch.is_grad_enabled():
+            self._embeddings = args[0] if args else kwargs["hidden_states"]
+
+
+def layers_from_modules(model: nn.Module, modules: Sequence[nn.Module]) -> ModelLayers:
+    """Return the given modules of any model as its layers 1 to L; raise `UserError` if a module is given twice."""
+    if len(set(modules)) < len(modules):
+        raise UserError("a module is named twice among the given modules; its outputs would count twice")
+    # Unwrap DDP, because its `forward` does not name the arguments of the model, such as `attention_mask`.
+    unwrapped = model.module if isinstance(model, DistributedDataParallel) else model
+    return ModelLayers(unwrapped, tuple(modules), len(modules), ends_with_norm=False, is_transformers=False)
+
+
+def find_head_model(model: nn.Module) -> nn.Module:
+    """Return the outermost transformers model within a module, with its head if it has one.
+
+    Raises:
+        UserError: if there is no transformers model, or it is inside of `nn.DataParallel`.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.DataParallel):
+            raise UserError("nn.DataParallel runs copies of the model, which hooks cannot follow; use DDP")
+        # All classes of transformers models have this attribute.
+        if hasattr(type(module), "base_model_prefix"):
+            return module
+    raise UserError(
+        f"there is no transformers model in {type(model).__name__}; name the modules whose outputs are the hidden "
+        "states: attach(model, penalty, modules=[...])"
+    )
+
+
+def find_base_model(model: nn.Module) -> nn.Module:
+    """Return the transformers model within a module, without its head.
+
+    If transformers models are nested, like the decoder inside OPT's model, the innermost one is returned.
+
+    Raises:
+        UserError: if there is no transformers model, or it is an encoder-decoder or inside of `nn.DataParallel`.
+    """
+    head_model: Any = find_head_model(model)
+    base_model: nn.Module = head_model.base_model
+    while True:
+        nested_models = [child for child in base_model.children() if hasattr(type(child), "base_model_prefix")]
+        if len(nested_models) != 1:
+            break
+        base_model = nested_models[0]
+    is_encoder_decoder = getattr(base_model.config, "is_encoder_decoder", False)
+    if is_encoder_decoder and hasattr(base_model, "encoder") and hasattr(base_model, "decoder"):
+        raise UserError(
+            f"{type(head_model).__name__} is an encoder-decoder, which has two stacks of hidden states; attach to one "
+            "of them, for example attach(model.get_encoder(), penalty)"
+        )
+    return base_model
+
+
+def declared_layers(base_model: nn.Module) -> list[nn.Module]:
+    """Return the modules that a transformers model declares as the source of its hidden states, or an empty list."""
+    # The declaration is a class of modules, or an `OutputRecorder` of transformers, which names such a class and may
+    # restrict it to one of its outputs (`index`) or to modules of a certain name (`layer_name`).
+    declaration = getattr(base_model, "can_record_outputs", {}).get("hidden_states")
+    layer_class = getattr(declaration, "target_class", declaration)
+    is_restricted = getattr(declaration, "index", 0) != 0 or getattr(declaration, "layer_name", None) is not None
+    # Only text models are certain to return the output of the final norm as the last hidden state.
+    if not isinstance(layer_class, type) or is_restricted or not _reads_text(base_model):
+        return []
+    return [module for module in base_model.modules() if isinstance(module, layer_class)]
+
+
+def _reads_text(base_model: nn.Module) -> bool:
+    return base_model.main_input_name == "input_ids"
+
+
+class Call(NamedTuple):
+    """A call of a module in a trial."""
+
+    module: nn.Module
+    input: Tensor | None  # first argument, if it is a tensor
+    output: Tensor | None  # output or its first element, if it is a tensor
+
+
+class Trial(NamedTuple):
+    """What a model computes for a few tokens."""
+
+    states: tuple[Tensor, ...]  # hidden states that the model returns, `(1, tokens, d)` each
+    last_state: Tensor  # first output of the model
+    calls: list[Call]  # calls of all modules, in the order in which they end
+
+
+@torch.no_grad()
+def run_trial(base_model: nn.Module, called_module: nn.Module) -> Trial:
+    """Run a base model on a few tokens in eval mode; its training modes and all random numbers stay as they are.
+
+    A sharded model that contains the base model must be called instead of it, as `called_module`.
+
+    Raises:
+        UserError: if the model cannot be called with token ids alone, or does not return one state per token and layer.
+    """
+    name, device = type(base_model).__name__, next(base_model.parameters()).device
+    if not _reads_text(base_model) or device.type == "meta":
+        raise UserError(f"{name} cannot be tried on token ids; expected a model of text that has weights")
+    # Hooks of the base model itself, such as those of another penalty, are not to see the trial.
+    call: Any = base_model.forward if called_module is base_model else called_module
+    calls: list[Call] = []
+
+    def record_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        first = args[0] if args else kwargs.get("hidden_states")
+        output = output[0] if isinstance(output, tuple) and output else output
+        calls.append(Call(module, *(value if isinstance(value, Tensor) else None for value in (first, output))))
+
+    token_ids = make_trial_ids(base_model)[None].to(device)
+    options = {"output_hidden_states": True, "return_dict": True, "use_cache": False}
+    with preserve_rng_states(device), eval_mode(base_model), ExitStack() as hooks:
+        for module in base_model.modules():
+            hooks.enter_context(module.register_forward_hook(record_call, with_kwargs=True))
+        try:
+            output = call(input_ids=token_ids, attention_mask=torch.ones_like(token_ids), **options)
+            shapes = {tuple(state.shape[:-1]) for state in output.hidden_states}
+        except Exception as error:  # the types depend on the architecture
+            raise UserError(f"{name} cannot be tried on token ids: {shorten(error)}") from error
+    if shapes != {tuple(token_ids.shape)}:
+        raise UserError(
+            f"{name} returns hidden states of {shorten(sorted(shapes))} vectors for {_TRIAL_TOKENS} tokens; expected "
+            "one vector for each token: choose another model"
+        )
+    return Trial(output.hidden_states, output[0], calls)
+
+
+def make_trial_ids(base_model: Any) -> Tensor:
+    """Return the ids of a few tokens that are not padding."""
+    padding_id = getattr(base_model.config.get_text_config(), "pad_token_id", None)
+    return torch.tensor([index for index in range(_TRIAL_TOKENS + 1) if index != padding_id][:_TRIAL_TOKENS])
+
+
+def _are_equal(tensor: Tensor | None, state: Tensor) -> bool:
+    return tensor is not None and torch.equal(tensor, state)

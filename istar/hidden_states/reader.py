@@ -1,0 +1,339 @@
+"""Forward hooks that read a model's hidden states while the model computes them.
+
+A hook on each layer reads the same tensors as `output_hidden_states=True` returns, but they can be freed before the end
+of the pass. Transformers models that do not declare their layers are called with `output_hidden_states=True` instead.
+
+Layerdrop (OPT) skips random layers. The other layers keep their numbers, and a skipped layer has no hidden state. The
+output of the final norm is hidden state L, and replaces the output of the last layer that ran; if no layer ran, there
+is no hidden state. `layers="all"` therefore always selects what `output_hidden_states=True` returns after the
+embedding output.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from istar.errors import UserError
+from istar.hidden_states.model_layers import find_head_model, find_layers, layers_from_modules
+from istar.regularizers.points import ALL_POINTS, Layers, Points, Tokens, layer_numbers
+
+Summarize = Callable[[Tensor, Tokens], Any]
+"""Function that reduces a hidden state `(batch, tokens, d)` and the tokens that count to a summary."""
+
+
+@dataclass
+class _Pass:
+    """A forward pass that is being read.
+
+    `summaries` and `deferred_states` are in pairs with the numbers of their layers. Deferred states are summarized at
+    the end of the pass.
+    """
+
+    tokens: Tokens
+    has_gradients: bool
+    may_skip: bool
+    called_layers: list[int] = field(default_factory=list)
+    summaries: list[tuple[int, Any]] = field(default_factory=list)
+    deferred_states: list[tuple[int, Tensor]] = field(default_factory=list)
+    # Numbers of the layers that ran without gradients, as inside a reentrant checkpoint.
+    layers_without_gradients: set[int] = field(default_factory=set)
+
+
+class HiddenStateReader:
+    """Applies a function to the hidden states of the selected layers in each forward pass of a model.
+
+    Args:
+        model: a transformers model, bare, with a head, or inside of another module such as a PEFT or DDP wrapper. With
+            `modules`, any module.
+        layers: see `istar.regularizers.points.select_layers`.
+        summarize: function of a hidden state `(batch, tokens, d)` and the tokens that count in the pass.
+        is_active: function that is called at the beginning of each pass and returns whether to read the pass. If a pass
+            is not read and has no gradients, the summaries of the previous pass are kept; otherwise they are dropped.
+        modules: modules whose outputs, or the first elements of whose outputs, are the hidden states of layers 1 to L.
+        points: which tokens count. Labels are read from the call of the model with its head.
+        needs_labels: give the labels to `summarize` also if `points` do not need them.
+
+    Attributes:
+        base_model: the module whose forward passes are read; see `ModelLayers`.
+        head_model: the module whose forward pass takes labels: the transformers model with its head, or `base_model`.
+        num_selected: number of selected layers.
+        num_left_out: number of points of the latest pass that `points.max_norm_ratio` left out.
+
+    Raises:
+        UserError: if the model's hidden states cannot be read. In a forward pass, if the model did not compute the
+            hidden states that it declares.
+    """
+
+    # A copy of the model has hooks of an empty reader; see `__getstate__`.
+    _is_active: Callable[[], bool] = staticmethod(lambda: False)
+    _pass: _Pass | None = None
+    _labels: Tensor | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Layers,
+        summarize: Summarize,
+        is_active: Callable[[], bool],
+        modules: Sequence[nn.Module] | None = None,
+        points: Points = ALL_POINTS,
+        needs_labels: bool = False,
+    ) -> None:
+        self._layers = find_layers(model) if modules is None else layers_from_modules(model, modules)
+        self._selected = set(layer_numbers(self._layers.num_layers, layers))
+        if modules is not None and 0 in self._selected:
+            raise UserError("layer 0, the embeddings, is not among the given modules; choose layers from 1 on")
+        self.base_model = self._layers.base_model
+        self.head_model = find_head_model(model) if modules is None else self.base_model
+        self.num_selected = len(self._selected)
+        self.num_left_out = 0
+        self._points = points
+        self._needs_labels = needs_labels or points.need_labels
+        self._predicts_next = _is_causal_language_model(self.head_model)
+        self._summarize = summarize
+        self._is_active = is_active
+        self._argument_names = _read_argument_names(self.base_model)
+        self._modules_with_layerdrop: list[Any] = [
+            module for module in self.base_model.modules() if "layerdrop" in vars(module)
+        ]
+        self._summaries: list[Any] | None = None
+        self._handles = [
+            *self._register_label_hooks(model),
+            self.base_model.register_forward_pre_hook(self._begin_pass, with_kwargs=True),
+            *(
+                module.register_forward_hook(partial(self._read_layer, module_index), with_kwargs=True)
+                for module_index, module in enumerate(self._layers.modules)
+            ),
+            self.base_model.register_forward_hook(self._end_pass, always_call=True),
+        ]
+
+    def take(self) -> list[Any]:
+        """Return the summaries of the latest pass, in the order of the layers, and forget them.
+
+        Raises `UserError` if no pass was read since the last call.
+        """
+        if self._summaries is None:
+            raise UserError(
+                "no forward pass was read since the last loss: call the model first, with gradients enabled; a model "
+                "inside a reentrant checkpoint computes without them, and a model that was compiled and called before "
+                "attach() never calls the hooks"
+            )
+        summaries, self._summaries = self._summaries, None
+        return summaries
+
+    def discard(self) -> None:
+        """Forget the summaries of the latest pass, if there are any."""
+        self._summaries = None
+
+    def remove(self) -> None:
+        """Remove all hooks from the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return nothing: a copy or pickle of the model has hooks that do not read, unless the `Watch` restores them.
+
+        Otherwise a copied model would drag along the penalty and all that encloses the model.
+        """
+        return {}
+
+    def copied_state(self) -> dict[str, Any]:
+        """Return the attributes that a copy of the `Watch` gives to its reader: all but what belongs to a pass."""
+        return {**self.__dict__, "_summaries": None, "_labels": None, "_pass": None}
+
+    def _begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Begin a pass, as a pre-hook of the base model: choose the tokens, and request hidden states if necessary.
+
+        Returns the changed arguments of the call if hidden states are requested, otherwise None.
+        """
+        self._pass = None
+        is_active = self._is_active()
+        if is_active or torch.is_grad_enabled():
+            # A pass without gradients, for example for a metric, may come between the training pass and its loss.
+            self._summaries = None
+        if not is_active:
+            return None
+        arguments = {**dict(zip(self._argument_names, args, strict=False)), **kwargs}
+        mask = _mask_of_states(arguments)
+        position_ids = arguments.get("position_ids")
+        if self._points.are_all:
+            tokens = Tokens(mask, labels=self._labels, position_ids=position_ids)
+        else:
+            input_ids = arguments.get("input_ids")
+            tokens = Tokens(mask, self._points, input_ids, self._labels, position_ids, self._predicts_next)
+        may_skip = any(module.training and module.layerdrop > 0 for module in self._modules_with_layerdrop)
+        self._pass = _Pass(tokens, torch.is_grad_enabled(), may_skip)
+        if self._layers.modules:
+            return None
+        return args, {**kwargs, "output_hidden_states": True, "return_dict": True}
+
+    def _register_label_hooks(self, model: nn.Module) -> list[Any]:
+        """Register hooks that store the labels of a call while it runs, if they are needed; return their handles.
+
+        The hooks are on the model, the head model and all modules between the two, because PEFT's wrappers call
+        `forward` of the module that they hold, which skips the hooks of that module.
+        """
+        if not self._needs_labels:
+            return []
+
+        enclosing_modules = [
+            module for module in model.modules() if any(child is self.head_model for child in module.modules())
+        ]
+        return [
+            handle
+            for module in enclosing_modules
+            for handle in (
+                module.register_forward_pre_hook(self._store_labels, with_kwargs=True),
+                module.register_forward_hook(self._clear_labels, always_call=True),
+            )
+        ]
+
+    def _store_labels(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        labels = {**dict(zip(_read_argument_names(module), args, strict=False)), **kwargs}.get("labels")
+        self._labels = self._labels if labels is None else labels
+
+    def _clear_labels(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forget the labels at the end of a call, even if it failed."""
+        self._labels = None
+
+    def _read_layer(
+        self, module_index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        current = self._pass
+        # Activation checkpointing calls layers again in the backward pass, where nothing is to be read.
+        if current is None:
+            return
+        layer_number = len(current.called_layers) + 1 if self._layers.is_shared else module_index + 1
+        states: list[tuple[int, Tensor]] = []
+        # The input of the first layer is hidden state 0, the embedding output.
+        if not current.called_layers and 0 in self._selected:
+            states.append((0, args[0] if args else kwargs["hidden_states"]))
+        # Hidden state L is the output of the final norm, if there is one, which `_end_pass` reads.
+        if layer_number in self._selected and not (
+            self._layers.ends_with_norm and layer_number == self._layers.num_layers
+        ):
+            states.append((layer_number, output[0] if isinstance(output, tuple) else output))
+        current.called_layers.append(layer_number)
+        is_without_gradients = current.has_gradients and not torch.is_grad_enabled()
+        if is_without_gradients:
+            current.layers_without_gradients.add(layer_number)
+        # A summary inside a checkpoint would have no gradient, or be recomputed. With layerdrop, any layer may be the
+        # last one that runs. Modules that are not of transformers may be followed by operations in place.
+        is_checkpointed = is_without_gradients or (current.has_gradients and _are_saved_tensors_hooked())
+        if is_checkpointed or current.may_skip or not self._layers.is_transformers:
+            current.deferred_states += states
+        else:
+            current.summaries += self._summarize_states(states, current.tokens)
+
+    def _end_pass(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """End a pass, as a forward hook of the base model: summarize the remaining states, and store all summaries."""
+        current, self._pass = self._pass, None
+        # The output is None if the pass failed.
+        if current is None or output is None:
+            return
+        if self._layers.modules:
+            self._check_all_layers_called(current)
+        else:
+            current.deferred_states = self._select_returned_states(output)
+        if self._layers.ends_with_norm and current.called_layers:
+            self._replace_last_state(current, output[0])
+        _check_have_gradients(current.deferred_states, current.layers_without_gradients)
+        numbered_summaries = current.summaries + self._summarize_states(current.deferred_states, current.tokens)
+        self._summaries = [summary for _, summary in sorted(numbered_summaries, key=itemgetter(0))]
+        self.num_left_out = current.tokens.num_left_out
+
+    def _replace_last_state(self, current: _Pass, last_hidden_state: Tensor) -> None:
+        """Replace the output of the last layer that ran with the output of the final norm, which is hidden state L."""
+        last_called = current.called_layers[-1]
+        current.summaries = [(layer, summary) for layer, summary in current.summaries if layer != last_called]
+        current.deferred_states = [(layer, state) for layer, state in current.deferred_states if layer != last_called]
+        if self._layers.num_layers in self._selected:
+            current.deferred_states.append((self._layers.num_layers, last_hidden_state))
+            current.layers_without_gradients.discard(self._layers.num_layers)
+
+    def _summarize_states(self, states: list[tuple[int, Tensor]], tokens: Tokens) -> list[tuple[int, Any]]:
+        """Return the summaries of hidden states, with their layer numbers."""
+        return [(layer, self._summarize(state, tokens)) for layer, state in states]
+
+    def _check_all_layers_called(self, current: _Pass) -> None:
+        """Raise `UserError` unless all layers called their hooks, except those that layerdrop skipped."""
+        called_layers, num_layers = current.called_layers, self._layers.num_layers
+        if self._layers.is_transformers:
+            is_complete = len(called_layers) == num_layers or current.may_skip
+        else:
+            is_complete = len(set(called_layers)) == num_layers
+        if not is_complete:
+            raise UserError(
+                f"{type(self.base_model).__name__} called {len(called_layers)} layers; expected a call of all "
+                f"{num_layers}: attach before anything is compiled, or name the layers with modules=[...]"
+            )
+
+    def _select_returned_states(self, output: Any) -> list[tuple[int, Tensor]]:
+        """Return the selected hidden states from the output of a model with `output_hidden_states=True`."""
+        states, num_expected = getattr(output, "hidden_states", None), self._layers.num_layers + 1
+        if states is None or len(states) != num_expected:
+            num_returned = "no" if states is None else len(states)
+            raise UserError(
+                f"{type(self.base_model).__name__} returned {num_returned} hidden states; expected {num_expected}: "
+                "name the modules whose outputs are the hidden states with attach(model, penalty, modules=[...])"
+            )
+        numbered_states = list(enumerate(states))
+        first = next((number for number, state in numbered_states if state.requires_grad), num_expected)
+        numbered_states = [(number, states[number]) for number in sorted(self._selected)]
+        _check_have_gradients(numbered_states, set(range(first, num_expected)))
+        return numbered_states
+
+
+def _are_saved_tensors_hooked() -> bool:
+    """Return whether hooks change what autograd saves, as inside a checkpoint that is not reentrant."""
+    try:
+        # Torch refuses this context where there are such hooks.
+        with torch.autograd.graph.disable_saved_tensors_hooks("istar saves nothing here"):
+            return False
+    except RuntimeError:
+        return True
+
+
+def _check_have_gradients(states: list[tuple[int, Tensor]], layers: set[int]) -> None:
+    """Raise `UserError` unless the hidden states of these layers have gradients.
+
+    A reentrant checkpoint gives a gradient to what it returns, which is the last layer inside of it.
+    """
+    for layer, state in states:
+        if layer in layers and not state.requires_grad:
+            raise UserError(
+                f"hidden state {layer} was computed without gradients, as inside a reentrant checkpoint of several "
+                "layers: set use_reentrant=False, checkpoint each layer by itself, or choose other layers"
+            )
+
+
+def _mask_of_states(arguments: dict[str, Any]) -> Any:
+    """Return the attention mask of a call without the columns of cached positions, which have no hidden states.
+
+    Positions are cached in `past_key_values`, for example those of prefix tuning.
+    """
+    mask, inputs = arguments.get("attention_mask"), arguments.get("input_ids")
+    inputs = arguments.get("inputs_embeds") if inputs is None else inputs
+    if arguments.get("past_key_values") is None or not isinstance(mask, Tensor) or inputs is None:
+        return mask
+    return mask[..., -inputs.shape[1] :]
+
+
+def _read_argument_names(module: nn.Module) -> list[str]:
+    """Return the names of the arguments of a module's forward pass that can be given by position."""
+    positional_kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(module.forward).parameters
+    return [name for name, parameter in parameters.items() if parameter.kind in positional_kinds]
+
+
+def _is_causal_language_model(model: nn.Module) -> bool:
+    """Return whether a model is a causal language model, whose output at a token predicts the next label."""
+    can_generate = getattr(model, "can_generate", None)
+    return can_generate is not None and bool(can_generate())

@@ -1,0 +1,212 @@
+"""The shrinkage covariance Sigma_S, the covariance of a model's hidden states over part of the training data."""
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from istar.errors import UserError
+from istar.hidden_states.reader import HiddenStateReader
+from istar.hidden_states.undisturbed import eval_mode, preserve_rng_states
+from istar.measures.classes import ClassMoments, class_means_and_scatter, merge_class_moments
+from istar.measures.isoscore import check_covariance
+from istar.measures.moments import Moments, mean_and_scatter, merge_moments
+from istar.measures.processes import sum_over_processes, world_size
+from istar.regularizers.points import ALL_POINTS, Layers, Points, Tokens, check_within
+
+NUM_POINTS = 250_000
+"""Number of points of Sigma_S in *Stable Anisotropic Regularization*, Section 3."""
+
+LABEL_NAMES = ("labels", "label", "label_ids", "start_positions", "end_positions")
+"""Names of model arguments that hold labels."""
+
+
+def shrinkage_covariance(
+    model: nn.Module,
+    loader: Iterable[Any],
+    num_points: int | None = NUM_POINTS,
+    layers: Layers = "all",
+    include_padding: bool = False,
+    sync: bool = True,
+    group: dist.ProcessGroup | None = None,
+    modules: Sequence[nn.Module] | None = None,
+    points: Points = ALL_POINTS,
+    within: str | None = None,
+) -> Tensor:
+    """Compute the covariance of a model's hidden states over batches of data, for `IStar.shrinkage_covariance`.
+
+    See Section 3 of *Stable Anisotropic Regularization*. The model runs in eval mode without gradients, in the
+    precision of the surrounding `torch.autocast`, if any. Afterwards, its training mode and the states of all random
+    number generators are restored. The points are streamed, so that memory is O(d^2).
+
+    Args:
+        model: see `istar.attach`.
+        loader: batches in random order: mappings of argument names of the model, or tensors of token ids. Labels are
+            ignored, unless the points depend on them. With `modules`, also sequences of the model's arguments.
+        num_points: number of points to use, counted over the selected layers of all processes. None uses all batches,
+            as does a number that is larger than the number of points.
+        layers: see `istar.regularizers.points.select_layers`.
+        include_padding: count padding tokens as points.
+        sync: compute one matrix from the points of all processes, instead of one per process.
+        group: process group for `sync`; None is the default group.
+        modules: see `istar.attach`.
+        points: which tokens are points; by default all that are not padding. If they depend on the labels, the model
+            runs with its head.
+        within: None, or `label` for the pooled covariance within the classes that the labels of the sequences name; see
+            `IStar`.
+
+    Returns:
+        `(d, d)`, float32 on the model's device.
+
+    Raises:
+        UserError: for fewer than 2 points, points that are not finite or all equal, layers of different widths, or
+            batches that do not name the arguments of a transformers model.
+    """
+    return to_covariance(
+        hidden_state_moments(model, loader, num_points, layers, include_padding, sync, group, modules, points, within)
+    )
+
+
+def to_covariance(moments: Moments | ClassMoments) -> Tensor:
+    """Return the covariance of the moments, float32, within classes for `ClassMoments`.
+
+    Raises:
+        UserError: if it is zero or not finite.
+    """
+    if isinstance(moments, ClassMoments):
+        covariance = moments.within_covariance(unbiased=True)
+    else:
+        covariance = moments.covariance()
+    check_covariance(covariance, "the shrinkage covariance")
+    return covariance.float()
+
+
+def hidden_state_moments(
+    model: nn.Module,
+    loader: Iterable[Any],
+    num_points: int | None,
+    layers: Layers,
+    include_padding: bool,
+    sync: bool,
+    group: dist.ProcessGroup | None,
+    modules: Sequence[nn.Module] | None,
+    points: Points,
+    within: str | None = None,
+) -> Moments | ClassMoments:
+    """Compute the moments of a model's hidden states over batches of data, by class if `within` is given.
+
+    Arguments are as in `shrinkage_covariance`.
+
+    With `sync`, all processes run the same number of forward passes, as sharded models require: a process whose loader
+    is exhausted repeats its last batch, which is not counted again.
+    """
+    if num_points is not None and num_points < 2:
+        raise UserError(f"num_points is {num_points}; expected at least 2")
+    if include_padding and not points.are_all:
+        raise UserError("include_padding counts all tokens; expected points='all' with it")
+    check_within(within)
+
+    def summarize(hidden_state: Tensor, tokens: Tokens) -> Any:
+        """Return the moments of the points of a layer, by class if `within` is given."""
+        labels_and_num_classes = None if within is None else tokens.classes_of(hidden_state)
+        tokens = Tokens() if include_padding else tokens
+        indices = tokens.indices_of(hidden_state)
+        if labels_and_num_classes is None:
+            return mean_and_scatter(hidden_state, indices=indices)
+        return class_means_and_scatter(hidden_state.flatten(0, -2), *labels_and_num_classes, indices=indices)
+
+    needs_labels = points.need_labels or within is not None
+    merge_layers: Any = merge_moments if within is None else merge_class_moments
+    moments_class: Any = Moments if within is None else ClassMoments
+    is_single_process = not sync or world_size(group) == 1
+    reader = HiddenStateReader(model, layers, summarize, lambda: True, modules, points, needs_labels)
+    device = next(model.parameters()).device
+    called_module = _choose_module_to_call(model, reader.head_model if needs_labels else reader.base_model)
+    ignored_names = () if needs_labels else LABEL_NAMES
+    moments: Any = None
+    inputs: Any = None
+    try:
+        with preserve_rng_states(device), eval_mode(model), torch.no_grad():
+            # Creating the iterator of a DataLoader draws a random number, so it is created inside of the context.
+            batches = iter(loader)
+            while True:
+                batch = next(batches, None)
+                num_points_so_far = 0.0 if moments is None else float(moments.count)
+                num_batches = float(batch is not None)
+                if not is_single_process:
+                    local_numbers = torch.tensor([num_points_so_far, num_batches], device=device)
+                    num_points_so_far, num_batches = sum_over_processes(local_numbers, group).tolist()
+                if num_batches == 0 or (num_points is not None and num_points_so_far >= num_points):
+                    break
+                # Without a batch, this process repeats its previous inputs, for as long as another one has batches.
+                inputs = inputs if batch is None else _prepare_inputs(batch, device, ignored_names)
+                if inputs is None:
+                    continue
+                _call_module(called_module, inputs, accepts_sequences=modules is not None)
+                layer_moments = reader.take()
+                if batch is not None and layer_moments:
+                    batch_moments = merge_layers(layer_moments)
+                    moments = batch_moments if moments is None else moments.merge(batch_moments)
+    finally:
+        reader.remove()
+    result: Moments | ClassMoments
+    if is_single_process:
+        # Without data, the result has no points; its number of dimensions has no meaning.
+        result = moments_class(1) if moments is None else moments
+        return result
+    # A process without data needs moments of the right width to take part in the all-reduce.
+    width = torch.tensor(0 if moments is None else moments.dim, device=device)
+    dist.all_reduce(width, dist.ReduceOp.MAX, group=group)
+    result = (moments_class(int(width), device) if moments is None else moments).all_reduce(group)
+    return result
+
+
+def _choose_module_to_call(model: nn.Module, module: nn.Module) -> nn.Module:
+    """Return the module to call for the hidden states: `module`, a part of the model, or the whole model if necessary.
+
+    With FSDP2, only a call of the root module gathers the parameters. With prompt learning (PEFT), the outer model adds
+    the prompt's tokens.
+    """
+    is_prompt_learning = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
+    return model if isinstance(model, FSDPModule) or is_prompt_learning else module
+
+
+def _prepare_inputs(batch: Any, device: torch.device, ignored_names: Sequence[str]) -> Any:
+    """Return a batch with all tensors on the device, without the arguments with the names `ignored_names`."""
+    if isinstance(batch, Mapping):
+        return {
+            name: _prepare_inputs(value, device, ignored_names)
+            for name, value in batch.items()
+            if name not in ignored_names
+        }
+    if isinstance(batch, list | tuple):
+        return [_prepare_inputs(value, device, ignored_names) for value in batch]
+    return batch.to(device) if isinstance(batch, Tensor) else batch
+
+
+def _call_module(module: nn.Module, inputs: Any, accepts_sequences: bool) -> None:
+    """Call a module with a batch: a mapping of argument names, a list of arguments, or a single argument.
+
+    Raises:
+        UserError: if the batch does not fit the module's arguments, or is a list without `accepts_sequences`.
+    """
+    named = inputs if isinstance(inputs, Mapping) else {}
+    unnamed = inputs if isinstance(inputs, list) else [] if named else [inputs]
+    # The order of a transformers model's arguments differs between models: labels could become token types.
+    is_accepted = len(unnamed) <= 1 or accepts_sequences
+    try:
+        inspect.signature(module.forward).bind(*unnamed, **named)
+    except TypeError:
+        is_accepted = False
+    if not is_accepted:
+        content = f"the names {', '.join(named)}" if named else f"{len(unnamed)} values without names"
+        raise UserError(
+            f"a batch for the shrinkage covariance has {content}; expected arguments of {type(module).__name__} by "
+            'name, such as {"input_ids": ids, "attention_mask": mask}. If a trainer has other batches, set '
+            "penalty.shrinkage_covariance = istar.shrinkage_covariance(model, batches) before, and refresh=None"
+        )
+    module(*unnamed, **named)

@@ -1,0 +1,153 @@
+"""Low-rank adapters (LoRA) by peft: added to a pretrained model, saved, and merged into the weights."""
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from istar.errors import UserError, shorten
+from istar.files.parsing import read_json
+from istar.records.config import ModelConfig
+from istar.records.config.groups import ALL_LINEAR
+from istar.records.task_specs import Kind
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+"""Name of the file in a folder with adapters in which peft stores their settings and the name of the base model."""
+_POOLER = "pooler"  # part of the base model; many checkpoints lack its weights, which are then random
+
+
+def add_adapters(model: PreTrainedModel, config: ModelConfig, kind: Kind) -> "PeftModel":
+    """Add low-rank adapters to a model; afterwards only the adapters, the head and the pooler require gradients.
+
+    A head for language modelling is part of the pretrained weights and is not trained.
+
+    Args:
+        model: the model with a head for the task.
+        config: the settings of the adapters, `config.lora_*`.
+        kind: kind of the task.
+
+    Raises:
+        UserError: if `config.lora_target_modules` is None and peft has no default for the architecture, or if it names
+            a module that the model does not have.
+    """
+    peft = _import_peft("model.lora=true")
+    task_types = {"span": peft.TaskType.QUESTION_ANS, "causal_lm": peft.TaskType.CAUSAL_LM, "masked_lm": None}
+    # peft reads the name of the base model here, and writes it into the folder of the adapters.
+    path = Path(config.name)
+    model.name_or_path = str(path.resolve()) if path.is_dir() else config.name
+    lora_config = peft.LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=config.lora_target_modules,
+        task_type=task_types.get(kind, peft.TaskType.SEQ_CLS),
+        modules_to_save=None if kind in ("causal_lm", "masked_lm") else find_new_modules(model),
+    )
+    try:
+        with _suppress_peft_warnings():
+            return peft.get_peft_model(model, lora_config, revision=config.revision)
+    except ValueError as error:
+        if config.lora_target_modules is None:
+            raise UserError(
+                f"model.lora=true: peft has no default for {model.config.model_type} models; name the modules that "
+                "get adapters in model.lora_target_modules, or set it to all-linear"
+            ) from error
+        raise UserError(f"model.lora_target_modules={config.lora_target_modules}: {shorten(error)}") from error
+
+
+def find_new_modules(model: PreTrainedModel) -> list[str]:
+    """Return the names of the modules that may have new random weights: the parts of the head, and the pooler."""
+    base_model = model.base_model
+    head_names = [name for name, child in model.named_children() if child is not base_model and _has_parameters(child)]
+    pooler: Any = getattr(base_model, _POOLER, None)
+    return [*head_names, _POOLER] if pooler is not None and _has_parameters(pooler) else head_names
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def save_adapters(model: "PeftModel", folder: Path) -> None:
+    """Write the adapters, the modules of `find_new_modules` and the configuration, without the base model's weights."""
+    # By default peft asks the hub whether the vocabulary was changed.
+    model.save_pretrained(str(folder), save_embedding_layers=False)
+    base_model: Any = model.get_base_model()
+    config = copy.deepcopy(base_model.config)
+    config.architectures = [type(base_model).__name__]
+    config.save_pretrained(folder)
+
+
+def has_adapters(name: str) -> bool:
+    """Return whether the name of a model is that of a folder with adapters, which `save_adapters` wrote."""
+    return (Path(name) / ADAPTER_CONFIG_FILE).is_file()
+
+
+def read_base_config(folder: Path) -> ModelConfig:
+    """Return name and revision of the base model that the adapters in a folder belong to.
+
+    Raises:
+        UserError: if the folder does not name a base model, or names modules by a regular expression.
+    """
+    settings = read_json(folder / ADAPTER_CONFIG_FILE)
+    base_name = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
+    if not base_name:
+        raise UserError(
+            f"{folder / ADAPTER_CONFIG_FILE} names no base model; expected base_model_name_or_path, as peft writes it"
+        )
+    for key in ("target_modules", "exclude_modules"):
+        # A pattern of a stranger may take peft forever.
+        if isinstance(settings.get(key), str) and settings[key] != ALL_LINEAR:
+            raise UserError(
+                f"{folder / ADAPTER_CONFIG_FILE}: {key} is a regular expression, which is not supported; expected a "
+                "list of names of modules"
+            )
+    return ModelConfig(name=base_name, revision=settings.get("revision"))
+
+
+def find_base(config: ModelConfig, file_name: str) -> ModelConfig | None:
+    """Return the base model of a folder with adapters that lacks a file, as folders by peft alone do; otherwise None.
+
+    Raises:
+        UserError: if the file is missing, and the folder does not name a base model.
+    """
+    lacks_file = has_adapters(config.name) and not (Path(config.name) / file_name).is_file()
+    return read_base_config(Path(config.name)) if lacks_file else None
+
+
+def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Merge the adapters in a folder into the weights of their base model, and return it with the adapters' head.
+
+    Args:
+        model: the base model.
+        folder: folder with the adapters and the head.
+    """
+    peft = _import_peft(f"{folder} holds adapters, which")
+    with _suppress_peft_warnings():
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        return peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+
+
+def _import_peft(feature: str) -> Any:
+    """Import peft; raise a `UserError` that names the extra if it is not installed."""
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError(f"{feature} needs peft; pip install 'istar[lora]'") from error
+    return peft
+
+
+@contextmanager
+def _suppress_peft_warnings() -> Iterator[None]:
+    """Suppress warnings, raised by peft or because of it, about issues that peft handles itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # GPT-2's weights are transposed
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        yield

@@ -1,0 +1,239 @@
+"""Texts to measure a model on, and the division of their documents into blocks of tokens."""
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from istar.errors import UserError
+from istar.inputs.tokenizing import chunks, find_separator_id, special_tokens, tokenize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+COMBINED = "combined"
+"""Name of the results over several sources together."""
+WINDOW_SIZE = 4_096
+"""Number of blocks that are read ahead and sorted by length."""
+BATCH_TOKENS = 2_048
+"""Default number of tokens of a batch on a CPU, for which the hidden states of a small model fit into the cache."""
+BATCH_TOKENS_ON_DEVICES = 16_384
+"""Default number of tokens of a batch on other devices, where small batches leave the device idle."""
+RUN_LENGTH = 4
+"""Number of consecutive blocks of packed documents that count as one document; see `Pass.groups` in `stream`."""
+
+T = TypeVar("T")
+_SENTENCE_END = re.compile(r"""[.!?…]["'”’)\]]*\s+(?=["'“‘(\[]*[^\W_a-z])|[。！？]|\n""")  # noqa: RUF001
+Documents = Literal["separate", "packed"]
+"""Whether the model sees each document alone; see `Blocks`."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A corpus: a file or folder that `istar.inputs.documents.read_documents` reads."""
+
+    name: str  # name of the source in the results
+    path: Path
+
+
+def parse_sources(texts: Sequence[str]) -> list[Source]:
+    """Parse the values of `--text`: `name=path`, or `path`, whose stem is then the name.
+
+    Raises:
+        UserError: if a path does not exist, two sources have the same name, or one of several is named `combined`.
+    """
+    sources = []
+    for text in texts:
+        name, equals_sign, path_text = text.partition("=")
+        # A file whose own name contains "=" is taken as a path.
+        path = Path(path_text if equals_sign and not Path(text).exists() else text)
+        if not path.exists():
+            raise UserError(f"--text {text}: there is no {path}; expected a file or folder of text, or name=<path>")
+        sources.append(Source(name if path != Path(text) else path.stem, path))
+    names = [source.name for source in sources]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"--text: two sources are named {name}; rename one with name=<file>")
+    if COMBINED in names and len(names) > 1:
+        raise UserError(f"--text: {COMBINED} is the name of all texts together; rename that source with name=<file>")
+    return sources
+
+
+@dataclass
+class Reading:
+    """How much of a text has been read, and how long it has taken."""
+
+    documents: int = 0  # documents, including the last one, within which a limit of tokens may end the pass
+    characters: int = 0  # characters of these documents
+    sentences: int = 0  # sentences of these documents, see `count_sentences`
+    bytes: int = 0  # bytes of these documents in UTF-8, without what separates them in the file, such as line ends
+    tokens: int = 0  # tokens that the statistics include
+    seconds: float = 0.0  # time from the first block to the last one
+    forward_seconds: float = 0.0  # time of the model's forward passes alone, summed over all processes
+
+    def add(self, other: "Reading") -> None:
+        """Add the counts and times of another text."""
+        for field_name, amount in vars(other).items():
+            setattr(self, field_name, getattr(self, field_name) + amount)
+
+
+def count_sentences(text: str) -> int:
+    """Estimate the number of sentences in a text by a simple rule that needs no language model.
+
+    A sentence ends at a line break, at the end marks of Chinese and Japanese, or at one of . ! ? … if white space
+    follows and then anything but a lowercase letter from a to z. Parts without a letter or a digit do not count. An
+    abbreviation before a name, as in "Dr. Smith", counts as the end of a sentence.
+    """
+    return sum(1 for part in _SENTENCE_END.split(text) if any(map(str.isalnum, part)))
+
+
+class Block(NamedTuple):
+    """The tokens of one row of the model's input."""
+
+    tokens: list[int]
+    is_special: list[bool]  # whether a token was added to the text: a special token of the tokenizer, or a separator
+    document_index: int = 0  # index of the document; for packed documents, index of the run of `RUN_LENGTH` blocks
+    piece_index: int = 0  # index of the block within its document; always 0 for packed documents
+
+    @property
+    def num_text_tokens(self) -> int:
+        """Number of tokens that belong to the text."""
+        return len(self.tokens) - sum(self.is_special)
+
+
+class Blocks:
+    """Divides documents into blocks of at most `length` tokens, including special tokens, when called on texts.
+
+    Each block starts and ends with the special tokens that the tokenizer adds to a text.
+
+    - `separate` documents: a block holds one document, so that the model sees each document alone. A longer document is
+      cut into pieces, all of them full except the last. Documents without tokens are left out.
+    - `packed` documents: the documents are joined, each followed by the tokenizer's `sep_token`, or else its
+      `eos_token`, if it has either, and cut into blocks that are all full except the last. The model sees several
+      unrelated documents in one block.
+
+    Raises:
+        UserError: if the special tokens leave no room for text, or `documents` has another value.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", length: int, documents: Documents = "separate") -> None:
+        if documents not in get_args(Documents):
+            raise UserError(f"documents is {documents!r}; expected one of {', '.join(get_args(Documents))}")
+        self._tokenizer, self._documents = tokenizer, documents
+        self._prefix, self._suffix = special_tokens(tokenizer)
+        self._text_length = length - len(self._prefix) - len(self._suffix)
+        if self._text_length < 1:
+            raise UserError(
+                f"a block of {length} tokens has no room for text beside the special tokens; choose a greater length"
+            )
+        separator_id = find_separator_id(tokenizer)
+        self._separator = [] if separator_id is None else [separator_id]
+
+    def __call__(self, texts: Iterable[str], reading: Reading | None = None) -> Iterator[Block]:
+        """Yield the blocks of the documents in their order, and count the documents that were read in `reading`."""
+        documents = self._tokenize_documents(texts, Reading() if reading is None else reading)
+        pieces = self._pack(documents) if self._documents == "packed" else self._cut(documents)
+        prefix_mask, suffix_mask = [True] * len(self._prefix), [True] * len(self._suffix)
+        for tokens, is_special, document_index, piece_index in pieces:
+            yield Block(
+                [*self._prefix, *tokens, *self._suffix],
+                [*prefix_mask, *is_special, *suffix_mask],
+                document_index,
+                piece_index,
+            )
+
+    def _tokenize_documents(self, texts: Iterable[str], reading: Reading) -> Iterator[Block]:
+        """Yield the tokens of each whole document, and count the document in `reading` when it is yielded."""
+        # The tokenizer reads several texts ahead, so the sizes of each wait here until its tokens are yielded.
+        sizes: deque[tuple[int, int, int]] = deque()
+
+        def record_sizes() -> Iterator[str]:
+            """Yield the texts, and append the sizes of each to `sizes`."""
+            for text in texts:
+                sizes.append((len(text), count_sentences(text), len(text.encode())))
+                yield text
+
+        for document_index, token_ids in enumerate(tokenize(record_sizes(), self._tokenizer)):
+            num_characters, num_sentences, num_bytes = sizes.popleft()
+            reading.documents += 1
+            reading.characters += num_characters
+            reading.sentences += num_sentences
+            reading.bytes += num_bytes
+            yield Block(token_ids, [False] * len(token_ids), document_index)
+
+    def _cut(self, documents: Iterable[Block]) -> Iterator[Block]:
+        """Cut each document into pieces that fit into a block."""
+        for tokens, is_special, document_index, _ in documents:
+            for piece_index, start in enumerate(range(0, len(tokens), self._text_length)):
+                piece = slice(start, start + self._text_length)
+                yield Block(tokens[piece], is_special[piece], document_index, piece_index)
+
+    def _pack(self, documents: Iterable[Block]) -> Iterator[Block]:
+        """Join the documents, cut the result into pieces, and number the runs of `RUN_LENGTH` pieces."""
+        for piece_number, (tokens, is_special, *_) in enumerate(self._join(documents)):
+            yield Block(tokens, is_special, piece_number // RUN_LENGTH)
+
+    def _join(self, documents: Iterable[Block]) -> Iterator[Block]:
+        """Join the documents with separators, and cut the result into pieces, all of them full except the last."""
+        remainder = Block([], [])
+        for tokens, is_special, *_ in documents:
+            remainder.tokens.extend([*tokens, *self._separator])
+            remainder.is_special.extend([*is_special, *[True] * len(self._separator)])
+            full_length = len(remainder.tokens) // self._text_length * self._text_length
+            yield from self._cut([Block(remainder.tokens[:full_length], remainder.is_special[:full_length])])
+            del remainder.tokens[:full_length], remainder.is_special[:full_length]
+        yield from self._cut([remainder])
+
+
+def sorted_windows(blocks: Iterable[T], block_length: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield windows of `WINDOW_SIZE` blocks, each sorted by length, so that batches need little padding.
+
+    The longest blocks come first in a window; blocks of equal length keep their order.
+    """
+    for window in chunks(blocks, WINDOW_SIZE):
+        yield sorted(window, key=block_length, reverse=True)
+
+
+def split_into_batches(
+    blocks: Iterable[T],
+    block_length: Callable[[T], int],
+    device: torch.device,
+    num_tokens: int | None = None,
+    has_padding: bool = True,
+) -> Iterator[list[T]]:
+    """Yield batches of consecutive blocks, each of at most `num_tokens` tokens with padding, or of a single block.
+
+    Args:
+        blocks: blocks, of which neighbours have similar lengths.
+        block_length: returns the number of tokens of a block.
+        device: device of the model, for the default of `num_tokens`.
+        num_tokens: maximum number of tokens; None means `BATCH_TOKENS` on a CPU, else `BATCH_TOKENS_ON_DEVICES`.
+        has_padding: whether the blocks of a batch may have different lengths.
+    """
+    if num_tokens is None:
+        num_tokens = BATCH_TOKENS if device.type == "cpu" else BATCH_TOKENS_ON_DEVICES
+    batch: list[T] = []
+    longest = 0
+    for block in blocks:
+        needs_padding = bool(batch) and block_length(block) != longest
+        longest = max(longest, block_length(block))
+        if batch and (longest * (len(batch) + 1) > num_tokens or (needs_padding and not has_padding)):
+            yield batch
+            batch, longest = [], block_length(block)
+        batch.append(block)
+    if batch:
+        yield batch
+
+
+def pad_batch(blocks: Sequence[Sequence[int]], pad_id: int) -> dict[str, Tensor]:
+    """Pad the token ids of blocks to the longest, and return `input_ids` and `attention_mask`, `(blocks, tokens)`."""
+    rows = [torch.tensor(block) for block in blocks]
+    ids = pad_sequence(rows, batch_first=True, padding_value=pad_id)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    return {"input_ids": ids, "attention_mask": mask}

@@ -1,0 +1,117 @@
+"""Reading an embedding matrix of a model without loading its other weights."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypedDict
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+from istar.errors import UserError, shorten
+from istar.files.parsing import read_record
+from istar.inputs import adapters, pretrained
+from istar.records.config import ModelConfig
+
+Side = Literal["input", "output"]
+"""Which of a model's embedding matrices."""
+WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+_FORMER_NAMES = {"lm_head.weight": "embed_out.weight"}
+"""Former names of tensors by the names that transformers uses now: those of GPT-NeoX, and so of Pythia."""
+
+
+class _Index(TypedDict):
+    weight_map: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """An embedding matrix with one row for each token."""
+
+    values: Tensor  # `(rows, d)`, float32
+    side: Side  # input or output embeddings
+    tensor: str  # name of the tensor in its file, or in the model if there is no safetensors file
+    file: str | None  # name of the safetensors file; None if the whole model was loaded
+    tied: bool  # whether the input and output embeddings are the same parameter
+
+
+def read_matrix(config: ModelConfig, side: Side = "input") -> Matrix:
+    """Read a model's input or output embeddings from the safetensors file that holds them.
+
+    Without such a file, the whole model is loaded, and its adapters are merged if it has any.
+
+    Raises:
+        UserError: if the model cannot be found or read, or has no such matrix.
+    """
+    model = _build_without_weights(config)
+    weight = pretrained.get_embedding_weight(model, side)
+    if weight is None:
+        raise UserError(f"{config.name} is a {type(model).__name__}, which has no {side} embeddings; choose another")
+    tied = pretrained.get_embedding_weight(model, "input") is pretrained.get_embedding_weight(model, "output")
+    # A tied matrix has two names, and a file may hold it under either.
+    names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight]
+    stored_names = [] if adapters.has_adapters(config.name) else _list_stored_names(names, model.base_model_prefix)
+    stored_tensor = _read_tensor(config, stored_names)
+    if stored_tensor is None:
+        loaded_model = pretrained.load_weights(config, type(model), dtype=torch.float32)
+        return Matrix(loaded_model.get_parameter(names[0]).detach(), side, names[0], None, tied)
+    values, tensor_name, path = stored_tensor
+    if values.shape != weight.shape:
+        raise UserError(
+            f"{path}: {tensor_name} has the shape {tuple(values.shape)}; expected {tuple(weight.shape)}, as in "
+            "config.json; the two files are not of one model"
+        )
+    return Matrix(values.float(), side, tensor_name, path.name, tied)
+
+
+def read_untied_output(config: ModelConfig) -> Matrix | None:
+    """Read a model's output embeddings; return None if it has none or they are tied to the input embeddings."""
+    model = _build_without_weights(config)
+    weight = pretrained.get_embedding_weight(model, "output")
+    is_tied = weight is not None and weight is pretrained.get_embedding_weight(model, "input")
+    return None if weight is None or is_tied else read_matrix(config, "output")
+
+
+def _build_without_weights(config: ModelConfig) -> PreTrainedModel:
+    return pretrained.build_meta_model(pretrained.load_pretrained(config, AutoConfig))
+
+
+def _list_stored_names(names: list[str], base_prefix: str) -> list[str]:
+    """Return a parameter's possible names in a file: with or without the base model's prefix, current or former."""
+    prefix = f"{base_prefix}."
+    variants = [variant for name in names for variant in (name, name.removeprefix(prefix), prefix + name)]
+    return [*variants, *(_FORMER_NAMES[name] for name in variants if name in _FORMER_NAMES)]
+
+
+def _read_tensor(config: ModelConfig, names: list[str]) -> tuple[Tensor, str, Path] | None:
+    """Read the first of the named tensors that a model's safetensors files have.
+
+    Returns:
+        The tensor, its name and its file; None if no file has any of them.
+    """
+    index_path = pretrained.find_file(config, INDEX)
+    if index_path is None:
+        path = pretrained.find_file(config, WEIGHTS)
+    else:
+        file_by_tensor = _read_index(index_path)
+        tensor_name = next((name for name in names if name in file_by_tensor), None)
+        path = None if tensor_name is None else pretrained.find_file(config, file_by_tensor[tensor_name])
+        if tensor_name is not None and path is None:
+            raise UserError(
+                f"{config.name} lacks {file_by_tensor[tensor_name]}, which {INDEX} names as the file of {tensor_name}"
+            )
+    if path is None:
+        return None
+    try:
+        with safe_open(path, "pt") as file:
+            tensor_name = next((name for name in names if name in file.keys()), None)  # noqa: SIM118
+            return None if tensor_name is None else (file.get_tensor(tensor_name), tensor_name, path)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is damaged, or not a safetensors file: {shorten(error)}") from error
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Read the index of a sharded model, and return the name of the file of each tensor by tensor name."""
+    return dict(read_record(path, _Index, "an index of weights")["weight_map"])

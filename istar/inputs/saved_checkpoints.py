@@ -1,0 +1,332 @@
+"""Checkpoints of one training: finding them, and reading the optimizer step at which each was saved."""
+
+import csv
+import glob
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from istar.errors import UserError, shorten
+from istar.files.parsing import MissingFileError, read_json
+from istar.files.writing import refuse_special_file, write_text
+
+STEP_FILE = "training_step.json"
+"""File in a folder of a model that records the optimizer step of its training, as `{"global_step": 512}`."""
+KEPT_MODELS = "models"
+"""Folder of a run of train.py with the models that it has kept, `step-<n>/` for the model after step n."""
+_CHECKPOINT_FOLDER = "checkpoints"
+"""Folder of a run of train.py with its `.ckpt` files."""
+_TRAINER_STATE_FILE = "trainer_state.json"
+"""File in which the Trainer of transformers records the step of a checkpoint."""
+_RESULT_FILE, _CONFIG_FILE = "result.json", "config.yaml"
+"""Record and configuration of a run of train.py."""
+_STEP_PATTERN = re.compile(r"(?<![A-Za-z])step[-_]?(\d+)(?!\d)")
+_SHAPE_KEYS = ("model_type", "hidden_size", "n_embd", "d_model", "dim", "num_hidden_layers", "n_layer", "n_layers")
+"""Keys of a model's configuration that must be equal for all checkpoints of a training; models have only some."""
+_RESERVED_NAMES = (".", "..", "trajectory.csv", "index.html", "figures", "tables", ".istar")
+"""Names in the output folder that no checkpoint's folder may have."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A revision on the hub or a checkpoint on disk."""
+
+    label: str  # the revision, or the part of the checkpoint's path that differs from the other checkpoints
+    name: str  # hub id, folder, or `.ckpt` file
+    revision: str | None = None  # revision on the hub; None for a folder or a file
+    step: int | None = None  # optimizer step at which it was saved; None if none is recorded
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder that holds the measures of this checkpoint."""
+        return self.label.replace("/", "_")
+
+
+@dataclass(frozen=True)
+class _FoundCheckpoint:
+    """A checkpoint that was found on disk, before it has a label."""
+
+    path: Path  # path that matches the pattern
+    model: Path  # folder of the model, or `.ckpt` file
+    training: Path  # folder of the training that the checkpoint belongs to
+    step: int | None  # step that the checkpoint records; None if it records none
+    is_readable: bool = True  # False for a damaged `.ckpt` file, whose error is reported when it is measured
+
+
+def step_from_name(label: str) -> int | None:
+    """Return the step that the name of a revision such as `step1000` states, or None if it states none or several."""
+    steps = set(_STEP_PATTERN.findall(label))
+    return int(steps.pop()) if len(steps) == 1 else None
+
+
+def record_step(folder: Path, step: int) -> None:
+    """Write the optimizer step at which a model was saved to a JSON file in its folder, for `find_checkpoints`."""
+    write_text(folder / STEP_FILE, json.dumps({"global_step": step}) + "\n")
+
+
+def read_steps(path: Path) -> dict[str, int]:
+    """Read a CSV file with the columns `checkpoint` and `step`, and return the step of each checkpoint.
+
+    Raises:
+        UserError: if the file cannot be read, lacks a column, has a checkpoint twice, or a step is no whole number.
+    """
+    try:
+        refuse_special_file(path)
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = list(csv.DictReader(file, skipinitialspace=True))
+    except (OSError, ValueError, csv.Error) as error:
+        raise UserError(f"--steps {path} cannot be read: {shorten(error)}; expected a CSV file") from error
+    steps: dict[str, int] = {}
+    for row in rows:
+        name, step_text = (row.get("checkpoint") or "").strip(), (row.get("step") or "").strip()
+        if not name or not step_text.isdecimal():
+            raise UserError(
+                f"--steps {path}: a row has the checkpoint {name!r} and the step {step_text!r}; expected the columns "
+                "checkpoint and step, a name and a whole number in each row"
+            )
+        if name in steps:
+            raise UserError(f"--steps {path}: {name} has two rows; expected one for each checkpoint")
+        steps[name] = int(step_text)
+    return steps
+
+
+def parse_revisions(model: str, names: str, steps: Mapping[str, int] | None = None) -> list[Checkpoint]:
+    """Return the checkpoints of a model on the hub, in the given order, from revisions separated by commas.
+
+    If `steps` is given, it has the step of each revision. Otherwise the step is the one that the revision's name
+    states, such as `step1000`, or None if it states none.
+
+    Raises:
+        UserError: if there are no revisions, the model is a folder, or `steps` names other revisions.
+    """
+    if Path(model).is_dir():
+        raise UserError(f"--revisions needs a model on the hub, but {model} is a folder; use --checkpoints for folders")
+    labels = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    if not labels:
+        raise UserError("--revisions is empty; expected names separated by commas, such as step1000,step2000")
+    if steps is None:
+        step_by_label = {label: step_from_name(label) for label in labels}
+    else:
+        step_by_label = _match_steps(steps, labels, paths=labels)
+    return _check_folder_names([Checkpoint(label, model, label, step_by_label[label]) for label in labels])
+
+
+def find_checkpoints(pattern: str, steps: Mapping[str, int] | None = None) -> list[Checkpoint]:
+    """Find the checkpoints of one training that match a glob pattern, and sort them by step.
+
+    They are folders of `save_pretrained`, among them checkpoints of transformers' Trainer and the models that a run of
+    train.py has kept, or `.ckpt` files of such a run. A pattern that matches a single folder stands for the models in
+    it. For a run, these are the models that it has kept in `models/`, or else its final model.
+
+    The step of a checkpoint is the one that it records: `global_step` in a `.ckpt` file, in `trainer_state.json` or in
+    `training_step.json`, and for the final model of a run the step of its best epoch. If `steps` is given, by label,
+    path or last part of the path, it replaces these steps, and the checkpoints are taken to be of one training.
+
+    Raises:
+        UserError: if the pattern matches no model, or checkpoints of different trainings or models, or if a step is not
+            known, or if the table and the checkpoints do not match.
+    """
+    paths = [Path(path) for path in sorted(glob.glob(pattern))]  # noqa: PTH207 (Path.glob refuses absolute patterns)
+    paths = _find_models_in(paths[0]) or paths if len(paths) == 1 else paths
+    found_checkpoints = [checkpoint for path in paths if (checkpoint := _inspect_path(path)) is not None]
+    if not found_checkpoints:
+        raise UserError(
+            f"--checkpoints {pattern} matches no model; expected folders that save_pretrained wrote, runs of "
+            "train.py, or their models/ or checkpoints/*.ckpt"
+        )
+    common_folder = os.path.commonpath([checkpoint.path.parent for checkpoint in found_checkpoints])
+    labels = [
+        checkpoint.path.relative_to(common_folder).as_posix().removesuffix(".ckpt") for checkpoint in found_checkpoints
+    ]
+    if steps is None:
+        _check_same_training(pattern, found_checkpoints)
+        step_by_label = {label: checkpoint.step for label, checkpoint in zip(labels, found_checkpoints, strict=True)}
+    else:
+        step_by_label = _match_steps(steps, labels, [str(checkpoint.path) for checkpoint in found_checkpoints])
+    _check_same_shape(pattern, found_checkpoints)
+    checkpoints = [
+        Checkpoint(label, str(checkpoint.model), step=step_by_label[label])
+        for label, checkpoint in zip(labels, found_checkpoints, strict=True)
+    ]
+    checkpoints.sort(key=lambda checkpoint: (checkpoint.step is None, checkpoint.step, checkpoint.label))
+    return _check_folder_names(checkpoints)
+
+
+def common_name(checkpoints: Sequence[Checkpoint]) -> str:
+    """Return a name for the model of checkpoints on disk: that of the deepest folder that holds them all.
+
+    For checkpoints in the folder `models/` or `checkpoints/` of a run, this is the name of the run.
+    """
+    folder = Path(os.path.commonpath([Path(checkpoint.name).absolute().parent for checkpoint in checkpoints]))
+    return folder.parent.name if folder.name in (KEPT_MODELS, _CHECKPOINT_FOLDER) else folder.name
+
+
+def _match_steps(steps: Mapping[str, int], labels: Sequence[str], paths: Sequence[str]) -> dict[str, int | None]:
+    """Return the step of each checkpoint by its label.
+
+    The keys of `steps` name the checkpoints by label, path or last part of the path.
+
+    Raises:
+        UserError: if a name matches no checkpoint or several, or if a checkpoint has no step.
+    """
+    aliases = {
+        label: (label, path, Path(path).name, Path(path).stem) for label, path in zip(labels, paths, strict=True)
+    }
+    matches_by_name = {name: [label for label in labels if name in aliases[label]] for name in steps}
+    for name, matches in matches_by_name.items():
+        if len(matches) != 1:
+            reason = "no checkpoint" if not matches else f"{len(matches)} checkpoints"
+            raise UserError(f"--steps: {name} names {reason}; expected one of {', '.join(labels[:5])}")
+    step_by_label: dict[str, int | None] = {matches[0]: steps[name] for name, matches in matches_by_name.items()}
+    for label in labels:
+        if label not in step_by_label:
+            raise UserError(f"--steps has no row for {label}; expected a step for each checkpoint")
+    return step_by_label
+
+
+def _find_models_in(folder: Path) -> list[Path]:
+    """Return the folders of the models that a run has kept, or of the models in a folder of models.
+
+    The result is empty for a run that has kept none, and for a folder that is a model itself.
+    """
+    if kept_models := _find_model_subfolders(folder / KEPT_MODELS):
+        return kept_models
+    is_model = any((path / "config.json").is_file() for path in (folder, folder / "model"))
+    return [] if is_model else _find_model_subfolders(folder)
+
+
+def _find_model_subfolders(folder: Path) -> list[Path]:
+    """Return the subfolders that hold a model, sorted by name."""
+    # Folders whose names begin with a dot are still being written.
+    return [path.parent for path in sorted(folder.glob("[!.]*/config.json"))]
+
+
+def _inspect_path(path: Path) -> _FoundCheckpoint | None:
+    """Return the checkpoint at a path with the step that it records, or None if there is no checkpoint."""
+    if path.suffix == ".ckpt":
+        run = path.parent.parent if path.parent.name == _CHECKPOINT_FOLDER else path.parent
+        try:
+            # The tensors are mapped, not read.
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception:  # a damaged file can raise any exception
+            return _FoundCheckpoint(path, path, run, None, is_readable=False)
+        return _FoundCheckpoint(path, path, run, _get_step(state, "global_step"))
+    if (path / "model" / "config.json").is_file():  # a run of train.py
+        return _FoundCheckpoint(path, path / "model", path, _read_best_step(path))
+    if not (path / "config.json").is_file():
+        return None
+    if (path / STEP_FILE).is_file():
+        parent = path.parent
+        training = parent.parent if parent.name == KEPT_MODELS else parent
+        return _FoundCheckpoint(path, path, training, _get_step(_read_json(path / STEP_FILE), "global_step"))
+    if (path / _TRAINER_STATE_FILE).is_file():
+        step = _get_step(_read_json(path / _TRAINER_STATE_FILE), "global_step")
+        # The output folder of a Trainer has a state too, and is a training of its own.
+        return _FoundCheckpoint(path, path, path.parent if path.name == f"checkpoint-{step}" else path, step)
+    if _is_kept_by_run(path):
+        return _FoundCheckpoint(path, path, path.parent.parent, int(path.name.removeprefix("step-")))
+    return _FoundCheckpoint(path, path, path.parent, None)
+
+
+def _is_kept_by_run(path: Path) -> bool:
+    """Return whether this is a model that a run of train.py has kept, in a folder whose name alone states the step."""
+    is_in_run = any((path.parent.parent / name).is_file() for name in (_RESULT_FILE, _CONFIG_FILE))
+    return is_in_run and path.parent.name == KEPT_MODELS and re.fullmatch(r"step-\d+", path.name) is not None
+
+
+def _read_best_step(run: Path) -> int | None:
+    """Return the step of a run's best epoch, whose model the run has saved, or None if `result.json` has none."""
+    result = _read_json(run / _RESULT_FILE)
+    try:
+        best_epoch = result["headline"]["epoch"]
+        return next(_get_step(record, "step") for record in result["epochs"] if record["epoch"] == best_epoch)
+    except (KeyError, TypeError, StopIteration):
+        return None
+
+
+def _read_json(path: Path) -> Any:
+    """Return the content of a JSON file, or None if it is missing or, with a warning, if it cannot be read."""
+    try:
+        return read_json(path)
+    except MissingFileError:
+        return None
+    except UserError as error:
+        log.warning("not read: %s", error)
+        return None
+
+
+def _get_step(record: Any, key: str) -> int | None:
+    """Return the step under a key of a record that was read from a file, or None if it is missing or damaged."""
+    step = record.get(key) if isinstance(record, Mapping) else None
+    return step if isinstance(step, int) else None
+
+
+def _check_same_training(pattern: str, checkpoints: Sequence[_FoundCheckpoint]) -> None:
+    """Check that checkpoints are of one training and that, if there are several, each records its step.
+
+    Raises:
+        UserError: if the checkpoints, which match the glob pattern, are of several trainings or lack a step.
+    """
+    trainings = [str(training) for training in dict.fromkeys(checkpoint.training for checkpoint in checkpoints)]
+    if len(trainings) > 1:
+        raise UserError(
+            f"--checkpoints {pattern} matches {len(trainings)} trainings: {_join_first(trainings)}; expected "
+            f"checkpoints of one, such as --checkpoints {trainings[0]}; measure final models separately: istar measure "
+            "<folder>"
+        )
+    paths_without_step = [
+        str(checkpoint.path) for checkpoint in checkpoints if checkpoint.step is None and checkpoint.is_readable
+    ]
+    if paths_without_step and len(checkpoints) > 1:
+        raise UserError(
+            f"--checkpoints {pattern}: no training step is recorded in {_join_first(paths_without_step)}; give the "
+            "steps in a table: --steps steps.csv, with the columns checkpoint and step"
+        )
+
+
+def _check_same_shape(pattern: str, checkpoints: Sequence[_FoundCheckpoint]) -> None:
+    """Check that the models of checkpoints have the same type and size.
+
+    Raises:
+        UserError: if the models of the checkpoints, which match the glob pattern, differ.
+    """
+    path_by_shape: dict[str, Path] = {}
+    for checkpoint in checkpoints:
+        model_folder = checkpoint.model if checkpoint.model.is_dir() else checkpoint.training / "model"
+        config = _read_json(model_folder / "config.json")
+        if isinstance(config, Mapping):
+            shape = ", ".join(f"{key} {config[key]}" for key in _SHAPE_KEYS if key in config)
+            path_by_shape.setdefault(shape, checkpoint.path)
+    if len(path_by_shape) > 1:
+        (first_shape, first_path), (other_shape, other_path) = list(path_by_shape.items())[:2]
+        raise UserError(
+            f"--checkpoints {pattern} matches different models: {first_path} ({first_shape}) and {other_path} "
+            f"({other_shape}); expected checkpoints of one training"
+        )
+
+
+def _join_first(names: Sequence[str]) -> str:
+    """Join the first three names with commas, and add the number of the others."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _check_folder_names(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+    """Return the checkpoints if their labels can name distinct folders for their measures.
+
+    Raises:
+        UserError: if two labels stand for the same folder, or a label is the name of another file in the output folder.
+    """
+    folders = [checkpoint.folder for checkpoint in checkpoints]
+    for checkpoint in checkpoints:
+        if folders.count(checkpoint.folder) > 1 or checkpoint.folder in _RESERVED_NAMES:
+            raise UserError(f"{checkpoint.label} cannot name a folder for its results; measure it separately")
+    return checkpoints

@@ -1,0 +1,519 @@
+"""The settings of a run: one dataclass per config group, which checks its values in `__post_init__`.
+
+Defaults are defined only here; the files in conf/ hold the values that differ. `istar.records.config.schema` turns
+these classes into the schema with which Hydra checks keys and types.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+from omegaconf import MISSING
+
+from istar.errors import UserError
+from istar.records.config.checks import check_at_least, check_one_of
+from istar.records.config.trainer_arguments import check_trainer_arguments
+
+FURTHER_KEYS = {"further_keys": True}
+"""Metadata of a field that holds, by name, the keys of its group that have no field."""
+NOT_IN_IDENTITY = {"identity": False}
+"""Metadata of a field that does not change the outcome of a run. `identity_hash` ignores such fields."""
+
+TINY = "tiny"
+"""Name of istar's tiny BERT, as in conf/model/tiny.yaml."""
+ALL_LINEAR = "all-linear"
+"""Value of `model.lora_target_modules` for adapters on all linear modules."""
+MIN_VOCAB_SIZE = 300
+"""Smallest `model.vocab_size`: byte-level BPE has 256 tokens for the bytes, and special tokens."""
+TRAIN = "train"
+"""Value of `model.tokenizer` for a tokenizer that is trained on the task's text."""
+
+
+@dataclass
+class TaskConfig:
+    """The task and its data."""
+
+    name: str = MISSING
+    """Name of the task, a key of `istar.records.task_specs.TASKS`."""
+    data_dir: str | None = field(default=None, metadata=NOT_IN_IDENTITY)
+    """Folder with the task's files; for language modelling also a text file. None loads the data from the hub, or
+    generates them for the demo tasks, `clm` and `mlm`."""
+    limit_train: int | None = None
+    """Number of training examples to use, a random sample that is the same in all runs; None uses all."""
+    limit_validation: int | None = None
+    """Number of examples to use of each validation set, a random sample that is the same in all runs; None uses all."""
+    validation_fraction: float | None = None
+    """Fraction of the training data, above 0 and at most 0.5, that is held out to choose the best epoch and the best
+    configuration. None chooses by the validation set, on which the results are reported in either case."""
+    max_length: int | None = None
+    """Maximum number of tokens per sequence; None uses the task's default."""
+    submission: bool = field(default=False, metadata=NOT_IN_IDENTITY)
+    """Also predict the test set and write the GLUE submission file."""
+    doc_stride: int = 128
+    """Span tasks only: number of tokens shared by two neighbouring windows of a long context."""
+    n_best: int = 20
+    """Span tasks only: number of candidate start positions, and of end positions, that are combined into spans."""
+    max_answer_length: int = 30
+    """Span tasks only: maximum number of tokens in an answer."""
+    packing: bool = True
+    """Language modelling only: fill each block of `max_length` tokens, across the ends of documents. Documents of a
+    block do not attend to each other where the model allows it. False gives each block tokens of one document only."""
+    whole_word: bool = False
+    """`mlm` only: mask all tokens of a word or none."""
+
+    def __post_init__(self) -> None:
+        for name in ("limit_train", "limit_validation", "max_length", "doc_stride", "n_best", "max_answer_length"):
+            check_at_least(1, f"task.{name}", getattr(self, name))
+        if self.validation_fraction is not None and not 0 < self.validation_fraction <= 0.5:
+            raise UserError(
+                f"task.validation_fraction={self.validation_fraction:g} is no fraction of the training data; expected "
+                "more than 0 and at most 0.5, or null"
+            )
+
+
+@dataclass
+class ModelConfig:
+    """The model that is trained."""
+
+    name: str = field(default=MISSING, metadata=NOT_IN_IDENTITY)
+    """Hub id, folder, or `tiny`. The hash of a run contains the commit on the hub, or a hash of the files, instead.
+    With `architecture` it is a label of your choice, which only the name of the run contains."""
+    pretrained: bool = True
+    """Load pretrained weights. False gives the model random weights, with its architecture and its tokenizer."""
+    revision: str | None = field(default=None, metadata=NOT_IN_IDENTITY)
+    """Branch, tag or commit on the hub; null is the branch `main`. A run replaces a branch or a tag by its commit."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory. Losses are equal; with a penalty, up to rounding."""
+    attn_implementation: str | None = None
+    """Implementation of attention: eager or sdpa. None takes what transformers prefers, which is sdpa for most models.
+    On a CPU in bf16, eager is faster in training, because sdpa has no fast path with dropout there."""
+    compile: bool = False
+    """Compile the model with torch.compile: the first steps are slow, later ones faster; losses differ by rounding."""
+    architecture: str | None = None
+    """Architecture of a new model, a model type of transformers, such as bert, gpt2, gpt_neox or llama. It needs
+    `pretrained=false` and a tokenizer; its sizes are those of `config`, or transformers' defaults. None uses the
+    architecture of the model `name`."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Values that replace those of the model's configuration, for example model.config.hidden_size=256. Only new models
+    (`pretrained=false`) can have other values. hidden_size, num_hidden_layers, num_attention_heads and
+    max_position_embeddings are valid for nearly all architectures."""
+    tokenizer: str | None = field(default=None, metadata=NOT_IN_IDENTITY)
+    """Tokenizer: a folder, a hub id, or train for a new one that is trained on the task's text (byte-level BPE for
+    decoders, WordPiece for encoders). None uses that of the model `name`. The hash of a run contains the commit on the
+    hub, or a hash of the files, instead."""
+    vocab_size: int = 8192
+    """Largest size of the vocabulary of a new tokenizer (`tokenizer=train`); little text yields a smaller one."""
+    load_in: str = "float32"
+    """Data type of the weights: float32 or bf16. trainer.precision decides about the arithmetic."""
+    lora: bool = False
+    """Train low-rank adapters (LoRA) and the head, and freeze the pretrained weights. Needs `istar[lora]`."""
+    lora_r: int = 8
+    """Rank of the adapters."""
+    lora_alpha: float = 16.0
+    """The adapters' outputs are multiplied by `lora_alpha / lora_r`."""
+    lora_dropout: float = 0.05
+    """Dropout probability of the adapters' inputs, in [0, 1)."""
+    lora_target_modules: Any = None
+    """Names of the modules that get adapters, e.g. [q_proj,v_proj], or all-linear; None uses peft's default for the
+    architecture."""
+
+    def __post_init__(self) -> None:
+        self._check_architecture()
+        self._check_adapters()
+        check_one_of("model.load_in", self.load_in, ("float32", "bf16"))
+        if self.attn_implementation is not None:
+            check_one_of("model.attn_implementation", self.attn_implementation, ("eager", "sdpa"))
+        check_at_least(MIN_VOCAB_SIZE, "model.vocab_size", self.vocab_size)
+        if not self.name.strip():
+            raise UserError("model.name is empty; expected a hub id or a folder that save_pretrained wrote")
+        if self.name == TINY and self.pretrained:
+            raise UserError(
+                f"model.name={TINY} with model.pretrained=true: istar's tiny model has no pretrained weights; use "
+                f"model={TINY} alone, or model.name=./{TINY} for a folder of that name"
+            )
+        if self.name == TINY and self.revision is not None:
+            raise UserError(f"model.revision={self.revision} needs a model of the hub, but model={TINY} is istar's")
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether this is istar's tiny BERT, which has random weights and no files."""
+        return self.name == TINY
+
+    @property
+    def label(self) -> str:
+        """Key and value that name the model in messages, such as `model.name=gpt2`."""
+        return f"model.name={self.name}" if self.architecture is None else f"model.architecture={self.architecture}"
+
+    @property
+    def trains_tokenizer(self) -> bool:
+        """Whether the tokenizer is trained on the task's text."""
+        return self.tokenizer == TRAIN
+
+    def _check_architecture(self) -> None:
+        """Raise a `UserError` if a key that describes a new model is invalid or does not fit the other keys."""
+        if not isinstance(self.config, dict):
+            raise UserError(f"model.config={self.config} is not a mapping, e.g. {{hidden_size: 256}}")
+        if self.is_tiny and (self.architecture is not None or self.config or self.tokenizer is not None):
+            raise UserError(
+                f"model={TINY} has a fixed architecture and tokenizer; model=new accepts model.architecture, "
+                "model.config and model.tokenizer"
+            )
+        if self.architecture is not None and not self.architecture.strip():
+            raise UserError("model.architecture is not set; give it on the command line, e.g. model.architecture=llama")
+        if self.tokenizer is not None and not self.tokenizer.strip():
+            raise UserError("model.tokenizer is empty; expected train, a folder, a hub id or null")
+        if self.pretrained:
+            if self.architecture is not None:
+                raise UserError(
+                    f"model.architecture={self.architecture} makes a new model, which has no pretrained weights; "
+                    "add model.pretrained=false"
+                )
+            if self.config:
+                raise UserError(
+                    f"model.config.{min(self.config)} cannot be set, because pretrained weights have the values of "
+                    "their own configuration; model.pretrained=false makes a new model"
+                )
+            if self.trains_tokenizer:
+                raise UserError(
+                    "model.tokenizer=train: pretrained weights belong to the tokenizer of their model; "
+                    "model.pretrained=false makes a new model"
+                )
+        if self.architecture is not None and self.tokenizer is None:
+            raise UserError(
+                f"model.architecture={self.architecture} has no tokenizer; add model.tokenizer=train, or a folder or "
+                "hub id"
+            )
+
+    def _check_adapters(self) -> None:
+        """Raise a `UserError` if a key that describes adapters is invalid or does not fit the other keys."""
+        check_at_least(1, "model.lora_r", self.lora_r)
+        if not 0 < self.lora_alpha < math.inf:
+            raise UserError(f"model.lora_alpha={self.lora_alpha:g} must be above 0")
+        if not 0 <= self.lora_dropout < 1:
+            raise UserError(f"model.lora_dropout={self.lora_dropout:g} is not a probability in [0, 1)")
+        targets = self.lora_target_modules
+        is_list = isinstance(targets, list) and targets and all(isinstance(name, str) and name for name in targets)
+        if not (targets in (None, ALL_LINEAR) or is_list):
+            raise UserError(
+                f"model.lora_target_modules={targets} is neither a list of names, e.g. [q_proj,v_proj], nor "
+                f"{ALL_LINEAR}"
+            )
+        if self.lora and not self.pretrained:
+            raise UserError(
+                "model.lora=true with model.pretrained=false: adapters change pretrained weights, and this model has "
+                "random ones; leave out one of them"
+            )
+
+
+@dataclass
+class DataConfig:
+    """Batching of the data and the cache of tokenized data."""
+
+    batch_size: int = 32
+    """Training examples per process and micro-batch."""
+    eval_batch_size: int = 64
+    """Examples per process and batch in forward passes without gradients."""
+    group_by_length: bool = True
+    """Build batches from examples of similar length. The order is still shuffled, and depends on the seed."""
+    num_workers: int = field(default=0, metadata=NOT_IN_IDENTITY)
+    """Number of worker processes that collate batches; 0 collates in the training process."""
+    cache_dir: str | None = field(default=None, metadata=NOT_IN_IDENTITY)
+    """Folder of the tokenized data, which runs share; None means $ISTAR_CACHE, or ~/.cache/istar if that is not set."""
+
+    def __post_init__(self) -> None:
+        check_at_least(1, "data.batch_size", self.batch_size)
+        check_at_least(1, "data.eval_batch_size", self.eval_batch_size)
+        check_at_least(0, "data.num_workers", self.num_workers)
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its learning rate schedule."""
+
+    lr: float = 3e-5
+    """Peak learning rate."""
+    weight_decay: float = 0.01
+    """Weight decay of all parameters except biases and the parameters of normalization layers."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """Decay rates of AdamW's running averages of the gradient and of its square."""
+    eps: float = 1e-8
+    """Constant added to AdamW's denominator for numerical stability."""
+    schedule: str = "constant"
+    """Learning rate after the warmup: constant, linear (decays to 0) or cosine (decays to 0)."""
+    warmup: float = 0.0
+    """Optimizer steps over which the learning rate rises linearly from 0: a fraction of all steps, in [0, 1], or a
+    whole number of steps above 1."""
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0 or not math.isfinite(self.lr):
+            raise UserError(f"optim.lr={self.lr:g} is not a positive number; the paper uses 1e-5, 3e-5 and 5e-5")
+        check_one_of("optim.schedule", self.schedule, ("constant", "linear", "cosine"))
+        is_number_of_steps = self.warmup > 1 and float(self.warmup).is_integer()
+        if not 0 <= self.warmup <= 1 and not is_number_of_steps:
+            raise UserError(
+                f"optim.warmup={self.warmup:g} is neither a fraction of the optimizer steps, in [0, 1], nor a whole "
+                "number of steps above 1"
+            )
+        is_pair = isinstance(self.betas, list) and len(self.betas) == 2
+        if not is_pair or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"optim.betas={self.betas} is not a pair of numbers in [0, 1), e.g. [0.9,0.999]")
+        if not 0 <= self.weight_decay < math.inf or not 0 < self.eps < math.inf:
+            raise UserError(
+                f"optim.weight_decay={self.weight_decay:g} must be 0 or more, optim.eps={self.eps:g} above 0"
+            )
+
+
+@dataclass
+class TrainerConfig:
+    """Duration, hardware and monitoring of the training.
+
+    Arguments of `lightning.Trainer` keep their names. Those without a field here are accepted too, for example
+    `trainer.max_steps=1000`.
+    """
+
+    max_epochs: int = 3
+    """Number of epochs."""
+    accumulate_grad_batches: int = 2
+    """Micro-batches per optimizer step."""
+    gradient_clip_val: float | None = 1.0
+    """Maximum norm of the gradient; null disables clipping."""
+    precision: str = "32-true"
+    """32-true, bf16-mixed, 16-mixed (CUDA only), or auto for the one that is fast on this machine."""
+    accelerator: str = field(default="auto", metadata=NOT_IN_IDENTITY)
+    """Hardware to train on: auto, cpu, gpu, or another accelerator of Lightning."""
+    devices: Any = 1
+    """Number of devices per node, a list of device indices, or auto. Each device has one process."""
+    num_nodes: int = 1
+    """Number of nodes (machines)."""
+    strategy: str = field(default="auto", metadata=NOT_IN_IDENTITY)
+    """auto or ddp; with several devices both mean ddp."""
+    early_stopping: int | None = None
+    """Number of epochs without a better headline metric after which training stops; null never stops early."""
+    monitor_isotropy: bool = field(default=False, metadata=NOT_IN_IDENTITY)
+    """Also log the InterSim, norms and ranks of each layer after every validation."""
+    stop_at_inter_sim: float | None = None
+    """Mean InterSim of the layers, in [-1, 1], at which training stops if it persists; null never stops."""
+    inter_sim_patience: int = 2
+    """Number of consecutive validations that must reach `stop_at_inter_sim`."""
+    checkpoints: bool = True
+    """Keep the best and the latest state. Without checkpoints, a run returns its last weights and cannot be resumed."""
+    checkpoint_every_n_steps: int | None = field(default=None, metadata=NOT_IN_IDENTITY)
+    """Optimizer steps between two checkpoints within an epoch; null writes none by this rule."""
+    checkpoint_every_n_minutes: float | None = field(default=10.0, metadata=NOT_IN_IDENTITY)
+    """Minutes between two checkpoints within an epoch; null writes none by this rule."""
+    keep_models: Any = field(default=None, metadata=NOT_IN_IDENTITY)
+    """Optimizer steps after which the model is kept as `models/step-<n>/`: log (0, 1, 2, 4, ..., 512, then every 1000),
+    or a number n for every n steps; in both cases also the last step. null keeps none."""
+    measure_every_n_steps: int | None = field(default=None, metadata=NOT_IN_IDENTITY)
+    """Optimizer steps between two measurements of each layer's geometry, which are also made before training and at its
+    end; null measures none."""
+    measure_examples: int = field(default=64, metadata=NOT_IN_IDENTITY)
+    """Number of examples of the first validation set that `measure_every_n_steps` measures: a random sample, always the
+    same one."""
+    # Not in the identity: a run that finishes with `stop` has had no step that `skip` would have skipped.
+    nonfinite: str = field(default="stop", metadata=NOT_IN_IDENTITY)
+    """Reaction to a NaN or infinite loss or gradient: stop the run, or skip the optimizer step."""
+    deterministic: bool = False
+    """Use deterministic algorithms only."""
+    fast_dev_run: bool = False
+    """Run one batch of training, validation and prediction, without checkpoints, to test a config."""
+    log_every_n_steps: int = field(default=10, metadata=NOT_IN_IDENTITY)
+    """Optimizer steps between two logged steps."""
+    progress_bar: bool = field(default=True, metadata=NOT_IN_IDENTITY)
+    """Show a progress bar or, where the output is not a terminal, a line for each epoch."""
+    lightning: dict[str, Any] = field(default_factory=dict, metadata=FURTHER_KEYS)
+    """Further arguments of `lightning.Trainer` by name, which are keys of the group: trainer.val_check_interval=0.5."""
+
+    def __post_init__(self) -> None:
+        check_trainer_arguments(self.lightning, [f.name for f in fields(self)])
+        check_at_least(1, "trainer.max_epochs", self.max_epochs)
+        check_at_least(1, "trainer.accumulate_grad_batches", self.accumulate_grad_batches)
+        check_at_least(1, "trainer.early_stopping", self.early_stopping)
+        check_at_least(1, "trainer.inter_sim_patience", self.inter_sim_patience)
+        if self.stop_at_inter_sim is not None and not -1 <= self.stop_at_inter_sim <= 1:
+            raise UserError(
+                f"trainer.stop_at_inter_sim={self.stop_at_inter_sim:g} is not an average cosine; expected -1 to 1"
+            )
+        check_at_least(1, "trainer.log_every_n_steps", self.log_every_n_steps)
+        if self.gradient_clip_val is not None and not self.gradient_clip_val > 0:
+            raise UserError(
+                f"trainer.gradient_clip_val={self.gradient_clip_val:g} must be above 0, or null for no clipping"
+            )
+        check_at_least(1, "trainer.checkpoint_every_n_steps", self.checkpoint_every_n_steps)
+        minutes = self.checkpoint_every_n_minutes
+        if minutes is not None and not 0 < minutes < math.inf:
+            raise UserError(f"trainer.checkpoint_every_n_minutes={minutes:g} must be above 0, or null for none")
+        if self.keep_models not in (None, "log") and not (type(self.keep_models) is int and self.keep_models > 0):
+            raise UserError(
+                f"trainer.keep_models={self.keep_models} is not a schedule; expected log, a whole number of optimizer "
+                "steps above 0, or null"
+            )
+        check_at_least(1, "trainer.measure_every_n_steps", self.measure_every_n_steps)
+        check_at_least(1, "trainer.measure_examples", self.measure_examples)
+        if self.strategy == "fsdp":
+            raise UserError(
+                "trainer.strategy=fsdp is not supported: with sharded weights the norm of the gradient, which is "
+                "checked and clipped in every step, would be that of a shard; use ddp"
+            )
+        check_one_of("trainer.strategy", self.strategy, ("auto", "ddp"))
+        check_one_of("trainer.nonfinite", self.nonfinite, ("stop", "skip"))
+        check_one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed", "16-mixed", "auto"))
+
+
+@dataclass
+class LoggerConfig:
+    """Metrics are logged to `metrics.csv` only, which every run writes."""
+
+    name: str = "csv"
+
+
+@dataclass
+class TensorBoardConfig(LoggerConfig):
+    """Configuration of the TensorBoard logger, which writes to `tensorboard/` in the run's folder."""
+
+    name: str = "tensorboard"
+
+
+@dataclass
+class WandbConfig(LoggerConfig):
+    """Configuration of the Weights & Biases logger."""
+
+    name: str = "wandb"
+    project: str = "istar"
+    """W&B project that the run is logged to."""
+    entity: str | None = None
+    """User or team that owns the project; None means the account's default."""
+    group: str | None = None
+    """Name under which W&B groups this run with others; None for no group."""
+    tags: list[str] = field(default_factory=list)
+    """W&B tags, by which runs can be filtered."""
+    mode: str = "auto"
+    """online, offline, disabled, or auto: the value of WANDB_MODE, or else online if there is an API key."""
+
+    def __post_init__(self) -> None:
+        check_one_of("logger.mode", self.mode, ("auto", "online", "offline", "disabled"))
+        if not isinstance(self.tags, list) or not all(isinstance(tag, str) for tag in self.tags):
+            raise UserError(f"logger.tags={self.tags} is not a list of strings, e.g. [paper,rte]")
+
+
+@dataclass
+class RunConfig:
+    """Output of a run."""
+
+    root: str = "runs"
+    """Folder that contains the run folders."""
+    overwrite: bool = False
+    """Start again even if the run is finished or can be resumed; the existing folder is renamed, not deleted."""
+    save_model: bool = True
+    """Save the model and the tokenizer to `model/` with `save_pretrained`."""
+    geometry: bool = True
+    """Write `geometry.json`: mean activation and intrinsic dimensions, from one pass over the validation set."""
+    isotropy_zeta: float | None = 0.2
+    """Also write IsoScore* of each layer and of all layers on the validation set to `geometry.json`, with this zeta in
+    [0, 1], by default that of the paper's Figures 3 and 6. Sigma_S is computed from 250,000 points of the training
+    data, or all if there are fewer. The scores take one more pass over these points and over the validation set. None,
+    `geometry=false` and `trainer.fast_dev_run` leave them out."""
+
+    def __post_init__(self) -> None:
+        if self.isotropy_zeta is not None and not 0 <= self.isotropy_zeta <= 1:
+            raise UserError(
+                f"run.isotropy_zeta={self.isotropy_zeta:g}; expected a number from 0 (no shrinkage) to 1 (only the "
+                "shrinkage covariance), or null"
+            )
+        if not self.root.strip():
+            raise UserError("run.root is empty; expected the folder that contains the run folders")
+
+
+@dataclass
+class SweepConfig:
+    """Settings of a sweep (`-m`) beside the lists of values on the command line. They are not part of a run."""
+
+    name: str = "sweep"
+    """Prefix of the name of the sweep's folder in `<run.root>/sweeps`, and of its W&B group."""
+    jobs: int = 1
+    """Number of concurrent runs on this machine; the GPUs are divided among them."""
+    fork: bool = True
+    """Fork the runs on this machine from a process that has loaded the libraries, which saves seconds for each run. If
+    that is not possible, or with false, each run starts in a fresh process. On Linux only."""
+    fail_fast: bool = False
+    """Stop all other runs when a run fails."""
+    dry_run: bool = False
+    """Print the planned runs and their estimated cost without running them, like `--dry-run`."""
+    grids: Any = None
+    """Named grids, each with lists of values by config key. None uses only the grid of the command line."""
+    only: list[str] = field(default_factory=list)
+    """Names of the grids to run; an empty list runs all."""
+    seeds: list[int] = field(default_factory=list)
+    """Seeds with which to repeat the best run of each task, model, method and grid, after all other runs."""
+    search: str = "grid"
+    """grid runs all combinations; optuna runs `trials` of them, chosen by the results of earlier trials."""
+    trials: int = 20
+    """Number of Optuna trials, not counting failed ones. Each has a different run; the search ends when all runs of the
+    search space have been tried."""
+    sampler: str = "tpe"
+    """Optuna sampler: tpe or random."""
+    sampler_seed: int = 0
+    """Seed of the Optuna sampler."""
+    pruner: str = "none"
+    """Optuna pruner: none, median, or asha (successive halving). It compares the headline metric after every epoch."""
+    storage: str | None = None
+    """Optuna storage, a database URL that several sweeps may share. None means a SQLite file in the sweep's folder. A
+    password belongs in a variable, as other users can read the arguments of a command: `'${oc.env:STORAGE}'`."""
+    trial: str | None = None
+    """ID of the search trial that this run belongs to. Set by the sweep; do not set it by hand."""
+
+    def __post_init__(self) -> None:
+        check_at_least(1, "sweep.jobs", self.jobs)
+        check_at_least(1, "sweep.trials", self.trials)
+        check_one_of("sweep.search", self.search, ("grid", "optuna"))
+        check_one_of("sweep.sampler", self.sampler, ("tpe", "random"))
+        check_one_of("sweep.pruner", self.pruner, ("none", "median", "asha"))
+        if not re.fullmatch(r"[\w.-]+", self.name) or self.name.startswith("."):
+            raise UserError(
+                f"sweep.name={self.name!r} is not a folder name; expected letters, digits, '.', '_' and '-'"
+            )
+        grids = {} if self.grids is None else self.grids
+        if not isinstance(grids, dict) or not all(isinstance(grid, dict) for grid in grids.values()):
+            raise UserError(f"sweep.grids={grids} does not map names to grids, e.g. {{base: {{reg: none}}}}")
+        for name in self.only:
+            check_one_of("sweep.only", name, tuple(grids))
+        if not all(type(seed) is int and 0 <= seed < 2**32 for seed in self.seeds):
+            raise UserError(f"sweep.seeds={self.seeds} are not whole numbers in [0, 2^32), e.g. [1,2,3,4,5]")
+
+
+@dataclass
+class Config:
+    """All settings of a run."""
+
+    task: TaskConfig
+    model: ModelConfig
+    reg: Any
+    data: DataConfig
+    optim: OptimConfig
+    trainer: TrainerConfig
+    logger: Any = field(metadata=NOT_IN_IDENTITY)
+    run: RunConfig = field(metadata=NOT_IN_IDENTITY)
+    seed: int = 42
+    """Seed of the initialization of the head, of dropout, and of the order of the training data; from 0 to 2^32 - 1."""
+
+    def __post_init__(self) -> None:
+        if type(self.seed) is not int or not 0 <= self.seed < 2**32:
+            raise UserError(f"seed={self.seed} is not a whole number in [0, 2^32)")
+        if self.trainer.precision != "auto":
+            self.reg.resolve(self.trainer.precision)
+
+
+def identity_values(config_class: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those entries of a config, given as plain data, that determine the identity of a run.
+
+    They are all entries except for the fields of the dataclass `config_class` that are marked `NOT_IN_IDENTITY`.
+    """
+    excluded_names = {f.name for f in fields(config_class) if not f.metadata.get("identity", True)}
+    type_by_name = {f.name: f.type for f in fields(config_class)}
+    return {
+        key: identity_values(type_by_name[key], value) if is_dataclass(type_by_name.get(key)) else value
+        for key, value in values.items()
+        if key not in excluded_names
+    }

@@ -1,0 +1,277 @@
+"""The Hydra schema, the conversion of composed configs to dataclasses, and one-line messages for config errors.
+
+`register` stores a typed schema for each dataclass of `istar.records.config`. The YAML files of a group extend its
+schema, so that Hydra rejects misspelt keys and wrong types in files and on the command line alike.
+"""
+
+import functools
+import re
+from collections.abc import Iterable
+from dataclasses import Field, fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, get_args
+
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf import AnyNode, BooleanNode, DictConfig, FloatNode, IntegerNode, OmegaConf, StringNode
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from istar.errors import UserError, did_you_mean
+from istar.records.config.checks import check_one_of
+from istar.records.config.groups import Config, LoggerConfig, SweepConfig, TensorBoardConfig, WandbConfig
+from istar.records.config.penalties import PENALTIES
+from istar.records.task_specs import TASKS
+
+T = TypeVar("T")
+
+_GROUPS: dict[str, Any] = {group.name: group.type for group in fields(Config) if is_dataclass(group.type)}
+"""The dataclass of each config group, except for `reg` and `logger`, which have several options."""
+_LOGGERS: dict[str, Any] = {"csv": LoggerConfig, "tensorboard": TensorBoardConfig, "wandb": WandbConfig}
+
+_DEFAULT_MODELS = {(False, True): "tiny", (True, True): "tiny_decoder", (True, False): "gpt2"}
+"""The default of `model` for tasks whose default is not that of config.yaml, by whether the task needs a decoder and
+whether its data are generated. For generated data, small models with random weights suffice."""
+
+
+def config_folder() -> Path:
+    """Return the folder of config.yaml: `istar/conf` in an installed package, `conf` in a checkout."""
+    package_folder = Path(__file__).resolve().parents[2]
+    installed_folder = package_folder / "conf"
+    return installed_folder if installed_folder.is_dir() else package_folder.parent / "conf"
+
+
+def sweep_folder() -> Path:
+    """Return the folder of the options of `sweep`: `istar/conf/sweep` if istar is installed, `sweep` in a checkout."""
+    installed_folder = config_folder() / "sweep"
+    return installed_folder if installed_folder.is_dir() else config_folder().parent / "sweep"
+
+
+@functools.cache
+def register() -> None:
+    """Store the schemas (`schema/task`, `schema/istar` and so on) and the options of `task` and `reg` with Hydra.
+
+    Each entry of `TASKS` and `PENALTIES` is an option. The files in conf/ add options that set further values. Hydra
+    keeps them for the life of the process, so only the first call stores them.
+    """
+    store = ConfigStore.instance()
+    for name, config_class in {**_GROUPS, **PENALTIES, **_LOGGERS, "sweep": SweepConfig}.items():
+        store.store(group="schema", name=name, node=_make_schema_node(config_class))
+    for name in PENALTIES:
+        store.store(group="reg", name=name, node={"defaults": [f"/schema/{name}@_here_"]})
+    for name, spec in TASKS.items():
+        default_model = _DEFAULT_MODELS.get((spec.kind == "causal_lm", spec.hub is None))
+        model_override = [] if default_model is None else [{"override /model@_global_.model": default_model}]
+        store.store(group="task", name=name, node={"defaults": ["/schema/task@_here_", *model_override], "name": name})
+
+
+@functools.cache
+def register_sweeps() -> None:
+    """Store the options of `sweep` with Hydra, one for each file of `sweep_folder`, which is not in conf/.
+
+    Only the first call stores them, as in `register`.
+    """
+    for path in sweep_folder().glob("*.yaml"):
+        ConfigStore.instance().store(group="sweep", name=path.stem, node=OmegaConf.load(path), package="_global_")
+
+
+def load(config: DictConfig) -> Config:
+    """Convert a composed config to dataclasses, which check the values.
+
+    Raises:
+        UserError: if a key is missing or unknown, or a value is not allowed.
+    """
+    values = _to_plain_data(config)
+    values.pop("sweep", None)
+    for key in ("seed", *_GROUPS, "reg", "logger"):
+        if key not in values:
+            raise UserError(f"{key} is missing; give it on the command line: {key}=<value>")
+    class_by_group = {
+        **_GROUPS,
+        "reg": _select_class("reg", PENALTIES, values),
+        "logger": _select_class("logger", _LOGGERS, values),
+    }
+    _check_known_keys("", values, ["seed", *class_by_group])
+    config_by_group = {
+        name: _build_dataclass(name, config_class, values[name]) for name, config_class in class_by_group.items()
+    }
+    return Config(seed=values["seed"], **config_by_group)
+
+
+def load_sweep(config: DictConfig) -> SweepConfig:
+    """Convert the `sweep` group of a composed config to its dataclass, which checks the values.
+
+    Raises:
+        UserError: if a key is unknown or a value is not allowed.
+    """
+    return _build_dataclass("sweep", SweepConfig, OmegaConf.to_container(config.sweep, resolve=True))  # type: ignore[arg-type]
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Convert a config to plain data, with the keys of the command line (`lambda`, not `weight`)."""
+    values = {f.name: getattr(config, f.name) for f in fields(config)}
+    further_values = values.pop(_find_further_keys_field(config) or "", {})
+    value_by_key = {_get_cli_key(f): values[f.name] for f in fields(config) if f.name in values}
+    return {
+        key: to_dict(value) if is_dataclass(value) else value
+        for key, value in {**value_by_key, **further_values}.items()
+    }
+
+
+def to_yaml(config: Config) -> str:
+    """Return a config as YAML from which OmegaConf reads the same values, even those that look like interpolations."""
+
+    def escape(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: escape(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [escape(item) for item in value]
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+    return yaml.safe_dump(escape(to_dict(config)))
+
+
+def explain(error: Exception) -> str:
+    """Return a one-line message for an error of Hydra or OmegaConf, with the most similar name if a name is wrong."""
+    if isinstance(error, MissingConfigException) and "hydra/launcher/submitit_" in str(error.missing_cfg_file):
+        return "hydra/launcher=slurm and local_jobs need a package that is not installed: pip install 'istar[slurm]'"
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        options = sorted(error.options)
+        hint = did_you_mean(name, options)
+        return f"{group}={name}: there is no such option{hint}; {group} is one of {', '.join(options)}"
+    if isinstance(error, OverrideParseException):
+        return (
+            f"{error.override}: not understood; expected key=value, where a value with spaces or any of "
+            "~,=[]{}()$ in it needs its own quotes: 'key=\"a value\"'"
+        )
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    message = str(cause)
+    key_match = re.search(r"full_key: (\S+)", message)
+    headline = " ".join(message.split("\n    full_key")[0].split())
+    if key_match is None:
+        return " ".join(str(error).split())
+    if "not in" in headline:
+        return _explain_unknown_key(key_match[1])
+    return f"{key_match[1]}: {headline}"
+
+
+def _explain_unknown_key(key: str) -> str:
+    """Return a message about an unknown key that names the option that has this key, or else the most similar key."""
+    group = key.partition(".")[0]
+    owning_options = [
+        name for name, config_class in {**PENALTIES, **_LOGGERS}.items() if key in _list_cli_keys(group, config_class)
+    ]
+    if owning_options:
+        return f"{key} belongs to {group}={' or '.join(owning_options)}, which is not selected"
+    known_keys = _list_known_keys()
+    keys_with_same_name = [name for name in known_keys if name.partition(".")[2] == key]
+    hint = (
+        f"; did you mean {keys_with_same_name[0]}?"
+        if keys_with_same_name
+        else did_you_mean(key, [*known_keys, *_GROUPS, "reg", "logger"])
+    )
+    return f"{key}: there is no such key{hint}; `python train.py --cfg job` lists all"
+
+
+def _list_known_keys() -> list[str]:
+    """Return the keys of all groups, including those of options that are not selected."""
+    classes_by_group = [
+        *_GROUPS.items(),
+        ("sweep", SweepConfig),
+        *(("reg", config_class) for config_class in PENALTIES.values()),
+        *(("logger", config_class) for config_class in _LOGGERS.values()),
+    ]
+    return [
+        "seed",
+        *(key for group, config_class in classes_by_group for key in _list_cli_keys(group, config_class)),
+    ]
+
+
+def _list_cli_keys(group: str, config_class: Any) -> list[str]:
+    """Return the keys of a config dataclass on the command line, such as `optim.lr`."""
+    return [f"{group}.{_get_cli_key(f)}" for f in fields(config_class) if not f.metadata.get("further_keys")]
+
+
+def _get_cli_key(field: "Field[Any]") -> str:
+    """Return a field's key on the command line, which differs for `lambda` because that is a Python keyword."""
+    return str(field.metadata.get("key", field.name))
+
+
+_NODE_CLASSES: dict[Any, type] = {str: StringNode, int: IntegerNode, float: FloatNode, bool: BooleanNode}
+
+
+def _make_schema_node(config_class: Any) -> DictConfig:
+    """Return an OmegaConf node with the typed keys of a dataclass; it accepts other keys if a field holds them."""
+    further_field = _find_further_keys_field(config_class)
+    node = OmegaConf.create(
+        {_get_cli_key(f): _make_value_node(f) for f in fields(config_class) if f.name != further_field}
+    )
+    OmegaConf.set_struct(node, further_field is None)
+    return node
+
+
+def _find_further_keys_field(config_class: Any) -> str | None:
+    """Return the name of the field of a config dataclass that holds the keys without a field; None if there is none."""
+    return next((f.name for f in fields(config_class) if f.metadata.get("further_keys")), None)
+
+
+def _make_value_node(field: "Field[Any]") -> Any:
+    """Return an OmegaConf node with the default of a field. It is typed unless the field allows several types."""
+    default: Any = field.default_factory() if callable(field.default_factory) else field.default
+    value_types = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
+    is_optional = type(None) in value_types
+    value_types = tuple(value_type for value_type in value_types if value_type is not type(None))
+    if len(value_types) > 1 or value_types == (Any,):
+        return AnyNode(default)
+    if value_types[0] in _NODE_CLASSES:
+        return _NODE_CLASSES[value_types[0]](value=default, is_optional=is_optional)
+    node = OmegaConf.create(default)
+    if isinstance(default, dict):
+        OmegaConf.set_struct(node, False)  # accept keys that the default lacks, unlike the group around it
+    return node
+
+
+def _to_plain_data(config: DictConfig) -> dict[str, Any]:
+    """Convert a config to plain data with resolved interpolations.
+
+    Raises:
+        UserError: if a value is not set, or an interpolation refers to an unknown key.
+    """
+    try:
+        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        # Listing the missing keys is slow, so it is done only after this error.
+        missing_key = sorted(OmegaConf.missing_keys(config))[0]
+        raise UserError(f"{missing_key} is not set; give it on the command line: {missing_key}=<value>") from error
+    except OmegaConfBaseException as error:  # an interpolation such as ${foo} of a key that does not exist
+        raise UserError(explain(error)) from error
+    return values  # type: ignore[return-value]
+
+
+def _select_class(group: str, class_by_name: dict[str, Any], values: dict[str, Any]) -> Any:
+    """Return the dataclass of the selected option of a group, whose name is the value of `<group>.name`."""
+    name = values[group]["name"]
+    check_one_of(f"{group}.name", name, tuple(class_by_name))
+    return class_by_name[name]
+
+
+def _check_known_keys(prefix: str, keys: Iterable[str], known: Iterable[str]) -> None:
+    """Raise a UserError if a key is unknown; the message names it with the prefix."""
+    unknown_keys = sorted(set(keys) - set(known))
+    if unknown_keys:
+        raise UserError(_explain_unknown_key(prefix + unknown_keys[0]))
+
+
+def _build_dataclass(group: str, config_class: type[T], values: dict[str, Any]) -> T:
+    further_field = _find_further_keys_field(config_class)
+    field_name_by_key = {_get_cli_key(f): f.name for f in fields(config_class) if f.name != further_field}  # type: ignore[arg-type]
+    arguments: dict[str, Any] = {name: values[key] for key, name in field_name_by_key.items()}
+    if further_field is None:
+        _check_known_keys(f"{group}.", values, field_name_by_key)
+    else:
+        arguments[further_field] = {key: value for key, value in values.items() if key not in field_name_by_key}
+    return config_class(**arguments)

@@ -1,0 +1,246 @@
+"""The record of a run (`result.json`): its fields, its identity hash, and functions that write and read it."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any, Literal, Required, TypedDict
+
+from istar.errors import UserError
+from istar.files.parsing import MissingFileError, read_record
+from istar.files.writing import write_text
+from istar.records.metric_names import merit
+
+RESULT = "result.json"
+CONFIG = "config.yaml"
+GEOMETRY = "geometry.json"
+METRICS = "metrics.csv"
+KEPT_MODELS = "models"
+FORMAT = 1
+_START_COMMENT = "# The run began at "
+_REPORTED_PACKAGES = ("istar", "torch", "lightning", "transformers", "datasets", "numpy", "scikit-learn")
+
+
+_Count = Annotated[int, 0]
+_Scores = dict[str, float]
+
+
+class _Epoch(TypedDict):
+    epoch: _Count
+    metrics: _Scores
+
+
+class _Score(TypedDict, total=False):
+    set: str
+    metric: str
+    value: float
+    epoch: _Count
+
+
+class _Isotropy(TypedDict, total=False):
+    before: _Scores
+    after: _Scores
+    points: _Count
+
+
+class _Timing(TypedDict, total=False):
+    began: str | None
+    total: Annotated[float, 0]
+    shrinkage: list[float]
+
+
+class _Data(TypedDict, total=False):
+    fingerprint: str
+    train: _Count
+
+
+class _Named(TypedDict):
+    name: str
+
+
+class _Training(TypedDict):
+    max_epochs: int
+
+
+_Penalty = TypedDict(
+    "_Penalty",
+    {
+        "name": Required[str], "lambda": float, "zeta": float | Literal["auto"], "estimator": str, "target": str,
+        "points": str, "layers": str | list[int], "side": str, "target_score": float | str | None,
+    },
+    total=False,
+)  # fmt: skip
+
+
+class _Settings(TypedDict):
+    """The keys of a run's config that readers of runs need, among many others."""
+
+    task: _Named
+    model: _Named
+    reg: _Penalty
+    trainer: _Training
+    seed: _Count
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The outcome of a run, as stored in `result.json`; `read` checks the types that are annotated here."""
+
+    name: str  # name of the run and of its folder; it ends with the identity hash
+    status: Annotated[str, Literal["finished", "failed", "pruned"]]
+    config: Annotated[dict[str, Any], _Settings]  # resolved config, with the keys of the command line
+    # Name of the headline `metric`, its `value` on the validation set, and the best `epoch` (counted from 1).
+    headline: Annotated[dict[str, Any], _Score] = field(default_factory=dict)
+    # How the best epoch was chosen: the `set` (a validation set or `held_out`), the name of the `metric`, and its
+    # `value`.
+    selection: Annotated[dict[str, Any], _Score] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)  # all validation metrics of the best epoch, as fractions
+    metrics_before: dict[str, float] = field(default_factory=dict)  # the same before training
+    # The same metrics for a prediction that ignores the input: the majority class or the mean label of the training
+    # set, or the frequencies of its tokens.
+    baseline: dict[str, float] = field(default_factory=dict)
+    collapsed: dict[str, bool] = field(default_factory=dict)  # by validation set: whether all its predictions are equal
+    # IsoScore on the validation set `before` and `after` training, by layer (0 is the embedding output) and for the
+    # union of layers 1 to L; `after` is measured at the headline epoch. `points` counts the tokens.
+    isotropy: Annotated[dict[str, Any], _Isotropy] = field(default_factory=dict)
+    # For classification tasks, the isotropy of the validation set within and between its classes, `before` and `after`
+    # training: by layer a dictionary with IsoScore `within` the classes, IsoScore `between` them, and the share of
+    # variance between them, `between_share`; a value is None where it is not defined. See
+    # `istar.finetune.training.class_isotropy`. Empty for other tasks, and in results of earlier versions.
+    class_isotropy: dict[str, dict[str, dict[str, float | None]]] = field(default_factory=dict)
+    epochs: Annotated[list[dict[str, Any]], list[_Epoch]] = field(default_factory=list)  # metrics and isotropy of each
+    # Sizes and fingerprint of the data sets, and number of validation examples that also occur in the training data.
+    data: Annotated[dict[str, Any], _Data] = field(default_factory=dict)
+    skipped_steps: _Count = 0  # optimizer steps skipped because of a non-finite gradient (`trainer.nonfinite=skip`)
+    # When the run first `began` (UTC, ISO 8601), and its durations in seconds, in `total` and by phase, as measured in
+    # the process that finished the run.
+    timing: Annotated[dict[str, Any], _Timing] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)  # versions of istar and of the libraries
+    model_commit: str | None = None  # commit of the model on the hub; None for a local folder and the tiny model
+    # Commit of the data set on the hub. None for a local folder, for generated examples, and if the data set was read
+    # offline from the cache of `datasets` and the cache does not name the commit.
+    data_commit: str | None = None
+    code_commit: str | None = None  # commit of istar's git checkout; None if istar does not run from one
+    code_modified: bool | None = None  # whether tracked files of the checkout differed from its commit
+    device: str | None = None  # name of the GPU, or model of the CPU
+    processes: int | None = None  # number of processes
+    cuda: str | None = None  # version of CUDA that torch was built with; None without CUDA
+    system: str | None = None  # operating system and its version
+    error: str | None = None  # one-line reason of a failure; None if the run did not fail
+    format: int = FORMAT
+
+    @property
+    def selection_value(self) -> Any:
+        """The value by which configurations are compared to choose one; by default that of the headline metric."""
+        return self.selection.get("value", self.headline.get("value"))
+
+    @property
+    def selection_merit(self) -> float:
+        """`selection_value` as a number that is higher for better runs, also if the metric is a loss."""
+        metric = self.selection.get("metric", self.headline.get("metric", ""))
+        return merit(metric, self.selection_value)
+
+
+def identity_hash(config: Mapping[str, Any], data: str, model: str) -> str:
+    """Return the hash that identifies a run: twelve hexadecimal digits.
+
+    Runs with equal settings, data and weights have equal hashes. Settings whose field is marked `NOT_IN_IDENTITY` in
+    `istar.records.config.groups` (paths, logging, hardware) are ignored. The number of processes is not, because it
+    multiplies the batch size.
+
+    Args:
+        config: resolved config as plain data, with the keys of the command line.
+        data: fingerprint of the training and validation examples.
+        model: hub id and revision, or the fingerprint of a local folder.
+    """
+    # Imported here because istar.records.config imports torch, which readers of results do not need.
+    from istar.records.config.groups import Config, identity_values
+
+    identity = {"format": FORMAT, "config": identity_values(Config, config), "data": data, "model": model}
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the installed versions of istar and of the libraries that affect results."""
+    return {name: version(name) for name in _REPORTED_PACKAGES}
+
+
+def start_comment(started_at: str) -> str:
+    """Return the first line of `config.yaml`, a comment that says when the run started."""
+    return f"{_START_COMMENT}{started_at}\n"
+
+
+def read_start_time(folder: Path) -> str | None:
+    """Return when the run in a folder started, as the first line of its `config.yaml` says.
+
+    Returns None if there is no such file or line; earlier versions of istar did not write the line.
+    """
+    try:
+        with (folder / CONFIG).open(encoding="utf-8") as file:
+            first_line = file.readline()
+    except (OSError, ValueError):  # the file is missing or is not UTF-8
+        return None
+    return first_line.removeprefix(_START_COMMENT).strip() if first_line.startswith(_START_COMMENT) else None
+
+
+def write(record: RunRecord, folder: Path) -> None:
+    """Write the record to `result.json` in the run's folder, atomically."""
+    write_text(folder / RESULT, json.dumps(asdict(record), indent=2, allow_nan=True) + "\n")
+
+
+def read(folder: Path) -> RunRecord:
+    """Read the record in a run's folder.
+
+    Raises:
+        UserError: if `result.json` is missing, cannot be read, has another format version or values of a wrong type, or
+            lacks what a finished run has.
+    """
+    path = folder / RESULT
+    try:
+        record = RunRecord(**read_record(path, RunRecord, "a result", FORMAT))
+    except MissingFileError as error:
+        raise UserError(f"{folder} holds no {RESULT}: the run is not finished, or this is not a run folder") from error
+    if gap := _find_gap(record):
+        raise UserError(f"{path}: {gap}")
+    return record
+
+
+def _find_gap(record: RunRecord) -> str:
+    """Return what a record lacks that readers need, or an empty string; a run that has not finished may lack much."""
+    reg, headline = record.config["reg"], record.headline
+    if reg["name"] != "none" and "lambda" not in reg:
+        return "its config lacks reg.lambda"
+    if record.status != "finished":
+        return ""
+    before, after = (record.isotropy.get(stage, {}) for stage in ("before", "after"))
+    if missing := {"metric", "value", "epoch"} - headline.keys():
+        return f"its headline lacks {min(missing)}"
+    if headline["metric"] not in record.metrics:
+        return "its headline metric is none of its metrics"
+    if not {"union"} <= after.keys() <= before.keys() or "points" not in record.isotropy:
+        return "its isotropy lacks the union of the layers, or a layer before training"
+    layers = {*after, *(layer for layers in record.class_isotropy.values() for layer in layers)} - {"union"}
+    if not all(layer.isascii() and layer.isdigit() for layer in layers):
+        return "its isotropy has a layer that is not numbered"
+    return "" if "total" in record.timing else "its timing lacks the total"
+
+
+def read_unfinished(folder: Path) -> RunRecord:
+    """Return a record with the status `unfinished` and the config of a run that has no `result.json` yet.
+
+    Raises:
+        UserError: if `config.yaml` is missing or cannot be read, or is not the config of a run.
+    """
+    path = folder / CONFIG
+    config = read_record(path, _Settings, "a config")
+    record = RunRecord(folder.name, "unfinished", config, timing={"began": read_start_time(folder)})
+    if gap := _find_gap(record):
+        raise UserError(f"{path}: {gap}")
+    return record
+
+
+def write_predictions(path: Path, predictions: Iterable[Mapping[str, Any]]) -> None:
+    """Write predictions as JSON lines, one example per line, atomically."""
+    write_text(path, "".join(json.dumps(prediction, ensure_ascii=False) + "\n" for prediction in predictions))

@@ -1,0 +1,337 @@
+"""Groups runs that differ only in the seed, and selects the configuration for each cell of Table 1.
+
+A configuration is everything that identifies a run (see `istar.records.results.identity_hash`) except the seed:
+settings, data and model. The selection uses the headline metric on the set on which the epoch was chosen, which is the
+validation set or a held-out part of the training data, and no other result.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from istar.records.metric_names import displayed, merit
+from istar.records.results import RunRecord, identity_hash
+from istar.reports import paper
+from istar.reports.run_frame import Runs
+from istar.reports.run_tables import selection_sort_key
+from istar.reports.statistics import MeanAndStd, mean_and_std
+
+VARIED = {"lambda": "reg.lambda", "zeta": "reg.zeta", "layers": "reg.layers", "method": "reg"}
+"""Setting that a figure varies -> config key in which the runs of the figure may differ; `reg` is the whole group."""
+VALIDATION, HELD_OUT = "validation", "held-out"
+"""Sets on which epochs and configurations are chosen: the validation set, which is also reported, or held-out data."""
+_HELD_OUT_IN_RECORD = "held_out"
+"""Name of the held-out set in the record of a run."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of Table 1: the runs of the configuration selected for a task, a model and a method family."""
+
+    task: str
+    model: str
+    family: str
+    runs: pd.DataFrame  # finished runs, one per seed, ordered by seed; empty if no run of the family has finished
+    num_configurations: int = 0  # number of configurations from which this one was selected
+    num_failed: int = 0  # number of failed runs of this configuration; of the whole family if no run has finished
+    num_pruned: int = 0  # number of runs of the family that a search stopped early
+
+    @property
+    def seeds(self) -> list[int]:
+        """Seeds of the finished runs."""
+        return [int(seed) for seed in self.runs["seed"]]
+
+    @property
+    def metrics(self) -> list[str]:
+        """The headline metric, and for SQuAD exact match as well; empty without a finished run."""
+        if self.runs.empty:
+            return []
+        headline = str(self.runs["metric"].iloc[0])
+        exact_match = self.runs.get("validation.exact_match")
+        return [headline, "exact_match"] if exact_match is not None and exact_match.notna().all() else [headline]
+
+    @property
+    def num_collapsed(self) -> int:
+        """Number of finished runs whose predictions are constant; the mean includes them."""
+        return int(self.runs["collapsed"].eq(True).sum())
+
+    @property
+    def is_collapsed(self) -> bool:
+        """Whether the predictions of all finished runs are constant; see `are_all_collapsed`."""
+        return are_all_collapsed(self.runs)
+
+    @property
+    def selection_set(self) -> str:
+        """The set on which the epoch and the configuration were chosen; empty without a finished run."""
+        return str(self.first_run.get("chosen_on", ""))
+
+    @property
+    def first_run(self) -> dict[str, Any]:
+        """Row of the run with the lowest seed; empty without a finished run."""
+        return {} if self.runs.empty else row_dicts(self.runs.head(1))[0]
+
+    def score_by_seed(self, metric: str) -> dict[int, float]:
+        """Return a metric's finite values by seed, scaled by `displayed`; empty if the runs lack it."""
+        if metric not in self.metrics:
+            return {}
+        column = "value" if metric == self.metrics[0] else f"validation.{metric}"
+        return {
+            seed: displayed(metric, float(value))
+            for seed, value in zip(self.seeds, self.runs[column], strict=True)
+            if math.isfinite(value)
+        }
+
+    def mean_and_std(self, metric: str) -> MeanAndStd:
+        """Return mean and standard deviation of a metric over the seeds, scaled by `displayed`."""
+        return mean_and_std(list(self.score_by_seed(metric).values()))
+
+
+def add_selection_columns(runs: Runs) -> pd.DataFrame:
+    """Return the data frame of the runs with additional columns, by which reports group and select runs.
+
+    The additional columns are:
+        family: `base`, `cosreg` or `istar`.
+        settings_hash: equal for runs with the same model and the same settings except the seed.
+        config_hash: like `settings_hash`, but also covers the data, whose fingerprint a failed run may not have.
+        hash_without_<varied>: `config_hash` without the config key in `VARIED`.
+        repeated: a second finished run of the same configuration and seed.
+        usable: a finished run with a finite headline value that is not repeated.
+        chosen_on: the set on which the epoch and the shown configuration were chosen; see `get_selection_set`.
+        train_examples: number of training examples; NaN if unknown.
+        steps: optimizer steps until the last validation; NaN if unknown.
+        candidate: whether a cell of Table 1 may show the run; see `is_table1_candidate`.
+    """
+    frame = runs.frame.copy()
+    records = [runs.records[folder] for folder in frame["folder"]]
+    frame["family"] = [get_method_family(record) for record in records]
+    frame["settings_hash"] = [compute_config_hash(record, with_data=False) for record in records]
+    frame["config_hash"] = [compute_config_hash(record) for record in records]
+    for varied, key in VARIED.items():
+        frame[f"hash_without_{varied}"] = [compute_config_hash(record, key) for record in records]
+    is_valid = (frame["status"] == "finished") & frame["value"].map(is_finite).astype(bool)
+    frame["repeated"] = frame[is_valid].duplicated(["config_hash", "seed"]).reindex(frame.index).eq(True)
+    frame["usable"] = is_valid & ~frame["repeated"]
+    frame["candidate"] = is_table1_candidate(frame)
+    frame["chosen_on"] = [get_selection_set(record) for record in records]
+    frame["train_examples"] = [_to_float(record.data.get("train")) for record in records]
+    frame["steps"] = [_to_float(record.epochs[-1].get("step")) if record.epochs else math.nan for record in records]
+    return frame
+
+
+def get_selection_set(record: RunRecord) -> str:
+    """Return the set on which the epoch of a run is chosen and configurations are compared.
+
+    It is `VALIDATION`, or `HELD_OUT` for a part of the training data, see `task.validation_fraction`.
+    """
+    if record.selection:
+        return HELD_OUT if record.selection.get("set") == _HELD_OUT_IN_RECORD else VALIDATION
+    return HELD_OUT if record.config["task"].get("validation_fraction") else VALIDATION
+
+
+def get_method_family(record: RunRecord) -> str:
+    """Return the method family of a run: `base`, or the name of its penalty, such as `cosreg` or `istar`.
+
+    A run with a penalty of weight 0 equals Base and counts as such.
+    """
+    reg = record.config["reg"]
+    return "base" if reg["name"] == "none" or reg.get("lambda") == 0 else str(reg["name"])
+
+
+def compute_config_hash(record: RunRecord, ignored_key: str = "", with_data: bool = True) -> str:
+    """Return a hash that is equal for runs that differ only in the seed and in the ignored key.
+
+    The ignored key is `group.key`, or `group` for a whole config group. The hash covers the fingerprint of the run's
+    data unless `with_data` is False.
+    """
+    settings = {group: dict(values) for group, values in record.config.items() if isinstance(values, Mapping)}
+    model = os.path.normpath(str(settings["model"].get("name")))
+    revision = settings["model"].get("revision")
+    # With weight 0 the penalty's other settings have no effect.
+    if get_method_family(record) == "base":
+        settings["reg"] = {"name": "none"}
+    group, _, key = ignored_key.partition(".")
+    if key:
+        settings[group].pop(key, None)
+    else:
+        settings.pop(group, None)
+    fingerprint = record.data.get("fingerprint", "") if with_data else ""
+    return identity_hash(settings, fingerprint, f"{model}@{revision}")
+
+
+def is_table1_candidate(runs: pd.DataFrame) -> pd.Series:
+    """Return a boolean mask of the runs that Table 1 may show: those of the methods as the paper compares them.
+
+    These are Base, I-STAR on all layers with a given zeta, and CosReg on the last layer with a positive lambda, both on
+    the hidden states of all tokens. Runs of ablations, the negative CosReg weights of Figure 4, other estimators of
+    isotropy and penalties on embedding matrices, on some of the tokens or within classes are not candidates.
+    """
+    penalized_layers = _get_column(runs, "reg.layers")
+    lambdas = pd.to_numeric(_get_column(runs, "reg.lambda"), errors="coerce")
+    is_istar = (runs["family"] == "istar") & penalized_layers.eq("all") & has_fixed_zeta(runs)
+    is_cosreg = (runs["family"] == "cosreg") & penalized_layers.eq("last") & (lambdas > 0)
+    # Runs of earlier versions have none of these keys.
+    is_on_all_states = _get_column(runs, "reg.target").fillna("hidden_states").eq("hidden_states")
+    is_on_all_states &= _get_column(runs, "reg.points").fillna("all").eq("all") & _get_column(runs, "reg.within").isna()
+    return (runs["family"] == "base") | ((is_istar | is_cosreg) & is_on_all_states)
+
+
+def has_fixed_zeta(runs: pd.DataFrame) -> pd.Series:
+    """Return a boolean mask of the runs of I-STAR that use the paper's shrinkage estimator with a fixed zeta."""
+    # Runs of earlier versions have no estimator.
+    is_shrinkage = _get_column(runs, "reg.estimator").fillna("shrinkage").eq("shrinkage")
+    return _get_column(runs, "reg.zeta").map(is_finite).astype(bool) & is_shrinkage
+
+
+def select_cell(all_runs: pd.DataFrame, task: str, model: str, family: str) -> Cell:
+    """Select the best configuration of a task, model and method family, by `find_best_group`.
+
+    `all_runs` is a result of `add_selection_columns`. The cell has no runs if none has finished.
+    """
+    is_in_cell = (all_runs["task"] == task) & (all_runs["model"] == model) & (all_runs["family"] == family)
+    candidates = all_runs[is_in_cell & all_runs["candidate"]]
+    failed_runs = candidates[candidates["status"] == "failed"]
+    num_pruned = int((candidates["status"] == "pruned").sum())
+    usable_runs = candidates[candidates["usable"]]
+    if usable_runs.empty:
+        return Cell(task, model, family, usable_runs, num_failed=len(failed_runs), num_pruned=num_pruned)
+    best_runs = usable_runs[usable_runs["config_hash"] == find_best_group(usable_runs, "config_hash")].sort_values(
+        "seed"
+    )
+    failed_runs = failed_runs[failed_runs["settings_hash"] == best_runs["settings_hash"].iloc[0]]
+    num_configurations = usable_runs["config_hash"].nunique()
+    return Cell(task, model, family, best_runs, num_configurations, len(failed_runs), num_pruned)
+
+
+def are_all_collapsed(runs: pd.DataFrame) -> bool:
+    """Return whether the predictions of all runs of a configuration are constant; False without a run.
+
+    A run counts as collapsed if its record says so. Where the score equals that of a constant prediction, it also
+    counts if there are two or more runs, or if its record does not say whether it has collapsed.
+    """
+    if runs.empty:
+        return False
+    is_recorded_as_collapsed = runs["collapsed"].eq(True)
+    minus_constant = runs["value"].astype(float) - pd.to_numeric(runs["constant"], errors="coerce").astype(float)
+    # Scores of the same predictions may differ by rounding errors.
+    has_constant_score = (minus_constant.abs() < 1e-9) & ((len(runs) > 1) | runs["collapsed"].isna())
+    return bool((is_recorded_as_collapsed | has_constant_score).all())
+
+
+def find_best_group(runs: pd.DataFrame, column: str) -> str:
+    """Return the value of `column` with the best runs: those with the most seeds; among equals, with the best mean.
+
+    The mean is that of the headline metric on the set on which the epochs were chosen. If the means are equal, too, the
+    value with the alphabetically first run name is returned.
+    """
+    metric = runs["metric"].iloc[0]
+    runs_with_merit = runs.assign(merit=[merit(metric, value) for value in runs["selection"]])
+    merits_by_group = runs_with_merit.groupby(column)["merit"].agg(list)
+    values_by_first_name = runs.groupby(column)["name"].min().sort_values().index
+    return max(values_by_first_name, key=lambda value: selection_sort_key(merits_by_group[value]))
+
+
+def select_cells(all_runs: pd.DataFrame) -> list[Cell]:
+    """Return a cell for each method family of every model and task that has a run of any status."""
+    return [
+        select_cell(all_runs, task, model, family)
+        for model in list_models(all_runs)
+        for task in list_tasks(all_runs[all_runs["model"] == model])
+        for family in paper.FAMILIES
+    ]
+
+
+def by_model_and_task(runs: pd.DataFrame) -> Iterator[pd.DataFrame]:
+    """Yield the runs of each model and task, in the order of `list_models` and `list_tasks`."""
+    for model in list_models(runs):
+        model_runs = runs[runs["model"] == model]
+        for task in list_tasks(model_runs):
+            yield model_runs[model_runs["task"] == task]
+
+
+def row_dicts(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the rows as dictionaries with string keys; missing values may be NaN."""
+    return [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
+
+
+def list_models(runs: pd.DataFrame) -> list[str]:
+    """Return the models of the runs, sorted by name."""
+    return sorted(runs["model"].unique())
+
+
+def list_tasks(runs: pd.DataFrame) -> list[str]:
+    """Return the tasks of the runs: the paper's in the order of Table 1, then the others by name."""
+    names = set(runs["task"])
+    return [name for name in paper.TASKS if name in names] + sorted(names - set(paper.TASKS))
+
+
+_TEMPLATE_BY_KEY = {
+    "optim.lr": "lr {:g}",
+    "data.batch_size": "batch {}",
+    "trainer.accumulate_grad_batches": "accumulated {}",
+    "trainer.devices": "devices {}",
+    "trainer.max_epochs": "epochs {}",
+    "trainer.max_steps": "steps {}",
+    "trainer.precision": "{}",
+    "task.limit_train": "limit_train={}",
+    "task.limit_validation": "limit_validation={}",
+}
+
+
+def describe_hyperparameters(run: Mapping[str, Any]) -> str:
+    """Return the main hyperparameters of a run in words, e.g. `lr 3e-05, batch 32, epochs 3, bf16-mixed`."""
+    parts = []
+    max_steps: Any = run.get("trainer.max_steps")
+    has_max_steps = is_finite(max_steps) and max_steps > 0
+    for key, template in _TEMPLATE_BY_KEY.items():
+        value = run.get(key)
+        if value is None or (isinstance(value, float) and math.isnan(value)):
+            continue
+        if key in ("trainer.devices", "trainer.accumulate_grad_batches") and value in (1, "1"):
+            continue
+        # A number of steps replaces the number of epochs as the limit.
+        if key == ("trainer.max_epochs" if has_max_steps else "trainer.max_steps"):
+            continue
+        # pandas converts a column of integers with missing values to floats.
+        is_integer = isinstance(value, float) and key != "optim.lr"
+        parts.append(template.format(int(value) if is_integer else value))
+    return ", ".join(parts)
+
+
+_IRRELEVANT_PREFIXES = ("reg.", "logger.", "run.", "validation.", "task.name", "model.name", "task.data_dir")
+_IRRELEVANT_KEYS = {
+    "data.cache_dir", "data.num_workers", "data.eval_batch_size", "trainer.accelerator", "trainer.strategy",
+    "trainer.progress_bar", "trainer.log_every_n_steps", "trainer.checkpoint_every_n_steps",
+    "trainer.checkpoint_every_n_minutes", "trainer.nonfinite", "trainer.checkpoints", "task.submission",
+}  # fmt: skip
+"""Config keys that `find_differing_keys` skips: they have no effect on the result, or tables show them elsewhere."""
+
+
+def find_differing_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """Return the config keys in which two runs differ and that can affect the result, except those of the penalty."""
+    return [
+        key
+        for key in first
+        if "." in key
+        and not key.startswith(_IRRELEVANT_PREFIXES)
+        and key not in _IRRELEVANT_KEYS
+        and str(first[key]) != str(second.get(key))
+    ]
+
+
+def _get_column(runs: pd.DataFrame, name: str) -> pd.Series:
+    """Return a column of the runs, or one of missing values if no run has this config key."""
+    return runs[name] if name in runs else pd.Series(None, runs.index, dtype=object)
+
+
+def _to_float(value: Any) -> float:
+    """Return a finite number as a float, and anything else as NaN."""
+    return float(value) if is_finite(value) else math.nan
+
+
+def is_finite(value: Any) -> bool:
+    """Return whether the value is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,199 @@
+"""The HTML page: escaping, colours, alignment, and the functions of its script."""
+
+import json
+import re
+import shutil
+import subprocess
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.colors import to_rgb
+
+from istar.drawing import page, page_folder, rendering
+from istar.drawing.page import Page, Section
+from istar.drawing.page_tables import Entry, Sheet
+from istar.drawing.plot import Line, Panel, Plot
+from tests.reports.test_report import inline_parts, parsed
+
+TEMPLATES = Path(str(files("istar.drawing"))) / "templates"
+HOSTILE = '<script>alert(1)</script> "]]>& <b onclick="x()">'
+
+
+def write_page(tmp_path: Path, name: str = "name") -> Path:
+    """Write a page with a table and two figures of two models; every text contains the name."""
+    rows = [[Entry(name), Entry(f"{10**n}.{n}", n == 2, number=True), Entry(name, code=True)] for n in range(12)]
+    sheet = Sheet("table", name, name, (name, "v", name), {name: rows}, pd.DataFrame(), (name,))
+    panels = tuple(
+        Panel(model, name, (Line(name, (1, 2), (0.1, 0.5)), Line("other", (1, 2), (0.3, 0.2))), name, name)
+        for model in (name, f"{name}2")
+    )
+    plot = Plot("plot", name, name, "line", name, panels)
+    section = Section("section", name, (name,), sheet, page_folder.render_pictures(plot), name, (name,), is_wide=True)
+    path = tmp_path / "index.html"
+    path.write_text(
+        page.render_html(Page(name, ("Runs", name, name), "test", [("1", name)], [section])), encoding="utf-8"
+    )
+    return path
+
+
+def test_hostile_names_stay_texts(tmp_path: Path) -> None:
+    path = write_page(tmp_path, HOSTILE)
+    inline_parts(path)
+    reader = parsed(path)
+    assert "".join(reader.text).count(HOSTILE) > 20
+    assert len(reader.ids) == len(set(reader.ids))
+    # The page has one `<b>` tag for each panel, before its fixed settings.
+    assert [tag for tag, _ in reader.tags].count("b") == 2
+
+
+def test_only_long_wide_tables_are_printed_in_landscape() -> None:
+    def is_landscape(num_rows: int, is_wide: bool = True) -> bool:
+        sheet = Sheet("table", "", "", ("a",), {"": [[Entry("1")]] * num_rows}, pd.DataFrame())
+        return Section("section", "", (), sheet, is_wide=is_wide).is_landscape
+
+    assert [is_landscape(20), is_landscape(21), is_landscape(21, is_wide=False)] == [False, True, False]
+    assert not Section("section", "", is_wide=True).is_landscape
+
+
+def test_the_files_of_a_table_stand_in_its_printed_caption(tmp_path: Path) -> None:
+    """A line below the table could be alone at the top of a page."""
+    html = write_page(tmp_path).read_text(encoding="utf-8")
+    [caption] = re.findall(r"<caption.*?</caption>", html, re.DOTALL)
+    assert '<span class="printed">The same as tables/table.csv (unrounded), .md and .tex.</span>' in caption
+    style = (TEMPLATES / "report.css").read_text(encoding="utf-8")
+    screen_style, print_style = style.split("@media print")
+    assert ".printed { display: none; }" in screen_style
+    assert "section > .files { display: none; }" in print_style
+    assert ".printed { display: inline; }" in print_style
+
+
+def test_the_title_of_a_point_is_its_value(tmp_path: Path) -> None:
+    text = write_page(tmp_path).read_text(encoding="utf-8")
+    titles = re.findall(r"<circle [^>]*><title>([^<]*)</title></circle>", text)
+    assert titles[:2] == ["name\nname: 1\nname: 0.1", "name\nname: 2\nname: 0.5"]
+    assert len(titles) == 8
+
+
+def test_a_page_is_complete_without_its_script(tmp_path: Path) -> None:
+    reader = parsed(write_page(tmp_path))
+    buttons = [attributes for tag, attributes in reader.tags if tag == "button"]
+    assert buttons == [{"type": "button", "id": "theme", "hidden": None}]
+    [details, *_] = [attributes for tag, attributes in reader.tags if tag == "details"]
+    assert details == {"open": None}
+
+
+def test_the_decimals_of_a_column_have_one_width(tmp_path: Path) -> None:
+    text = write_page(tmp_path).read_text(encoding="utf-8")
+    cells = re.findall(r'<td class="number">(.*?)</td>', text)
+    assert cells[1] == '10<span class="rest w3">.1</span>'
+    assert cells[2] == '<strong>100</strong><span class="rest w3"><strong>.2</strong></span>'
+    assert all('class="rest w3"' in cell for cell in cells)
+    assert ".w3 { min-width: 3ch; }" in text
+
+
+# Colours.
+
+
+def read_colour_schemes(style: str) -> dict[str, dict[str, str]]:
+    """Return the variables of each colour scheme, by its selector."""
+    blocks = re.findall(r"(:root[^{]*) \{([^}]*)\}", style)
+    return {selector: dict(re.findall(r"--(\w+): ([^;]*);", block)) for selector, block in blocks}
+
+
+def luminance(colour: Any) -> float:
+    """Return the relative luminance of a colour as defined in WCAG 2."""
+    parts = np.asarray(colour)
+    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+    return float(linear @ [0.2126, 0.7152, 0.0722])
+
+
+def contrast(first: Any, second: Any) -> float:
+    """Return the contrast ratio of two colours as defined in WCAG 2, from 1 to 21."""
+    low, high = sorted((luminance(first), luminance(second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_texts_have_contrast_in_both_schemes(tmp_path: Path) -> None:
+    schemes = read_colour_schemes(inline_parts(write_page(tmp_path))["style"])
+    light, system_dark, dark = (
+        schemes[key] for key in (":root", ':root:not([data-theme="light"])', ':root[data-theme="dark"]')
+    )
+    assert system_dark == dark
+    assert light.keys() == dark.keys()
+    for scheme in (light, dark):
+        for text, background in (
+            ("ink", "paper"), ("soft", "paper"), ("link", "paper"), ("ink", "tint"), ("soft", "tint"), ("ink", "warn"),
+        ):  # fmt: skip
+            assert contrast(to_rgb(scheme[text]), to_rgb(scheme[background])) >= 4.5, (text, background)
+
+
+def apply_dark_filter(colour: str) -> Any:
+    """Return a colour of a figure after the filters `invert(0.92) hue-rotate(180deg)` of the CSS filter effects."""
+    inverted = 0.92 + np.asarray(to_rgb(colour)) * (1 - 2 * 0.92)
+    grey = np.array([0.213, 0.715, 0.072])
+    # The cosine of 180 degrees is -1, the sine 0.
+    return np.clip(2 * grey @ inverted - inverted, 0, 1)
+
+
+def test_lines_are_as_visible_in_the_dark(tmp_path: Path) -> None:
+    dark = read_colour_schemes(inline_parts(write_page(tmp_path))["style"])[':root[data-theme="dark"]']
+    assert dark["figure"] == "invert(0.92) hue-rotate(180deg)"
+    paper = apply_dark_filter(rendering.PAPER)
+    # The paper of figures is that of the page.
+    assert np.abs(paper - to_rgb(dark["paper"])).max() < 1 / 255
+    labels = [f"{symbol} = {value}" for symbol in "λζ" for value in (-5, -3, -1, 0.2, 0.4, 0.6, 0.8, 1, 3, 5)]
+    scales = [rendering._choose_setting_colour(label) for label in labels]
+    for colour in filter(None, (rendering.INK, rendering.RED, *rendering.PALETTE, *rendering.SCALE, *scales)):
+        assert contrast(apply_dark_filter(colour), paper) >= min(3, contrast(to_rgb(colour), to_rgb(rendering.PAPER)))
+    text = rendering.INK
+    assert contrast(apply_dark_filter(text), paper) >= 4.5
+
+
+# Script.
+
+
+def evaluate_script(expression: str) -> Any:
+    """Return the value of an expression over the functions of the script, computed by Node.js."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("needs Node.js")
+    program = f"const page = require({json.dumps(str(TEMPLATES / 'report.js'))}); "
+    program += f"console.log(JSON.stringify({expression}))"
+    result = subprocess.run([node, "-e", program], capture_output=True, text=True, check=True)
+    return json.loads(result.stdout)
+
+
+def test_numbers_of_cells() -> None:
+    value_by_cell = {
+        "71.67 ± 0.50": 71.67, " 1,234 ": 1234, "1,234,567.5": 1234567.5, "-0.5": -0.5, "\u22125": -5, "+0.5": 0.5,
+        "<0.001": 0.001, "1e-05": 1e-05, ".5": 0.5, "5.3 %": 5.3, "50.00 ± 0.00 (collapsed)": 50, "-1 | 0.8": -1,
+        "-": None, "\u2013": None, "": None, "1:02": None, "12-layer": None, "bert": None, "2x": None,
+    }  # fmt: skip
+    assert evaluate_script(f"{json.dumps(list(value_by_cell))}.map(page.parseNumber)") == list(value_by_cell.values())
+
+
+def test_sorted_order() -> None:
+    def sort_cells(cells: list[str], direction: int) -> list[str]:
+        return [cells[index] for index in evaluate_script(f"page.sortedOrder({json.dumps(cells)}, {direction})")]
+
+    numbers = ["10.5 ± 3", "9.00", "-", "1,000", "\u2013", "-2"]
+    assert sort_cells(numbers, 1) == ["-2", "9.00", "10.5 ± 3", "1,000", "-", "\u2013"]
+    assert sort_cells(numbers, -1) == ["1,000", "10.5 ± 3", "9.00", "-2", "-", "\u2013"]
+    assert sort_cells(["layer 10", "layer 2", "-", "Base"], 1) == ["Base", "layer 2", "layer 10", "-"]
+    # Equal cells keep their order in both directions.
+    assert evaluate_script('page.sortedOrder(["1", "0", "1.0"], 1)') == [1, 0, 2]
+    assert evaluate_script('page.sortedOrder(["1", "0", "1.0"], -1)') == [0, 2, 1]
+
+
+def test_a_filter_finds_all_its_words() -> None:
+    assert evaluate_script('page.hasAllWords("BERT rte 71.67", "rte bert")') is True
+    assert evaluate_script('page.hasAllWords("BERT rte 71.67", "rte gpt")') is False
+    assert evaluate_script('page.hasAllWords("BERT", "  ")') is True
+
+
+def test_the_script_is_short() -> None:
+    assert len((TEMPLATES / "report.js").read_text(encoding="utf-8").splitlines()) <= 140

@@ -1,0 +1,274 @@
+"""The files of a figure: formats, resolution and colours."""
+
+import io
+import re
+import zlib
+from dataclasses import replace
+from typing import Any
+
+import matplotlib.colors
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.container import ErrorbarContainer
+from PIL import Image
+
+from istar.drawing import rendering
+from istar.drawing.plot import Line, Panel, Plot
+from istar.drawing.rendering import render
+
+
+def make_plot(*lines: Line, **options: object) -> Plot:
+    settings: dict[str, object] = {"kind": "line", "x_label": "layer", **options}
+    return Plot("name", "title", "caption", panels=(Panel("", "task", lines, "", "InterSim"),), **settings)  # type: ignore[arg-type]
+
+
+SIMPLE = make_plot(Line("one", (1, 2, 3), (0.1, 0.5, 0.2)), Line("two", (1, 2, 3), (0.3, 0.2, 0.4)))
+
+
+def test_every_figure_has_three_formats() -> None:
+    files = render(SIMPLE)
+    assert tuple(files) == rendering.SUFFIXES == ("svg", "pdf", "png")
+    assert files["pdf"].startswith(b"%PDF")
+    assert b"<svg" in files["svg"]
+    assert render(SIMPLE) == files
+    # The content of a file does not depend on the other formats that are written.
+    assert all(render(SIMPLE, [suffix])[suffix] == content for suffix, content in files.items())
+
+
+def test_a_png_has_300_dots_per_inch_and_the_size_of_the_svg() -> None:
+    files = render(SIMPLE)
+    picture = Image.open(io.BytesIO(files["png"]))
+    assert [round(value) for value in picture.info["dpi"]] == [300, 300]
+    points = re.search(rb'width="([\d.]+)pt" height="([\d.]+)pt"', files["svg"])
+    assert points is not None
+    for pixels, size in zip(picture.size, points.groups(), strict=True):
+        assert abs(pixels - float(size) / 72 * 300) <= 1
+
+
+def test_the_formats_have_the_same_colours() -> None:
+    files = render(SIMPLE)
+    svg = {colour.decode() for colour in re.findall(rb"stroke: (#[0-9a-f]{6})", files["svg"])}
+    streams = re.findall(rb"stream\r?\n(.*?)\r?\nendstream", files["pdf"], re.DOTALL)
+    text = b"\n".join(zlib.decompress(stream) for stream in streams if stream.startswith(b"x"))
+    pdf = {
+        "#" + "".join(f"{round(255 * float(component)):02x}" for component in components)
+        for components in re.findall(rb"([\d.]+) ([\d.]+) ([\d.]+) RG", text)
+    }
+    pixels = {
+        "#" + "".join(f"{component:02x}" for component in pixel[:3])
+        for _, pixel in Image.open(io.BytesIO(files["png"])).getcolors(1 << 24)
+    }  # type: ignore[union-attr,index]
+    for colour in rendering.PALETTE[:2]:
+        assert colour in svg & pdf & pixels
+
+
+def test_points_with_fewer_seeds_are_hollow_and_collapsed_ones_crossed() -> None:
+    line = Line("mean", (1, 2, 3), (0.1, 0.5, 0.2), num_seeds=(5, 1, 5), collapsed=(False, False, True))
+    [axes] = rendering._draw_figure(make_plot(line, kind="bars")).axes
+    hollow = [mark for mark in axes.lines if mark.get_markerfacecolor() == rendering.PAPER]
+    assert [list(mark.get_xdata()) for mark in hollow] == [[2]]
+    crossed = [mark for mark in axes.lines if mark.get_marker() == "x"]
+    assert [list(mark.get_xdata()) for mark in crossed] == [[3]]
+    # No point is marked if all points have the same number of seeds.
+    [axes] = rendering._draw_figure(make_plot(Line("mean", (1, 2), (0.1, 0.5), num_seeds=(2, 2)), kind="bars")).axes
+    assert not [mark for mark in axes.lines if mark.get_markerfacecolor() == rendering.PAPER]
+
+
+def assign_colours(*labels: str) -> dict[str, str]:
+    plot = make_plot(*(Line(label, (1.0,), (0.5,)) for label in labels))
+    return {
+        label: matplotlib.colors.to_hex(style["color"]) for label, style in rendering._assign_line_styles(plot).items()
+    }
+
+
+def test_a_weight_has_the_same_colour_in_every_figure() -> None:
+    colours_of_three, colours_of_six = (
+        assign_colours("Base", "λ = -1", "λ = 3"),
+        assign_colours("λ = -5", "λ = -1", "λ = 0.5", "λ = 3", "λ = 5", "Base"),
+    )
+    assert all(colours_of_six[label] == colour for label, colour in colours_of_three.items())
+    assert colours_of_six["Base"] == rendering.INK
+    assert len(set(colours_of_six.values())) == 6
+    # Negative weights are red and positive ones blue; the colours are darker the farther the weights are from 0.
+    rgb = {label: matplotlib.colors.to_rgb(colour) for label, colour in colours_of_six.items()}
+    assert rgb["λ = -5"][0] > rgb["λ = -5"][2]
+    assert rgb["λ = 5"][2] > rgb["λ = 5"][0]
+    assert sum(rgb["λ = -5"]) < sum(rgb["λ = -1"])
+    assert sum(rgb["λ = 5"]) < sum(rgb["λ = 3"]) < sum(rgb["λ = 0.5"])
+
+
+def test_zeta_has_a_sequential_scale() -> None:
+    labels = [f"ζ = {zeta:g}" for zeta in (0, 0.2, 0.4, 0.6, 0.8, 1)]
+    colour_by_label = assign_colours(*labels, "ζ = auto", "unbiased")
+    brightness = [sum(matplotlib.colors.to_rgb(colour_by_label[label])) for label in labels]
+    assert brightness == sorted(brightness)
+    assert assign_colours("ζ = 0.4")["ζ = 0.4"] == colour_by_label["ζ = 0.4"]
+    assert len(set(colour_by_label.values())) == 8
+
+
+def draw_axes(y_label: str, *values: float) -> Any:
+    panel = Panel("", "", (Line("one", tuple(map(float, range(len(values)))), values),), "", y_label)
+    return rendering._draw_figure(Plot("name", "title", "caption", "line", "layer", (panel,))).axes[0]
+
+
+def test_a_bounded_measure_has_its_whole_range_or_says_that_it_is_cut() -> None:
+    full_axes = draw_axes("InterSim", -0.1, 0.9)
+    assert (full_axes.get_ylabel(), full_axes.get_ylim()[0] <= -1, full_axes.get_ylim()[1] >= 1) == (
+        "InterSim",
+        True,
+        True,
+    )
+    cut_axes = draw_axes("InterSim", 0.91, 0.93)
+    assert cut_axes.get_ylabel() == "InterSim (part of -1 to 1)"
+    assert cut_axes.get_ylim()[0] > 0.5
+    assert draw_axes("IsoScore*", 0.1, 0.8).get_ylabel() == "IsoScore*"
+    assert draw_axes("I(W), both signs", 0.01, 0.02).get_ylabel() == "I(W), both signs (part of 0 to 1)"
+    assert draw_axes("TwoNN dimension", 1, 2).get_ylabel() == "TwoNN dimension"
+    assert draw_axes("IntraSim - InterSim", 0.1, 0.2).get_ylabel() == "IntraSim - InterSim\n(part of -2 to 2)"
+
+
+def test_a_panel_may_have_bounds() -> None:
+    line = Line("one", (0.0, 1.0), (3.0, 4.0))
+    panel = Panel("", "", (line,), "", "rank", y_bounds=(1, 384))
+    cut_axes = rendering._draw_figure(Plot("name", "title", "caption", "line", "layer", (panel,))).axes[0]
+    assert cut_axes.get_ylabel() == "rank (part of 1 to 384)"
+    wide_panel = replace(panel, lines=(replace(line, y=(3.0, 300.0)),))
+    full_axes = rendering._draw_figure(Plot("name", "title", "caption", "line", "layer", (wide_panel,))).axes[0]
+    assert (full_axes.get_ylabel(), full_axes.get_ylim()[0] <= 1, full_axes.get_ylim()[1] >= 384) == (
+        "rank",
+        True,
+        True,
+    )
+
+
+def test_a_single_point_of_a_line_has_an_error_bar_and_its_colour() -> None:
+    line, mark = Line("one", (0.0, 1.0), (3.0, 4.0), y_error=(0.1, 0.1)), Line("one", (1.2,), (5.0,), y_error=(0.5,))
+    panel = Panel("", "", (line, mark), "", "norm")
+    figure = rendering._draw_figure(Plot("name", "title", "caption", "line", "depth", (panel,)))
+    axes = figure.axes[0]
+    [bar] = [container for container in axes.containers if isinstance(container, ErrorbarContainer)]
+    [segment] = bar.lines[2][0].get_segments()
+    assert segment == pytest.approx(np.array([[1.2, 4.5], [1.2, 5.5]]))
+    assert len({to_hex(drawn_line.get_color()) for drawn_line in axes.lines if drawn_line.get_label() == "one"}) == 1
+    # A single label needs no legend.
+    assert not figure.legends
+
+
+def test_compared_panels_share_their_axes() -> None:
+    panels = tuple(
+        Panel("", name, (Line("points", (x, x + 2), (-1, 1)),), "", "second") for name, x in (("a", -1), ("b", 4))
+    )
+    figure = rendering._draw_figure(Plot("name", "title", "caption", "scatter", "first", panels, share_axes=True))
+    first, second = figure.axes
+    assert first.get_xlim() == second.get_xlim()
+    assert first.get_ylim() == second.get_ylim()
+    assert first.get_xlim()[0] < -1 < 6 < first.get_xlim()[1]
+    # A unit has the same length in both panels.
+    figure.draw_without_rendering()
+    widths = [axes.transData.transform((1, 0))[0] - axes.transData.transform((0, 0))[0] for axes in figure.axes]
+    assert abs(widths[0] - widths[1]) < 0.02 * widths[0]
+
+
+def test_points_with_equal_units_keep_their_limits(caplog: pytest.LogCaptureFixture) -> None:
+    """Axes with equal units warn if their limits are fixed without need."""
+    panels = tuple(Panel("", "", (Line("points", (0.0, x), (0.0, 1.0)),), "", "second") for x in (1.0, 40.0))
+    render(Plot("name", "title", "caption", "scatter", "first", panels), ["svg"])
+    assert not caplog.records
+
+
+def test_numbers_in_names_do_not_change_the_order_of_the_colours() -> None:
+    assert list(assign_colours("bert", "gpt2", "albert")) == ["bert", "gpt2", "albert"]
+    assert list(assign_colours("λ = 3", "auto", "λ = -1")) == ["λ = -1", "λ = 3", "auto"]
+
+
+def test_no_line_has_the_marker_of_the_reference() -> None:
+    lines = [Line(label, (1.0,), (0.5,)) for label in ("Base", "λ = -1", "λ = 1")]
+    markers = [style["marker"] for style in rendering._assign_line_styles(make_plot(*lines)).values()]
+    assert len(set(markers)) == 3
+
+
+def test_panels_of_the_same_quantity_share_the_y_axis() -> None:
+    lines = [Line("one", (0.0, 1.0), (0.1, 0.2)), Line("one", (0.0, 1.0), (0.3, 0.9))]
+    panels = tuple(Panel("", "", (line,), "", "score") for line in lines)
+    plot = Plot("name", "title", "caption", "line", "layer", panels)
+    assert len({axes.get_ylim() for axes in rendering._draw_figure(plot).axes}) == 2
+    assert len({axes.get_ylim() for axes in rendering._draw_figure(replace(plot, share_y=True)).axes}) == 1
+
+
+def test_panels_with_the_same_label_share_the_y_axis() -> None:
+    """A panel that shows the whole range of a measure does not say that it shows a part."""
+    values_by_label = {"IsoScore": [(0.1, 0.9), (0.5, 0.55)], "TwoNN dimension": [(3.0, 4.0), (9.0, 20.0)]}
+    panels = tuple(
+        Panel("", "", (Line("one", (0.0, 1.0), values),), "", label)
+        for label, all_values in values_by_label.items()
+        for values in all_values
+    )
+    plot = Plot("name", "title", "caption", "line", "layer", panels)
+    separate, shared = (
+        rendering._draw_figure(replace(plot, share_y_by_label=is_shared)).axes for is_shared in (False, True)
+    )
+    assert len({axes.get_ylim() for axes in separate}) == 4
+    assert [shared[0].get_ylim(), shared[2].get_ylim()] == [shared[1].get_ylim(), shared[3].get_ylim()]
+    assert shared[0].get_ylim() != shared[2].get_ylim()
+    assert separate[1].get_ylabel() == "IsoScore (part of 0 to 1)"
+    assert shared[1].get_ylabel() == "IsoScore"
+
+
+def test_an_axis_does_not_show_rounding_errors() -> None:
+    gain = 1.4615785
+    constant, changing = (Line("one", (0.0, 1.0, 2.0), (gain, gain + step, gain)) for step in (1e-7, 1e-3))
+    with_interval = replace(constant, y_error=(0.01, 0.01, 0.01))
+    limits = []
+    for line in (constant, changing, with_interval):
+        plot = Plot("name", "title", "caption", "line", "step", (Panel("", "", (line,), "", "gain"),))
+        limits.append(rendering._draw_figure(plot).axes[0].get_ylim())
+    assert limits[0] == pytest.approx((0.9 * gain, 1.1 * gain), rel=1e-6)
+    assert limits[1][1] - limits[1][0] < 2e-3
+    assert 0.02 < limits[2][1] - limits[2][0] < 0.03
+
+
+def test_a_single_panel_may_have_a_logarithmic_axis() -> None:
+    panel = Panel("", "", (Line("one", (0.0, 1.0), (0.5, 16.0)),), "", "average norm")
+    plot = Plot("name", "title", "caption", "line", "layer", (replace(panel, log_y=True), panel))
+    logarithmic, linear = rendering._draw_figure(plot).axes
+    assert (logarithmic.get_yscale(), linear.get_yscale()) == ("log", "linear")
+    assert (logarithmic.get_ylabel(), linear.get_ylabel()) == ("average norm (logarithmic)", "average norm")
+    spots = rendering.render_with_spots(plot, ["svg"])[1]
+    assert [spot.text.splitlines()[-1] for spot in spots] == ["average norm: 0.5", "average norm: 16"] * 2
+
+
+def test_panels_with_named_positions_share_the_x_axis() -> None:
+    """A measure that is undefined in the last layer leaves a gap there."""
+    lines = [Line("one", (0.0, 1.0, 2.0), (0.1, 0.2, 0.3)), Line("one", (0.0, 1.0, 2.0), (0.3, 0.9, float("nan")))]
+    panels = tuple(Panel("", "", (line,), "", "score") for line in lines)
+    plot = Plot("name", "title", "caption", "line", "layer", panels, x_names={0.0: "emb.", 1.0: "1"})
+    assert len({axes.get_xlim() for axes in rendering._draw_figure(plot).axes}) == 1
+
+
+def test_the_lines_of_a_panel_have_markers_alike() -> None:
+    long_line = Line("long", tuple(map(float, range(100))), (0.5,) * 100)
+    short_line, point = Line("short", (1.0, 2.0), (0.1, 0.2)), Line("point", (1.0,), (0.1,))
+    [axes] = rendering._draw_figure(make_plot(long_line, short_line, point)).axes
+    assert {line.get_label(): line.get_marker() for line in axes.lines} == {"long": "", "short": "", "point": "D"}
+    [axes] = rendering._draw_figure(make_plot(short_line, point)).axes
+    assert all(line.get_marker() for line in axes.lines)
+
+
+def test_numbers_of_dimensions_have_whole_ticks() -> None:
+    panel = Panel("", "", (Line("one", (0.0, 1.0), (0.0, 0.0)),), "", "outlier dimensions", y_bounds=(0, 384))
+    axes = rendering._draw_figure(Plot("name", "title", "caption", "line", "layer", (panel,))).axes[0]
+    low, high = axes.get_ylim()
+    assert [tick for tick in axes.get_yticks() if low <= tick <= high] == [0, 1]
+
+
+def test_values_above_columns_do_not_overlap() -> None:
+    lines = [Line(f"model {index}", (0.0, 1.0, 2.0), (0.999, 0.988, 0.994)) for index in range(4)]
+    panels = tuple(Panel("", "", tuple(lines), "", "I(W)") for _ in range(2))
+    figure = rendering._draw_figure(Plot("name", "title", "caption", "columns", "", panels))
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        boxes = [text.get_window_extent() for text in axes.texts]
+        assert len(boxes) == 12
+        assert not any(box.overlaps(other) for index, box in enumerate(boxes) for other in boxes[:index])
+        assert all(box.y1 <= axes.get_window_extent().y1 for box in boxes)

@@ -1,0 +1,127 @@
+"""Runs on a full disk fail with one line, leave no half-written file and resume exactly."""
+
+import re
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from istar.files import writing
+from istar.finetune.runs.run import run
+from istar.finetune.training.checkpoints import AtomicCheckpointIO
+from istar.inputs import pretrained
+from istar.records import results
+from tests.finetune.runs.faults import EPOCHS, Build, assert_whole, full_disk, only_folder, refused_in_one_line
+from tests.outcomes import assert_same
+
+
+def test_drafts_are_removed_wherever_they_are_and_nothing_else(tmp_path: Path) -> None:
+    draft = f".RTE.tsv.{'0f' * 16}"
+    for name in ("RTE.tsv", draft, ".notes.txt", f"x{draft}"):
+        for folder in (tmp_path, tmp_path / "submission"):
+            folder.mkdir(exist_ok=True)
+            (folder / name).write_text("mine")
+    writing.remove_temporary_files(tmp_path)
+    expected_names = [".notes.txt", "RTE.tsv", f"x{draft}"]
+    assert sorted(path.name for path in tmp_path.glob("*.*")) == expected_names
+    assert sorted(path.name for path in (tmp_path / "submission").iterdir()) == expected_names
+
+
+@contextmanager
+def limit_file_size(size: int) -> Iterator[None]:
+    """Make the operating system refuse to write more than `size` bytes into a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def limit_writes(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, size: int, after: int) -> Callable[[], None]:
+    """Let a function write at most `size` bytes into a file after its first `after` calls; returns the undo."""
+    original_function, calls = getattr(owner, name), 0
+
+    def limited_function(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls <= after:
+            return original_function(*arguments, **keywords)
+        with limit_file_size(size):
+            return original_function(*arguments, **keywords)
+
+    monkeypatch.setattr(owner, name, limited_function)
+    return lambda: monkeypatch.setattr(owner, name, original_function)
+
+
+@pytest.mark.parametrize(
+    ("size", "after", "last_checkpoint"),
+    [(0, 0, None), (100_000, 0, None), (100_000, 3, "step-3.ckpt"), (0, 4, "step-3.ckpt"), (1000, 5, "step-4.ckpt")],
+)
+def test_a_checkpoint_that_the_disk_does_not_take(
+    small: Build,
+    undisturbed_run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    after: int,
+    last_checkpoint: str | None,
+) -> None:
+    """The fourth checkpoint has the best weights, and the fifth has the state after the first epoch."""
+    config = small(*EPOCHS)
+    restore_disk = limit_writes(monkeypatch, AtomicCheckpointIO, "save_checkpoint", size, after)
+    message = refused_in_one_line(config)
+    restore_disk()
+    folder = only_folder(config)
+    assert f"the checkpoint {folder / 'checkpoints'}" in message
+    assert "cannot be written" in message
+    assert "File too large" in message
+    assert (
+        f"the last good state is {folder / 'checkpoints' / last_checkpoint}" in message
+        if last_checkpoint
+        else "no checkpoint" in message
+    )
+    assert "same command" in message
+    assert_whole(folder)
+    assert results.read(folder).status == "failed"
+    run(config)
+    assert_same(folder, undisturbed_run)
+
+
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [(r"step-\d+\.ckpt", 2), (r"best-epoch-\d+\.ckpt", 0), (r"metrics\.csv", 0), (r"metrics\.csv", 5),
+     (r"predictions\.jsonl", 0), (r"result\.json", 0), (r"manifest\.json", 0)],
+)  # fmt: skip
+def test_a_file_that_the_disk_does_not_take(
+    small: Build, undisturbed_run: Path, monkeypatch: pytest.MonkeyPatch, name: str, after: int
+) -> None:
+    config = small(*EPOCHS)
+    with full_disk(monkeypatch, name, after):
+        message = refused_in_one_line(config)
+    folder = only_folder(config)
+    assert re.search(name, message)
+    assert "No space left on device" in message
+    assert_whole(folder)
+    run(config)
+    assert_same(folder, undisturbed_run)
+
+
+@pytest.mark.parametrize("size", [0, 10_000, 100_000])
+def test_a_model_that_the_disk_does_not_take(
+    small: Build, undisturbed_run: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    config = small(*EPOCHS)
+    restore_disk = limit_writes(monkeypatch, pretrained, "save", size, 0)
+    message = refused_in_one_line(config)
+    restore_disk()
+    folder = only_folder(config)
+    assert "File too large" in message
+    assert "the model cannot be written" in message
+    assert "the last good state is" in message
+    assert not (folder / "model").exists()
+    assert_whole(folder)
+    run(config)
+    assert_same(folder, undisturbed_run)

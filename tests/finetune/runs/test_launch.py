@@ -1,0 +1,442 @@
+"""Several processes and signals as a user meets them: train.py is called, interrupted, and called again.
+
+Starting a process takes seconds, so calls that need no order are made at the same time, and one run is interrupted
+several times.
+"""
+
+import json
+import os
+import pickle
+import re
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from socket import socket
+
+import pytest
+from lightning.fabric.plugins.environments import SLURMEnvironment
+
+from istar.errors import LockedError, StoppedError, UserError
+from istar.finetune.runs import launch
+from istar.finetune.runs.run import run
+from istar.finetune.training import FineTuningData
+from istar.records import results
+from istar.records.config import TrainerConfig
+from tests.jobs import NOT_THE_TESTS, Done, Job, Start, at_once, catches, starting
+from tests.outcomes import assert_same, only_run
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
+
+LONG = ("reg.num_points=500", "task.limit_train=100", "task.limit_validation=9", "data.batch_size=2",
+        "trainer.max_epochs=2", "trainer.accumulate_grad_batches=1", "trainer.checkpoint_every_n_steps=5",
+        "trainer.accelerator=cpu", "trainer.progress_bar=false")  # fmt: skip
+"""A run of a hundred steps, long enough for a signal to reach it after its first checkpoints."""
+TWO_PROCESSES = ("trainer=ddp", "trainer.devices=2", "seed=1", *LONG)
+TWO_NODES = ("trainer=ddp", "trainer.devices=1", "trainer.num_nodes=2", "seed=1", *LONG)
+
+
+def free_port() -> str:
+    """Return the number of a free port."""
+    with socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def make_srun_variables(rank: int, port: str) -> dict[str, str]:
+    """Return the variables that `srun --nodes=2 --ntasks-per-node=1` sets, and those of the job around it."""
+    return {
+        "SLURM_JOB_ID": "123456", "SLURM_JOB_NAME": "istar", "SLURM_NODELIST": "127.0.0.1", "SLURM_NNODES": "2",
+        "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": "0", "SLURM_NODEID": str(rank), "MASTER_PORT": port,
+    }  # fmt: skip
+
+
+SBATCH_VARIABLES = {
+    "SLURM_JOB_ID": "123456", "SLURM_JOB_NAME": "istar", "SLURM_NODELIST": "127.0.0.1", "SLURM_NNODES": "1",
+    "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+}  # fmt: skip
+"""The variables of the only process of a script under `sbatch --ntasks=2`, without srun."""
+
+
+@pytest.fixture
+def start(own_cache: Path) -> Iterator[Start]:
+    """Yield the function of `tests.jobs.starting`."""
+    with starting(own_cache) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def simultaneous_calls(own_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Done]]:
+    """Start the same run, in one process, twice at the same time; returns the working folder and both outcomes."""
+    folder = tmp_path_factory.mktemp("alone")
+    with starting(own_cache) as start:
+        jobs = [start(folder, "seed=1", *LONG) for _ in range(2)]
+        return folder, [job.wait() for job in jobs]
+
+
+@pytest.fixture(scope="module")
+def single_process_run(simultaneous_calls: tuple[Path, list[Done]]) -> Path:
+    """Return the folder of a run in one process that was never interrupted."""
+    return only_run(simultaneous_calls[0] / "runs")
+
+
+@pytest.fixture(scope="module")
+def two_process_run(own_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+    """Return the folder of a run in two processes that was never interrupted, and the outcome of the call."""
+    folder = tmp_path_factory.mktemp("pair")
+    with starting(own_cache) as start:
+        job = start(folder, *TWO_PROCESSES)
+        done = job.wait()
+        job.until_it_is_gone()
+        return only_run(folder / "runs"), done
+
+
+def assert_stopped(done: Done, signal_number: int, message: str = r"saved at step \d+") -> None:
+    """Assert that a call was stopped by this signal, with its exit code and one line on stderr."""
+    name = signal.Signals(signal_number).name
+    assert done.code == 128 + signal_number, done
+    assert re.fullmatch(f"error: stopped by {name}: {message}; run the same command to resume", done.line())
+
+
+# ---- ways to start
+
+
+def test_two_processes(two_process_run):
+    folder, done = two_process_run
+    done.well()
+    record = results.read(folder)
+    assert record.status == "finished"
+    assert record.data["validation"] == {"validation": 9}
+    assert len((folder / "predictions.jsonl").read_text().splitlines()) == 9
+    assert done.stdout.count("IsoScore of ") == 1
+
+
+@pytest.mark.slow
+def test_a_multirun_of_two_processes_each(tmp_path, start, two_process_run):
+    arguments = [argument for argument in TWO_PROCESSES if not argument.startswith("seed=")]
+    done = start(tmp_path, "-m", "seed=1,2", *arguments).wait().well()
+    runs = {results.read(path).config["seed"]: path for path in (tmp_path / "runs").glob("demo-*")}
+    assert sorted(runs) == [1, 2]
+    assert_same(runs[1], two_process_run[0])
+    assert results.read(runs[2]).status == "finished"
+    assert results.read(runs[2]).metrics != results.read(runs[1]).metrics
+    [sweep] = (tmp_path / "runs" / "sweeps").iterdir()
+    assert sorted(path.name for path in sweep.glob("comparison.*")) == [
+        "comparison.md", "comparison.png", "comparison.svg"
+    ]  # fmt: skip
+    assert "comparison.png" in done.stdout
+
+
+def torchrun_arguments() -> tuple[str, ...]:
+    """Return the arguments of Python that start two processes of a script by torchrun."""
+    port = f"--master-port={free_port()}"
+    return "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1", port
+
+
+@pytest.mark.slow
+def test_what_torchrun_starts(tmp_path, start, two_process_run):
+    """Two processes with torchrun's variables, without its agent, which starts and watches them."""
+    variables = {
+        "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "False", "WORLD_SIZE": "2", "GROUP_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(),
+    }  # fmt: skip
+    jobs = [start(tmp_path, *TWO_PROCESSES, **variables, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+    for job in jobs:
+        job.wait().well()
+    assert_same(only_run(tmp_path / "runs"), two_process_run[0])
+
+
+@pytest.mark.slow
+def test_torchrun(tmp_path, start, two_process_run):
+    done = start(tmp_path, *TWO_PROCESSES, python=torchrun_arguments()).wait()
+    assert done.code == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert_same(only_run(tmp_path / "runs"), two_process_run[0])
+
+
+@pytest.mark.slow
+def test_torchrun_is_refused(tmp_path, start):
+    cases = {
+        "-m starts the processes of its runs by itself": ("-m", *TWO_PROCESSES),
+        "2 processes have been started, but trainer.devices=1 on trainer.num_nodes=1 are 1": LONG,
+    }
+    jobs = [start(tmp_path, *arguments, python=torchrun_arguments()) for arguments in cases.values()]
+    for job, message in zip(jobs, cases, strict=True):
+        done = job.wait()
+        assert done.code != 0
+        # torchrun itself prints further lines.
+        [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        assert message in line
+    assert not list(tmp_path.glob("runs/demo-*"))
+
+
+@pytest.mark.slow
+def test_srun(tmp_path, start, two_process_run):
+    port = free_port()
+    jobs = [start(tmp_path, *TWO_NODES, **make_srun_variables(rank, port)) for rank in range(2)]
+    for job in jobs:
+        job.wait().well()
+    assert_same(only_run(tmp_path / "runs"), two_process_run[0], but_for_the_name=True)
+
+
+@pytest.mark.slow
+def test_nodes_by_hand(tmp_path, start, two_process_run):
+    port = free_port()
+    jobs = [
+        start(tmp_path, *TWO_NODES, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NODE_RANK=str(rank)) for rank in range(2)
+    ]
+    for job in jobs:
+        job.wait().well()
+    assert_same(only_run(tmp_path / "runs"), two_process_run[0], but_for_the_name=True)
+
+
+@pytest.mark.slow
+def test_nodes_that_cannot_meet(tmp_path, start):
+    done = start(tmp_path, *TWO_NODES).wait()
+    assert done.code == 2
+    assert "trainer.num_nodes=2 needs MASTER_ADDR, MASTER_PORT, NODE_RANK in the environment" in done.line()
+
+
+@pytest.mark.parametrize(
+    ("environment", "devices", "expected_processes", "expected_tasks"),
+    [
+        pytest.param(SBATCH_VARIABLES, 2, 2, None, id="sbatch"),
+        pytest.param({**SBATCH_VARIABLES, "SLURM_STEP_NUM_TASKS": "1"}, 2, 2, None, id="srun --ntasks=1"),
+        pytest.param(make_srun_variables(0, "1"), 1, 1, "2", id="srun"),
+        pytest.param({**make_srun_variables(0, "1"), "SLURM_NTASKS": "8"}, 1, 1, "2", id="srun --preserve-env"),
+        pytest.param({**make_srun_variables(0, "1"), "SLURM_JOB_NAME": "interactive"}, 1, 1, "2", id="salloc, srun"),
+    ],
+)
+def test_lightning_sees_srun_where_it_is(monkeypatch, environment, devices, expected_processes, expected_tasks):
+    for name in [name for name in os.environ if NOT_THE_TESTS.match(name)]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    launch.fix_slurm_detection()
+    nodes = int(expected_tasks or 1) // expected_processes
+    assert (
+        launch.processes_to_start(TrainerConfig(devices=devices, num_nodes=nodes, strategy="ddp")) == expected_processes
+    )
+    assert SLURMEnvironment.detect() == launch.has_external_launcher() == (expected_tasks is not None)
+    assert os.environ.get("SLURM_NTASKS") == expected_tasks
+
+
+@pytest.mark.slow
+def test_two_at_once_do_not_disturb_each_other(simultaneous_calls):
+    folder, calls = simultaneous_calls
+    [first, second] = sorted(calls, key=lambda call: "is finished" in call.stdout or call.code)
+    first.well()
+    assert (second.code, second.stderr) == (0, "") or "is being written by another process" in second.line()
+    assert results.read(only_run(folder / "runs")).status == "finished"
+    assert len((only_run(folder / "runs") / "predictions.jsonl").read_text().splitlines()) == 9
+
+
+def test_a_lock_is_told_from_other_errors(composed):
+    """A lock is recognized by the exit code, whatever the message."""
+
+    class EndedProcess:
+        def __init__(self, code, arguments, environment, log):
+            self.returncode = code
+            if code == LockedError.exit_code:
+                error = {"message": "busy", "code": code, "trace": ""}
+                (Path(arguments[1]) / "error-0.json").write_text(json.dumps(error))
+
+        def poll(self):
+            return self.returncode
+
+        kill = wait = poll
+
+    errors = []
+    for code in (LockedError.exit_code, 1):
+        processes = launch.RunProcesses(composed(), 1, spawn=partial(EndedProcess, code))
+        assert processes.has_ended()
+        with pytest.raises(UserError) as error:
+            processes.read_record([])
+        errors.append(error.value)
+    assert [type(error) for error in errors] == [LockedError, UserError]
+    # Errors must survive pickling, by which a launcher's job returns them.
+    unpickled = pickle.loads(pickle.dumps(errors[0]))
+    assert (type(unpickled), str(unpickled), unpickled.exit_code) == (LockedError, "busy", LockedError.exit_code)
+
+
+# ---- signals
+
+
+def test_a_stopped_run_is_saved_and_goes_on_exactly(tmp_path, start, single_process_run):
+    """Also within sbatch, where it is one process although the job has two tasks, and with `-m`."""
+    cases: list[tuple[int, tuple[str, ...], dict[str, str]]] = [
+        (signal.SIGINT, (), {}),
+        (signal.SIGUSR1, (), SBATCH_VARIABLES),
+        (signal.SIGTERM, ("-m",), SBATCH_VARIABLES),
+    ]
+
+    def stop_case(index: int) -> Done:
+        number, arguments, environment = cases[index]
+        job = start(tmp_path / str(index), *arguments, "seed=1", *LONG, **environment)
+        return job.until_it_trains().send(number).wait()
+
+    def resume_case(index: int) -> Done:
+        _, arguments, environment = cases[index]
+        return start(tmp_path / str(index), *arguments, "seed=1", *LONG, **environment).wait()
+
+    for (number, arguments, _), done in zip(
+        cases, at_once(*(lambda i=i: stop_case(i) for i in range(len(cases)))), strict=True
+    ):
+        if not arguments:
+            assert_stopped(done, number)
+            continue
+        assert (done.code, done.line()) == (128 + number, "error: stopped by SIGTERM; run the same command to resume")
+        assert re.search(r"seed 1: stopped by SIGTERM: saved at step \d+; run the same command to resume", done.stdout)
+    for index, done in enumerate(at_once(*(lambda i=i: resume_case(i) for i in range(len(cases))))):
+        logs = [path.read_text() for path in (tmp_path / str(index)).glob("runs/sweeps/*/logs/*")]
+        assert "was interrupted; it resumes from step-" in "".join([done.well().stdout, *logs])
+        assert_same(only_run(tmp_path / str(index) / "runs"), single_process_run)
+
+
+def test_a_signal_where_nothing_is_to_be_saved(tmp_path, start):
+    """The signal arrives in the first validation, or in the first refresh of the shrinkage covariance."""
+
+    def stop_validation() -> Done:
+        job = start(tmp_path / "validating", *LONG, "task.limit_validation=null", "data.eval_batch_size=1")
+        job.until(lambda: catches(job.process.pid, signal.SIGUSR1))
+        return job.send(signal.SIGTERM).wait()
+
+    def stop_refresh() -> Done:
+        job = start(tmp_path / "refreshing", *LONG, "reg.num_points=1000000", "data.eval_batch_size=1")
+        job.until(lambda: "the shrinkage covariance uses all" in job.files[0].read_text())
+        return job.send(signal.SIGTERM).wait()
+
+    for done in at_once(stop_validation, stop_refresh):
+        assert_stopped(done, signal.SIGTERM, "the last checkpoint is kept")
+
+
+def test_a_signal_that_lightning_hears_first(small, monkeypatch):
+    """Lightning handles signals a moment before the callbacks do, and would end the process with exit code 0."""
+    original_loader, old_handler = FineTuningData.val_dataloader, signal.signal(signal.SIGTERM, lambda *_: None)
+
+    def send_signal(data: FineTuningData) -> object:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original_loader(data)
+
+    monkeypatch.setattr(FineTuningData, "val_dataloader", send_signal)
+    try:
+        with pytest.raises(StoppedError, match="stopped by SIGTERM: the last checkpoint is kept") as error:
+            run(small("reg=none"))
+    finally:
+        signal.signal(signal.SIGTERM, old_handler)
+    assert error.value.exit_code == 143
+
+
+def lost_process_message(rank: int) -> str:
+    """Return the line on stderr of a run of two processes, one of which was killed."""
+    return f"error: process {rank} of 2 was killed by SIGKILL; the same command resumes from the last checkpoint"
+
+
+def assert_lost_rank_ends_run(job: Job, rank: int) -> None:
+    """Kill the process of a rank, and assert that the run ends with an error."""
+    os.kill(job.until_it_trains().rank(rank), signal.SIGKILL)
+    done = job.wait()
+    assert done.code == 1
+    assert done.line() == lost_process_message(rank)
+    job.until_it_is_gone()
+
+
+@pytest.mark.slow
+def test_a_lost_process_a_stop_and_a_lost_parent(tmp_path, start, two_process_run):
+    assert_lost_rank_ends_run(start(tmp_path, *TWO_PROCESSES), 1)
+    job = start(tmp_path, *TWO_PROCESSES).until_it_trains().send(signal.SIGTERM)
+    assert_stopped(job.wait(), signal.SIGTERM)
+    job.until_it_is_gone()
+    job = start(tmp_path, *TWO_PROCESSES).until_it_trains().send(signal.SIGKILL)
+    job.wait()
+    job.until_it_is_gone()
+    record = only_run(tmp_path / "runs") / results.RESULT
+    assert not record.exists() or results.read(record.parent).status != "finished"
+    assert (
+        "was interrupted; it resumes from step-"
+        in start(tmp_path, *TWO_PROCESSES, **SBATCH_VARIABLES).wait().well().stdout
+    )
+    assert_same(only_run(tmp_path / "runs"), two_process_run[0])
+
+
+@pytest.mark.slow
+def test_the_first_process_lost_and_both_stopped(tmp_path, start, two_process_run):
+    assert_lost_rank_ends_run(start(tmp_path, *TWO_PROCESSES), 0)
+    job = start(tmp_path, *TWO_PROCESSES).until_it_trains().send(signal.SIGINT)
+    assert_stopped(job.wait(), signal.SIGINT)
+    job.until_it_is_gone()
+    job = start(tmp_path, *TWO_PROCESSES).until_it_trains()
+    os.kill(job.rank(1), signal.SIGTERM)
+    assert_stopped(job.wait(), signal.SIGTERM)
+    start(tmp_path, *TWO_PROCESSES).wait().well()
+    assert_same(only_run(tmp_path / "runs"), two_process_run[0])
+
+
+@pytest.mark.slow
+def test_a_lost_process_under_torchrun(tmp_path, start, two_process_run):
+    for rank in (0, 1):
+        job = start(tmp_path, *TWO_PROCESSES, python=torchrun_arguments())
+        os.kill(job.until_it_trains().rank(rank), signal.SIGKILL)
+        assert job.wait().code != 0
+        job.until_it_is_gone()
+    assert start(tmp_path, *TWO_PROCESSES, python=torchrun_arguments()).wait().code == 0
+    assert_same(only_run(tmp_path / "runs"), two_process_run[0])
+
+
+@pytest.mark.slow
+def test_a_writer_is_not_disturbed(tmp_path, start):
+    """The first of two simultaneous calls does not finish in the time that the second one waits."""
+    arguments = (*LONG, "trainer.max_epochs=1000")
+    first = start(tmp_path, *arguments).until_it_trains()
+    second = start(tmp_path, *arguments).wait()
+    assert second.code == LockedError.exit_code
+    assert "is being written by another process" in second.line()
+    assert_stopped(first.send(signal.SIGTERM).wait(), signal.SIGTERM)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+def test_stopped_by_slurm(tmp_path, start, two_process_run, number):
+    """SLURM signals every process of a step; Lightning alone would requeue the job."""
+    for is_resumed in (False, True):
+        port = free_port()
+        jobs = [start(tmp_path, *TWO_NODES, **make_srun_variables(rank, port)) for rank in range(2)]
+        if not is_resumed:
+            for job in jobs:
+                job.until_it_trains()
+            first, second = [job.wait() for job in [job.send(number) for job in jobs]]
+            assert_stopped(first, number)
+            assert (second.code, second.stderr) == (128 + number, "")
+        else:
+            for job in jobs:
+                job.wait().well()
+    assert_same(only_run(tmp_path / "runs"), two_process_run[0], but_for_the_name=True)
+
+
+@pytest.mark.slow
+def test_stopped_through_torchrun(tmp_path, start, two_process_run):
+    job = start(tmp_path, *TWO_PROCESSES, python=torchrun_arguments()).until_it_trains().send(signal.SIGTERM)
+    done = job.wait()
+    assert done.code != 0
+    assert "error: stopped by SIGTERM: saved at step" in done.stderr
+    job.until_it_is_gone()
+    assert start(tmp_path, *TWO_PROCESSES, python=torchrun_arguments()).wait().code == 0
+    assert_same(only_run(tmp_path / "runs"), two_process_run[0])
+
+
+@pytest.mark.slow
+def test_two_nodes_of_two_processes_are_one_of_four(tmp_path, start):
+    overrides = ("trainer=ddp", "seed=1", *LONG)
+    start(tmp_path / "one", *overrides, "trainer.devices=4").wait().well()
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    jobs = [
+        start(
+            tmp_path / "two", *overrides, "trainer.devices=2", "trainer.num_nodes=2", NODE_RANK=str(rank), **rendezvous
+        )
+        for rank in range(2)
+    ]
+    for job in jobs:
+        job.wait().well()
+    assert_same(only_run(tmp_path / "two" / "runs"), only_run(tmp_path / "one" / "runs"), but_for_the_name=True)

@@ -1,0 +1,259 @@
+"""Equal configs are the same run; another value of a key that affects the result makes another run."""
+
+import io
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from istar.errors import UserError
+from istar.finetune.runs import run as run_module
+from istar.finetune.runs.run import run
+from istar.finetune.runs.run_folders import identify_model, read_finished_run, run_folder_path
+from istar.finetune.training import precision
+from istar.records import results
+from istar.records.results import RunRecord
+from tests.finetune.runs.artifacts import TINY, Build, everything_measured, folders_in, place, rows_of, rte
+from tests.records import make_finished_record
+
+
+def test_the_same_call_returns_the_finished_run(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small()
+    first = run(config)
+    modification_times = {path: path.stat().st_mtime_ns for path in Path(config.run.root).rglob("*")}
+    # No model is loaded and nothing is trained.
+    monkeypatch.setattr(run_module, "_assemble_job", None)
+    console = Console(width=120, file=io.StringIO())
+    second = run(small("logger=csv", "trainer.log_every_n_steps=5", "data.num_workers=0"), console)
+    assert second == first
+    assert {path: path.stat().st_mtime_ns for path in Path(config.run.root).rglob("*")} == modification_times
+    assert "run.overwrite=true" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_precision_chosen_here_is_the_same_run_as_one_named(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "measure_bfloat16_ratio", lambda device: 50.0)
+    record = run(small("trainer.precision=auto"))
+    assert record.config["trainer"]["precision"] == "32-true"
+    monkeypatch.setattr(run_module, "_assemble_job", None)
+    assert run(small("trainer.precision=32-true")) == record
+
+
+def test_ctrl_c_is_the_callers_again_when_a_run_is_done(small: Build) -> None:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    run(small())
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
+
+
+def test_overwrite_keeps_the_old_folder(small: Build, caplog: pytest.LogCaptureFixture) -> None:
+    config = small()
+    record = run(config)
+    (place(config, record) / "notes.txt").write_text("mine")
+    new_record = run(small("run.overwrite=true"))
+    assert everything_measured(new_record) == everything_measured(record)
+    assert folders_in(Path(config.run.root)) == [record.name, f"{record.name}.old-1"]
+    assert (Path(config.run.root) / f"{record.name}.old-1" / "notes.txt").read_text() == "mine"
+    assert not (place(config, record) / "notes.txt").exists()
+    assert "it is kept as" in caplog.text
+    run(small("run.overwrite=true"))
+    assert f"{record.name}.old-2" in folders_in(Path(config.run.root))
+
+
+def test_a_finished_run_without_what_is_asked_for_is_not_passed_off(small: Build) -> None:
+    record = run(small("run.save_model=false"))
+    config = small()
+    assert "model" not in folders_in(place(config, record))
+    with pytest.raises(UserError, match=r"without model/; run\.save_model=false accepts it; run\.overwrite=true"):
+        run(config)
+    assert run(small("run.save_model=false")) == record
+
+
+def test_a_finished_run_must_hold_what_is_requested_now(small: Build, tmp_path: Path) -> None:
+    run_overrides = ("run.geometry=false", "run.save_model=false")
+
+    def look_up_finished_run(*overrides: str, **fields: Any) -> RunRecord | None:
+        """Look up a run that was finished without any output files, with these overrides."""
+        folder = tmp_path / "finished"
+        results.write(make_finished_record("finished", small(*run_overrides), **fields), folder)
+        return read_finished_run(folder, small(*overrides))
+
+    assert look_up_finished_run(*run_overrides) is not None
+    for key, missing_file in (("run.geometry", "geometry.json"), ("run.save_model", "model/")):
+        with pytest.raises(UserError, match=rf"without {missing_file}; {key}=false accepts it; run\.overwrite=true"):
+            look_up_finished_run(*run_overrides, f"{key}=true")
+    with pytest.raises(UserError, match=r"was run without trainer\.monitor_isotropy"):
+        look_up_finished_run(*run_overrides, "trainer.monitor_isotropy=true")
+    assert look_up_finished_run(*run_overrides, "trainer.nonfinite=skip", skipped_steps=3) is not None
+    with pytest.raises(UserError, match=r"has skipped 3 steps; trainer\.nonfinite=skip accepts it"):
+        look_up_finished_run(*run_overrides, skipped_steps=3)
+
+
+def test_checkpoints_do_change_the_run(small: Build) -> None:
+    """Without checkpoints the result is that of the last epoch instead of the best one, so this is another run."""
+    with_checkpoints, without_checkpoints = run(small()), run(small("trainer.checkpoints=false"))
+    assert with_checkpoints.name != without_checkpoints.name
+
+
+@pytest.mark.parametrize("task", ["demo", "demo_span"])
+def test_the_seed_decides_everything(small: Build, tmp_path: Path, task: str) -> None:
+    def measure_and_predict(*overrides: str) -> tuple[list[Any], list[Any]]:
+        config = small(f"task={task}", "reg=istar", "trainer.max_epochs=2", *overrides)
+        record = run(config)
+        return everything_measured(record), rows_of(place(config, record) / "predictions.jsonl")
+
+    first = measure_and_predict()
+    torch.rand(3)
+    second = measure_and_predict(f"run.root={tmp_path / 'elsewhere'}", f"data.cache_dir={tmp_path / 'cache'}")
+    assert first == second
+    other_seed = measure_and_predict("seed=43")
+    assert other_seed[0][3]["before"] != first[0][3]["before"]
+    if task == "demo":  # after two epochs, both seeds predict the same spans of demo_span
+        assert other_seed[1] != first[1]
+
+
+def test_the_evaluation_batch_matters_only_to_rounding(cached_run: Callable[..., Any]) -> None:
+    _, small_batches, _ = cached_run("task=demo", "reg=istar")
+    _, large_batches, _ = cached_run("task=demo", "reg=istar", "data.eval_batch_size=24")
+    # The evaluation batches change the rounding of the shrinkage covariance, and its padding if that is included.
+    assert small_batches.name != large_batches.name
+    assert large_batches.metrics == pytest.approx(small_batches.metrics, rel=1e-4)
+    assert large_batches.isotropy["after"] == pytest.approx(small_batches.isotropy["after"], rel=1e-3)
+
+
+def test_a_submission_asked_for_later_is_not_forgotten(small: Build, tmp_path: Path) -> None:
+    overrides = (*TINY, "task=rte", f"task.data_dir={rte(tmp_path / 'glue_data')}")
+    run(small(*overrides))
+    with pytest.raises(UserError, match=r"without submission/; task\.submission=false accepts it; run\.overwrite=true"):
+        run(small(*overrides, "task.submission=true"))
+
+
+def test_the_place_of_the_data_does_not_count_but_its_content_does(small: Build, tmp_path: Path) -> None:
+    original, same_content = rte(tmp_path / "first"), rte(tmp_path / "copy")
+    other_content = rte(tmp_path / "other", positive=lambda number: number % 2 == 1)
+    records = [
+        run(small(*TINY, "task=rte", f"task.data_dir={data_dir}"))
+        for data_dir in (original, same_content, other_content)
+    ]
+    assert records[0].name == records[1].name != records[2].name
+
+
+def test_devices_count_for_the_name_by_their_number(small: Build) -> None:
+    configs = [small(f"trainer.devices={devices}") for devices in ("1", "auto", "'1'")]
+    names = {run_folder_path(config, "data", "model").name for config in configs}
+    assert len(names) == 1
+    assert run_folder_path(small("trainer.devices=2"), "data", "model").name not in names
+
+
+@pytest.mark.parametrize(
+    ("task", "other"),
+    [
+        ("rte", ["task.max_length=256"]),
+        ("rte", ["task.limit_train=100", "task.limit_validation=50"]),
+        ("rte", ["task.doc_stride=64", "task.n_best=5", "task.max_answer_length=9"]),
+        ("rte", ["trainer.inter_sim_patience=5"]),
+        ("rte", ["trainer.val_check_interval=1.0", "trainer.limit_train_batches=1.0", "trainer.max_time=null"]),
+        ("rte", ["trainer.gradient_clip_algorithm=norm", "trainer.detect_anomaly=false"]),
+        ("squad", ["task.max_length=384"]),
+        ("rte", ["model.vocab_size=500", "model.lora_r=3", "model.lora_dropout=0.5"]),
+        ("rte", ["model.load_in=float32", "model.lora=false", "model.attn_implementation=null"]),
+    ],
+)
+def test_values_without_an_effect_do_not_count(composed: Build, task: str, other: list[str]) -> None:
+    """The limits of the data have no effect on the name, because the fingerprint of the data stands for them."""
+    names = [run_folder_path(composed(f"task={task}", *overrides), "data", "model") for overrides in ([], other)]
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize(
+    ("task", "other"),
+    [
+        ("rte", ["task.max_length=128"]),
+        ("rte", ["trainer.stop_at_inter_sim=0.5", "trainer.inter_sim_patience=5"]),
+        # One batch rather than all of them.
+        ("rte", ["trainer.limit_train_batches=1"]),
+        ("rte", ["trainer.max_steps=5"]),
+        ("squad", ["task.doc_stride=64"]),
+        ("squad", ["task.n_best=5"]),
+        ("squad", ["task.max_answer_length=9"]),
+        ("rte", ["model.load_in=bf16"]),
+        ("rte", ["model.lora=true"]),
+        ("rte", ["model.attn_implementation=eager"]),
+    ],
+)
+def test_values_with_an_effect_count(composed: Build, task: str, other: list[str]) -> None:
+    names = [run_folder_path(composed(f"task={task}", *overrides), "data", "model") for overrides in ([], other)]
+    assert names[0] != names[1]
+
+
+def test_new_models_are_named_by_their_values(composed: Build) -> None:
+    override_lists = [[], ["model.config.hidden_size=64"], ["model.vocab_size=500"], ["model.architecture=albert"]]
+    configs = [composed("task=rte", "model=small_encoder", *overrides) for overrides in override_lists]
+    assert len({run_folder_path(config, "data", identify_model(config.model)).name for config in configs}) == 4
+    # The name of a new model is a label.
+    labelled_configs = [composed("task=rte", "model=small_encoder", f"model.name={name}") for name in ("a", "b")]
+    hashes = {
+        run_folder_path(config, "data", identify_model(config.model)).name.split("-")[-1] for config in labelled_configs
+    }
+    assert len(hashes) == 1
+
+
+def test_keys_of_later_versions_do_not_rename_runs(composed: Build) -> None:
+    """Runs had these names before the keys of new models and adapters existed."""
+    config = composed("task=rte", "seed=3")
+    assert run_folder_path(config, "d", "m").name == "rte-bert-base-cased-istar-fc426a0d642e"
+    config = composed("task=squad", "reg=cosreg", "model=albert")
+    assert run_folder_path(config, "d", "m").name == "squad-albert-base-v2-cosreg-0cf2fecd4904"
+
+
+def test_points_of_a_covariance_that_is_not_used_do_not_count(composed: Build) -> None:
+    names = [
+        run_folder_path(composed("reg=istar", f"reg.zeta={zeta}", f"reg.num_points={num_points}"), "data", "model").name
+        for zeta in (0, 0.2)
+        for num_points in (1000, 2000)
+    ]
+    assert names[0] == names[1]
+    assert names[2] != names[3]
+
+
+def test_processes_that_would_train_different_runs_are_refused(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "all_gather_object", lambda name: [name, "another-run"])
+    with pytest.raises(UserError, match=r"about to train different runs \(another-run, demo-.*send the same command"):
+        run(small())
+
+
+EARLIER_NAMES = {
+    "reg=none": "rte-bert-base-cased-none-7ba58cae672d",
+    "reg=cosreg": "rte-bert-base-cased-cosreg-ac9e52718a33",
+    "reg=istar": "rte-bert-base-cased-istar-e53c957c1363",
+    "reg=istar_paper_code": "rte-bert-base-cased-istar-83609e57a1c0",
+    "reg=istar reg.zeta=0": "rte-bert-base-cased-istar-19fc2781cc04",
+}
+"""Names that runs had before the keys of `store._DEFAULTS_OF_LATER_KEYS` existed."""
+
+
+@pytest.mark.parametrize("overrides", EARLIER_NAMES)
+def test_new_keys_at_their_defaults_leave_the_names_of_earlier_runs(composed: Build, overrides: str) -> None:
+    config = composed("task=rte", "model=bert", *overrides.split())
+    assert run_folder_path(config, "data", "model").name == EARLIER_NAMES[overrides]
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["reg.target=input_embeddings", "reg.points=content", "reg.max_norm_ratio=3", "reg.schedule=linear",
+     "reg.refresh_every_n_steps=10", "reg.within=label"],
+)  # fmt: skip
+def test_new_keys_at_other_values_give_another_name(composed: Build, override: str) -> None:
+    name = run_folder_path(composed("task=rte", "model=bert", "reg=istar", override), "data", "model").name
+    assert name not in EARLIER_NAMES.values()
+
+
+def test_values_without_an_effect_on_embeddings_do_not_count(composed: Build) -> None:
+    overrides = ("task=rte", "model=bert", "reg=istar", "reg.target=input_embeddings")
+    names = {
+        run_folder_path(composed(*overrides, *extra), "data", "model").name
+        for extra in ([], ["reg.zeta=0.8"], ["reg.layers=last"], ["reg.sync=false"], ["reg.refresh_every_n_steps=5"])
+    }
+    assert len(names) == 1

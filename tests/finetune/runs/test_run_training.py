@@ -1,0 +1,207 @@
+"""The penalty and the switches of the training have the effects that the config documents."""
+
+import itertools
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from istar.finetune.runs.run import run
+from istar.finetune.tasks import metrics
+from istar.finetune.tasks.loading import sample_examples
+from istar.inputs import demo, tiny
+from istar.reports.run_tables import get_method_label
+from tests.finetune.runs.artifacts import (
+    DEMOS,
+    TINY,
+    Build,
+    everything_measured,
+    folders_in,
+    logged,
+    place,
+    rows_of,
+    rte,
+)
+
+
+@pytest.mark.parametrize("reg", ["istar", "cosreg"])
+def test_lambda_0_is_no_regularizer(cached_run: Callable[..., Any], reg: str) -> None:
+    _, base, base_folder = cached_run("task=demo", "reg=none")
+    _, zero_lambda, zero_lambda_folder = cached_run("task=demo", f"reg={reg}", "reg.lambda=0")
+    assert everything_measured(zero_lambda) == everything_measured(base)
+    assert rows_of(zero_lambda_folder / "predictions.jsonl") == rows_of(base_folder / "predictions.jsonl")
+    assert logged(zero_lambda_folder)["train/loss"] == logged(base_folder)["train/loss"]
+
+
+def test_the_placebos_are_weight_decay_and_dropout(cached_run: Callable[..., Any]) -> None:
+    overrides = ("task=demo", "optim.lr=3e-3")
+    _, base, base_folder = cached_run(*overrides, "reg=none")
+    _, decayed, _ = cached_run(*overrides, "reg=none", "optim.weight_decay=0.5")
+    _, placebo, placebo_folder = cached_run(*overrides, "reg=weight_decay", "reg.lambda=0.5")
+    assert everything_measured(placebo) == everything_measured(decayed) != everything_measured(base)
+    assert get_method_label(placebo) == "weight decay λ=0.5"
+    # The model's own probability is 0.1 everywhere.
+    _, same_dropout, same_dropout_folder = cached_run(*overrides, "reg=dropout", "reg.lambda=0.1")
+    _, more_dropout, _ = cached_run(*overrides, "reg=dropout", "reg.lambda=0.4")
+    assert everything_measured(same_dropout) == everything_measured(base) != everything_measured(more_dropout)
+    assert logged(same_dropout_folder)["train/loss"] == logged(base_folder)["train/loss"]
+    assert logged(placebo_folder)["train/loss"] != logged(base_folder)["train/loss"]
+
+
+def test_the_sign_of_lambda(cached_run: Callable[..., Any]) -> None:
+    overrides = ("task=demo", "trainer.accumulate_grad_batches=1", "optim.lr=3e-3", "trainer.checkpoints=false")
+    _, base, _ = cached_run(*overrides, "reg=none")
+    _, lowered, _ = cached_run(*overrides, "reg=istar", "reg.lambda=-10", "reg.zeta=0.2")
+    _, raised, _ = cached_run(*overrides, "reg=istar", "reg.lambda=10", "reg.zeta=0.2")
+    assert lowered.isotropy["before"] == base.isotropy["before"] == raised.isotropy["before"]
+    scores = [record.isotropy["after"]["union"] for record in (lowered, base, raised)]
+    assert scores[0] < 0.8 * scores[1]
+    assert scores[2] > 1.2 * scores[1]
+
+
+def test_accumulation_makes_steps_of_several_batches(cached_run: Callable[..., Any]) -> None:
+    _, record, folder = cached_run("task=demo", "reg=none", "trainer.accumulate_grad_batches=4")
+    # 6 batches an epoch: 4 and 2.
+    assert [epoch["step"] for epoch in record.epochs] == [2, 4]
+    assert len(logged(folder)["train/loss"]) == 4
+
+
+def test_half_precision(cached_run: Callable[..., Any]) -> None:
+    _, full_precision, _ = cached_run("task=demo", "reg=istar")
+    _, half_precision, folder = cached_run("task=demo", "reg=istar", "trainer.precision=bf16-mixed")
+    assert half_precision.name != full_precision.name
+    assert half_precision.status == "finished"
+    assert half_precision.isotropy["before"] == pytest.approx(full_precision.isotropy["before"], rel=0.05)
+    assert half_precision.isotropy["before"] != full_precision.isotropy["before"]
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "model")
+    assert model.dtype == torch.float32
+    assert all(math.isfinite(loss) for loss in logged(folder)["train/loss"])
+
+
+def test_learning_rates(cached_run: Callable[..., Any]) -> None:
+    def rates(*overrides: str) -> list[float]:
+        base = ("task=demo", "reg=none", "trainer.accumulate_grad_batches=1", "optim.lr=0.001", "trainer.max_epochs=2")
+        return logged(cached_run(*base, *overrides)[2])["train/lr"]
+
+    # A quarter of the 12 steps, 3, are warm-up. The logged rate is the one that the step uses.
+    warmup_factors = [0, 1 / 3, 2 / 3]
+    assert rates() == pytest.approx([0.001] * 12)
+    assert rates("optim.warmup=0.25") == pytest.approx([0.001 * factor for factor in [*warmup_factors, *[1.0] * 9]])
+    linear_factors = [*warmup_factors, *((9 - k) / 9 for k in range(9))]
+    assert rates("optim.schedule=linear", "optim.warmup=0.25") == pytest.approx(
+        [0.001 * factor for factor in linear_factors]
+    )
+    cosine_factors = [*warmup_factors, *(0.5 * (1 + math.cos(math.pi * k / 9)) for k in range(9))]
+    assert rates("optim.schedule=cosine", "optim.warmup=0.25") == pytest.approx(
+        [0.001 * factor for factor in cosine_factors]
+    )
+    factors_without_warmup = [(12 - k) / 12 for k in range(12)]
+    assert rates("optim.schedule=linear") == pytest.approx([0.001 * factor for factor in factors_without_warmup])
+
+
+def test_early_stopping(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without learning no epoch is better than the first, so training stops after the third."""
+    config = small("reg=none", "trainer.max_epochs=9", "trainer.early_stopping=2", "optim.lr=1e-12")
+    record = run(config)
+    assert [epoch["epoch"] for epoch in record.epochs] == [1, 2, 3]
+    assert record.headline["epoch"] == 1
+
+
+def test_early_stopping_and_the_best_epoch_go_by_the_highest_metric(
+    small: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each epoch is better than all before it, so training goes on to the last one, which is the best."""
+    epoch_counter = itertools.count()
+    monkeypatch.setattr(metrics, "compute", lambda *_: {"accuracy": next(epoch_counter) / 100, "f1": 0.5})
+    record = run(small("reg=none", "trainer.max_epochs=4", "trainer.early_stopping=1"))
+    assert [epoch["epoch"] for epoch in record.epochs] == [1, 2, 3, 4]
+    assert record.headline["epoch"] == 4
+
+
+@pytest.mark.parametrize("task", DEMOS)
+def test_fast_dev_run(small: Build, task: str) -> None:
+    """A run trains on one batch and validates on one batch, even if there are more."""
+    config = small(f"task={task}", "trainer.fast_dev_run=true", "data.eval_batch_size=5", "reg=istar")
+    record = run(config)
+    folder = place(config, record)
+    assert record.status == "finished"
+    assert len(record.epochs) == 1
+    assert record.epochs[0]["step"] == 1
+    assert not (folder / "checkpoints").exists()
+    rows = rows_of(folder / "predictions.jsonl")
+    assert 0 < len(rows) <= 5
+    assert record.data["validation"] == {"validation": len(rows)}
+
+
+def test_fast_dev_run_writes_a_submission_too(small: Build, tmp_path: Path) -> None:
+    data = rte(tmp_path / "glue_data")
+    config = small(
+        *TINY, "task=rte", f"task.data_dir={data}", "trainer.fast_dev_run=true", "data.eval_batch_size=3",
+        "task.submission=true",
+    )  # fmt: skip
+    record = run(config)
+    assert len((place(config, record) / "submission" / "RTE.tsv").read_text().splitlines()) == 4
+
+
+def test_without_checkpoints_the_last_epoch_is_the_result(small: Build) -> None:
+    config = small("trainer.checkpoints=false", "trainer.max_epochs=3", "reg=none", "task=demo_regression")
+    record = run(config)
+    folder = place(config, record)
+    assert not (folder / "checkpoints").exists()
+    assert record.headline["epoch"] == 3
+    assert record.metrics == record.epochs[2]["metrics"]
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    example = sample_examples(demo.generate("demo_regression", "validation"), config.task.limit_validation)[0]
+    with torch.no_grad():
+        prediction = model(**tokenizer(example["sentence1"], example["sentence2"], return_tensors="pt")).logits.item()
+    assert prediction == pytest.approx(rows_of(folder / "predictions.jsonl")[0]["prediction"], abs=1e-4)
+
+
+def test_a_model_of_the_user(small: Build, tmp_path: Path) -> None:
+    """A run starts from the model that another run has saved; with a changed weight it is another run."""
+    config = small()
+    model_folder = place(config, run(config)) / "model"
+    names = []
+    for _ in range(2):
+        second_config = small("model=auto", f"model.name={model_folder}", "reg=cosreg", "task=demo_sentence")
+        record = run(second_config)
+        names.append(record.name)
+        model = AutoModelForSequenceClassification.from_pretrained(model_folder)
+        with torch.no_grad():
+            model.base_model.embeddings.word_embeddings.weight[10, 0] += 1
+        model.save_pretrained(model_folder)
+    assert names[0] != names[1]
+
+
+def test_wandb_offline(small: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.chdir(tmp_path)
+    record_names = []
+    for seed in (1, 2):
+        config = small("logger=wandb", f"seed={seed}", "reg=none")
+        folder = place(config, run(config))
+        assert wandb.run is None
+        offline_folders = list((folder / "wandb").glob("offline-run-*"))
+        assert len(offline_folders) == 1
+        record_files = list(offline_folders[0].glob("run-*.wandb"))
+        assert len(record_files) == 1
+        assert record_files[0].stat().st_size > 0
+        assert (folder / "metrics.csv").exists()
+        record_names.append(record_files[0].name)
+    assert record_names[0] != record_names[1]
+    assert folders_in(tmp_path) == ["runs"]
+
+
+def test_nothing_is_left_in_the_logging_of_the_host(small: Build) -> None:
+    levels = [logging.getLogger(name).level for name in ("lightning.pytorch", "lightning.fabric")]
+    run(small())
+    assert [logging.getLogger(name).level for name in ("lightning.pytorch", "lightning.fabric")] == levels
+    assert len(tiny.make_tokenizer(demo.vocabulary())) > 0

@@ -1,0 +1,152 @@
+"""A sweep does what Hydra itself does with `-m`, or refuses it with a message of one line."""
+
+import copy
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+
+from hydra_plugins.istar_sweeper import IstarSweeper
+from istar.cli import train
+from istar.finetune.sweeps import sweep, trials
+from istar.finetune.sweeps.sweep import SweepRequest
+from istar.records.config import schema
+from tests.finetune.sweeps.conftest import TINY
+
+Call = Callable[..., int]
+
+
+class MultirunCallback(Callback):
+    """Records the methods that Hydra calls."""
+
+    calls: ClassVar[list[str]] = []
+
+    def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
+        self.calls.append("start")
+
+    def on_multirun_end(self, config: Any, **kwargs: Any) -> None:
+        self.calls.append("end")
+
+
+class JobCallback(Callback):
+    def on_job_end(self, config: Any, **kwargs: Any) -> None:
+        raise AssertionError
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
+    """Return a function that calls `istar train` in this process and an empty folder, and returns its exit code."""
+
+    def run_command(*arguments: str) -> int:
+        GlobalHydra.instance().clear()
+        try:
+            train.main([*arguments, *TINY], "istar train")
+        except SystemExit as error:
+            return int(error.code or 0)
+        return 0
+
+    # Hydra configures the logging of the process, and disables the loggers that exist.
+    for name in ("handlers", "level"):
+        monkeypatch.setattr(logging.root, name, copy.copy(getattr(logging.root, name)))
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            monkeypatch.setattr(logger, "disabled", logger.disabled)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setattr(sys, "argv", [])
+    yield run_command
+    GlobalHydra.instance().clear()
+    HydraConfig.instance().cfg = None
+
+
+@pytest.fixture
+def make_request(
+    make_sweeper: Callable[..., IstarSweeper], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., SweepRequest]:
+    """Return a function that returns the request that the sweeper passes to `sweeps` for some arguments."""
+
+    def record_request(*arguments: str) -> SweepRequest:
+        requests: list[SweepRequest] = []
+        monkeypatch.setattr(sweep, "run_sweep", lambda request, console: requests.append(request) or 0)
+        make_sweeper(*(argument for argument in arguments if "," not in argument and "glob" not in argument)).sweep(
+            list(arguments)
+        )
+        return requests[0]
+
+    return record_request
+
+
+def test_values_of_hydra_are_those_of_the_run(make_request: Callable[..., SweepRequest]) -> None:
+    arguments = (
+        "task.data_dir=${hydra:runtime.cwd}/a,${hydra:runtime.cwd}/b",
+        "model.name=${hydra:runtime.choices.reg}",
+        "run.root=${hydra:runtime.cwd}/runs",
+        "reg=none,cosreg",
+    )
+    request = make_request(*arguments)
+    assert request.root == Path.cwd() / "runs"
+    [space] = trials.make_search_spaces(request.arguments, {}, {}, [], request.config_loader).values()
+    configs = [schema.load(request.compose(overrides)) for overrides in trials.list_combinations(space)]
+    assert {config.run.root for config in configs} == {f"{Path.cwd()}/runs"}
+    assert {(config.task.data_dir, config.model.name) for config in configs} == {
+        (f"{Path.cwd()}/{folder}", reg) for folder in "ab" for reg in ("none", "cosreg")
+    }
+
+
+def test_glob_chooses_options(make_request: Callable[..., SweepRequest]) -> None:
+    request = make_request("reg=glob(istar*)", "seed=1,2")
+    [space] = trials.make_search_spaces(request.arguments, {}, {}, [], request.config_loader).values()
+    assert sorted(space["reg"].sweep_string_iterator()) == ["istar", "istar_paper_code", "istar_scratch"]
+
+
+def test_the_environment_of_the_runs(make_request: Callable[..., SweepRequest]) -> None:
+    request = make_request("+hydra.job.env_set.FIRST=a b", "+hydra.job.env_set.SECOND=2", "seed=1,2")
+    assert request.environment == {"FIRST": "a b", "SECOND": "2"}
+    assert make_request("seed=1,2").environment == {}
+
+
+def test_callbacks_of_the_sweep(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MultirunCallback, "calls", [])
+    target = f"+hydra.callbacks.ours._target_={__name__}.MultirunCallback"
+    assert call("-m", "seed=1,2", "--dry-run", target) == 0
+    assert MultirunCallback.calls == ["start", "end"]
+
+
+def test_callbacks_of_runs_are_refused(call: Call, capsys: pytest.CaptureFixture[str]) -> None:
+    target = f"+hydra.callbacks.ours._target_={__name__}.JobCallback"
+    assert call("-m", "seed=1,2", "--dry-run", target) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: hydra.callbacks: JobCallback.on_job_end ")
+
+
+@pytest.mark.parametrize("mode", [(), ("-m",)])
+@pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir", "++hydra.sweep.subdir"])
+def test_folders_of_hydra_are_refused(call: Call, capsys: pytest.CaptureFixture[str], mode: Any, key: str) -> None:
+    assert call(*mode, "seed=1", f"{key}=elsewhere", "--dry-run") == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {key.lstrip('+')} ")
+    assert "run.root=<folder>" in line
+    assert list(Path.cwd().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("task.data_dir=${hydra:job.num}", "${hydra:job.num} has no value with -m"),
+        ("task.data_dir=${nothing}", "nothing"),
+        ("optim.lr=glob(*)", "optim.lr"),
+        ("+hydra.callbacks.ours._target_=nowhere.Nothing", "nowhere"),
+    ],
+)
+def test_mistakes_are_one_line(call: Call, capsys: pytest.CaptureFixture[str], argument: str, message: str) -> None:
+    assert call("-m", "seed=1,2", "--dry-run", argument) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert "Traceback" not in line

@@ -1,0 +1,238 @@
+"""How a sweep's state is saved in its file and shown in the live table and by `istar watch`."""
+
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from istar.cli.main import main
+from istar.errors import UserError
+from istar.finetune.sweeps import live_table, watch
+from istar.finetune.sweeps.live_table import (
+    STATE_FILE,
+    SWEEPS_FOLDER,
+    Board,
+    SweepEntry,
+    SweepState,
+    count_validated_epochs,
+    estimate_seconds_left,
+    format_duration,
+    format_result_line,
+    read_state,
+    render_sweep,
+)
+from istar.finetune.sweeps.trials import Trial
+from istar.records.config.schema import to_dict
+from istar.records.results import RunRecord
+
+NOW = 1_700_000_000.0
+
+
+@pytest.fixture(autouse=True)
+def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `time.time` always return `NOW`."""
+    for module in (live_table, watch):
+        monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: NOW))
+
+
+def make_entry(run_number: int = 1, **values: Any) -> SweepEntry:
+    default_values = {
+        "task": "rte",
+        "model": "bert",
+        "method": "I-STAR λ=-1 ζ=0.4",
+        "seed": run_number,
+        "stage": "search",
+    }
+    return SweepEntry(f"run{run_number}", [f"seed={run_number}", "task=rte"], **{**default_values, **values})
+
+
+def render_text(state: SweepState) -> str:
+    console = Console(width=200, file=io.StringIO())
+    console.print(render_sweep(state))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def make_state(*entries: SweepEntry, **values: Any) -> SweepState:
+    return SweepState(
+        **{"name": "sweep-1", "command": "python train.py -m", "root": "runs", "jobs": 2, **values},
+        entries=list(entries),
+    )
+
+
+def make_finished_record(config: Any, value: float, collapsed: bool = False) -> RunRecord:
+    headline = {"metric": "accuracy", "value": value, "epoch": 2}
+    return RunRecord(
+        "run1", "finished", to_dict(config), headline, collapsed={"validation": collapsed}, epochs=[{}, {}, {}]
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(None, "-"), (0.4, "0 s"), (99, "99 s"), (100, "2 min"), (5940, "99 min"), (6060, "1 h 41 min"),
+     (172700, "47 h 58 min"), (176400, "2 d 1 h")],
+)  # fmt: skip
+def test_duration(seconds: float | None, expected: str) -> None:
+    assert format_duration(seconds) == expected
+
+
+def test_epochs_are_counted_in_the_metrics_file(tmp_path: Path) -> None:
+    assert count_validated_epochs(tmp_path) == 0
+    rows = ["epoch,step,train/loss,val/accuracy,val/loss", "0,0,,0.5,1", "0,10,0.7,,", "0,20,,0.6,0.9", "1,30,0.6,,"]
+    (tmp_path / "metrics.csv").write_text("\n".join(rows[:2]) + "\n")
+    # The validation before training does not count as an epoch.
+    assert count_validated_epochs(tmp_path) == 0
+    (tmp_path / "metrics.csv").write_text("\n".join(rows) + "\n")
+    assert count_validated_epochs(tmp_path) == 1
+    (tmp_path / "metrics.csv").write_text("\n".join([*rows, "1,40,,0.7,0.8"]) + "\n")
+    assert count_validated_epochs(tmp_path) == 2
+
+
+def test_the_time_to_go() -> None:
+    finished_entries = [
+        make_entry(1, status="finished", started=NOW - 100, ended=NOW - 40),
+        make_entry(2, status="finished", started=0, ended=0),
+    ]
+    waiting_entries = [make_entry(number, status="waiting") for number in range(3, 6)]
+    running_entry = make_entry(6, status="running", started=NOW - 20)
+    # One run took 60 s; a run that was finished before the sweep has no duration. The running one has 40 s left.
+    assert estimate_seconds_left(make_state(*finished_entries, *waiting_entries, running_entry)) == pytest.approx(
+        (40 + 3 * 60) / 2
+    )
+    assert estimate_seconds_left(make_state(*waiting_entries)) is None
+    assert estimate_seconds_left(make_state(*waiting_entries, expected=10, jobs=1, to_come=2)) == pytest.approx(50)
+
+
+def test_the_table() -> None:
+    entries = [
+        make_entry(1, status="finished", metric="accuracy", value=0.6),
+        make_entry(2, status="finished", metric="accuracy", value=0.7),
+        make_entry(3, status="pruned", metric="accuracy", value=0.9),
+        make_entry(4, status="failed", error="it broke"),
+        make_entry(5, status="running", started=NOW - 65, epochs=(1, 3)),
+        make_entry(6),
+        make_entry(7, method="Base", status="stopped"),
+        make_entry(8, method="Base", status="elsewhere", epochs=(2, 3)),
+    ]
+    text = render_text(make_state(*entries, to_come=4))
+    expected = "2 of 12 runs finished · 1 running · 1 running elsewhere · 1 failed · 1 pruned · 1 stopped · 5 left"
+    assert f"sweep-1: {expected}" in text
+    [row] = [row for row in text.splitlines() if "│ I-STAR" in row]
+    # The score of a pruned run is not shown as the best.
+    assert [cell.strip() for cell in row.strip("│ ").split("│")] == [
+        "rte", "bert", "I-STAR", "3", "1", "1", "1", "accuracy 70.00", "seed=2",
+    ]  # fmt: skip
+    lines = [line.strip() for line in text.splitlines()]
+    assert lines[lines.index("running:") + 1] == "rte · bert · I-STAR λ=-1 ζ=0.4 · seed 5: epoch 2 of 3, 65 s"
+    assert lines[lines.index("running elsewhere:") + 1] == "rte · bert · Base · seed 8: epoch 3 of 3"
+
+
+def test_the_best_perplexity_is_the_lowest() -> None:
+    entries = [
+        make_entry(number, status="finished", metric="perplexity", value=30.0 + number % 3) for number in (1, 2, 3)
+    ]
+    [row] = [row for row in render_text(make_state(*entries)).splitlines() if "│ I-STAR" in row]
+    assert [cell.strip() for cell in row.strip("│ ").split("│")][-2:] == ["perplexity 30.00", "seed=3"]
+    assert ": perplexity 31.00 (" in format_result_line(make_state(*entries), entries[0])
+
+
+def test_lines() -> None:
+    finished_entry = make_entry(
+        1, status="finished", metric="accuracy", value=0.625, started=10, ended=70, collapsed=True
+    )
+    sweep_state = make_state(finished_entry, make_entry(2))
+    assert (
+        format_result_line(sweep_state, finished_entry)
+        == "[1/2] rte · bert · I-STAR λ=-1 ζ=0.4 · seed 1: accuracy 62.50, collapsed (60 s)"
+    )
+    failed_entry = make_entry(2, status="failed", error="no such layer", log="logs/run2.log")
+    assert format_result_line(make_state(finished_entry, failed_entry), failed_entry).endswith(
+        "seed 2: failed: no such layer (logs/run2.log)"
+    )
+
+
+def test_the_file_is_kept_up_to_date(composed: Any, tmp_path: Path) -> None:
+    config = composed("task=rte")
+    entry = live_table.make_entry(Trial(("task=rte",), config, "run1"), "search")
+    sweep_state = make_state(entry, root=str(tmp_path))
+    console = Console(file=io.StringIO())
+    with Board(tmp_path / "s", sweep_state, console) as live_board:
+        assert read_state(tmp_path / "s" / STATE_FILE) == sweep_state
+        live_board.record_start(entry, tmp_path / "log")
+        assert read_state(tmp_path / "s" / STATE_FILE).entries[0].status == "running"
+        live_board.record_end(entry, make_finished_record(config, 0.7))
+        saved_state = read_state(tmp_path / "s" / STATE_FILE)
+        assert (saved_state.entries[0].status, saved_state.entries[0].value, saved_state.entries[0].epochs) == (
+            "finished",
+            0.7,
+            (3, 3),
+        )
+        assert not saved_state.is_over
+        live_board.record_end(entry, UserError("it broke"))
+        assert read_state(tmp_path / "s" / STATE_FILE).entries[0].error == "it broke"
+    assert read_state(tmp_path / "s" / STATE_FILE).is_over
+
+
+def test_on_a_terminal_the_table_lives(composed: Any, tmp_path: Path) -> None:
+    entry = live_table.make_entry(Trial(("task=rte",), composed("task=rte"), "run1"), "search")
+    console = Console(file=io.StringIO(), force_terminal=True, width=150)
+    with Board(tmp_path / "s", make_state(entry, root=str(tmp_path)), console) as live_board:
+        live_board.record_start(entry, None)
+        live_board.tick()
+        live_board.record_end(entry, UserError("it broke"))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "epoch 1 of 3" in text
+    assert "1 failed" in text
+    assert "[1/1]" not in text
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", "[]", '{"format": 1}', '{"format": 99, "entries": []}', '{"format": 1, "entries": [{}]}']
+)
+def test_a_broken_file_is_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / STATE_FILE).write_text(content)
+    with pytest.raises(UserError, match=r"sweep\.json(: not JSON| is not a sweep: | has format 99)") as error:
+        read_state(tmp_path / STATE_FILE)
+    assert "\n" not in str(error.value)
+
+
+# ---- istar watch
+
+
+def write_state_file(root: Path, name: str, **values: Any) -> None:
+    folder = root / SWEEPS_FOLDER / name
+    folder.mkdir(parents=True)
+    sweep_state = make_state(make_entry(1, status="running", started=NOW), **{"name": name, "seen": NOW, **values})
+    from dataclasses import asdict
+
+    (folder / STATE_FILE).write_text(json.dumps(asdict(sweep_state)))
+
+
+def test_watch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_state_file(tmp_path, "old-1", is_over=True)
+    write_state_file(tmp_path, "now-2")
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    output = capsys.readouterr().out
+    assert "now-2: 0 of 1 runs finished" in output
+    assert "old-1" not in output
+    assert "no update" not in output
+    assert main(["watch", str(tmp_path), "--once", "--sweep", "old-1"]) == 0
+    assert "old-1: 0 of 1" in capsys.readouterr().out
+
+
+def test_watch_tells_a_dead_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_state_file(tmp_path, "dead-1", seen=NOW - 3600)
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "no update for 60 min; if the sweep was killed, this command resumes it: python train.py -m" in output
+
+
+def test_watch_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", str(tmp_path), "--once"]) == 2
+    assert "holds no sweep; name the folder that holds the runs" in capsys.readouterr().err
+    write_state_file(tmp_path, "now-1")
+    assert main(["watch", str(tmp_path), "--once", "--sweep", "later"]) == 2
+    assert "holds no sweep later; there are now-1" in capsys.readouterr().err

@@ -1,0 +1,110 @@
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from istar.errors import UserError
+from istar.finetune.sweeps.planned_runs import describe_sweep
+from istar.finetune.sweeps.sweep import SweepRuns
+from istar.finetune.sweeps.trials import replace_seed
+from tests.finetune.sweeps.conftest import TINY, with_all_runs, with_grids
+
+MakeRuns = Callable[..., SweepRuns]
+SMALL = TINY[1:]
+
+
+def describe(sweep: SweepRuns) -> dict[str, Any]:
+    return describe_sweep(sweep.request, Console(quiet=True))
+
+
+def test_the_runs_of_a_grid(make_runs: MakeRuns) -> None:
+    sweep = make_runs("reg=none,cosreg", "optim.lr=1e-3,1e-4", "seed=1,2", *SMALL)
+    fields = describe(sweep)
+    runs = fields["runs"]
+    assert [run["name"] for run in runs] == list(with_all_runs(sweep).trial_by_name)
+    assert [(run["method"], run["seed"]) for run in runs] == [
+        (method, seed) for method in ("Base", "CosReg λ=1") for _ in range(2) for seed in (1, 2)
+    ]
+    assert {(run["task"], run["model"]) for run in runs} == {("demo", "tiny")}
+    assert (fields["trials"], fields["seeds_of_best"], fields["repetitions"]) == (None, [], [])
+    assert fields["overrides_by_grid"][""][:2] == ["reg=none,cosreg", "optim.lr=1e-3,1e-4"]
+
+
+def test_settings_that_do_not_change_the_outcome_do_not_change_the_names(make_runs: MakeRuns) -> None:
+    arguments = ("seed=1,2", *TINY[1:-2])
+    names = [run["name"] for run in describe(make_runs(*arguments, *TINY[-2:]))["runs"]]
+    others = ("trainer.accelerator=auto", "trainer.devices=1", "data.num_workers=2", "run.save_model=false")
+    assert names == [run["name"] for run in describe(make_runs(*arguments, *others))["runs"]]
+    assert names != [run["name"] for run in describe(make_runs(*arguments, "optim.lr=1e-2"))["runs"]]
+
+
+GRIDS = {
+    "base": {"reg": "none"},
+    "down": {"reg": "istar", "reg.lambda": -1},
+    "up": {"reg": "istar", "reg.lambda": 1},
+    "placebo": {"reg": "random_direction", "reg.lambda": 1},
+}
+
+
+class TestRepetitions:
+    """`sweep.seeds` repeats the best run of each task, model, method and grid."""
+
+    @pytest.fixture
+    def sweep(self, make_runs: MakeRuns) -> SweepRuns:
+        arguments = ("task=demo,demo_sentence", "optim.lr=1e-3,1e-4", "seed=1", *SMALL)
+        return with_grids(make_runs(*arguments), GRIDS, seeds=[1, 2, 3])
+
+    def test_there_is_a_group_for_each_best_run(self, sweep: SweepRuns) -> None:
+        fields = describe(sweep)
+        with_all_runs(sweep)
+        groups = [(group["task"], group["model"], group["method"], group["grid"]) for group in fields["repetitions"]]
+        assert sorted(groups) == sorted(set(map(sweep.selection_group, sweep.state.entries)))
+        assert {group[3] for group in groups} == set(GRIDS)
+        assert len(groups) == 2 * len(GRIDS)
+        assert all(group["seeds"] == [2, 3] for group in fields["repetitions"])
+        assert fields["seeds_of_best"] == [1, 2, 3]
+        assert set(fields["overrides_by_grid"]) == set(GRIDS)
+
+    def test_the_names_are_those_that_the_sweep_gives_to_the_repetitions(self, sweep: SweepRuns) -> None:
+        names = {name for group in describe(sweep)["repetitions"] for name in group["names"]}
+        with_all_runs(sweep)
+        run_names = set(sweep.trial_by_name)
+        assert len(names) == 2 * len(run_names)
+        assert not names & run_names
+        # Whichever run is the best of its group, its repetitions are allowed.
+        for entry in list(sweep.state.entries):
+            for seed in (2, 3):
+                assert sweep.run_name(replace_seed(tuple(entry.overrides), seed)) in names
+
+    def test_a_value_that_follows_the_seed(self, make_runs: MakeRuns) -> None:
+        arguments = ("reg=random_direction", "reg.lambda=1", "reg.seed=${seed}", "seed=1", *SMALL)
+        sweep = make_runs(*arguments)
+        settings = replace(sweep.request.settings, seeds=[2])
+        [group] = describe_sweep(replace(sweep.request, settings=settings), Console(quiet=True))["repetitions"]
+        other_sweep = make_runs(*arguments[:2], "reg.seed=2", "seed=2", *SMALL)
+        assert group["names"] == [run["name"] for run in describe(other_sweep)["runs"]]
+
+
+def test_a_search_has_no_runs_yet(make_runs: MakeRuns) -> None:
+    space = ("reg=istar_scratch", "reg.lambda=interval(-1,1)", "optim.lr=1e-3,1e-4", "seed=1")
+    fields = describe(make_runs(*space, "sweep.search=optuna", "sweep.trials=7", *TINY))
+    assert fields["overrides_by_grid"][""][: len(space)] == list(space)
+    assert (fields["trials"], fields["runs"], fields["repetitions"]) == (7, [], [])
+
+
+def test_secrets_are_not_written(make_runs: MakeRuns) -> None:
+    fields = describe(make_runs("seed=1,2", "logger=wandb", "logger.tags=[postgresql://me:pass@host/db]", *SMALL))
+    assert "pass" not in str(fields)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"), [(("seed=1,2",), r".*\(a plan identifies its runs"), (("sweep.search=optuna",), "")]
+)
+def test_runs_without_data_cannot_be_planned(
+    make_runs: MakeRuns, tmp_path: Path, arguments: tuple[str, ...], advice: str
+) -> None:
+    with pytest.raises(UserError, match=f"does not exist{advice}"):
+        describe(make_runs("task=rte", "model=tiny", f"task.data_dir={tmp_path / 'nowhere'}", *arguments))

@@ -1,0 +1,294 @@
+"""Which runs a sweep starts and when, while other processes execute some of them. The runs are stand-ins."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from istar.errors import LockedError, StoppedError, UserError
+from istar.files.writing import lock_folder
+from istar.finetune.sweeps import pool, sweep
+from istar.finetune.sweeps.live_table import Board
+from istar.finetune.sweeps.sweep import SweepRuns, TrialQueue, run_queue, select_best_configurations
+from istar.records import results
+from istar.records.config import Config
+from istar.records.results import RunRecord
+from tests.finetune.sweeps.conftest import TINY, with_all_runs, with_grids
+from tests.records import make_finished_record
+
+GRID = ("seed=1,2,3", *TINY)
+
+
+def write_result(folder: Path, config: Config) -> None:
+    """Write the files that a finished run has."""
+    results.write(make_finished_record(folder.name, config, value=config.seed / 10), folder)
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / results.GEOMETRY).write_text("{}")
+
+
+class Run:
+    """Stand-in for `RunProcesses` that finishes at once.
+
+    The first run with a seed in `locked_seeds` finds its folder locked.
+    """
+
+    def __init__(self, config: Config, processes: int, study: Any, variables: Any, log: Path, start: Any) -> None:
+        self.name, self.config = log.stem, config
+        self.is_locked = config.seed in Run.locked_seeds
+        Run.locked_seeds.discard(config.seed)
+        Run.seeds.append(config.seed)
+        Run.rates.append(config.optim.lr)
+
+    locked_seeds: set[int]
+    seeds: list[int]
+    rates: list[float]
+
+    def send_signal(self, signal_number: int) -> None:
+        pass
+
+    def has_ended(self) -> bool:
+        return True
+
+    def read_record(self, signals: Any) -> RunRecord:
+        if self.is_locked:
+            raise LockedError("another process has it")
+        folder = Path(self.config.run.root) / self.name
+        write_result(folder, self.config)
+        return results.read(folder)
+
+
+@pytest.fixture(autouse=True)
+def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    Run.locked_seeds, Run.seeds, Run.rates = set(), [], []
+    monkeypatch.setattr(pool, "RunProcesses", Run)
+    monkeypatch.setattr(sweep, "CHECK_INTERVAL_SECONDS", 0)
+
+
+class Queue(TrialQueue):
+    """Calls `on_wait` at every tick at which only other processes execute runs, whatever became of the others."""
+
+    on_wait: Callable[[], None]
+
+    def tick(self) -> None:
+        if self.is_waiting() and not self.runs.state.entries_with("waiting", "running"):
+            self.on_wait()
+        super().tick()
+
+
+@pytest.fixture
+def locks() -> Iterator[ExitStack]:
+    """Yield the stack of the locks that other processes hold."""
+    with ExitStack() as stack:
+        yield stack
+
+
+def execute(runs: SweepRuns, on_wait: Callable[[], None] = lambda: None) -> dict[int, str]:
+    """Execute the runs; returns the status of each seed."""
+    with Board(runs.folder, runs.state, Console(quiet=True)) as board:
+        queue = Queue(runs, board)
+        queue.on_wait = on_wait
+        run_queue(queue)
+    return {entry.seed: entry.status for entry in runs.state.entries}
+
+
+def lock(runs: SweepRuns, seed: int, locks: ExitStack) -> tuple[Path, Config]:
+    """Lock the folder of the run with this seed; returns the folder and the config."""
+    [trial] = [trial for trial in runs.trial_by_name.values() if trial.config.seed == seed]
+    folder = runs.request.root / trial.name
+    locks.enter_context(lock_folder(folder))
+    return folder, trial.config
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_run_of_another_process_is_waited_for(
+    make_runs: Callable[..., SweepRuns], locks: ExitStack, is_finished: bool
+) -> None:
+    """The result of the other process is used; a run that it has left unfinished is executed by the sweep."""
+    sweep_runs = with_all_runs(make_runs(*GRID))
+    folder, config = lock(sweep_runs, 1, locks)
+
+    def end_elsewhere() -> None:
+        assert Run.seeds == [2, 3]
+        if is_finished:
+            write_result(folder, config)
+        locks.close()
+
+    assert execute(sweep_runs, end_elsewhere) == {1: "finished", 2: "finished", 3: "finished"}
+    assert Run.seeds == ([2, 3] if is_finished else [2, 3, 1])
+    assert sweep_runs.entry_by_name[folder.name].value == 0.1
+
+
+def test_a_run_that_was_finished_since_the_sweep_began_is_not_started(make_runs: Callable[..., SweepRuns]) -> None:
+    sweep_runs = with_all_runs(make_runs(*GRID))
+    [trial] = [trial for trial in sweep_runs.trial_by_name.values() if trial.config.seed == 2]
+    folder = sweep_runs.request.root / trial.name
+    write_result(folder, trial.config)
+    assert execute(sweep_runs) == {1: "finished", 2: "finished", 3: "finished"}
+    assert Run.seeds == [1, 3]
+
+
+def test_the_lock_may_be_taken_between_the_look_and_the_start(make_runs: Callable[..., SweepRuns]) -> None:
+    Run.locked_seeds = {2}
+    assert execute(with_all_runs(make_runs(*GRID))) == {1: "finished", 2: "finished", 3: "finished"}
+    # The sweep starts the run again as soon as no process has the lock.
+    assert sorted(Run.seeds) == [1, 2, 2, 3]
+
+
+def test_a_signal_ends_the_wait(make_runs: Callable[..., SweepRuns], locks: ExitStack) -> None:
+    sweep_runs = with_all_runs(make_runs(*GRID))
+    lock(sweep_runs, 1, locks)
+    with pytest.raises(StoppedError, match="stopped by SIGTERM; run the same command to resume"):
+        execute(sweep_runs, lambda: signal.raise_signal(signal.SIGTERM))
+    assert [entry.status for entry in sweep_runs.state.entries] == ["elsewhere", "finished", "finished"]
+
+
+def test_the_seeds_follow_when_all_is_settled(
+    make_runs: Callable[..., SweepRuns], locks: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The seeds repeat the run that another process executes, because it has the best learning rate."""
+    request = make_runs("optim.lr=1e-3,1e-4", "seed=1", *TINY).request
+    request = replace(request, settings=replace(request.settings, seeds=[1, 2]))
+    other_sweep_runs = with_all_runs(make_runs("optim.lr=1e-4", "seed=1", *TINY))
+    [(name, trial)] = other_sweep_runs.trial_by_name.items()
+    folder = request.root / name
+    locks.enter_context(lock_folder(folder))
+
+    class Finishing(TrialQueue):
+        def tick(self) -> None:
+            if self.runs.state.entries_with("elsewhere") and self.runs.state.entries_with("finished"):
+                results.write(make_finished_record(name, trial.config, value=0.9), folder)
+                (folder / "model").mkdir()
+                (folder / results.GEOMETRY).write_text("{}")
+                locks.close()
+            super().tick()
+
+    monkeypatch.setattr(sweep, "TrialQueue", Finishing)
+    monkeypatch.setattr(sweep, "print_results", lambda make_runs: 0)
+    assert sweep.run_sweep(request, Console(quiet=True)) == 0
+    assert (Run.seeds, Run.rates) == ([1, 2], [1e-3, 1e-4])
+
+
+def test_a_launcher_that_finds_a_lock(make_runs: Callable[..., SweepRuns]) -> None:
+    """A run whose folder is locked is launched again; a run with another error has failed."""
+    launched: list[list[str]] = []
+
+    def launch(jobs: Any) -> list[RunRecord | UserError]:
+        seeds = [next(text for text in overrides if text.startswith("seed=")) for overrides in jobs]
+        launched.append(seeds)
+        errors = {"seed=2": LockedError("another process has it"), "seed=3": UserError("it broke")}
+        return [
+            errors[seed] if seed in errors and len(launched) == 1 else RunRecord("r", "finished", {}) for seed in seeds
+        ]
+
+    sweep_runs = with_all_runs(make_runs(*GRID))
+    sweep_runs.request = replace(sweep_runs.request, launcher=launch)
+    assert execute(sweep_runs) == {1: "finished", 2: "finished", 3: "failed"}
+    assert launched == [["seed=1", "seed=2", "seed=3"], ["seed=2"]]
+
+
+@pytest.mark.parametrize(("sampler", "trials", "expected"), [("tpe", 5, 5), ("random", 5, 5), ("tpe", 9, 6)])
+def test_a_search_executes_as_many_different_runs_as_it_has_trials(
+    make_runs: Callable[..., SweepRuns], sampler: str, trials: int, expected: int
+) -> None:
+    """Fewer runs are executed only if the search space has fewer; no run is executed twice or counts as failed."""
+    pytest.importorskip("optuna")
+    sweep_runs = make_runs(
+        "optim.lr=1e-3,1e-4", "seed=1,2,3", f"sweep.trials={trials}", f"sweep.sampler={sampler}",
+        "sweep.search=optuna", "sweep.jobs=2", *TINY,
+    )  # fmt: skip
+    with Board(sweep_runs.folder, sweep_runs.state, Console(quiet=True)) as board:
+        sweep.run_search(sweep_runs, board)
+    executed = list(zip(Run.seeds, Run.rates, strict=True))
+    assert len(executed) == len(set(executed)) == expected
+    assert [entry.status for entry in sweep_runs.state.entries] == ["finished"] * expected
+    assert sweep_runs.state.to_come == 0
+
+
+def test_a_search_waits_for_a_run_of_another_process(
+    make_runs: Callable[..., SweepRuns], locks: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result of the other process becomes the value of the trial."""
+    optuna = pytest.importorskip("optuna")
+    arguments = ("sweep.search=optuna", "sweep.trials=3", *TINY)
+    sweep_runs = make_runs("seed=1,2,3", *arguments)
+    folder, config = lock(with_all_runs(make_runs("seed=2", *arguments)), 2, locks)
+
+    class Finishing(sweep.SearchQueue):
+        def tick(self) -> None:
+            if len(self.runs.state.entries_with("finished")) == 2:
+                write_result(folder, config)
+                locks.close()
+            super().tick()
+
+    monkeypatch.setattr(sweep, "SearchQueue", Finishing)
+    with Board(sweep_runs.folder, sweep_runs.state, Console(quiet=True)) as board:
+        sweep.run_search(sweep_runs, board)
+    assert sorted(Run.seeds) == [1, 3]
+    [study] = optuna.get_all_study_summaries(f"sqlite:///{sweep_runs.folder / 'optuna.db'}")
+    trials = optuna.load_study(
+        study_name=study.study_name, storage=f"sqlite:///{sweep_runs.folder / 'optuna.db'}"
+    ).trials
+    complete = {trial.params["seed"]: trial.value for trial in trials if trial.state.name == "COMPLETE"}
+    assert complete == {"1": 0.1, "2": 0.2, "3": 0.3}
+
+
+def test_the_best_is_chosen_by_held_out_data(make_runs: Callable[..., SweepRuns]) -> None:
+    """The metric on the validation set is only reported."""
+    sweep_runs = with_all_runs(make_runs("optim.lr=1e-4,1e-3", "sweep.seeds=[7]", *TINY))
+    for trial in sweep_runs.trial_by_name.values():
+        is_better = trial.config.optim.lr == 1e-3
+        held_out = {"set": "held_out", "metric": "accuracy_held_out", "value": 0.9 if is_better else 0.1}
+        record = make_finished_record(trial.name, trial.config, 0.1 if is_better else 0.9, selection=held_out)
+        sweep_runs.entry_by_name[trial.name].apply_record(record)
+    [overrides] = sweep_runs.list_repetitions_of_best()
+    assert {"optim.lr=0.001", "seed=7"} <= set(overrides)
+
+
+def test_the_best_of_each_grid_is_repeated(make_runs: Callable[..., SweepRuns]) -> None:
+    """Two weights of the same penalty are two methods if they stand in grids of their own."""
+    grids = {"up": {"reg": "istar", "reg.lambda": 1}, "down": {"reg": "istar", "reg.lambda": -1}}
+    sweep_runs = with_all_runs(with_grids(make_runs("optim.lr=1e-4,1e-3", *TINY), grids, seeds=[7, 8]))
+    records = []
+    for trial in sweep_runs.trial_by_name.values():
+        is_up = trial.config.reg.weight > 0  # type: ignore[attr-defined]
+        is_better = (trial.config.optim.lr == 1e-3) == is_up
+        records.append(make_finished_record(trial.name, trial.config, 0.1 + 0.5 * is_better + 0.2 * is_up))
+        sweep_runs.entry_by_name[trial.name].apply_record(records[-1])
+    repetitions = [set(overrides) for overrides in sweep_runs.list_repetitions_of_best()]
+    assert len(repetitions) == 4
+    for weight, rate in (("1", "0.001"), ("-1", "0.0001")):
+        for seed in (7, 8):
+            assert any(
+                {f"reg.lambda={weight}", f"optim.lr={rate}", f"seed={seed}"} <= repetition for repetition in repetitions
+            )
+    best_records = select_best_configurations(records, sweep_runs.grid_by_run)
+    assert {(run.config["reg"]["lambda"], run.config["optim"]["lr"]) for run in best_records} == {(1, 1e-3), (-1, 1e-4)}
+
+
+def test_a_search_repeats_the_best_of_each_grid(make_runs: Callable[..., SweepRuns]) -> None:
+    """The same holds for a repeated command, which finds the trials of the first one."""
+    pytest.importorskip("optuna")
+    grids = {"up": {"reg": "istar", "reg.lambda": 1}, "down": {"reg": "istar", "reg.lambda": -1}}
+    settings = {"search": "optuna", "trials": 4, "seeds": [7]}
+    for _ in range(2):
+        sweep_runs = with_grids(make_runs("seed=1,2", *TINY), grids, **settings)
+        with Board(sweep_runs.folder, sweep_runs.state, Console(quiet=True)) as board:
+            sweep.run_search(sweep_runs, board)
+        repetitions = [set(overrides) for overrides in sweep_runs.list_repetitions_of_best()]
+        assert len(repetitions) == 2
+        for weight in (1, -1):
+            assert any({f"reg.lambda={weight}", "seed=7"} <= repetition for repetition in repetitions)
+    assert len(Run.seeds) == 4
+
+
+def test_a_launcher_cannot_choose_the_precision(make_runs: Callable[..., SweepRuns]) -> None:
+    """The runs may be executed on another machine, whose precision this machine does not know."""
+    sweep_runs = make_runs("seed=1,2", "trainer.precision=auto", *TINY)
+    sweep_runs.request = replace(sweep_runs.request, launcher=lambda jobs: [])
+    with pytest.raises(UserError, match=r"^trainer\.precision=auto: .*name the precision"):
+        with_all_runs(sweep_runs)

@@ -1,0 +1,265 @@
+"""Searches with Optuna: the suggested values, their storage, and its use by later and by concurrent calls."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from istar.errors import UserError
+from istar.finetune.sweeps.study import Study, count_combinations, get_combination
+from istar.finetune.sweeps.trials import list_combinations, make_search_spaces
+from istar.finetune.training.pruning import TrialReference
+from istar.records.config import SweepConfig
+from istar.records.results import RunRecord
+
+ARGUMENTS = ["reg=istar", "reg.lambda=interval(-5,5)", "optim.lr=tag(log,interval(1e-5,1e-3))", "reg.zeta=0.2,0.4",
+             "data.batch_size=int(interval(8,32))"]  # fmt: skip
+
+
+def open_study(
+    folder: Path,
+    arguments: list[str] = ARGUMENTS,
+    grids: Any = None,
+    run_name: Callable[[tuple[str, ...]], str] = " ".join,
+    **settings: Any,
+) -> Study:
+    folder.mkdir(exist_ok=True)
+    sweep_settings = {"search": "optuna", "trials": 4, **settings}
+    return Study(SweepConfig(**sweep_settings), make_search_spaces(arguments, {}, grids or {}, []), folder, run_name)
+
+
+def make_record(value: float, status: str = "finished", metric: str = "accuracy") -> RunRecord:
+    return RunRecord("r", status, {}, {"metric": metric, "value": value, "epoch": 1})
+
+
+def parse_overrides(overrides: tuple[str, ...]) -> dict[str, str]:
+    return dict(override.split("=") for override in overrides)
+
+
+def test_values_lie_in_their_ranges(tmp_path: Path) -> None:
+    study = open_study(tmp_path, trials=15)
+    suggested_values = []
+    while suggestion := study.ask():
+        suggested_values.append(parse_overrides(suggestion[1]))
+        study.tell(suggestion[0], make_record(0.5))
+    assert len(suggested_values) == 15
+    assert all(
+        -5 <= float(run_values["reg.lambda"]) <= 5 and 1e-5 <= float(run_values["optim.lr"]) <= 1e-3
+        for run_values in suggested_values
+    )
+    assert {run_values["reg.zeta"] for run_values in suggested_values} == {"0.2", "0.4"}
+    assert all(8 <= int(run_values["data.batch_size"]) <= 32 for run_values in suggested_values)
+    assert all(run_values["reg"] == "istar" for run_values in suggested_values)
+    # On a logarithmic scale, about half of the learning rates are below 1e-4.
+    assert 3 <= sum(float(run_values["optim.lr"]) < 1e-4 for run_values in suggested_values) <= 12
+    assert len({run_values["reg.lambda"] for run_values in suggested_values}) == 15
+
+
+@pytest.mark.parametrize(("metric", "best"), [("accuracy", 3.0), ("perplexity", 1.0)])
+def test_the_best_trial_is_that_of_the_best_metric(tmp_path: Path, metric: str, best: float) -> None:
+    study = open_study(tmp_path)
+    value_by_trial = {}
+    for value in (2.0, 1.0, 3.0):
+        suggestion = study.ask()
+        assert suggestion is not None
+        trial_number, _ = suggestion
+        study.tell(trial_number, make_record(value, metric=metric))
+        value_by_trial[trial_number] = value
+    stored_study = optuna.load_study(study_name=study.name, storage=study.storage)
+    assert value_by_trial[stored_study.best_trial.number] == best
+
+
+def test_grids_are_a_choice(tmp_path: Path) -> None:
+    grids = {"base": {"reg": "none"}, "istar": {"reg": "istar", "reg.lambda": "interval(-1,1)"}}
+    study = open_study(tmp_path, ["seed=1"], grids, trials=12)
+    suggestions = [study.ask() for _ in range(12)]
+    key_sets = [set(parse_overrides(suggestion[1])) for suggestion in suggestions if suggestion]
+    assert {"reg", "seed"} in key_sets
+    assert {"reg", "seed", "reg.lambda"} in key_sets
+
+
+def test_what_is_told_is_kept(tmp_path: Path) -> None:
+    study = open_study(tmp_path)
+    for outcome in (make_record(0.25), make_record(0.75, "pruned"), UserError("it broke")):
+        suggestion = study.ask()
+        assert suggestion
+        study.tell(suggestion[0], outcome)
+    stored_trials = optuna.load_study(study_name=tmp_path.name, storage=study.storage).trials
+    assert [trial.state.name for trial in stored_trials] == ["COMPLETE", "PRUNED", "FAIL"]
+    assert stored_trials[0].value == 0.25
+    # Failed trials do not count, but a call starts at most as many trials as were missing when it began.
+    assert study.num_trials_left() == 2
+    suggestion = study.ask()
+    assert suggestion
+    study.tell(suggestion[0], UserError("it broke"))
+    assert study.num_trials_left() == 2
+    assert study.ask() is None
+    assert [trial_number for trial_number, _ in study.ended_trials()] == [0, 1]
+
+
+def test_a_dead_call_is_continued(tmp_path: Path) -> None:
+    first = open_study(tmp_path)
+    finished_trial, abandoned_trial = first.ask(), first.ask()
+    assert finished_trial
+    assert abandoned_trial
+    first.tell(finished_trial[0], make_record(0.5))
+    del first._lock
+    second = open_study(tmp_path)
+    assert second.ask() == abandoned_trial
+    second.tell(abandoned_trial[0], make_record(0.6))
+    new_trials = [second.ask(), second.ask()]
+    # A sampler that started again from the same seed would suggest the same values.
+    assert all(trial and trial[1] not in (finished_trial[1], abandoned_trial[1]) for trial in new_trials)
+    assert second.ask() is None
+
+
+def test_a_living_call_is_left_alone(tmp_path: Path) -> None:
+    first, second = open_study(tmp_path), open_study(tmp_path)
+    first_trial, second_trial = first.ask(), second.ask()
+    assert first_trial
+    assert second_trial
+    assert first_trial[0] != second_trial[0]
+    assert second.ask() is not None
+    assert first.ask() is not None
+    # Together, both calls have started all four trials.
+    assert first.ask() is None
+    assert second.ask() is None
+    first.close()
+    assert second.ask() == first_trial
+
+
+def test_a_stopped_trial_is_asked_for_again(tmp_path: Path) -> None:
+    study = open_study(tmp_path, trials=1)
+    suggestion = study.ask()
+    assert suggestion
+    study.release(suggestion[0])
+    assert study.ask() == suggestion
+
+
+@pytest.mark.slow
+def test_the_best_values_are_looked_for_where_good_ones_were(tmp_path: Path) -> None:
+    distances_by_sampler = {}
+    for sampler in ("random", "tpe"):
+        study = open_study(tmp_path / sampler, ["reg.lambda=interval(-5,5)"], trials=30, sampler=sampler)
+        distances_by_sampler[sampler] = []
+        while suggestion := study.ask():
+            distances_by_sampler[sampler].append(abs(float(parse_overrides(suggestion[1])["reg.lambda"]) - 2))
+            study.tell(suggestion[0], make_record(-distances_by_sampler[sampler][-1]))
+    assert sum(distances_by_sampler["tpe"]) < 0.75 * sum(distances_by_sampler["random"])
+
+
+DISCRETE = ["reg.zeta=0.2,0.4", "data.batch_size=int(interval(8,9))"]
+"""A search space of four combinations."""
+
+
+def run_workers(*workers: Study, jobs: int = 2) -> list[tuple[str, ...]]:
+    """Let workers start and end trials in turn, each `jobs` at a time, and return the overrides of all trials.
+
+    The same values always have the best result.
+    """
+    started, running = [], [[] for _ in workers]
+    while True:
+        for worker, running_trials in zip(workers, running, strict=True):
+            while len(running_trials) < jobs and (suggestion := worker.ask()):
+                running_trials.append(suggestion)
+                started.append(suggestion[1])
+        if not any(running):
+            return started
+        for worker, running_trials in zip(workers, running, strict=True):
+            if running_trials:
+                trial_number, overrides = running_trials.pop(0)
+                worker.tell(trial_number, make_record(float(overrides == ("reg.zeta=0.4", "data.batch_size=9"))))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "workers", "trials", "expected"),
+    [("tpe", 1, 3, 3), ("random", 1, 9, 4), ("tpe", 2, 9, 4), ("random", 2, 3, 3)],
+)
+def test_no_run_is_tried_twice(tmp_path: Path, sampler: str, workers: int, trials: int, expected: int) -> None:
+    studies = [open_study(tmp_path, DISCRETE, trials=trials, sampler=sampler) for _ in range(workers)]
+    started = run_workers(*studies)
+    assert len(started) == len(set(started)) == expected
+    stored_trials = optuna.load_study(study_name=tmp_path.name, storage=studies[0].storage).trials
+    assert sum(trial.state.name == "COMPLETE" for trial in stored_trials) == expected
+    assert all(trial.user_attrs["is_duplicate"] for trial in stored_trials if trial.state.name == "FAIL")
+    if trials == expected:
+        assert studies[0].num_trials_left() == 0
+
+
+def test_what_failed_is_not_tried_again_by_the_same_call(tmp_path: Path) -> None:
+    study = open_study(tmp_path, DISCRETE, trials=9)
+    started = []
+    while suggestion := study.ask():
+        started.append(suggestion[1])
+        study.tell(suggestion[0], UserError("it broke"))
+    assert len(started) == len(set(started)) == 4
+    # The next call tries the failed runs again.
+    assert open_study(tmp_path, DISCRETE, trials=9).ask() is not None
+
+
+def test_equal_runs_of_different_values_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are told apart by a name that does not depend on the second key, so no name is tried twice."""
+
+    def get_zeta(overrides: tuple[str, ...]) -> str:
+        return parse_overrides(overrides)["reg.zeta"]
+
+    monkeypatch.setattr("istar.finetune.sweeps.study.MAX_RANDOM_DUPLICATES", 5)
+    for arguments in (["reg.zeta=0.2,0.4", "reg.lambda=interval(0,1)"], ["reg.zeta=0.2,0.4", "seed=range(1,4)"]):
+        started = run_workers(open_study(tmp_path / arguments[1][:4], arguments, trials=10, run_name=get_zeta))
+        assert sorted(map(get_zeta, started)) == ["0.2", "0.4"]
+
+
+def test_a_grid_of_one_run_beside_one_with_an_interval(tmp_path: Path) -> None:
+    """The grid of one run has the best result, so that Optuna suggests the same run repeatedly."""
+    grids = {"base": {"reg": "none"}, "istar": {"reg": "istar", "reg.lambda": "interval(-1,1)"}}
+    study = open_study(tmp_path, ["seed=1"], grids, trials=6)
+    started = []
+    while suggestion := study.ask():
+        started.append(suggestion[1])
+        study.tell(suggestion[0], make_record(float("reg=none" in suggestion[1])))
+    assert len(set(started)) == len(started) == 6
+
+
+def test_combinations_have_indices(tmp_path: Path) -> None:
+    grids = {"base": {"reg": "none"}, "istar": {"reg": "istar", "reg.lambda": "-1,1", "data.batch_size": "range(8,11)"}}
+    space_by_grid = make_search_spaces(["seed=1,2"], {}, grids, [])
+    num_combinations = count_combinations(space_by_grid)
+    assert num_combinations == 2 + 2 * 3 * 2
+    combinations = [get_combination(space_by_grid, index) for index in range(num_combinations)]
+    assert {overrides for _, overrides in combinations} == {
+        expected_overrides for space in space_by_grid.values() for expected_overrides in list_combinations(space)
+    }
+    parameters = {"grid": "istar", "reg.lambda": "1", "data.batch_size": "9", "seed": "2"}
+    overrides = ("reg=istar", "reg.lambda=1", "data.batch_size=9", "seed=2")
+    assert (parameters, overrides) in combinations
+    assert count_combinations(make_search_spaces(["reg.lambda=interval(0,1)"], {}, {}, [])) is None
+
+
+@pytest.mark.parametrize("storage", ["nonsense", "sqlite:////no/such/folder/x.db"])
+def test_a_storage_that_cannot_be_used(tmp_path: Path, storage: str) -> None:
+    with pytest.raises(UserError, match=r"sweep.storage=.* cannot be used") as error:
+        open_study(tmp_path, storage=storage)
+    assert "\n" not in str(error.value)
+
+
+def test_handles() -> None:
+    handle = TrialReference("runs/a#b/storage.url", "table1-1", 12)
+    assert TrialReference.parse(str(handle)) == handle
+    for text in ("", "a#b", "a#b#c"):
+        with pytest.raises(UserError, match=r"expected file#study#number"):
+            TrialReference.parse(text)
+
+
+def test_held_out_data_judge_a_trial(tmp_path: Path) -> None:
+    """The validation set, on which the result is reported, is not used."""
+    study = open_study(tmp_path, trials=2)
+    for reported, held_out in ((0.9, 0.2), (0.1, 0.8)):
+        trial_number, _ = study.ask()
+        study.tell(
+            trial_number, replace(make_record(reported), selection={"metric": "accuracy_held_out", "value": held_out})
+        )
+    stored_study = optuna.load_study(study_name=study.name, storage=study.storage)
+    assert [trial.value for trial in stored_study.get_trials()] == [0.2, 0.8]

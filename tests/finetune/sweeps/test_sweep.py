@@ -1,0 +1,299 @@
+"""Sweeps from end to end: `train.py -m` runs in its own processes, is killed and is called again."""
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hydra.errors import HydraException
+
+from hydra_plugins.istar_sweeper import IstarSweeper
+from istar.errors import UserError
+from istar.files.writing import lock_folder
+from istar.finetune.runs import fork_server
+from istar.finetune.sweeps.live_table import read_state
+from istar.finetune.sweeps.sweep import SweepRuns
+from istar.records import results
+from istar.records.config import schema
+from istar.records.results import RunRecord
+from tests.finetune.sweeps.conftest import TINY, with_all_runs
+from tests.jobs import Done, Job, Start, at_once, starting
+from tests.outcomes import assert_same
+from tests.records import make_finished_record
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
+
+GRID = ("-m", "reg=istar_scratch", "reg.lambda=-0.2,0.2", "seed=1,2,3", *TINY)
+"""Six runs. When two at a time have finished three, enough are left for a signal to arrive before the last one ends."""
+
+
+@pytest.fixture
+def start(own_cache: Path) -> Iterator[Start]:
+    with starting(own_cache) as start:
+        yield start
+
+
+def read_records(folder: Path) -> dict[str, RunRecord]:
+    """Return the records of the runs of a call made in `folder`, by the names of the runs."""
+    return {path.name: results.read(path) for path in (folder / "runs").glob("demo*")}
+
+
+def read_sweep_state(folder: Path):
+    [path] = (folder / "runs" / "sweeps").glob("*/sweep.json")
+    return read_state(path)
+
+
+def read_result_times(job: Job) -> dict[str, int]:
+    """Return the modification time of each `result.json` of a job in nanoseconds, by the name of the run."""
+    return {path.parent.name: path.stat().st_mtime_ns for path in job.folder.glob("runs/demo-*/result.json")}
+
+
+# Either all processes are killed, as when a machine loses power, or only the sweep, whose runs notice this and stop.
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["everything", "the sweep"])
+def test_a_sweep_that_is_killed_loses_and_repeats_nothing(tmp_path: Path, start: Start, victim: str) -> None:
+    undisturbed_result = start(tmp_path / "whole", *GRID, "sweep.jobs=2").wait()
+    assert (undisturbed_result.code, undisturbed_result.stderr) == (0, "")
+    job = start(tmp_path / "killed", *GRID, "sweep.jobs=2")
+    job.until(lambda: len(read_result_times(job)) >= 2)
+    if victim == "the sweep":
+        job.send(signal.SIGKILL)
+    else:
+        job.kill()
+    job.process.wait()
+    job.until_it_is_gone()
+    result_times = read_result_times(job)
+    assert not read_sweep_state(tmp_path / "killed").is_over
+    resumed_job = start(tmp_path / "killed", *GRID, "sweep.jobs=2")
+    resumed_result = resumed_job.wait()
+    assert (resumed_result.code, resumed_result.stderr) == (0, "")
+    assert f"6 runs, {6 - len(result_times)} of them to do" in resumed_result.stdout
+    # Finished runs were left unchanged, and the other ones are equal to those of an undisturbed sweep.
+    assert {name: read_result_times(resumed_job)[name] for name in result_times} == result_times
+    assert read_records(tmp_path / "killed").keys() == read_records(tmp_path / "whole").keys()
+    for name in read_records(tmp_path / "whole"):
+        assert_same(tmp_path / "killed" / "runs" / name, tmp_path / "whole" / "runs" / name)
+    assert read_sweep_state(tmp_path / "killed").is_over
+    repeated_result = start(tmp_path / "killed", *GRID, "sweep.jobs=2").wait()
+    assert "6 runs, 0 of them to do" in repeated_result.stdout
+    assert repeated_result.stdout.count("seed 1") == resumed_result.stdout[
+        resumed_result.stdout.index("demo, accuracy") :
+    ].count("seed 1")
+
+
+@pytest.mark.slow
+def test_the_best_of_each_method_goes_on_with_more_seeds(tmp_path: Path, start: Start) -> None:
+    search_settings = ("+sweep=table1", "task=demo", "data.batch_size=8", "optim.lr=1e-3,1e-5", "trainer.max_epochs=2",
+                       "reg.lambda=-0.2", "reg.zeta=0.4", "sweep.only=[base,istar]", "sweep.seeds=[1,2]",
+                       "reg.num_points=200")  # fmt: skip
+    tiny_settings = [
+        argument
+        for argument in TINY
+        if argument.partition("=")[0] not in {setting.partition("=")[0] for setting in search_settings}
+    ]
+    arguments = [
+        argument for argument in (*search_settings, *tiny_settings) if not argument.startswith("reg.num_points")
+    ]
+    dry_run_result = start(tmp_path, *arguments, "--dry-run").wait()
+    assert (dry_run_result.code, dry_run_result.stderr) == (0, "")
+    assert "4 runs, 4 of them to do; then 2 seeds of the best of each of 2 methods" in dry_run_result.stdout
+    assert dry_run_result.stdout.count("waiting: ") == 4
+    assert not (tmp_path / "runs").exists()
+    result = start(tmp_path, *arguments, "sweep.jobs=2").wait()
+    assert (result.code, result.stderr) == (0, "")
+    run_records = list(read_records(tmp_path).values())
+    assert len(run_records) == 6
+    for name in ("none", "istar"):
+        method_records = [record for record in run_records if record.config["reg"]["name"] == name]
+        score_by_rate = {
+            record.config["optim"]["lr"]: record.headline["value"]
+            for record in method_records
+            if record.config["seed"] == 1
+        }
+        [repeated_record] = [record for record in method_records if record.config["seed"] == 2]
+        assert len(score_by_rate) == 2
+        assert score_by_rate[repeated_record.config["optim"]["lr"]] == max(score_by_rate.values())
+    assert {entry.stage for entry in read_sweep_state(tmp_path).entries} == {"search", "seeds"}
+    assert re.search(
+        r"about \d+ (s|min), 2 at a time \(by 6 finished runs",
+        start(tmp_path, *arguments, "task.limit_train=24", "--dry-run", "sweep.jobs=2").wait().stdout,
+    )
+
+
+def test_failures_are_told_and_may_stop_all(tmp_path: Path, start: Start) -> None:
+    layers = ("-m", "seed=1", "reg=cosreg", "reg.layers=[7],[8],last", *TINY[1:])
+
+    def run_in(name: str, *overrides: str) -> Done:
+        return start(tmp_path / name, *layers, *overrides).wait()
+
+    default_result, fail_fast_result = at_once(lambda: run_in("on"), lambda: run_in("fast", "sweep.fail_fast=true"))
+    assert (default_result.code, default_result.stderr) == (1, "")
+    assert "2 of 3 runs failed; the same command runs them again:" in default_result.stdout
+    assert [entry.status for entry in read_sweep_state(tmp_path / "on").entries] == ["failed", "failed", "finished"]
+    assert all("does not exist" in (entry.error or "") for entry in read_sweep_state(tmp_path / "on").entries[:2])
+    assert (fail_fast_result.code, fail_fast_result.stderr) == (1, "")
+    assert [entry.status for entry in read_sweep_state(tmp_path / "fast").entries] == ["failed", "waiting", "waiting"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not fork_server.is_supported(), reason="runs are forked on Linux alone")
+def test_the_process_that_starts_the_runs_is_killed(tmp_path: Path, start: Start) -> None:
+    """Only the run under way fails. When it is repeated, its result is bit-equal to that of a single `train.py` run."""
+    settings = (*TINY, "trainer.max_epochs=8")
+    job = start(tmp_path / "sweep", "-m", "seed=1,2,3", *settings)
+    reference_job = start(tmp_path / "alone", "seed=2", *settings)
+    job.until(lambda: len(list((tmp_path / "sweep").glob("runs/demo-*/metrics.csv"))) == 2)
+    [server] = [pid for pid in job.pids() if read_parent_pid(pid) == job.process.pid]
+    os.kill(server, signal.SIGKILL)
+    result = job.wait()
+    assert (result.code, result.stderr) == (1, "")
+    assert re.search(r"seed 2: failed: the process that starts the runs was killed by SIGKILL \(\S+\)", result.stdout)
+    assert [entry.status for entry in read_sweep_state(tmp_path / "sweep").entries] == [
+        "finished",
+        "failed",
+        "finished",
+    ]
+    job.until_it_is_gone()
+    resumed_job = start(tmp_path / "sweep", "-m", "seed=1,2,3", *settings)
+    assert "3 runs, 1 of them to do" in resumed_job.wait().well().stdout
+    resumed_job.until_it_is_gone()
+    reference_job.wait().well()
+    [name] = read_records(tmp_path / "alone")
+    assert_same(tmp_path / "sweep" / "runs" / name, tmp_path / "alone" / "runs" / name)
+
+
+@pytest.mark.slow
+def test_a_run_that_another_process_executes(tmp_path: Path, start: Start, make_runs: Callable[..., SweepRuns]) -> None:
+    """The sweep does not start a run while its folder is locked, and does not report it as failed."""
+    first, second = with_all_runs(make_runs("seed=1,2", *TINY)).trial_by_name
+    with lock_folder(tmp_path / "runs" / first):
+        job = start(tmp_path, "-m", "seed=1,2", *TINY)
+        job.until(
+            lambda: second in read_result_times(job) and read_sweep_state(tmp_path).entries_with("finished") != []
+        )
+        assert [entry.status for entry in read_sweep_state(tmp_path).entries] == ["elsewhere", "finished"]
+    result = job.wait().well()
+    assert "failed" not in result.stdout
+    assert read_records(tmp_path).keys() == {first, second}
+    assert [entry.status for entry in read_sweep_state(tmp_path).entries] == ["finished", "finished"]
+
+
+def read_parent_pid(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_runs_are_grouped_by_sweep_in_wandb(make_runs: Callable[..., SweepRuns]) -> None:
+    ungrouped, grouped = make_runs("seed=1,2", *TINY), make_runs("seed=1,2", "logger=wandb", *TINY)
+    own_group = make_runs("seed=1,2", "logger=wandb", "logger.group=mine", *TINY)
+    for sweep_runs in (ungrouped, grouped, own_group):
+        with_all_runs(sweep_runs)
+    assert {trial.config.logger.group for trial in grouped.trial_by_name.values()} == {grouped.folder.name}
+    assert {trial.config.logger.group for trial in own_group.trial_by_name.values()} == {"mine"}
+    # The logger changes neither the names of the runs nor the folder of the sweep.
+    assert ungrouped.trial_by_name.keys() == grouped.trial_by_name.keys() == own_group.trial_by_name.keys()
+    assert ungrouped.folder == grouped.folder
+
+
+def test_finished_runs_are_run_again_only_if_asked(make_runs: Callable[..., SweepRuns], tmp_path: Path) -> None:
+    [(name, trial)] = with_all_runs(make_runs("seed=1", *TINY)).trial_by_name.items()
+    results.write(make_finished_record(name, trial.config), tmp_path / "runs" / name)
+    # Every finished run has these files.
+    (tmp_path / "runs" / name / "model").mkdir()
+    (tmp_path / "runs" / name / results.GEOMETRY).write_text("{}")
+    statuses = {
+        overwrite: [entry.status for entry in with_all_runs(make_runs("seed=1,2", overwrite, *TINY)).state.entries]
+        for overwrite in ("run.overwrite=false", "run.overwrite=true")
+    }
+    assert statuses == {"run.overwrite=false": ["finished", "waiting"], "run.overwrite=true": ["waiting", "waiting"]}
+
+
+def test_data_that_cannot_be_loaded_fail_their_runs_alone(make_runs: Callable[..., SweepRuns]) -> None:
+    sweep_runs = with_all_runs(make_runs("task=demo,rte", "task.data_dir=null", *TINY))
+    demo, rte = sweep_runs.state.entries
+    assert (demo.status, rte.status) == ("waiting", "failed")
+    assert rte.error
+    assert sweep_runs.state.entries_with("failed") == [rte]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected_message"),
+    [
+        (("reg.zeta=0.2,3",), "reg.zeta=3 is outside [0, 1]"),
+        (("task=rte,demo", "reg.zta=1"), "reg.zta: there is no such key; did you mean reg.zeta?"),
+        (
+            ("reg=none,istar", "reg.zeta=0.2"),
+            "reg.zeta belongs to reg=istar or random_direction, which is not selected",
+        ),
+        (("reg.lambda=interval(-1,1)",), "an interval is for sweep.search=optuna"),
+        (("sweep.jobs=0",), "sweep.jobs=0 is too small"),
+        (("sweep.search=optna",), "sweep.search=optna is not known; did you mean optuna?"),
+        (("sweep.name=a/b",), "sweep.name='a/b' is not a folder name"),
+        (("sweep.only=[x]",), "sweep.only=x is not known"),
+        (("sweep.grids={a: 1}",), "does not map names to grids"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_started(
+    tmp_path: Path, make_sweeper: Callable[..., IstarSweeper], arguments: tuple[str, ...], expected_message: str
+) -> None:
+    # Hydra composes the arguments that are not swept over before it calls the sweeper.
+    fixed_arguments = [argument for argument in arguments if "," not in argument and "interval" not in argument]
+
+    def run_sweep() -> None:
+        make_sweeper(f"run.root={tmp_path / 'runs'}", *fixed_arguments).sweep(list(arguments))
+
+    with pytest.raises((UserError, HydraException)) as error:
+        run_sweep()
+    message = str(error.value) if isinstance(error.value, UserError) else schema.explain(error.value)
+    assert expected_message in message
+    assert "\n" not in message
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_search_that_is_killed_goes_on(tmp_path: Path, start: Start) -> None:
+    arguments = ("-m", "reg=istar_scratch", "reg.lambda=interval(-1,1)", "optim.lr=tag(log,interval(1e-4,1e-2))",
+                 "sweep.search=optuna", "sweep.trials=6", "sweep.pruner=asha", "sweep.jobs=2", *TINY,
+                 "trainer.max_epochs=4")  # fmt: skip
+    job = start(tmp_path, *arguments)
+    job.until(lambda: len(read_result_times(job)) >= 1)
+    result_times = read_result_times(job)
+    job.send(signal.SIGKILL).process.wait()
+    job.until_it_is_gone()
+    resumed_result = start(tmp_path, *arguments).wait()
+    assert (resumed_result.code, resumed_result.stderr) == (0, "")
+    records = read_records(tmp_path)
+    assert len(records) == 6
+    assert {record.status for record in records.values()} <= {"finished", "pruned"}
+    assert {
+        name: (tmp_path / "runs" / name / "result.json").stat().st_mtime_ns for name in result_times
+    } == result_times
+    for record in records.values():
+        assert (len(record.epochs) == 4) == (record.status == "finished")
+    assert len(json.loads((next((tmp_path / "runs" / "sweeps").glob("*/sweep.json"))).read_text())["entries"]) == 6
+    repeated_result = start(tmp_path, *arguments).wait()
+    assert (repeated_result.code, repeated_result.stderr) == (0, "")
+    assert len(read_records(tmp_path)) == 6
+
+
+@pytest.mark.slow
+def test_a_pruned_run_can_be_finished_later(tmp_path: Path, start: Start) -> None:
+    """A single run with the same settings resumes the pruned run, and its result equals that of a run never pruned."""
+    # With some of these learning rates the score rises at once, with others later.
+    shared_settings = ("reg=none", "task=demo_sentence", "task.limit_train=400", "task.limit_validation=100",
+                       *TINY[3:], "trainer.max_epochs=3")  # fmt: skip
+    search_arguments = ("-m", "optim.lr=tag(log,interval(3e-4,1e-2))", "sweep.search=optuna", "sweep.trials=8",
+                        "sweep.pruner=asha", "sweep.sampler=random", *shared_settings)  # fmt: skip
+    assert start(tmp_path / "search", *search_arguments, "sweep.jobs=2").wait().code == 0
+    pruned_records = {
+        name: record for name, record in read_records(tmp_path / "search").items() if record.status == "pruned"
+    }
+    assert pruned_records
+    name, record = next(iter(pruned_records.items()))
+    run_arguments = (f"optim.lr={record.config['optim']['lr']}", *shared_settings)
+    for folder in ("search", "alone"):
+        assert start(tmp_path / folder, *run_arguments).wait().code == 0
+    assert read_records(tmp_path / "search")[name].status == "finished"
+    assert_same(tmp_path / "search" / "runs" / name, tmp_path / "alone" / "runs" / name)

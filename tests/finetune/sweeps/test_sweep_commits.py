@@ -1,0 +1,65 @@
+"""All runs of a sweep over a hub model are named after and trained from one commit, even if the branch moves."""
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from hydra_plugins.istar_sweeper import IstarSweeper
+from istar.errors import UserError
+from istar.finetune.sweeps.study import Study
+from istar.finetune.sweeps.sweep import SweepRequest, SweepRuns, _make_launcher_overrides, run_search
+from istar.inputs import hub
+from istar.records import results
+from istar.records.config import schema
+from tests.records import make_finished_record
+
+MODEL = ("model=auto", "model.name=org/tiny")
+COMMITS = ("12345678901234567890e1234567890123456789", "f" * 40)
+"""Commits of the branch before and after it moves. The first one looks like a number."""
+
+
+@pytest.fixture
+def make_runs(
+    make_sweeper: Callable[..., IstarSweeper], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., SweepRuns]:
+    """Return a function that creates the runs of a new call of a sweep; the branch moves between two calls."""
+    commits = iter(COMMITS)
+    monkeypatch.setattr(hub, "find_commit", lambda name, revision, kind: revision or next(commits))
+
+    def build_runs(*overrides: str) -> SweepRuns:
+        sweeper = make_sweeper(*MODEL, *overrides)
+        settings = schema.load_sweep(sweeper.config)
+        request = SweepRequest(settings, (*MODEL, "seed=1,2"), {}, "", tmp_path / "runs", sweeper.compose)
+        return SweepRuns(request, Console(quiet=True))
+
+    return build_runs
+
+
+def test_the_runs_of_a_sweep_have_one_commit(make_runs: Callable[..., SweepRuns]) -> None:
+    sweep_runs = make_runs()
+    for override in ("seed=1", "model.compile=true"):
+        trial = sweep_runs.add_run((*MODEL, override), "search")
+        assert trial.config.model.revision == COMMITS[0]
+        assert trial.name == sweep_runs.run_folders.find(trial.config).name
+        # A launcher composes these overrides on another machine.
+        overrides = _make_launcher_overrides(trial)
+        assert schema.load(sweep_runs.request.compose(overrides)).model == trial.config.model
+    assert make_runs().add_run(MODEL, "search").config.model.revision == COMMITS[1]
+
+
+def test_a_search_does_not_mix_the_results_of_two_commits(make_runs: Callable[..., SweepRuns]) -> None:
+    first, second = (make_runs("sweep.search=optuna") for _ in COMMITS)
+    first.folder.mkdir(parents=True)
+    with closing(Study(first.request.settings, first.space_by_grid, first.folder, first.run_name)) as study:
+        trial_number, overrides = study.ask() or (0, ())
+        trial = first.add_run(overrides, "search")
+        record = make_finished_record(trial.name, trial.config)
+        study.tell(trial_number, record)
+        results.write(record, first.request.root / trial.name)
+    with pytest.raises(
+        UserError, match=r"a finished trial whose run demo-tiny-\S+ does not exist.*or the earlier commit"
+    ):
+        run_search(second, None)  # type: ignore[arg-type]

@@ -1,0 +1,273 @@
+"""The runs that a sweep lists, compared with hand-written products and with the configs that Hydra composes."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from hydra_plugins.istar_sweeper import IstarSweeper
+from istar.errors import UserError
+from istar.finetune.sweeps.trials import list_combinations, make_search_spaces, replace_seed, sweep_hash
+from istar.records.config import schema
+
+
+def expand(arguments=(), params=None, grids=None, only=()):
+    space_by_grid = make_search_spaces(arguments, params or {}, grids or {}, only)
+    return {name: list_combinations(space) for name, space in space_by_grid.items()}
+
+
+def test_all_combinations_as_hydra_has_them() -> None:
+    arguments = [
+        "task=rte,mrpc",
+        "reg=istar",
+        "reg.lambda=-5,-1",
+        "reg.zeta=choice(0.2,0.4)",
+        "seed=range(1,4)",
+        "+a=[1,2]",
+    ]
+    expected = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(arguments), None)[0]
+    [combinations] = expand(arguments).values()
+    assert [list(overrides) for overrides in combinations] == expected
+    assert len(combinations) == 2 * 2 * 2 * 3
+
+
+def test_grids_stand_beside_each_other() -> None:
+    grids = {"base": {"reg": "none"}, "istar": {"reg": "istar", "reg.lambda": "-1,1", "reg.zeta": [0.2, 0.4]}}
+    combinations_by_grid = expand(["seed=1"], {"optim.lr": "1e-5,3e-5"}, grids)
+    assert combinations_by_grid["base"] == [(f"optim.lr={lr}", "reg=none", "seed=1") for lr in ("1e-05", "3e-05")]
+    product = set(itertools.product((-1.0, 1.0), (0.2, 0.4), (1e-5, 3e-5)))
+    run_settings = [dict(override.split("=") for override in overrides) for overrides in combinations_by_grid["istar"]]
+    assert {
+        (float(settings["reg.lambda"]), float(settings["reg.zeta"]), float(settings["optim.lr"]))
+        for settings in run_settings
+    } == product
+    assert len(run_settings) == len(product)
+    assert list(expand(["seed=1"], {}, grids, ["istar"])) == ["istar"]
+
+
+def test_the_command_line_replaces_what_it_names_and_only_there() -> None:
+    grids = {"base": {"reg": "none"}, "istar": {"reg": "istar", "reg.zeta": "0.2,0.4"}}
+    combinations_by_grid = expand(
+        ["reg.zeta=0.6", "optim.lr=1", "task=rte,mrpc"], {"optim.lr": "2,3", "seed": 7}, grids
+    )
+    assert combinations_by_grid["base"] == [
+        ("optim.lr=1", "seed=7", "reg=none", f"task={task}") for task in ("rte", "mrpc")
+    ]
+    assert combinations_by_grid["istar"] == [
+        ("optim.lr=1", "seed=7", "reg=istar", "reg.zeta=0.6", f"task={task}") for task in ("rte", "mrpc")
+    ]
+
+
+def test_what_the_grids_differ_by_cannot_be_replaced() -> None:
+    with pytest.raises(UserError, match=r"reg is what the grids .* sweep.only=\[base,istar\]"):
+        make_search_spaces(["reg=cosreg"], {}, {"base": {"reg": "none"}, "istar": {"reg": "istar"}}, [])
+
+
+def test_an_interval_is_no_grid() -> None:
+    with pytest.raises(UserError, match=r"reg.lambda=interval\(-1,1\).*sweep.search=optuna"):
+        expand(["reg.lambda=interval(-1,1)"])
+
+
+def test_equal_combinations_are_one() -> None:
+    assert expand(["seed=1,1,2"]) == {"": [("seed=1",), ("seed=2",)]}
+
+
+def test_with_seed() -> None:
+    assert replace_seed(("seed=1", "reg=none"), 5) == ("reg=none", "seed=5")
+    assert replace_seed(("reg=none",), 5) == ("reg=none", "seed=5")
+
+
+def test_the_same_sweep_is_found_again() -> None:
+    def compute_hash(*arguments: str) -> str:
+        return sweep_hash(make_search_spaces(arguments, {}, {}, []))
+
+    assert compute_hash("seed=1,2", "sweep.jobs=2") == compute_hash("seed=1,2", "sweep.jobs=4", "sweep.fail_fast=true")
+    assert compute_hash("seed=1,2", "run.root=a", "logger=wandb") == compute_hash("seed=1,2", "run.root=b")
+    assert (
+        len(
+            {
+                compute_hash("seed=1,2"),
+                compute_hash("seed=1,3"),
+                compute_hash("seed=1,2", "task=rte"),
+                compute_hash("+sweep=table1", "seed=1,2"),
+            }
+        )
+        == 4
+    )
+
+
+# ---- the shipped files
+
+CONF = Path(__file__).resolve().parents[3] / "conf"
+FILES = sorted(path.stem for path in (CONF.parent / "sweep").glob("*.yaml"))
+
+
+def test_there_is_a_file_for_each_artefact() -> None:
+    figure_names = {f"figure{number}" for number in range(3, 9)}
+    assert figure_names | {"table1", "table2", "zeta_ablation", "layer_ablation"} <= set(FILES)
+    # In a wheel the files are in conf/; in the repository they are in sweep/.
+    assert schema.sweep_folder() == CONF.parent / "sweep"
+
+
+SEARCH = {"data.batch_size": (8, 16, 32), "optim.lr": (1e-5, 3e-5, 5e-5), "trainer.max_epochs": (3, 4, 5)}
+ISTAR = {"reg": ("istar",), "reg.lambda": (-5, -3, -1, 1, 3, 5), "reg.zeta": (0.2, 0.4, 0.6, 0.8), **SEARCH}
+SEEDS = (1, 2, 3, 4, 5)
+ZETAS = {"reg.zeta": (0, 0.2, 0.4, 0.6, 0.8, 1), "seed": SEEDS}
+LAYERS = {"reg.layers": ([1], [2], [3], [4], [5], [6], [7], [8], [9], [10], [11], [12], "all"), "seed": SEEDS}
+PRETRAINING = {
+    "base": {"reg": ("none",)},
+    "istar": {
+        "reg": ("istar",), "reg.lambda": (-1, 1), "reg.num_points": (50_000,), "reg.refresh_every_n_steps": (100,)
+    },
+    "cosreg": {"reg": ("cosreg",), "reg.lambda": (1,)},
+    "cosreg_output": {"reg": ("cosreg",), "reg.lambda": (1,), "reg.target": ("output_embeddings",)},
+}  # fmt: skip
+TASKS_AND_RATES = {"task": ("mrpc", "stsb", "sst5", "rte"), "optim.lr": (1e-4, 3e-4, 1e-3)}
+RATES = {"optim.lr": (1e-5, 3e-5, 5e-5)}
+TASKS_AND_SEEDS = {"task": ("rte", "mrpc"), "seed": tuple(range(1, 21))}
+GRIDS = {
+    "table1": {
+        "base": {"reg": ("none",), **SEARCH},
+        "cosreg": {"reg": ("cosreg",), "reg.lambda": (1,), **SEARCH},
+        "istar": ISTAR,
+    },
+    "table2": {"": ISTAR},
+    "figure3": {"": {"reg.lambda": (-5, -3, -1, 0.5, 1, 3, 5), "reg.zeta": (0.2,), "seed": SEEDS}},
+    "figure4": {"base": {"reg": ("none",)}, "cosreg": {"reg": ("cosreg",), "reg.lambda": (-1, 1)}},
+    "figure5": {"base": {"reg": ("none",)}, "istar": {"reg": ("istar",), "reg.lambda": (-5, -3, 3, 5)}},
+    "figure6": {"base": {"reg": ("none",)}, "istar": {"reg": ("istar",), "reg.lambda": (-1, 1), "reg.zeta": (0.2,)}},
+    "figure7": {"": ZETAS},
+    "zeta_ablation": {"": ZETAS},
+    "figure8": {"": LAYERS},
+    "layer_ablation": {"": LAYERS},
+    "pretrain_decoder": PRETRAINING,
+    "pretrain_encoder": PRETRAINING,
+    "finetune_own": {
+        "base": {"reg": ("none",), **TASKS_AND_RATES},
+        **{
+            f"istar_{weight}": {"reg": ("istar",), "reg.lambda": (weight,), **TASKS_AND_RATES}
+            for weight in (-1, -0.3, 0.3, 1)
+        },
+        "cosreg": {"reg": ("cosreg",), "reg.lambda": (1,), **TASKS_AND_RATES},
+    },
+    "penalties": {
+        "base": {"reg": ("none",), **RATES},
+        "istar_-1": {"reg": ("istar",), "reg.lambda": (-1,), **RATES},
+        "istar_1": {"reg": ("istar",), "reg.lambda": (1,), **RATES},
+        "istar_keep": {"reg": ("istar",), "reg.lambda": (10,), "reg.target_score": ("keep",), **RATES},
+        "istar_hinge": {
+            "reg": ("istar",), "reg.lambda": (10,), "reg.target_score": ("keep",), "reg.side": ("below",), **RATES
+        },
+        "cosreg": {"reg": ("cosreg",), "reg.lambda": (1,), **RATES},
+        "vicreg": {"reg": ("vicreg",), "reg.lambda": (0.1,), **RATES},
+        "uniformity": {"reg": ("uniformity",), "reg.lambda": (1,), "reg.points": ("first",), **RATES},
+        "spectrum": {"reg": ("spectrum",), "reg.lambda": (1,), **RATES},
+        "random_direction": {"reg": ("random_direction",), "reg.lambda": (1,), **RATES},
+        "weight_decay": {"reg": ("weight_decay",), "reg.lambda": (0.1,), **RATES},
+        "dropout": {"reg": ("dropout",), "reg.lambda": (0.2,), **RATES},
+    },
+    "collapse": {
+        "base": {"reg": ("none",), **TASKS_AND_SEEDS},
+        "istar_-1": {"reg": ("istar",), "reg.lambda": (-1,), **TASKS_AND_SEEDS},
+        "istar_set_point": {"reg": ("istar",), "reg.lambda": (10,), "reg.target_score": (0.15,), **TASKS_AND_SEEDS},
+        "istar_keep": {"reg": ("istar",), "reg.lambda": (10,), "reg.target_score": ("keep",), **TASKS_AND_SEEDS},
+    },
+}  # fmt: skip
+"""The values of each grid as in the paper's Section 4, Appendices E to G and captions. The last five sweeps are our
+own."""
+
+FIXED = {
+    "table1": {"seed": 1},
+    "table2": {"seed": 1},
+    "figure3": {"task.name": "rte", "reg.name": "istar"},
+    "figure4": {"task.name": "qnli", "seed": 1},
+    "figure5": {"task.name": "sst2", "seed": 1},
+    "figure6": {"task.name": "qnli", "seed": 1},
+    "figure7": {"task.name": "rte", "reg.name": "istar", "reg.lambda": -1},
+    "figure8": {"task.name": "cola", "reg.name": "istar", "reg.lambda": -1, "reg.zeta": 0.8},
+}
+FIXED |= {
+    "pretrain_decoder": {"task.name": "clm", "model.name": "small_decoder", "trainer.max_steps": 1000},
+    "pretrain_encoder": {"task.name": "mlm", "model.name": "small_encoder", "trainer.max_steps": 1500},
+    "finetune_own": {"task.validation_fraction": 0.1},
+    "penalties": {"task.name": "rte", "task.validation_fraction": 0.1, "seed": 1},
+    "collapse": {"trainer.max_epochs": 2, "optim.lr": 5e-5, "data.batch_size": 16},
+}
+FIXED |= {"zeta_ablation": FIXED["figure7"], "layer_ablation": FIXED["figure8"]}
+"""Values common to all runs of a file. Lambda and zeta are those of Table 2, for all models or for BERT and ALBERT."""
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_sweep_file_has_the_values_of_the_paper(name: str, make_sweeper: Callable[..., IstarSweeper]) -> None:
+    sweeper = make_sweeper(f"+sweep={name}")
+    settings = schema.load_sweep(sweeper.config)
+    ten_seeds = (*SEEDS, 6, 7, 8, 9, 10)
+    assert tuple(settings.seeds) == {"table1": SEEDS, "finetune_own": ten_seeds, "penalties": ten_seeds}.get(name, ())
+    for key, value in FIXED[name].items():
+        assert OmegaConf.select(sweeper.config, key) == value
+    combinations_by_grid = expand([], sweeper.params, settings.grids or {})
+    assert combinations_by_grid.keys() == GRIDS[name].keys()
+    for grid, values_by_key in GRIDS[name].items():
+        expected_settings = [
+            dict(zip(values_by_key, values, strict=True)) for values in itertools.product(*values_by_key.values())
+        ]
+        run_settings = [
+            {key: yaml.safe_load(value) for key, value in (text.split("=") for text in overrides)}
+            for overrides in combinations_by_grid[grid]
+        ]
+        assert sorted(map(format_settings, run_settings)) == sorted(map(format_settings, expected_settings))
+
+
+def test_all_methods_of_the_sweep_of_penalties_have_equal_trials(make_sweeper: Callable[..., IstarSweeper]) -> None:
+    """The experiment of the same name has the same runs as the sweep file."""
+    expansions = []
+    for choice in ("+sweep=penalties", "experiment=penalties"):
+        sweeper = make_sweeper(choice, "task=mrpc")
+        settings = schema.load_sweep(sweeper.config)
+        assert settings.seeds == list(range(1, 11))
+        expansions.append(expand([], sweeper.params, settings.grids or {}))
+        config = sweeper.compose([choice, "task=mrpc", *expansions[-1]["random_direction"][0]])
+        assert (config.task.name, config.task.validation_fraction) == ("mrpc", 0.1)
+        assert config.reg.name == "random_direction"
+    assert expansions[0] == expansions[1]
+    assert [len(combinations) for combinations in expansions[0].values()] == [3] * 12
+
+
+def format_settings(settings: dict[str, Any]) -> str:
+    """Return a text that is equal for equal settings in any order. The rate is converted; YAML reads 1e-05 as text."""
+    values_by_key = {key: float(value) if key == "optim.lr" else value for key, value in settings.items()}
+    return repr(sorted((key, float(value) if type(value) is int else value) for key, value in values_by_key.items()))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=pytest.mark.slow if name in ("collapse", "finetune_own", "penalties", "pretrain_encoder") else (),
+        )
+        for name in FILES
+    ],
+)
+def test_every_sweep_file_composes(name: str, make_sweeper: Callable[..., IstarSweeper]) -> None:
+    required = ["model.name=tiny", "model.pretrained=false"] if name == "finetune_own" else []
+    sweeper = make_sweeper(f"+sweep={name}", *required)
+    assert sweeper.config.hydra.mode.name == "MULTIRUN"
+    settings = schema.load_sweep(sweeper.config)
+    assert settings.name == {"figure7": "zeta_ablation", "figure8": "layer_ablation"}.get(name, name)
+    combinations_by_grid = expand([f"+sweep={name}", *required], sweeper.params, settings.grids or {})
+    for combinations in combinations_by_grid.values():
+        for overrides in (combinations[0], combinations[-1]):
+            composed = sweeper.compose(overrides)
+            schema.load(composed)
+            # The sweeper composes faster than Hydra, with the same result.
+            hydra_config = sweeper.hydra_context.config_loader.load_sweep_config(sweeper.config, list(overrides))
+            expected = OmegaConf.to_container(hydra_config)
+            assert isinstance(expected, dict)
+            assert OmegaConf.to_container(composed) == {key: expected[key] for key in expected if key != "hydra"}

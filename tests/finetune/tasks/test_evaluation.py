@@ -1,0 +1,279 @@
+import string
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from istar.errors import UserError
+from istar.finetune.tasks.evaluation import Evaluator, constant_baseline, write_submission
+from istar.finetune.tasks.features import featurize
+from istar.finetune.tasks.metrics import compute
+from istar.records.task_specs import TASKS, Split
+
+RTE, STSB, SQUAD, COLA = TASKS["rte"], TASKS["stsb"], TASKS["squad"], TASKS["cola"]
+LABELS = [0, 1, 1, 0, 1, 1]
+SCORES = [0.0, 1.5, 2.0, 3.25, 4.0, 5.0]
+
+
+def make_tokenizer(padding_side: str = "right") -> PreTrainedTokenizerFast:
+    """Return a WordPiece tokenizer like BERT's whose tokens are single characters."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    characters = string.ascii_lowercase + string.digits + string.punctuation
+    vocabulary = {
+        token: index
+        for index, token in enumerate([*special, *characters, *(f"##{character}" for character in characters)])
+    }
+    backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]", padding_side=padding_side
+    )
+
+
+def pairs(labels=LABELS) -> Dataset:
+    texts = [f"a{row}" for row in range(len(labels))]
+    return Dataset.from_dict({"sentence1": texts, "sentence2": texts, "label": labels})
+
+
+def questions() -> Dataset:
+    words = ["apples", "pears", "cherries", "plums"]
+    contexts = ["xy " * 30 + f"buy {word} now" + " uv" * 25 for word in words]
+    answers = [
+        {"text": [word, f"buy {word}"], "answer_start": [text.index(word), text.index("buy")]}
+        for word, text in zip(words, contexts, strict=True)
+    ]
+    return Dataset.from_dict(
+        {
+            "id": [f"q{row}" for row in range(4)],
+            "question": ["what?"] * 4,
+            "context": contexts,
+            "answers": answers,
+        }
+    )
+
+
+def make_evaluator(spec, examples, side="right", max_length=48) -> Evaluator:
+    features = featurize(spec, examples, make_tokenizer(side), max_length, training=False, doc_stride=8, cache_dir=None)
+    return Evaluator(spec, examples, features)
+
+
+def make_perfect_logits(evaluator: Evaluator, padding: int = 0, pad_left: bool = False) -> dict[int, np.ndarray]:
+    """Return logits that point at the first gold answer in each window that holds it, and are high in the padding."""
+    outputs = {}
+    for row in evaluator.features:
+        answers = evaluator.examples[row["example_id"]]["answers"]
+        start, end = answers["answer_start"][0], answers["answer_start"][0] + len(answers["text"][0])
+        offsets = np.array(row["offset_mapping"])
+        logits = np.stack([offsets[:, 0] == start, offsets[:, 1] == end]) * 5.0
+        padding_logits = np.full((2, padding), 99.0, dtype=np.float32)
+        outputs[row["feature_id"]] = np.concatenate(
+            [padding_logits, logits] if pad_left else [logits, padding_logits], axis=1
+        )
+    return outputs
+
+
+def test_classification():
+    random = np.random.default_rng(0)
+    logits = random.normal(size=(6, 2)).astype(np.float32) * 100
+    evaluation = make_evaluator(RTE, pairs())(dict(enumerate(logits)))
+    predicted = logits.argmax(axis=1)
+    assert evaluation.metrics == {"accuracy": np.mean(predicted == LABELS)}
+    assert [row["id"] for row in evaluation.predictions] == list(range(6))
+    assert [row["prediction"] for row in evaluation.predictions] == [RTE.labels[row] for row in predicted]
+    assert [row["label"] for row in evaluation.predictions] == [RTE.labels[row] for row in LABELS]
+    expected = torch.from_numpy(logits).double().softmax(dim=1).numpy()
+    np.testing.assert_allclose([row["scores"] for row in evaluation.predictions], expected, rtol=1e-9)
+    assert type(evaluation.predictions[0]["scores"][0]) is float
+
+
+def test_regression():
+    values = np.array([0.5, 1.0, 2.5, 3.0, 3.5, 6.0])
+    evaluation = make_evaluator(STSB, pairs(SCORES))(dict(enumerate(values[:, None])))
+    assert evaluation.metrics == compute(["pearson", "spearman"], values.tolist(), SCORES)
+    assert evaluation.metrics["spearman"] == pytest.approx(1.0)
+    assert evaluation.predictions[3] == {"id": 3, "prediction": 3.0, "label": 3.25}
+    assert not evaluation.collapsed
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_spans(side, padding):
+    evaluator = make_evaluator(SQUAD, questions(), side)
+    assert len(evaluator.features) > 4
+    evaluation = evaluator(make_perfect_logits(evaluator, padding, pad_left=side == "left"))
+    assert evaluation.metrics == {"exact_match": 1.0, "f1": 1.0}
+    assert evaluation.predictions[2] == {
+        "id": "q2",
+        "prediction": "cherries",
+        "label": ["cherries", "buy cherries"],
+    }
+    assert not evaluation.collapsed
+
+
+def test_neither_the_order_of_outputs_nor_that_of_features_matters():
+    random = np.random.default_rng(1)
+    order = random.permutation(6).tolist()
+    outputs = dict(enumerate(random.normal(size=(6, 2))))
+    evaluator = make_evaluator(RTE, pairs())
+    shuffled_evaluator = Evaluator(RTE, evaluator.examples, evaluator.features.select(order))
+    expected = evaluator(outputs)
+    assert evaluator({row: outputs[row] for row in order}) == expected
+    assert shuffled_evaluator({row: outputs[row] for row in order}) == expected
+
+    evaluator = make_evaluator(SQUAD, questions())
+    outputs = {
+        row["feature_id"]: random.normal(size=(2, row["length"] + int(random.integers(4))))
+        for row in evaluator.features
+    }
+    expected = evaluator(outputs)
+    assert evaluator(dict(reversed(outputs.items()))) == expected
+    reversed_features = evaluator.features.select(range(len(outputs) - 1, -1, -1))
+    assert Evaluator(SQUAD, evaluator.examples, reversed_features)(outputs) == expected
+
+
+def test_memory_mapped_features_are_as_good(tmp_path):
+    evaluator = make_evaluator(SQUAD, questions())
+    mapped_features = featurize(
+        SQUAD, questions(), make_tokenizer(), 48, training=False, doc_stride=8, cache_dir=tmp_path
+    )
+    outputs = make_perfect_logits(evaluator)
+    assert Evaluator(SQUAD, evaluator.examples, mapped_features)(outputs) == evaluator(outputs)
+
+
+def test_limits_on_answers_reach_the_decoding():
+    evaluator = make_evaluator(SQUAD, questions())
+    short_evaluator = Evaluator(SQUAD, evaluator.examples, evaluator.features, max_answer_length=2)
+    assert max(len(row["prediction"]) for row in short_evaluator(make_perfect_logits(evaluator)).predictions) <= 2
+    one_token_evaluator = Evaluator(SQUAD, evaluator.examples, evaluator.features, n_best=1, max_answer_length=1)
+    assert {row["prediction"] for row in one_token_evaluator(make_perfect_logits(evaluator)).predictions} <= {
+        "",
+        "x",
+        "b",
+    }
+
+
+@pytest.mark.parametrize(("drop", "add", "message"), [([0, 3], [], "2 missing, 0 unknown"), ([], [9], "0 mis.* 1 unk")])
+def test_exactly_the_features_are_wanted(drop, add, message):
+    outputs = {row: np.zeros(2) for row in [*range(6), *add] if row not in drop}
+    with pytest.raises(ValueError, match=message):
+        make_evaluator(RTE, pairs())(outputs)
+
+
+@pytest.mark.parametrize("invalid_logit", [np.nan, np.inf, -np.inf])
+def test_logits_that_are_not_finite_are_refused(invalid_logit):
+    outputs = {row: np.array([0.0, invalid_logit if row in (2, 4) else 1.0]) for row in range(6)}
+    with pytest.raises(ValueError, match="2 of 6 features are not finite"):
+        make_evaluator(RTE, pairs())(outputs)
+    evaluator = make_evaluator(SQUAD, questions())
+    span_logits = make_perfect_logits(evaluator)
+    span_logits[1][0, 3] = invalid_logit
+    with pytest.raises(ValueError, match=r"1 of .* not finite"):
+        evaluator(span_logits)
+
+
+def test_padding_may_hold_anything():
+    evaluator = make_evaluator(SQUAD, questions())
+    outputs = make_perfect_logits(evaluator, padding=2)
+    for logits in outputs.values():
+        logits[:, -2:] = -np.inf
+    assert evaluator(outputs).metrics["f1"] == 1.0
+
+
+def test_wrong_shapes_and_other_examples_are_refused():
+    with pytest.raises(ValueError, match="shape"):
+        make_evaluator(RTE, pairs())({row: np.zeros(3) for row in range(6)})
+    with pytest.raises(ValueError, match="shape"):
+        make_evaluator(STSB, pairs(SCORES))({row: np.float64(1.0) for row in range(6)})
+    evaluator = make_evaluator(SQUAD, questions())
+    with pytest.raises(ValueError, match="logits"):
+        evaluator({name: logits[:, :-1] for name, logits in make_perfect_logits(evaluator).items()})
+    features = make_evaluator(RTE, pairs()).features
+    outputs = {row: np.zeros(2) for row in range(6)}
+    with pytest.raises(ValueError, match="example 5"):
+        Evaluator(RTE, pairs(LABELS[:5]), features)(outputs)
+    with pytest.raises(ValueError, match="1 of 7 examples"):
+        Evaluator(RTE, pairs([*LABELS, 0]), features)(outputs)
+
+
+def test_unlabelled_sets_have_predictions_only():
+    evaluator = make_evaluator(RTE, pairs().remove_columns("label"))
+    evaluation = evaluator({row: np.array([0.0, 1.0]) for row in range(6)})
+    assert evaluation.metrics == {}
+    assert not evaluation.collapsed
+    assert set(evaluation.predictions[0]) == {"id", "prediction", "scores"}
+    span_evaluator = make_evaluator(SQUAD, questions().remove_columns("answers"))
+    outputs = make_perfect_logits(make_evaluator(SQUAD, questions()))
+    assert [row["prediction"] for row in span_evaluator(outputs).predictions] == [
+        "apples",
+        "pears",
+        "cherries",
+        "plums",
+    ]
+
+
+def test_collapse_of_classes():
+    equal_logits = {row: np.array([0.0, 1.0]) for row in range(6)}
+    assert make_evaluator(RTE, pairs())(equal_logits).collapsed
+    assert not make_evaluator(RTE, pairs([1] * 6))(equal_logits).collapsed
+    assert not make_evaluator(RTE, pairs())(equal_logits | {3: np.array([1.0, 0.0])}).collapsed
+
+
+@pytest.mark.parametrize(("spread", "collapsed"), [(0.0, True), (1e-3, True), (0.3, False)])
+def test_collapse_of_numbers(spread, collapsed):
+    outputs = {row: np.array([2.5 + spread * (-1) ** row]) for row in range(6)}
+    assert make_evaluator(STSB, pairs(SCORES))(outputs).collapsed is collapsed
+    assert not make_evaluator(STSB, pairs([2.0] * 6))(outputs).collapsed
+
+
+def test_collapse_of_answers():
+    evaluator = make_evaluator(SQUAD, questions())
+    flat_logits = {row["feature_id"]: np.zeros((2, row["length"])) for row in evaluator.features}
+    assert evaluator(flat_logits).collapsed
+    repeated_question = questions().select([0, 0])
+    question_evaluator = make_evaluator(SQUAD, repeated_question)
+    assert not question_evaluator(make_perfect_logits(question_evaluator)).collapsed
+
+
+def test_constant_baseline():
+    assert constant_baseline(RTE, pairs([1, 1, 0]), pairs()) == {"accuracy": pytest.approx(4 / 6)}
+    assert constant_baseline(RTE, pairs([0, 1]), pairs()) == {"accuracy": pytest.approx(2 / 6)}
+    assert constant_baseline(STSB, pairs([1.0, 2.0]), pairs(SCORES)) == {"pearson": 0.0, "spearman": 0.0}
+    assert constant_baseline(SQUAD, questions(), questions()) == {}
+    assert constant_baseline(RTE, pairs(), pairs().remove_columns("label")) == {}
+
+
+def test_submissions(tmp_path):
+    def write_and_read_lines(spec, split, predictions):
+        rows = [{"id": index, "prediction": value} for index, value in enumerate(predictions)]
+        path = write_submission(spec, split, rows, tmp_path / "glue")
+        assert path == tmp_path / "glue" / split.submission
+        return path.read_bytes().decode().split("\n")
+
+    name_lines = write_and_read_lines(RTE, RTE.test[0], ["not_entailment", "entailment"])
+    assert name_lines == ["index\tprediction", "0\tnot_entailment", "1\tentailment", ""]
+    id_lines = write_and_read_lines(COLA, COLA.test[0], ["acceptable", "unacceptable"])
+    assert id_lines == ["index\tprediction", "0\t1", "1\t0", ""]
+    score_lines = write_and_read_lines(STSB, STSB.test[0], [-0.25, 3.14159, 7.0])
+    assert score_lines == ["index\tprediction", "0\t0.000", "1\t3.142", "2\t5.000", ""]
+    assert sorted(path.name for path in (tmp_path / "glue").iterdir()) == ["CoLA.tsv", "RTE.tsv", "STS-B.tsv"]
+
+
+def test_a_submission_replaces_an_old_one_whole_or_not_at_all(tmp_path):
+    submission = tmp_path / "RTE.tsv"
+    submission.write_text("old")
+    with pytest.raises(KeyError):
+        write_submission(RTE, RTE.test[0], [{"id": 0, "prediction": "entailment"}, {"id": 1}], tmp_path)
+    assert submission.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [submission]
+    write_submission(RTE, RTE.test[0], [{"id": 0, "prediction": "entailment"}], tmp_path)
+    assert submission.read_text() == "index\tprediction\n0\tentailment\n"
+
+
+def test_only_test_sets_of_glue_are_submitted(tmp_path):
+    with pytest.raises(UserError, match="sst5"):
+        write_submission(TASKS["sst5"], Split("test"), [], tmp_path)

@@ -1,0 +1,85 @@
+import copy
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from istar.finetune.tasks.evaluation import Evaluator
+from istar.finetune.tasks.features import Collator, FeatureRows, featurize
+from istar.finetune.tasks.loading import load_splits
+from istar.finetune.training import FineTuner, FineTuningData
+from istar.hidden_states import attach
+from istar.inputs import demo, tiny
+from istar.records.config import DataConfig, OptimConfig
+from istar.records.task_specs import TASKS
+
+
+@dataclass
+class Setting:
+    """The tokenized demo task and a tiny model, of which `module` gives each test a fresh copy."""
+
+    model: Any
+    collate: Collator
+    train: Any
+    validation: Any
+    evaluators: dict[str, Evaluator]
+
+    def module(self, regularizer=None, skip_nonfinite=False, **optim) -> FineTuner:
+        optim = OptimConfig(**({"lr": 1e-3} | optim))
+        model = copy.deepcopy(self.model)
+        watch = None if regularizer is None else attach(model, regularizer)
+        return FineTuner(model, watch, optim, self.evaluators, skip_nonfinite)
+
+    def data(self, batch_size=8, seed=3, **settings) -> FineTuningData:
+        config = DataConfig(batch_size=batch_size, eval_batch_size=16, **settings)
+        return FineTuningData(FeatureRows(self.train), [FeatureRows(self.validation)], [], self.collate, config, seed)
+
+
+@pytest.fixture(scope="session")
+def setting() -> Setting:
+    spec = TASKS["demo"]
+    tokenizer = tiny.make_tokenizer(demo.vocabulary())
+    splits = load_splits(spec, None, ["train", "validation"])
+    examples = {"train": splits["train"].select(range(200)), "validation": splits["validation"].select(range(40))}
+    features = {
+        name: featurize(spec, rows, tokenizer, 64, training=name == "train", cache_dir=None)
+        for name, rows in examples.items()
+    }
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(tiny.make_config(len(tokenizer))).train()
+    evaluators = {"": Evaluator(spec, examples["validation"], features["validation"])}
+    return Setting(model, Collator(tokenizer), features["train"], features["validation"], evaluators)
+
+
+class Losses(L.Callback):
+    """Records the loss of every micro-batch."""
+
+    def __init__(self):
+        self.values = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.values.append(outputs["loss"].item() * trainer.accumulate_grad_batches)
+
+
+def trainer(*callbacks, **settings) -> L.Trainer:
+    defaults = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "num_sanity_val_steps": 0,
+        "use_distributed_sampler": False,
+        "max_epochs": 1,
+        "limit_val_batches": 0,
+    }
+    return L.Trainer(callbacks=list(callbacks), **(defaults | settings))
+
+
+@pytest.fixture
+def harness():
+    return SimpleNamespace(Losses=Losses, trainer=trainer)

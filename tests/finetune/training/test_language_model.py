@@ -1,0 +1,154 @@
+"""The loss of language models, whose head is computed only at the tokens to predict."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import (
+    AlbertConfig,
+    AlbertForMaskedLM,
+    BertForMaskedLM,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
+
+from istar.finetune.tasks.language_modelling import LanguageModelEvaluator
+from istar.finetune.tasks.masking import IGNORED_LABEL
+from istar.finetune.training.language_model import LanguageModelTuner, restrict_head_to
+from istar.inputs import tiny
+from istar.records.config import OptimConfig
+from istar.records.task_specs import TASKS
+
+VOCABULARY = 30
+SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def gpt2() -> Any:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=32))
+
+
+def bert() -> Any:
+    config = tiny.make_config(VOCABULARY)
+    config.update(SHAPE)
+    return BertForMaskedLM(config)
+
+
+def albert() -> Any:
+    return AlbertForMaskedLM(AlbertConfig(**SHAPE, embedding_size=8, intermediate_size=32))
+
+
+def distilbert() -> Any:
+    return DistilBertForMaskedLM(DistilBertConfig(vocab_size=VOCABULARY, dim=16, n_layers=2, n_heads=2, hidden_dim=32))
+
+
+def roberta() -> Any:
+    return RobertaForMaskedLM(RobertaConfig(**SHAPE, intermediate_size=32, max_position_embeddings=40))
+
+
+def make_batch(seed: int = 0, is_causal: bool = False) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(5, VOCABULARY, (4, 10), generator=generator)
+    mask = torch.arange(10) < torch.tensor([[10], [7], [9], [3]])
+    is_chosen = mask if is_causal else mask & (torch.rand(4, 10, generator=generator) < 0.3)
+    labels = torch.where(is_chosen, torch.randint(5, VOCABULARY, (4, 10), generator=generator), IGNORED_LABEL)
+    labels = torch.where(mask, input_ids, IGNORED_LABEL) if is_causal else labels
+    return {
+        "input_ids": input_ids,
+        "attention_mask": mask.long(),
+        "labels": labels,
+        "feature_id": torch.tensor([3, 1, 0, 2]),
+    }
+
+
+def make_tuner(model: Any, is_causal: bool, **options: Any) -> LanguageModelTuner:
+    spec = TASKS["clm" if is_causal else "mlm"]
+    evaluators = {"": LanguageModelEvaluator(spec, 4)}
+    return LanguageModelTuner(model.double().eval(), None, OptimConfig(), evaluators, is_causal=is_causal, **options)
+
+
+@pytest.mark.parametrize("build", [gpt2, bert, albert, distilbert, roberta])
+def test_loss_and_gradient_are_those_of_the_model(build: Any) -> None:
+    is_causal = build is gpt2
+    torch.manual_seed(1)
+    module = make_tuner(build(), is_causal)
+    reference = copy.deepcopy(module.model)
+    batch = make_batch(is_causal=is_causal)
+    inputs = {name: value for name, value in batch.items() if name != "feature_id"}
+    loss, expected = module.task_loss(batch), reference(**inputs).loss
+    # Losses are computed in float32.
+    assert_close(loss.double(), expected.double(), rtol=1e-6, atol=0)
+    loss.backward()
+    expected.backward()
+    for (name, parameter), reference_parameter in zip(
+        module.model.named_parameters(), reference.parameters(), strict=True
+    ):
+        if reference_parameter.grad is not None:
+            scale = reference_parameter.grad.abs().max().item()
+            assert_close(parameter.grad, reference_parameter.grad, rtol=1e-5, atol=1e-6 * scale + 1e-12, msg=name)
+
+
+@pytest.mark.parametrize("build", [bert, albert, distilbert, roberta])
+def test_the_head_at_chosen_tokens_gives_their_logits(build: Any) -> None:
+    model, batch = build().double().eval(), make_batch()
+    is_chosen = batch["labels"] != IGNORED_LABEL
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    with restrict_head_to(model, is_chosen):
+        chosen_logits = model(**inputs).logits
+    all_logits = model(**inputs).logits
+    assert chosen_logits.shape == (1, int(is_chosen.sum()), VOCABULARY)
+    assert_close(chosen_logits[0], all_logits[is_chosen], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"restrict_head_to_labels": False}], ids=["head at labels", "whole head"])
+@pytest.mark.parametrize("build", [gpt2, bert])
+def test_validation_counts_each_predicted_token_once(build: Any, options: dict[str, Any]) -> None:
+    is_causal = build is gpt2
+    torch.manual_seed(2)
+    module, batch = make_tuner(build(), is_causal, **options), make_batch(is_causal=is_causal)
+    module.on_validation_epoch_start()
+    with torch.no_grad():
+        halves = [{name: value[start : start + 2] for name, value in batch.items()} for start in (0, 2)]
+        for half in halves:
+            outputs = module.validation_step(half, 0)
+            assert len(outputs["hidden_states"]) == 3
+        logits = module.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    evaluation = module.evaluators[""](module._outputs[0])
+    losses, is_correct = [], []
+    for row, labels in enumerate(batch["labels"].tolist()):
+        for position, label in enumerate(labels):
+            source_position = position - 1 if is_causal else position
+            if label != IGNORED_LABEL and source_position >= 0:
+                losses.append(-logits[row, source_position].log_softmax(-1)[label].item())
+                is_correct.append(logits[row, source_position].argmax().item() == label)
+    assert evaluation.metrics["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+    if not is_causal:
+        assert evaluation.metrics["accuracy"] == sum(is_correct) / len(is_correct)
+
+
+def test_the_states_of_a_validation_begin_with_the_embeddings_even_if_the_model_returns_none() -> None:
+    torch.manual_seed(3)
+    model = MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, state_size=4))
+    module, batch = make_tuner(model, is_causal=True), make_batch(is_causal=True)
+    module.on_validation_epoch_start()
+    with torch.no_grad():
+        embeddings, _, last = module.validation_step(batch, 0)["hidden_states"]
+        assert_close(embeddings.double(), model.get_input_embeddings()(batch["input_ids"]), rtol=1e-6, atol=1e-7)
+        assert_close(module.hidden_states(batch)[0], embeddings, rtol=0, atol=0)
+        expected = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        assert_close(model.lm_head(last.double()), expected.double(), rtol=1e-6, atol=1e-7)
+
+
+def test_a_batch_without_a_token_to_predict_has_the_loss_zero() -> None:
+    module, batch = make_tuner(bert(), is_causal=False), make_batch()
+    batch["labels"][:] = IGNORED_LABEL
+    loss = module.task_loss(batch)
+    assert loss.item() == 0
+    loss.backward()

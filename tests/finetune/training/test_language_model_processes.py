@@ -1,0 +1,110 @@
+"""Language models on several processes: the parameters and the metrics of one process with the same global batches."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from torch.nn.utils import parameters_to_vector
+from torch.testing import assert_close
+from transformers import BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+from istar.finetune.tasks.language_modelling import (
+    BlockCollator,
+    BlockRows,
+    LanguageModelEvaluator,
+    cut_into_blocks,
+    load_or_tokenize_corpus,
+)
+from istar.finetune.tasks.masking import Masking
+from istar.finetune.training import FineTuningData
+from istar.finetune.training.language_model import LanguageModelTuner
+from istar.hidden_states import attach
+from istar.inputs import demo, tiny
+from istar.records.config import DataConfig, OptimConfig
+from istar.records.task_specs import TASKS
+from istar.regularizers import CosReg
+from tests.finetune.training.conftest import trainer
+from tests.forks import run_in_processes
+
+TASK_NAMES = ("clm", "mlm")
+BATCH, STEPS = 8, 6
+
+
+class Sgd(LanguageModelTuner):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.optim.lr, fused=True)
+
+
+def make_rows(name: str, split: str, num_documents: int, tokenizer: Any, folder: Path) -> BlockRows:
+    documents = Dataset.from_dict({"text": demo.generate(name, split)["text"][:num_documents]})
+    corpus = load_or_tokenize_corpus(documents, tokenizer, folder)
+    masking = Masking(tokenizer) if name == "mlm" else None
+    # Blocks of one document differ in length, so that processes have different numbers of tokens.
+    return BlockRows(cut_into_blocks(TASKS[name], corpus, tokenizer, 24, packing=False), masking, seed=3)
+
+
+def make_model(name: str, vocabulary: int) -> Any:
+    torch.manual_seed(0)
+    if name == "clm":
+        options = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        return GPT2LMHeadModel(
+            GPT2Config(vocab_size=vocabulary, n_positions=32, n_embd=16, n_layer=2, n_head=2, **options)
+        )
+    config = tiny.make_config(vocabulary)
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    return BertForMaskedLM(config)
+
+
+def train_and_validate(name: str, world_size: int, folder: Path) -> dict[str, Any]:
+    """Train for some steps and validate, with global batches of the same size whatever the number of processes."""
+    tokenizer = tiny.make_tokenizer(demo.vocabulary())
+    train, validation = (make_rows(name, split, 41, tokenizer, folder) for split in ("train", "validation"))
+    validation = validation.take_first(len(validation) - 1 + len(validation) % 2)  # an odd number
+    model = make_model(name, len(tokenizer)).double().train()
+    module = Sgd(
+        model,
+        attach(model, CosReg(0.5)),
+        OptimConfig(lr=0.05),
+        {"": LanguageModelEvaluator(TASKS[name], len(validation))},
+        is_causal=name == "clm",
+    )
+    collate = BlockCollator(tokenizer.pad_token_id, None, is_causal=name == "clm")
+    config = DataConfig(batch_size=BATCH // world_size, eval_batch_size=4, group_by_length=False)
+    data = FineTuningData(train, [validation], [], collate, config, seed=3)
+    start = parameters_to_vector(module.parameters()).detach().clone()
+    distributed_options = {"strategy": "ddp", "devices": world_size} if world_size > 1 else {}
+    lightning_trainer = trainer(max_epochs=1, limit_train_batches=STEPS, limit_val_batches=1.0, **distributed_options)
+    lightning_trainer.fit(module, datamodule=data)
+    return {"start": start, "end": parameters_to_vector(module.parameters()).detach(), "metrics": module.metrics}
+
+
+def train_on_rank(rank: int, world_size: int, folder: str) -> None:
+    # With LOCAL_RANK set, Lightning does not start processes and joins the existing process group.
+    os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0"}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    torch.save({name: train_and_validate(name, world_size, Path(folder)) for name in TASK_NAMES}, f"{folder}/{rank}.pt")
+    dist.barrier()
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def rank_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("gloo")
+    run_in_processes(train_on_rank, (2, str(folder)), 2)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", TASK_NAMES)
+def test_two_processes_equal_one(rank_results: list[dict[str, Any]], name: str, tmp_path: Path) -> None:
+    single_result = train_and_validate(name, 1, tmp_path)
+    assert (single_result["end"] - single_result["start"]).abs().max() > 1e-3
+    for rank_result in rank_results:
+        assert torch.equal(rank_result[name]["start"], single_result["start"])
+        # The losses of tokens are computed in float32.
+        assert_close(rank_result[name]["end"], single_result["end"], rtol=0, atol=1e-7)
+        assert rank_result[name]["metrics"] == pytest.approx(single_result["metrics"], rel=1e-7)

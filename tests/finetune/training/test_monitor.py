@@ -1,0 +1,166 @@
+"""The monitored measures, compared with measures of the hidden states, and the rule that stops the training."""
+
+import csv
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from istar.errors import UserError
+from istar.finetune.runs.run import run
+from istar.finetune.tasks.loading import load_splits, sample_examples
+from istar.finetune.training.monitor import IsotropyMonitor
+from istar.records.config import Config
+from istar.records.task_specs import TASKS
+from tests.jobs import Start, starting
+
+Build = Callable[..., Config]
+
+
+def read_column(folder: Path, column: str) -> list[float]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [float(row[column]) for row in csv.DictReader(file) if row.get(column)]
+
+
+def get_run_folder(config: Config, name: str) -> Path:
+    return Path(config.run.root) / name
+
+
+def test_every_figure(small: Build) -> None:
+    config = small("trainer.monitor_isotropy=true", "reg=none")
+    record = run(config)
+    folder = get_run_folder(config, record.name)
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    spec = TASKS["demo"]
+    examples = sample_examples(load_splits(spec, None, ["validation"])["validation"], 16)
+    layers: list[list[Any]] = [[] for _ in range(model.config.num_hidden_layers + 1)]
+    for example in examples:
+        inputs = tokenizer(*(example[name] for name in spec.text_columns), return_tensors="pt")
+        with torch.no_grad():
+            states = model(**inputs, output_hidden_states=True).hidden_states
+        for layer_parts, state in zip(layers, states, strict=True):
+            layer_parts.append(state[0].double().numpy())
+    inter_sims = []
+    for layer, parts in enumerate(layers):
+        points = np.concatenate(parts)
+        unit = points / np.linalg.norm(points, axis=1, keepdims=True)
+        cosines, n = unit @ unit.T, len(points)
+        eigenvalues = np.linalg.eigvalsh(np.cov(points.T))
+        singular = np.sqrt(eigenvalues.clip(min=0))
+        shares = singular[singular > 0] / singular.sum()
+        norms = np.linalg.norm(points, axis=1)
+        expected = {
+            "inter_sim": (cosines.sum() - n) / (n * (n - 1)),
+            "average_norm": norms.mean(),
+            "norm_ratio": np.linalg.norm(points.mean(0)) / norms.mean(),
+            "effective_rank": np.exp(-(shares * np.log(shares)).sum()),
+            "participation_ratio": eigenvalues.sum() ** 2 / (eigenvalues**2).sum(),
+        }
+        inter_sims.append(expected["inter_sim"])
+        for name, value in expected.items():
+            logged = read_column(folder, f"isotropy/layer_{layer}/{name}")
+            # One validation before training and one after the only epoch.
+            assert len(logged) == 2
+            assert logged[-1] == pytest.approx(value, rel=2e-3), (layer, name)
+    assert read_column(folder, "isotropy/inter_sim")[-1] == pytest.approx(np.mean(inter_sims[1:]), rel=1e-3)
+
+
+def test_watching_changes_nothing(small: Build, tmp_path: Path) -> None:
+    plain_config = small(f"run.root={tmp_path / 'plain'}")
+    monitored_config = small(f"run.root={tmp_path / 'watched'}", "trainer.monitor_isotropy=true")
+    names = [run(config).name for config in (plain_config, monitored_config)]
+    assert names[0] == names[1]
+    plain_weights, monitored_weights = (
+        get_run_folder(config, names[0]) / "model" / "model.safetensors" for config in (plain_config, monitored_config)
+    )
+    assert plain_weights.read_bytes() == monitored_weights.read_bytes()
+
+
+def test_the_training_ends(small: Build) -> None:
+    """A negative CosReg weight raises InterSim beyond the threshold during training."""
+    settings = ("reg=cosreg", "reg.lambda=-5", "reg.layers=all", "trainer.max_epochs=8", "optim.lr=3e-3")
+    full_config = small(*settings, "trainer.monitor_isotropy=true")
+    inter_sims = read_column(get_run_folder(full_config, run(full_config).name), "isotropy/inter_sim")
+    assert len(inter_sims) == 9
+    assert inter_sims[0] < inter_sims[-1]
+    threshold = (inter_sims[0] + max(inter_sims)) / 2
+    is_above = [value >= threshold for value in inter_sims]
+    stop_epoch = next(
+        epoch for epoch in range(2, 9) if is_above[epoch] and is_above[epoch - 1] and not all(is_above[: epoch - 1])
+    )
+    stop_config = small(*settings, f"trainer.stop_at_inter_sim={threshold}")
+    record = run(stop_config)
+    assert len(record.epochs) == stop_epoch
+    assert read_column(get_run_folder(stop_config, record.name), "isotropy/inter_sim") == inter_sims[: stop_epoch + 1]
+    assert record.name != run(full_config).name
+
+
+@pytest.mark.parametrize(
+    ("course", "patience", "expected_stop"),
+    [
+        ([0.1, 0.6, 0.7], 2, 2),
+        ([0.1, 0.6, 0.2, 0.7, 0.8], 2, 4),
+        # Anisotropic from the start: no transition.
+        ([0.6, 0.7, 0.8, 0.9], 2, None),
+        ([0.6, 0.4, 0.6, 0.6], 2, 3),
+        ([0.1, 0.5], 1, 1),
+        ([0.1, 0.2, 0.3], 1, None),
+    ],
+)
+def test_a_transition_is_to_last(course: list[float], patience: int, expected_stop: int | None) -> None:
+    monitor = IsotropyMonitor(0.5, patience)
+    actual_stop = None
+    for validation, value in enumerate(course):
+        state = SimpleNamespace(fn="validate" if validation == 0 else "fit")
+        trainer: Any = SimpleNamespace(sanity_checking=False, state=state, should_stop=False)
+        monitor.measures = [{"inter_sim": 9.0}, {"inter_sim": value}]
+        # A monitor with restored state must act like the original.
+        monitor_state = monitor.state_dict()
+        monitor = IsotropyMonitor(0.5, patience)
+        monitor.measures = [{"inter_sim": 9.0}, {"inter_sim": value}]
+        monitor.load_state_dict(monitor_state)
+        monitor.on_validation_end(trainer, None)  # type: ignore[arg-type]
+        if trainer.should_stop and actual_stop is None:
+            actual_stop = validation
+    assert actual_stop == expected_stop
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [("trainer.stop_at_inter_sim=2", "not an average cosine"), ("trainer.inter_sim_patience=0", "too small")],
+)
+def test_refusals(small: Build, override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        small(override)
+
+
+@pytest.fixture
+def start(own_cache: Path) -> Iterator[Start]:
+    with starting(own_cache) as start:
+        yield start
+
+
+def test_two_processes_see_what_one_sees(tmp_path: Path, start: Start) -> None:
+    arguments = ("reg=none", "trainer.monitor_isotropy=true", "task.limit_train=16", "task.limit_validation=9",
+                 "data.batch_size=4", "trainer.max_epochs=1", "trainer.accelerator=cpu",
+                 "trainer.progress_bar=false")  # fmt: skip
+    jobs = [
+        start(tmp_path / name, *arguments, f"trainer.devices={devices}", f"trainer.strategy={strategy}")
+        for name, devices, strategy in (("one", 1, "auto"), ("two", 2, "ddp"))
+    ]
+    single_folder, ddp_folder = (next((job.folder / "runs").glob("demo-*")) for job in jobs if job.wait().well())
+    for layer in range(3):
+        for name in ("inter_sim", "average_norm", "norm_ratio", "effective_rank", "participation_ratio"):
+            column = f"isotropy/layer_{layer}/{name}"
+            # Before training both have the same weights. In directions without variance, the singular value is the
+            # square root of a rounding error.
+            rel = 1e-3 if name == "effective_rank" else 1e-5
+            assert read_column(single_folder, column)[0] == pytest.approx(
+                read_column(ddp_folder, column)[0], rel=rel
+            ), column

@@ -1,0 +1,193 @@
+"""In every precision of the model, the penalty and Sigma_S are computed from its hidden states in float32 or wider."""
+
+import copy
+import logging
+import time
+
+import lightning as L
+import pytest
+import torch
+from torch.testing import assert_close
+
+from istar.finetune.runs.resolving import resolve_config
+from istar.finetune.tasks.features import FeatureRows
+from istar.finetune.training import LayerIsotropy, ShrinkageCovariance
+from istar.finetune.training import precision as precision_module
+from istar.records.config import TrainerConfig
+from istar.regularizers import CosReg, IStar
+from tests.oracles import algorithm_1
+
+PRECISIONS = [
+    ("cpu", "32-true"),
+    ("cpu", "bf16-mixed"),
+    pytest.param("cuda", "bf16-mixed", marks=pytest.mark.gpu),
+    pytest.param("cuda", "16-mixed", marks=pytest.mark.gpu),
+]
+STEPS = 6
+
+
+class PenaltyRecorder:
+    """Records the hidden states, the mask and the terms of each forward pass of a penalty."""
+
+    def __init__(self, penalty):
+        self.passes = []
+        self._states, self._mask = [], None
+        summarize, combine = penalty.summarize, penalty.combine
+
+        def recording_summarize(state, tokens):
+            self._states.append(state.detach())
+            self._mask = tokens.attention_mask
+            return summarize(state, tokens)
+
+        def recording_combine(summaries):
+            loss = combine(summaries)
+            self.passes.append((self._states, self._mask, penalty.last))
+            self._states = []
+            return loss
+
+        object.__setattr__(penalty, "summarize", recording_summarize)
+        object.__setattr__(penalty, "combine", recording_combine)
+
+
+def train(setting, harness, module, device, precision, *callbacks):
+    losses = harness.Losses()
+    L.seed_everything(5, verbose=False)
+    trainer = harness.trainer(
+        *callbacks, losses, accelerator=device, precision=precision, limit_train_batches=STEPS, gradient_clip_val=1.0
+    )
+    trainer.fit(module, datamodule=setting.data())
+    return module, losses.values
+
+
+def select_real_tokens(states, mask):
+    return torch.cat([state[mask.bool()] for state in states]).double().cpu()
+
+
+@pytest.mark.parametrize(("device", "precision"), PRECISIONS)
+def test_istar_is_the_score_of_the_states_in_full(setting, harness, device, precision):
+    penalty = IStar(-1.0, 0.4)
+    recorder = PenaltyRecorder(penalty)
+    module = setting.module(penalty)
+    callback = ShrinkageCovariance(
+        module.watch, FeatureRows(setting.train), setting.collate, 2_000, 16, seed=3, progress_bar=False
+    )
+    train(setting, harness, module, device, precision, callback)
+    shrinkage_covariance = penalty.shrinkage_covariance
+    assert shrinkage_covariance.dtype == torch.float32
+    assert len(recorder.passes) == STEPS
+    for states, mask, terms in recorder.passes:
+        assert terms.value.dtype == terms.score.dtype == torch.float32
+        expected = algorithm_1(select_real_tokens(states, mask), shrinkage_covariance.double().cpu(), 0.4)
+        assert_close(terms.score.double().cpu(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("device", "precision"), PRECISIONS)
+def test_cosreg_is_the_average_cosine_of_the_states_in_full(setting, harness, device, precision):
+    penalty = CosReg(1.0)
+    recorder = PenaltyRecorder(penalty)
+    train(setting, harness, setting.module(penalty), device, precision)
+    assert len(recorder.passes) == STEPS
+    for states, mask, terms in recorder.passes:
+        points = torch.nn.functional.normalize(select_real_tokens(states, mask), dim=1)
+        cosines = points @ points.T
+        expected = (cosines.sum() - cosines.trace()) / len(points) ** 2
+        assert_close(terms.score.double().cpu(), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("device", "precision"), PRECISIONS)
+@pytest.mark.parametrize("regularizer", [None, IStar(-1.0, 0.0), CosReg(1.0)], ids=["none", "istar", "cosreg"])
+def test_training_differs_by_the_models_own_rounding(setting, harness, regularizer, device, precision):
+    """Dropout is off, because each device draws its own masks."""
+    for module in setting.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p, module.original_p = 0.0, module.p
+    try:
+        _, expected_losses = train(setting, harness, setting.module(regularizer), "cpu", "32-true")
+        module, losses = train(setting, harness, setting.module(regularizer), device, precision)
+    finally:
+        for dropout in setting.model.modules():
+            if isinstance(dropout, torch.nn.Dropout):
+                dropout.p = dropout.original_p
+    assert all(parameter.dtype == torch.float32 for parameter in module.model.parameters())
+    tolerance = {"32-true": 1e-5, "bf16-mixed": 2e-2, "16-mixed": 2e-3}[precision]
+    assert_close(torch.tensor(losses), torch.tensor(expected_losses), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(("device", "precision"), PRECISIONS)
+@pytest.mark.parametrize("regularizer", [IStar(-1.0, 0.4), CosReg(1.0)], ids=["istar", "cosreg"])
+def test_states_of_large_mean_and_scale(setting, harness, regularizer, device, precision):
+    """One layer has means 30 times its standard deviation; the last has a deviation of 1e4 (1e3 in half precision)."""
+    penalty = copy.deepcopy(regularizer)
+    recorder = PenaltyRecorder(penalty)
+    module = setting.module(penalty)
+    callbacks = []
+    if isinstance(penalty, IStar):
+        callbacks = [
+            ShrinkageCovariance(
+                module.watch, FeatureRows(setting.train), setting.collate, 2_000, 16, seed=3, progress_bar=False
+            )
+        ]
+    first_norm, last_norm = (module.model.base_model.encoder.layer[layer].output.LayerNorm for layer in (0, 1))
+    with torch.no_grad():
+        first_norm.bias.fill_(30.0)
+        last_norm.weight.fill_(1e3 if precision == "16-mixed" else 1e4)
+        module.model.base_model.pooler.dense.weight.mul_(1e-4)
+    isotropy = LayerIsotropy()
+    trainer = harness.trainer(
+        *callbacks, isotropy, accelerator=device, precision=precision, limit_train_batches=STEPS, limit_val_batches=1.0,
+        gradient_clip_val=1.0,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=setting.data())
+    assert len(recorder.passes) == STEPS
+    assert all(terms.value.isfinite() for _, _, terms in recorder.passes)
+    assert all(parameter.isfinite().all() for parameter in module.model.parameters())
+    assert all(0 <= score <= 1 for score in isotropy.scores.values())
+
+
+@pytest.fixture
+def set_bfloat16_ratio(monkeypatch):
+    """`set_bfloat16_ratio(ratio)` makes bfloat16 take that many times as long as float32."""
+    precision_module._warn_about_emulation.cache_clear()
+    return lambda ratio: monkeypatch.setattr(precision_module, "measure_bfloat16_ratio", lambda device: ratio)
+
+
+@pytest.mark.parametrize(("ratio", "expected"), [(0.5, "bf16-mixed"), (1.1, "32-true"), (50.0, "32-true")])
+def test_auto_chooses_what_is_fast(composed, set_bfloat16_ratio, ratio, expected):
+    set_bfloat16_ratio(ratio)
+    config = resolve_config(composed("trainer.precision=auto", "trainer.accelerator=cpu", "reg=istar"))
+    assert config.trainer.precision == expected
+    # The dtype of the penalty follows, as if the precision had been named.
+    assert config == composed(f"trainer.precision={expected}", "trainer.accelerator=cpu", "reg=istar")
+
+
+def test_emulated_bfloat16_is_warned_of_once(set_bfloat16_ratio, caplog):
+    set_bfloat16_ratio(47.2)
+    with caplog.at_level(logging.WARNING, logger="istar"):
+        for _ in range(2):
+            settings = TrainerConfig(precision="bf16-mixed", accelerator="cpu")
+            assert precision_module.resolve_precision(settings) == settings
+    [message] = caplog.messages
+    assert "takes 47 times as long as in float32" in message
+    assert "trainer.precision=auto" in message
+
+
+def test_no_warning_where_bfloat16_is_fast(set_bfloat16_ratio, caplog):
+    set_bfloat16_ratio(0.6)
+    precision_module.resolve_precision(TrainerConfig(precision="bf16-mixed", accelerator="cpu"))
+    assert not caplog.messages
+
+
+def test_the_ratio_is_that_of_the_durations(monkeypatch):
+    """A clock that advances by three seconds for each product in bfloat16 and by two in float32."""
+    seconds = 0.0
+
+    def multiply(matrix, other):
+        nonlocal seconds
+        seconds += 3 if matrix.dtype == torch.bfloat16 else 2
+        return matrix
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", multiply)
+    monkeypatch.setattr(time, "thread_time", lambda: seconds)
+    precision_module.measure_bfloat16_ratio.cache_clear()
+    assert precision_module.measure_bfloat16_ratio("cpu") == 1.5
+    precision_module.measure_bfloat16_ratio.cache_clear()

@@ -1,0 +1,179 @@
+"""The probe's measures, compared with measures of hidden states, and the error for a finished run without them."""
+
+import csv
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import kurtosis
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from istar.errors import NonFiniteError, UserError
+from istar.finetune.runs import run as run_module
+from istar.finetune.runs.run import run
+from istar.finetune.tasks.features import FeatureRows
+from istar.finetune.tasks.loading import load_splits, sample_examples
+from istar.finetune.training import FineTuner
+from istar.finetune.training.probe import GeometryProbe, choose_probe_examples
+from istar.records.config import Config
+from istar.records.task_specs import TASKS
+from istar.reports.geometry_picture import build_geometry_plot
+from tests.jobs import Start, starting
+from tests.oracles import algorithm_1
+
+Build = Callable[..., Config]
+LAYERS = range(3)
+
+
+def read_geometry_rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [row for row in csv.DictReader(file) if row["geometry/layer_0/isoscore"]]
+
+
+@torch.no_grad()
+def compute_hidden_states(model_folder: Path, examples: list[int]) -> list[np.ndarray]:
+    """Return the hidden states of demo's validation examples by layer, computed example by example."""
+    model = AutoModelForSequenceClassification.from_pretrained(model_folder).double().eval()
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    spec = TASKS["demo"]
+    sample = sample_examples(load_splits(spec, None, ["validation"])["validation"], 16).select(examples)
+    layers: list[list[np.ndarray]] = [[] for _ in LAYERS]
+    for example in sample:
+        inputs = tokenizer(*(example[name] for name in spec.text_columns), return_tensors="pt")
+        for parts, state in zip(layers, model(**inputs, output_hidden_states=True).hidden_states, strict=True):
+            parts.append(state[0].numpy())
+    return [np.concatenate(parts) for parts in layers]
+
+
+def test_every_measure_of_every_layer(small: Build) -> None:
+    """Six steps with dropout: measured before training, after every fourth step and at the end."""
+    config = small("reg=none", "task.limit_train=48", "data.eval_batch_size=3", "trainer.measure_every_n_steps=4",
+                   "trainer.measure_examples=7", "trainer.keep_models=4")  # fmt: skip
+    folder = Path(config.run.root) / run(config).name
+    rows = read_geometry_rows(folder)
+    assert [(row["epoch"], row["step"]) for row in rows] == [("0", "0"), ("0", "4"), ("0", "6")]
+    for row in rows:
+        states = compute_hidden_states(folder / "models" / f"step-{row['step']}", choose_probe_examples(16, 7))
+        for layer, points in enumerate(states):
+            unit = points / np.linalg.norm(points, axis=1, keepdims=True)
+            cosines, n = unit @ unit.T, len(points)
+            singular = np.linalg.svd(points - points.mean(0), compute_uv=False)
+            shares = singular / singular.sum()
+            expected = {
+                "isoscore": float(algorithm_1(torch.from_numpy(points))),
+                "inter_sim": (cosines.sum() - n) / (n * (n - 1)),
+                "effective_rank": np.exp(-(shares * np.log(shares)).sum()),
+                "mean_kurtosis": kurtosis(points).mean(),
+                "average_norm": np.linalg.norm(points, axis=1).mean(),
+            }
+            for name, value in expected.items():
+                # The run is float32; rounding errors have directions without variance, to which the rank is sensitive.
+                rel = 1e-3 if name == "effective_rank" else 1e-4
+                assert float(row[f"geometry/layer_{layer}/{name}"]) == pytest.approx(value, rel=rel), (layer, name)
+    assert (folder / "geometry_over_steps.png").read_bytes().startswith(b"\x89PNG")
+    assert not [name for name in rows[0] if name.startswith("geometry/layer_3")]
+
+
+def test_the_sample_is_fixed_and_drawn_from_the_whole_set() -> None:
+    sample = choose_probe_examples(1_000, 64)
+    assert sample == choose_probe_examples(1_000, 64) == sorted(set(sample))
+    assert len(sample) == 64
+    assert sample[0] < 100
+    assert sample[-1] > 900
+    assert choose_probe_examples(5, 64) == [0, 1, 2, 3, 4]
+
+
+def test_modes_and_random_state_are_restored(setting, harness) -> None:
+    module = setting.module()
+    embeddings = module.model.bert.embeddings.eval()
+    modes = [submodule.training for submodule in module.modules()]
+    probe = GeometryProbe(FeatureRows(setting.validation), setting.collate, 16, every_n_steps=1, num_examples=8)
+    trainer = harness.trainer(probe)
+    trainer.strategy.connect(module)
+    random_state = torch.get_rng_state()
+    probe.on_train_start(trainer, module)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert [submodule.training for submodule in module.modules()] == modes
+    assert not embeddings.training
+
+
+def test_hidden_states_that_are_not_finite_are_reported_with_their_step(small: Build, monkeypatch) -> None:
+    original = FineTuner.hidden_states
+    monkeypatch.setattr(
+        FineTuner, "hidden_states", lambda self, batch: [state * torch.nan for state in original(self, batch)]
+    )
+    with pytest.raises(NonFiniteError, match="geometry after step 0: "):
+        run(small("reg=none", "trainer.measure_every_n_steps=1"))
+
+
+def test_a_finished_run_must_have_been_measured(small: Build, monkeypatch) -> None:
+    run(small("reg=none", "trainer.measure_every_n_steps=2"))
+    monkeypatch.setattr(run_module, "_assemble_job", None)
+    for steps in ("2", "4", "null"):
+        run(small("reg=none", f"trainer.measure_every_n_steps={steps}"))
+    for steps, examples in (("3", "64"), ("2", "8")):
+        settings = (f"trainer.measure_every_n_steps={steps}", f"trainer.measure_examples={examples}")
+        with pytest.raises(
+            UserError, match=r"was run with trainer\.measure_every_n_steps=2 trainer\.measure_examples=64"
+        ):
+            run(small("reg=none", *settings))
+
+
+def test_a_finished_run_that_measured_nothing_is_refused(small: Build) -> None:
+    run(small("reg=none"))
+    with pytest.raises(UserError, match=r"without trainer\.measure_every_n_steps.*trainer\.measure_every_n_steps=null"):
+        run(small("reg=none", "trainer.measure_every_n_steps=2"))
+
+
+def test_the_plot_has_the_numbers_of_the_rows() -> None:
+    measures = ("isoscore", "inter_sim", "effective_rank", "mean_kurtosis", "average_norm")
+    rows = [
+        {"step": step, **{f"geometry/layer_{n}/{name}": step + n / 100 for n in range(13) for name in measures}}
+        for step in (0, 5, 10)
+    ]
+    plot = build_geometry_plot([{"step": 3, "train/loss": 1.0}, *rows, {"step": 4, "geometry/seconds": 1.0}])
+    assert len(plot.panels) == 5
+    for panel in plot.panels:
+        assert [line.label for line in panel.lines] == ["embeddings", "layer 3", "layer 6", "layer 9", "layer 12"]
+        assert panel.lines[2].x == (0, 5, 10)
+        assert panel.lines[2].y == pytest.approx((0.06, 5.06, 10.06))
+
+
+@pytest.mark.parametrize("override", ["trainer.measure_every_n_steps=0", "trainer.measure_examples=0"])
+def test_refusals(small: Build, override: str) -> None:
+    with pytest.raises(UserError, match="too small"):
+        small(override)
+
+
+@pytest.fixture
+def start(own_cache: Path) -> Iterator[Start]:
+    with starting(own_cache) as start:
+        yield start
+
+
+@pytest.mark.slow
+def test_two_processes_measure_once_what_one_measures(tmp_path: Path, start: Start) -> None:
+    arguments = ("reg=none", "trainer.measure_every_n_steps=2", "trainer.keep_models=log", "task.limit_train=24",
+                 "task.limit_validation=9", "trainer.max_epochs=1", "trainer.accelerator=cpu",
+                 "trainer.progress_bar=false")  # fmt: skip
+    jobs = [
+        start(
+            tmp_path / name,
+            *arguments,
+            f"trainer.devices={devices}",
+            f"trainer.strategy={strategy}",
+            f"data.batch_size={batch_size}",
+        )
+        for name, devices, strategy, batch_size in (("one", 1, "auto", 8), ("two", 2, "ddp", 4))
+    ]
+    single_folder, ddp_folder = (next((job.folder / "runs").glob("demo-*")) for job in jobs if job.wait().well())
+    single_rows, ddp_rows = read_geometry_rows(single_folder), read_geometry_rows(ddp_folder)
+    assert [row["step"] for row in single_rows] == [row["step"] for row in ddp_rows] == ["0", "2", "3"]
+    for name in single_rows[0]:
+        if name.startswith("geometry/layer"):
+            # Before training both have the same weights.
+            assert float(single_rows[0][name]) == pytest.approx(float(ddp_rows[0][name]), rel=1e-6), name
+    for folder in (single_folder, ddp_folder):
+        assert sorted(path.name for path in (folder / "models").iterdir()) == [f"step-{n}" for n in range(4)]

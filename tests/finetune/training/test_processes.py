@@ -1,0 +1,330 @@
+"""Training and validation with several gloo processes (DDP, SGD, float64) equal those of one process."""
+
+import copy
+import functools
+import os
+from dataclasses import asdict
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.utils import parameters_to_vector
+from torch.testing import assert_close
+
+from istar.finetune.tasks.evaluation import Evaluator
+from istar.finetune.tasks.features import Collator, FeatureRows, featurize
+from istar.finetune.tasks.loading import load_splits
+from istar.finetune.training import FineTuner, FineTuningData, LayerIsotropy, ShrinkageCovariance
+from istar.hidden_states import attach
+from istar.inputs import pretrained
+from istar.records.config import DataConfig, ModelConfig, OptimConfig
+from istar.records.task_specs import TASKS
+from istar.regularizers import CosReg, IStar
+from tests.finetune.training.conftest import trainer
+from tests.forks import run_in_processes
+
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
+STEPS, EPOCHS, BATCH, WIDTH, EXAMPLES = 10, 2, 8, 64, 41
+TRAINING_WORLD_SIZES = (2, pytest.param(4, marks=pytest.mark.slow))  # numbers of processes
+VALIDATION_WORLD_SIZES = (2, pytest.param(3, marks=pytest.mark.slow))
+PENALTIES = {
+    "none": lambda sync: None,
+    "istar": lambda sync: IStar(-1.0, 0.4, sync=sync),
+    "cosreg": lambda sync: CosReg(1.0, sync=sync),
+}
+CASES = {  # penalty, sync, micro-batches per step
+    "none": ("none", True, 1),
+    "istar": ("istar", True, 1),
+    "istar-accumulated": ("istar", True, 2),
+    "cosreg": ("cosreg", True, 1),
+    "istar-apart": ("istar", False, 1),
+    "cosreg-apart": ("cosreg", False, 1),
+    "istar-skipped": ("istar", True, 1),
+}
+SKIPPED_STEP = 3  # the step whose loss is NaN on the first process only
+SYNCED_CASES = [name for name, (_, sync, _) in CASES.items() if sync]
+UNSYNCED_CASES = [name for name, (_, sync, _) in CASES.items() if not sync]
+ALL_REDUCE_SIZES = {  # numbers of elements in a micro-batch's all-reduces, forward and backward
+    "none": ([], []),
+    "istar": ([1 + WIDTH + WIDTH**2], [1 + WIDTH + WIDTH**2]),
+    "cosreg": ([WIDTH + 2], [WIDTH + 2]),
+}
+VALIDATION_TASKS = ("demo", "demo_regression", "demo_span")
+
+
+class Sgd(FineTuner):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.optim.lr, fused=True)
+
+
+class SgdWithNanLoss(Sgd):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        is_broken = self.trainer.global_step == SKIPPED_STEP and self.trainer.global_rank == 0
+        return loss * torch.nan if is_broken else loss
+
+
+class RecordingShrinkage(ShrinkageCovariance):
+    """Records the Sigma_S of each epoch."""
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.covariances = []
+
+    def refresh(self, *args):
+        points = super().refresh(*args)
+        self.covariances.append(self.watch.penalty.shrinkage_covariance)
+        return points
+
+
+class BatchRecorder(L.Callback):
+    """Records the tokens of each micro-batch and the sizes of its all-reduces, forward and backward."""
+
+    def __init__(self, all_reduce):
+        self.all_reduce = all_reduce
+        self.tokens, self.forward, self.backward = [], [], []
+
+    def take_all_reduce_sizes(self):
+        sizes = [call.args[0].numel() for call in self.all_reduce.call_args_list]
+        self.all_reduce.reset_mock()
+        return sizes
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.tokens.append(int(batch["attention_mask"].sum()))
+        self.take_all_reduce_sizes()
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        self.forward.append(self.take_all_reduce_sizes())
+
+    def on_train_batch_end(self, *_):
+        self.backward.append(self.take_all_reduce_sizes())
+
+
+@functools.cache
+def make_setup(name):
+    """Return a tokenized demo task and a tiny float64 model without dropout; spans are in several windows."""
+    spec, model_config = TASKS[name], ModelConfig("tiny", pretrained=False)
+    tokenizer = pretrained.load_tokenizer(model_config)
+    splits = load_splits(spec, None, ["train", "validation"])
+    train, validation = splits["train"].select(range(200)), splits["validation"].select(range(EXAMPLES))
+    max_length = 28 if spec.kind == "span" else 64
+    options = {"doc_stride": 4, "cache_dir": None}
+    features = featurize(spec, validation, tokenizer, max_length, training=False, **options)
+    config = pretrained.load_config(model_config, spec, tokenizer)
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    config.initializer_range = 0.3  # Wide enough for predictions that differ.
+    torch.manual_seed(0)
+    return SimpleNamespace(
+        model=pretrained.load_model(model_config, spec, config, tokenizer).double(),
+        train=featurize(spec, train, tokenizer, max_length, training=True, **options),
+        validation=features,
+        collate=Collator(tokenizer),
+        evaluators={"": Evaluator(spec, validation, features)},
+    )
+
+
+def make_data(setup, world_size):
+    config = DataConfig(batch_size=BATCH // world_size, eval_batch_size=4, group_by_length=False)
+    return FineTuningData(FeatureRows(setup.train), [FeatureRows(setup.validation)], [], setup.collate, config, seed=3)
+
+
+def make_trainer(world_size, *callbacks, **settings):
+    distributed_options = {"strategy": "ddp", "devices": world_size} if world_size > 1 else {}
+    return trainer(*callbacks, **distributed_options, **settings)
+
+
+def train(name, world_size):
+    penalty, sync, accumulate = CASES[name]
+    setup, regularizer = make_setup("demo"), PENALTIES[penalty](sync)
+    model = copy.deepcopy(setup.model)
+    watch = None if regularizer is None else attach(model, regularizer)
+    skip_nonfinite = name.endswith("skipped")
+    module = (SgdWithNanLoss if skip_nonfinite else Sgd)(
+        model, watch, OptimConfig(lr=0.02), setup.evaluators, skip_nonfinite=skip_nonfinite
+    )
+    start = parameters_to_vector(module.parameters()).detach().clone()
+    callbacks = []
+    if penalty == "istar":
+        callbacks = [
+            RecordingShrinkage(watch, FeatureRows(setup.train), setup.collate, 5_000, 8, seed=3, progress_bar=False)
+        ]
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        recorder = BatchRecorder(all_reduce)
+        make_trainer(
+            world_size,
+            recorder,
+            *callbacks,
+            max_epochs=EPOCHS,
+            limit_train_batches=STEPS * accumulate // EPOCHS,
+            accumulate_grad_batches=accumulate,
+        ).fit(module, datamodule=make_data(setup, world_size))
+    return {
+        "start": start,
+        "end": parameters_to_vector(module.parameters()).detach(),
+        "skipped": module.step_guard.num_skipped,
+        "tokens": torch.tensor(recorder.tokens),
+        "reduced": (recorder.forward, recorder.backward),
+        "covariances": [sigma for callback in callbacks for sigma in callback.covariances],
+        "restored": [restore_covariance(callback, setup, sync) for callback in callbacks],
+    }
+
+
+def restore_covariance(callback, setup, sync):
+    """Return the Sigma_S of a new run that resumes from this run's checkpoint."""
+    model = copy.deepcopy(setup.model)
+    watch = attach(model, IStar(-1.0, 0.4, sync=sync))
+    resumed_callback = RecordingShrinkage(
+        watch, FeatureRows(setup.train), setup.collate, 5_000, 8, seed=3, progress_bar=False
+    )
+    resumed_callback.load_state_dict(callback.state_dict())
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    resumed_callback.on_train_start(SimpleNamespace(global_rank=rank), SimpleNamespace(device=torch.device("cpu")))
+    return watch.penalty.shrinkage_covariance
+
+
+def validate(name, world_size):
+    setup, isotropy = make_setup(name), LayerIsotropy()
+    module = FineTuner(setup.model, None, OptimConfig(), setup.evaluators)
+    [logged] = make_trainer(world_size, isotropy, limit_val_batches=1.0).validate(
+        module, datamodule=make_data(setup, world_size), verbose=False
+    )
+    return {
+        "evaluation": asdict(module.evaluations[""]),
+        "isotropy": {**isotropy.scores, "points": isotropy.num_points},
+        "loss": logged.get("val/loss"),
+        "features": len(setup.validation),
+    }
+
+
+def compute_results(world_size):
+    values = {}
+    if world_size != 3:
+        values |= {name: train(name, world_size) for name in CASES}
+    if world_size != 4:
+        values |= {f"{name} validated": validate(name, world_size) for name in VALIDATION_TASKS}
+    return values
+
+
+def run_rank(rank, world_size, folder):
+    # With LOCAL_RANK set, Lightning does not start processes and joins the existing process group.
+    os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0"}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    torch.save(compute_results(world_size), f"{folder}/{rank}.pt")
+    dist.barrier()
+    # Skip the interpreter's shutdown, in which the remains of a process group may abort.
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Return a function that gives the results of each rank, by number of processes. One has no process group."""
+
+    @functools.cache
+    def run_ranks(world_size):
+        if world_size == 1:
+            return [compute_results(1)]
+        folder = tmp_path_factory.mktemp("gloo")
+        run_in_processes(run_rank, (world_size, str(folder)), world_size)
+        return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
+
+    return run_ranks
+
+
+def select_results(results, name, world_size):
+    """Return the results of each of several processes and those of a single process."""
+    return [values[name] for values in results(world_size)], results(1)[0][name]
+
+
+@pytest.mark.parametrize("world_size", TRAINING_WORLD_SIZES)
+@pytest.mark.parametrize("name", SYNCED_CASES)
+def test_ten_steps_lead_to_the_parameters_of_one_process(results, name, world_size):
+    rank_results, single_result = select_results(results, name, world_size)
+    for rank_result in rank_results:
+        assert rank_result["end"].dtype == torch.float64
+        assert torch.equal(rank_result["start"], single_result["start"])
+        assert_close(rank_result["end"], single_result["end"], **TOLERANCE)
+    assert (single_result["end"] - single_result["start"]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("world_size", TRAINING_WORLD_SIZES)
+def test_a_step_that_is_not_finite_on_one_process_is_skipped_on_all(results, world_size):
+    rank_results, single_result = select_results(results, "istar-skipped", world_size)
+    assert [rank_result["skipped"] for rank_result in (*rank_results, single_result)] == [1] * (world_size + 1)
+    assert not torch.equal(single_result["end"], results(1)[0]["istar"]["end"])
+
+
+@pytest.mark.parametrize("world_size", TRAINING_WORLD_SIZES)
+@pytest.mark.parametrize("name", UNSYNCED_CASES)
+def test_without_sync_they_are_others_yet_equal_on_all_processes(results, name, world_size):
+    rank_results, single_result = select_results(results, name, world_size)
+    assert (rank_results[0]["end"] - single_result["end"]).abs().max() > 1e-4
+    assert all(torch.equal(rank_result["end"], rank_results[0]["end"]) for rank_result in rank_results)
+
+
+@pytest.mark.parametrize("world_size", TRAINING_WORLD_SIZES)
+@pytest.mark.parametrize("name", CASES)
+def test_shards_are_unequal_and_together_the_batch_of_one_process(results, name, world_size):
+    rank_results, single_result = select_results(results, name, world_size)
+    tokens = torch.stack([rank_result["tokens"] for rank_result in rank_results])
+    assert (tokens.amax(0) > tokens.amin(0)).double().mean() > 0.8
+    assert torch.equal(tokens.sum(0), single_result["tokens"])
+    assert len(single_result["tokens"]) == STEPS * CASES[name][2]
+
+
+@pytest.mark.parametrize("world_size", TRAINING_WORLD_SIZES)
+@pytest.mark.parametrize("name", ["istar", "istar-accumulated"])
+def test_sigma_s_is_that_of_one_process_and_equal_on_all_bit_for_bit(results, name, world_size):
+    rank_results, single_result = select_results(results, name, world_size)
+    for epoch in range(EPOCHS):
+        expected = single_result["covariances"][epoch]
+        for rank_result in rank_results:
+            assert torch.equal(rank_result["covariances"][epoch], rank_results[0]["covariances"][epoch])
+            # Sigma_S is kept in float32.
+            assert_close(rank_result["covariances"][epoch], expected, rtol=0, atol=1e-7 * expected.abs().max().item())
+    assert not torch.equal(*single_result["covariances"])
+
+
+@pytest.mark.parametrize("world_size", TRAINING_WORLD_SIZES)
+def test_each_process_resumes_with_the_sigma_s_that_it_had(results, world_size):
+    rank_results, _ = select_results(results, "istar-apart", world_size)
+    for rank_result in rank_results:
+        assert torch.equal(rank_result["restored"][0], rank_result["covariances"][-1])
+    assert not torch.equal(rank_results[0]["covariances"][-1], rank_results[1]["covariances"][-1])
+
+
+@pytest.mark.parametrize("world_size", TRAINING_WORLD_SIZES)
+@pytest.mark.parametrize("name", CASES)
+def test_a_penalty_costs_one_small_all_reduce(results, name, world_size):
+    penalty, sync, accumulate = CASES[name]
+    forward, backward = ALL_REDUCE_SIZES[penalty] if sync else ([], [])
+    rank_results, single_result = select_results(results, name, world_size)
+    for rank_result in rank_results:
+        assert rank_result["reduced"] == ([forward] * STEPS * accumulate, [backward] * STEPS * accumulate)
+    assert not any(sizes for passes in single_result["reduced"] for sizes in passes)
+
+
+@pytest.mark.parametrize("world_size", VALIDATION_WORLD_SIZES)
+@pytest.mark.parametrize("name", VALIDATION_TASKS)
+def test_validation_says_the_same_as_one_process(results, name, world_size):
+    """Results are equal bit for bit: other examples of a batch change logits by less than their float32 resolution."""
+    rank_results, single_result = select_results(results, f"{name} validated", world_size)
+    for rank_result in rank_results:
+        assert rank_result["evaluation"] == single_result["evaluation"]
+        assert rank_result["isotropy"] == pytest.approx(single_result["isotropy"], rel=1e-9)
+    predictions = single_result["evaluation"]["predictions"]
+    assert len(predictions) == EXAMPLES
+    assert len({str(row["prediction"]) for row in predictions}) > 1
+    assert (single_result["features"] > EXAMPLES) == (name == "demo_span")
+    assert single_result["features"] % world_size != 0
+
+
+@pytest.mark.parametrize("world_size", VALIDATION_WORLD_SIZES)
+@pytest.mark.parametrize("name", ["demo", "demo_regression"])
+def test_the_validation_loss_is_that_of_one_process(results, name, world_size):
+    rank_results, single_result = select_results(results, f"{name} validated", world_size)
+    for rank_result in rank_results:
+        assert rank_result["loss"] == pytest.approx(single_result["loss"], rel=1e-9)

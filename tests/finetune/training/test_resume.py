@@ -1,0 +1,327 @@
+"""A run that is interrupted at any point and resumed has bit for bit the results of an uninterrupted run."""
+
+import csv
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from istar.errors import UserError
+from istar.files import writing
+from istar.files.outputs import run_output
+from istar.finetune.runs import run as run_module
+from istar.finetune.runs.run import run
+from istar.finetune.training import FineTuner, ShrinkageCovariance, probe
+from istar.finetune.training.checkpoints import AtomicCheckpointIO
+from istar.inputs import pretrained
+from istar.records import results
+from istar.records.config import Config
+from istar.regularizers import weight_at
+from istar.reports.run_frame import load_runs
+from tests.outcomes import assert_same, only_run, outcome
+
+Build = Callable[..., Config]
+SETTINGS = (
+    "task.limit_train=20", "trainer.max_epochs=3", "trainer.accumulate_grad_batches=2", "data.batch_size=4",
+    "optim.schedule=linear", "optim.warmup=0.2", "trainer.early_stopping=2", "trainer.checkpoint_every_n_steps=2",
+)  # fmt: skip
+"""An epoch has five micro-batches and three steps. Checkpoints are written every two steps and after epochs."""
+
+
+class Interruption(BaseException):
+    """Simulates a kill: it is not an Exception, so that no handler catches it."""
+
+
+@pytest.fixture(scope="module")
+def run_uninterrupted(composed: Build, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function that gives the folder of an uninterrupted run with some overrides."""
+    folders: dict[tuple[str, ...], Path] = {}
+
+    def get_folder(*overrides: str) -> Path:
+        if overrides not in folders:
+            config = composed(*SMALL, *SETTINGS, f"run.root={tmp_path_factory.mktemp('undisturbed')}", *overrides)
+            run(config)
+            folders[overrides] = only_run(Path(config.run.root))
+        return folders[overrides]
+
+    return get_folder
+
+
+SMALL = ("task.limit_validation=16", "trainer.log_every_n_steps=1", "trainer.progress_bar=false",
+         "trainer.accelerator=cpu", "run.isotropy_zeta=null")  # fmt: skip
+
+
+@pytest.fixture
+def run_interrupted(small: Build, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """`run_interrupted(owner, name, count, *overrides)` stops a run at a function's count-th call and resumes it."""
+
+    def run_twice(owner: Any, name: str, count: int, *overrides: str, config: Config | None = None) -> Path:
+        config = config or small(*SETTINGS, *overrides)
+        calls = 0
+        original = getattr(owner, name)
+
+        def interrupt_at_count(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == count:
+                raise Interruption(name)
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, interrupt_at_count)
+        with pytest.raises(Interruption):
+            run(config)
+        monkeypatch.setattr(owner, name, original)
+        run(config)
+        return only_run(Path(config.run.root))
+
+    return run_twice
+
+
+def test_a_resumed_run_began_when_it_was_first_started(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, calls = small(*SETTINGS), 0
+    original = FineTuner.training_step
+
+    def interrupt_at_eighth_call(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 8:
+            raise Interruption
+        return original(*arguments)
+
+    test_start = datetime.now(UTC).replace(microsecond=0)
+    monkeypatch.setattr(FineTuner, "training_step", interrupt_at_eighth_call)
+    with pytest.raises(Interruption):
+        run(config)
+    monkeypatch.setattr(FineTuner, "training_step", original)
+    [folder] = Path(config.run.root).glob("demo-*")
+    start_time = results.read_start_time(folder)
+    assert test_start <= datetime.fromisoformat(start_time) <= datetime.now(UTC)
+    assert results.read_start_time(folder.parent) is None
+    # Pretend that the run began in 2020.
+    path = folder / results.CONFIG
+    text = path.read_text().replace(start_time, "2020-01-01T00:00:00+00:00", 1)
+    run_output(folder).write({results.CONFIG: text.encode()})
+    [unfinished_start_time] = load_runs(folder.parent).frame["began"]
+    assert unfinished_start_time == run(config).timing["began"] == "2020-01-01T00:00:00+00:00"
+    [finished_start_time] = load_runs(folder.parent).frame["began"]
+    assert finished_start_time == unfinished_start_time
+    # With `overwrite` the run begins anew.
+    config.run.overwrite = True
+    assert datetime.fromisoformat(run(config).timing["began"]) >= test_start
+
+
+INTERRUPTIONS = [
+    pytest.param(FineTuner, "training_step", 7, id="mid-epoch, on a checkpoint"),
+    pytest.param(FineTuner, "training_step", 5, id="last batch of an epoch", marks=pytest.mark.slow),
+    pytest.param(FineTuner, "training_step", 9, id="second epoch, behind a checkpoint"),
+    pytest.param(FineTuner, "training_step", 15, id="last batch of all", marks=pytest.mark.slow),
+    pytest.param(FineTuner, "validation_step", 1, id="validation before training", marks=pytest.mark.slow),
+    pytest.param(FineTuner, "validation_step", 3, id="validation of the second epoch", marks=pytest.mark.slow),
+    pytest.param(FineTuner, "on_validation_epoch_end", 2, id="scoring", marks=pytest.mark.slow),
+    pytest.param(ShrinkageCovariance, "refresh", 1, id="first refresh", marks=pytest.mark.slow),
+    pytest.param(ShrinkageCovariance, "refresh", 2, id="second refresh", marks=pytest.mark.slow),
+    pytest.param(AtomicCheckpointIO, "save_checkpoint", 1, id="first checkpoint"),
+    pytest.param(AtomicCheckpointIO, "save_checkpoint", 2, id="best weights", marks=pytest.mark.slow),
+    pytest.param(AtomicCheckpointIO, "save_checkpoint", 3, id="checkpoint behind an epoch", marks=pytest.mark.slow),
+    pytest.param(writing, "_sync_folder", 6, id="a checkpoint written, not its rows", marks=pytest.mark.slow),
+    pytest.param(pretrained, "save", 1, id="saving the model"),
+    pytest.param(results, "write_predictions", 1, id="writing predictions"),
+    pytest.param(results, "write", 1, id="writing the result"),
+    pytest.param(run_module, "remove_old_checkpoints", 1, id="tidying up", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "count"), INTERRUPTIONS)
+def test_a_broken_run_goes_on_exactly(run_interrupted, run_uninterrupted, owner, name, count):
+    assert_same(run_interrupted(owner, name, count), run_uninterrupted())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(("data.num_workers=2",), marks=pytest.mark.slow),
+        pytest.param(("task=demo_span",), marks=pytest.mark.slow),
+        ("reg=cosreg", "reg.target=input_embeddings", "reg.rows=40"),
+        ("reg=cosreg", "reg.lambda=100", "reg.target_score=keep"),
+        ("reg=sigreg", "reg.lambda=0.01"),
+        pytest.param(("reg=none",), marks=pytest.mark.slow),
+        pytest.param(("reg=cosreg",), marks=pytest.mark.slow),
+        pytest.param(("trainer.precision=bf16-mixed",), marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_whatever_the_settings(run_interrupted, run_uninterrupted, overrides):
+    """The run is interrupted in the second epoch, after a checkpoint within it; `INTERRUPTIONS` has other places."""
+    assert_same(run_interrupted(FineTuner, "training_step", 9, *overrides), run_uninterrupted(*overrides))
+
+
+def test_between_two_refreshes_and_on_a_schedule(run_interrupted, run_uninterrupted):
+    """Steps 2 and 4 refresh within an epoch; the run breaks in step 5, behind a checkpoint with Sigma_S of step 4."""
+    overrides = (
+        "reg.refresh_every_n_steps=2", "reg.schedule=cosine", "reg.warmup=0.3", "trainer.checkpoint_every_n_steps=1",
+        "reg.points=content", "reg.max_norm_ratio=1.000001",
+    )  # fmt: skip
+    folder = run_uninterrupted(*overrides)
+    assert_same(run_interrupted(FineTuner, "training_step", 10, *overrides), folder)
+    with (folder / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    weights = [float(row["train/lambda"]) for row in rows if row["train/lambda"]]
+    assert weights == pytest.approx([weight_at(step, 9, 0.2, "cosine", 0.3) for step in range(9)], rel=1e-9)
+    left_out_counts = [row["train/points_left_out"] for row in rows if row["train/loss"]]
+    # At the first step lambda is 0, and the penalty is not computed. The norms of a new model are nearly equal.
+    assert left_out_counts[0] == ""
+    assert all(float(count) >= 0 for count in left_out_counts[1:])
+    assert float(left_out_counts[-1]) > 0
+    # Sigma_S is refreshed every epoch and every two steps, and only once where both coincide.
+    assert [row["step"] for row in rows if row["shrinkage/points"]] == ["0", "2", "3", "4", "6", "8"]
+
+
+MID_EPOCH = (
+    "task.limit_train=44", "trainer.val_check_interval=4", "trainer.max_steps=13", "trainer.limit_train_batches=10",
+    "trainer.limit_val_batches=2", "data.eval_batch_size=4", "trainer.early_stopping=null",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "count", [2, pytest.param(8, marks=pytest.mark.slow), pytest.param(17, marks=pytest.mark.slow)]
+)
+def test_validations_within_an_epoch(run_interrupted, run_uninterrupted, count):
+    assert_same(run_interrupted(FineTuner, "training_step", count, *MID_EPOCH), run_uninterrupted(*MID_EPOCH))
+
+
+ACROSS_EPOCHS = (
+    "task.limit_train=44", "trainer.check_val_every_n_epoch=null", "trainer.val_check_interval=8",
+    "trainer.max_steps=14", "trainer.early_stopping=null", "trainer.checkpoint_every_n_steps=3",
+    "optim.schedule=cosine", "optim.warmup=2",
+)  # fmt: skip
+"""An epoch has eleven micro-batches and six steps. Validations take place every eight micro-batches of all epochs."""
+
+
+@pytest.mark.parametrize("count", [7, pytest.param(16, marks=pytest.mark.slow)])
+def test_validations_and_checkpoints_across_epochs(run_interrupted, run_uninterrupted, count):
+    folder = run_uninterrupted(*ACROSS_EPOCHS)
+    assert [(entry["epoch"], entry["step"]) for entry in results.read(folder).epochs] == [
+        (1, 4),
+        (2, 8),
+        (3, 13),
+        (3, 14),
+    ]
+    assert_same(run_interrupted(FineTuner, "training_step", count, *ACROSS_EPOCHS), folder)
+
+
+@pytest.mark.parametrize(
+    ("interval", "steps"), [(4, [2, 4, 6]), (100, [6]), (10, [6])], ids=["within", "never", "on the last batch"]
+)
+def test_a_validation_follows_the_last_step(run_uninterrupted, interval, steps):
+    """Two epochs of five micro-batches and three steps."""
+    settings = ("trainer.check_val_every_n_epoch=null", "trainer.max_epochs=2", "trainer.early_stopping=null")
+    overrides = (f"trainer.val_check_interval={interval}", *settings)
+    assert [entry["step"] for entry in results.read(run_uninterrupted(*overrides)).epochs] == steps
+
+
+OBSERVED = ("trainer.keep_models=log", "trainer.measure_every_n_steps=2", "trainer.measure_examples=6")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "count"),
+    [
+        pytest.param(FineTuner, "training_step", 9, id="second epoch, behind a checkpoint"),
+        pytest.param(pretrained, "save", 5, id="model of step 8"),
+        pytest.param(probe, "measure_layers", 6, id="last probe, behind the last checkpoint"),
+        pytest.param(pretrained, "save", 6, id="last model, behind the last checkpoint", marks=pytest.mark.slow),
+        pytest.param(probe, "measure_layers", 3, id="probe of step 4", marks=pytest.mark.slow),
+    ],
+)
+def test_kept_models_and_probes_are_neither_lost_nor_doubled(run_interrupted, run_uninterrupted, owner, name, count):
+    folder = run_interrupted(owner, name, count, *OBSERVED)
+    assert_same(folder, run_uninterrupted(*OBSERVED))
+    assert sorted(path.name for path in (folder / "models").iterdir()) == [f"step-{n}" for n in (0, 1, 2, 4, 8, 9)]
+    assert [row["step"] for row in read_probe_rows(folder)] == ["0", "2", "4", "6", "8", "9"]
+
+
+def test_observing_does_not_change_the_training(run_uninterrupted):
+    """With dropout, whose masks come from the global random generator."""
+    observed, unobserved = (outcome(run_uninterrupted(*overrides)) for overrides in (OBSERVED, ()))
+    rows = [
+        {name: value for name, value in row.items() if not name.startswith("geometry/")}
+        for row in observed["metrics.csv"]
+        if not row["geometry/layer_0/isoscore"]
+    ]
+    assert rows == unobserved["metrics.csv"]
+    for part in ("model", "predictions", "geometry.json"):
+        assert observed[part] == unobserved[part]
+    assert observed["result.json"]["name"] == unobserved["result.json"]["name"]
+
+
+def read_probe_rows(folder):
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [row for row in csv.DictReader(file) if row["geometry/layer_0/isoscore"]]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ((), OBSERVED[:1], r"trainer\.keep_models=null, not log.*trainer\.keep_models=null goes on with it"),
+        (("trainer.keep_models=3",), OBSERVED[:1], r"trainer\.keep_models=3, not log"),
+        ((), OBSERVED[1:], r"trainer\.measure_every_n_steps=null goes on with it"),
+        (
+            ("trainer.measure_every_n_steps=3",),
+            OBSERVED[1:],
+            r"measure_every_n_steps=3 and trainer\.measure_examples=64",
+        ),
+    ],
+)
+def test_an_interrupted_run_cannot_be_observed_from_its_middle(small, monkeypatch, before, after, message):
+    with monkeypatch.context() as patch:
+        patch.setattr(results, "write_predictions", lambda *arguments: interrupt())
+        with pytest.raises(Interruption):
+            run(small(*SETTINGS, *before))
+    with pytest.raises(UserError, match=message):
+        run(small(*SETTINGS, *after))
+    assert results.read(only_run(Path(small().run.root))).status == "failed"
+
+
+def interrupt():
+    raise Interruption
+
+
+def test_arguments_of_lightning_trainer(run_uninterrupted):
+    """Ten batches, five steps, an epoch; a validation of eight examples every four batches and after the last step."""
+    folder = run_uninterrupted(*MID_EPOCH)
+    record = results.read(folder)
+    steps = [(entry["epoch"], entry["step"]) for entry in record.epochs]
+    assert steps == [(1, 2), (1, 4), (2, 7), (2, 9), (3, 12), (3, 13)]
+    assert record.data["validation"] == {"validation": 8}
+    best = max(record.epochs, key=lambda entry: entry["metrics"]["accuracy"])
+    assert record.headline["value"] == best["metrics"]["accuracy"]
+    assert (folder / "checkpoints" / f"best-epoch-{record.epochs.index(best) + 1}.ckpt").is_file()
+
+
+@pytest.mark.parametrize(
+    ("interval", "steps"),
+    [
+        (("n_steps=null", "n_minutes=null"), [3, 6, 9]),
+        (("n_steps=4", "n_minutes=null"), [3, 4, 6, 8, 9]),
+        (("n_steps=null", "n_minutes=1e-9"), list(range(1, 10))),
+    ],
+)
+def test_when_checkpoints_are_written(small, monkeypatch, interval, steps):
+    """After every epoch of three steps, and at the intervals in the settings."""
+    original, written_names = AtomicCheckpointIO.save_checkpoint, []
+
+    def save(self, checkpoint, path, storage_options=None):
+        written_names.append(Path(path).name)
+        original(self, checkpoint, path, storage_options)
+
+    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", save)
+    run(small(*SETTINGS, *(f"trainer.checkpoint_every_{setting}" for setting in interval)))
+    assert [name for name in written_names if name.startswith("step")] == [f"step-{step}.ckpt" for step in steps]
+
+
+def test_a_run_that_had_stopped_early_stays_stopped(run_interrupted, run_uninterrupted):
+    overrides = ("trainer.early_stopping=1", "trainer.max_epochs=6", "optim.lr=1e-9")
+    folder = run_interrupted(pretrained, "save", 1, *overrides)
+    assert len(results.read(folder).epochs) == 2
+    assert_same(folder, run_uninterrupted(*overrides))

@@ -1,0 +1,132 @@
+"""IsoScore* in geometry.json, compared with NumPy on the states of single examples."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from istar.errors import UserError
+from istar.finetune.runs.run import run
+from istar.finetune.tasks.features import FeatureRows
+from istar.finetune.training.validation_isoscore_star import compute_isoscore_star_by_layer
+from tests.finetune.training.test_validation_geometry import compute_states_by_example, find_run_folder
+from tests.oracles import algorithm_1
+
+
+def measure(setting, harness, module, batch_size=16, zeta=0.2, seed=3, num_points=10**9, **settings):
+    validation, train = FeatureRows(setting.validation), FeatureRows(setting.train)
+    trainer = harness.trainer(**settings)
+    return compute_isoscore_star_by_layer(
+        trainer, module, validation, train, setting.collate, batch_size, zeta, seed, num_points
+    )
+
+
+def compute_points_by_layer(setting, module, rows) -> dict[str, np.ndarray]:
+    """Return the states of all tokens by layer, and of layers 1 to L together under `union`, in float64."""
+    layers = np.concatenate(list(compute_states_by_example(setting, module, rows)), axis=1)
+    return {**{str(index): layer for index, layer in enumerate(layers)}, "union": np.concatenate(layers[1:])}
+
+
+def compute_expected_isoscore_star(points: np.ndarray, training_points: np.ndarray, zeta: float) -> float:
+    """Return IsoScore* by the steps of Algorithm 1, with Sigma_S of the training points."""
+    return algorithm_1(torch.from_numpy(points), torch.from_numpy(np.cov(training_points.T)), zeta).item()
+
+
+@pytest.mark.parametrize(("batch_size", "zeta"), [(1, 0.2), (7, 0.2), (16, 0.9)])
+def test_sigma_is_of_the_union_and_of_the_layer(setting, harness, batch_size, zeta):
+    module = setting.module()
+    # With fewer rows to train on, Sigma_S and the covariance of the validation points differ.
+    training_rows = setting.train.select(range(30))
+    validation_points = compute_points_by_layer(setting, module, setting.validation)
+    training_points = compute_points_by_layer(setting, module, training_rows)
+    isoscore_star = compute_isoscore_star_by_layer(
+        harness.trainer(),
+        module,
+        FeatureRows(setting.validation),
+        FeatureRows(training_rows),
+        setting.collate,
+        batch_size,
+        zeta,
+        0,
+    )
+    assert isoscore_star["zeta"] == zeta
+    assert isoscore_star["num_points"] == len(training_points["union"])
+    assert list(isoscore_star["layers"]) == ["0", "1", "2"]
+    for name, value in {**isoscore_star["layers"], "union": isoscore_star["union"]}.items():
+        assert value == pytest.approx(
+            compute_expected_isoscore_star(validation_points[name], training_points[name], zeta), rel=1e-4
+        ), name
+        assert value != pytest.approx(
+            compute_expected_isoscore_star(validation_points[name], training_points[name], 0.0), rel=1e-3
+        ), name
+
+
+def test_sigma_has_the_points_of_a_random_sample(setting, harness):
+    module, longest = setting.module(), max(setting.train["length"])
+    sampled = measure(setting, harness, module, num_points=2_000)
+    assert 2_000 <= sampled["num_points"] < 2_000 + 2 * longest
+    assert measure(setting, harness, module, num_points=2_000) == sampled
+    assert measure(setting, harness, module, num_points=2_000, seed=4)["union"] != sampled["union"]
+    assert measure(setting, harness, module)["num_points"] == 2 * sum(setting.train["length"])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_it_leaves_model_modes_and_random_numbers_alone(setting, harness, training):
+    module = setting.module().train(training)
+    random_states = torch.get_rng_state(), np.random.get_state()[1].copy()
+    measure(setting, harness, module, num_points=500)
+    assert torch.equal(torch.get_rng_state(), random_states[0])
+    assert (np.random.get_state()[1] == random_states[1]).all()
+    assert module.training == module.model.training == training
+    assert not torch.is_inference_mode_enabled()
+
+
+def read_geometry(config: Any) -> dict[str, Any]:
+    return json.loads((find_run_folder(config) / "geometry.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        # The best epoch is not the last one.
+        ("trainer.max_epochs=4", "optim.lr=0.02"),
+        ("task=demo_span",),
+        ("task=clm", "model=small_decoder", "task.max_length=16"),
+    ],
+)
+def test_a_run_measures_the_tokens_of_isotropy_after(small: Callable[..., Any], overrides: tuple[str, ...]) -> None:
+    """Without shrinkage, IsoScore* is the IsoScore of the best epoch."""
+    config = small("reg=none", "run.isotropy_zeta=0", *overrides)
+    record = run(config)
+    if "trainer.max_epochs=4" in overrides:
+        assert record.headline["epoch"] < 4
+    isoscore_star = read_geometry(config)["isoscore_star"]
+    scores = {**isoscore_star["layers"], "union": isoscore_star["union"]}
+    assert scores == pytest.approx(record.isotropy["after"], rel=1e-4)
+
+
+def test_the_option_is_no_part_of_the_name_and_a_finished_run_may_lack_the_measure(small: Callable[..., Any]) -> None:
+    record = run(small("run.isotropy_zeta=null"))
+    config = small("run.isotropy_zeta=0.2")
+    assert "isoscore_star" not in read_geometry(config)
+    assert run(config) == record
+    overwritten_record = run(small("run.isotropy_zeta=0.2", "run.overwrite=true"))
+    assert overwritten_record.name == record.name
+    folder = Path(config.run.root) / record.name
+    assert json.loads((folder / "geometry.json").read_text())["isoscore_star"]["zeta"] == 0.2
+
+
+def test_a_trial_of_one_batch_does_not_read_the_training_data(small: Callable[..., Any]) -> None:
+    config = small("trainer.fast_dev_run=true", "run.isotropy_zeta=0.2")
+    run(config)
+    assert "isoscore_star" not in read_geometry(config)
+
+
+@pytest.mark.parametrize("value", ["-0.1", "1.5", "nan"])
+def test_zeta_is_a_share(small: Callable[..., Any], value: str) -> None:
+    with pytest.raises(UserError, match=r"^run\.isotropy_zeta=.*; expected a number from 0 .* to 1"):
+        small(f"run.isotropy_zeta={value}")

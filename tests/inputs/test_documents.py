@@ -1,0 +1,152 @@
+"""Documents of a corpus from each kind of file, and what is refused."""
+
+import json
+import re
+import tracemalloc
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset
+
+from istar.errors import UserError
+from istar.inputs.documents import read_documents
+
+TEXTS = ["one", "two\nlines", "\u00fc\u2028three"]
+
+
+def write_texts(path: Path) -> Path:
+    """Write the texts and an empty one, in the format of the path's suffix, and return the path."""
+    if path.suffix in (".csv", ".tsv"):
+        separator, quote = (",", '"') if path.suffix == ".csv" else ("\t", "")
+        rows = [
+            separator.join(("1", f"{quote}{text}{quote}")) for text in ("one", "two\nlines" if quote else "two", "")
+        ]
+        path.write_text("\n".join((f"number{separator}text", *rows)) + "\n", encoding="utf-8")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps([{"text": text, "more": 1} for text in TEXTS], indent=1), encoding="utf-8")
+    elif path.suffix == ".txt":
+        path.write_text("one\n\n  two \n \u00fc\u2028three\r\n", encoding="utf-8")
+    elif path.suffix == ".parquet":
+        pq.write_table(pa.table({"number": [1, 2, 3, 4], "text": [TEXTS[0], None, TEXTS[1], TEXTS[2]]}), path)
+    elif path.suffix == ".saved":
+        Dataset.from_dict({"text": [*TEXTS, " "], "number": [1, 2, 3, 4]}).save_to_disk(path)
+    else:
+        lines = [json.dumps({"text": text, "more": 1}) for text in (*TEXTS[:2], "", TEXTS[2])]
+        path.write_text("\ufeff" + "\n\n".join(lines), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "ndjson", "parquet", "saved"])
+def test_forms_in_which_a_document_may_have_several_lines(tmp_path: Path, suffix: str) -> None:
+    assert list(read_documents(write_texts(tmp_path / f"corpus.{suffix}"))) == TEXTS
+
+
+def test_a_line_of_text_is_a_document(tmp_path: Path) -> None:
+    assert list(read_documents(write_texts(tmp_path / "corpus.txt"))) == ["one", "two", "\u00fc\u2028three"]
+    (tmp_path / "corpus.txt").rename(tmp_path / "README")
+    assert list(read_documents(tmp_path / "README")) == ["one", "two", "\u00fc\u2028three"]
+
+
+def test_a_folder_is_all_its_files_of_text_in_order(tmp_path: Path) -> None:
+    write_texts(tmp_path / "b.jsonl")
+    (tmp_path / "a.txt").write_text("first")
+    write_texts(tmp_path / "c.parquet")
+    (tmp_path / "notes.md").write_text("not read")
+    assert list(read_documents(tmp_path)) == ["first", *TEXTS, *TEXTS]
+
+
+def test_a_corpus_need_not_fit_into_memory(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("word " * 20 + "\n")
+    with (tmp_path / "a.txt").open("a") as file:
+        file.writelines(f"{number} {'word ' * 20}\n" for number in range(60_000))
+    tracemalloc.start()
+    assert sum(1 for _ in read_documents(tmp_path / "a.txt")) == 60_001
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000 < (tmp_path / "a.txt").stat().st_size
+
+
+@pytest.mark.parametrize("name", ["a.JSONL", "a.Parquet", "a.json", "a.csv", "a.tsv", "a.CSV"])
+def test_suffix_decides_which_reader_and_case_does_not_matter(tmp_path: Path, name: str) -> None:
+    path = write_texts(tmp_path / name.lower()).rename(tmp_path / name)
+    assert list(read_documents(path)) == {"csv": TEXTS[:2], "tsv": ["one", "two"]}.get(name[2:].lower(), TEXTS)
+    if path.suffix != ".json":
+        assert list(read_documents(tmp_path)) == list(read_documents(path))
+
+
+@pytest.mark.parametrize("name", ["a.html", "a.gz", "a.pt", "a.docx", "a.xml", "a.2024"])
+def test_files_of_other_kinds_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("words")
+    assert re.search(
+        rf"{name}: .*\.{name[2:]} are not read as text; expected .*\.txt, .*\.csv", get_read_error(tmp_path / name)
+    )
+
+
+def test_content_that_is_no_text_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("two\nlines".encode("utf-16-le"))
+    assert "a.txt, line 1: not UTF-8 text: it holds null bytes" in get_read_error(path)
+    path.write_bytes(b"one\ntwo\0\n")
+    assert "a.txt, line 2: not UTF-8 text" in get_read_error(path)
+    path.write_bytes(b"one\ntwo\n\x89PNG")
+    assert "a.txt, line 3: not UTF-8" in get_read_error(path)
+    path.write_text('\n{"text": "one"}\n{"text": "two"}\n')
+    assert "expected the suffix .jsonl" in get_read_error(path)
+    path.write_text("{not JSON}\n3\n")
+    assert list(read_documents(path)) == ["{not JSON}", "3"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_half_a_surrogate_pair_is_refused_with_file_and_line(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"text": "\\ud83d\\ude00"}\n{"text": "hello world \\ud83d again"}\n')
+    message = get_read_error(tmp_path / name)
+    assert f"{name}, line 2: not JSON: the text 'hello world \\ud83d again' has half" in message
+    message.encode()
+
+
+def test_a_row_of_another_length_is_refused_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('text,n\n"two\nlines",1\nthree\n')
+    assert "a.csv, line 4: 1 fields; expected 2" in get_read_error(tmp_path / "a.csv")
+    (tmp_path / "b.csv").write_text("sentence\none\n")
+    assert "b.csv: there is no column 'text'; found: 'sentence'" in get_read_error(tmp_path / "b.csv")
+
+
+def test_parquet_with_bytes_that_are_no_text_is_refused(tmp_path: Path) -> None:
+    column = pa.array([b"\xed\xa0\xbd"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    assert "is not UTF-8" in get_read_error(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '"text"', '{"texts": "a"}', '{"text": 3}', "3"])
+def test_invalid_json_lines_are_refused(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "b.jsonl"
+    path.write_text(f"{json.dumps({'text': 'good'})}\n{line}\n")
+    with pytest.raises(UserError, match=r"b\.jsonl, line 2: ") as error:
+        list(read_documents(path))
+    assert "\n" not in str(error.value)
+
+
+def get_read_error(path: Path) -> str:
+    with pytest.raises(UserError) as error:
+        list(read_documents(path))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_what_holds_no_text_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("Fu\u00dfball".encode("utf-16"))
+    assert "a.txt, line 1: not UTF-8" in get_read_error(tmp_path / "a.txt")
+    assert "cannot be read" in get_read_error(tmp_path / "nowhere.txt")
+    (tmp_path / "a.parquet").write_text("text")
+    assert "not a readable Parquet file" in get_read_error(tmp_path / "a.parquet")
+    pq.write_table(pa.table({"content": ["a"]}), tmp_path / "b.parquet")
+    assert "there is no column 'text'; found: 'content'" in get_read_error(tmp_path / "b.parquet")
+    pq.write_table(pa.table({"text": [3]}), tmp_path / "c.parquet")
+    assert "holds int64; expected strings" in get_read_error(tmp_path / "c.parquet")
+    (tmp_path / "empty").mkdir()
+    assert "holds no text" in get_read_error(tmp_path / "empty")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "state.json").write_text("{}")
+    assert "not a readable saved data set" in get_read_error(tmp_path / "broken")

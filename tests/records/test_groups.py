@@ -1,0 +1,605 @@
+"""The groups of options: their defaults, the refusal of mistakes, and the way from config to file and back."""
+
+import itertools
+import math
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from istar.errors import UserError, did_you_mean
+from istar.records.config import Config, CosRegConfig, IStarConfig, NoRegConfig, WandbConfig, schema
+from istar.records.config.penalties import PENALTIES
+from istar.records.config.schema import to_dict
+from istar.records.results import identity_hash
+from istar.records.task_specs import TASKS
+from tests.conftest import compose_fast, compose_in
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+OPTIONS = sorted(
+    [(path.parent.relative_to(CONF).as_posix(), path.stem) for path in CONF.rglob("*.yaml") if path.parent != CONF]
+    + [("task", name) for name in TASKS]
+    + [("reg", name) for name in PENALTIES]
+    + [("sweep", path.stem) for path in (CONF.parent / "sweep").glob("*.yaml")]
+)
+
+
+# By option of `model`: the overrides without which it does not compose.
+REQUIRED_OVERRIDES = {
+    "auto": ["model.name=some/model"],
+    "finetune_own": ["model.name=some/model"],
+    "new": ["model.architecture=llama"],
+}
+
+
+def options(group: str) -> list[str]:
+    """Return the names of all options of a group."""
+    return [name for option_group, name in OPTIONS if option_group == group]
+
+
+def read_refusal(composed: Callable[..., Config], *overrides: str, folder: Path = CONF) -> str:
+    """Return the one-line message with which a config with these overrides is refused."""
+    try:
+        composed(*overrides, folder=folder)
+    except UserError as error:
+        message = str(error)
+    except (HydraException, OmegaConfBaseException) as error:
+        message = schema.explain(error)
+    else:
+        pytest.fail(f"{overrides} was accepted")
+    assert message
+    assert "\n" not in message
+    assert len(message) < 400
+    return message
+
+
+# ---- configs in conf/
+
+
+def test_all_shipped_groups_are_seen() -> None:
+    groups = {"task", "model", "reg", "data", "optim", "trainer", "logger", "run", "debug", "experiment", "sweep"}
+    assert groups <= {group for group, _ in OPTIONS}
+
+
+@pytest.mark.parametrize(("group", "name"), OPTIONS)
+def test_every_option_composes(composed: Callable[..., Config], group: str, name: str) -> None:
+    # These two groups are not in the defaults list of config.yaml.
+    choice = f"+{group}={name}" if group in ("experiment/method", "sweep") else f"{group}={name}"
+    config = composed(choice, *(REQUIRED_OVERRIDES.get(name, []) if group in ("model", "sweep") else []))
+    assert isinstance(config, Config)
+    assert "???" not in str(to_dict(config))
+
+
+def test_every_task_of_the_table_is_an_option(composed: Callable[..., Config]) -> None:
+    assert [composed(f"task={name}").task.name for name in TASKS] == list(TASKS)
+
+
+def test_every_penalty_of_the_table_is_an_option(composed: Callable[..., Config]) -> None:
+    assert [type(composed(f"reg={name}").reg) for name in PENALTIES] == list(PENALTIES.values())
+
+
+def check_choice(composed: Callable[..., Config], task: str, reg: str, model: str) -> None:
+    """Assert that these options compose together, each with its effect."""
+    config = composed(
+        f"task={task}", f"reg={reg}", f"model={model}", *REQUIRED_OVERRIDES.get(model, []), "model.name=m"
+    )
+    assert (config.task.name, config.model.name) == (task, "m")
+    # The option `istar_paper_code` is a variant of `istar`.
+    assert config.reg.name == (reg if reg in PENALTIES else reg.partition("_")[0])
+
+
+@pytest.mark.parametrize(
+    "reg", [pytest.param(name, marks=() if name == "istar" else pytest.mark.slow) for name in options("reg")]
+)
+def test_every_pair_of_task_and_reg_and_of_reg_and_model(composed: Callable[..., Config], reg: str) -> None:
+    tasks, models = options("task"), options("model")
+    for index in range(max(len(tasks), len(models))):
+        check_choice(composed, tasks[index % len(tasks)], reg, models[index % len(models)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", options("task"))
+def test_every_pair_of_task_and_model(composed: Callable[..., Config], task: str) -> None:
+    for model in options("model"):
+        check_choice(composed, task, "istar", model)
+
+
+def test_paper_defaults(composed: Callable[..., Config]) -> None:
+    config = composed("task=rte")
+    assert (config.optim.lr, config.optim.schedule, config.optim.warmup) == (3e-5, "constant", 0)
+    assert (config.trainer.max_epochs, config.trainer.accumulate_grad_batches) == (3, 2)
+    assert (config.data.batch_size, config.seed) == (32, 42)
+    assert config.model.name == "google-bert/bert-base-cased"
+    reg = config.reg
+    assert isinstance(reg, IStarConfig)
+    assert (reg.layers, reg.num_points, reg.include_padding, reg.sync) == ("all", 250_000, False, True)
+    assert 0.2 <= reg.zeta <= 0.8
+    cosreg = composed("reg=cosreg").reg
+    assert type(cosreg) is CosRegConfig
+    assert (cosreg.weight, cosreg.layers) == (1, "last")
+    assert type(composed("reg=none").reg) is NoRegConfig
+    paper_code_reg = composed("reg=istar_paper_code").reg
+    assert (paper_code_reg.include_padding, paper_code_reg.sync) == (True, False)
+
+
+def test_arguments_of_lightning_trainer_are_keys(composed: Callable[..., Config]) -> None:
+    config = composed("trainer.max_steps=70", "trainer.limit_train_batches=0.5")
+    assert config.trainer.lightning == {"max_steps": 70, "limit_train_batches": 0.5}
+    values = to_dict(config)
+    assert (values["trainer"]["max_steps"], values["trainer"]["limit_train_batches"]) == (70, 0.5)
+    assert "lightning" not in values["trainer"]
+    assert schema.load(OmegaConf.create(values)) == config
+    assert identity_hash(values, "data", "weights") != identity_hash(to_dict(composed()), "data", "weights")
+
+
+def test_values_of_the_model_configuration_are_keys(composed: Callable[..., Config]) -> None:
+    """They need no `+`, although the schema does not contain them."""
+    config = composed("model=small_encoder", "model.config.hidden_size=128", "model.config.layer_norm_eps=1e-5")
+    assert config.model.config["hidden_size"] == 128
+    assert config.model.config["layer_norm_eps"] == 1e-5
+    assert config.model.config["num_hidden_layers"] == 4
+    assert schema.load(OmegaConf.create(to_dict(config))) == config
+    assert composed("model=new", "model.architecture=llama").model.name == "llama"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model=new"], "model.architecture is not set"),
+        (["model=gpt2", "model.config.hidden_size=8"], "model.config.hidden_size cannot be set, because pretrained"),
+        (["model=gpt2", "model.config=3"], "model.config=3 is not a mapping"),
+        (["model=gpt2", "model.tokenizer=train"], "model.tokenizer=train: pretrained weights belong to"),
+        (["model=gpt2", "model.architecture=gpt2"], "has no pretrained weights; add model.pretrained=false"),
+        (["model=new", "model.architecture=gpt2", "model.tokenizer=null"], "model.architecture=gpt2 has no tokenizer"),
+        (["model=tiny", "model.tokenizer=train"], "model=tiny has a fixed architecture"),
+        (["model=small_decoder", "model.vocab_size=299"], "model.vocab_size=299 is too small; expected 300 or more"),
+        (["model=small_decoder", "model.lora=true"], "adapters change pretrained weights"),
+        (["model=gpt2", "model.lora_r=0"], "model.lora_r=0 is too small"),
+        (["model=gpt2", "model.lora_alpha=0"], "model.lora_alpha=0 must be above 0"),
+        (["model=gpt2", "model.lora_dropout=1"], r"model.lora_dropout=1 is not a probability in \[0, 1\)"),
+        (["model=gpt2", "model.lora_target_modules=[]"], "is neither a list of names"),
+        (["model=gpt2", "model.load_in=int8"], "model.load_in=int8 is not known"),
+        (["model.attn_implementation=kernels-community/x"], "expected one of eager, sdpa"),
+    ],
+)
+def test_mistakes_in_new_models_and_adapters(
+    composed: Callable[..., Config], overrides: list[str], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        composed(*overrides)
+
+
+def test_lambda_is_the_key(composed: Callable[..., Config]) -> None:
+    config = composed("reg=istar", "reg.lambda=-5")
+    assert config.reg.weight == -5
+    assert to_dict(config)["reg"]["lambda"] == -5
+    assert "weight" not in to_dict(config)["reg"]
+
+
+def test_demo_chooses_the_tiny_model_and_its_optimizer(composed: Callable[..., Config]) -> None:
+    for task in (name for name in options("task") if name.startswith("demo")):
+        config = composed(f"task={task}")
+        assert (config.model.name, config.model.pretrained, config.optim.lr) == ("tiny", False, 1e-3)
+    assert composed().task.name == "demo"
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "gpu", "ddp"])
+@pytest.mark.parametrize("task", ["demo", "rte"])
+def test_the_choice_of_hardware_changes_no_schedule(composed: Callable[..., Config], hardware: str, task: str) -> None:
+    settings, default = composed(f"trainer={hardware}", f"task={task}").trainer, composed(f"task={task}").trainer
+    for name in ("max_epochs", "accumulate_grad_batches", "gradient_clip_val", "early_stopping"):
+        assert getattr(settings, name) == getattr(default, name)
+
+
+@pytest.mark.parametrize("task", [name for name, spec in TASKS.items() if spec.hub and spec.kind != "causal_lm"])
+def test_benchmarks_keep_bert(composed: Callable[..., Config], task: str) -> None:
+    config = composed(f"task={task}")
+    assert (config.model.name, config.model.pretrained) == ("google-bert/bert-base-cased", True)
+    assert config.optim.lr == 3e-5
+
+
+def test_causal_language_modelling_has_a_decoder(composed: Callable[..., Config]) -> None:
+    assert composed("task=clm").model.architecture == "gpt_neox"
+    assert composed("task=clm_wikitext2").model.name == "openai-community/gpt2"
+    assert composed("task=clm_wikitext2", "model=pythia").model.name == "EleutherAI/pythia-70m"
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_command_line_wins_in_any_order(composed: Callable[..., Config], order: int) -> None:
+    overrides = ["task=demo", "model=bert", "optim=adamw", "optim.lr=2e-4", "trainer.max_epochs=7", "debug=smoke"]
+    config = composed(*overrides[::order])
+    assert config.model.name == "google-bert/bert-base-cased"
+    assert (config.optim.lr, config.trainer.max_epochs) == (2e-4, 7)
+    assert (config.task.limit_train, config.data.batch_size) == (32, 8)
+    assert composed("task=demo", "model=bert").optim.lr == 3e-5
+
+
+@pytest.mark.parametrize(("experiment", "prefix"), [("methods", "istar"), ("demo", "scratch")])
+def test_experiments_of_four_methods(composed: Callable[..., Config], experiment: str, prefix: str) -> None:
+    sweep_values = OmegaConf.load(CONF / "experiment" / f"{experiment}.yaml").hydra.sweeper.params["+experiment/method"]
+    variants = sweep_values.split(",")
+    assert set(variants) == {"base", f"{prefix}_negative", f"{prefix}_positive", "cosreg"}
+    assert set(variants) <= set(options("experiment/method"))
+    methods = {}
+    for name in variants:
+        config = composed(f"experiment={experiment}", "task=demo", f"+experiment/method={name}")
+        assert (config.task.name, config.model.name) == ("demo", "tiny")
+        methods[name] = (config.reg.name, getattr(config.reg, "weight", None))
+    assert methods["base"] == ("none", None)
+    assert methods[f"{prefix}_negative"][0] == methods[f"{prefix}_positive"][0] == "istar"
+    assert methods[f"{prefix}_negative"][1] == -methods[f"{prefix}_positive"][1] < 0
+    assert methods["cosreg"] == ("cosreg", 1)
+    rte_config = composed(f"experiment={experiment}", "+experiment/method=cosreg", "task=rte")
+    assert (rte_config.task.name, rte_config.model.name, rte_config.reg.name) == (
+        "rte",
+        "google-bert/bert-base-cased",
+        "cosreg",
+    )
+    changed_config = composed(
+        f"experiment={experiment}", f"+experiment/method={prefix}_negative", "reg.lambda=-3", "task=demo_span"
+    )
+    assert (changed_config.reg.weight, changed_config.task.name) == (-3, "demo_span")
+
+
+def test_defaults_stand_in_one_place(composed: Callable[..., Config]) -> None:
+    """A field that no YAML file mentions has the default of its dataclass."""
+    config = composed("task=rte", "reg=istar")
+    for group in ("data", "optim", "trainer", "run", "reg"):
+        group_config, default_config = getattr(config, group), type(getattr(config, group))()
+        if group == "reg":
+            default_config.resolve(config.trainer.precision)
+        assert group_config == default_config
+
+
+def test_null_where_it_is_allowed(composed: Callable[..., Config]) -> None:
+    config = composed("task.limit_train=null", "trainer.gradient_clip_val=null", "trainer.early_stopping=2")
+    assert (config.task.limit_train, config.trainer.gradient_clip_val) == (None, None)
+    assert config.trainer.early_stopping == 2
+
+
+def test_values_keep_their_types(composed: Callable[..., Config]) -> None:
+    config = composed("reg.layers=[1,2]", "reg.lambda=2", "optim.betas=[0.8,0.9]", "logger=wandb", "logger.tags=[a,b]")
+    assert config.reg.layers == [1, 2]
+    assert type(config.reg.layers) is list
+    assert config.optim.betas == [0.8, 0.9]
+    assert isinstance(config.logger, WandbConfig)
+    assert config.logger.tags == ["a", "b"]
+    for group in fields(config):
+        if group.name != "seed":
+            values = vars(getattr(config, group.name)).values()
+            assert not any(OmegaConf.is_config(value) for value in values)
+
+
+# ---- configs that are refused
+
+REFUSED: list[tuple[list[str], list[str]]] = [
+    # misspelt keys
+    (["reg.lamda=1"], ["reg.lamda", "did you mean reg.lambda?"]),
+    (["trainer.max_epoch=3"], ["trainer.max_epoch:", "did you mean trainer.max_epochs?"]),
+    (["data.bach_size=3"], ["data.bach_size", "did you mean data.batch_size?"]),
+    (["task.limit_trian=3"], ["task.limit_trian", "did you mean task.limit_train?"]),
+    (["sed=3"], ["sed:", "did you mean seed?"]),
+    (["taks=rte"], ["taks:", "did you mean task?"]),
+    (["modle=bert"], ["modle:", "did you mean model?"]),
+    (["lr=3"], ["lr:", "did you mean optim.lr?"]),
+    (["max_epochs=3"], ["max_epochs:", "did you mean trainer.max_epochs?"]),
+    (["lambda=3"], ["lambda:", "did you mean reg.lambda?"]),
+    (["xyzzy=3"], ["xyzzy:", "no such key"]),
+    # new keys by force
+    (["+task.foo=1"], ["task.foo:", "no such key"]),
+    (["+foo=1"], ["foo:", "no such key"]),
+    (["++reg.lamda=3"], ["reg.lamda", "did you mean reg.lambda?"]),
+    (["+reg.weight=3"], ["reg.weight:", "no such key"]),
+    # keys of another option
+    (["reg=cosreg", "reg.zeta=0.3"], ["reg.zeta", "belongs to reg=istar"]),
+    (["reg=none", "reg.lambda=1"], ["reg.lambda", "belongs to reg=cosreg or istar or vicreg"]),
+    (["logger.project=x"], ["logger.project", "belongs to logger=wandb"]),
+    # unknown options
+    (["task=rtee"], ["task=rtee", "did you mean rte?"]),
+    (["model=brt"], ["model=brt", "did you mean bert?"]),
+    (["reg=iztar"], ["reg=iztar", "did you mean istar?"]),
+    (["optim=adam"], ["optim=adam", "did you mean adamw?"]),
+    (["trainer=gpus"], ["trainer=gpus", "did you mean gpu?"]),
+    (["logger=wandbb"], ["logger=wandbb", "did you mean wandb?"]),
+    (["experiment=dem"], ["experiment=dem", "did you mean demo?"]),
+    (["debug=smok"], ["debug=smok", "did you mean smoke?"]),
+    # wrong types
+    (["reg.lambda=abc"], ["reg.lambda", "abc"]),
+    (["reg.lambda=null"], ["reg.lambda"]),
+    (["task.limit_train=1.5"], ["task.limit_train", "1.5"]),
+    (["task.limit_train=many"], ["task.limit_train", "many"]),
+    (["trainer.max_epochs=three"], ["trainer.max_epochs", "three"]),
+    (["trainer.fast_dev_run=maybe"], ["trainer.fast_dev_run", "maybe"]),
+    (["optim.lr=3e-5x"], ["optim.lr", "3e-5x"]),
+    (["optim.lr=[1]"], ["optim.lr"]),
+    (["optim.betas=0.9"], ["optim.betas=0.9"]),
+    (["optim.betas=[a,b]"], ["optim.betas"]),
+    (["optim.betas=null"], ["optim.betas"]),
+    (["run.root=null"], ["run.root"]),
+    (["seed=abc"], ["seed=abc"]),
+    (["seed=1.5"], ["seed=1.5"]),
+    (["seed=null"], ["seed"]),
+    (["seed=[1]"], ["seed"]),
+    (["logger=wandb", "logger.tags=abc"], ["logger.tags=abc"]),
+    (["reg.layers=3"], ["reg.layers=3"]),
+    (["reg.layers=[1,a]"], ["reg.layers"]),
+    (["reg.layers=[]"], ["reg.layers"]),
+    # out of range
+    (["reg.zeta=2"], ["reg.zeta=2", "[0, 1]"]),
+    (["reg.zeta=-0.1"], ["reg.zeta=-0.1"]),
+    (["reg.zeta=nan"], ["reg.zeta=nan"]),
+    (["reg.zeta=3"], ["reg.zeta=3 is outside [0, 1]"]),
+    (["reg.zeta=high"], ["reg.zeta=high is neither a number in [0, 1] nor auto"]),
+    (["reg.zeta=null"], ["reg.zeta=None is neither a number"]),
+    (["reg.zeta=[0.2]"], ["reg.zeta=[0.2] is neither a number"]),
+    (["reg.zeta=true"], ["reg.zeta=True is neither a number"]),
+    (["reg.zeta=3", "reg.estimator=unbiased"], ["reg.zeta=3 is outside [0, 1]"]),
+    (["reg.estimator=unbaised"], ["reg.estimator=unbaised", "did you mean unbiased?"]),
+    (["reg.estimator=unbiased_by_sentence", "reg.include_padding=true"], ["padding, which belongs to no sentence"]),
+    (
+        ["reg.estimator=unbiased_by_sentence", "reg.target=input_embeddings"],
+        ["reg.target=input_embeddings has no sentences", "needs reg.target=hidden_states"],
+    ),
+    (["reg=cosreg", "reg.estimator=unbiased"], ["reg.estimator", "belongs to reg=istar"]),
+    (["reg.lambda=inf"], ["reg.lambda=inf"]),
+    (["reg.lambda=nan"], ["reg.lambda=nan"]),
+    (["reg.num_points=1"], ["reg.num_points=1"]),
+    (["reg.layers=al"], ["reg.layers=al", "did you mean all?"]),
+    (["optim.lr=0"], ["optim.lr=0"]),
+    (["optim.lr=-1e-5"], ["optim.lr=-1e-05"]),
+    (["optim.lr=nan"], ["optim.lr=nan"]),
+    (["optim.lr=inf"], ["optim.lr=inf"]),
+    (["optim.weight_decay=-1"], ["optim.weight_decay=-1"]),
+    (["optim.weight_decay=nan"], ["optim.weight_decay=nan"]),
+    (["optim.weight_decay=inf"], ["optim.weight_decay=inf"]),
+    (["optim.eps=0"], ["optim.eps=0"]),
+    (["optim.eps=nan"], ["optim.eps=nan"]),
+    (["optim.betas=[0.9,1]"], ["optim.betas"]),
+    (["optim.betas=[0.9]"], ["optim.betas"]),
+    (["optim.warmup=1.5"], ["optim.warmup=1.5"]),
+    (["optim.schedule=lineer"], ["optim.schedule=lineer", "did you mean linear?"]),
+    (["trainer.max_epochs=0"], ["trainer.max_epochs=0"]),
+    (["trainer.accumulate_grad_batches=0"], ["trainer.accumulate_grad_batches=0"]),
+    (["trainer.early_stopping=0"], ["trainer.early_stopping=0"]),
+    (["trainer.gradient_clip_val=0"], ["trainer.gradient_clip_val=0"]),
+    (["trainer.strategy=fsdp"], ["the norm of the gradient", "use ddp"]),
+    (["trainer.strategy=ddp_spawn"], ["trainer.strategy=ddp_spawn", "did you mean ddp?"]),
+    (["trainer.nonfinite=ignore"], ["trainer.nonfinite=ignore", "stop, skip"]),
+    (["trainer.checkpoint_every_n_minutes=0"], ["must be above 0"]),
+    (["trainer.precision=bf16"], ["trainer.precision=bf16", "did you mean bf16-mixed?"]),
+    (["trainer.log_every_n_steps=0"], ["trainer.log_every_n_steps=0"]),
+    (["trainer.max_step=9"], ["trainer.max_step:", "lightning.Trainer", "did you mean trainer.max_steps?"]),
+    (["trainer.logger=false"], ["trainer.logger cannot be set", "logger=wandb"]),
+    (["trainer.max_steps=0"], ["trainer.max_steps=0", "above 0"]),
+    (["trainer.limit_val_batches=0"], ["trainer.limit_val_batches=0", "above 0"]),
+    (["trainer.limit_val_batches=1.5"], ["trainer.limit_val_batches=1.5", "(0, 1]"]),
+    (["trainer.val_check_interval=00:10:00"], ["trainer.val_check_interval", "number of batches"]),
+    (["data.batch_size=0"], ["data.batch_size=0"]),
+    (["data.eval_batch_size=-1"], ["data.eval_batch_size=-1"]),
+    (["data.num_workers=-1"], ["data.num_workers=-1"]),
+    (["task.limit_train=0"], ["task.limit_train=0"]),
+    (["task.max_length=0"], ["task.max_length=0"]),
+    (["seed=-1"], ["seed=-1"]),
+    (["seed=4294967296"], ["seed=4294967296"]),
+    (["logger=wandb", "logger.mode=of"], ["logger.mode=of"]),
+    (["reg.name=foo"], ["reg.name=foo", "istar"]),
+    (["reg.name=istarr"], ["reg.name=istarr", "did you mean istar?"]),
+    (["logger.name=foo"], ["logger.name=foo"]),
+    # missing
+    (["model=auto"], ["model.name is not set", "model.name=<value>"]),
+    (["model=auto", "model.name=null"], ["model.name"]),
+    (["~reg"], ["reg is missing"]),
+    (["~task"], ["task is missing"]),
+    (["~seed"], ["seed is missing"]),
+    # grammar and interpolation
+    (["seed"], ["seed"]),
+    (["optim.lr=${foo}"], ["optim.lr", "foo"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message_parts"), REFUSED, ids=[" ".join(overrides) for overrides, _ in REFUSED])
+def test_refused_in_one_line(composed: Callable[..., Config], overrides: list[str], message_parts: list[str]) -> None:
+    message = read_refusal(composed, *overrides)
+    for part in message_parts:
+        assert part in message
+
+
+@pytest.mark.parametrize("schema_name", ["schema", "Schema"])
+def test_options_shown_are_those_to_choose(composed: Callable[..., Config], schema_name: str) -> None:
+    for group in ("task", "reg", "logger", "model"):
+        assert schema_name not in read_refusal(composed, f"{group}=nothing_like_it")
+
+
+IN_FILES = [
+    ("reg:\n  lamda: 1\n", ["reg.lamda", "did you mean reg.lambda?"]),
+    ("trainer:\n  max_epoch: 1\n", ["trainer.max_epoch", "did you mean trainer.max_epochs?"]),
+    ("trainer:\n  callbacks: []\n", ["trainer.callbacks cannot be set"]),
+    ("reg:\n  lambda: strong\n", ["reg.lambda", "strong"]),
+    ("task:\n  limit_train: 1.5\n", ["task.limit_train", "1.5"]),
+    ("optim:\n  lr: fast\n", ["optim.lr", "fast"]),
+    ("reg:\n  zeta: 7\n", ["reg.zeta=7"]),
+    ("sed: 7\n", ["sed:", "did you mean seed?"]),
+    ("seed: x\n", ["seed=x"]),
+]
+
+
+@pytest.mark.parametrize(("text", "message_parts"), IN_FILES, ids=[text for text, _ in IN_FILES])
+def test_mistakes_in_an_experiment_file(
+    composed: Callable[..., Config], tmp_path: Path, text: str, message_parts: list[str]
+) -> None:
+    conf = tmp_path / "conf"
+    shutil.copytree(CONF, conf)
+    (conf / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{text}")
+    message = read_refusal(composed, "experiment=mine", folder=conf)
+    for part in message_parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("file", "message_parts"),
+    [
+        ("optim/adamw.yaml", ["optim.lrr", "did you mean optim.lr?"]),
+        ("reg/istar_paper_code.yaml", ["reg.lrr"]),
+    ],
+)
+def test_mistakes_in_a_group_file(
+    composed: Callable[..., Config], tmp_path: Path, file: str, message_parts: list[str]
+) -> None:
+    conf = tmp_path / "conf"
+    shutil.copytree(CONF, conf)
+    with (conf / file).open("a") as open_file:
+        open_file.write("\nlrr: 1\n")
+    message = read_refusal(composed, "task=rte", "reg=istar_paper_code", folder=conf)
+    for part in message_parts:
+        assert part in message
+
+
+def test_mistakes_in_a_stored_node(composed: Callable[..., Config]) -> None:
+    store = ConfigStore.instance()
+    store.store(group="experiment", name="stored_for_test", node={"reg": {"lamda": 1}}, package="_global_")
+    try:
+        message = read_refusal(composed, "experiment=stored_for_test")
+    finally:
+        del store.repo["experiment"]
+    assert "reg.lamda" in message
+    assert "did you mean reg.lambda?" in message
+
+
+# ---- round trips
+
+
+# Groups are converted one by one, so each option of both groups is enough, without all pairs.
+@pytest.mark.parametrize(("reg", "logger"), [*zip(options("reg"), itertools.cycle(options("logger")), strict=False)])
+def test_round_trip(composed: Callable[..., Config], reg: str, logger: str) -> None:
+    config = composed("task=stsb", f"reg={reg}", f"logger={logger}", "seed=7", "task.limit_train=3")
+    values = to_dict(config)
+    assert list(values) == ["task", "model", "reg", "data", "optim", "trainer", "logger", "run", "seed"]
+    assert schema.load(OmegaConf.create(values)) == config
+    assert to_dict(schema.load(OmegaConf.create(values))) == values
+
+
+def test_round_trip_through_yaml_keeps_small_numbers(composed: Callable[..., Config], tmp_path: Path) -> None:
+    """PyYAML reads 1e-05 as text; the numbers in a config.yaml must be read back as numbers."""
+    import yaml
+
+    values = to_dict(composed("optim.lr=1e-5", "optim.eps=1e-8", "reg.lambda=-1"))
+    assert yaml.safe_load(yaml.safe_dump(values, sort_keys=False)) == values
+    assert OmegaConf.to_container(OmegaConf.create(yaml.safe_dump(values))) == values
+
+
+def test_to_dict_leaves_the_config_alone(composed: Callable[..., Config]) -> None:
+    config = composed("reg.layers=[1]")
+    values: Any = to_dict(config)
+    values["task"]["name"] = "other"
+    assert config.task.name == "demo"
+
+
+def test_lists_are_not_shared_between_runs(composed: Callable[..., Config]) -> None:
+    first, second = composed(), composed()
+    first.optim.betas.append(1.0)
+    assert second.optim.betas == [0.9, 0.999]
+
+
+def test_explain_speaks_of_foreign_errors_too() -> None:
+    assert schema.explain(HydraException("first\n  second   third")) == "first second third"
+
+
+def test_nearest() -> None:
+    assert did_you_mean("rtee", ["rte", "sst2"]) == "; did you mean rte?"
+    assert did_you_mean("zzz", ["rte", "sst2"]) == ""
+
+
+GROUPS = [
+    pytest.param(group.name, marks=() if group.name in ("reg", "model") else pytest.mark.slow)
+    for group in fields(Config)
+    if group.name != "seed"
+]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_field_is_typed(composed: Callable[..., Config], group: str) -> None:
+    """A value of the wrong type is refused for every number and boolean."""
+    overrides = ("task=rte", "reg=istar", "logger=wandb")
+    for key, value in to_dict(getattr(composed(*overrides), group)).items():
+        if isinstance(value, bool | int | float) and key != "devices":
+            message = read_refusal(composed, *overrides, f"{group}.{key}=nonsense")
+            assert message.startswith(f"{group}.{key}")
+            assert "nonsense" in message
+
+
+def test_zeta_is_a_number_or_auto(composed: Callable[..., Config]) -> None:
+    for text, expected in (("0.2", 0.2), ("1", 1.0), ("'0.4'", 0.4), ("auto", "auto")):
+        zeta = composed("reg=istar", f"reg.zeta={text}").reg.zeta
+        assert (type(zeta), zeta) == (type(expected), expected)
+
+
+def test_the_unbiased_estimator_has_one_config_whatever_shrinkage_would_be(composed: Callable[..., Config]) -> None:
+    for estimator, zeta in itertools.product(("unbiased", "unbiased_by_sentence"), ("0.2", "auto")):
+        config = composed("reg=istar", f"reg.estimator={estimator}", f"reg.zeta={zeta}", "reg.num_points=999")
+        assert config.reg == composed("reg=istar", f"reg.estimator={estimator}").reg
+        assert config.reg.zeta == 0
+
+
+def test_rules_hold_without_hydra() -> None:
+    with pytest.raises(UserError, match=re.escape("reg.zeta=1.5")):
+        IStarConfig(zeta=1.5)
+    assert math.isclose(IStarConfig(zeta=1).zeta, 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), "float32"),
+        (("trainer.precision=bf16-mixed",), "bfloat16"),
+        (("trainer.precision=16-mixed",), "float32"),
+        (("trainer.precision=bf16-mixed", "reg.compute=float32"), "float32"),
+        (("reg.compute=bfloat16",), "bfloat16"),
+        (("trainer.precision=bf16-mixed", "reg.zeta=auto"), "float32"),
+        (("trainer.precision=bf16-mixed", "reg.estimator=unbiased"), "float32"),
+        (("trainer.precision=bf16-mixed", "reg.estimator=unbiased_by_sentence"), "float32"),
+    ],
+)
+def test_products_follow_the_trainers_precision(
+    composed: Callable[..., Config], overrides: tuple[str, ...], expected: str
+) -> None:
+    assert composed("task=rte", "reg=istar", *overrides).reg.compute == expected
+
+
+@pytest.mark.parametrize("override", ["reg.zeta=auto", "reg.estimator=unbiased", "reg.estimator=unbiased_by_sentence"])
+def test_fourth_powers_in_bfloat16_are_refused(composed: Callable[..., Config], override: str) -> None:
+    with pytest.raises(UserError, match=r"reg\.compute=bfloat16: .* need float32"):
+        composed("task=rte", "reg=istar", "reg.compute=bfloat16", override)
+
+
+def test_the_name_of_a_run_tells_products_in_bfloat16_from_others(composed: Callable[..., Config]) -> None:
+    def run_hash(*overrides: str) -> str:
+        return identity_hash(to_dict(composed("task=rte", "reg=istar", *overrides)), "data", "model")
+
+    assert run_hash() == run_hash("reg.compute=float32")
+    assert run_hash() != run_hash("reg.compute=bfloat16")
+    bfloat16_training = "trainer.precision=bf16-mixed"
+    assert (
+        run_hash(bfloat16_training)
+        == run_hash(bfloat16_training, "reg.compute=bfloat16")
+        != run_hash(bfloat16_training, "reg.compute=float32")
+    )
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("task=rte", "reg=istar", "reg.lambda=-1", "reg.layers=[1,2]", "trainer.max_steps=7"),
+        ("reg.zeta=auto", "task=clm", "model.config.hidden_size=32", "model=small_decoder", "seed=3"),
+        ("logger=wandb", "logger.tags=[a,b]", "task=demo", "+experiment/method=cosreg", "optim.lr=1e-3"),
+    ],
+)
+def test_configs_of_the_tests_are_those_of_hydra(overrides: tuple[str, ...]) -> None:
+    assert compose_fast(CONF, *overrides) == compose_in(CONF, *overrides)
