@@ -95,7 +95,7 @@ def test_ranges_are_those_of_a_sample_of_training_examples(
         load_splits(loaded_model.evaluator.spec, None, ["train"])["train"], record.config["task"]["limit_train"]
     )
     assert len(loaded_model.calibration) == 8
-    tokenizer = saved_runs.models.load_tokenizer(saved_runs.saved_model_of_run(run_folder, record).config.model)
+    tokenizer = saved_runs.pretrained.load_tokenizer(saved_runs.saved_model_of_run(run_folder, record).config.model)
     training_texts = [tuple(tokenizer(example["sentence1"], example["sentence2"])["input_ids"]) for example in train]
     calibration_texts = [tuple(loaded_model.calibration[index]["input_ids"].tolist()) for index in range(8)]
     assert set(calibration_texts) <= set(training_texts)

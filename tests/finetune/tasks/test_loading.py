@@ -548,12 +548,12 @@ def test_unreachable_hub_is_one_line_without_retries(tmp_path: Path) -> None:
     # A new process, because the endpoint and the proxies are read when the hub library is imported
     code = (
         "import functools, json, socket, time; from istar.errors import UserError\n"
-        "from istar.finetune.tasks import loading, sources, specs\n"
+        "from istar.finetune.tasks import loading, sources; from istar.records import task_specs\n"
         "attempts, connect = [], socket.socket.connect\n"
         "socket.socket.connect = lambda *arguments: attempts.append(arguments[1]) or connect(*arguments)\n"
         "time.sleep = lambda seconds: attempts.append(f'waited {seconds} s')\n"
         f"sources.find_hub_problem = functools.partial(sources.find_hub_problem, {SECONDS})\n"
-        "try: loading.load_splits(specs.TASKS['rte'], None, ['train'])\n"
+        "try: loading.load_splits(task_specs.TASKS['rte'], None, ['train'])\n"
         "except UserError as error: print(json.dumps([str(error), attempts]))\n"
     )
     env = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
