@@ -1,6 +1,5 @@
 """The record of a run (`result.json`): its fields, its identity hash, and functions that write and read it."""
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -141,25 +140,6 @@ class RunRecord:
         """`selection_value` as a number that is higher for better runs, also if the metric is a loss."""
         metric = self.selection.get("metric", self.headline.get("metric", ""))
         return merit(metric, self.selection_value)
-
-
-def identity_hash(config: Mapping[str, Any], data: str, model: str) -> str:
-    """Return the hash that identifies a run: twelve hexadecimal digits.
-
-    Runs with equal settings, data and weights have equal hashes. Settings whose field is marked `NOT_IN_IDENTITY` in
-    `istar.records.config.groups` (paths, logging, hardware) are ignored. The number of processes is not, because it
-    multiplies the batch size.
-
-    Args:
-        config: resolved config as plain data, with the keys of the command line.
-        data: fingerprint of the training and validation examples.
-        model: hub id and revision, or the fingerprint of a local folder.
-    """
-    # Imported here because istar.records.config imports torch, which readers of results do not need.
-    from istar.records.config.groups import Config, identity_values
-
-    identity = {"format": FORMAT, "config": identity_values(Config, config), "data": data, "model": model}
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def installed_versions() -> dict[str, str]:

@@ -13,9 +13,10 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from istar.drawing.rendering import COLOURS, PNG_DPI
+from istar.records.identity import label_method
 from istar.records.metric_names import axis_label, displayed
 from istar.records.results import RunRecord
-from istar.reports.run_tables import get_method_label, group_by_task
+from istar.reports.run_tables import group_by_task
 
 Configurations = Sequence[Sequence[RunRecord]]  # the runs of each configuration of a task and a model
 
@@ -59,7 +60,7 @@ def _draw_headline_metrics(axes: Axes, configurations: Configurations) -> None:
         axes.barh(bar_index, mean, color=colour, height=0.6, xerr=std or None, capsize=3)
         label_position = (max(mean + std, 0), bar_index)
         axes.annotate(f"{mean:.1f}", label_position, (4, 0), textcoords="offset points", ha="left", va="center")
-    axes.set_yticks(range(len(configurations)), [get_method_label(runs[0]) for runs in configurations])
+    axes.set_yticks(range(len(configurations)), [label_method(runs[0].config) for runs in configurations])
     axes.invert_yaxis()
     metrics = sorted({runs[0].headline["metric"] for runs in configurations})
     axes.set_xlabel(f"{' / '.join(map(axis_label, metrics))}, on the validation set")
@@ -81,7 +82,7 @@ def _draw_isoscore_by_layer(axes: Axes, configurations: Configurations) -> None:
     layer_indices = list(map(int, layer_keys))
     for runs, colour in zip(configurations, cycle(COLOURS), strict=False):
         mean_scores = [fmean([run.isotropy["after"][layer_key] for run in runs]) for layer_key in layer_keys]
-        axes.plot(layer_indices, mean_scores, marker="o", color=colour, label=get_method_label(runs[0]))
+        axes.plot(layer_indices, mean_scores, marker="o", color=colour, label=label_method(runs[0].config))
     scores_before = [score_by_layer_before[layer_key] for layer_key in layer_keys]
     axes.plot(layer_indices, scores_before, color="black", linestyle=":", label="before training")
     axes.set_xticks(layer_indices)

@@ -1,20 +1,20 @@
 """Groups runs that differ only in the seed, and selects the configuration for each cell of Table 1.
 
-A configuration is everything that identifies a run (see `istar.records.results.identity_hash`) except the seed:
+A configuration is everything that identifies a run (see `istar.records.identity.identity_hash`) except the seed:
 settings, data and model. The selection uses the headline metric on the set on which the epoch was chosen, which is the
 validation set or a held-out part of the training data, and no other result.
 """
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
+from istar.records.identity import configuration_hash, find_method, name_method
 from istar.records.metric_names import displayed, merit
-from istar.records.results import RunRecord, identity_hash
+from istar.records.results import RunRecord
 from istar.reports import paper
 from istar.reports.run_frame import Runs
 from istar.reports.run_tables import selection_sort_key
@@ -94,7 +94,8 @@ def add_selection_columns(runs: Runs) -> pd.DataFrame:
     """Return the data frame of the runs with additional columns, by which reports group and select runs.
 
     The additional columns are:
-        family: `base`, `cosreg` or `istar`.
+        family: the method, see `istar.records.identity.find_method`.
+        method_name: the method without its settings, see `istar.records.identity.name_method`.
         settings_hash: equal for runs with the same model and the same settings except the seed.
         config_hash: like `settings_hash`, but also covers the data, whose fingerprint a failed run may not have.
         hash_without_<varied>: `config_hash` without the config key in `VARIED`.
@@ -107,11 +108,17 @@ def add_selection_columns(runs: Runs) -> pd.DataFrame:
     """
     frame = runs.frame.copy()
     records = [runs.records[folder] for folder in frame["folder"]]
-    frame["family"] = [get_method_family(record) for record in records]
-    frame["settings_hash"] = [compute_config_hash(record, with_data=False) for record in records]
-    frame["config_hash"] = [compute_config_hash(record) for record in records]
+    frame["family"] = [find_method(record.config) for record in records]
+    frame["method_name"] = [name_method(record.config) for record in records]
+    frame["settings_hash"] = [configuration_hash(record.config) for record in records]
+    fingerprints = [record.data.get("fingerprint", "") for record in records]
+    frame["config_hash"] = [
+        configuration_hash(record.config, data) for record, data in zip(records, fingerprints, strict=True)
+    ]
     for varied, key in VARIED.items():
-        frame[f"hash_without_{varied}"] = [compute_config_hash(record, key) for record in records]
+        frame[f"hash_without_{varied}"] = [
+            configuration_hash(record.config, data, key) for record, data in zip(records, fingerprints, strict=True)
+        ]
     is_valid = (frame["status"] == "finished") & frame["value"].map(is_finite).astype(bool)
     frame["repeated"] = frame[is_valid].duplicated(["config_hash", "seed"]).reindex(frame.index).eq(True)
     frame["usable"] = is_valid & ~frame["repeated"]
@@ -130,36 +137,6 @@ def get_selection_set(record: RunRecord) -> str:
     if record.selection:
         return HELD_OUT if record.selection.get("set") == _HELD_OUT_IN_RECORD else VALIDATION
     return HELD_OUT if record.config["task"].get("validation_fraction") else VALIDATION
-
-
-def get_method_family(record: RunRecord) -> str:
-    """Return the method family of a run: `base`, or the name of its penalty, such as `cosreg` or `istar`.
-
-    A run with a penalty of weight 0 equals Base and counts as such.
-    """
-    reg = record.config["reg"]
-    return "base" if reg["name"] == "none" or reg.get("lambda") == 0 else str(reg["name"])
-
-
-def compute_config_hash(record: RunRecord, ignored_key: str = "", with_data: bool = True) -> str:
-    """Return a hash that is equal for runs that differ only in the seed and in the ignored key.
-
-    The ignored key is `group.key`, or `group` for a whole config group. The hash covers the fingerprint of the run's
-    data unless `with_data` is False.
-    """
-    settings = {group: dict(values) for group, values in record.config.items() if isinstance(values, Mapping)}
-    model = os.path.normpath(str(settings["model"].get("name")))
-    revision = settings["model"].get("revision")
-    # With weight 0 the penalty's other settings have no effect.
-    if get_method_family(record) == "base":
-        settings["reg"] = {"name": "none"}
-    group, _, key = ignored_key.partition(".")
-    if key:
-        settings[group].pop(key, None)
-    else:
-        settings.pop(group, None)
-    fingerprint = record.data.get("fingerprint", "") if with_data else ""
-    return identity_hash(settings, fingerprint, f"{model}@{revision}")
 
 
 def is_table1_candidate(runs: pd.DataFrame) -> pd.Series:

@@ -30,7 +30,8 @@ class Method:
     model: str
     task: str
     metric: str
-    name: str
+    name: str  # with its settings
+    short_name: str  # without its settings
     runs: pd.DataFrame  # finished runs of the configuration that is shown, one for each seed, ordered by seed
     budget: Budget
     num_configurations: int  # number of configurations with finished runs, from which the shown one was chosen
@@ -118,7 +119,7 @@ def _find_references(methods: list[Method], name: str) -> dict[tuple[str, str], 
     """
     reference_by_task: dict[tuple[str, str], Method] = {}
     for method in sorted(methods, key=lambda method: method.name != name):  # full names before shortened ones
-        if method.name != name and not method.name.startswith(f"{name} "):
+        if name not in (method.name, method.short_name):
             continue
         other = reference_by_task.setdefault((method.model, method.task), method)
         if other is not method and other.name != name:
@@ -245,6 +246,7 @@ def _collect_methods(runs: pd.DataFrame) -> list[Method]:
                 task=str(first_run["task"]),
                 metric=str(first_run["metric"]),
                 name=name,
+                short_name=str(first_run["method_name"]),
                 runs=chosen_runs,
                 budget=compute_budget(method_runs),
                 num_configurations=int(finished_runs["config_hash"].nunique()),

@@ -13,8 +13,8 @@ import pandas as pd
 from istar.errors import UserError
 from istar.files.outputs import Output
 from istar.files.writing import to_csv
+from istar.records.identity import label_method
 from istar.records.results import CONFIG, RESULT, RunRecord, read, read_unfinished
-from istar.reports.run_tables import get_method_label
 
 _COLUMNS = (
     "name", "status", "task", "model", "method", "seed", "metric", "value", "selection", "epoch", "constant",
@@ -90,7 +90,7 @@ def record_to_row(record: RunRecord) -> dict[str, Any]:
         record.status,
         config["task"]["name"],
         Path(config["model"]["name"]).name,
-        get_method_label(record),
+        label_method(record.config),
         config["seed"],
         headline.get("metric"),
         headline.get("value"),

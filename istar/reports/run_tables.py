@@ -1,6 +1,5 @@
 """Tables for the terminal and Markdown: the results of one run, and a comparison of several runs."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from istar.records.identity import configuration_hash, label_method
 from istar.records.metric_names import displayed, is_lower_better
 from istar.records.results import RunRecord
 
@@ -19,7 +19,7 @@ def build_run_table(record: RunRecord) -> Table:
     """Return a table of one finished run: its metrics, and IsoScore per layer before and after training."""
     headline = record.headline
     title = (
-        f"{record.config['task']['name']} · {get_method_label(record)} · {Path(record.config['model']['name']).name}"
+        f"{record.config['task']['name']} · {label_method(record.config)} · {Path(record.config['model']['name']).name}"
     )
     table = Table(title=title, title_justify="left", caption=_build_run_caption(record), caption_justify="left")
     for header in ("", "before", "after", "change"):
@@ -91,7 +91,7 @@ def build_comparison_row(runs: Sequence[RunRecord]) -> list[str]:
     return [
         f"{first_run.config['task']['name']}, {metric}",
         Path(first_run.config["model"]["name"]).name,
-        get_method_label(first_run),
+        label_method(first_run.config),
         ",".join(str(run.config["seed"]) for run in runs),
         score,
         _format_metric(metric, first_run.baseline.get(metric)),
@@ -147,17 +147,18 @@ def _format_metric(metric: str, value: float | None) -> str:
 
 
 def group_by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[list[RunRecord]]]:
-    """Group runs by task and model, and within these by configuration (all settings except the seed).
+    """Group runs by task and model, and within these by configuration; see `configuration_hash`.
 
     Groups and runs keep the order of `records`.
     """
     runs_by_task: dict[tuple[str, str], dict[str, list[RunRecord]]] = {}
     for record in records:
         task_and_model = (record.config["task"]["name"], Path(record.config["model"]["name"]).name)
-        settings = {name: value for name, value in record.config.items() if name not in ("seed", "logger", "run")}
-        runs_by_task.setdefault(task_and_model, {}).setdefault(json.dumps(settings, sort_keys=True), []).append(record)
+        configuration = configuration_hash(record.config, record.data.get("fingerprint", ""))
+        runs_by_task.setdefault(task_and_model, {}).setdefault(configuration, []).append(record)
     return {
-        task_and_model: list(runs_by_settings.values()) for task_and_model, runs_by_settings in runs_by_task.items()
+        task_and_model: list(runs_by_configuration.values())
+        for task_and_model, runs_by_configuration in runs_by_task.items()
     }
 
 
@@ -174,48 +175,6 @@ def format_comparison_as_markdown(records: Sequence[RunRecord]) -> str:
     configurations = [runs for group in group_by_task(records).values() for runs in group]
     rows = [list(COLUMNS), ["---"] * len(COLUMNS), *map(build_comparison_row, configurations)]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
-_METHOD_NAMES = {
-    "istar": "I-STAR",
-    "cosreg": "CosReg",
-    "vicreg": "VICReg",
-    "decorrelation": "decorrelation",
-    "gor": "GOR",
-    "uniformity": "uniformity",
-    "kurtosis": "kurtosis",
-    "simctg": "SimCTG",
-    "sigreg": "SIGReg",
-    "spectrum": "spectrum control",
-    "random_direction": "random direction",
-    "weight_decay": "weight decay",
-}
-
-
-def get_method_label(record: RunRecord) -> str:
-    """Return the label of a run's method as in the paper, e.g. `Base`, `I-STAR λ=-1 ζ=0.4` or `CosReg λ=1`.
-
-    Penalty settings that the paper does not have are added in words, such as `on output embeddings`.
-    """
-    reg = record.config["reg"]
-    if reg["name"] == "none":
-        return "Base"
-    parts = [_METHOD_NAMES.get(reg["name"], reg["name"]), f"λ={reg['lambda']:g}"]
-    if (estimator := reg.get("estimator", "shrinkage")) != "shrinkage":
-        parts.append(estimator.replace("_", " "))
-    elif "zeta" in reg:
-        parts.append("ζ=auto" if reg["zeta"] == "auto" else f"ζ={reg['zeta']:g}")
-    parts += ["padding counted"] if reg.get("include_padding") else []
-    if reg.get("target_score") is not None:
-        parts.append(f"target={reg['target_score']}")
-        parts += [f"side={reg['side']}"] if reg.get("side", "both") != "both" else []
-    if (target := reg.get("target", "hidden_states")) != "hidden_states":
-        parts.append(f"on {target.replace('_', ' ')}")
-    if (points := reg.get("points", "all")) != "all":
-        parts.append(f"{points} tokens")
-    if reg.get("within") is not None:
-        parts.append("within classes")
-    return " ".join(parts)
 
 
 def _build_run_caption(record: RunRecord) -> str:

@@ -19,7 +19,7 @@ from istar.errors import UserError, did_you_mean
 from istar.records.config import Config, CosRegConfig, IStarConfig, NoRegConfig, WandbConfig, schema
 from istar.records.config.penalties import PENALTIES
 from istar.records.config.schema import to_dict
-from istar.records.results import identity_hash
+from istar.records.identity import identity_hash
 from istar.records.task_specs import TASKS
 from tests.conftest import compose_fast, compose_in
 

@@ -15,7 +15,8 @@ from istar.files import writing
 from istar.records import results
 from istar.records.config import Config
 from istar.records.config.schema import to_dict
-from istar.records.results import RESULT, RunRecord, identity_hash
+from istar.records.identity import identity_hash
+from istar.records.results import RESULT, RunRecord
 
 RECORD = RunRecord(
     name="demo-tiny-none-0123456789ab",

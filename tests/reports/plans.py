@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from istar.records.identity import label_method
 from istar.records.results import RunRecord
 from istar.reports.plan_file import Plan, PlannedRun, Repetitions, plan_test
-from istar.reports.run_tables import get_method_label
 from tests.reports.synthetic import record
 
 WRITTEN = "2026-03-01T12:00:00+00:00"
@@ -29,7 +29,7 @@ def plan_run(run: RunRecord) -> PlannedRun:
         name=run.name,
         task=config["task"]["name"],
         model=Path(config["model"]["name"]).name,
-        method=get_method_label(run),
+        method=label_method(run.config),
         seed=config["seed"],
     )
 

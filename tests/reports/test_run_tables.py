@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from istar.records.identity import label_method
 from istar.records.results import RunRecord
 from istar.reports.run_tables import (
     COLUMNS,
@@ -14,7 +15,6 @@ from istar.reports.run_tables import (
     build_comparison_table,
     build_run_table,
     format_comparison_as_markdown,
-    get_method_label,
 )
 
 
@@ -116,7 +116,7 @@ def test_negative_metrics() -> None:
     ],
 )
 def test_method(reg: dict[str, Any], name: str) -> None:
-    assert get_method_label(make_record(reg)) == name
+    assert label_method(make_record(reg).config) == name
 
 
 def test_summary() -> None:

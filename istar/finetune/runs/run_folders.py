@@ -19,6 +19,7 @@ from istar.records import results
 from istar.records.config import Config, ModelConfig, TaskConfig, TrainerConfig
 from istar.records.config.schema import to_dict
 from istar.records.config.trainer_arguments import redundant_arguments
+from istar.records.identity import identity_hash
 from istar.records.results import RunRecord
 from istar.records.task_specs import HELD_OUT, TASKS, Split, TaskSpec
 
@@ -134,7 +135,7 @@ def run_folder_path(config: Config, data_fingerprint: str, model_identity: str) 
         data_fingerprint: hash of the training and validation examples.
         model_identity: what `identify_model` returns for the model.
     """
-    digest = results.identity_hash(_normalize_config(config), data_fingerprint, model_identity)
+    digest = identity_hash(_normalize_config(config), data_fingerprint, model_identity)
     name = "-".join([config.task.name, Path(config.model.name).name, config.reg.name, digest])
     return Path(config.run.root).expanduser() / name
 

@@ -19,6 +19,7 @@ from istar.errors import UserError
 from istar.files.parsing import read_record
 from istar.files.writing import write_text
 from istar.finetune.sweeps.trials import Trial
+from istar.records import identity
 from istar.records.config.schema import to_dict
 from istar.records.metric_names import displayed, merit
 from istar.records.results import METRICS, RunRecord
@@ -38,8 +39,9 @@ class SweepEntry:
     overrides: Sequence[str]
     task: str
     model: str
-    method: str
+    method: str  # with its settings
     seed: Annotated[int, 0]
+    method_name: str  # the method without its settings
     stage: str  # `search` (over the grid or by Optuna) or `seeds` (repetitions of the best configurations)
     # `waiting`, `running`, `elsewhere` (another process executes the run), `finished`, `pruned`, `failed`, or `stopped`
     # (the same command resumes it).
@@ -66,8 +68,8 @@ class SweepEntry:
 
     @property
     def group(self) -> tuple[str, str, str]:
-        """Task, model and method without its hyperparameters (Base, I-STAR or CosReg)."""
-        return self.task, self.model, self.method.split(" ")[0]
+        """Task, model and method without its settings, such as Base, I-STAR or weight decay."""
+        return self.task, self.model, self.method_name
 
     @property
     def selection_merit(self) -> float:
@@ -113,7 +115,8 @@ def make_entry(trial: Trial, stage: str) -> SweepEntry:
     run_columns = record_to_row(RunRecord(trial.name, "waiting", to_dict(trial.config)))
     epochs = (0, trial.config.trainer.max_epochs)
     labels = {key: run_columns[key] for key in ("task", "model", "method", "seed")}
-    return SweepEntry(trial.name, trial.overrides, stage=stage, epochs=epochs, **labels)
+    method_name = identity.name_method(to_dict(trial.config))
+    return SweepEntry(trial.name, trial.overrides, method_name=method_name, stage=stage, epochs=epochs, **labels)
 
 
 class Board:

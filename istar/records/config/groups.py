@@ -6,8 +6,7 @@ these classes into the schema with which Hydra checks keys and types.
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from omegaconf import MISSING
@@ -19,7 +18,7 @@ from istar.records.config.trainer_arguments import check_trainer_arguments
 FURTHER_KEYS = {"further_keys": True}
 """Metadata of a field that holds, by name, the keys of its group that have no field."""
 NOT_IN_IDENTITY = {"identity": False}
-"""Metadata of a field that does not change the outcome of a run. `identity_hash` ignores such fields."""
+"""Metadata of a field that does not change the outcome of a run. `istar.records.identity` ignores such fields."""
 
 TINY = "tiny"
 """Name of istar's tiny BERT, as in conf/model/tiny.yaml."""
@@ -503,17 +502,3 @@ class Config:
             raise UserError(f"seed={self.seed} is not a whole number in [0, 2^32)")
         if self.trainer.precision != "auto":
             self.reg.resolve(self.trainer.precision)
-
-
-def identity_values(config_class: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those entries of a config, given as plain data, that determine the identity of a run.
-
-    They are all entries except for the fields of the dataclass `config_class` that are marked `NOT_IN_IDENTITY`.
-    """
-    excluded_names = {f.name for f in fields(config_class) if not f.metadata.get("identity", True)}
-    type_by_name = {f.name: f.type for f in fields(config_class)}
-    return {
-        key: identity_values(type_by_name[key], value) if is_dataclass(type_by_name.get(key)) else value
-        for key, value in values.items()
-        if key not in excluded_names
-    }

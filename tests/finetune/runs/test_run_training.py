@@ -15,7 +15,7 @@ from istar.finetune.runs.run import run
 from istar.finetune.tasks import metrics
 from istar.finetune.tasks.loading import sample_examples
 from istar.inputs import demo, tiny
-from istar.reports.run_tables import get_method_label
+from istar.records.identity import label_method
 from tests.finetune.runs.artifacts import (
     DEMOS,
     TINY,
@@ -44,7 +44,7 @@ def test_the_placebos_are_weight_decay_and_dropout(cached_run: Callable[..., Any
     _, decayed, _ = cached_run(*overrides, "reg=none", "optim.weight_decay=0.5")
     _, placebo, placebo_folder = cached_run(*overrides, "reg=weight_decay", "reg.lambda=0.5")
     assert everything_measured(placebo) == everything_measured(decayed) != everything_measured(base)
-    assert get_method_label(placebo) == "weight decay λ=0.5"
+    assert label_method(placebo.config) == "weight decay λ=0.5"
     # The model's own probability is 0.1 everywhere.
     _, same_dropout, same_dropout_folder = cached_run(*overrides, "reg=dropout", "reg.lambda=0.1")
     _, more_dropout, _ = cached_run(*overrides, "reg=dropout", "reg.lambda=0.4")

@@ -44,6 +44,7 @@ def make_entry(run_number: int = 1, **values: Any) -> SweepEntry:
         "task": "rte",
         "model": "bert",
         "method": "I-STAR λ=-1 ζ=0.4",
+        "method_name": "I-STAR",
         "seed": run_number,
         "stage": "search",
     }
@@ -114,8 +115,8 @@ def test_the_table() -> None:
         make_entry(4, status="failed", error="it broke"),
         make_entry(5, status="running", started=NOW - 65, epochs=(1, 3)),
         make_entry(6),
-        make_entry(7, method="Base", status="stopped"),
-        make_entry(8, method="Base", status="elsewhere", epochs=(2, 3)),
+        make_entry(7, method="Base", method_name="Base", status="stopped"),
+        make_entry(8, method="Base", method_name="Base", status="elsewhere", epochs=(2, 3)),
     ]
     text = render_text(make_state(*entries, to_come=4))
     expected = "2 of 12 runs finished · 1 running · 1 running elsewhere · 1 failed · 1 pruned · 1 stopped · 5 left"

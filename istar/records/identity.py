@@ -1,0 +1,124 @@
+"""What makes runs the same: one run, one configuration, one method, or no penalty.
+
+This module alone decides these questions, from a resolved config as plain data with the keys of the command line. It
+also makes the labels of methods, from which nothing is read back.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from istar.records.results import FORMAT
+
+BASE = "base"
+"""Method of runs without a penalty."""
+_METHOD_NAMES = {
+    BASE: "Base",
+    "istar": "I-STAR",
+    "cosreg": "CosReg",
+    "vicreg": "VICReg",
+    "decorrelation": "decorrelation",
+    "gor": "GOR",
+    "uniformity": "uniformity",
+    "kurtosis": "kurtosis",
+    "simctg": "SimCTG",
+    "sigreg": "SIGReg",
+    "spectrum": "spectrum control",
+    "random_direction": "random direction",
+    "weight_decay": "weight decay",
+}
+
+
+def identity_hash(config: Mapping[str, Any], data: str, model: str) -> str:
+    """Return the hash that identifies a run: twelve hexadecimal digits.
+
+    Runs with equal settings, data and weights have equal hashes. Settings whose field is marked `NOT_IN_IDENTITY` in
+    `istar.records.config.groups` (paths, logging, hardware) are ignored. The number of processes is not, because it
+    multiplies the batch size.
+
+    Args:
+        config: resolved config as plain data, with the keys of the command line.
+        data: fingerprint of the training and validation examples.
+        model: hub id and revision, or the fingerprint of a local folder.
+    """
+    # Imported here because istar.records.config imports torch, which readers of results do not need.
+    from istar.records.config.groups import Config
+
+    identity = {"format": FORMAT, "config": _select_identity_values(Config, config), "data": data, "model": model}
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def configuration_hash(config: Mapping[str, Any], data: str = "", ignored_key: str = "") -> str:
+    """Return a hash that is equal for runs of one configuration, which differ in nothing that counts but the seed.
+
+    What does not change the outcome (see `identity_hash`) does not count, nor do the settings of a penalty of weight 0.
+
+    Args:
+        config: resolved config as plain data.
+        data: fingerprint of the examples; empty to compare runs on any data.
+        ignored_key: a further key that does not count, `group.key`, or `group` for a whole config group.
+    """
+    settings = {group: dict(values) for group, values in config.items() if isinstance(values, Mapping)}
+    model = os.path.normpath(str(settings["model"].get("name")))
+    revision = settings["model"].get("revision")
+    if find_method(config) == BASE:
+        settings["reg"] = {"name": "none"}
+    group, _, key = ignored_key.partition(".")
+    if key:
+        settings[group].pop(key, None)
+    else:
+        settings.pop(group, None)
+    return identity_hash(settings, data, f"{model}@{revision}")
+
+
+def find_method(config: Mapping[str, Any]) -> str:
+    """Return the method of a run: the name of its penalty, such as `istar`, or `BASE` without one or with weight 0."""
+    reg = config["reg"]
+    return BASE if reg["name"] == "none" or reg.get("lambda") == 0 else str(reg["name"])
+
+
+def name_method(config: Mapping[str, Any]) -> str:
+    """Return the name of a run's method without its settings, as tables show it: `Base`, `I-STAR`, `weight decay`."""
+    method = find_method(config)
+    return _METHOD_NAMES.get(method, method)
+
+
+def label_method(config: Mapping[str, Any]) -> str:
+    """Return the label of a run's method as in the paper, e.g. `Base`, `I-STAR λ=-1 ζ=0.4` or `CosReg λ=1`.
+
+    Penalty settings that the paper does not have are added in words, such as `on output embeddings`. A penalty of
+    weight 0 is shown as it was set.
+    """
+    reg = config["reg"]
+    if reg["name"] == "none":
+        return _METHOD_NAMES[BASE]
+    parts = [_METHOD_NAMES.get(reg["name"], reg["name"]), f"λ={reg['lambda']:g}"]
+    if (estimator := reg.get("estimator", "shrinkage")) != "shrinkage":
+        parts.append(estimator.replace("_", " "))
+    elif "zeta" in reg:
+        parts.append("ζ=auto" if reg["zeta"] == "auto" else f"ζ={reg['zeta']:g}")
+    parts += ["padding counted"] if reg.get("include_padding") else []
+    if reg.get("target_score") is not None:
+        parts.append(f"target={reg['target_score']}")
+        parts += [f"side={reg['side']}"] if reg.get("side", "both") != "both" else []
+    if (target := reg.get("target", "hidden_states")) != "hidden_states":
+        parts.append(f"on {target.replace('_', ' ')}")
+    if (points := reg.get("points", "all")) != "all":
+        parts.append(f"{points} tokens")
+    if reg.get("within") is not None:
+        parts.append("within classes")
+    return " ".join(parts)
+
+
+def _select_identity_values(config_class: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a config without the fields of its dataclass that are marked `NOT_IN_IDENTITY`."""
+    excluded_names = {f.name for f in fields(config_class) if not f.metadata.get("identity", True)}
+    type_by_name = {f.name: f.type for f in fields(config_class)}
+    return {
+        key: _select_identity_values(type_by_name[key], value) if is_dataclass(type_by_name.get(key)) else value
+        for key, value in values.items()
+        if key not in excluded_names
+    }

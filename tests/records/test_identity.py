@@ -1,0 +1,89 @@
+"""One module answers what a run, a configuration and a method are; the sweep's and the report's tables ask it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from istar.finetune.sweeps import live_table
+from istar.finetune.sweeps.trials import Trial
+from istar.records.config import (
+    Config,
+    DataConfig,
+    LoggerConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    TaskConfig,
+    TrainerConfig,
+)
+from istar.records.config.penalties import PENALTIES
+from istar.records.config.schema import to_dict
+from istar.records.identity import BASE, configuration_hash, find_method, label_method, name_method
+from istar.records.results import RunRecord, write
+from istar.reports.configurations import add_selection_columns
+from istar.reports.run_frame import load_runs
+from istar.reports.run_tables import group_by_task
+
+
+def make_config(reg: str = "istar", weight: float = -1.0, **changes: Any) -> Config:
+    penalty = PENALTIES[reg]() if reg == "none" else PENALTIES[reg](weight=weight)
+    task, model, logger = TaskConfig("rte"), ModelConfig("bert"), LoggerConfig("none")
+    config = Config(task, model, penalty, DataConfig(), OptimConfig(), TrainerConfig(), logger, RunConfig())
+    for group_and_key, value in changes.items():
+        group, _, key = group_and_key.partition("__")
+        config = replace(config, **{group: replace(getattr(config, group), **{key: value}) if key else value})
+    return config
+
+
+HARDWARE = [
+    lambda: make_config(seed=2, trainer__accelerator="gpu"),
+    lambda: make_config(seed=2, data__num_workers=3),
+    lambda: make_config(seed=2, run__root="elsewhere"),
+]
+
+
+@pytest.mark.parametrize("make_other", HARDWARE)
+def test_seeds_on_other_hardware_are_one_configuration(make_other: Callable[[], Config]) -> None:
+    first, other = to_dict(make_config(seed=1)), to_dict(make_other())
+    assert configuration_hash(first) == configuration_hash(other)
+    records = [RunRecord(str(number), "finished", config) for number, config in enumerate((first, other))]
+    assert [len(runs) for [runs] in group_by_task(records).values()] == [2]
+
+
+@pytest.mark.parametrize("change", [{"optim__lr": 1e-3}, {"model__lora": True}, {"reg": "cosreg"}])
+def test_what_changes_the_outcome_makes_another_configuration(change: dict[str, Any]) -> None:
+    first, other = to_dict(make_config(seed=1)), to_dict(make_config(seed=2, **change))
+    assert configuration_hash(first) != configuration_hash(other)
+    records = [RunRecord(str(number), "finished", config) for number, config in enumerate((first, other))]
+    assert [len(configurations) for configurations in group_by_task(records).values()] == [2]
+
+
+def test_a_penalty_of_weight_0_is_none_in_every_table(tmp_path: Any) -> None:
+    without, of_weight_0 = to_dict(make_config("none")), to_dict(make_config(weight=0.0))
+    assert find_method(of_weight_0) == find_method(without) == BASE
+    assert name_method(of_weight_0) == name_method(without) == "Base"
+    assert configuration_hash(of_weight_0) == configuration_hash(without)
+    assert label_method(of_weight_0) == "I-STAR λ=0 ζ=0.4"
+
+
+@pytest.mark.parametrize("reg", sorted(set(PENALTIES) - {"none"}))
+def test_the_live_table_names_methods_in_full(reg: str) -> None:
+    config = make_config(reg, 0.5)
+    trial = Trial(("seed=1",), config, "run")
+    entry = live_table.make_entry(trial, "search")
+    assert entry.group == ("rte", "bert", name_method(to_dict(config)))
+    assert label_method(to_dict(config)).startswith(entry.group[2])
+    assert entry.group[2] not in ("weight", "random", "spectrum")
+
+
+def test_the_report_and_the_sweep_agree(tmp_path: Any) -> None:
+    for number, config in enumerate((make_config(seed=1), HARDWARE[0](), make_config(seed=1, optim__lr=1e-3))):
+        folder = tmp_path / f"run{number}"
+        folder.mkdir()
+        write(RunRecord(folder.name, "failed", to_dict(config), error="the disk is full"), folder)
+    runs = load_runs(tmp_path, keep_records=True)
+    in_report = add_selection_columns(runs)["config_hash"].nunique()
+    [in_sweep] = map(len, group_by_task([runs.records[folder] for folder in runs.frame["folder"]]).values())
+    assert in_report == in_sweep == 2
