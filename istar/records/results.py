@@ -1,4 +1,4 @@
-"""The record of a run (`result.json`): its fields, its identity hash, and functions that write and read it."""
+"""The record of a run (`result.json`): its fields, and functions that write and read it."""
 
 import json
 from collections.abc import Iterable, Mapping
