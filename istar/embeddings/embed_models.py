@@ -54,7 +54,7 @@ class ModelEmbeddings:
     notes: list[str]  # why benchmarks are left out, one line each
     unused_similarity: pd.DataFrame  # see `embed.measure_unused_similarity`
     token_frequencies: pd.DataFrame  # tokens of the texts, the most frequent first, with the norm of their row
-    projected_rows: dict[str, Any]  # projection onto two singular directions; see `arrays.summarize_rows`
+    projected_rows: dict[str, Any]  # projection onto two singular directions; see `figure_data.summarize_rows`
     row_norms: dict[str, np.ndarray]  # norms of the rows `(n,)`, raw and centered
 
 

@@ -107,7 +107,7 @@ class RunRecord:
     # For classification tasks, the isotropy of the validation set within and between its classes, `before` and `after`
     # training: by layer a dictionary with IsoScore `within` the classes, IsoScore `between` them, and the share of
     # variance between them, `between_share`; a value is None where it is not defined. See
-    # `istar.finetune.training.class_isotropy`. Empty for other tasks, and in results of earlier versions.
+    # `istar.finetune.training.class_isotropy`. Empty for other tasks.
     class_isotropy: dict[str, dict[str, dict[str, float | None]]] = field(default_factory=dict)
     epochs: Annotated[list[dict[str, Any]], list[_Epoch]] = field(default_factory=list)  # metrics and isotropy of each
     # Sizes and fingerprint of the data sets, and number of validation examples that also occur in the training data.
@@ -155,7 +155,7 @@ def start_comment(started_at: str) -> str:
 def read_start_time(folder: Path) -> str | None:
     """Return when the run in a folder started, as the first line of its `config.yaml` says.
 
-    Returns None if there is no such file or line; earlier versions of istar did not write the line.
+    Returns None if there is no such file or line.
     """
     try:
         with (folder / CONFIG).open(encoding="utf-8") as file:

@@ -52,7 +52,7 @@ class Budget:
 def compute_budget(runs: pd.DataFrame) -> Budget:
     """Return the budget of a method from all its runs on one task with one model, finished or not.
 
-    `runs` has the columns of `cells.add_selection_columns`.
+    `runs` has the columns of `configurations.add_selection_columns`.
     """
     trials = runs[runs["status"].isin(_TRIED_STATUSES)].drop_duplicates("settings_hash")
     finished_runs = row_dicts(runs[runs["usable"]])

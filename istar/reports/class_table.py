@@ -28,7 +28,7 @@ def build_class_isotropy_sheet(all_runs: pd.DataFrame, records: Mapping[str, Run
     such as those of earlier versions, are left out.
 
     Args:
-        all_runs: all runs of the report, from `cells.add_selection_columns`.
+        all_runs: all runs of the report, from `configurations.add_selection_columns`.
         records: record of each run by its folder.
     """
     usable_runs = all_runs[all_runs["usable"]]

@@ -150,7 +150,7 @@ def is_table1_candidate(runs: pd.DataFrame) -> pd.Series:
     lambdas = pd.to_numeric(_get_column(runs, "reg.lambda"), errors="coerce")
     is_istar = (runs["family"] == "istar") & penalized_layers.eq("all") & has_fixed_zeta(runs)
     is_cosreg = (runs["family"] == "cosreg") & penalized_layers.eq("last") & (lambdas > 0)
-    # Runs of earlier versions have none of these keys.
+    # Only penalties have these keys.
     is_on_all_states = _get_column(runs, "reg.target").fillna("hidden_states").eq("hidden_states")
     is_on_all_states &= _get_column(runs, "reg.points").fillna("all").eq("all") & _get_column(runs, "reg.within").isna()
     return (runs["family"] == "base") | ((is_istar | is_cosreg) & is_on_all_states)
@@ -158,7 +158,7 @@ def is_table1_candidate(runs: pd.DataFrame) -> pd.Series:
 
 def has_fixed_zeta(runs: pd.DataFrame) -> pd.Series:
     """Return a boolean mask of the runs of I-STAR that use the paper's shrinkage estimator with a fixed zeta."""
-    # Runs of earlier versions have no estimator.
+    # Only I-STAR has an estimator.
     is_shrinkage = _get_column(runs, "reg.estimator").fillna("shrinkage").eq("shrinkage")
     return _get_column(runs, "reg.zeta").map(is_finite).astype(bool) & is_shrinkage
 

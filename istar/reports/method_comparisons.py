@@ -35,7 +35,7 @@ class Method:
     runs: pd.DataFrame  # finished runs of the configuration that is shown, one for each seed, ordered by seed
     budget: Budget
     num_configurations: int  # number of configurations with finished runs, from which the shown one was chosen
-    selection_set: str  # set on which the shown configuration was chosen, see `cells.get_selection_set`
+    selection_set: str  # set on which the shown configuration was chosen, see `configurations.get_selection_set`
 
     @property
     def score_by_seed(self) -> dict[int, float]:
@@ -89,7 +89,7 @@ def compare_methods(
     The interval is Student's 95% interval of the mean difference, not adjusted.
 
     Args:
-        all_runs: the runs of a report, from `cells.add_selection_columns`.
+        all_runs: the runs of a report, from `configurations.add_selection_columns`.
         test: the test of the paired differences, a key of `paired.TESTS`. The sign-flip permutation test is exact for
             up to 20 pairs. The paired t-test assumes approximately normal differences, and is not defined if all
             differences are equal.
@@ -263,7 +263,7 @@ def select_runs_by_method(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
     the epochs were chosen.
 
     Args:
-        runs: usable runs of one model and task, from `cells.add_selection_columns`.
+        runs: usable runs of one model and task, from `configurations.add_selection_columns`.
 
     Returns:
         The runs by the method's name, ordered by seed.

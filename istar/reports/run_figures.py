@@ -35,7 +35,7 @@ from istar.reports.stability import StabilityScores
 MARKER_LEGEND = "Hollow: fewer seeds than other points. Crossed: all runs have collapsed to constant predictions."
 """Explanation of the markers that `istar.drawing.plot.Plot` describes."""
 SYMBOLS = {"lambda": "λ", "zeta": "ζ", "layers": "layer"}
-"""Symbols of the settings that figures vary, by the keys of `cells.VARIED`."""
+"""Symbols of the settings that figures vary, by the keys of `configurations.VARIED`."""
 _MAX_NAMED_RUNS = 10
 """Largest number of runs that a caption names."""
 PanelBuilder = Callable[[pd.DataFrame], Panel | None]
@@ -479,7 +479,7 @@ def _build_panel(
         lines: the lines of the panel.
         selected: the runs that the lines show.
         candidates: the runs of the same model, task and method from which the shown runs were selected.
-        varied: the setting that the figure varies, a key of `cells.VARIED`.
+        varied: the setting that the figure varies, a key of `configurations.VARIED`.
         runs_by_value: the runs that are drawn, by the value of the varied setting.
         all_runs: all runs of the report, from which Table 1 is made.
         y_label: label of the y axis; by default that of the headline metric.
@@ -529,7 +529,7 @@ def _describe_values_with_fewer_seeds(runs_by_value: Mapping[Any, pd.DataFrame],
 def _select_runs_to_plot(candidates: pd.DataFrame, varied: str, all_runs: pd.DataFrame) -> pd.DataFrame:
     """Return those of the candidates that a figure shows; they differ only in the seed and in the setting `varied`.
 
-    The candidates are runs of one task, model and method; `varied` is a key of `cells.VARIED`.
+    The candidates are runs of one task, model and method; `varied` is a key of `configurations.VARIED`.
     """
     return candidates[candidates[f"hash_without_{varied}"] == _choose_group_hash(candidates, varied, all_runs)]
 

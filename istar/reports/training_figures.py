@@ -32,7 +32,7 @@ def build_training_plots(all_runs: pd.DataFrame) -> list[Plot]:
     band. Only runs that measured their geometry during training, with `trainer.measure_every_n_steps`, are shown. Tasks
     without such a run have no figure.
 
-    `all_runs` is a result of `cells.add_selection_columns`.
+    `all_runs` is a result of `configurations.add_selection_columns`.
     """
     usable_runs = all_runs[all_runs["usable"]]
     plots = []

@@ -297,7 +297,7 @@ def test_other_texts_and_settings_are_pointed_out(measurements_by_name: dict[str
     # A file of another name with the same content is the same text, and the size of batches changes no measure.
     renamed = replace(
         measurements_by_name["decoder"],
-        settings={**settings, "length": 16, "batch_tokens": 64, "batch_size": 32},
+        settings={**settings, "length": 16, "batch_tokens": 64},
         text_hashes={"other": measurements_by_name["decoder"].text_hashes["text"]},
     )
     assert compare.describe_differences([encoder, compare.MeasuredModel("decoder", renamed)]) == []

@@ -31,21 +31,6 @@ _MAX_SHARED_DOCUMENTS = 0.01
 
 log = logging.getLogger(__name__)
 
-# Keys that the first version did not have, with their defaults. They are left out of a run's hash where they have the
-# default, so that runs of earlier versions keep their names.
-_DEFAULTS_OF_LATER_KEYS: dict[str, dict[str, Any]] = {
-    "task": {"validation_fraction": None, "packing": True, "whole_word": False},
-    "model": {
-        "architecture": None, "config": {}, "vocab_size": 8192, "load_in": "float32", "lora": False, "lora_r": 8,
-        "lora_alpha": 16.0, "lora_dropout": 0.05, "lora_target_modules": None, "attn_implementation": None,
-    },
-    "reg": {
-        "target": "hidden_states", "rows": None, "points": "all", "max_norm_ratio": None, "schedule": "constant",
-        "warmup": 0.0, "refresh_every_n_steps": None, "target_score": None, "side": "both", "target_batches": 1,
-        "within": None,
-    },
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Examples:
@@ -170,10 +155,6 @@ def _normalize_config(config: Config) -> dict[str, Any]:
     trainer["devices"] = _count_devices(config.trainer)
     for name in redundant_arguments(config.trainer.lightning):
         del trainer[name]
-    for group, defaults in _DEFAULTS_OF_LATER_KEYS.items():
-        for key, default in defaults.items():
-            if key in settings[group] and settings[group][key] == default:
-                del settings[group][key]
     return settings
 
 

@@ -51,8 +51,8 @@ class Measurements:
     # `centered` and `post_processed`.
     matrices: dict[str, dict[str, dict[str, Any]]]
     final_norm: dict[str, Any] | None  # gain and bias of the final normalization; None if the model has no gain there
-    norms: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)  # see `arrays.trim_norm_histogram`
-    # See `arrays.find_extreme_dimensions`.
+    norms: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)  # see `figure_data.trim_norm_histogram`
+    # See `figure_data.find_extreme_dimensions`.
     extremes: BySourceAndTap[list[dict[str, float]]] = field(default_factory=dict)
     # Norm and InterSim of the tokens by position in the model's input, and by how often their type occurs in the texts;
     # see `Layer.summarize_by_position` and `Layer.summarize_by_frequency`.
@@ -66,7 +66,9 @@ class Measurements:
     # Measures without each group of documents, for jackknife errors of differences; see `Layer.compute_replicates`.
     replicates: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)
     text_hashes: dict[str, str] = field(default_factory=dict)  # hash of each text's content by its name
-    rows: dict[str, dict[str, Any]] = field(default_factory=dict)  # `arrays.summarize_rows` of each embedding matrix
+    rows: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # `figure_data.summarize_rows` of each embedding matrix
     # How much of each text, and of `combined`, was read and how long that took: fields of `corpus.Reading`. Empty in
     # files of earlier versions.
     readings: dict[str, dict[str, float]] = field(default_factory=dict)

@@ -18,8 +18,8 @@ from istar.geometry.collect.measures_file import Measurements
 TABLE_FILE = "comparison.csv"
 SUMMARY_MEASURES = ("isoscore", "inter_sim", "intra_sim", "two_nn", "effective_rank", "average_norm")
 """Measures of the last layer that the table of all models shows."""
-_SETTINGS_WITHOUT_EFFECT = ("batch_tokens", "batch_size")
-"""Settings of a pass that do not change its measures; earlier versions had `batch_size`."""
+_SETTINGS_WITHOUT_EFFECT = ("batch_tokens",)
+"""Settings of a pass that do not change its measures."""
 SETTING_NAMES = {"limit": "max_tokens", "intra": "intra_sim"}
 """Names on pages of the settings whose names in `measures.json` are not those of their options."""
 
