@@ -12,7 +12,7 @@ from scipy.stats import binom
 from benchmarks import common, finetune, sweep
 from istar.finetune.runs.run_folders import RunFolders, read_finished_run
 from istar.records import results
-from tests.records import make_finished_record
+from tests.finished_runs import make_finished_record
 
 # ---- rotation and paired ratios
 

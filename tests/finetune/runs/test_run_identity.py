@@ -18,7 +18,7 @@ from istar.finetune.training import precision
 from istar.records import results
 from istar.records.results import RunRecord
 from tests.finetune.runs.artifacts import TINY, Build, everything_measured, folders_in, place, rows_of, rte
-from tests.records import make_finished_record
+from tests.finished_runs import make_finished_record
 
 
 def test_the_same_call_returns_the_finished_run(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from istar.finetune.sweeps.cost import estimate_duration, read_finished_runs
 from istar.records import results
 from istar.records.results import RunRecord
-from tests.records import make_finished_record
+from tests.finished_runs import make_finished_record
 
 
 def make_record(config: Any, seconds: float, examples: int = 100, status: str = "finished") -> RunRecord:

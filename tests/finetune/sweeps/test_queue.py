@@ -19,7 +19,7 @@ from istar.records import results
 from istar.records.config import Config
 from istar.records.results import RunRecord
 from tests.finetune.sweeps.conftest import TINY, with_all_runs, with_grids
-from tests.records import make_finished_record
+from tests.finished_runs import make_finished_record
 
 GRID = ("seed=1,2,3", *TINY)
 

@@ -20,9 +20,9 @@ from istar.records import results
 from istar.records.config import schema
 from istar.records.results import RunRecord
 from tests.finetune.sweeps.conftest import TINY, with_all_runs
+from tests.finished_runs import make_finished_record
 from tests.jobs import Done, Job, Start, at_once, starting
 from tests.outcomes import assert_same
-from tests.records import make_finished_record
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
 

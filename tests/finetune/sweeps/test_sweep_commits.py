@@ -14,7 +14,7 @@ from istar.finetune.sweeps.sweep import SweepRequest, SweepRuns, _make_launcher_
 from istar.inputs import hub
 from istar.records import results
 from istar.records.config import schema
-from tests.records import make_finished_record
+from tests.finished_runs import make_finished_record
 
 MODEL = ("model=auto", "model.name=org/tiny")
 COMMITS = ("12345678901234567890e1234567890123456789", "f" * 40)
