@@ -223,7 +223,7 @@ def public_names() -> str:
     """A table of `istar.__all__`, each name with the first line of its docstring and a link to its entry."""
     import istar
 
-    pages = {"istar.measures": "measures.md", "istar.regularizers": "regularizers.md"}
+    pages = {f"istar.{name}": f"{name}.md" for name in ("measures", "regularizers", "hidden_states")}
     for module in pages:
         importlib.import_module(module)
     rows = ["| name | what it is |", "| --- | --- |"]
