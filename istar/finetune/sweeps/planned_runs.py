@@ -11,7 +11,9 @@ from istar.reports.plan_file import PlannedRun, Repetitions
 
 
 def describe_sweep(request: SweepRequest, console: Console) -> dict[str, Any]:
-    """Return the fields of `istar.reports.plan_file.Plan` that follow from a sweep; a search has no runs yet.
+    """Compose the runs of a sweep, and return the fields of its plan (`istar.reports.plan_file.Plan`) as a dictionary.
+
+    The runs of a search are not known beforehand, so its list of runs is empty.
 
     Raises:
         UserError: if the data or the model of a run cannot be loaded, or a run cannot be used.

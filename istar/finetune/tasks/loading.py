@@ -30,8 +30,8 @@ _HASH_BATCH_ROWS = 10_000
 def load_splits(spec: TaskSpec, data_dir: str | Path | None, splits: Sequence[str]) -> dict[str, Dataset]:
     """Load and validate splits of a task, such as `train` or `validation_matched`, and return them by name.
 
-    The splits are loaded from the folder `data_dir`, whose layouts `istar.finetune.tasks.sources` defines. If it is
-    None, they are loaded from the hub or, for demo tasks, generated.
+    The splits are loaded from the folder `data_dir`; `istar.finetune.tasks.sources` describes its layout. Without a
+    folder, they are loaded from the hub or, for demo tasks, generated.
 
     Raises:
         UserError: if no suitable files are found, the hub cannot be reached, or the data do not fit the task.

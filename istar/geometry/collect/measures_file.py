@@ -66,9 +66,8 @@ class Measurements:
     # Measures without each group of documents, for jackknife errors of differences; see `Layer.compute_replicates`.
     replicates: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)
     text_hashes: dict[str, str] = field(default_factory=dict)  # hash of each text's content by its name
-    rows: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # `figure_data.summarize_rows` of each embedding matrix
+    # `figure_data.summarize_rows` of each embedding matrix.
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
     # How much of each text, and of `combined`, was read and how long that took: fields of `corpus.Reading`. Empty in
     # files of earlier versions.
     readings: dict[str, dict[str, float]] = field(default_factory=dict)

@@ -507,7 +507,7 @@ def plot_projection(measured: Measurements) -> Plot:
 def make_projection_panels(rows: Mapping[str, Any], title: str) -> tuple[list[Panel], str]:
     """Return scatter plots of the rows of one matrix, raw and centered, and an explanation of the colours.
 
-    `rows` is a result of `figure_data.summarize_rows`. A matrix with a single dimension has no panels.
+    `rows` is what `figure_data.summarize_rows` returns. For a matrix with one dimension, the plot has no panels.
     """
     panels = []
     groups, explanation = _group_by_colour(rows)

@@ -69,7 +69,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
 def make_request(
     make_sweeper: Callable[..., IstarSweeper], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., SweepRequest]:
-    """Return a function that returns the request that the sweeper passes to `sweeps` for some arguments."""
+    """Return a function from command-line arguments to the `SweepRequest` that the sweeper makes of them."""
 
     def record_request(*arguments: str) -> SweepRequest:
         requests: list[SweepRequest] = []
