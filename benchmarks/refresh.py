@@ -3,8 +3,8 @@
 The contenders are the forward pass of the model in inference mode, to which all ratios refer; istar's refresh, which is
 the callback `istar.finetune.training.ShrinkageCovariance` without a progress bar; and the approach of the paper's code:
 request all hidden states, move every point to main memory, keep it, and call `np.cov` at the end. The order of the
-contenders rotates from round to round. The memory of each is the peak of one call in a new process, minus the peak of the
-bare forward pass.
+contenders rotates from round to round. The memory of each is the peak of one call in a new process, minus the peak of
+the bare forward pass.
 
     python -m benchmarks.refresh                   MiniLM, 250,000 points, both precisions; 8 minutes on two idle cores
     python -m benchmarks.refresh --shape bert-base-32x128 --precision bf16 --rounds 6
