@@ -34,7 +34,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.common import comparison_table, paired_ratio, positive_int, run_in_rotation
-from istar.finetune.runs import fork_server
+from istar.finetune.runs.forking import ForkedProcess
 from istar.finetune.runs.launch import RunProcesses, Spawn, blocked_signals, spawn
 from istar.finetune.runs.run_folders import RunFolders
 from istar.records import results
@@ -100,22 +100,17 @@ def isolated_environment(folder: Path) -> Iterator[None]:
         os.environ.update(previous_environment)
 
 
-def end_benchmark(reason: str) -> None:
-    """End the benchmark if the fork server fails: it would start new interpreters, which it is compared with."""
-    raise SystemExit(reason)
-
-
 def measure_cost(options: argparse.Namespace, folder: Path) -> Table:
     """Compare the cost of a forked run with that of a run in a new Python interpreter."""
     calls: dict[str, Callable[[int], float]] = {}
-    with fork_server.ServerPool(folder / "server.log", end_benchmark) as servers:
-        for logger, overrides in LOGGERS.items():
-            for name, start in (("forked", servers.spawn), ("new interpreter", spawn)):
-                runs = folder / f"runs-{len(calls)}"
-                calls[f"{name}, {logger}"] = partial(seconds_beyond_training, runs, overrides, start)
-        for call in calls.values():
-            call(0)  # Starts the fork server and fills the cache.
-        seconds = run_in_rotation(calls, options.rounds)
+    starts: dict[str, Spawn] = {"forked": ForkedProcess, "new interpreter": spawn}
+    for logger, overrides in LOGGERS.items():
+        for name, start in starts.items():
+            runs = folder / f"runs-{len(calls)}"
+            calls[f"{name}, {logger}"] = partial(seconds_beyond_training, runs, overrides, start)
+    for call in calls.values():
+        call(0)  # Starts the fork server and fills the cache.
+    seconds = run_in_rotation(calls, options.rounds)
     table = make_table("a run beyond its training", "s", options.rounds)
     for logger in LOGGERS:
         peer = f"new interpreter, {logger}"

@@ -36,7 +36,6 @@ SLOWEST_FILES = (
     "tests/finetune/runs/test_bad_inputs.py",
     "tests/reports/test_report.py",
     "tests/records/test_groups.py",
-    "tests/finetune/runs/test_fork_server.py",
     "tests/integrations/test_transformers.py",
     "tests/geometry/test_torchrun.py",
     "tests/geometry/test_stream.py",

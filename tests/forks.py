@@ -7,18 +7,16 @@ user starts it.
 import logging
 import multiprocessing
 import os
-import runpy
 import signal
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -27,19 +25,21 @@ from torch.multiprocessing import start_processes
 
 import istar
 from istar.cli.main import train_main
-from istar.finetune.runs import fork_server, launch
-from istar.finetune.runs.fork_server import IMPORT_TIME_VARIABLES, PRELOADED_MODULES, RANK_VARIABLE_ORDER, is_supported
+from istar.finetune.runs import launch
+from istar.finetune.runs.forking import RANK_VARIABLE_ORDER, is_supported
+from istar.finetune.sweeps import pool
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 METHOD = "forkserver" if is_supported() else "spawn"
 """The start method of `multiprocessing`. Only on Linux can a process that has loaded the libraries be forked."""
 MODULES = [
-    *PRELOADED_MODULES,
+    "istar.finetune.runs.preloading",
     "istar.cli.train",
-    "istar.finetune.training.pruning",
     "istar.integrations.transformers",
     "tests.forks",
 ]
+IMPORT_TIME_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+"""Environment variables that libraries read on import."""
 
 
 def forking() -> BaseContext:
@@ -74,19 +74,14 @@ def train(arguments: Sequence[str], folder: Path, environment: Mapping[str, str]
     _adopt_environment(environment)
 
     def start(command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes] | ForkedInterpreter":
-        if command[2] in MAINS and works_in_a_fork(options["env"]):
+        if works_in_a_fork(options["env"]):
             return ForkedInterpreter(command, marker_descriptor, files[0], **options)
         return subprocess.Popen(command, **options)
 
-    launch.subprocess = fork_server.subprocess = SimpleNamespace(Popen=start)  # type: ignore[assignment]
+    launch.subprocess = SimpleNamespace(Popen=start)  # type: ignore[assignment]
+    # The runs of a sweep start like those of `launch`; a server in this process would import the libraries again.
+    pool.is_supported = lambda: False
     sys.exit(train_main(arguments, "python train.py"))
-
-
-MAINS: Mapping[str, Callable[[Sequence[str]], NoReturn]] = {
-    "istar.finetune.runs.launch": launch.main,
-    "istar.finetune.runs.fork_server": fork_server.main,
-}
-"""The modules of istar that are started by `python -m`."""
 
 
 class ForkedInterpreter:
@@ -105,7 +100,6 @@ class ForkedInterpreter:
         stdout: Any,
         stderr: Any,
         start_new_session: bool,
-        pass_fds: Sequence[int] = (),
     ) -> None:
         assert start_new_session
         self.returncode: int | None = None
@@ -118,12 +112,12 @@ class ForkedInterpreter:
                 for file, descriptor in ((stdout, 1), (stderr, 2)):
                     if file is not None:
                         os.dup2(file.fileno(), descriptor)
-                _close_files({0, 1, 2, marker_descriptor, *pass_fds})
+                _close_files({0, 1, 2, marker_descriptor})
                 _forget_the_call()
                 _adopt_environment(env)
                 if "LOCAL_RANK" in env:
                     os.open(marker_file.with_suffix(f".rank{env['LOCAL_RANK']}"), os.O_CREAT)
-                MAINS[command[2]](command[3:])
+                launch.main(command[3:])
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -175,52 +169,6 @@ def _close_files(descriptors_to_keep: set[int]) -> None:
             # The descriptor of the folder that was listed is closed already.
             with suppress(OSError):
                 os.close(descriptor)
-
-
-class ForkedScript:
-    """A fork that executes a script which gets a file descriptor, as `fork_server.ForkServer` starts a server.
-
-    It has the part of the interface of `subprocess.Popen` that `ForkServer` uses.
-    """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        pass_fds: Sequence[int],
-        start_new_session: bool,
-        stdout: Any,
-        stderr: Any,
-    ) -> None:
-        assert start_new_session
-        assert stdout is stderr
-        [descriptor] = pass_fds
-        arguments = (command[1], Connection(os.dup(descriptor)), dict(env), stdout.name)
-        self._process = forking().Process(target=execute, args=arguments)
-        self._process.start()
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self) -> int | None:
-        self._process.join()
-        return self._process.exitcode
-
-    def kill(self) -> None:
-        self._process.kill()
-
-
-def execute(script: str, connection: Connection, environment: Mapping[str, str], log: str) -> None:
-    """Execute a script with the file descriptor of a connection as its only argument."""
-    os.setsid()
-    with Path(log).open("ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    _adopt_environment(environment)
-    sys.argv = [script, str(connection.fileno())]
-    sys.path.insert(0, str(Path(script).parent))
-    runpy.run_path(script, run_name="__main__")
 
 
 def run_in_processes(function: Callable[..., object], arguments: tuple[object, ...], processes: int) -> None:

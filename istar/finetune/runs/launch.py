@@ -147,7 +147,8 @@ def launch(config: Config, num_processes: int, trial: str | None = None) -> RunR
 class Process(Protocol):
     """The part of the interface of `subprocess.Popen` that `RunProcesses` needs."""
 
-    returncode: int | Any
+    @property
+    def returncode(self) -> int | Any: ...
 
     def poll(self) -> int | None: ...
 
@@ -155,19 +156,19 @@ class Process(Protocol):
 
     def kill(self) -> None: ...
 
-    def wait(self) -> int: ...
+    def wait(self) -> int | None: ...
 
 
 Spawn = Callable[[Sequence[str], Mapping[str, str], Path | None], Process]
-"""Type of a function that starts a process which calls `main`: `spawn` or `fork_server.ServerPool.spawn`.
+"""Type of a function that starts a process which calls `execute_process`: `spawn` or `forking.ForkedProcess`.
 
-It takes the arguments of `main` after the parent's PID, the environment variables of the process, and the path of the
-file for stdout and stderr, which are inherited for None.
+It takes the arguments of `execute_process`, the environment variables of the process, and the path of the file for
+stdout and stderr, which are inherited for `None`.
 """
 
 
 def spawn(arguments: Sequence[str], environment: Mapping[str, str], log_path: Path | None) -> "subprocess.Popen[bytes]":
-    """Start a new Python interpreter that calls `main`, as `Spawn` describes; its imports take seconds."""
+    """Start a new Python interpreter that executes a run, as `Spawn` describes; its imports take seconds."""
     command = [sys.executable, "-m", "istar.finetune.runs.launch", str(os.getpid()), *arguments]
     with log_path.open("ab") if log_path is not None else nullcontext() as output:
         return subprocess.Popen(command, env=environment, start_new_session=True, stdout=output, stderr=output)
@@ -193,7 +194,6 @@ class RunProcesses:
         self._folder = Path(self._temporary_folder.name)
         self._deadline = float("inf")
         self._failed_ranks: list[int] = []
-        self._server_error: UserError | None = None
         config_path = self._folder / "config.yaml"
         write_text(config_path, schema.to_yaml(config))
         arguments = [str(config_path), str(self._folder), *([trial] if trial else [])]
@@ -217,24 +217,18 @@ class RunProcesses:
 
         `GRACE_SECONDS` after a process has failed, the processes that still run are killed.
         """
-        try:
-            exit_codes = [process.poll() for process in self._processes]
-            failed_ranks = [rank for rank, exit_code in enumerate(exit_codes) if exit_code]
-            # A process that waits for a dead one in a collective would wait until the timeout of the process group.
-            if failed_ranks and self._deadline == float("inf"):
-                self._deadline = time.monotonic() + GRACE_SECONDS
-            if None not in exit_codes or time.monotonic() > self._deadline:
-                self._failed_ranks = failed_ranks
-                for process in self._processes:
-                    process.kill()
-                    process.wait()
-                return True
-        except UserError as error:
-            # The fork server is gone, so the exit codes will never be known.
-            self._server_error = error
-            self.send_signal(signal.SIGKILL)
-            return True
-        return False
+        exit_codes = [process.poll() for process in self._processes]
+        failed_ranks = [rank for rank, exit_code in enumerate(exit_codes) if exit_code]
+        # A process that waits for a dead one in a collective would wait until the timeout of the process group.
+        if failed_ranks and self._deadline == float("inf"):
+            self._deadline = time.monotonic() + GRACE_SECONDS
+        if None in exit_codes and time.monotonic() <= self._deadline:
+            return False
+        self._failed_ranks = failed_ranks
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        return True
 
     def read_record(self, signals: Sequence[int]) -> RunRecord:
         """Return the record of the run after it has ended, or raise its error as `launch` does.
@@ -242,8 +236,6 @@ class RunProcesses:
         `signals` are the numbers of the signals that were sent to the run.
         """
         with self._temporary_folder:
-            if self._server_error is not None:
-                raise self._server_error
             if self._failed_ranks:
                 exit_code_by_rank = {rank: self._processes[rank].returncode for rank in self._failed_ranks}
                 raise _make_run_error(self._folder, exit_code_by_rank, len(self._processes), signals)
@@ -251,16 +243,24 @@ class RunProcesses:
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
+    """Execute a run in this interpreter; `arguments` are the parent's PID and those of `execute_process`."""
+    parent_pid, *process_arguments = arguments
+    execute_process(process_arguments, is_parent_alive=lambda: os.getppid() == int(parent_pid))
+
+
+def execute_process(arguments: Sequence[str], is_parent_alive: Callable[[], bool]) -> NoReturn:
     """Execute a run as one of its processes, write the record or the error for the parent process, and exit.
 
-    `arguments` are the parent's PID, the config file, the folder for the record or the error, and optionally the trial.
+    Args:
+        arguments: the config file, the folder for the record or the error, and optionally the trial.
+        is_parent_alive: called repeatedly; when it returns False, the run is stopped by SIGTERM.
     """
-    parent_pid, config_path, folder, *trial = arguments
+    config_path, folder, *trial = arguments
     rank = os.environ.get("LOCAL_RANK", "0")
     # Until the training has installed its handlers, Ctrl-C ends this process without a `KeyboardInterrupt`.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
-    _terminate_with_parent(int(parent_pid))
+    _terminate_with_parent(is_parent_alive)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     replace_unencodable_characters()
     schema.register()
@@ -357,11 +357,11 @@ def _make_run_error(
         return StoppedError(f"stopped by {name} outside of training; run the same command to resume", -exit_code)
     process_label = f"process {rank} of {num_processes}" if num_processes > 1 else "the process of the run"
     return _make_user_error(
-        f"{process_label} {describe_exit_code(exit_code)}; the same command resumes from the last checkpoint"
+        f"{process_label} {_describe_exit_code(exit_code)}; the same command resumes from the last checkpoint"
     )
 
 
-def describe_exit_code(exit_code: int) -> str:
+def _describe_exit_code(exit_code: int) -> str:
     """Describe how a process ended, given its exit code, which is negative for a signal as in `subprocess`."""
     return f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
@@ -413,12 +413,11 @@ def blocked_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
-def _terminate_with_parent(parent_pid: int) -> None:
+def _terminate_with_parent(is_parent_alive: Callable[[], bool]) -> None:
     """Start a thread that sends SIGTERM to this process when its parent has died."""
 
     def terminate_when_parent_ends() -> None:
-        """Wait until the parent has ended, then send SIGTERM to this process."""
-        while os.getppid() == parent_pid:
+        while is_parent_alive():
             time.sleep(0.25)
         os.kill(os.getpid(), signal.SIGTERM)
 

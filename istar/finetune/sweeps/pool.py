@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from istar.errors import LockedError, StoppedError, UserError
-from istar.finetune.runs import fork_server
+from istar.finetune.runs.forking import ForkedProcess, is_supported
 from istar.finetune.runs.launch import RunProcesses, Spawn, blocked_signals, forward_signals, processes_to_start, spawn
 from istar.finetune.sweeps.trials import Trial
 from istar.records.config import SweepConfig, TrainerConfig
@@ -36,9 +36,6 @@ class TrialSource(Protocol):
     def tick(self) -> None:
         """Do periodic work; called many times a second while trials are running or waited for."""
 
-    def warn(self, message: str) -> None:
-        """Show a warning to the user."""
-
 
 def run_trials(
     source: TrialSource, settings: SweepConfig, log_folder: Path, environment: Mapping[str, str] | None = None
@@ -52,15 +49,14 @@ def run_trials(
         StoppedError: if a signal has stopped the sweep; the signal was forwarded to the running trials.
     """
     log_folder.mkdir(parents=True, exist_ok=True)
-    with fork_server.ServerPool(log_folder / "server.log", source.warn) as servers:
-        # A new interpreter costs seconds for every run; a forked process does not.
-        spawn_process = servers.spawn if settings.fork and fork_server.is_supported() else spawn
-        pool = _TrialPool(source, settings, log_folder, environment or {}, spawn_process)
-        with forward_signals(pool.runs) as signals:
-            while pool.fill_slots(signals):
-                pool.collect_ended(signals)
-                source.tick()
-                time.sleep(0.05)
+    # A new interpreter costs seconds for every run; a forked process does not.
+    spawn_process: Spawn = ForkedProcess if settings.fork and is_supported() else spawn
+    pool = _TrialPool(source, settings, log_folder, environment or {}, spawn_process)
+    with forward_signals(pool.runs) as signals:
+        while pool.fill_slots(signals):
+            pool.collect_ended(signals)
+            source.tick()
+            time.sleep(0.05)
     if signals:
         name = signal.Signals(signals[0]).name
         raise StoppedError(f"stopped by {name}; run the same command to resume", signals[0])
@@ -116,12 +112,14 @@ class _TrialPool:
             extra_variables = make_slot_environment(slot, self._num_jobs, trial.config.trainer, self._gpus)
             extra_variables.update(self._environment)
             num_processes = processes_to_start(trial.config.trainer)
+            with blocked_signals():
+                run = RunProcesses(
+                    trial.config, num_processes, trial.optuna_trial, extra_variables, log_path, self._spawn
+                )
+                self.runs.append(run)
         except UserError as error:
             self._report_failure(trial, error)
             return
-        with blocked_signals():
-            run = RunProcesses(trial.config, num_processes, trial.optuna_trial, extra_variables, log_path, self._spawn)
-            self.runs.append(run)
         self._running_by_slot[slot] = trial, run
         self._source.on_started(trial, log_path)
 

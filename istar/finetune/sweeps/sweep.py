@@ -291,10 +291,6 @@ class TrialQueue:
                     self.board.set_status(entry, "waiting")
         self.board.tick()
 
-    def warn(self, message: str) -> None:
-        """Print a warning to the user."""
-        self.runs.console.out(f"warning: {message}", highlight=False)
-
 
 class SearchQueue(TrialQueue):
     """Supplies the trials that Optuna suggests, and reports their results to Optuna and the board."""

@@ -434,8 +434,8 @@ class SweepConfig:
     jobs: int = 1
     """Number of concurrent runs on this machine; the GPUs are divided among them."""
     fork: bool = True
-    """Fork the runs on this machine from a process that has loaded the libraries, which saves seconds for each run. If
-    that is not possible, or with false, each run starts in a fresh process. On Linux only."""
+    """Fork the runs on this machine from a process that has loaded the libraries, which saves seconds for each run.
+    With false, and on other systems than Linux, each run starts in a new Python interpreter."""
     fail_fast: bool = False
     """Stop all other runs when a run fails."""
     dry_run: bool = False

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from istar.errors import LockedError, StoppedError, UserError
-from istar.finetune.runs import fork_server, launch
+from istar.finetune.runs import forking, launch
 from istar.finetune.sweeps import pool
 from istar.finetune.sweeps.pool import make_slot_environment, run_trials
 from istar.finetune.sweeps.trials import Trial
@@ -155,7 +155,7 @@ def test_how_processes_are_started(composed: Any, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(pool, "RunProcesses", Recorded)
     run_trials(Source(composed(), "a"), SweepConfig(fork=fork), tmp_path / "logs", {"OMP_NUM_THREADS": "7"})
     assert environments == [{"OMP_NUM_THREADS": "7"}]
-    assert (start_functions == [launch.spawn]) == (not fork or not fork_server.is_supported())
+    assert (start_functions == [launch.spawn]) == (not fork or not forking.is_supported())
 
 
 class SourceWithRunsElsewhere(Source):

@@ -1,7 +1,6 @@
 """Sweeps from end to end: `train.py -m` runs in its own processes, is killed and is called again."""
 
 import json
-import os
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ from hydra.errors import HydraException
 from hydra_plugins.istar_sweeper import IstarSweeper
 from istar.errors import UserError
 from istar.files.writing import lock_folder
-from istar.finetune.runs import fork_server
 from istar.finetune.sweeps.live_table import read_state
 from istar.finetune.sweeps.sweep import SweepRuns
 from istar.records import results
@@ -139,33 +137,6 @@ def test_failures_are_told_and_may_stop_all(tmp_path: Path, start: Start) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not fork_server.is_supported(), reason="runs are forked on Linux alone")
-def test_the_process_that_starts_the_runs_is_killed(tmp_path: Path, start: Start) -> None:
-    """Only the run under way fails. When it is repeated, its result is bit-equal to that of a single `train.py` run."""
-    settings = (*TINY, "trainer.max_epochs=8")
-    job = start(tmp_path / "sweep", "-m", "seed=1,2,3", *settings)
-    reference_job = start(tmp_path / "alone", "seed=2", *settings)
-    job.until(lambda: len(list((tmp_path / "sweep").glob("runs/demo-*/metrics.csv"))) == 2)
-    [server] = [pid for pid in job.pids() if read_parent_pid(pid) == job.process.pid]
-    os.kill(server, signal.SIGKILL)
-    result = job.wait()
-    assert (result.code, result.stderr) == (1, "")
-    assert re.search(r"seed 2: failed: the process that starts the runs was killed by SIGKILL \(\S+\)", result.stdout)
-    assert [entry.status for entry in read_sweep_state(tmp_path / "sweep").entries] == [
-        "finished",
-        "failed",
-        "finished",
-    ]
-    job.until_it_is_gone()
-    resumed_job = start(tmp_path / "sweep", "-m", "seed=1,2,3", *settings)
-    assert "3 runs, 1 of them to do" in resumed_job.wait().well().stdout
-    resumed_job.until_it_is_gone()
-    reference_job.wait().well()
-    [name] = read_records(tmp_path / "alone")
-    assert_same(tmp_path / "sweep" / "runs" / name, tmp_path / "alone" / "runs" / name)
-
-
-@pytest.mark.slow
 def test_a_run_that_another_process_executes(tmp_path: Path, start: Start, make_runs: Callable[..., SweepRuns]) -> None:
     """The sweep does not start a run while its folder is locked, and does not report it as failed."""
     first, second = with_all_runs(make_runs("seed=1,2", *TINY)).trial_by_name
@@ -179,10 +150,6 @@ def test_a_run_that_another_process_executes(tmp_path: Path, start: Start, make_
     assert "failed" not in result.stdout
     assert read_records(tmp_path).keys() == {first, second}
     assert [entry.status for entry in read_sweep_state(tmp_path).entries] == ["finished", "finished"]
-
-
-def read_parent_pid(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_runs_are_grouped_by_sweep_in_wandb(make_runs: Callable[..., SweepRuns]) -> None:

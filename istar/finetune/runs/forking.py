@@ -1,0 +1,129 @@
+"""Starts the processes of a sweep's runs by forking a server that has already imported the libraries.
+
+The imports take seconds, which each run would otherwise spend again. The server is that of `multiprocessing`; it never
+executes a run itself, so every run starts from the state after the imports.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from pathlib import Path
+
+from istar.errors import UserError, shorten
+from istar.finetune.runs import launch
+
+RANK_VARIABLE_ORDER = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+"""Environment variables from which Lightning reads the rank on import, in this order."""
+
+
+def is_supported() -> bool:
+    """Return whether runs can be forked on this platform.
+
+    Windows has no fork, and on macOS a process that has loaded its libraries cannot continue after a fork.
+    """
+    return sys.platform == "linux"
+
+
+def start_server(environment: Mapping[str, str]) -> None:
+    """Start the server with these environment variables unless it is running; do not wait for its imports.
+
+    Stop signals are blocked in the server, which ends together with the last of the processes that use it.
+    """
+    with launch.blocked_signals(), _environment(environment):
+        multiprocessing.get_context("forkserver").set_forkserver_preload(["istar.finetune.runs.preloading"])
+        forkserver.ensure_running()
+
+
+class ForkedProcess:
+    """A fork of the server that executes a run; it is created like `launch.spawn`, and is a `launch.Process`.
+
+    Raises:
+        UserError: if the server cannot fork, for example because an import has ended it.
+    """
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log_path: Path | None) -> None:
+        start_server(environment)
+        context = multiprocessing.get_context("forkserver")
+        self._process = context.Process(target=_run_in_child, args=(arguments, dict(environment), log_path))
+        try:
+            self._process.start()
+        except (OSError, EOFError) as error:
+            raise UserError(
+                f"the process of the run cannot be forked: {shorten(error) or type(error).__name__}; "
+                "sweep.fork=false starts a new interpreter for each run"
+            ) from error
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, which is negative for a signal, or None while the process runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """Return the exit code as `returncode` does."""
+        return self._process.exitcode
+
+    def send_signal(self, signal_number: int) -> None:
+        """Send a signal to the process unless it has ended."""
+        if self._process.exitcode is None and self._process.pid is not None:
+            os.kill(self._process.pid, signal_number)
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process unless it has ended."""
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self) -> int | None:
+        """Wait until the process has ended, and return its exit code."""
+        self._process.join()
+        return self._process.exitcode
+
+
+@contextmanager
+def _environment(environment: Mapping[str, str]) -> Iterator[None]:
+    """Replace the environment variables of this process during the `with` block."""
+    previous_environment = dict(os.environ)
+    _replace_environment(environment)
+    try:
+        yield
+    finally:
+        _replace_environment(previous_environment)
+
+
+def _replace_environment(environment: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def _run_in_child(arguments: Sequence[str], environment: Mapping[str, str], log_path: Path | None) -> None:
+    """Execute a run in a forked process, with the session, output, environment, rank and threads of a new interpreter.
+
+    Args:
+        arguments: arguments of `launch.execute_process`.
+        environment: environment variables of the run.
+        log_path: file for stdout and stderr; `None` keeps those of the server.
+    """
+    import numpy as np
+    import torch
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+    # A forked process would otherwise start its own processes, such as data loaders', through the server.
+    multiprocessing.set_start_method(None, force=True)
+    os.setsid()
+    if log_path is not None:
+        with log_path.open("ab") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+    _replace_environment(environment)
+    # Lightning and torch have read these variables on import, from the server's environment.
+    rank_zero_only.rank = next((int(environment[key]) for key in RANK_VARIABLE_ORDER if key in environment), 0)  # type: ignore[attr-defined]
+    if "OMP_NUM_THREADS" in environment:
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    # Python reseeds its own generator in a forked process, but not NumPy's.
+    np.random.seed()
+    sweep, server_pid = multiprocessing.parent_process(), os.getppid()
+    launch.execute_process(
+        arguments, is_parent_alive=lambda: sweep is not None and sweep.is_alive() and os.getppid() == server_pid
+    )
