@@ -62,6 +62,7 @@ ALLOWED = {
 }  # fmt: skip
 BORDERS_CROSSED = {
     "istar.finetune.training.probe": {"geometry"},
+    "istar.finetune.runs.record": {"reports"},
     "istar.finetune.runs.run": {"reports"},
     "istar.finetune.sweeps.live_table": {"reports"},
     "istar.finetune.sweeps.planned_runs": {"reports"},

@@ -574,7 +574,7 @@ MUTATIONS = [
     ),
     Mutation(
         "The saved model is that of the last epoch.",
-        "istar/finetune/runs/run.py",
+        "istar/finetune/runs/train.py",
         'job.module.load_state_dict(read_checkpoint(job.checkpoints.best_weights_path())["state_dict"])',
         "read_checkpoint(job.checkpoints.best_weights_path())",
         "tests/finetune/runs/test_run_results.py::test_the_best_epoch_is_kept_when_it_is_not_the_last",
@@ -660,7 +660,7 @@ MUTATIONS = [
     ),
     Mutation(
         "A pruned run is called finished.",
-        "istar/finetune/runs/run.py",
+        "istar/finetune/runs/record.py",
         'status = "pruned" if job.history.pruned else "finished"',
         'status = "finished"',
         "tests/finetune/training/test_pruning.py",

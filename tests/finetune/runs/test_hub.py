@@ -72,7 +72,7 @@ def test_a_run_belongs_to_the_commit_that_its_branch_stands_for(
     assert all(f"/{first_commit}" in request for request in hub.requests if "/org/tiny/resolve/" in request)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "_assemble_job", None)  # nothing is trained
+        patch.setattr(run_module, "assemble", None)  # nothing is trained
         assert run(small(*MODEL)) == first
         assert run(small(*MODEL, "model.revision=main")) == first
 
@@ -82,7 +82,7 @@ def test_a_run_belongs_to_the_commit_that_its_branch_stands_for(
     assert second.model_commit == second_commit
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "_assemble_job", None)
+        patch.setattr(run_module, "assemble", None)
         set_offline(True, patch)
         assert run(small(*MODEL)) == second
         assert run(small(*MODEL, f"model.revision={first_commit}")) == first

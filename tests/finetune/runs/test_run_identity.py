@@ -26,7 +26,7 @@ def test_the_same_call_returns_the_finished_run(small: Build, monkeypatch: pytes
     first = run(config)
     modification_times = {path: path.stat().st_mtime_ns for path in Path(config.run.root).rglob("*")}
     # No model is loaded and nothing is trained.
-    monkeypatch.setattr(run_module, "_assemble_job", None)
+    monkeypatch.setattr(run_module, "assemble", None)
     console = Console(width=120, file=io.StringIO())
     second = run(small("logger=csv", "trainer.log_every_n_steps=5", "data.num_workers=0"), console)
     assert second == first
@@ -38,7 +38,7 @@ def test_a_precision_chosen_here_is_the_same_run_as_one_named(small: Build, monk
     monkeypatch.setattr(precision, "measure_bfloat16_ratio", lambda device: 50.0)
     record = run(small("trainer.precision=auto"))
     assert record.config["trainer"]["precision"] == "32-true"
-    monkeypatch.setattr(run_module, "_assemble_job", None)
+    monkeypatch.setattr(run_module, "assemble", None)
     assert run(small("trainer.precision=32-true")) == record
 
 

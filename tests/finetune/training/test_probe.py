@@ -110,7 +110,7 @@ def test_hidden_states_that_are_not_finite_are_reported_with_their_step(small: B
 
 def test_a_finished_run_must_have_been_measured(small: Build, monkeypatch) -> None:
     run(small("reg=none", "trainer.measure_every_n_steps=2"))
-    monkeypatch.setattr(run_module, "_assemble_job", None)
+    monkeypatch.setattr(run_module, "assemble", None)
     for steps in ("2", "4", "null"):
         run(small("reg=none", f"trainer.measure_every_n_steps={steps}"))
     for steps, examples in (("3", "64"), ("2", "8")):

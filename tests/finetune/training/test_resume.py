@@ -11,7 +11,7 @@ import pytest
 from istar.errors import UserError
 from istar.files import writing
 from istar.files.outputs import run_output
-from istar.finetune.runs import run as run_module
+from istar.finetune.runs import record as record_module
 from istar.finetune.runs.run import run
 from istar.finetune.training import FineTuner, ShrinkageCovariance, probe
 from istar.finetune.training.checkpoints import AtomicCheckpointIO
@@ -129,7 +129,7 @@ INTERRUPTIONS = [
     pytest.param(pretrained, "save", 1, id="saving the model"),
     pytest.param(results, "write_predictions", 1, id="writing predictions"),
     pytest.param(results, "write", 1, id="writing the result"),
-    pytest.param(run_module, "remove_old_checkpoints", 1, id="tidying up", marks=pytest.mark.slow),
+    pytest.param(record_module, "remove_old_checkpoints", 1, id="tidying up", marks=pytest.mark.slow),
 ]
 
 

@@ -1,0 +1,250 @@
+"""The third step of a run: builds model, penalty, callbacks and trainer from the prepared data."""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from transformers import PreTrainedModel
+
+from istar.errors import UserError
+from istar.finetune.runs.identify import RunIdentity
+from istar.finetune.runs.prepare import PreparedRun
+from istar.finetune.runs.prepared_data import PreparedData, make_collator
+from istar.finetune.runs.private_names import load_trial
+from istar.finetune.training import (
+    ClassIsotropyCallback,
+    FineTuner,
+    FineTuningData,
+    History,
+    LayerIsotropy,
+    ShrinkageCovariance,
+)
+from istar.finetune.training.checkpoints import Checkpoints
+from istar.finetune.training.data import count_examples_per_process
+from istar.finetune.training.kept_models import KeptModels
+from istar.finetune.training.language_model import LanguageModelTuner
+from istar.finetune.training.metrics_file import MetricsFile
+from istar.finetune.training.monitor import IsotropyMonitor
+from istar.finetune.training.probe import GeometryProbe
+from istar.finetune.training.signals import StopSignal
+from istar.finetune.training.trainer import (
+    build_trainer,
+    check_validation_interval,
+    count_processes_to_start,
+    writes_checkpoints,
+)
+from istar.hidden_states import EmbeddingWatch, Watch
+from istar.inputs import pretrained
+from istar.measures.memory import keep_freed_memory
+from istar.records import results
+from istar.records.config import Config, TrainerConfig
+from istar.records.task_specs import TaskSpec
+from istar.regularizers import IStar, special_ids
+
+CHECKPOINTS_FOLDER = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that is ready to train: its identity, data, model, callbacks and trainer."""
+
+    prepared: PreparedRun
+    module: FineTuner
+    data_module: FineTuningData
+    trainer: L.Trainer
+    layer_isotropy: LayerIsotropy
+    history: History
+    covariance_callback: ShrinkageCovariance | None
+    checkpoints: Checkpoints | None
+    metrics_file: MetricsFile
+    stop_signal: StopSignal
+
+    @property
+    def identity(self) -> RunIdentity:
+        return self.prepared.identity
+
+    @property
+    def data(self) -> PreparedData:
+        return self.prepared.data
+
+    @property
+    def config(self) -> Config:
+        return self.identity.config
+
+    @property
+    def spec(self) -> TaskSpec:
+        return self.identity.spec
+
+    @property
+    def folder(self) -> Path:
+        return self.identity.folder
+
+
+def assemble(prepared: PreparedRun, trial: str | None) -> Job:
+    """Build model, penalty, callbacks and trainer; write no files.
+
+    Args:
+        prepared: the run with its tokenizer and data.
+        trial: address of the Optuna trial that may prune the run; `None` outside of a search.
+
+    Raises:
+        UserError: if the model cannot be loaded, or the settings fit neither the data nor the number of processes.
+    """
+    identity, tokenizer, data = prepared.identity, prepared.tokenizer, prepared.data
+    config, spec, folder = identity.config, identity.spec, identity.folder
+    # From here on, only the initialization of the head and dropout draw from the global random generators.
+    L.seed_everything(config.seed, workers=True, verbose=False)
+    model = pretrained.load_model(config.model, spec, prepared.model_config, tokenizer)
+    # Created before the penalty is attached, because this runs the model on a trial input.
+    collate = make_collator(spec, config, tokenizer, model)
+    watch = config.reg.attach(model, special_ids(tokenizer), config.seed)
+    module = _make_module(config, spec, model, watch, data)
+    data_module = FineTuningData(data.train, data.validation, data.test, collate, config.data, config.seed)
+    layer_isotropy = LayerIsotropy()
+    class_isotropy = ClassIsotropyCallback() if spec.kind == "classification" else None
+    history = History(spec.selection_metric, layer_isotropy, writes_checkpoints(config.trainer), class_isotropy)
+    stop_signal, metrics_file = StopSignal(), MetricsFile(folder / results.METRICS)
+    covariance_callback = _make_covariance_callback(config, module, data_module, stop_signal)
+    callbacks: list[L.Callback] = [stop_signal, layer_isotropy, *([] if class_isotropy is None else [class_isotropy])]
+    callbacks += [*_make_isotropy_monitors(config.trainer), history, *_make_pruning_callbacks(trial, history)]
+    callbacks += [covariance_callback] if covariance_callback is not None else []
+    callbacks += _make_observing_callbacks(config, folder, data_module, tokenizer)
+    checkpoints = _make_checkpoints(config.trainer, folder, history, metrics_file, stop_signal)
+    trainer = build_trainer(config.trainer, spec.selection_metric, folder, callbacks, checkpoints)
+    if trainer.strategy.root_device.type == "cpu":
+        keep_freed_memory()
+    job = Job(
+        prepared=prepared,
+        module=module,
+        data_module=data_module,
+        trainer=trainer,
+        layer_isotropy=layer_isotropy,
+        history=history,
+        covariance_callback=covariance_callback,
+        checkpoints=checkpoints,
+        metrics_file=metrics_file,
+        stop_signal=stop_signal,
+    )
+    _check_num_processes(job)
+    _check_batch_size(job)
+    check_validation_interval(config.trainer, _count_batches_per_epoch(job))
+    return job
+
+
+def _make_module(
+    config: Config,
+    spec: TaskSpec,
+    model: PreTrainedModel,
+    watch: Watch | EmbeddingWatch | None,
+    data: PreparedData,
+) -> FineTuner:
+    options: dict[str, Any] = {
+        "skip_nonfinite": config.trainer.nonfinite == "skip",
+        "max_steps": config.trainer.lightning.get("max_steps"),
+        "weight_schedule": config.reg.weight_schedule(),
+    }
+    optim = replace(config.optim, weight_decay=config.reg.weight_decay(config.optim.weight_decay))
+    if not spec.is_language_modelling:
+        return FineTuner(model, watch, optim, data.evaluators, **options)
+    options |= {"is_causal": spec.kind == "causal_lm", "restrict_head_to_labels": not config.model.compile}
+    return LanguageModelTuner(model, watch, optim, data.evaluators, **options)
+
+
+def _make_checkpoints(
+    settings: TrainerConfig, folder: Path, history: History, metrics_file: MetricsFile, stop_signal: StopSignal
+) -> Checkpoints | None:
+    """Return the callback that saves checkpoints, or None if the trainer is configured without checkpoints."""
+    if not writes_checkpoints(settings):
+        return None
+    steps, minutes = settings.checkpoint_every_n_steps, settings.checkpoint_every_n_minutes
+    return Checkpoints(folder / CHECKPOINTS_FOLDER, folder.name, history, metrics_file, stop_signal, steps, minutes)
+
+
+def _make_isotropy_monitors(settings: TrainerConfig) -> list[L.Callback]:
+    """Return the callback that monitors isotropy during training, in a list that is empty if no setting needs it."""
+    if not settings.monitor_isotropy and settings.stop_at_inter_sim is None:
+        return []
+    return [IsotropyMonitor(settings.stop_at_inter_sim, settings.inter_sim_patience)]
+
+
+def _make_observing_callbacks(
+    config: Config, folder: Path, data_module: FineTuningData, tokenizer: Any
+) -> list[L.Callback]:
+    """Return the callbacks that measure the geometry, or save the model, at scheduled training steps."""
+    callbacks: list[L.Callback] = []
+    settings = config.trainer
+    if settings.measure_every_n_steps is not None:
+        steps, examples = settings.measure_every_n_steps, settings.measure_examples
+        callbacks.append(
+            GeometryProbe(data_module.validation[0], data_module.collate, config.data.eval_batch_size, steps, examples)
+        )
+    if settings.keep_models is not None:
+        callbacks.append(KeptModels(folder / results.KEPT_MODELS, settings.keep_models, tokenizer))
+    return callbacks
+
+
+def _make_pruning_callbacks(trial: str | None, history: History) -> list[L.Callback]:
+    """Return the callback that prunes the run of an Optuna trial, in a list that is empty without a trial."""
+    if trial is None:
+        return []
+    from istar.finetune.training.pruning import PruningCallback, TrialReference
+
+    return [PruningCallback(TrialReference.parse(trial), history, load_trial)]
+
+
+def _make_covariance_callback(
+    config: Config, module: FineTuner, data_module: FineTuningData, stop_signal: StopSignal
+) -> ShrinkageCovariance | None:
+    """Return the callback that refreshes the shrinkage covariance, or None if the penalty does not need it."""
+    watch = module.watch
+    if watch is None or not isinstance(watch.penalty, IStar) or watch.penalty.weight == 0:
+        return None
+    if not watch.penalty.needs_shrinkage_covariance:
+        return None
+    points, batch_size, progress_bar = config.reg.num_points, config.data.eval_batch_size, config.trainer.progress_bar
+    return ShrinkageCovariance(
+        watch,
+        data_module.train,
+        data_module.collate,
+        points,
+        batch_size,
+        config.seed,
+        progress_bar=progress_bar,
+        every_n_steps=config.reg.refresh_every_n_steps,
+        stop_signal=stop_signal,
+    )
+
+
+def _check_num_processes(job: Job) -> None:
+    """Raise a `UserError` if too few processes are running, or more than an evaluation set has examples."""
+    if count_processes_to_start(job.trainer) > 1:
+        # Lightning would start the missing processes by executing the current script again.
+        raise UserError(
+            f"trainer.devices={job.config.trainer.devices} needs more processes than this one: train.py and "
+            "istar.finetune.runs.launch.launch(config, num_processes) start them"
+        )
+    min_size = min(len(rows) for rows in (*job.data.validation, *job.data.test))
+    if min_size < job.trainer.world_size:
+        raise UserError(
+            f"{job.trainer.world_size} processes are too many for an evaluation set of {min_size}; give fewer devices"
+        )
+
+
+def _check_batch_size(job: Job) -> None:
+    """Raise a `UserError` if the largest micro-batch has too few sequences for a score of the penalty."""
+    watch = job.module.watch
+    # A row of a language model's batch may hold several documents.
+    if isinstance(watch, Watch) and not job.spec.is_language_modelling:
+        # With `sync`, the ranks compute one penalty together, so that their micro-batches count as one.
+        num_ranks = job.trainer.world_size if watch.penalty.sync else 1
+        watch.check_batch_size(min(num_ranks * job.config.data.batch_size, len(job.data.train)))
+
+
+def _count_batches_per_epoch(job: Job) -> int:
+    """Return the number of training batches that each process has in an epoch."""
+    num_examples = count_examples_per_process(len(job.data.train), job.trainer.world_size)
+    num_batches = math.ceil(num_examples / job.config.data.batch_size)
+    batch_limit = job.config.trainer.lightning.get("limit_train_batches") or 1.0
+    return min(batch_limit, num_batches) if type(batch_limit) is int else int(batch_limit * num_batches)

@@ -1,0 +1,175 @@
+"""The last step of a run: writes what the run leaves in its folder, `result.json` last."""
+
+import json
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+from istar.files.outputs import run_output
+from istar.files.writing import atomic_write, write_text
+from istar.finetune.runs.assemble import CHECKPOINTS_FOLDER, Job
+from istar.finetune.tasks.evaluation import write_submission
+from istar.finetune.tasks.loading import count_overlap
+from istar.finetune.training import merge_outputs
+from istar.finetune.training.checkpoints import remove_old_checkpoints
+from istar.finetune.training.loggers import log_result
+from istar.finetune.training.module import all_gather_object
+from istar.finetune.training.validation_geometry import measure_validation_geometry
+from istar.finetune.training.validation_isoscore_star import compute_isoscore_star_by_layer
+from istar.inputs import pretrained
+from istar.records import results
+from istar.records.config.schema import to_dict
+from istar.records.provenance import describe_code, describe_hardware
+from istar.records.results import RunRecord
+from istar.reports.geometry_picture import render_geometry_plot
+from istar.reports.run_picture import render_isotropy_plot
+
+ISOTROPY_PICTURE = "isotropy.png"
+GEOMETRY_PICTURE = "geometry_over_steps.png"
+
+
+def start_record(job: Job) -> RunRecord:
+    """Return the record of a run before its training, with the status "failed"."""
+    return RunRecord(
+        job.folder.name,
+        "failed",
+        to_dict(job.config),
+        timing={"began": results.read_start_time(job.folder)},
+        versions=results.installed_versions(),
+        model_commit=job.config.model.revision,
+        data_commit=job.data.examples.commit,
+        **describe_code(),
+        **describe_hardware(job.trainer.strategy.root_device, job.trainer.world_size),
+    )
+
+
+def record_results(job: Job, record: RunRecord, timing: dict[str, Any], start_time: float) -> RunRecord:
+    """Write the outputs of a trained model into the folder of its run, and return the complete record.
+
+    All ranks call this together; only rank 0 writes.
+
+    Args:
+        job: the run, after its training.
+        record: what `start_record` returned.
+        timing: durations of the training's phases in seconds, by name.
+        start_time: value of `time.perf_counter()` at the start of the run.
+    """
+    _save_outputs(job)
+    status = "pruned" if job.history.pruned else "finished"
+    timing = {**record.timing, "total": time.perf_counter() - start_time, **timing}
+    record = replace(record, status=status, timing=timing, **_make_result_fields(job))
+    if not job.trainer.is_global_zero:
+        return record
+    if job.checkpoints is not None:
+        remove_old_checkpoints(job.folder / CHECKPOINTS_FOLDER, job.checkpoints.best_weights_path())
+    with atomic_write(job.folder / ISOTROPY_PICTURE) as file:
+        file.write(render_isotropy_plot(record))
+    if job.config.trainer.measure_every_n_steps is not None:
+        with atomic_write(job.folder / GEOMETRY_PICTURE) as file:
+            file.write(render_geometry_plot(job.metrics_file.rows))
+    # result.json is written last, because a folder that has it counts as a finished run.
+    job.metrics_file.finalize("success")
+    log_result(job.trainer, asdict(record))
+    results.write(record, job.folder)
+    return record
+
+
+def _save_outputs(job: Job) -> None:
+    """Write the predictions of the best epoch and, if requested, the submission, the geometry and the model."""
+    if job.config.task.submission:
+        _predict_and_write_submission(job)
+    if not job.trainer.is_global_zero:
+        return
+    for suffix, evaluation in job.history.best_evaluations.items():
+        if not evaluation.predictions:
+            continue  # language models have none
+        path = job.folder / (f"predictions_{suffix}.jsonl" if suffix else "predictions.jsonl")
+        results.write_predictions(path, evaluation.predictions)
+    if job.config.run.geometry:
+        write_text(job.folder / results.GEOMETRY, json.dumps(_measure_geometry(job)) + "\n")
+    if job.config.run.save_model:
+        output = run_output(job.folder)
+        draft = output.make_draft()
+        pretrained.save(job.module.model, job.prepared.tokenizer, draft)
+        output.write({}, {"model": draft})
+
+
+def _measure_geometry(job: Job) -> dict[str, Any]:
+    """Measure the geometry of the model on the first validation set, and return it as `geometry.json` stores it."""
+    config, validation, collate = job.config, job.data.validation[0], job.data_module.collate
+    geometry = measure_validation_geometry(job.trainer, job.module, validation, collate, config.data.eval_batch_size)
+    if config.run.isotropy_zeta is not None and not config.trainer.fast_dev_run:
+        geometry["isoscore_star"] = compute_isoscore_star_by_layer(
+            job.trainer,
+            job.module,
+            validation,
+            job.data.train,
+            collate,
+            config.data.eval_batch_size,
+            config.run.isotropy_zeta,
+            config.seed,
+        )
+    return geometry
+
+
+def _predict_and_write_submission(job: Job) -> None:
+    outputs: Any = job.trainer.predict(job.module, datamodule=job.data_module)
+    # Lightning returns a list of batches for a single test set, and a list of such lists for several.
+    evaluators = job.data.test_evaluators
+    outputs_by_set = outputs if len(evaluators) > 1 else [outputs]
+    test_sets = zip(job.data.examples.test_sets, evaluators, outputs_by_set, strict=True)
+    for split, evaluator, set_outputs in test_sets:
+        evaluation = evaluator(merge_outputs(all_gather_object(merge_outputs(set_outputs))))
+        if job.trainer.is_global_zero:
+            write_submission(job.spec, split, evaluation.predictions, job.folder / "submission")
+
+
+def _make_result_fields(job: Job) -> dict[str, Any]:
+    """Return the fields of `RunRecord` that are known only after training, by name."""
+    spec, history, examples = job.spec, job.history, job.data.examples
+    train_examples, best_entry = examples.train, history.epochs[history.best_epoch - 1]
+    examples_by_set = {split.name: rows for split, rows in zip(spec.validation, examples.validation, strict=True)}
+    baseline = job.data.compute_baseline(
+        spec,
+        job.data_module.collate,
+        job.config.data.eval_batch_size,
+        max(job.prepared.tokenizer.get_vocab().values()) + 1,
+    )
+    validation_sizes = {name: len(rows) for name, rows in examples_by_set.items()}
+    overlaps = {name: count_overlap(spec, train_examples, rows) for name, rows in examples_by_set.items()}
+    return {
+        "headline": {
+            "metric": spec.headline,
+            "value": best_entry["metrics"][spec.headline],
+            "epoch": best_entry["epoch"],
+        },
+        "selection": {
+            "set": spec.selection_set.name,
+            "metric": spec.selection_metric,
+            "value": best_entry["metrics"][spec.selection_metric],
+        },
+        "metrics": best_entry["metrics"],
+        "metrics_before": history.before_training["metrics"],
+        "baseline": baseline,
+        "collapsed": {split.name: history.best_evaluations[split.suffix].collapsed for split in spec.validation},
+        "isotropy": {
+            "before": history.before_training["isotropy"],
+            "after": best_entry["isotropy"],
+            "points": job.layer_isotropy.num_points,
+        },
+        "class_isotropy": _make_class_isotropy_field(history.before_training, best_entry),
+        "epochs": history.epochs,
+        "skipped_steps": job.module.step_guard.num_skipped,
+        "data": {
+            "fingerprint": job.identity.data_fingerprint,
+            "train": len(train_examples),
+            "validation": validation_sizes,
+            "overlap": overlaps,
+        },
+    }
+
+
+def _make_class_isotropy_field(entry_before: dict[str, Any], best_entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the field `class_isotropy` of `RunRecord` from two entries of the history; empty without classes."""
+    key = "class_isotropy"
+    return {"before": entry_before.get(key, {}), "after": best_entry[key]} if key in best_entry else {}
