@@ -127,14 +127,14 @@ def make_config(settings: argparse.Namespace) -> Any:
 
 def prepare_data(config: Any) -> tuple[Any, Any, Any]:
     """Return the rows of the training data, the model, and the function that makes a batch of rows for it."""
-    from istar.finetune.runs.prepared_data import load_tokenizer, make_collator, prepare_data
+    from istar.finetune.runs.prepared_data import load_or_train_tokenizer, make_collator, prepare_data
     from istar.finetune.runs.run_folders import find_task_spec, load_examples
     from istar.finetune.tasks.loading import fingerprint
     from istar.inputs import pretrained
 
     spec = find_task_spec(config.task)
     examples = load_examples(spec, config.task, config.data.cache_dir)
-    tokenizer = load_tokenizer(config, spec, examples, fingerprint(examples.train, *examples.validation))
+    tokenizer = load_or_train_tokenizer(config, spec, examples, fingerprint(examples.train, *examples.validation))
     model_config = pretrained.load_config(config.model, spec, tokenizer)
     data = prepare_data(spec, config, examples, tokenizer, model_config)
     model = pretrained.load_model(config.model, spec, model_config, tokenizer)

@@ -183,7 +183,7 @@ def model_files(folder: Path, seed: int) -> dict[str, bytes]:
     tokenizer = tiny.make_tokenizer(demo.vocabulary())
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        BertModel(tiny.make_config(len(tokenizer))).save_pretrained(folder)
+        BertModel(tiny.make_tiny_config(len(tokenizer))).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 

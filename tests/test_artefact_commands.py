@@ -102,7 +102,7 @@ def test_first_paper(hub: MockHub, own_cache: Path, tmp_path: Path) -> None:
     shape = {"vocab_size": len(tokenizer), "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(0)
     for name, model in (
-        ("google-bert/bert-base-cased", hf.BertModel(tiny.make_config(len(tokenizer)))),
+        ("google-bert/bert-base-cased", hf.BertModel(tiny.make_tiny_config(len(tokenizer)))),
         ("albert/albert-base-v2", hf.AlbertModel(hf.AlbertConfig(**shape, hidden_size=32, intermediate_size=64))),
         ("distilbert/distilbert-base-cased", hf.DistilBertModel(hf.DistilBertConfig(
             vocab_size=len(tokenizer), n_layers=2, n_heads=2, dim=32, hidden_dim=64))),

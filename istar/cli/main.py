@@ -54,7 +54,7 @@ def _run_train(arguments: Sequence[str], command: str) -> int:
         return error.exit_code
     from istar.cli import train
 
-    train.main(arguments, command)
+    train.run_train(arguments, command)
     return 0
 
 

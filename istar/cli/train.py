@@ -29,7 +29,7 @@ _OPTIONS_WITH_VALUE = frozenset(
 """Options of Hydra that the next argument may belong to."""
 
 
-def main(arguments: Sequence[str], command: str) -> None:
+def run_train(arguments: Sequence[str], command: str) -> None:
     """Execute a run, or a sweep with `-m`; print an error in one line and exit the process.
 
     Args:

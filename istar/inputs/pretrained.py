@@ -39,6 +39,7 @@ from istar.inputs.architectures import (
 )
 from istar.inputs.hub import LOCAL_COPY_HINTS, explain_refusal, find_hub_problem, is_hub_id
 from istar.inputs.new_tokenizer import train_tokenizer
+from istar.inputs.tokenizing import find_max_input_length
 from istar.records.config import ModelConfig
 from istar.records.task_specs import TaskSpec
 
@@ -112,7 +113,9 @@ def _train_new_tokenizer(config: ModelConfig, texts: Iterable[str] | None) -> Pr
         )
     model_config = _make_architecture_config(config)
     tokenizer = train_tokenizer(texts, config.vocab_size, "bpe" if is_decoder(model_config) else "wordpiece")
-    tokenizer.model_max_length = getattr(model_config, "max_position_embeddings", None) or tokenizer.model_max_length
+    # In some architectures, positions start after the id of the padding token.
+    model_config.pad_token_id = tokenizer.pad_token_id
+    tokenizer.model_max_length = find_max_input_length(model_config) or tokenizer.model_max_length
     model_class: Any = transformers.MODEL_MAPPING[type(model_config)]
     parameters = inspect.signature(model_class.forward).parameters
     tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name in parameters]
@@ -131,7 +134,7 @@ def load_config(config: ModelConfig, spec: TaskSpec, tokenizer: PreTrainedTokeni
         UserError: if the configuration is not found, if the model is neither a text encoder nor a decoder, or if the
             task needs the other of the two.
     """
-    model_config: Any = tiny.make_config(len(tokenizer)) if config.is_tiny else _make_architecture_config(config)
+    model_config: Any = tiny.make_tiny_config(len(tokenizer)) if config.is_tiny else _make_architecture_config(config)
     check_num_layers(model_config, config.label)
     if not hasattr(model_config, "num_hidden_layers"):
         raise UserError(f"{config.label}: {model_config.model_type} models are not text encoders")

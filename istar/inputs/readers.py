@@ -153,7 +153,7 @@ def _read_table(
     return RawSplit(str(path), columns, lines)
 
 
-def read_json(path: Path, spec: TaskSpec, split: str) -> RawSplit:
+def read_json_split(path: Path, spec: TaskSpec, split: str) -> RawSplit:
     """Read a file of JSON lines, or of one JSON array of objects, with the hub's column names as keys."""
     if spec.files == "squad" and re.match(r'\s*\{\s*"(data|version)"', read_text(path)):
         raise UserError(f"{path}: SQuAD's own JSON was expected as train-v1.1.json and dev-v1.1.json; rename the files")

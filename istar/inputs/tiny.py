@@ -21,7 +21,7 @@ def make_tokenizer(words: Iterable[str] = ()) -> BertTokenizer:
     return BertTokenizer({piece: index for index, piece in enumerate(pieces)}, model_max_length=MAX_LENGTH)
 
 
-def make_config(vocab_size: int) -> BertConfig:
+def make_tiny_config(vocab_size: int) -> BertConfig:
     """Return the configuration of a tiny BERT, the smallest that reliably learns the task `demo` within seconds."""
     return BertConfig(
         vocab_size=vocab_size,

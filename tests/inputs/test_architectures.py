@@ -26,6 +26,7 @@ from istar.finetune.runs.run import run
 from istar.finetune.runs.run_folders import identify_model
 from istar.inputs import demo, pretrained, tiny
 from istar.inputs.architectures import is_decoder, make_config, override_config
+from istar.inputs.tokenizing import find_max_input_length
 from istar.records.config import Config, ModelConfig
 from istar.records.task_specs import TASKS
 from tests.finetune.runs.faults import warnings_in
@@ -51,6 +52,17 @@ def load(config: ModelConfig, spec: Any) -> tuple[Any, Any]:
     return pretrained.load_model(config, spec, pretrained.load_config(config, spec, tokenizer), tokenizer), tokenizer
 
 
+@pytest.mark.parametrize("architecture", ["camembert", "mpnet", "longformer", "esm"])
+def test_the_longest_input_of_a_new_model_has_positions_for_all_its_tokens(architecture: str) -> None:
+    sizes = {**SIZES, "max_position_embeddings": 20, "attention_window": 8}
+    if architecture != "longformer":
+        del sizes["attention_window"]
+    model, tokenizer = load(make_new_config(architecture, config=sizes), MLM)
+    batch = tokenizer("a cat and a dog " * 50, truncation=True, return_tensors="pt")
+    assert batch["input_ids"].shape[1] == tokenizer.model_max_length < 20
+    assert model(**batch).logits.isfinite().all()
+
+
 @pytest.mark.parametrize("architecture", [*DECODERS, *ENCODERS])
 def test_a_new_language_model(architecture: str, tmp_path: Path) -> None:
     """The model has the requested sizes, fits its tokenizer, and is loaded as it was saved."""
@@ -61,7 +73,7 @@ def test_a_new_language_model(architecture: str, tmp_path: Path) -> None:
     assert (config.max_position_embeddings, config.model_type) == (80, architecture)
     assert config.vocab_size == len(tokenizer) == model.get_input_embeddings().num_embeddings < 400
     assert config.pad_token_id == tokenizer.pad_token_id != tokenizer.eos_token_id
-    assert tokenizer.model_max_length == 80
+    assert tokenizer.model_max_length == find_max_input_length(config)
     assert model.training
     pretrained.save(model, tokenizer, tmp_path)
     auto_class: Any = AutoModelForCausalLM if architecture in DECODERS else AutoModelForMaskedLM

@@ -68,7 +68,7 @@ def test_tokenizer_survives_saving(tokenizer: BertTokenizer, tmp_path: Path) -> 
 
 
 def test_model_survives_saving(tokenizer: BertTokenizer, tmp_path: Path) -> None:
-    config = tiny.make_config(len(tokenizer))
+    config = tiny.make_tiny_config(len(tokenizer))
     model = BertModel(config).train(False)
     model.save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).vocab_size == len(tokenizer)

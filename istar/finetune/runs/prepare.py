@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from istar.finetune.runs.identify import RunIdentity
-from istar.finetune.runs.prepared_data import PreparedData, load_tokenizer, prepare_data
+from istar.finetune.runs.prepared_data import PreparedData, load_or_train_tokenizer, prepare_data
 from istar.inputs import pretrained
 from istar.records.config.penalties import CosRegConfig
 from istar.regularizers import layer_numbers
@@ -28,7 +28,7 @@ def prepare(identity: RunIdentity) -> PreparedRun:
         UserError: if tokenizer, model, penalty and data do not fit together.
     """
     config, spec = identity.config, identity.spec
-    tokenizer = load_tokenizer(config, spec, identity.examples, identity.data_fingerprint)
+    tokenizer = load_or_train_tokenizer(config, spec, identity.examples, identity.data_fingerprint)
     model_config = pretrained.load_config(config.model, spec, tokenizer)
     if isinstance(config.reg, CosRegConfig):
         # Called only to refuse layers that the model does not have.

@@ -84,7 +84,7 @@ def prepare_data(
     return _prepare_labelled(spec, config, examples, tokenizer, max_length)
 
 
-def load_tokenizer(
+def load_or_train_tokenizer(
     config: Config, spec: TaskSpec, examples: Examples, data_fingerprint: str
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the model, or train one on the training texts and keep it in the cache.

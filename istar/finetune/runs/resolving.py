@@ -29,7 +29,7 @@ def resolve_precision(config: Config) -> Config:
         return config
     from istar.finetune.training import precision
 
-    return replace(config, trainer=precision.resolve_precision(config.trainer))
+    return replace(config, trainer=precision.choose_precision(config.trainer))
 
 
 def resolve_model(config: ModelConfig) -> ModelConfig:

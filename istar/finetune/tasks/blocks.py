@@ -83,7 +83,7 @@ def open_corpus(folder: Path) -> Corpus | None:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class TokenBlocks:
     """Blocks of a corpus: slices of its tokens, with special tokens before and after.
 
     If documents are packed, a block may contain the end of one document and the beginning of the next. Otherwise it is
@@ -125,7 +125,9 @@ class Blocks:
         return np.pad(document_indices - document_indices[0], (len(self.prefix), len(self.suffix)), mode="edge")
 
 
-def cut_packed_blocks(corpus: Corpus, length: int, prefix: Sequence[int] = (), suffix: Sequence[int] = ()) -> Blocks:
+def cut_packed_blocks(
+    corpus: Corpus, length: int, prefix: Sequence[int] = (), suffix: Sequence[int] = ()
+) -> TokenBlocks:
     """Cut a corpus into blocks of `length` tokens, including special tokens, regardless of where documents end.
 
     If the last block is shorter, it is left out unless it is the only one.
@@ -136,12 +138,14 @@ def cut_packed_blocks(corpus: Corpus, length: int, prefix: Sequence[int] = (), s
     text_length = _count_text_tokens(corpus, length, prefix, suffix)
     num_tokens = int(corpus.starts[-1])
     block_starts = np.arange(0, max(num_tokens - text_length, 0) + 1, text_length)
-    return Blocks(
+    return TokenBlocks(
         corpus, np.stack([block_starts, np.minimum(block_starts + text_length, num_tokens)], axis=1), prefix, suffix
     )
 
 
-def cut_separate_blocks(corpus: Corpus, length: int, prefix: Sequence[int] = (), suffix: Sequence[int] = ()) -> Blocks:
+def cut_separate_blocks(
+    corpus: Corpus, length: int, prefix: Sequence[int] = (), suffix: Sequence[int] = ()
+) -> TokenBlocks:
     """Cut each document of a corpus into blocks of at most `length` tokens, including special tokens.
 
     Raises:
@@ -152,7 +156,7 @@ def cut_separate_blocks(corpus: Corpus, length: int, prefix: Sequence[int] = (),
     document_indices = np.repeat(np.arange(len(corpus)), num_blocks)
     index_in_document = np.arange(len(document_indices)) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)
     block_starts = corpus.starts[document_indices] + index_in_document * text_length
-    return Blocks(
+    return TokenBlocks(
         corpus,
         np.stack([block_starts, np.minimum(block_starts + text_length, corpus.starts[document_indices + 1])], 1),
         prefix,

@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from istar.errors import UserError, shorten
 from istar.files.writing import atomic_folder
 from istar.finetune.tasks.blocks import (
-    Blocks,
     Corpus,
+    TokenBlocks,
     append_separator,
     cut_packed_blocks,
     cut_separate_blocks,
@@ -79,7 +79,7 @@ def load_or_tokenize_corpus(documents: Dataset, tokenizer: PreTrainedTokenizerBa
 
 def cut_into_blocks(
     spec: TaskSpec, corpus: Corpus, tokenizer: PreTrainedTokenizerBase, length: int, packing: bool
-) -> Blocks:
+) -> TokenBlocks:
     """Cut a corpus into blocks of at most `length` tokens, including special tokens.
 
     A block starts with the special tokens that the tokenizer puts before a text. For masked language modelling, it also
@@ -114,7 +114,7 @@ class BlockRows:
         seed: seed of the masks in training, which also depend on the epoch and the row.
     """
 
-    blocks: Blocks
+    blocks: TokenBlocks
     masking: Masking | None
     seed: int
 
@@ -155,7 +155,7 @@ class BlockRows:
 
     def take_first(self, count: int) -> "BlockRows":
         """Return only the first `count` rows."""
-        blocks = Blocks(self.blocks.corpus, self.blocks.spans[:count], self.blocks.prefix, self.blocks.suffix)
+        blocks = TokenBlocks(self.blocks.corpus, self.blocks.spans[:count], self.blocks.prefix, self.blocks.suffix)
         return BlockRows(blocks, self.masking, self.seed)
 
 

@@ -20,7 +20,7 @@ from datasets.table import InMemoryTable
 from istar.errors import UserError, shorten
 from istar.files.writing import cache_folder
 from istar.finetune.tasks import sources
-from istar.finetune.tasks.sources import Source
+from istar.finetune.tasks.sources import ExampleSource
 from istar.inputs.readers import RawSplit
 from istar.records.task_specs import Kind, TaskSpec
 
@@ -41,7 +41,7 @@ def load_splits(spec: TaskSpec, data_dir: str | Path | None, splits: Sequence[st
 
 def find_source(
     spec: TaskSpec, data_dir: str | Path | None, splits: Sequence[str], cache_dir: str | None = None
-) -> Source:
+) -> ExampleSource:
     """Return the source of a task's splits: a folder, the hub, whose data set is downloaded, or the demo generator.
 
     If `data_dir` is a text corpus, its documents are cached below `cache_dir`, or below the default of `cache_folder`.
@@ -56,7 +56,7 @@ def find_source(
     return sources.make_demo_source(spec) if spec.hub is None else sources.make_hub_source(spec)
 
 
-def read_splits(source: Source, spec: TaskSpec, splits: Sequence[str]) -> dict[str, Dataset]:
+def read_splits(source: ExampleSource, spec: TaskSpec, splits: Sequence[str]) -> dict[str, Dataset]:
     """Read and validate splits of a task from a source, and return them by name.
 
     Raises:

@@ -31,15 +31,15 @@ _BENCHMARK_LAYOUTS: Mapping[Files, Layout] = {
 }
 _TABLE_LAYOUT: Layout = {
     "{}.csv": readers.read_csv,
-    "{}.jsonl": readers.read_json,
-    "{}.json": readers.read_json,
+    "{}.jsonl": readers.read_json_split,
+    "{}.json": readers.read_json_split,
     "{}.parquet": readers.read_parquet,
 }
 
 
 @dataclass(frozen=True)
-class Source:
-    """Source of the splits of a task: a folder, a text corpus, the hub or the demo generator.
+class ExampleSource:
+    """ExampleSource of the splits of a task: a folder, a text corpus, the hub or the demo generator.
 
     Attributes:
         read_split: function that reads the split of a given name. It returns the documents of a text corpus as a data
@@ -53,7 +53,7 @@ class Source:
     commit: str | None = None
 
 
-def make_folder_source(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) -> Source:
+def make_folder_source(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) -> ExampleSource:
     """Return the source that reads splits from the files of a folder.
 
     It uses the subfolder and file layout that contain most of the requested splits. In a tie, it prefers those with
@@ -93,16 +93,16 @@ def make_folder_source(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) ->
         path, reader = file_and_reader
         return reader(path, spec, split)
 
-    return Source(read_split, lambda split: _find_file(spec, folder, layout, split) is not None)
+    return ExampleSource(read_split, lambda split: _find_file(spec, folder, layout, split) is not None)
 
 
-def make_text_source(path: Path, cache_dir: Path) -> Source:
+def make_text_source(path: Path, cache_dir: Path) -> ExampleSource:
     """Return the source of the splits of a text corpus in a file or folder, as `find_text_splits` finds them."""
     splits = find_text_splits(path)
-    return Source(lambda split: read_texts(splits[split], cache_dir), lambda split: split in splits)
+    return ExampleSource(lambda split: read_texts(splits[split], cache_dir), lambda split: split in splits)
 
 
-def make_hub_source(spec: TaskSpec) -> Source:
+def make_hub_source(spec: TaskSpec) -> ExampleSource:
     """Return the source that loads a task from the Hugging Face hub, or from the local cache without the hub.
 
     All splits are of the same commit, the latest of the data set's main branch.
@@ -145,7 +145,7 @@ def make_hub_source(spec: TaskSpec) -> Source:
             return drop_blank_rows(splits[name_on_hub], split_source)
         return readers.read_dataset(splits[name_on_hub], spec, split, split_source)
 
-    return Source(
+    return ExampleSource(
         read_split,
         lambda split: split in hub_location_by_split or split in dataset,
         commit or _find_cached_commit(dataset),
@@ -162,7 +162,7 @@ def _find_cached_commit(dataset: datasets.DatasetDict) -> str | None:
     return commit if COMMIT_PATTERN.fullmatch(commit) else None
 
 
-def make_demo_source(spec: TaskSpec) -> Source:
+def make_demo_source(spec: TaskSpec) -> ExampleSource:
     """Return the source that generates the splits of a demo task."""
 
     def read_split(split: str) -> RawSplit | Dataset:
@@ -171,7 +171,7 @@ def make_demo_source(spec: TaskSpec) -> Source:
             return generated
         return readers.read_dataset(generated, spec, split, f"generated {split} of {spec.name}")
 
-    return Source(read_split, lambda split: True)
+    return ExampleSource(read_split, lambda split: True)
 
 
 def _find_file(spec: TaskSpec, folder: Path, layout: Layout, split: str) -> tuple[Path, Reader] | None:

@@ -23,7 +23,7 @@ _FAST_RATIO = 0.8
 log = logging.getLogger(__name__)
 
 
-def resolve_precision(settings: TrainerConfig) -> TrainerConfig:
+def choose_precision(settings: TrainerConfig) -> TrainerConfig:
     """Return the trainer settings with `precision=auto` replaced by a precision that the hardware computes fast.
 
     That is bf16-mixed if a matrix product takes at most 0.8 times as long in bfloat16 as in float32. Otherwise, it is

@@ -174,7 +174,7 @@ def model(change: Change = nothing, **settings: Any) -> Prepare:
 
     def prepare(folder: Path) -> None:
         tokenizer = tiny.make_tokenizer(demo.vocabulary())
-        config = tiny.make_config(len(tokenizer))
+        config = tiny.make_tiny_config(len(tokenizer))
         for key, value in settings.items():
             setattr(config, key, value)
         pretrained.save(BertForSequenceClassification(config), tokenizer, folder / "model")

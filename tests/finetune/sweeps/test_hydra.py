@@ -46,7 +46,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
     def run_command(*arguments: str) -> int:
         GlobalHydra.instance().clear()
         try:
-            train.main([*arguments, *TINY], "istar train")
+            train.run_train([*arguments, *TINY], "istar train")
         except SystemExit as error:
             return int(error.code or 0)
         return 0

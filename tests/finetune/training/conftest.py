@@ -50,7 +50,7 @@ def setting() -> Setting:
         for name, rows in examples.items()
     }
     torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(tiny.make_config(len(tokenizer))).train()
+    model = AutoModelForSequenceClassification.from_config(tiny.make_tiny_config(len(tokenizer))).train()
     evaluators = {"": Evaluator(spec, examples["validation"], features["validation"])}
     return Setting(model, Collator(tokenizer), features["train"], features["validation"], evaluators)
 

@@ -36,7 +36,7 @@ def gpt2() -> Any:
 
 
 def bert() -> Any:
-    config = tiny.make_config(VOCABULARY)
+    config = tiny.make_tiny_config(VOCABULARY)
     config.update(SHAPE)
     return BertForMaskedLM(config)
 

@@ -54,7 +54,7 @@ def make_model(name: str, vocabulary: int) -> Any:
         return GPT2LMHeadModel(
             GPT2Config(vocab_size=vocabulary, n_positions=32, n_embd=16, n_layer=2, n_head=2, **options)
         )
-    config = tiny.make_config(vocabulary)
+    config = tiny.make_tiny_config(vocabulary)
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
     return BertForMaskedLM(config)
 

@@ -165,7 +165,7 @@ def test_emulated_bfloat16_is_warned_of_once(set_bfloat16_ratio, caplog):
     with caplog.at_level(logging.WARNING, logger="istar"):
         for _ in range(2):
             settings = TrainerConfig(precision="bf16-mixed", accelerator="cpu")
-            assert precision_module.resolve_precision(settings) == settings
+            assert precision_module.choose_precision(settings) == settings
     [message] = caplog.messages
     assert "takes 47 times as long as in float32" in message
     assert "trainer.precision=auto" in message
@@ -173,7 +173,7 @@ def test_emulated_bfloat16_is_warned_of_once(set_bfloat16_ratio, caplog):
 
 def test_no_warning_where_bfloat16_is_fast(set_bfloat16_ratio, caplog):
     set_bfloat16_ratio(0.6)
-    precision_module.resolve_precision(TrainerConfig(precision="bf16-mixed", accelerator="cpu"))
+    precision_module.choose_precision(TrainerConfig(precision="bf16-mixed", accelerator="cpu"))
     assert not caplog.messages
 
 
