@@ -45,7 +45,7 @@ SLOWEST_FILES = (
     "tests/cli/test_train.py",
     "tests/finetune/runs/test_run_training.py",
     "tests/inputs/test_pretrained.py",
-    "tests/quantization/test_quantize.py",
+    "tests/finetune/quantization/test_form_scores.py",
     "tests/finetune/runs/test_run_identity.py",
     "tests/finetune/sweeps/test_planned_runs.py",
     "tests/geometry/test_compare.py",

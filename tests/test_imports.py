@@ -55,9 +55,7 @@ ALLOWED = {
     "embeddings": {"drawing", "errors", "files", "inputs", "measures", "records", "statistics"},
     "reports": {"drawing", "errors", "files", "measures", "records", "statistics"},
     "finetune": {"drawing", "errors", "files", "hidden_states", "inputs", "measures", "records", "regularizers"},
-    "quantization": {"drawing", "errors", "files", "finetune", "inputs", "measures", "records", "reports",
-                     "statistics"},
-    "cli": {"drawing", "embeddings", "errors", "finetune", "geometry", "inputs", "quantization", "records", "reports",
+    "cli": {"drawing", "embeddings", "errors", "files", "finetune", "geometry", "inputs", "records", "reports",
             "statistics"},
 }  # fmt: skip
 BORDERS_CROSSED = {
@@ -122,7 +120,9 @@ def test_libraries_of_the_light_parts(path: Path) -> None:
 FORBIDDEN_LIBRARIES = {
     "istar.measures": "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas",
     "istar.regularizers": "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas",
-    "istar.quantization.linear_layers": "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas",
+    "istar.finetune.quantization.linear_layers": (
+        "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas"
+    ),
     "istar.embeddings.wordsim": "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas",
     "istar.finetune.runs.run_folders": "lightning transformers hydra_plugins optuna matplotlib",
     "istar.statistics.conclusions": "torch lightning transformers datasets hydra matplotlib pandas",

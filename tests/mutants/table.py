@@ -823,32 +823,18 @@ MUTATIONS = [
     ),
     # ---- quantization
     Mutation(
-        "The drop of a form is that from the score of the training, not from float32.",
-        "istar/quantization/quantize.py",
-        'compute_drop(metric, scores["floating"], value)',
-        'compute_drop(metric, scores["recorded"], value)',
-        "tests/quantization/test_quantize.py::test_methods_are_compared_by_their_drops",
+        "The drop of a form has the wrong sign.",
+        "istar/finetune/quantization/form_scores.py",
+        "compute_drop(metric, float32_score, score)",
+        "compute_drop(metric, score, float32_score)",
+        "tests/finetune/quantization/test_form_scores.py::test_scores_are_those_of_torch_quantization",
     ),
     Mutation(
         "Static scales are calibrated on the validation data.",
-        "istar/quantization/form_scores.py",
-        '_make_loader(loaded, loaded.calibration), "calibration"',
-        '_make_loader(loaded, loaded.validation), "calibration"',
-        "tests/quantization/test_quantize.py::test_ranges_are_those_of_the_calibration_rows",
-    ),
-    Mutation(
-        "The p-values of the table of drops are not corrected by Holm's method.",
-        "istar/quantization/form_tables.py",
-        "replace(row.comparison_with_base, p_value=next(adjusted_p_values))",
-        "row.comparison_with_base",
-        "tests/quantization/test_quantize.py::test_methods_are_compared_by_their_drops",
-    ),
-    Mutation(
-        "Kept scores of a single model are used for changed data.",
-        "istar/quantization/saved_runs.py",
-        "            data_fingerprint = _fingerprint_examples(self.examples)\n",
-        "            data_fingerprint = None\n",
-        "tests/quantization/test_quantized_tasks.py::test_a_changed_data_file_is_noticed",
+        "istar/finetune/quantization/form_scores.py",
+        "for batch in _make_loader(saved, saved.calibration):",
+        "for batch in _make_loader(saved, saved.validation):",
+        "tests/finetune/quantization/test_form_scores.py::test_the_calibration_is_a_sample_of_training_examples",
     ),
     # ---- models
     Mutation(

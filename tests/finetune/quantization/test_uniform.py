@@ -1,7 +1,8 @@
-"""Simulated quantization, against torch's operators and observers and a naive float64 loop."""
+"""Simulated quantization, against torch's operators and a naive float64 loop."""
 
 import math
-import warnings
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 
 from istar.errors import NonFiniteError, UserError
+from istar.finetune.quantization import uniform
 from istar.measures import isoscore
-from istar.quantization import uniform
 
 BITS = (8, 6, 4, 2)
 
@@ -59,35 +60,6 @@ def test_torch_fakes_the_same_quantization(bits: int) -> None:
     torch.testing.assert_close(uniform.quantize_per_row(values, bits), expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_the_scale_is_that_of_torch_observers(bits: int) -> None:
-    from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver
-
-    largest_integer = 2 ** (bits - 1) - 1
-    batches = [cloud(5, 6, seed=seed, dtype=torch.float32) * (seed + 1) for seed in range(3)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        observer = MinMaxObserver(
-            dtype=torch.qint8, qscheme=torch.per_tensor_symmetric, quant_min=-largest_integer, quant_max=largest_integer
-        )
-        channel_observer = PerChannelMinMaxObserver(
-            ch_axis=0,
-            dtype=torch.qint8,
-            qscheme=torch.per_channel_symmetric,
-            quant_min=-largest_integer,
-            quant_max=largest_integer,
-        )
-        for batch in batches:
-            observer(batch)
-        channel_observer(batches[0])
-        expected, zero = observer.calculate_qparams()
-        channel_scales, _ = channel_observer.calculate_qparams()
-    assert zero.item() == 0
-    largest = torch.stack([uniform.largest_magnitude(batch) for batch in batches]).max()
-    torch.testing.assert_close(uniform.scale_for(largest, bits), expected.squeeze(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(uniform.scale_for(batches[0].abs().amax(1), bits), channel_scales, rtol=1e-6, atol=0)
-
-
 @pytest.mark.parametrize("quantizer", [uniform.quantize_per_tensor, uniform.quantize_per_row])
 def test_properties_of_the_rounding(quantizer: object) -> None:
     assert callable(quantizer)
@@ -133,8 +105,6 @@ def test_wrong_arguments() -> None:
         uniform.quantize_per_row(torch.zeros(3, 0), 8)
     with pytest.raises(UserError, match="floating"):
         uniform.quantize_per_row(torch.ones(2, 2, dtype=torch.int64), 8)
-    with pytest.raises(UserError, match="shape"):
-        uniform.noise_decibels(torch.ones(2), torch.ones(3))
     for invalid_value in (math.nan, math.inf):
         with pytest.raises(NonFiniteError):
             uniform.quantize_per_row(torch.tensor([[1.0, invalid_value]]), 8)
@@ -147,13 +117,19 @@ def test_an_offset_leaves_isoscore_and_costs_decibels() -> None:
     shifted[:, 5] += 100
     torch.testing.assert_close(isoscore(shifted), isoscore(points), rtol=1e-9, atol=0)
     other_dimensions = [dimension for dimension in range(128) if dimension != 5]
-    noise_of_points, noise_of_shifted_points = (
-        uniform.noise_decibels(
-            cloud_points[:, other_dimensions], uniform.quantize_per_tensor(cloud_points, 8)[:, other_dimensions]
-        )
+    power_of_points, power_of_shifted_points = (
+        float((uniform.quantize_per_tensor(cloud_points, 8) - cloud_points)[:, other_dimensions].square().mean())
         for cloud_points in (points, shifted)
     )
+    decibels = 10 * math.log10(power_of_shifted_points / power_of_points)
     # The step grows with the largest magnitude.
-    expected_decibels = 20 * math.log10(shifted.abs().max() / points.abs().max())
-    assert noise_of_shifted_points - noise_of_points == pytest.approx(expected_decibels, abs=0.2)
-    assert 25.5 < noise_of_shifted_points - noise_of_points < 27.5
+    assert decibels == pytest.approx(20 * math.log10(shifted.abs().max() / points.abs().max()), abs=0.2)
+    assert 25.5 < decibels < 27.5
+
+
+def test_the_example_of_the_guide(capsys: pytest.CaptureFixture[str]) -> None:
+    guide = (Path(__file__).resolve().parents[3] / "docs" / "quantization.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    [expected_output] = re.findall(r"```text\n(.*?)```", guide, re.DOTALL)
+    exec(compile(code, "docs/quantization.md", "exec"), {})
+    assert capsys.readouterr().out == expected_output

@@ -11,7 +11,7 @@ inference*, 2018, section 2.2). The grid is symmetric, so that the integer :math
 rounded to the even integer. What the maximum is taken over is the granularity: the whole tensor, an output channel of a
 weight, or a token.
 
-All functions keep dtype and device, and are not differentiable in a useful way: the gradient of rounding is 0.
+All functions keep dtype and device. The gradient of rounding is 0.
 """
 
 import torch
@@ -83,7 +83,7 @@ def round_to_grid(values: Tensor, scale: Tensor, bits: int) -> Tensor:
 
 
 def quantize_per_tensor(values: Tensor, bits: int) -> Tensor:
-    """Quantize a tensor with one scale for all values, that of their largest magnitude.
+    """Quantize a tensor with one scale for all values, from their largest magnitude.
 
     Args:
         values: `(...)`, floating.
@@ -100,7 +100,7 @@ def quantize_per_tensor(values: Tensor, bits: int) -> Tensor:
 
 
 def quantize_per_row(values: Tensor, bits: int) -> Tensor:
-    """Quantize each row of a tensor (along its last dimension) with a scale of its own.
+    """Quantize each row of a tensor (along its last dimension) with a separate scale.
 
     For a weight `(out_features, in_features)` of `torch.nn.Linear`, a row is an output channel. For activations
     `(batch, tokens, d)`, a row is a token, whose result depends on no other token (dynamic quantization per token, as
@@ -131,44 +131,7 @@ def largest_magnitude(values: Tensor) -> Tensor:
     return values.detach().abs().amax()
 
 
-def noise_decibels(values: Tensor, quantized: Tensor) -> float:
-    r"""Return the power of the quantization noise in decibels, :math:`10 \log_{10} \operatorname{mean}((Q(x) - x)^2)`.
-
-    It is computed in float64 relative to a power of 1. The difference of two results is the ratio of two noise powers
-    in decibels.
-
-    Args:
-        values: the values x before quantization, `(...)`.
-        quantized: the quantized values Q(x), `(...)`.
-
-    Returns:
-        A number in decibels; -inf if all values are unchanged.
-
-    Raises:
-        UserError: if the shapes differ, or there are no values.
-    """
-    _check_values(values, values.numel())
-    if values.shape != quantized.shape:
-        raise UserError(f"the quantized values have shape {tuple(quantized.shape)}; expected {tuple(values.shape)}")
-    power = (quantized.double() - values.double()).square().mean()
-    return float(10 * torch.log10(power))
-
-
-def check_finite_points(points: Tensor) -> None:
-    """Check that points are a floating matrix `(n, d)` of finite numbers with at least one row and one column.
-
-    Raises:
-        UserError: if the shape or the dtype is wrong.
-        NonFiniteError: if a number is NaN or infinite.
-    """
-    if points.dim() != 2 or not points.numel() or not points.is_floating_point():
-        raise UserError(f"points are {points.dtype} of shape {tuple(points.shape)}; expected a floating (n, d)")
-    if not torch.isfinite(points).all():
-        raise NonFiniteError("points are not finite; look for NaN or infinite values in them")
-
-
 def _check_values(values: Tensor, num_values: int) -> None:
-    """Raise a `UserError` if a tensor is not floating, or has no values over which a maximum could be taken."""
     if not values.is_floating_point():
         raise UserError(f"the numbers to quantize are {values.dtype}; expected a floating dtype")
     if not num_values:

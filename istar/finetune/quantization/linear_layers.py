@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from istar.errors import UserError
-from istar.quantization.uniform import (
+from istar.finetune.quantization.uniform import (
     MAX_BITS,
     MIN_BITS,
     largest_magnitude,
@@ -78,7 +78,7 @@ def parse_form(name: str, weights: WeightScales = "channel", activations: Activa
     """
     match = re.fullmatch(r"w(\d{1,3})a(\d{1,3})", name)
     if match is None:
-        raise UserError(f"{name!r} is no form; expected w<bits of weights>a<bits of activations>, such as w8a8")
+        raise UserError(f"{name!r} is not a form; expected w<bits of weights>a<bits of activations>, such as w8a8")
     return Form(int(match[1]), int(match[2]), weights, activations)
 
 
@@ -176,7 +176,7 @@ class QuantizedLinear(nn.Module):
     Attributes:
         weight: quantized weight, `(out_features, in_features)`.
         bias: `(out_features,)` or None, not quantized.
-        scale: static scale of the inputs, 0-d; None if each token has a scale of its own.
+        scale: static scale of the inputs, 0-d; None if each token has a separate scale.
 
     Raises:
         UserError: if the calibrated magnitude is missing.
@@ -230,17 +230,8 @@ def quantize_layers(
     Raises:
         UserError: if the largest input of a layer is needed and missing.
     """
-    largest_by_name = largest_inputs or {}
-    return replace_layers(model, names, lambda name, layer: QuantizedLinear(layer, form, largest_by_name.get(name)))
-
-
-def replace_layers(model: Model, names: Iterable[str], replacement: Callable[[str, nn.Linear], nn.Module]) -> Model:
-    """Return a copy of a model in which each named module is replaced by `replacement(name, module)`.
-
-    `replacement` gets the copied module, which it may change.
-    """
     copied_model = copy.deepcopy(model)
-    for name in list(names):
+    for name in names:
         layer: Any = copied_model.get_submodule(name)
-        copied_model.set_submodule(name, replacement(name, layer))
+        copied_model.set_submodule(name, QuantizedLinear(layer, form, (largest_inputs or {}).get(name)))
     return copied_model

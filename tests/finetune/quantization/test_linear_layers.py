@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from istar.errors import UserError
-from istar.quantization.linear_layers import (
+from istar.finetune.quantization.linear_layers import (
     Form,
     InputRanges,
     QuantizedLinear,
@@ -210,7 +210,7 @@ def test_ranges_of_batches_are_those_of_one_batch() -> None:
 def test_wrong_forms_and_models() -> None:
     assert parse_form("w6a4", activations="token") == Form(6, 4, "channel", "token")
     for name in ("w8", "8", "w8a8x", "int8"):
-        with pytest.raises(UserError, match="is no form"):
+        with pytest.raises(UserError, match="is not a form"):
             parse_form(name)
     with pytest.raises(UserError, match="from 2 to 16"):
         parse_form("w8a32")

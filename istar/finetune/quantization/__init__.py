@@ -1,0 +1,1 @@
+"""Simulated low-bit linear layers, and the scores of finished runs with them."""

@@ -1,0 +1,232 @@
+"""Scores of a finished run's model in float32 and in simulated low-bit forms, and the geometry of its activations."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from istar.errors import UserError
+from istar.finetune.quantization.linear_layers import (
+    Form,
+    InputRanges,
+    encoder_linears,
+    forward_observed,
+    quantize_layers,
+)
+from istar.finetune.runs.prepared_data import make_collator, prepare_data
+from istar.finetune.runs.run_folders import find_task_spec, load_examples
+from istar.finetune.tasks.evaluation import Evaluation, Evaluator
+from istar.finetune.tasks.features import TokenizedRows
+from istar.finetune.tasks.loading import fingerprint
+from istar.finetune.training.data import Collate, build_evaluation_loader, sort_longest_first
+from istar.finetune.training.module import inputs_without_labels, logits_by_feature, merge_outputs, token_mask
+from istar.inputs import pretrained
+from istar.measures import Moments, TokenKurtosis, isoscore
+from istar.records import results
+from istar.records.config import Config, ModelConfig
+from istar.records.config.schema import load
+from istar.records.metric_names import displayed, is_lower_better
+from istar.records.results import RunRecord
+from istar.records.task_specs import TASKS
+
+MODEL_FOLDER = "model"
+"""Name of the folder of the saved model within the folder of a run."""
+MAX_EXAMPLES = 1_000
+"""Maximum number of validation rows whose activations are measured."""
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """The model of a finished run in float32 and eval mode, with the tokenized data of its task.
+
+    Attributes:
+        model: the model with its head.
+        collate: turns a list of rows into a batch.
+        batch_size: examples per batch.
+        calibration: rows of training data from which the ranges of activations are computed.
+        validation: rows of the first validation set.
+        evaluator: computes the metrics from the logits of `validation`.
+    """
+
+    model: PreTrainedModel
+    collate: Collate
+    batch_size: int
+    calibration: TokenizedRows
+    validation: TokenizedRows
+    evaluator: Evaluator
+
+
+def explain_exclusion(folder: Path, record: RunRecord) -> str:
+    """Return why the model of a run cannot be scored, or an empty string if it can be."""
+    task = TASKS.get(record.config["task"]["name"])
+    if record.status != "finished":
+        return f"the run is {record.status}"
+    if not math.isfinite(record.headline["value"]):
+        return "its score is not finite"
+    if task is None or task.is_language_modelling:
+        return "language models are not supported; expected classification, regression or question answering"
+    if not (folder / MODEL_FOLDER).is_dir():
+        return "the run has saved no model (run.save_model=false)"
+    return ""
+
+
+def load_saved_model(
+    folder: Path, record: RunRecord, num_calibration: int, seed: int, data_dir: Path | None = None
+) -> SavedModel:
+    """Load the model of a finished run in float32, its validation data, and a random sample of its training data.
+
+    Args:
+        folder: folder of the run.
+        record: the record of the run.
+        num_calibration: number of training examples, drawn without replacement, to calibrate the ranges of activations.
+        seed: random seed of this sample.
+        data_dir: folder of the task's data, if it is not where the run had it.
+
+    Raises:
+        UserError: if the model or the data cannot be loaded, or the data are not those of the run.
+    """
+    config = _load_config(folder, data_dir)
+    spec = find_task_spec(config.task)
+    examples = load_examples(spec, config.task, config.data.cache_dir)
+    if fingerprint(examples.train, *examples.validation) != record.data.get("fingerprint"):
+        raise UserError(
+            f"{record.name}: the data of task {spec.name} are not those that the run was trained on; name their "
+            "folder with --data-dir"
+        )
+    tokenizer = pretrained.load_tokenizer(config.model)
+    model_config = pretrained.load_config(config.model, spec, tokenizer)
+    model = pretrained.load_model(config.model, spec, model_config, tokenizer).eval()
+    shuffled_indices = torch.randperm(len(examples.train), generator=torch.Generator().manual_seed(seed))
+    sample = examples.train.select(sorted(shuffled_indices[:num_calibration].tolist()))
+    prepared_data = prepare_data(spec, config, replace(examples, train=sample), tokenizer, model_config)
+    return SavedModel(
+        model=model,
+        collate=make_collator(spec, config, tokenizer, model),
+        batch_size=config.data.eval_batch_size,
+        calibration=prepared_data.train,
+        validation=prepared_data.validation[0],
+        evaluator=prepared_data.evaluators[""],
+    )
+
+
+def _load_config(folder: Path, data_dir: Path | None) -> Config:
+    """Return the config of a run with its saved model in place of the model that it started from."""
+    config = load(OmegaConf.load(folder / results.CONFIG))  # type: ignore[arg-type]
+    task = replace(config.task, submission=False)
+    if data_dir is not None:
+        task = replace(task, data_dir=str(data_dir))
+    return replace(config, task=task, model=ModelConfig(name=str(folder / MODEL_FOLDER)))
+
+
+def score_model(saved: SavedModel, forms: Sequence[Form]) -> dict[str, Any]:
+    """Score a model in float32 and in each form on the validation set of its task; the model does not change.
+
+    Static scales are calibrated on `saved.calibration`.
+
+    Returns:
+        `metric`, the name of the task's headline metric; its value in `float32` and in each form, such as `w8a8`;
+        `w8a8_drop`, by how much the form is worse than float32; `w8a8_collapsed`, whether all its predictions are
+        equal; and the measures of `measure_activations`. Scores are in the unit of `displayed`.
+
+    Raises:
+        UserError: if the encoder has no linear layers, or its activations or logits are not finite.
+    """
+    metric = saved.evaluator.spec.headline
+    layers = encoder_linears(saved.model)
+    float32_score = evaluate_model(saved, saved.model, "float32").metrics[metric]
+    scores: dict[str, Any] = {"metric": metric, "float32": displayed(metric, float32_score)}
+    largest_inputs = calibrate_input_ranges(saved, layers)
+    for form in forms:
+        evaluation = evaluate_model(saved, quantize_layers(saved.model, layers, form, largest_inputs), form.name)
+        score = evaluation.metrics[metric]
+        scores[form.name] = displayed(metric, score)
+        scores[f"{form.name}_drop"] = compute_drop(metric, float32_score, score)
+        scores[f"{form.name}_collapsed"] = evaluation.collapsed
+    return scores | measure_activations(saved, layers)
+
+
+def compute_drop(metric: str, float32_score: float, quantized_score: float) -> float:
+    """Return by how much a quantized model scores worse than in float32, in the unit of `displayed`.
+
+    The drop is negative if the quantized model is better, whether the metric is a score or a loss.
+
+    >>> compute_drop("accuracy", 0.9, 0.875), compute_drop("perplexity", 30.0, 31.0)
+    (2.5, 1.0)
+    """
+    difference = displayed(metric, float32_score) - displayed(metric, quantized_score)
+    return -difference if is_lower_better(metric) else difference
+
+
+@torch.inference_mode()
+def evaluate_model(saved: SavedModel, model: nn.Module, form_name: str) -> Evaluation:
+    """Evaluate `saved.model`, or a quantized copy of it, on the validation set.
+
+    Raises:
+        UserError: if its logits are not finite, or the validation set has no labels.
+    """
+    loader = _make_loader(saved, saved.validation)
+    outputs = merge_outputs([logits_by_feature(batch, model(**inputs_without_labels(batch))) for batch in loader])
+    if not all(np.isfinite(logits).all() for logits in outputs.values()):
+        raise UserError(f"the logits in the form {form_name} are not finite; the model has diverged")
+    evaluation = saved.evaluator(outputs)
+    if not evaluation.metrics:
+        raise UserError(f"the validation set of task {saved.evaluator.spec.name} has no labels to score against")
+    return evaluation
+
+
+@torch.inference_mode()
+def calibrate_input_ranges(saved: SavedModel, layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Return the largest magnitude of the inputs of each layer on the calibration data, 0-d, without padding."""
+    ranges = InputRanges()
+    for batch in _make_loader(saved, saved.calibration):
+        forward_observed(saved.model, layers, inputs_without_labels(batch), token_mask(batch), ranges.update)
+    return ranges.largest
+
+
+@torch.inference_mode()
+def measure_activations(saved: SavedModel, layers: Mapping[str, nn.Linear]) -> dict[str, float | None]:
+    """Measure the activations of the float32 model on at most `MAX_EXAMPLES` validation rows, without padding.
+
+    Returns:
+        `isoscore` of the last hidden states (None if they are all equal); `kurtosis`, the mean excess kurtosis of the
+        tokens' vectors averaged over the inputs of the layers, which is large if a few coordinates are; and
+        `largest_activation` among these inputs.
+    """
+    ranges = InputRanges()
+    kurtosis_by_layer = {name: TokenKurtosis(layer.in_features) for name, layer in layers.items()}
+    last_states = Moments(saved.model.config.hidden_size)
+
+    def observe(name: str, rows: Tensor) -> None:
+        """Add inputs of a layer to its range and to its kurtosis."""
+        ranges.update(name, rows)
+        kurtosis_by_layer[name].update(rows)
+
+    for batch in _make_loader(saved, saved.validation, MAX_EXAMPLES):
+        mask = token_mask(batch)
+        inputs = {**inputs_without_labels(batch), "output_hidden_states": True}
+        outputs = forward_observed(saved.model, layers, inputs, mask, observe)
+        last_states.update(outputs.hidden_states[-1], mask)
+    try:
+        isoscore_value = float(isoscore(last_states))
+    except UserError:
+        # All last hidden states are equal.
+        isoscore_value = None
+    kurtosis_averages = [accumulator.compute().average for accumulator in kurtosis_by_layer.values()]
+    return {
+        "isoscore": isoscore_value,
+        "kurtosis": float(np.nanmean(kurtosis_averages)),
+        "largest_activation": float(max(magnitude.item() for magnitude in ranges.largest.values())),
+    }
+
+
+def _make_loader(saved: SavedModel, rows: TokenizedRows, max_rows: int | None = None) -> Any:
+    """Return a loader of batches of the first `max_rows` rows, or of all rows, in order of decreasing length."""
+    order = [index for index in sort_longest_first(rows) if max_rows is None or index < max_rows]
+    return build_evaluation_loader(rows, saved.collate, saved.batch_size, order)
