@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from istar import __version__
 from istar.drawing.terminal import make_console
 from istar.errors import UserError, mask_secrets
+from istar.statistics.defaults import ALPHA, POWER, TEST
 
 if TYPE_CHECKING:
     from istar.finetune.sweeps.sweep import SweepRequest
@@ -29,12 +30,12 @@ def add_parser(commands: Any) -> None:
     add("--out", type=Path, default=Path("plan"), help="folder for plan.yaml (default: plan)")
     hypothesis_help = "a hypothesis, as a sentence; repeatable"
     add("--hypothesis", action="append", default=[], help=hypothesis_help)
-    add("--test", choices=("t", "sign-flip"), default="t", help="paired test against Base (default: t)")
-    alpha_help = "probability of any false difference among all comparisons, by Holm's correction (default: 0.05)"
-    add("--alpha", type=float, default=0.05, help=alpha_help)
+    add("--test", choices=("t", "sign-flip"), default=TEST, help=f"paired test against Base (default: {TEST})")
+    alpha_help = f"probability of any false difference among all comparisons, by Holm's correction (default: {ALPHA})"
+    add("--alpha", type=float, default=ALPHA, help=alpha_help)
     sd_help = "standard deviation of the paired differences, in the metric's unit, for the smallest difference"
     add("--sd", type=float, help=sd_help)
-    add("--power", type=float, default=0.8, help="probability of finding that difference (default: 0.8)")
+    add("--power", type=float, default=POWER, help=f"probability of finding that difference (default: {POWER})")
     add("--force", action="store_true", help="write a new plan if there is one, which is kept under another name")
     parser.set_defaults(command=run, extra="train")
 

@@ -22,11 +22,11 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Write the report, and print its path, the number of runs and how many rows of the papers' tables lack runs."""
+    """Write the report, and print its path and the number of runs."""
     from istar.reports import report
 
     written = report.write_report(
         options.folder, options.out, make_console(stderr=True), options.plan, options.reference
     )
     runs = f"{written.num_runs} run{'s' * (written.num_runs != 1)}"
-    make_console().out(f"{written.page_path}: {runs}, {written.num_missing_rows} rows of missing ones", highlight=False)
+    make_console().out(f"{written.page_path}: {runs}", highlight=False)

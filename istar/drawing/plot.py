@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 BASE = "Base"
 """Label of the runs without a penalty."""
@@ -37,8 +36,6 @@ class Panel:
     column_names: tuple[str, ...] = ()  # names of a heatmap's columns
     joined_ranges: tuple[tuple[float, float], ...] = ()  # for `ranks`: ranges of x that thick bars join
     scale_bar: tuple[float, str] | None = None  # for `ranks`: length of a scale bar along x, and its label
-    # Seeds of the runs by the varied value, or by `BASE` for the runs without a penalty.
-    seeds: Mapping[Any, tuple[int, ...]] | None = None
     # Smallest and largest possible y; None for the bounds that `drawing` knows for `y_label`, if any.
     y_bounds: tuple[float, float] | None = None
     log_y: bool = False  # whether the y axis of this panel is logarithmic; see also `Plot.log_y`
@@ -69,11 +66,6 @@ class Plot:
     x_label: str
     panels: tuple[Panel, ...]
     sweep: str = ""  # sweep file that produces the runs; empty if there is none
-    task: str = ""  # task shown in the paper's figure; empty for all
-    values: tuple[float, ...] = ()  # values of the varied setting in the paper
-    symbol: str = "λ"  # symbol of the varied setting
-    has_baseline: bool = False  # whether the sweep also has runs without a penalty
-    seeds: int = 5  # number of seeds for each value, in the paper and in the sweep
     log_x: bool = False  # whether the x axis is logarithmic; a value of 0 is at its left end
     log_y: bool = False  # whether the y axis is logarithmic
     x_names: Mapping[float, str] = field(default_factory=dict)  # tick labels by position; empty for numbers

@@ -15,7 +15,7 @@ from istar.records.results import FORMAT
 
 BASE = "base"
 """Method of runs without a penalty."""
-_METHOD_NAMES = {
+METHOD_NAMES = {
     BASE: "Base",
     "istar": "I-STAR",
     "cosreg": "CosReg",
@@ -30,6 +30,7 @@ _METHOD_NAMES = {
     "random_direction": "random direction",
     "weight_decay": "weight decay",
 }
+"""Names of methods without their settings, as tables show them, by `reg.name` or `BASE`."""
 
 
 def identity_hash(config: Mapping[str, Any], data: str, model: str) -> str:
@@ -74,6 +75,14 @@ def configuration_hash(config: Mapping[str, Any], data: str = "", ignored_key: s
     return identity_hash(settings, data, f"{model}@{revision}")
 
 
+def identifies_run(key: str) -> bool:
+    """Return whether a config key, `group.key`, is part of what identifies a run (see `identity_hash`)."""
+    from istar.records.config.groups import Config
+
+    group, _, name = key.partition(".")
+    return name in _select_identity_values(Config, {group: {name: None}}).get(group, {})
+
+
 def find_method(config: Mapping[str, Any]) -> str:
     """Return the method of a run: the name of its penalty, such as `istar`, or `BASE` without one or with weight 0."""
     reg = config["reg"]
@@ -83,7 +92,7 @@ def find_method(config: Mapping[str, Any]) -> str:
 def name_method(config: Mapping[str, Any]) -> str:
     """Return the name of a run's method without its settings, as tables show it: `Base`, `I-STAR`, `weight decay`."""
     method = find_method(config)
-    return _METHOD_NAMES.get(method, method)
+    return METHOD_NAMES.get(method, method)
 
 
 def label_method(config: Mapping[str, Any]) -> str:
@@ -94,8 +103,8 @@ def label_method(config: Mapping[str, Any]) -> str:
     """
     reg = config["reg"]
     if reg["name"] == "none":
-        return _METHOD_NAMES[BASE]
-    parts = [_METHOD_NAMES.get(reg["name"], reg["name"]), f"λ={reg['lambda']:g}"]
+        return METHOD_NAMES[BASE]
+    parts = [METHOD_NAMES.get(reg["name"], reg["name"]), f"λ={reg['lambda']:g}"]
     if (estimator := reg.get("estimator", "shrinkage")) != "shrinkage":
         parts.append(estimator.replace("_", " "))
     elif "zeta" in reg:

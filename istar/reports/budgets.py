@@ -85,6 +85,6 @@ def _count_examples(run: Mapping[str, Any]) -> float:
     num_examples = float(run["steps"])
     for key in _BATCH_SIZE_FACTORS:
         factor = run.get(key)
-        # Runs of earlier versions lack some keys, and `trainer.devices` may be a word; the default is 1.
+        # `trainer.devices` may be a word, which counts as 1.
         num_examples *= float(str(factor)) if is_finite(factor) else 1.0
     return num_examples

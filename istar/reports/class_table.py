@@ -24,8 +24,7 @@ _STAGES = ("before", "after")
 def build_class_isotropy_sheet(all_runs: pd.DataFrame, records: Mapping[str, RunRecord]) -> Sheet:
     """Return the table of isotropy within and between classes: a row per method of every model and classification task.
 
-    The runs of a method are those that the table of all methods shows. Runs whose result does not have these measures,
-    such as those of earlier versions, are left out.
+    The runs of a method are those that the table of all methods shows. Tasks without classes are left out.
 
     Args:
         all_runs: all runs of the report, from `configurations.add_selection_columns`.

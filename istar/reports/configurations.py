@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from istar.records.identity import configuration_hash, find_method, name_method
+from istar.records.identity import configuration_hash, find_method, identifies_run, name_method
 from istar.records.metric_names import displayed, merit
 from istar.records.results import RunRecord
 from istar.reports import paper
@@ -278,23 +278,14 @@ def describe_hyperparameters(run: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-_IRRELEVANT_PREFIXES = ("reg.", "logger.", "run.", "validation.", "task.name", "model.name", "task.data_dir")
-_IRRELEVANT_KEYS = {
-    "data.cache_dir", "data.num_workers", "data.eval_batch_size", "trainer.accelerator", "trainer.strategy",
-    "trainer.progress_bar", "trainer.log_every_n_steps", "trainer.checkpoint_every_n_steps",
-    "trainer.checkpoint_every_n_minutes", "trainer.nonfinite", "trainer.checkpoints", "task.submission",
-}  # fmt: skip
-"""Config keys that `find_differing_keys` skips: they have no effect on the result, or tables show them elsewhere."""
-
-
 def find_differing_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
-    """Return the config keys in which two runs differ and that can affect the result, except those of the penalty."""
+    """Return the config keys of two rows of runs that identify a run and differ, except those of the penalty."""
     return [
         key
         for key in first
         if "." in key
-        and not key.startswith(_IRRELEVANT_PREFIXES)
-        and key not in _IRRELEVANT_KEYS
+        and not key.startswith(("reg.", "validation.", "task.name"))
+        and identifies_run(key)
         and str(first[key]) != str(second.get(key))
     ]
 

@@ -15,10 +15,9 @@ from istar.reports.configurations import HELD_OUT, VALIDATION, by_model_and_task
 from istar.statistics import multiple, paired, power
 from istar.statistics.arguments import is_constant
 from istar.statistics.conclusions import Comparison
+from istar.statistics.defaults import ALPHA, POWER, TEST
 from istar.statistics.multiple import Holm
 
-ALPHA, POWER = 0.05, 0.8
-"""Default significance level of the adjusted p-values, and power at which minimum detectable differences are given."""
 _NUM_SIGN_PATTERNS = 99_999
 """Number of random sign patterns of the sign-flip test for more than `paired.MAX_EXACT_PAIRS` pairs."""
 
@@ -81,7 +80,7 @@ class ComparedMethods:
 
 
 def compare_methods(
-    all_runs: pd.DataFrame, test: str = "sign-flip", alpha: float = ALPHA, reference: str = BASE
+    all_runs: pd.DataFrame, test: str = TEST, alpha: float = ALPHA, reference: str = BASE
 ) -> ComparedMethods:
     """Compare every method of each model and task with a reference, such as Base or a placebo.
 

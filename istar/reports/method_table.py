@@ -8,12 +8,13 @@ import pandas as pd
 
 from istar.drawing.page_tables import Entry, Sheet, numeric_entries
 from istar.reports.configurations import describe_hyperparameters, row_dicts
-from istar.reports.method_comparisons import POWER, ComparedMethods, Method, MethodComparison
+from istar.reports.method_comparisons import ComparedMethods, Method, MethodComparison
 from istar.reports.paper_tables import EMPTY_CELL, format_mean_and_std, format_p_value
 from istar.reports.run_tables import format_number
 from istar.reports.statistics import mean_and_std
 from istar.statistics import paired
 from istar.statistics.conclusions import Verdict, conclusion, verdict
+from istar.statistics.defaults import POWER
 
 
 def build_methods_sheet(compared_methods: ComparedMethods) -> Sheet:

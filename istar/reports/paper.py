@@ -7,16 +7,17 @@ from typing import Any
 
 import pandas as pd
 
+from istar.records.identity import BASE, METHOD_NAMES
+
 MODELS = {"albert-base-v2": "albert", "bert-base-cased": "bert", "distilbert-base-cased": "distilbert"}
 """The paper's models: last part of the model's name -> its `model` option on the command line."""
 TASKS = ("sst2", "qnli", "rte", "mrpc", "qqp", "cola", "stsb", "sst5", "squad")
 """The paper's tasks in the order of Table 1."""
-FAMILIES = {"base": "Base", "cosreg": "CosReg", "istar": "I-STAR"}
-"""Method families: name in files -> name in the paper."""
+FAMILIES = {method: METHOD_NAMES[method] for method in (BASE, "cosreg", "istar")}
+"""The paper's methods: name in files -> name in the paper."""
 SEEDS = (1, 2, 3, 4, 5)  # five, as in the paper, which does not name its seeds
 
 ISOSCORE_ZETA = 0.2  # zeta of the IsoScore* in the paper's Figures 3 and 6
-LAMBDAS, ZETAS = (-5.0, -3.0, -1.0, 1.0, 3.0, 5.0), (0.2, 0.4, 0.6, 0.8)  # the search grid of the paper's Table 2
 
 
 @dataclass(frozen=True)

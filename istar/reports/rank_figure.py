@@ -10,10 +10,11 @@ from istar.drawing.page_tables import Entry, Sheet
 from istar.drawing.plot import BASE, Line, Panel, Plot
 from istar.errors import UserError
 from istar.records.metric_names import is_lower_better, merit
-from istar.reports.method_comparisons import ALPHA, ComparedMethods, Method, MethodComparison
+from istar.reports.method_comparisons import ComparedMethods, Method, MethodComparison
 from istar.reports.paper_tables import EMPTY_CELL
 from istar.reports.run_tables import format_number
 from istar.statistics import tasks as over_tasks
+from istar.statistics.defaults import ALPHA
 from istar.statistics.paired import Interval
 
 MIN_TASKS = 3

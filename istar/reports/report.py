@@ -23,22 +23,21 @@ from istar.reports import (
     method_comparisons,
     method_figure,
     method_table,
-    missing_runs,
     paper_tables,
     plan_departures,
     plan_file,
     rank_figure,
     run_figures,
     stability,
+    sweep_commands,
     training_figures,
 )
 from istar.reports.configurations import Cell
 from istar.reports.geometry_file import Geometry
-from istar.reports.missing_runs import MissingRuns, SweepCommandBuilder
 from istar.reports.plan_file import Plan
 from istar.reports.rank_figure import RankedMethods
 from istar.reports.run_frame import Runs, load_runs
-from istar.statistics import conclusions
+from istar.statistics import conclusions, defaults
 
 KIND = PageKind("report", "istar report")
 _MAX_ROWS = 300  # rows that the page shows of an ungrouped table; the files have all rows
@@ -46,11 +45,10 @@ _MAX_ROWS = 300  # rows that the page shows of an ungrouped table; the files hav
 
 @dataclass(frozen=True)
 class WrittenReport:
-    """A report that was written: the path of its page, and its numbers of runs and of rows of missing runs."""
+    """A report that was written: the path of its page, and its number of runs."""
 
     page_path: Path
     num_runs: int
-    num_missing_rows: int  # number of rows in its table of missing runs
 
 
 def write_report(
@@ -98,7 +96,7 @@ def write_report(
         progress.update(progress_task, description="writing", advance=1)
         files = page_folder.page_files(_build_page(contents, pictures_by_plot), contents.sheets)
         page_path = page_folder.write(out, files, KIND)
-    return WrittenReport(page_path, len(runs.frame), len(contents.missing))
+    return WrittenReport(page_path, len(runs.frame))
 
 
 @dataclass(frozen=True)
@@ -111,8 +109,7 @@ class _ReportContents:
     cells: list[Cell]  # cells of Table 1
     sheets: dict[str, Sheet]  # tables by name
     plots: list[Plot]
-    missing: list[MissingRuns]
-    build_sweep_command: SweepCommandBuilder
+    commands_by_sweep: dict[str, list[str]]  # commands that run what the tables and figures show
     reference: str  # method with which the others are compared
     conclusions: str  # sentence that says how many comparisons with the reference end in which way
     ranks: list[RankedMethods]
@@ -138,7 +135,7 @@ def _compute_contents(runs: Runs, root: Path, plan: Plan | None, reference: str)
     all_runs, records = configurations.add_selection_columns(runs), runs.records
     geometry_by_folder, geometry_errors = _read_geometries(all_runs)
     table1_cells = configurations.select_cells(all_runs)
-    test, alpha = ("sign-flip", method_comparisons.ALPHA) if plan is None else (plan.test["name"], plan.test["alpha"])
+    test, alpha = (defaults.TEST, defaults.ALPHA) if plan is None else (plan.test["name"], plan.test["alpha"])
     compared_methods = method_comparisons.compare_methods(all_runs, test, alpha, reference)
     ranked_methods = rank_figure.rank_methods(compared_methods)
     plots = [
@@ -148,20 +145,16 @@ def _compute_contents(runs: Runs, root: Path, plan: Plan | None, reference: str)
         run_figures.build_intrinsic_dimension_plot(all_runs, geometry_by_folder),
         run_figures.build_layer_isotropy_plot(all_runs, records, geometry_by_folder),
         run_figures.build_zeta_ablation_plot(all_runs),
-        run_figures.build_layer_ablation_plot(all_runs, records),
+        run_figures.build_layer_ablation_plot(all_runs),
         *run_figures.build_learning_curve_plots(table1_cells, records),
         *training_figures.build_training_plots(all_runs),
         method_figure.build_all_methods_plot(compared_methods),
         rank_figure.build_rank_plot(ranked_methods),
     ]
-    build_sweep_command = missing_runs.make_sweep_command_builder(all_runs, records, str(root))
-    missing = missing_runs.find_missing_table1_runs(table1_cells, all_runs, build_sweep_command)
-    missing += missing_runs.find_missing_table2_runs(table1_cells, all_runs, build_sweep_command)
-    for plot in plots:
-        if plot.sweep:
-            missing += missing_runs.find_missing_plot_runs(plot, all_runs, build_sweep_command)
-        if plot.name in ("figure4", "figure5"):
-            missing += missing_runs.find_runs_without_geometry(plot, all_runs, geometry_by_folder, build_sweep_command)
+    sweeps = {"table1", "table2", *(plot.sweep for plot in plots if plot.sweep)}
+    commands_by_sweep = {
+        sweep: sweep_commands.build_sweep_commands(sweep, all_runs, records, str(root)) for sweep in sweeps
+    }
     shrinkage_seconds = {path: record.timing.get("shrinkage") or () for path, record in records.items()}
     sheets = (
         paper_tables.build_table1_sheet(table1_cells),
@@ -171,7 +164,6 @@ def _compute_contents(runs: Runs, root: Path, plan: Plan | None, reference: str)
         class_table.build_class_isotropy_sheet(all_runs, records),
         rank_figure.build_rank_sheet(ranked_methods),
         paper_tables.build_cost_sheet(all_runs, shrinkage_seconds),
-        missing_runs.build_missing_runs_sheet(missing),
         paper_tables.build_excluded_runs_sheet(all_runs, {**runs.read_errors, **geometry_errors}, str(root)),
     )
     comparison_statistics = [comparison.statistics for comparison in compared_methods.comparisons]
@@ -182,8 +174,7 @@ def _compute_contents(runs: Runs, root: Path, plan: Plan | None, reference: str)
         cells=table1_cells,
         sheets={sheet.name: sheet for sheet in sheets},
         plots=plots,
-        missing=missing,
-        build_sweep_command=build_sweep_command,
+        commands_by_sweep=commands_by_sweep,
         reference=reference,
         conclusions=conclusions.summary(comparison_statistics, compared_methods.alpha),
         ranks=ranked_methods,
@@ -207,7 +198,6 @@ def _build_page(contents: _ReportContents, pictures_by_plot: Mapping[str, list[P
     counts = {"runs": len(contents.all_runs), **contents.all_runs["status"].value_counts()}
     counts |= {"collapsed": contents.all_runs["collapsed"].eq(True).sum(), "folders not read": contents.num_unreadable}
     summary = [(str(count), str(label)) for label, count in counts.items() if count]
-    summary.append((str(len(contents.missing)), "rows of missing runs"))
     head = "Runs below", str(contents.root), f"read by istar {version('istar')}"
     command = f"istar report {shlex.quote(str(contents.root))} --out report"
     command += "" if contents.plan_path is None else f" --plan {shlex.quote(str(contents.plan_path))}"
@@ -262,19 +252,18 @@ _READING_GUIDE = (
 )
 _TEXT_OF_EMPTY_TABLE = {
     "left_out": "Every run counts.",
-    "missing": "Nothing: every cell has its five seeds.",
     "cost": "No run has finished.",
-    "class_isotropy": "No run has finished on a classification task with a version of istar that measures this.",
+    "class_isotropy": "No run has finished on a classification task yet.",
     "conclusions": "There are no two methods with finished runs to compare.",
 }
 
 
 def _build_table_section(contents: _ReportContents, name: str, sweep: str = "") -> Section:
-    """Return the section of a table; if a sweep is named, with the command that starts it for each model and task."""
+    """Return the section of a table; if a sweep is named, with its command for each model."""
     sheet = contents.sheets[name]
     empty_note = "" if sheet.rows else _TEXT_OF_EMPTY_TABLE.get(name, "Nothing to show yet.")
-    commands = _build_sweep_commands(contents, sweep, [(cell.model, cell.task) for cell in contents.cells])
-    is_wide = name in ("table1", "conclusions", "methods", "missing")
+    commands = contents.commands_by_sweep.get(sweep, [])
+    is_wide = name in ("table1", "conclusions", "methods")
     return Section(
         name, sheet.title, sheet=_truncate_sheet(sheet), empty_note=empty_note, commands=commands, is_wide=is_wide
     )
@@ -305,22 +294,12 @@ def _truncate_sheet(sheet: Sheet) -> Sheet:
 
 
 def _build_plot_section(contents: _ReportContents, plot: Plot, pictures: list[Picture]) -> Section:
-    """Return the section of a figure, with the commands that start its runs."""
-    artefact = missing_runs.get_artefact_name(plot)
-    empty_note = "" if pictures else f"No run for {artefact} yet; the section “What is missing” lists its runs."
-    models_and_tasks = [(panel.model, panel.task) for panel in plot.panels]
-    models_and_tasks += [(runs.model, runs.task) for runs in contents.missing if runs.artefact == artefact]
+    """Return the section of a figure, with the commands that run what it shows."""
+    empty_note = "" if pictures else "There is no run for this figure yet; the commands run it."
     # Learning curves show the runs of Table 1.
     sweep = "table1" if plot.name.startswith("curves") else plot.sweep
-    commands = _build_sweep_commands(contents, sweep, models_and_tasks)
+    commands = contents.commands_by_sweep.get(sweep, [])
     return Section(plot.name, plot.title, [plot.caption], pictures=pictures, empty_note=empty_note, commands=commands)
-
-
-def _build_sweep_commands(contents: _ReportContents, sweep: str, models_and_tasks: list[tuple[str, str]]) -> list[str]:
-    """Return the command of a sweep for each pair of model and task; an empty list if `sweep` is empty."""
-    if not sweep:
-        return []
-    return [contents.build_sweep_command(sweep, task, model) for model, task in dict.fromkeys(models_and_tasks)]
 
 
 def _build_departures_section(contents: _ReportContents) -> Section:
@@ -330,15 +309,7 @@ def _build_departures_section(contents: _ReportContents) -> Section:
 
 
 def _build_missing_section(contents: _ReportContents) -> Section:
-    """Return the section that lists missing runs, with the commands that start them."""
-    paragraphs = [
-        "The report expects five seeds of each method for each of the models and tasks found here, and for each figure "
-        "the values that the paper varies. A command does not repeat runs that have finished with the same settings. "
-        "Add the settings in which your runs differ from the sweep, such as task.data_dir or task.limit_train."
-    ]
-    commands = []
-    if (description := missing_runs.describe_missing_paper_pairs(contents.all_runs)) is not None:
-        sentence, command = description
-        paragraphs.append(sentence)
-        commands.append(command)
-    return replace(_build_table_section(contents, "missing"), paragraphs=paragraphs, commands=commands)
+    """Return the section that counts what is missing, with the commands that run it."""
+    sentence, command = sweep_commands.describe_missing_runs(contents.cells, contents.all_runs)
+    commands = [*contents.commands_by_sweep["table1"], *([command] if command else [])]
+    return Section("missing", "What is missing", [sentence, sweep_commands.ADVICE], commands=commands)

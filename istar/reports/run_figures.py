@@ -117,7 +117,6 @@ def _build_uncaptioned_isotropy_performance_plot(
         x_label="IsoScore",
         panels=_build_panels(all_runs, build_panel),
         sweep="figure3",
-        values=(-5, -3, -1, 0.5, 1, 3, 5),
     )
 
 
@@ -133,13 +132,12 @@ def build_mean_activation_plot(all_runs: pd.DataFrame, geometry_by_folder: Mappi
         kind="line",
         x_label="dimension of the last layer",
         panels=(),
-        task="qnli",
-        values=(-1, 1),
     )
     activations_by_folder = {folder: geometry.mean_activation for folder, geometry in geometry_by_folder.items()}
     plot = _add_panels_by_lambda(
         empty_plot,
         all_runs,
+        (-1, 1),
         activations_by_folder,
         family="cosreg",
         layers="last",
@@ -149,7 +147,6 @@ def build_mean_activation_plot(all_runs: pd.DataFrame, geometry_by_folder: Mappi
     )
     if not plot.panels:
         return plot
-    # Runs of earlier versions have the mean over the first 1,000 texts only.
     num_texts = _format_range([geometry_by_folder[folder].num_examples for folder in _get_run_folders(plot)])
     caption = (
         f"Mean activation of each dimension of the last layer over the tokens of {num_texts} validation texts, mean "
@@ -171,12 +168,16 @@ def build_intrinsic_dimension_plot(all_runs: pd.DataFrame, geometry_by_folder: M
         kind="line",
         x_label="layer (0: embeddings)",
         panels=(),
-        task="sst2",
-        values=(-5, -3, 3, 5),
     )
     dimensions_by_folder = {folder: geometry.two_nn for folder, geometry in geometry_by_folder.items()}
     return _add_panels_by_lambda(
-        empty_plot, all_runs, dimensions_by_folder, family="istar", layers="all", y_label="TwoNN dimension"
+        empty_plot,
+        all_runs,
+        (-5, -3, 3, 5),
+        dimensions_by_folder,
+        family="istar",
+        layers="all",
+        y_label="TwoNN dimension",
     )
 
 
@@ -194,14 +195,12 @@ def build_layer_isotropy_plot(
         kind="line",
         x_label="layer (0: embeddings)",
         panels=(),
-        task="qnli",
-        values=(-1, 1),
     )
     isoscores_by_folder = {
         folder: _get_isoscore_by_layer(records[folder]) for folder in all_runs[all_runs["usable"]]["folder"]
     }
     plot = _add_panels_by_lambda(
-        empty_plot, all_runs, isoscores_by_folder, family="istar", layers="all", y_label="IsoScore"
+        empty_plot, all_runs, (-1, 1), isoscores_by_folder, family="istar", layers="all", y_label="IsoScore"
     )
     star_by_folder = _collect_isoscore_stars(geometry_by_folder)
     if _all_runs_have_isoscore_star(plot, star_by_folder):
@@ -211,7 +210,7 @@ def build_layer_isotropy_plot(
             for folder, isoscores in isoscores_by_folder.items()
         }
         plot = _add_panels_by_lambda(
-            empty_plot, all_runs, isoscore_stars_by_folder, family="istar", layers="all", y_label="IsoScore*"
+            empty_plot, all_runs, (-1, 1), isoscore_stars_by_folder, family="istar", layers="all", y_label="IsoScore*"
         )
     caption = (
         f"{_describe_isotropy_measure(plot, star_by_folder)} Isotropy of each layer on the validation set at the epoch "
@@ -307,16 +306,13 @@ def build_zeta_ablation_plot(all_runs: pd.DataFrame) -> Plot:
         x_label="ζ",
         panels=_build_panels(all_runs, build_panel),
         sweep="zeta_ablation",
-        task="rte",
-        values=(0, 0.2, 0.4, 0.6, 0.8, 1),
-        symbol="ζ",
     )
 
 
-def build_layer_ablation_plot(all_runs: pd.DataFrame, records: Mapping[str, RunRecord]) -> Plot:
+def build_layer_ablation_plot(all_runs: pd.DataFrame) -> Plot:
     """Return the paper's Figure 8: the headline metric against the single layer that I-STAR penalizes.
 
-    A dashed line shows the metric with I-STAR on all layers. `records` has the record of each run by its folder.
+    A dashed line shows the metric with I-STAR on all layers.
     """
 
     def build_panel(runs: pd.DataFrame) -> Panel | None:
@@ -330,9 +326,7 @@ def build_layer_ablation_plot(all_runs: pd.DataFrame, records: Mapping[str, RunR
         chosen_hash = _choose_group_hash(single_layer_runs, "layers", all_runs)
         selected = candidates[candidates["hash_without_layers"] == chosen_hash]
         all_layer_runs = selected[selected["layer"].isna()]
-        num_layers = count_layers(records[selected["folder"].iloc[0]])
-        runs_by_layer: dict[Any, pd.DataFrame] = dict.fromkeys(range(1, num_layers + 1), selected.head(0))
-        runs_by_layer |= {**_group_by_number(selected, "layer"), "all": all_layer_runs}
+        runs_by_layer = {**_group_by_number(selected, "layer"), "all": all_layer_runs}
         line = _build_metric_line(selected, x_column="layer")
         panel = _build_panel([line], selected, single_layer_runs, "layers", runs_by_layer, all_runs)
         if all_layer_runs.empty:
@@ -348,8 +342,6 @@ def build_layer_ablation_plot(all_runs: pd.DataFrame, records: Mapping[str, RunR
         x_label="layer that is penalized",
         panels=_build_panels(all_runs, build_panel),
         sweep="layer_ablation",
-        task="cola",
-        symbol="layer",
     )
 
 
@@ -401,14 +393,15 @@ def _build_learning_curve_panel(
 
 
 def _add_panels_by_lambda(
-    plot: Plot, all_runs: pd.DataFrame, y_by_folder: Mapping[str, Sequence[float]], family: str, layers: str,
-    y_label: str, with_deviations: bool = True,
+    plot: Plot, all_runs: pd.DataFrame, paper_lambdas: Sequence[float], y_by_folder: Mapping[str, Sequence[float]],
+    family: str, layers: str, y_label: str, with_deviations: bool = True,
 ) -> Plot:  # fmt: skip
     """Return the plot with panels that have a line for Base and one for each lambda, averaged over seeds.
 
     Args:
-        plot: a plot without panels; its `values` are the paper's lambdas.
+        plot: a plot without panels.
         all_runs: all runs of the report.
+        paper_lambdas: the lambdas of the paper's figure.
         y_by_folder: y values of each run's line by the run's folder; runs without an entry are not shown.
         family: method family of the runs with a lambda.
         layers: value of `reg.layers` of the runs with a lambda.
@@ -422,7 +415,7 @@ def _add_panels_by_lambda(
         if penalized.empty:
             return None
         # Small models are trained with other lambdas than the paper's; show these if there is none of the paper's.
-        with_paper_lambda = penalized[penalized["reg.lambda"].isin(plot.values)]
+        with_paper_lambda = penalized[penalized["reg.lambda"].isin(paper_lambdas)]
         penalized = penalized if with_paper_lambda.empty else with_paper_lambda
         selected = _select_runs_to_plot(penalized, "lambda", all_runs)
         runs_by_lambda = _group_by_lambda_with_base(runs, selected)
@@ -441,7 +434,7 @@ def _add_panels_by_lambda(
         return _build_panel(lines, selected, penalized, "lambda", runs_by_lambda, all_runs, y_label)
 
     panels = _build_panels(all_runs[all_runs["folder"].isin(list(y_by_folder))], build_panel)
-    return replace(plot, panels=panels, sweep=plot.name, has_baseline=True, seeds=1)
+    return replace(plot, panels=panels, sweep=plot.name)
 
 
 def _keep_runs_of_equal_length(runs: pd.DataFrame, y_by_folder: Mapping[str, Sequence[float]]) -> pd.DataFrame:
@@ -505,7 +498,6 @@ def _build_panel(
         fixed_settings=f"{settings}; {num_runs} run{'s' * (num_runs > 1)}{hidden_note}"
         f"{_describe_values_with_fewer_seeds(runs_by_value, SYMBOLS[varied])}",
         y_label=y_label or axis_label(first_run["metric"]),
-        seeds={value: _get_seeds(runs) for value, runs in runs_by_value.items()},
         runs=tuple(folder for runs in runs_by_value.values() for folder in runs["folder"]),
     )
 
@@ -630,8 +622,3 @@ def _get_isoscore_by_layer(record: RunRecord) -> list[float]:
     """Return IsoScore after training from the embeddings to the last layer; empty if it was not measured."""
     after = record.isotropy.get("after", {})
     return [after[layer] for layer in sorted(filter(str.isdigit, after), key=int)]
-
-
-def count_layers(record: RunRecord) -> int:
-    """Return the number of transformer layers that a finished run has measured."""
-    return max(0, len(_get_isoscore_by_layer(record)) - 1)

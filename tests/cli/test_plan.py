@@ -13,6 +13,7 @@ from istar.records.config import Config
 from istar.records.config.schema import sweep_folder
 from istar.reports import plan_departures, plan_file
 from istar.reports.run_frame import load_runs
+from istar.statistics.defaults import TEST
 from tests.jobs import Start, starting
 
 SMALL = ("task.limit_train=32", "task.limit_validation=9", "data.batch_size=8", "trainer.max_epochs=1",
@@ -41,7 +42,7 @@ def find_departures(folder: Path) -> dict[str, plan_departures.Departure]:
 
 
 def test_a_sweep_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *SWEEP, "--hypothesis", "CosReg lowers\nthe accuracy.", "--sd", "2"]) == 0
+    assert main(["plan", *SWEEP, "--hypothesis", "CosReg lowers\nthe accuracy.", "--sd", "2", "--test", "t"]) == 0
     printed = capsys.readouterr()
     assert printed.out.splitlines() == [f"plan/{plan_file.PLAN}: 6 runs"]
     assert printed.err == ""
@@ -94,10 +95,10 @@ def test_a_sweep_runs_as_planned(tmp_path: Path, start: Start) -> None:
 
 
 def test_a_sweep_without_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "reg=none,istar", "seed=1,2,3", *SMALL, "--out", "here", "--test", "sign-flip"]) == 0
+    assert main(["plan", "reg=none,istar", "seed=1,2,3", *SMALL, "--out", "here"]) == 0
     plan = plan_file.read(tmp_path / "here" / plan_file.PLAN)
     assert (plan.hypotheses, plan.repetitions, plan.trials) == ([], [], None)
-    assert plan.test["name"] == "sign-flip"
+    assert plan.test["name"] == TEST
     assert [run["seed"] for run in plan.runs] == [1, 2, 3] * 2
     assert (plan.test["comparisons"], plan.test["pairs"], plan.num_runs) == (1, 3, 6)
     [warning] = capsys.readouterr().err.splitlines()

@@ -20,7 +20,7 @@ from istar.records.config import (
 )
 from istar.records.config.penalties import PENALTIES
 from istar.records.config.schema import to_dict
-from istar.records.identity import BASE, configuration_hash, find_method, label_method, name_method
+from istar.records.identity import BASE, configuration_hash, find_method, identifies_run, label_method, name_method
 from istar.records.results import RunRecord, write
 from istar.reports.configurations import add_selection_columns
 from istar.reports.run_frame import load_runs
@@ -87,3 +87,9 @@ def test_the_report_and_the_sweep_agree(tmp_path: Any) -> None:
     in_report = add_selection_columns(runs)["config_hash"].nunique()
     [in_sweep] = map(len, group_by_task([runs.records[folder] for folder in runs.frame["folder"]]).values())
     assert in_report == in_sweep == 2
+
+
+def test_the_keys_that_identify_a_run() -> None:
+    assert all(map(identifies_run, ("optim.lr", "trainer.max_steps", "task.limit_train", "reg.zeta")))
+    others = ("trainer.accelerator", "data.num_workers", "run.root", "logger.project", "task.data_dir", "model.name")
+    assert not any(map(identifies_run, others))

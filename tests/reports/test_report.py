@@ -26,12 +26,13 @@ from istar.records.results import RunRecord
 from istar.reports import (
     configurations,
     geometry_file,
-    missing_runs,
+    paper,
     paper_tables,
     plan_file,
     report,
     run_figures,
     stability,
+    sweep_commands,
 )
 from istar.reports import run_frame as run_folders
 from istar.reports.run_frame import load_runs
@@ -55,6 +56,8 @@ def report_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cloud = stability.compute_stability_scores(num_draws=2, num_shrinkage_points=5_000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stability, "compute_stability_scores", lambda: cloud)
+        render = rendering.render_with_spots
+        patch.setattr(rendering, "render_with_spots", lambda plot, suffixes=("svg",): render(plot, suffixes))
         summary = report.write_report(folder / "runs", folder / "report")
     assert summary.page_path == folder / "report" / "index.html"
     assert summary.num_runs == 50
@@ -137,7 +140,7 @@ def test_page_is_whole_and_needs_nothing_else(report_folder: Path) -> None:
         assert not re.match(r"(https?:)?//", target)
         if target.startswith("#"):
             assert target[1:] in page.ids
-        else:
+        elif target.endswith((".svg", ".csv", ".md", ".tex")):
             assert (report_folder / target).is_file()
     inline_parts(report_folder / "index.html")
     for used_id in re.findall(r"url\(#([^)]+)\)", text):
@@ -154,7 +157,7 @@ def test_page_can_be_read_by_everyone(report_folder: Path) -> None:
     # The parts of a divided table are printed instead of it, and are hidden from screen readers.
     parts = [attributes for tag, attributes in page.tags if tag == "div" and attributes.get("class") == "paper"]
     assert all(attributes["aria-hidden"] == "true" for attributes in parts)
-    assert tags.count("table") == tags.count("caption") == 8 + len(parts)
+    assert tags.count("table") == tags.count("caption") == 7 + len(parts)
     assert tags.count("h1") == 1
     levels = [int(tag[1]) for tag in tags if re.fullmatch(r"h[1-6]", tag)]
     assert all(next_level - previous_level <= 1 for previous_level, next_level in itertools.pairwise(levels))
@@ -171,7 +174,7 @@ def test_page_can_be_read_by_everyone(report_folder: Path) -> None:
 
 def test_every_file(report_folder: Path) -> None:
     names = {"table1", "table2", "conclusions", "methods", "class_isotropy", "over_tasks"}
-    names |= {"cost", "missing", "left_out"}
+    names |= {"cost", "left_out"}
     assert {path.name for path in (report_folder / "tables").iterdir()} == {
         f"{name}.{suffix}" for name in names for suffix in ("csv", "md", "tex")
     }
@@ -182,7 +185,6 @@ def test_every_file(report_folder: Path) -> None:
     pictures = {path.stem for path in (report_folder / "figures").iterdir()}
     assert {f"figure{number}-bert-base-cased" for number in range(3, 9)} | {"figure2"} <= pictures
     for name in pictures:
-        assert (report_folder / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         ElementTree.parse(report_folder / "figures" / f"{name}.svg")
 
 
@@ -205,7 +207,7 @@ def test_what_the_page_says(report_folder: Path) -> None:
     for phrase in (
         "50 runs", "44 finished", "2 failed", "2 pruned", "2 unfinished", "1 collapsed",
         "25 of the paper's 27 pairs of model and task have no run.",
-        "python train.py -m +sweep=table1 task=sst2,qnli,rte,mrpc,qqp,cola,stsb,sst5,squad "
+        "istar train -m +sweep=table1 task=sst2,qnli,rte,mrpc,qqp,cola,stsb,sst5,squad "
         "model=albert,bert,distilbert",
         "loss is NaN at step 7", "it holds no run", "stopped early by a search",
     ):  # fmt: skip
@@ -303,115 +305,37 @@ def test_latex_and_markdown_of_a_table() -> None:
     ]
 
 
-# Missing runs.
+# Commands of sweeps.
 
 
-def find_missing_runs(root: Path, folder: str = "runs") -> dict[tuple[str, str, str], tuple[str, str]]:
-    """Return the texts of the missing runs and their commands by artefact, model and task."""
-    runs = load_runs(root, keep_records=True)
-    frame = configurations.add_selection_columns(runs)
-    sweep_command = missing_runs.make_sweep_command_builder(frame, runs.records, folder)
-    selected = configurations.select_cells(frame)
-    missing = missing_runs.find_missing_table1_runs(selected, frame, sweep_command)
-    missing += missing_runs.find_missing_table2_runs(selected, frame, sweep_command)
-    plots = [
-        run_figures.build_isotropy_performance_plot(frame, {}),
-        run_figures.build_layer_isotropy_plot(frame, runs.records, {}),
-        run_figures.build_zeta_ablation_plot(frame),
-        run_figures.build_layer_ablation_plot(frame, runs.records),
+def test_each_model_has_one_command_for_all_its_tasks(tmp_path: Path) -> None:
+    save(record("cola", BERT, BASE, 1), tmp_path)
+    save(record("rte", BERT, BASE, 1, status="failed"), tmp_path)
+    save(record("rte", "here/my model", BASE, 1, model__pretrained=False), tmp_path)
+    save(record("demo", "tiny", istar(), 1, model__pretrained=False), tmp_path)
+    runs = load_runs(tmp_path, keep_records=True)
+    assert sweep_commands.build_sweep_commands("table1", runs.frame, runs.records, "runs") == [
+        "istar train -m +sweep=table1 task=rte,cola model=bert",
+        "istar train -m +sweep=table1 task=rte model=auto 'model.name=here/my model' model.pretrained=false",
+        "istar train -m +sweep=table1 task=demo model=tiny",
     ]
-    for plot in plots:
-        missing += missing_runs.find_missing_plot_runs(plot, frame, sweep_command)
-    texts_by_place: dict[tuple[str, str, str], tuple[str, str]] = {}
-    for entry in missing:
-        previous_texts = texts_by_place.get((entry.artefact, entry.model, entry.task), ("", ""))
-        joined_texts = tuple(
-            f"{previous_text}\n{new_text}".strip()
-            for previous_text, new_text in zip(previous_texts, (entry.missing, entry.command), strict=True)
-        )
-        texts_by_place[entry.artefact, entry.model, entry.task] = joined_texts  # type: ignore[assignment]
-    return texts_by_place
+    command = sweep_commands.build_sweep_commands("figure3", runs.frame, runs.records, "else where")[0]
+    assert command == "istar train -m +sweep=figure3 task=rte,cola model=bert 'run.root=else where'"
 
 
-def test_missing_runs_are_named_with_their_commands(tmp_path: Path) -> None:
-    for seed in (1, 2, 4):
+def test_missing_runs_are_counted(tmp_path: Path) -> None:
+    for seed in range(1, 6):
         save(record("rte", BERT, BASE, seed), tmp_path)
-    for seed in range(1, 6):
-        save(record("rte", BERT, istar(-1, 0.2), seed), tmp_path)
-    save(record("cola", "here/my model", cosreg(), 7), tmp_path)
-    missing = find_missing_runs(tmp_path)
-    assert missing["Table 1", "bert-base-cased", "rte"] == (
-        "Base: seeds 3, 5; CosReg: no run",
-        "python train.py -m +sweep=table1 task=rte model=bert",
-    )
-    assert missing["Table 1", "bert-base-cased", "cola"][0] == "Base: no run; CosReg: no run; I-STAR: no run"
-    assert missing["Table 1", "my model", "cola"] == (
-        "Base: no run; CosReg: seeds 1, 2, 3, 4; I-STAR: no run",
-        "python train.py -m +sweep=table1 task=cola model=auto 'model.name=here/my model'",
-    )
-    assert missing["Table 2", "bert-base-cased", "rte"][0] == "I-STAR: 23 of the 24 pairs of λ and ζ"
-    assert ("Table 2", "my model", "cola") not in missing
-    assert missing["Figure 3", "bert-base-cased", "rte"] == (
-        "λ = -5, -3, 0.5, 1, 3, 5: no run",
-        "python train.py -m +sweep=figure3 task=rte model=bert",
-    )
-    # One seed suffices, because this figure of the paper has one.
-    assert missing["Figure 6", "bert-base-cased", "rte"][0] == "λ = 1: no run"
-    assert missing["Figure 7", "bert-base-cased", "rte"] == (
-        "ζ = 0, 0.2, 0.4, 0.6, 0.8, 1: no run",
-        "python train.py -m +sweep=zeta_ablation task=rte model=bert",
-    )
-    assert missing["Figure 8", "bert-base-cased", "cola"] == (
-        "no run with a single layer",
-        "python train.py -m +sweep=layer_ablation task=cola model=bert",
-    )
-
-
-def test_a_model_with_none_of_the_papers_lambdas_misses_none(tmp_path: Path) -> None:
-    for weight in (-0.2, 0.2):
-        save(record("demo", "tiny", istar(weight), 1, model__pretrained=False), tmp_path)
-    missing = find_missing_runs(tmp_path)
-    assert ("Figure 3", "tiny", "demo") not in missing
-    assert missing["Table 1", "tiny", "demo"][1] == "python train.py -m +sweep=table1 task=demo model=tiny"
-
-
-def test_what_is_there_is_not_missing(tmp_path: Path) -> None:
-    for seed in range(1, 6):
-        for reg in (BASE, cosreg(), istar(-1, 0.8)):
-            save(record("rte", BERT, reg, seed), tmp_path)
-        for zeta in (0, 0.2, 0.4, 0.6, 1):
-            save(record("rte", BERT, istar(-1, zeta), seed), tmp_path)
-        for weight in (-5, -3, 0.5, 1, 3, 5):
-            save(record("rte", BERT, istar(weight, 0.8), seed), tmp_path)
-        for layer in range(1, 5):
-            save(record("rte", BERT, istar(-1, 0.8, [layer]), seed), tmp_path)
-    missing = find_missing_runs(tmp_path)
-    assert list(missing) == [("Table 2", "bert-base-cased", "rte")]
-    assert missing["Table 2", "bert-base-cased", "rte"][0] == "I-STAR: 15 of the 24 pairs of λ and ζ"
-
-
-def test_commands_name_the_folder_and_the_model(tmp_path: Path) -> None:
-    save(record("rte", "here/there", BASE, 1, model__pretrained=False), tmp_path)
-    _, command = find_missing_runs(tmp_path, "else where")["Table 1", "there", "rte"]
-    assert command == (
-        "python train.py -m +sweep=table1 task=rte model=auto model.name=here/there model.pretrained=false "
-        "'run.root=else where'"
-    )
-
-
-def test_of_the_paper() -> None:
-    frame = pd.DataFrame({"model": ["mine"], "task": ["rte"]})
-    assert (
-        missing_runs.describe_missing_paper_pairs(frame)[0]
-        == "27 of the paper's 27 pairs of model and task have no run."
-    )  # type: ignore[index]
-    pairs = [(model, task) for model in missing_runs.paper.MODELS for task in missing_runs.paper.TASKS]
-    assert missing_runs.describe_missing_paper_pairs(pd.DataFrame(pairs, columns=["model", "task"])) is None
-    remaining_pairs = missing_runs.describe_missing_paper_pairs(pd.DataFrame(pairs[1:], columns=["model", "task"]))
-    assert remaining_pairs == (
-        "1 of the paper's 27 pairs of model and task have no run.",
-        "python train.py -m +sweep=table1 task=sst2 model=albert",
-    )
+    save(record("rte", BERT, cosreg(), 1), tmp_path)
+    _, frame = load_frame(tmp_path)
+    cells = configurations.select_cells(frame)
+    sentence, _ = sweep_commands.describe_missing_runs(cells, frame)
+    assert sentence.startswith("Of the 3 cells of Table 1, 2 have fewer than 5 seeds. 26 of the paper's 27 pairs")
+    pairs = [(model, task) for model in paper.MODELS for task in paper.TASKS]
+    _, command = sweep_commands.describe_missing_runs(cells, pd.DataFrame(pairs[1:], columns=["model", "task"]))
+    assert command == "istar train -m +sweep=table1 task=sst2 model=albert"
+    _, command = sweep_commands.describe_missing_runs(cells, pd.DataFrame(pairs, columns=["model", "task"]))
+    assert command == ""
 
 
 # Figures.
@@ -469,7 +393,7 @@ def test_ablations(tmp_path: Path) -> None:
             save(record("rte", BERT, istar(-1, "auto", layers), seed, 0.9), tmp_path)  # type: ignore[arg-type]
             for estimator in ("unbiased", "unbiased_by_sentence"):
                 save(record("rte", BERT, istar(-1, 0.0, layers, estimator=estimator), seed, 0.9), tmp_path)
-    loaded, frame = load_frame(tmp_path)
+    _, frame = load_frame(tmp_path)
     [cell] = [cell for cell in configurations.select_cells(frame) if cell.family == "istar"]
     assert (cell.num_configurations, cell.score_by_seed("accuracy")[1]) == (3, pytest.approx(71))
     assert len(paper_tables.collect_tried_pairs(frame, cell)) == 3
@@ -478,10 +402,9 @@ def test_ablations(tmp_path: Path) -> None:
     assert panel.lines[0].y == pytest.approx((51.5, 71.5, 61.5))
     assert panel.lines[0].y_error == pytest.approx([np.std([1, 2], ddof=1)] * 3)
     assert panel.vertical_line == (0.4, "best ζ")
-    [panel] = run_figures.build_layer_ablation_plot(frame, loaded.records).panels
+    [panel] = run_figures.build_layer_ablation_plot(frame).panels
     assert (panel.lines[0].x, panel.lines[0].y) == ((1, 3), pytest.approx((61, 63)))
     assert panel.horizontal_line == (pytest.approx(71.5), "all layers")
-    assert panel.seeds == {1: (1,), 2: (), 3: (1,), 4: (), "all": (1, 2)}
 
 
 def test_figures_and_tables_choose_the_same_cells(tmp_path: Path) -> None:
@@ -545,13 +468,8 @@ def test_layers_and_dimensions_are_means_over_seeds(tmp_path: Path) -> None:
     after = [[run.isotropy["after"][str(layer)] for layer in range(5)] for run in runs[4:]]
     assert panel.lines[1].y == pytest.approx(np.mean(after, axis=0), rel=1e-12)
     assert panel.lines[1].y_error == pytest.approx(np.std(after, axis=0, ddof=1), rel=1e-9, abs=1e-15)
-    # Without `geometry.json` there is no line, and the runs are listed as missing.
+    # Without `geometry.json` there is no line.
     assert run_figures.build_mean_activation_plot(frame, {}).panels == ()
-    sweep_command = missing_runs.make_sweep_command_builder(frame, loaded.records, "runs")
-    plot = run_figures.build_intrinsic_dimension_plot(frame, {})
-    [entry] = missing_runs.find_runs_without_geometry(plot, frame.assign(task="sst2"), {}, sweep_command)
-    assert entry.missing == "4 finished runs without geometry.json, which run.overwrite=true makes"
-    assert entry.command == "python train.py -m +sweep=figure5 task=sst2 model=bert run.overwrite=true"
 
 
 def add_isoscore_star(run: RunRecord, root: Path, zeta: float = 0.2) -> dict[str, float]:
@@ -697,18 +615,12 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_same_runs_give_the_same_files(one_run: Path) -> None:
-    report.write_report(one_run / "runs", one_run / "report")
-    first = contents(one_run / "report")
-    report.write_report(one_run / "runs", one_run / "report")
-    assert contents(one_run / "report") == first
-    assert sorted(path.name for path in one_run.iterdir()) == ["report", "runs"]
-
-
 def test_every_run_is_read_once_and_every_picture_drawn_once(one_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading, computing and drawing take nearly all of a report's time."""
+    """Reading, computing and drawing take nearly all of a report's time. The same runs give the same files."""
     for seed in (2, 3):
         save(record("rte", BERT, istar(), seed), one_run / "runs")
+    report.write_report(one_run / "runs", one_run / "report")
+    first_contents = contents(one_run / "report")
     calls: Counter[str] = Counter()
 
     def count_calls_of(owner: Any, name: str) -> None:
@@ -727,6 +639,11 @@ def test_every_run_is_read_once_and_every_picture_drawn_once(one_run: Path, monk
     ):
         count_calls_of(owner, name)
     report.write_report(one_run / "runs", one_run / "report")
+    assert contents(one_run / "report") == first_contents
+    assert sorted(path.name for path in one_run.iterdir()) == ["report", "runs"]
+    files = [target for _, target in parsed(one_run / "report" / "index.html").references if target[0] != "#"]
+    assert {Path(file).suffix for file in files} >= {".svg", ".pdf", ".png", ".csv", ".md", ".tex"}
+    assert all((one_run / "report" / file).is_file() for file in files)
     pictures = list((one_run / "report" / "figures").glob("*.png"))
     assert len(pictures) > 3
     assert calls == {"read": 3, "compute_stability_scores": 1, "render_with_spots": len(pictures)}
@@ -837,10 +754,10 @@ def test_the_command(one_run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
     (one_run / "runs" / "sweeps" / "a").mkdir(parents=True)
     (one_run / "runs" / "sweeps" / "a" / "result.json").write_text(json.dumps({}))
     assert main(["report", "runs"]) == 0
-    assert capsys.readouterr().out.startswith("report/index.html: 1 run, ")
+    assert capsys.readouterr().out.startswith("report/index.html: 1 run\n")
     table1 = pd.read_csv("report/tables/table1.csv")
     assert table1.loc[0, "mean"] == pytest.approx(50)
-    assert not pd.read_csv("report/tables/missing.csv")["command"].str.contains("run.root").any()
+    assert "run.root" not in "".join(parsed(one_run / "report" / "index.html").text)
     assert list(pd.read_csv("report/tables/left_out.csv")["folder"]) == []
     assert paper_tables.EMPTY_CELL not in table1.columns
 
