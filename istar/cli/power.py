@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from istar.drawing.terminal import make_console
 from istar.errors import UserError
+from istar.statistics.defaults import ALPHA, POWER
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from istar.reports.method_comparisons import MethodComparison
 
 
 def add_parser(commands: Any) -> None:
@@ -23,8 +26,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--runs", type=Path, help="folder of runs from which the standard deviations are estimated")
     parser.add_argument("--difference", type=float, help="difference that is to be found, in the metric's unit")
     parser.add_argument("--pairs", type=int, help="number of seeds that both methods have")
-    parser.add_argument("--alpha", type=float, default=0.05, help="two-sided significance level (default: 0.05)")
-    parser.add_argument("--power", type=float, default=0.8, help="probability of finding the difference (default: 0.8)")
+    parser.add_argument("--alpha", type=float, default=ALPHA, help=f"two-sided significance level (default: {ALPHA})")
+    power_help = f"probability of finding the difference (default: {POWER})"
+    parser.add_argument("--power", type=float, default=POWER, help=power_help)
     parser.set_defaults(command=run, extra="report")
 
 
@@ -58,7 +62,6 @@ def _make_spread_table(options: argparse.Namespace) -> "Table":
     """
     from rich.table import Table
 
-    from istar.reports.paired_differences import compute_differences_from_base
     from istar.statistics import power
     from istar.statistics.arguments import check_positive
 
@@ -66,7 +69,7 @@ def _make_spread_table(options: argparse.Namespace) -> "Table":
     power.smallest_difference(1.0, 2 if options.pairs is None else options.pairs, options.alpha, options.power)
     if options.difference is not None:
         check_positive(abs(options.difference), "the size of the difference")
-    method_differences = compute_differences_from_base(options.runs)
+    comparisons = compare_with_base(options.runs)
     if options.difference is not None:
         answer_header = f"seeds for a\ndifference of {options.difference:g}"
     elif options.pairs is not None:
@@ -85,16 +88,31 @@ def _make_spread_table(options: argparse.Namespace) -> "Table":
         table.add_column(column)
     for column in ("seeds", "sd", "95% interval", answer_header):
         table.add_column(column, justify="right")
-    for seed_differences in method_differences:
-        cells = _make_spread_cells(list(seed_differences.by_seed.values()), options)
-        table.add_row(
-            seed_differences.model,
-            f"{seed_differences.task}, {seed_differences.metric}",
-            seed_differences.method,
-            str(len(seed_differences.by_seed)),
-            *cells,
-        )
+    for comparison in comparisons:
+        method, differences = comparison.method, list(comparison.difference_by_seed.values())
+        labels = method.model, f"{method.task}, {method.metric}", method.name, str(len(differences))
+        table.add_row(*labels, *_make_spread_cells(differences, options))
     return table
+
+
+def compare_with_base(folder: Path) -> "list[MethodComparison]":
+    """Return the comparisons of methods with Base that have a seed in common, for the runs in a folder.
+
+    Raises:
+        UserError: if `folder` is not a folder, or there is no such comparison.
+    """
+    from istar.reports.configurations import add_selection_columns
+    from istar.reports.method_comparisons import compare_methods
+    from istar.reports.run_frame import load_runs
+
+    compared_methods = compare_methods(add_selection_columns(load_runs(folder, keep_records=True)), test="t")
+    comparisons = [comparison for comparison in compared_methods.comparisons if comparison.difference_by_seed]
+    if not comparisons:
+        raise UserError(
+            f"{folder} holds no finished runs of Base and another method with the same task, model and seed; run both "
+            "with the same seeds"
+        )
+    return comparisons
 
 
 def _make_spread_cells(differences: list[float], options: argparse.Namespace) -> tuple[str, str, str]:

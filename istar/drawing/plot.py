@@ -65,7 +65,6 @@ class Plot:
     kind: str
     x_label: str
     panels: tuple[Panel, ...]
-    sweep: str = ""  # sweep file that produces the runs; empty if there is none
     log_x: bool = False  # whether the x axis is logarithmic; a value of 0 is at its left end
     log_y: bool = False  # whether the y axis is logarithmic
     x_names: Mapping[float, str] = field(default_factory=dict)  # tick labels by position; empty for numbers

@@ -109,7 +109,7 @@ class _ReportContents:
     cells: list[Cell]  # cells of Table 1
     sheets: dict[str, Sheet]  # tables by name
     plots: list[Plot]
-    commands_by_sweep: dict[str, list[str]]  # commands that run what the tables and figures show
+    commands_by_artefact: dict[str, list[str]]  # commands that run what a table or a figure shows
     reference: str  # method with which the others are compared
     conclusions: str  # sentence that says how many comparisons with the reference end in which way
     ranks: list[RankedMethods]
@@ -151,9 +151,9 @@ def _compute_contents(runs: Runs, root: Path, plan: Plan | None, reference: str)
         method_figure.build_all_methods_plot(compared_methods),
         rank_figure.build_rank_plot(ranked_methods),
     ]
-    sweeps = {"table1", "table2", *(plot.sweep for plot in plots if plot.sweep)}
-    commands_by_sweep = {
-        sweep: sweep_commands.build_sweep_commands(sweep, all_runs, records, str(root)) for sweep in sweeps
+    commands_by_artefact = {
+        artefact: sweep_commands.build_sweep_commands(sweep, all_runs, records, str(root))
+        for artefact, sweep in sweep_commands.SWEEP_BY_ARTEFACT.items()
     }
     shrinkage_seconds = {path: record.timing.get("shrinkage") or () for path, record in records.items()}
     sheets = (
@@ -174,7 +174,7 @@ def _compute_contents(runs: Runs, root: Path, plan: Plan | None, reference: str)
         cells=table1_cells,
         sheets={sheet.name: sheet for sheet in sheets},
         plots=plots,
-        commands_by_sweep=commands_by_sweep,
+        commands_by_artefact=commands_by_artefact,
         reference=reference,
         conclusions=conclusions.summary(comparison_statistics, compared_methods.alpha),
         ranks=ranked_methods,
@@ -210,8 +210,8 @@ def _build_page(contents: _ReportContents, pictures_by_plot: Mapping[str, list[P
         replace(_build_table_section(contents, "conclusions"), paragraphs=[*note, contents.conclusions]),
         Section("reading", "How to read this", _READING_GUIDE),
         *([] if contents.plan_path is None else [_build_departures_section(contents)]),
-        _build_table_section(contents, "table1", sweep="table1"),
-        _build_table_section(contents, "table2", sweep="table2"),
+        _build_table_section(contents, "table1"),
+        _build_table_section(contents, "table2"),
         _build_methods_section(contents, methods_plot, pictures_by_plot[methods_plot.name]),
         _build_table_section(contents, "class_isotropy"),
         _build_ranks_section(contents, rank_plot, pictures_by_plot[rank_plot.name]),
@@ -258,11 +258,11 @@ _TEXT_OF_EMPTY_TABLE = {
 }
 
 
-def _build_table_section(contents: _ReportContents, name: str, sweep: str = "") -> Section:
-    """Return the section of a table; if a sweep is named, with its command for each model."""
+def _build_table_section(contents: _ReportContents, name: str) -> Section:
+    """Return the section of a table, with the commands of its sweep if it has one."""
     sheet = contents.sheets[name]
     empty_note = "" if sheet.rows else _TEXT_OF_EMPTY_TABLE.get(name, "Nothing to show yet.")
-    commands = contents.commands_by_sweep.get(sweep, [])
+    commands = contents.commands_by_artefact.get(name, [])
     is_wide = name in ("table1", "conclusions", "methods")
     return Section(
         name, sheet.title, sheet=_truncate_sheet(sheet), empty_note=empty_note, commands=commands, is_wide=is_wide
@@ -296,9 +296,7 @@ def _truncate_sheet(sheet: Sheet) -> Sheet:
 def _build_plot_section(contents: _ReportContents, plot: Plot, pictures: list[Picture]) -> Section:
     """Return the section of a figure, with the commands that run what it shows."""
     empty_note = "" if pictures else "There is no run for this figure yet; the commands run it."
-    # Learning curves show the runs of Table 1.
-    sweep = "table1" if plot.name.startswith("curves") else plot.sweep
-    commands = contents.commands_by_sweep.get(sweep, [])
+    commands = contents.commands_by_artefact.get(plot.name, [])
     return Section(plot.name, plot.title, [plot.caption], pictures=pictures, empty_note=empty_note, commands=commands)
 
 
@@ -311,5 +309,5 @@ def _build_departures_section(contents: _ReportContents) -> Section:
 def _build_missing_section(contents: _ReportContents) -> Section:
     """Return the section that counts what is missing, with the commands that run it."""
     sentence, command = sweep_commands.describe_missing_runs(contents.cells, contents.all_runs)
-    commands = [*contents.commands_by_sweep["table1"], *([command] if command else [])]
+    commands = [*contents.commands_by_artefact["table1"], *([command] if command else [])]
     return Section("missing", "What is missing", [sentence, sweep_commands.ADVICE], commands=commands)

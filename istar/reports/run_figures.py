@@ -116,7 +116,6 @@ def _build_uncaptioned_isotropy_performance_plot(
         kind="points",
         x_label="IsoScore",
         panels=_build_panels(all_runs, build_panel),
-        sweep="figure3",
     )
 
 
@@ -305,7 +304,6 @@ def build_zeta_ablation_plot(all_runs: pd.DataFrame) -> Plot:
         kind="bars",
         x_label="ζ",
         panels=_build_panels(all_runs, build_panel),
-        sweep="zeta_ablation",
     )
 
 
@@ -341,7 +339,6 @@ def build_layer_ablation_plot(all_runs: pd.DataFrame) -> Plot:
         kind="bars",
         x_label="layer that is penalized",
         panels=_build_panels(all_runs, build_panel),
-        sweep="layer_ablation",
     )
 
 
@@ -434,7 +431,7 @@ def _add_panels_by_lambda(
         return _build_panel(lines, selected, penalized, "lambda", runs_by_lambda, all_runs, y_label)
 
     panels = _build_panels(all_runs[all_runs["folder"].isin(list(y_by_folder))], build_panel)
-    return replace(plot, panels=panels, sweep=plot.name)
+    return replace(plot, panels=panels)
 
 
 def _keep_runs_of_equal_length(runs: pd.DataFrame, y_by_folder: Mapping[str, Sequence[float]]) -> pd.DataFrame:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from istar.statistics import paired
+from istar.statistics.arguments import is_constant
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,6 @@ class PairedComparison:
     difference: float | None  # mean of method minus reference over these seeds; None without a common seed
     t_test: TestResult  # Student's paired t-test
     sign_flip: TestResult  # exact permutation test that flips the signs of the differences
-    # 95% interval of the difference by Student's t; None for fewer than two pairs or if all differences are equal.
-    interval: tuple[float, float] | None = None
 
 
 def mean_and_std(values: Sequence[float]) -> MeanAndStd:
@@ -59,16 +58,11 @@ def compare_paired(method: Mapping[int, float], reference: Mapping[int, float]) 
     if len(seeds) < 2:
         no_test = TestResult(None, "no test: one pair of seeds" if seeds else "no test: no common seed")
         return PairedComparison(len(seeds), float(differences[0]) if seeds else None, no_test, no_test)
-    t_test, interval = _run_t_test(differences)
-    return PairedComparison(len(seeds), float(differences.mean()), t_test, _run_sign_flip_test(differences), interval)
-
-
-def _run_t_test(differences: np.ndarray) -> tuple[TestResult, tuple[float, float] | None]:
-    """Return the result of Student's paired t-test, and the 95% interval of the mean difference or None."""
-    # If the differences vary by rounding errors only, the t statistic divides by noise.
-    if np.ptp(differences) <= 1e-12 * max(1.0, np.abs(differences).max()):
-        return TestResult(None, "no t-test: all differences are equal"), None
-    return TestResult(paired.t_test(differences)), paired.t_interval(differences)
+    if is_constant(differences):
+        t_test = TestResult(None, "no t-test: all differences are equal")
+    else:
+        t_test = TestResult(paired.t_test(differences))
+    return PairedComparison(len(seeds), float(differences.mean()), t_test, _run_sign_flip_test(differences))
 
 
 def _run_sign_flip_test(differences: np.ndarray) -> TestResult:

@@ -18,6 +18,11 @@ _MODEL_OPTIONS = {
     "distilbert/distilbert-base-cased": "distilbert",
 }
 """`model.name` -> `model` option, for the models that have an option."""
+SWEEP_BY_ARTEFACT = {
+    "table1": "table1", "table2": "table2", **{name: name for name in ("figure3", "figure4", "figure5", "figure6")},
+    "figure7": "zeta_ablation", "figure8": "layer_ablation", "curves_loss": "table1", "curves_metric": "table1",
+}  # fmt: skip
+"""Sweep that makes the runs of a table or a figure, by the name of its files."""
 ADVICE = (
     "The same command skips the runs that have finished and runs what is missing or has failed; --dry-run lists both "
     "and stops there. Add the settings in which your runs differ from the sweep, such as task.data_dir."
