@@ -3,7 +3,7 @@
 import numpy as np
 import scipy.stats
 
-from istar.statistics.constant import is_constant
+from istar.statistics.arguments import is_constant
 
 NUM_POINTS = 200
 """Number of points at which a density is computed."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from istar.errors import UserError, shorten
 from istar.measures.input_checks import accumulation_dtype, check_matrix, unit_vectors
-from istar.statistics.constant import is_constant
+from istar.statistics.arguments import is_constant
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

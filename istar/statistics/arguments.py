@@ -47,13 +47,15 @@ def to_finite_array(values: ArrayLike, name: str) -> NDArray[np.float64]:
     return array
 
 
-def is_constant(values: Vector) -> bool:
-    """Return whether all values are equal up to rounding errors, so that their standard deviation is only noise.
+def is_constant(values: Vector, scale: float = 1.0) -> bool:
+    """Return whether all values `(n,)` are equal up to rounding errors, so that their standard deviation is only noise.
 
-    The values are differences of scores, which are of the order of 1. Values within 1e-12 of each other therefore count
-    as equal however small they are. `istar.statistics.constant` is for series of any scale.
+    Args:
+        values: numbers, for example differences of scores.
+        scale: size of the numbers from which the values were computed. Scores are of the order of 1, so that their
+            differences count as equal within 1e-12, however small they are. 0 stands for the values' own size.
     """
-    return bool(np.ptp(values) <= 1e-12 * max(1.0, float(np.abs(values).max())))
+    return bool(np.ptp(values) <= 1e-12 * max(scale, float(np.abs(values).max())))
 
 
 def check_not_constant(values: Vector, name: str) -> None:

@@ -1,8 +1,4 @@
-"""Correlations of two series: with other variables held constant, and with intervals for neighbours that depend.
-
-Correlations over the checkpoints of one training need both. Geometry and task score each change with the step, so that
-they correlate even if they have nothing to do with each other; and neighbouring checkpoints are not independent.
-"""
+"""Correlations of two series with other variables held constant."""
 
 import math
 from typing import Literal, NamedTuple, get_args
@@ -16,7 +12,6 @@ from istar.statistics.arguments import (
     Vector,
     check_at_least,
     check_choice,
-    check_not_constant,
     check_probability,
     to_finite_array,
     to_finite_vector,
@@ -50,8 +45,8 @@ def partial_correlation(
     freedom.
 
     Assumptions: independent points; linear effects of the covariates (on the ranks for Spearman); joint normality for
-    the interval and the p-value. Points that are neighbours in time are not independent: use
-    `block_bootstrap_correlation` for them. What is held constant are the given covariates and no others.
+    the interval and the p-value. Points that are neighbours in time, such as the checkpoints of a training, are not
+    independent. What is held constant are the given covariates and no others.
 
     Args:
         x: values of one variable, `(n,)`.
@@ -93,78 +88,11 @@ def partial_correlation(
     return PartialCorrelation(value, low, high, p_value, num_points, num_covariates)
 
 
-def moving_blocks(points: int, block_length: int, resamples: int, seed: int) -> NDArray[np.int64]:
-    """Draw the resamples of the moving-block bootstrap: blocks of neighbouring points, put one after the other.
-
-    Args:
-        points: number n of points.
-        block_length: length l of the blocks, from 1 to n.
-        resamples: number of resamples.
-        seed: seed of the resamples.
-
-    Returns:
-        The indices of the points in each resample, `(resamples, points)`, from 0 to n - 1.
-
-    Raises:
-        UserError: if an argument is out of range.
-    """
-    check_at_least(points, 1, "the number of points")
-    check_at_least(resamples, 1, "the number of resamples")
-    check_at_least(block_length, 1, "the block length")
-    if block_length > points:
-        raise UserError(f"the block length is {block_length}; expected at most the number of points, {points}")
-    starts = np.random.default_rng(seed).integers(
-        0, points - block_length + 1, (resamples, math.ceil(points / block_length))
-    )
-    return (starts[:, :, None] + np.arange(block_length)).reshape(resamples, -1)[:, :points]
-
-
-def automatic_block_length(x: ArrayLike, y: ArrayLike) -> int:
-    r"""Choose the block length of `moving_blocks` from the dependence of neighbours.
-
-    The correlation r varies as the mean of its influence values
-    :math:`u = z_x z_y - r (z_x^2 + z_y^2) / 2` of the standardized series. For a mean of autoregressive values with
-    coefficient a, the variance is estimated best with blocks of
-
-    .. math::
-        l = \Big( \frac{\sqrt 6 \, a}{1 - a^2} \Big)^{2/3} n^{1/3}
-
-    (Carlstein, 1986, for blocks that do not overlap; Künsch, 1989, for moving ones). The coefficient a is the
-    autocorrelation of u at lag 1; a negative one counts as 0. The length is rounded up and lies between 1 and
-    :math:`\min(3 \sqrt n, n / 3)`, the limit of Politis and White (2004).
-
-    Raises:
-        UserError: if the lengths differ, a value is not finite, there are fewer than 4 points, or a series is constant.
-    """
-    x_values, y_values = _to_varied_series(x, y)
-    num_points = len(x_values)
-    z_x, z_y = ((series - series.mean()) / series.std() for series in (x_values, y_values))
-    r = float(np.mean(z_x * z_y))
-    influence = z_x * z_y - r * (z_x**2 + z_y**2) / 2
-    influence -= influence.mean()
-    sum_of_squares = float(influence @ influence)
-    # If all points are on one line, all influence values are 0.
-    has_influence = sum_of_squares > 1e-20 * num_points
-    autocorrelation = float(influence[1:] @ influence[:-1]) / sum_of_squares if has_influence else 0.0
-    if autocorrelation <= 0:
-        return 1
-    best_length = (math.sqrt(6) * autocorrelation / (1 - autocorrelation**2)) ** (2 / 3) * num_points ** (1 / 3)
-    return max(1, min(math.ceil(best_length), math.floor(min(3 * math.sqrt(num_points), num_points / 3))))
-
-
 def _to_series(x: ArrayLike, y: ArrayLike, min_length: int) -> tuple[Vector, Vector]:
     """Return two series as vectors; raise a `UserError` unless they are finite, long enough and of equal length."""
     x_values, y_values = to_finite_vector(x, "values of x", min_length), to_finite_vector(y, "values of y", min_length)
     if len(x_values) != len(y_values):
         raise UserError(f"x has {len(x_values)} values and y has {len(y_values)}; expected one of each for every point")
-    return x_values, y_values
-
-
-def _to_varied_series(x: ArrayLike, y: ArrayLike) -> tuple[Vector, Vector]:
-    """Return two series of at least 4 points as vectors; raise a `UserError` if one of them is constant."""
-    x_values, y_values = _to_series(x, y, min_length=4)
-    check_not_constant(x_values, "values of x")
-    check_not_constant(y_values, "values of y")
     return x_values, y_values
 
 

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import scipy.stats
 
@@ -56,11 +57,8 @@ def make_mteb_results(task: str, **splits: list[tuple[str, float]]) -> dict[str,
 
 
 def read_records(path: Path) -> list[tuple[str, str, str, float]]:
-    cells, _ = read_scores(path)
-    return [
-        (model, revision, task, float(score))
-        for model, revision, task, score in cells[["model", "revision", "task", "score"]].itertuples(index=False)
-    ]
+    scores, _ = read_scores(path)
+    return list(scores[["model", "revision", "task", "score"]].itertuples(index=False, name=None))
 
 
 def test_a_file_of_the_harness(tmp_path: Path) -> None:
@@ -74,12 +72,12 @@ def test_a_file_of_the_harness(tmp_path: Path) -> None:
 
 def test_standard_errors_of_the_harness(tmp_path: Path) -> None:
     path = write_file(tmp_path / "results_1.json", make_harness_results("EleutherAI/pythia-70m", "step1000", 0.4))
-    assert list(read_scores(path)[0]["standard_error"]) == ["0.015", "", "0.1"]
+    np.testing.assert_equal(list(read_scores(path)[0]["standard_error"]), [0.015, np.nan, 0.1])
     old_results = {
         "results": {"sciq": {"acc": 0.4, "acc_stderr": 0.02}},
         "config": {"model_args": "pretrained=pythia-70m"},
     }
-    assert list(read_scores(write_file(tmp_path / "old.json", old_results))[0]["standard_error"]) == ["0.02"]
+    assert list(read_scores(write_file(tmp_path / "old.json", old_results))[0]["standard_error"]) == [0.02]
 
 
 @pytest.mark.parametrize(
@@ -130,14 +128,12 @@ def test_folders_without_a_revision_are_checkpoints_of_one_model(tmp_path: Path)
     assert {record[:2] for record in read_records(tmp_path / "scores")} >= {("mine", "step30"), ("mine", "main")}
 
 
-def test_foreign_files_of_a_folder_are_counted(tmp_path: Path) -> None:
+def test_foreign_files_of_a_folder_are_named(tmp_path: Path) -> None:
     write_file(tmp_path / "a" / "results_1.json", make_harness_results("org/mine", "step1", 0.3))
     for name in ("b.json", "c.json"):
         write_file(tmp_path / name, {"results": [1, 2]})
-    _, [remark] = read_scores(tmp_path)
-    assert (
-        remark == f"left out: {tmp_path / 'b.json'} and 1 more, which hold no scores of lm-evaluation-harness or MTEB"
-    )
+    _, remarks = read_scores(tmp_path)
+    assert remarks == [f"left out, because it has no scores: {tmp_path / name}" for name in ("b.json", "c.json")]
 
 
 @pytest.mark.parametrize(
@@ -208,4 +204,4 @@ def test_a_second_score_of_a_checkpoint_names_its_file(tmp_path: Path, capsys: p
     geometry = write_file(tmp_path / "geometry.csv", "revision,isoscore\nstep1,1\nstep2,2\n")
     assert main(["correlate", str(geometry), str(tmp_path / "scores"), "--out", str(tmp_path / "out")]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert "results_2.json: there is a second number for sciq acc tiny step1" in line
+    assert "results_2.json: there is a second number for sciq acc of this checkpoint" in line

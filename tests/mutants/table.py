@@ -716,13 +716,6 @@ MUTATIONS = [
         "tests/statistics/test_correlation.py",
     ),
     Mutation(
-        "Blocks of checkpoints are in the order of the scores' file, not of the steps.",
-        "istar/geometry/correlation/correlate.py",
-        "sorted_points = sorted(common_points, key=lambda point: joined.step_by_point[model, point])",
-        "sorted_points = common_points",
-        "tests/geometry/test_correlate.py::test_intervals_of_blocks_against_scipy",
-    ),
-    Mutation(
         "Standard errors of lm-evaluation-harness are scores.",
         "istar/geometry/correlation/score_files.py",
         'metric.endswith("_stderr") or ',

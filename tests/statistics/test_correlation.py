@@ -1,17 +1,11 @@
-import itertools
 import math
 
 import numpy as np
 import pytest
-from scipy import signal, stats
+from scipy import stats
 
 from istar.errors import UserError
-from istar.statistics.correlation import (
-    Method,
-    automatic_block_length,
-    moving_blocks,
-    partial_correlation,
-)
+from istar.statistics.correlation import Method, partial_correlation
 
 
 def make_related_data(points: int, covariates: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -126,66 +120,8 @@ def test_points_without_an_answer(x, y, covariates, message: str) -> None:
     assert message in str(error.value)
 
 
-# ---- series
-
-
-def autoregressive(coefficient: float, points: int, random: np.random.Generator) -> np.ndarray:
-    noise = random.normal(size=points + 200)
-    return signal.lfilter([1.0], [1.0, -coefficient], noise)[200:]
-
-
-@pytest.mark.parametrize(("points", "length"), [(6, 3), (7, 3), (8, 4), (5, 1)])
-def test_moving_blocks_by_enumeration(points: int, length: int) -> None:
-    """All sequences of blocks, cut to the number of points, are drawn, and no others."""
-    blocks = [list(range(start, start + length)) for start in range(points - length + 1)]
-    sequences = {
-        tuple([point for block in sequence for point in block][:points])
-        for sequence in itertools.product(blocks, repeat=math.ceil(points / length))
-    }
-    resamples = moving_blocks(points, length, 100 * len(sequences), seed=1)
-    drawn, counts = np.unique(resamples, axis=0, return_counts=True)
-    assert {tuple(map(int, row)) for row in drawn} == sequences
-    # Blocks that are cut at the end coincide for no two sequences only if the length divides the number of points.
-    if points % length == 0:
-        assert stats.chisquare(counts).pvalue > 1e-4
-
-
-@pytest.mark.parametrize("coefficient", [0.3, 0.6, 0.9])
-def test_the_automatic_length_minimizes_the_error_of_an_autoregressive_series(coefficient: float) -> None:
-    """The length is (2 G^2 n / D)^(1/3), D = (4 / 3) g^2, with sums G and g over lags (Politis and White, 2004)."""
-    random = np.random.default_rng(3)
-    x, y = autoregressive(coefficient, 400, random), autoregressive(coefficient, 400, random)
-    standardized = [(values - values.mean()) / values.std() for values in (x, y)]
-    r = np.mean(standardized[0] * standardized[1])
-    influence = standardized[0] * standardized[1] - r * (standardized[0] ** 2 + standardized[1] ** 2) / 2
-    influence -= influence.mean()
-    a = sum(influence[i] * influence[i + 1] for i in range(399)) / sum(influence**2)
-    assert a > 0
-    lags = np.arange(-3_000, 3_001)
-    autocovariances = a ** np.abs(lags)
-    length = (2 * np.sum(np.abs(lags) * autocovariances) ** 2 / (4 / 3 * autocovariances.sum() ** 2) * 400) ** (1 / 3)
-    assert automatic_block_length(x, y) == min(math.ceil(length), 60)
-
-
-def test_the_automatic_length_has_limits() -> None:
-    trend = np.linspace(0, 1, 30)
-    assert automatic_block_length(trend, trend**3) <= 10
-    assert automatic_block_length(trend, 2 * trend) == 1
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: moving_blocks(9, 10, 1, 0), "the block length is 10; expected at most the number of points, 9"),
-        (lambda: moving_blocks(9, 0, 1, 0), "the block length is 0; expected 1 or more"),
-        (lambda: moving_blocks(9, 3, 0, 0), "the number of resamples is 0"),
-        (lambda: automatic_block_length(LINE, np.ones(9)), "all values of y are equal"),
-        (lambda: automatic_block_length(LINE[:3], LINE[:3]), "there are 3 values of x; expected at least 4"),
-        (lambda: partial_correlation(LINE, LINE**2, (), method="kendall"), "expected one of pearson, spearman"),  # type: ignore[arg-type]
-        (lambda: partial_correlation(LINE, LINE**2, (), level=1.0), "the confidence level is 1.0"),
-    ],
-)
-def test_arguments_out_of_range(call, message: str) -> None:
-    with pytest.raises(UserError) as error:
-        call()
-    assert message in str(error.value)
+def test_arguments_out_of_range() -> None:
+    with pytest.raises(UserError, match="expected one of pearson, spearman"):
+        partial_correlation(LINE, LINE**2, (), method="kendall")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"the confidence level is 1\.0"):
+        partial_correlation(LINE, LINE**2, (), level=1.0)

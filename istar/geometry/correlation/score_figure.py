@@ -22,7 +22,7 @@ def make_plot(scores: pd.DataFrame) -> Plot | None:
     """Return a plot of scores by step with a panel for each task and a line for each model, or None without scores.
 
     Args:
-        scores: table of scores as in `istar.geometry.correlation.score_join.JoinedData.scores_by_step`.
+        scores: table of scores as in `istar.geometry.correlation.correlate.CorrelationResults`.
     """
     if scores.empty:
         return None

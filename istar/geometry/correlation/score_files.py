@@ -1,34 +1,37 @@
-"""Tables of measures and scores as text: CSV files, and result files of lm-evaluation-harness and MTEB."""
+"""Task scores from result files of lm-evaluation-harness and MTEB, or from CSV files."""
 
-import csv
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
 
 import pandas as pd
 
-from istar.errors import UserError, shorten
+from istar.errors import UserError
 from istar.files.parsing import MissingFileError, read_json
-from istar.files.writing import refuse_special_file, unescape_cell
+from istar.geometry.correlation.checkpoint_tables import (
+    CHECKPOINT_COLUMNS,
+    complete_checkpoint_columns,
+    parse_number,
+    read_table,
+    to_long_format,
+    to_numbers,
+)
 
 _MODEL_FILE = "model_meta.json"
 """File in which MTEB names the model of the result files in the same folder."""
-_MISSING_REVISIONS = ("", "None", "no_revision_available", "external")
+_MISSING_REVISIONS = ("None", "no_revision_available", "external")
 """Values that MTEB writes for a model without a revision."""
 _DEFAULT_REVISION = "main"
 
 
-@dataclass(frozen=True)
-class Score:
-    """A score that a result file of lm-evaluation-harness or MTEB holds."""
+class Score(NamedTuple):
+    """A score in a result file of lm-evaluation-harness or MTEB."""
 
-    location: str  # the file, for messages
-    model: str  # hub id or folder of the model, as the file has it; may be empty
+    model: str  # hub id or folder of the model, as in the file; may be empty
     revision: str  # revision on the hub; empty if the file has none
     task: str  # name of the task, with the metric, filter, split or subset that it needs
-    value: float
+    score: float
     standard_error: float = math.nan  # NaN if the file has none
 
 
@@ -36,72 +39,67 @@ def read_scores(path: Path) -> tuple[pd.DataFrame, list[str]]:
     """Read task scores from a CSV file, a result file of lm-evaluation-harness or MTEB, or a folder of result files.
 
     - A `.json` file is a result file; see `parse_harness_scores` and `parse_mteb_scores`.
-    - A folder stands for the `.json` files in it and in its subfolders. A remark counts those that are no result files.
-    - Any other file is a CSV file; see `read_csv_as_text`.
+    - A folder stands for all `.json` files in it and in its subfolders.
+    - Any other file is a CSV file with a column for each task, or with the columns `task` and `score` and, optionally,
+      `standard_error`; see `checkpoint_tables.read_table`.
 
-    The table of result files has the columns `model`, `revision`, `task`, `score` and `standard_error`, which may be
-    empty. If no file states a revision, each file is taken to be of another checkpoint of the same model, and the last
-    part of the model's name is its revision. Otherwise a file without a revision is of revision `main`.
+    If no result file states a revision, each file is of another checkpoint of the same model, and the last part of the
+    model's name is its revision. Otherwise a file without a revision is of revision `main`.
 
     Returns:
-        A table of stripped strings, whose index says where each row is from, and remarks for the user, one line each.
+        A row for each score, with `CHECKPOINT_COLUMNS`, `task`, `score` and `standard_error`, and remarks for the user.
 
     Raises:
-        UserError: if the path cannot be read, or holds no scores in these formats.
+        UserError: if the path cannot be read, or has no scores in these formats.
     """
     if not path.is_dir() and path.suffix != ".json":
-        return read_csv_as_text(path), []
+        return _read_csv_scores(path), []
     files = sorted(file for file in path.rglob("*.json") if file.name != _MODEL_FILE) if path.is_dir() else [path]
     scores_by_file = {file: _read_result_file(file) for file in files}
-    scores = [score for file_scores in scores_by_file.values() if file_scores is not None for score in file_scores]
-    other_files = [str(file) for file, file_scores in scores_by_file.items() if file_scores is None]
-    if not scores:
+    located_scores = [(str(file), score) for file, scores in scores_by_file.items() for score in scores]
+    if not located_scores:
         raise UserError(
             f"{path} holds no scores of lm-evaluation-harness (results by task) or MTEB (task_name, and scores with "
             "main_score); expected such a .json file, a folder of such files, or a CSV file"
         )
-    remarks = []
-    if other_files:
-        more = f" and {len(other_files) - 1} more" if len(other_files) > 1 else ""
-        remarks.append(f"left out: {other_files[0]}{more}, which hold no scores of lm-evaluation-harness or MTEB")
-    return _to_table(scores), remarks
+    locations, scores = zip(*located_scores, strict=True)
+    table = pd.DataFrame(scores, index=locations).assign(step="")
+    if (table["revision"] == "").all():
+        table["revision"], table["model"] = [PurePath(name).name for name in table["model"]], ""
+    table["revision"] = table["revision"].replace("", _DEFAULT_REVISION)
+    table = to_numbers(complete_checkpoint_columns(table), "task", "score")
+    foreign_files = [str(file) for file, scores in scores_by_file.items() if not scores]
+    return table, [f"left out, because it has no scores: {file}" for file in foreign_files]
 
 
-def _to_table(scores: Sequence[Score]) -> pd.DataFrame:
-    """Return a table of strings with a row for each score.
-
-    Missing revisions are filled in as `read_scores` describes.
-    """
-    has_revisions = any(score.revision for score in scores)
-    rows = []
-    for score in scores:
-        model_name = Path(score.model).name
-        revision = score.revision or (_DEFAULT_REVISION if has_revisions else model_name)
-        error_text = "" if math.isnan(score.standard_error) else repr(score.standard_error)
-        rows.append((model_name if has_revisions else "", revision, score.task, repr(score.value), error_text))
-    columns = ["model", "revision", "task", "score", "standard_error"]
-    return pd.DataFrame(rows, index=[score.location for score in scores], columns=columns)
+def _read_csv_scores(path: Path) -> pd.DataFrame:
+    """Return the scores of a CSV file in long format."""
+    table = read_table(path)
+    if not {"task", "score"} <= set(table):
+        return to_long_format(table, CHECKPOINT_COLUMNS, "task", "score").assign(standard_error=math.nan)
+    errors = table.get("standard_error", pd.Series("", table.index))
+    table["standard_error"] = [parse_number(text, f"{location}: standard_error") for location, text in errors.items()]
+    return to_numbers(table[[*CHECKPOINT_COLUMNS, "task", "score", "standard_error"]], "task", "score")
 
 
-def _read_result_file(path: Path) -> list[Score] | None:
-    """Return the scores of a result file of lm-evaluation-harness or MTEB, or None if it has another format.
+def _read_result_file(path: Path) -> list[Score]:
+    """Return the scores of a result file of lm-evaluation-harness or MTEB; none if it has another format.
 
     Raises:
         UserError: if the file cannot be read, or is not JSON.
     """
     content = read_json(path)
     if not isinstance(content, dict):
-        return None
-    results = content.get("results")
-    if isinstance(results, dict) and results and all(isinstance(metrics, dict) for metrics in results.values()):
-        return list(parse_harness_scores(content, str(path)))
-    scores = content.get("scores")
+        return []
+    results, scores = content.get("results"), content.get("scores")
+    if isinstance(results, dict) and all(isinstance(metrics, dict) for metrics in results.values()):
+        return list(parse_harness_scores(content))
     if isinstance(content.get("task_name"), str) and isinstance(scores, dict):
         return list(parse_mteb_scores(content, path))
-    return None
+    return []
 
 
-def parse_harness_scores(content: Mapping[str, Any], location: str) -> Iterator[Score]:
+def parse_harness_scores(content: Mapping[str, Any]) -> Iterator[Score]:
     """Yield the scores of a file that lm-evaluation-harness wrote (`results_<date>.json`, or `--output_path`).
 
     `results` has the metrics by task, as `acc,none` (metric and filter) or, in files of versions before 0.4, as `acc`,
@@ -109,17 +107,14 @@ def parse_harness_scores(content: Mapping[str, Any], location: str) -> Iterator[
     in `sciq acc` or `gsm8k exact_match strict-match`. The model and its revision are those of `model_args` in `config`,
     either a string such as `pretrained=<name>,revision=<name>` or a mapping; without a name there, the model is
     `model_name`.
-
-    Args:
-        content: content of the file.
-        location: path of the file, for error messages.
     """
-    model_args = content.get("config", {}).get("model_args") if isinstance(content.get("config"), dict) else None
+    config = content.get("config")
+    model_args = config.get("model_args") if isinstance(config, dict) else None
     if isinstance(model_args, str):
         pairs = (part.partition("=") for part in model_args.split(","))
         model_args = {key.strip(): value.strip() for key, _, value in pairs}
     model_args = model_args if isinstance(model_args, dict) else {}
-    model = model_args.get("pretrained") or content.get("model_name") or ""
+    model = str(model_args.get("pretrained") or content.get("model_name") or "")
     revision = str(model_args.get("revision") or "")
     for task, metrics in content["results"].items():
         # Since version 0.4 the name of each metric ends in a filter; numbers without a filter are not metrics.
@@ -128,15 +123,13 @@ def parse_harness_scores(content: Mapping[str, Any], location: str) -> Iterator[
             metric, _, filter_name = key.partition(",")
             if metric.endswith("_stderr") or not _is_finite_number(value) or (has_filters and not filter_name):
                 continue
-            score_name = f"{task} {metric}" if filter_name in ("", "none") else f"{task} {metric} {filter_name}"
             standard_error = metrics.get(f"{metric}_stderr,{filter_name}" if has_filters else f"{metric}_stderr")
             yield Score(
-                location,
-                str(model),
-                revision,
-                score_name,
-                float(value),
-                float(standard_error) if _is_finite_number(standard_error) else math.nan,
+                model=model,
+                revision=revision,
+                task=f"{task} {metric}" if filter_name in ("", "none") else f"{task} {metric} {filter_name}",
+                score=float(value),
+                standard_error=float(standard_error) if _is_finite_number(standard_error) else math.nan,
             )
 
 
@@ -145,8 +138,7 @@ def parse_mteb_scores(content: Mapping[str, Any], path: Path) -> Iterator[Score]
 
     `scores` has a list for each split, with an entry for each subset of the data. A score is named by its task, and by
     its split and subset unless they are `test` and `default`. The model and its revision are those of
-    `model_meta.json` in the same folder or, without that file, those that the folders `<model>/<revision>/<task>.json`
-    name.
+    `model_meta.json` in the same folder or, without that file, those in the path `<model>/<revision>/<task>.json`.
 
     Args:
         content: content of the file.
@@ -167,40 +159,9 @@ def parse_mteb_scores(content: Mapping[str, Any], path: Path) -> Iterator[Score]
             if _is_finite_number(value):
                 split_and_subset = (split if split != "test" else "", subset.get("hf_subset", "default"))
                 suffixes = [str(name) for name in split_and_subset if name not in ("", "default")]
-                yield Score(str(path), model, revision, " ".join([content["task_name"], *suffixes]), float(value))
+                yield Score(model, revision, " ".join([content["task_name"], *suffixes]), float(value))
 
 
 def _is_finite_number(value: object) -> bool:
-    """Return whether a value from a JSON file is a finite number; booleans are no numbers."""
+    """Return whether a value from a JSON file is a finite number; booleans are not numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def read_csv_as_text(path: Path) -> pd.DataFrame:
-    """Read a CSV file as stripped strings; the index says in which line each row is, for messages.
-
-    Raises:
-        UserError: if the file cannot be read, has no rows, two equal columns, or a row of another length.
-    """
-    # `pandas.read_csv` accepts short rows silently, and does not tell the line numbers of rows after empty lines.
-    try:
-        refuse_special_file(path)
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file)
-            header = [name.strip() for name in next(reader, [])]
-            cells_by_location = {}
-            for cells in reader:
-                if any(cells):
-                    cells_by_location[f"{path}, line {reader.line_num}"] = [
-                        unescape_cell(cell.strip()) for cell in cells
-                    ]
-    except (OSError, ValueError, csv.Error) as error:
-        raise UserError(f"{path} cannot be read: {shorten(error)}; expected a CSV file") from error
-    for name in header:
-        if header.count(name) > 1:
-            raise UserError(f"{path}: two columns are called {name!r}; expected distinct names")
-    if not cells_by_location:
-        raise UserError(f"{path} has no rows; expected a header and at least one row")
-    for location, cells in cells_by_location.items():
-        if len(cells) != len(header):
-            raise UserError(f"{location}: the row has {len(cells)} cells; expected {len(header)}, as the header")
-    return pd.DataFrame.from_dict(cells_by_location, orient="index", columns=header)
