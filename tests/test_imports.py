@@ -65,11 +65,6 @@ BORDERS_CROSSED = {
     "istar.finetune.sweeps.live_table": {"reports"},
     "istar.finetune.sweeps.planned_runs": {"reports"},
     "istar.finetune.sweeps.sweep": {"reports"},
-    "istar.embeddings.embed": {"geometry"},
-    "istar.embeddings.embed_figures": {"geometry"},
-    "istar.embeddings.embed_findings": {"geometry"},
-    "istar.embeddings.embed_models": {"geometry"},
-    "istar.embeddings.embed_page": {"geometry"},
 }
 """Modules that still use the insides of a part beside theirs. What both need is to move below both."""
 LIBRARIES = {
@@ -123,7 +118,6 @@ FORBIDDEN_LIBRARIES = {
     "istar.finetune.quantization.linear_layers": (
         "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas"
     ),
-    "istar.embeddings.wordsim": "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas",
     "istar.finetune.runs.run_folders": "lightning transformers hydra_plugins optuna matplotlib",
     "istar.statistics.conclusions": "torch lightning transformers datasets hydra matplotlib pandas",
     "istar.statistics.tasks": "torch lightning transformers datasets hydra matplotlib pandas",

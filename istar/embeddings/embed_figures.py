@@ -1,39 +1,44 @@
 """Figures 1 to 6 of *Too Much in Common* from measured embedding matrices, as numbers."""
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
+import scipy.stats
+import torch
 
 from istar.drawing.plot import Line, Panel, Plot
-from istar.embeddings import embed, published_embeddings
-from istar.embeddings.density import estimate_density
+from istar.embeddings import published_embeddings, unused_tokens
 from istar.embeddings.embed_models import ModelEmbeddings
-from istar.geometry.show.model_figures import MATRIX_ROUNDING, make_panel, make_projection_panels, make_spectrum_line
-from istar.geometry.show.spheres import NUM_POINTS, Spectrum
+from istar.measures import singular_values
+from istar.statistics.arguments import is_constant
 
+_BEFORE_AND_AFTER = {"before centering": "raw", "after centering": "centered"}
+"""Forms in Figures 1 and 6 by their labels."""
+_ROUNDING = 1e-6
+"""Singular values below this fraction of the largest are rounding errors of float32 points."""
+_SPHERE_POINTS, _SPHERE_SHIFTS = 500, (0.0, 1.0, 2.0)
+"""Number of points on the spheres of Figure 2, and the distances of their centers from the origin."""
+_DENSITY_POINTS = 200
+"""Number of points at which a density is computed."""
 _MAX_RANK_POINTS = 200
 """Largest number of points of a line over ranks."""
 _RANK_BINS = 30
 """Largest number of bins in the plot of norms by rank of frequency."""
-_BEFORE_CENTERING, _AFTER_CENTERING = "before centering", "after centering"
 
 
-def make_plots(models: Sequence[ModelEmbeddings], words: pd.DataFrame, spheres: Sequence[Spectrum]) -> list[Plot]:
+def make_plots(models: Sequence[ModelEmbeddings], words: pd.DataFrame) -> list[Plot]:
     """Return the plots of Figures 1 to 6 of *Too Much in Common*, and of norms by frequency.
 
     Args:
         models: the measured embedding matrices.
         words: frequencies of the texts' words; empty without texts.
-        spheres: spheres at several distances from the origin.
     """
     return [
         make_projection_plot(models),
         make_singular_value_plot(models),
-        make_sphere_plot(spheres),
-        make_sphere_spectrum_plot(spheres),
+        *make_sphere_plots(),
         make_unused_plot(models),
         make_frequency_plot(models, words),
         make_norm_plot(models),
@@ -49,13 +54,19 @@ def make_projection_plot(models: Sequence[ModelEmbeddings]) -> Plot:
     """
     panels: list[Panel] = []
     for model in models:
-        model_panels, explanation = make_projection_panels(model.projected_rows, model.label)
-        # The explanation of the colours is listed once, with the first panel.
-        panels += [
-            replace(panel, model=model.label, fixed_settings=explanation.removesuffix("."))
-            for panel in model_panels[:1]
-        ]
-        panels += [replace(panel, model=model.label) for panel in model_panels[1:]]
+        groups, explanation = _group_rows(model)
+        for form in ("raw", "centered"):
+            if len(model.projection[form]) < 2:  # a matrix of one dimension
+                continue
+            x, y = (np.array(axis) for axis in model.projection[form])
+            lines = [Line(label, tuple(x[rows].tolist()), tuple(y[rows].tolist())) for label, rows in groups.items()]
+            # The explanation of the colours is listed once, with the first panel.
+            settings = explanation if form == "raw" else ""
+            panels.append(
+                _make_panel(
+                    "second direction", lines, f"{model.label}, {form}", model.label, settings, with_origin=True
+                )
+            )
     return Plot(
         "figure1_projection",
         "Figure 1, projections",
@@ -68,6 +79,28 @@ def make_projection_plot(models: Sequence[ModelEmbeddings]) -> Plot:
     )
 
 
+def _group_rows(model: ModelEmbeddings) -> tuple[Mapping[str, np.ndarray], str]:
+    """Group projected rows by their tokens' frequencies, or by ids if most of the tokens do not occur in the texts.
+
+    Returns:
+        Indices of the rows by the group's label, and an explanation of the colours.
+    """
+    ids, counts = model.projection["ids"], model.projection_counts
+    explanation = f"{len(ids):,} rows, evenly spaced by token id; the colour is the"
+    if counts is not None and (num_occurring := np.count_nonzero(counts)) >= len(ids) / 2:
+        by_frequency = np.argsort(-counts, kind="stable")
+        labels = ("most frequent quarter", "second", "third", "rarest quarter")
+        groups = dict(zip(labels, np.array_split(by_frequency[:num_occurring], 4), strict=True))
+        if num_occurring < len(ids):
+            groups["not in the texts"] = by_frequency[num_occurring:]
+        return groups, f"{explanation} token's frequency in these texts"
+    fifths = [fifth for fifth in np.array_split(np.arange(len(ids)), 5) if len(fifth)]
+    return {f"ids {ids[fifth[0]]:,} to {ids[fifth[-1]]:,}": fifth for fifth in fifths}, (
+        f"{explanation} id, which stands for the rank by frequency: most tokenizers number tokens in the order in "
+        "which they learned them, frequent ones first"
+    )
+
+
 def make_singular_value_plot(models: Sequence[ModelEmbeddings]) -> Plot:
     """Return a plot of the singular values of each matrix before and after centering.
 
@@ -75,11 +108,12 @@ def make_singular_value_plot(models: Sequence[ModelEmbeddings]) -> Plot:
     """
     panels = []
     for model in models:
-        lines = [
-            make_spectrum_line(label, model.measures_by_form[form]["singular_values"], MATRIX_ROUNDING)
-            for label, form in ((_BEFORE_CENTERING, "raw"), (_AFTER_CENTERING, "centered"))
-        ]
-        panels.append(make_panel("singular value", lines, model.label))
+        lines = []
+        for label, form in _BEFORE_AND_AFTER.items():
+            values = model.measures_by_form[form]["singular_values"]
+            values = tuple(value for value in values if value > _ROUNDING * max(values))
+            lines.append(Line(label, tuple(range(1, len(values) + 1)), values))
+        panels.append(_make_panel("singular value", lines, model.label))
     return Plot(
         "figure1_singular_values",
         "Figure 1, singular values",
@@ -93,39 +127,43 @@ def make_singular_value_plot(models: Sequence[ModelEmbeddings]) -> Plot:
     )
 
 
-def make_sphere_plot(spheres: Sequence[Spectrum]) -> Plot:
-    """Return a plot of the points of spheres at several distances from the origin.
+def make_sphere_plots() -> tuple[Plot, Plot]:
+    """Return plots of points on spheres at several distances from the origin, and of their singular values.
 
-    It is Figure 2 (a) of *Too Much in Common*.
+    They are Figure 2 (a, b) of *Too Much in Common*.
     """
-    lines = [Line(_make_sphere_label(sphere), sphere.x, sphere.y) for sphere in spheres]
-    return Plot(
+    # Each point has an opposite one, so that the mean is exactly the center.
+    half_of_points = np.random.Generator(np.random.Philox(0)).standard_normal((_SPHERE_POINTS // 2, 3))
+    half_of_points /= np.linalg.norm(half_of_points, axis=1, keepdims=True)
+    sphere = torch.from_numpy(np.concatenate([half_of_points, -half_of_points]))
+    point_lines, value_lines = [], []
+    for shift in _SPHERE_SHIFTS:
+        points = sphere + torch.tensor([shift, 0, 0])
+        x, y, _ = points.T.tolist()
+        label = f"center at {shift:g}"
+        point_lines.append(Line(label, tuple(x), tuple(y)))
+        value_lines.append(Line(label, (1.0, 2.0, 3.0), tuple(singular_values(points, centered=False).tolist())))
+    points_plot = Plot(
         "figure2_spheres",
         "Figure 2, spheres",
-        f"{NUM_POINTS} points on a unit sphere in three dimensions, and the same points moved away from the origin.",
+        f"{_SPHERE_POINTS} points on a unit sphere in three dimensions, and the same points moved away from the "
+        "origin.",
         "scatter",
         "first coordinate",
-        (make_panel("second coordinate", lines, with_origin=True),),
+        (_make_panel("second coordinate", point_lines, with_origin=True),),
         ordered=True,
     )
-
-
-def make_sphere_spectrum_plot(spheres: Sequence[Spectrum]) -> Plot:
-    """Return a plot of the singular values of the points of spheres at several distances from the origin.
-
-    It is Figure 2 (b) of *Too Much in Common*.
-    """
-    lines = [Line(_make_sphere_label(sphere), (1.0, 2.0, 3.0), sphere.singular_values) for sphere in spheres]
-    return Plot(
+    values_plot = Plot(
         "figure2_singular_values",
         "Figure 2, singular values",
         "Singular values of these points: the farther the sphere is from the origin, the larger is the first one, "
         "although the points have the same shape.",
         "line",
         "number of the singular value",
-        (make_panel("singular value", lines),),
+        (_make_panel("singular value", value_lines),),
         ordered=True,
     )
+    return points_plot, values_plot
 
 
 def make_unused_plot(models: Sequence[ModelEmbeddings]) -> Plot:
@@ -141,11 +179,11 @@ def make_unused_plot(models: Sequence[ModelEmbeddings]) -> Plot:
             if not model.unused_similarity.empty:
                 bins = model.unused_similarity[model.unused_similarity["order"] == order]
                 if len(bins):
-                    indices = tuple((bins["first"].astype(int) // embed.BIN_SIZE).astype(float))
+                    indices = tuple((bins["first"].astype(int) // unused_tokens.BIN_SIZE).astype(float))
                     lines.append(Line(model.label, indices, tuple(bins["cosine_raw"])))
         if lines:
             label = _get_only_label(lines)
-            panels.append(make_panel("mean cosine", lines, f"{label}, {title}" if label else title))
+            panels.append(_make_panel("mean cosine", lines, f"{label}, {title}" if label else title))
     published_texts = [
         f"{cosine:.2f} for the token ids {ids}" for ids, cosine in published_embeddings.UNUSED_COSINE_BY_IDS.items()
     ]
@@ -157,7 +195,7 @@ def make_unused_plot(models: Sequence[ModelEmbeddings]) -> Plot:
         "placeholders such as [unused0] or, in vocabularies without them, the last 1,000 tokens. The paper has, for "
         f"bert-base-cased, {' and '.join(published_texts)}.",
         "line",
-        f"number of the bin of {embed.BIN_SIZE:,} tokens",
+        f"number of the bin of {unused_tokens.BIN_SIZE:,} tokens",
         tuple(panels),
         share_y=True,
     )
@@ -172,7 +210,7 @@ def make_frequency_plot(models: Sequence[ModelEmbeddings], words: pd.DataFrame) 
     lines = []
     for label, frequencies in frequencies_by_label.items():
         if not frequencies.empty:
-            ranks = _spread_ranks(len(frequencies))
+            ranks = np.unique(np.geomspace(1, len(frequencies), _MAX_RANK_POINTS).round().astype(int))
             percentages = 100 * frequencies["share"].to_numpy()
             lines.append(Line(label, tuple(map(float, ranks)), tuple(percentages[ranks - 1])))
     return Plot(
@@ -182,7 +220,7 @@ def make_frequency_plot(models: Sequence[ModelEmbeddings], words: pd.DataFrame) 
         "signs are words by themselves.",
         "line",
         "rank",
-        (make_panel("share of the text, percent", lines),) if lines else (),
+        (_make_panel("share of the text, percent", lines),) if lines else (),
         log_x=True,
         log_y=True,
         reference_label="words",
@@ -191,7 +229,8 @@ def make_frequency_plot(models: Sequence[ModelEmbeddings], words: pd.DataFrame) 
 
 def make_norm_plot(models: Sequence[ModelEmbeddings]) -> Plot:
     """Return a plot of the density of the norms of each matrix's rows (Figure 5 of *Too Much in Common*)."""
-    lines = [line for model in models if (line := _make_density_line(model.label, model.row_norms["raw"]))]
+    densities = [_make_density_line(model.label, model.row_norms["raw"]) for model in models]
+    lines = [line for line in densities if line is not None]
     return Plot(
         "figure5_norms",
         "Figure 5, norms",
@@ -199,7 +238,7 @@ def make_norm_plot(models: Sequence[ModelEmbeddings]) -> Plot:
         "curve is scaled to its own maximum.",
         "ridges",
         "norm",
-        (make_panel("density", lines, _get_only_label(lines)),) if lines else (),
+        (_make_panel("density", lines, _get_only_label(lines)),) if lines else (),
     )
 
 
@@ -210,10 +249,10 @@ def make_centering_plot(models: Sequence[ModelEmbeddings]) -> Plot:
     """
     panels = []
     for model in models:
-        labels = ((_BEFORE_CENTERING, "raw"), (_AFTER_CENTERING, "centered"))
-        lines = [line for label, form in labels if (line := _make_density_line(label, model.row_norms[form]))]
+        densities = [_make_density_line(label, model.row_norms[form]) for label, form in _BEFORE_AND_AFTER.items()]
+        lines = [line for line in densities if line is not None]
         if lines:
-            panels.append(make_panel("density", lines, model.label))
+            panels.append(_make_panel("density", lines, model.label))
     return Plot(
         "figure6_centering",
         "Figure 6, norms before and after centering",
@@ -247,14 +286,22 @@ def make_frequency_norm_plot(models: Sequence[ModelEmbeddings]) -> Plot:
         "smaller norms.",
         "line",
         "rank",
-        (make_panel("average norm", lines, _get_only_label(lines)),) if lines else (),
+        (_make_panel("average norm", lines, _get_only_label(lines)),) if lines else (),
         log_x=True,
     )
 
 
-def _make_sphere_label(sphere: Spectrum) -> str:
-    """Return the label of a sphere, which states how far its center is from the origin."""
-    return f"center at {sphere.shift:g}"
+def _make_panel(
+    y_label: str,
+    lines: Sequence[Line],
+    title: str = "",
+    model: str = "",
+    settings: str = "",
+    with_origin: bool = False,
+) -> Panel:
+    """Return a panel; `with_origin` adds dashed lines that cross at the origin."""
+    origin = (0.0, "origin") if with_origin else None
+    return Panel(model, title, tuple(lines), settings, y_label, horizontal_line=origin, vertical_line=origin)
 
 
 def _get_only_label(lines: Sequence[Line]) -> str:
@@ -262,15 +309,29 @@ def _get_only_label(lines: Sequence[Line]) -> str:
     return lines[0].label if len(lines) == 1 else ""
 
 
-def _spread_ranks(num_ranks: int) -> np.ndarray:
-    """Return at most 200 of the ranks 1 to `num_ranks`, evenly spaced on a logarithmic axis up to rounding."""
-    return np.unique(np.geomspace(1, num_ranks, _MAX_RANK_POINTS).round().astype(int))
-
-
 def _make_density_line(label: str, norms: np.ndarray) -> Line | None:
-    """Return a line with the estimate of `estimate_density` for norms, or None if the norms have no estimate."""
-    estimate = estimate_density(norms)
-    if estimate is None:
+    """Return a line with the density of norms; None if all are equal, or there are fewer than 2."""
+    if len(norms) < 2 or is_constant(norms):
         return None
-    positions, densities = estimate
-    return Line(label, tuple(positions.tolist()), tuple(densities.tolist()))
+    positions, density = estimate_density(norms)
+    return Line(label, tuple(positions.tolist()), tuple(density.tolist()))
+
+
+def estimate_density(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    r"""Estimate the density of nonnegative numbers by Gaussian kernels.
+
+    .. math:: \hat f(x) = \frac{1}{n h} \sum_i \varphi\left(\frac{x - v_i}{h}\right), \quad h = s n^{-1/5},
+
+    where :math:`\varphi` is the standard normal density and s the standard deviation (ddof = 1): Scott's bandwidth.
+
+    Args:
+        values: `(n,)`, for example norms, not all equal.
+
+    Returns:
+        Evenly spaced positions from three bandwidths below the smallest value, but not below 0, to three above the
+        largest, and the density at each, per unit of the values.
+    """
+    kernel = scipy.stats.gaussian_kde(values)
+    margin = 3 * float(np.sqrt(kernel.covariance[0, 0]))
+    positions = np.linspace(max(0.0, values.min() - margin), values.max() + margin, _DENSITY_POINTS)
+    return positions, kernel(positions)

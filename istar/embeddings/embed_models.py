@@ -1,31 +1,41 @@
-"""`istar embed` with several models or forms: what the tables and figures of *Too Much in Common* are made of."""
+"""Measurements of an embedding matrix in several forms: what the tables and figures of `istar embed` are made of."""
 
-import re
+import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from istar.embeddings import embed, wordsim
+from istar.embeddings import token_counts, unused_tokens, wordsim
 from istar.errors import UserError
-from istar.geometry.collect.figure_data import summarize_rows
-from istar.geometry.collect.measure import measure_matrix
-from istar.geometry.show.compare import ModelArgument
 from istar.inputs import pretrained
 from istar.inputs.corpus import Source
-from istar.inputs.documents import read_documents
-from istar.inputs.embedding_matrix import Side, read_matrix
+from istar.inputs.embedding_matrix import Matrix, Side, read_matrix
+from istar.measures import all_but_the_top, centered, scaled_centered
 from istar.measures.input_checks import row_norms, upcast_blocks
+from istar.measures.matrix_summary import measure_matrix, project_rows
 from istar.records.config import ModelConfig
 
+FORM_FUNCTIONS: dict[str, Callable[[Tensor, int | None], Tensor]] = {
+    "raw": lambda matrix, _: matrix,
+    "centered": lambda matrix, _: centered(matrix),
+    "scaled_centered": lambda matrix, _: scaled_centered(matrix),
+    "all_but_the_top": all_but_the_top,
+    "all_but_the_top_published": lambda matrix, components: all_but_the_top(matrix, components, "published"),
+}
+"""Post-processing of an embedding matrix by the name of its form, as a function of the matrix and of the number of
+components that are removed, which only the all-but-the-top forms use; None for their default."""
+PAPER_FORMS = ("raw", "centered", "all_but_the_top")
+"""The forms whose isotropy Table 1 of *Too Much in Common* has."""
 WORDSIM_FORMS = ("raw", "centered", "scaled_centered", "all_but_the_top")
 """The forms of Table 2 of *Too Much in Common*, in its order."""
-_WORD_PATTERN = re.compile(r"\w+|[^\w\s]")
 
 
 @dataclass(frozen=True)
@@ -33,14 +43,55 @@ class EmbeddingSettings:
     """Which matrix of each model is measured, and in which forms."""
 
     matrix: Side = "input"  # input or output embeddings
-    forms: tuple[str, ...] = WORDSIM_FORMS  # forms for word similarity, keys of `embed.FORM_FUNCTIONS`; raw is added
+    forms: tuple[str, ...] = WORDSIM_FORMS  # forms for word similarity, keys of `FORM_FUNCTIONS`; raw is added
     components: int | None = None  # number of directions that the all-but-the-top forms remove; None for their default
     policy: wordsim.Policy = "single_token"  # treatment of words of several tokens; see `wordsim.word_vectors`
 
-    @property
-    def similarity_forms(self) -> tuple[str, ...]:
-        """Forms whose word similarity is measured; the first is raw, with which the others are compared."""
-        return tuple(dict.fromkeys(("raw", *self.forms)))
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            UserError: if `components` has no effect.
+        """
+        if self.components is not None and not any(form.startswith("all_but_the_top") for form in self.forms):
+            raise UserError(
+                f"--components needs an all_but_the_top form, but the forms are {', '.join(self.forms)}; "
+                "remove --components"
+            )
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model on the command line of `istar embed`: a model or a run, and its label."""
+
+    label: str  # name on the page, distinct among the models
+    config: ModelConfig
+
+
+def parse_named_models(arguments: Sequence[str], revision: str | None = None) -> list[NamedModel]:
+    """Parse models, each written as `[label=]<folder, run or hub id>[@revision]`.
+
+    The label is by default the last part of the name, with the revision. A run of train.py stands for its folder
+    `model`. `revision` is that of a single model.
+
+    Raises:
+        UserError: if two models have the same label.
+    """
+    models = []
+    for argument in arguments:
+        label, _, name = argument.rpartition("=")
+        model_revision = revision
+        if not Path(name).exists():
+            name, _, revision_in_name = name.partition("@")
+            model_revision = revision_in_name or revision
+        label = label or "-".join(filter(None, (PurePath(name).name, model_revision)))
+        model_folder = Path(name) / "model"
+        name = str(model_folder) if (model_folder / "config.json").is_file() else name
+        models.append(NamedModel(label, ModelConfig(name=name, revision=model_revision)))
+    label, count = Counter(model.label for model in models).most_common(1)[0]
+    if count > 1:
+        raise UserError(f"{count} models are called {label}; give each model once, with a name, as in first=<model>")
+    return models
 
 
 @dataclass(frozen=True)
@@ -48,18 +99,19 @@ class ModelEmbeddings:
     """Measures of an embedding matrix in several forms."""
 
     label: str  # name on the page, distinct among the models
-    metadata: dict[str, Any]  # model, revision, weights and tensor; see `embed.make_metadata`
+    metadata: dict[str, Any]  # model, revision, weights and tensor, as `embeddings.json` has them
     measures_by_form: dict[str, dict[str, Any]]
     word_similarity: pd.DataFrame  # correlations with human ratings, with a row for each benchmark and form
     notes: list[str]  # why benchmarks are left out, one line each
-    unused_similarity: pd.DataFrame  # see `embed.measure_unused_similarity`
+    unused_similarity: pd.DataFrame  # mean cosines with unused tokens by bin; see `unused_tokens.make_bins`
     token_frequencies: pd.DataFrame  # tokens of the texts, the most frequent first, with the norm of their row
-    projected_rows: dict[str, Any]  # projection onto two singular directions; see `figure_data.summarize_rows`
+    projection: dict[str, Any]  # projection onto two singular directions; see `matrix_summary.project_rows`
+    projection_counts: np.ndarray | None  # occurrences of the projected rows' tokens in the texts; None without texts
     row_norms: dict[str, np.ndarray]  # norms of the rows `(n,)`, raw and centered
 
 
 def measure_model(
-    argument: ModelArgument,
+    model: NamedModel,
     settings: EmbeddingSettings,
     benchmarks: Sequence[wordsim.Benchmark] = (),
     texts: Sequence[Source] = (),
@@ -71,107 +123,115 @@ def measure_model(
     Raises:
         UserError: if the model or a text cannot be read, or the settings do not fit the matrix.
     """
-    config = ModelConfig(name=argument.model_name, revision=argument.revision)
-    tokenizer = pretrained.load_tokenizer(config)
-    matrix = read_matrix(config, settings.matrix)
-    tokens = embed.tokens_by_row(tokenizer, len(matrix.values))
-    counts = embed.count_tokens(texts, tokenizer, len(tokens)) if texts else None
-    special_ids = set(tokenizer.all_special_ids)
+    tokenizer = pretrained.load_tokenizer(model.config)
+    matrix = read_matrix(model.config, settings.matrix)
+    tokens = list_tokens(tokenizer, len(matrix.values))
+    counts = token_counts.count_tokens(texts, tokenizer, len(tokens)) if texts else None
+    unused_ids = unused_tokens.find_unused_tokens(tokens)
+    unused_similarity = unused_tokens.make_bins(tokens, set(tokenizer.all_special_ids), counts)
     measures_by_form: dict[str, dict[str, Any]] = {}
     norms_by_form: dict[str, np.ndarray] = {}
+    similarity_rows: list[dict[str, Any]] = []
     notes: list[str] = []
-    similarities, unused_similarity = [], pd.DataFrame()
-    for form in dict.fromkeys((*settings.similarity_forms, *embed.PAPER_FORMS)):
+    # Word similarity is always that of the raw form too, with which the others are compared.
+    similarity_forms = ("raw", *settings.forms)
+    for form in dict.fromkeys((*similarity_forms, *PAPER_FORMS)):
         components = settings.components if form.startswith("all_but_the_top") else None
-        form_matrix = embed.FORM_FUNCTIONS[form](matrix.values, components)
+        form_matrix = FORM_FUNCTIONS[form](matrix.values, components)
         measures_by_form[form] = measure_matrix(form_matrix)
         if form in ("raw", "centered"):
-            norms_by_form[form] = _compute_row_norms(form_matrix)
-        if form in settings.similarity_forms:
-            similarity, notes = embed.measure_word_similarity(
-                benchmarks, {form: form_matrix}, tokenizer, settings.policy
-            )
-            similarities.append(similarity)
-            form_unused_similarity = embed.measure_unused_similarity({form: form_matrix}, tokens, special_ids, counts)
-            if unused_similarity.empty:
-                unused_similarity = form_unused_similarity
-            else:
-                unused_similarity[f"cosine_{form}"] = form_unused_similarity[f"cosine_{form}"]
-    token_frequencies = pd.DataFrame()
-    if counts is not None:
-        token_frequencies = embed.make_frequency_table(counts, tokens)
-        token_frequencies["norm"] = norms_by_form["raw"][token_frequencies["id"]]
+            norms_by_form[form] = torch.cat([row_norms(block) for block in upcast_blocks(form_matrix)]).numpy()
+        if form in similarity_forms:
+            rows, notes = measure_word_similarity(benchmarks, form, form_matrix, tokenizer, settings.policy)
+            similarity_rows += rows
+            if not unused_similarity.empty:
+                cosines = unused_tokens.average_cosines(form_matrix, unused_ids, unused_similarity)
+                unused_similarity[f"cosine_{form}"] = cosines
+    # The sort is stable: the forms of a benchmark keep their order.
+    similarity_rows.sort(key=lambda row: [benchmark.name for benchmark in benchmarks].index(row["benchmark"]))
+    projection = project_rows(matrix.values)
     return ModelEmbeddings(
-        argument.default_label,
-        {**embed.make_metadata(config, matrix), "components": settings.components},
-        measures_by_form,
-        _sort_by_benchmark(pd.concat(similarities, ignore_index=True)),
-        notes,
-        unused_similarity,
-        token_frequencies,
-        summarize_rows(matrix.values, None if counts is None else torch.from_numpy(counts)),
-        norms_by_form,
-    )
+        label=model.label,
+        metadata={**make_metadata(model.config, matrix), "components": settings.components},
+        measures_by_form=measures_by_form,
+        word_similarity=pd.DataFrame(similarity_rows),
+        notes=notes,
+        unused_similarity=unused_similarity.drop(columns="ids", errors="ignore"),
+        token_frequencies=(
+            pd.DataFrame() if counts is None
+            else token_counts.make_token_table(counts, tokens, norms_by_form["raw"])
+        ),
+        projection=projection,
+        projection_counts=None if counts is None else counts[projection["ids"]],
+        row_norms=norms_by_form,
+    )  # fmt: skip
 
 
-def check_labels(arguments: Sequence[ModelArgument]) -> None:
-    """Check that models on the command line have distinct labels.
+def make_metadata(config: ModelConfig, matrix: Matrix) -> dict[str, Any]:
+    """Return the model's name and revision, the hash of the embedding matrix, and the tensor that holds the matrix."""
+    return {
+        "model": config.name,
+        "revision": config.revision,
+        "weights": hashlib.blake2b(matrix.values.contiguous().numpy().tobytes(), digest_size=8).hexdigest(),
+        "matrix": matrix.side,
+        "tensor": matrix.tensor,
+        "file": matrix.file,
+        "tied": matrix.tied,
+    }
+
+
+def list_tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str | None]:
+    """Return the token of each row of an embedding matrix, or None for a row without a token.
+
+    Embeddings often have more rows than the vocabulary has tokens.
 
     Raises:
-        UserError: if two models have the same label.
+        UserError: if a token of the tokenizer has no row.
     """
-    labels = Counter(argument.default_label for argument in arguments)
-    label, count = labels.most_common(1)[0]
-    if count > 1:
-        raise UserError(f"{count} models are called {label}; give them names, as in first=<model>")
+    token_by_id = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+    largest_id = max(token_by_id)
+    if largest_id >= rows:
+        raise UserError(
+            f"the tokenizer has token {largest_id}, but the embeddings have {rows} rows; expected more rows; "
+            "the two are not of one model"
+        )
+    return [token_by_id.get(token_id) for token_id in range(rows)]
 
 
-def read_benchmarks(paths: Sequence[Any]) -> list[wordsim.Benchmark]:
+def read_benchmarks(paths: Sequence[Path]) -> list[wordsim.Benchmark]:
     """Read the files of word similarity benchmarks.
 
     Raises:
         UserError: if a file cannot be read, or two are the same benchmark, which would count twice in the average.
     """
     benchmarks = [wordsim.read_benchmark(path) for path in paths]
-    count_by_name = Counter(benchmark.name for benchmark in benchmarks)
-    for name, count in count_by_name.items():
+    for name, count in Counter(benchmark.name for benchmark in benchmarks).items():
         if count > 1:
             raise UserError(f"--wordsim: {count} files are the benchmark {name}; give each benchmark once")
     return benchmarks
 
 
-def count_words(texts: Iterable[Source]) -> pd.DataFrame:
-    """Count the words of texts, and return a row for each word, the most frequent first.
+def measure_word_similarity(
+    benchmarks: Sequence[wordsim.Benchmark],
+    form: str,
+    matrix: Tensor,
+    tokenizer: PreTrainedTokenizerBase,
+    policy: wordsim.Policy,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Correlate the similarities of word embeddings in one form of the matrix with human ratings.
 
-    The columns are those of `embed.make_frequency_table`. A word is a run of letters, digits and underscores, and any
-    other character except whitespace is a word by itself. Words that differ only in case count as different words.
+    Returns:
+        A row for each benchmark, and a note for each benchmark with too few words that have a vector.
     """
-    counter: Counter[str] = Counter()
-    for source in texts:
-        for document in read_documents(source.path):
-            counter.update(_WORD_PATTERN.findall(document))
-    words = sorted(counter, key=lambda word: (-counter[word], word))
-    counts = np.array([counter[word] for word in words], dtype=np.int64)
-    shares = counts / max(1, counts.sum())
-    return pd.DataFrame({
-        "rank": np.arange(1, len(words) + 1),
-        "word": words,
-        "count": counts,
-        "share": shares,
-        "cumulative_share": shares.cumsum(),
-    })  # fmt: skip
-
-
-def _compute_row_norms(matrix: Tensor) -> np.ndarray:
-    """Return the norm of each row `(n,)`, float64."""
-    return torch.cat([row_norms(block) for block in upcast_blocks(matrix)]).cpu().numpy()
-
-
-def _sort_by_benchmark(similarity: pd.DataFrame) -> pd.DataFrame:
-    """Group rows by benchmark, with the benchmarks in the order of their first row; the forms keep their order."""
-    if similarity.empty:
-        return similarity
-    rank_by_name = {name: rank for rank, name in enumerate(similarity["benchmark"].drop_duplicates())}
-    return similarity.sort_values(
-        "benchmark", key=lambda names: names.map(rank_by_name), kind="stable", ignore_index=True
-    )
+    rows: list[dict[str, Any]] = []
+    notes: list[str] = []
+    for benchmark in benchmarks:
+        vectors = wordsim.word_vectors(benchmark.words(), tokenizer, matrix, policy)
+        try:
+            similarity = wordsim.measure_similarity(vectors, benchmark)
+        except UserError as error:
+            notes.append(str(error))
+            continue
+        names = {"benchmark": benchmark.name, "form": form, "policy": policy, "pairs": len(benchmark.pairs)}
+        rows.append({**names, **similarity._asdict()})
+    return rows, notes

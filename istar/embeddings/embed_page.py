@@ -1,9 +1,10 @@
-"""HTML page of `istar embed`: the tables and figures of *Too Much in Common* for several embedding matrices."""
+"""HTML page of `istar embed`: the tables and figures of *Too Much in Common* for one or more embedding matrices."""
 
 import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -12,18 +13,20 @@ from istar.drawing.page import Page, Section
 from istar.drawing.page_folder import PageKind
 from istar.drawing.page_tables import Sheet
 from istar.embeddings import embed_figures, embed_tables
-from istar.embeddings.embed_findings import describe_embeddings
 from istar.embeddings.embed_models import ModelEmbeddings
+from istar.embeddings.saved_matrix import MATRIX_FILES, MODEL_FOLDER
 from istar.files.writing import to_csv
-from istar.geometry.show.compare_page import join_names
-from istar.geometry.show.spheres import make_spectra
 
 JSON = "embeddings.json"
 KIND = PageKind(
     "page of embedding matrices",
     "istar embed",
-    (JSON, "embeddings.csv", "wordsim.csv", "unused.csv", "frequency.csv", "words.csv"),
+    (JSON, "embeddings.csv", "wordsim.csv", "unused.csv", "frequency.csv", "words.csv", *MATRIX_FILES, MODEL_FOLDER),
 )
+_ANISOTROPIC, _ISOTROPIC = 0.5, 0.9
+"""A raw matrix with I(W) of at most the first value is flagged; with the second one or more after centering, only its
+mean makes it anisotropic."""
+_MAX_FLAGS = 4
 _NO_TEXTS = "Not computed, because no texts were given (--text)."
 _MISSING_REASONS = {
     "table2": "Not computed, because no benchmarks were given (--wordsim), or no model has enough of their words.",
@@ -37,33 +40,47 @@ _MISSING_REASONS = {
 """Reasons why tables and figures are missing, by their names."""
 _READING_NOTES = (
     "The tables and figures are those of Too Much in Common (Biś et al., NAACL 2021), computed from these models. The "
-    "paper's numbers stand beside a model whose label, or the last part of whose name, is that of one of the paper's "
-    "models.",
+    "paper's numbers stand next to a model whose label, or the last part of whose name, is one of the paper's models.",
 )
 
 
-def write_page(
-    models: Sequence[ModelEmbeddings], sheets: Mapping[str, Sheet], words: pd.DataFrame, out: Path, command: str = ""
-) -> Path:
-    """Write the page of embedding matrices with its figures, tables and data files, and return the page's path.
+def make_contents(
+    models: Sequence[ModelEmbeddings], sheets: Mapping[str, Sheet], words: pd.DataFrame, command: str = ""
+) -> dict[str, bytes]:
+    """Return the contents of the page of embedding matrices with its figures, tables and data files, by their paths.
 
     Args:
         models: the measured matrices.
         sheets: tables by name; see `make_tables`.
         words: frequencies of the texts' words; empty without texts.
-        out: output folder.
         command: command line, to show on the page.
-
-    Raises:
-        UserError: see `istar.drawing.page_folder.write`.
     """
     contents = page_folder.page_files(_make_page(models, sheets, words, command), sheets)
     model_records = [{"label": model.label, **model.metadata, "figures": model.measures_by_form} for model in models]
     contents[JSON] = (json.dumps({"models": model_records}, indent=1) + "\n").encode()
-    for name, table in _make_csv_tables(models, words).items():
+    rows = [
+        {"label": model.label, **model.metadata, "form": form, **measures}
+        for model in models
+        for form, measures in model.measures_by_form.items()
+    ]
+    tables = {
+        "embeddings": pd.DataFrame(rows).drop(columns="singular_values"),
+        "wordsim": _join_tables({model.label: model.word_similarity for model in models}),
+        "unused": _join_tables({model.label: model.unused_similarity for model in models}),
+        "frequency": _join_tables({model.label: model.token_frequencies for model in models}),
+        "words": words,
+    }
+    for name, table in tables.items():
         if not table.empty:
             contents[f"{name}.csv"] = to_csv(table.convert_dtypes()).encode()
-    return page_folder.write(out, contents, KIND)
+    return contents
+
+
+def _join_tables(table_by_label: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """Return the tables of all models one below the other, with the models' labels in the first column."""
+    tables = [pd.DataFrame({"label": label}, table.index).join(table) for label, table in table_by_label.items()]
+    tables = [table for table in tables if not table.empty]
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
 
 
 def make_tables(models: Sequence[ModelEmbeddings], words: pd.DataFrame) -> dict[str, Sheet]:
@@ -81,29 +98,29 @@ def make_tables(models: Sequence[ModelEmbeddings], words: pd.DataFrame) -> dict[
     return {sheet.name: sheet for sheet in sheets}
 
 
-def _make_csv_tables(models: Sequence[ModelEmbeddings], words: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Return the content of the CSV files by their names, without suffix.
+def find_flags(models: Sequence[ModelEmbeddings]) -> list[str]:
+    """Return at most five lines on unusually anisotropic matrices, the most anisotropic one first.
 
-    Apart from the words, they are the files of a single matrix for all models, with a column for the model's label.
+    I(W) is over both signs of the eigenvectors, so that matrices can be compared.
     """
-    rows = [
-        {"label": model.label, **model.metadata, "form": form, **measures}
-        for model in models
-        for form, measures in model.measures_by_form.items()
-    ]
-    tables_by_name: dict[str, list[pd.DataFrame]] = {"wordsim": [], "unused": [], "frequency": []}
-    for model in models:
-        tables = (model.word_similarity, model.unused_similarity, model.token_frequencies)
-        for name, table in zip(tables_by_name, tables, strict=True):
-            if not table.empty:
-                labelled_table = table.copy()
-                labelled_table.insert(0, "label", model.label)
-                tables_by_name[name].append(labelled_table)
-    joined_tables = {
-        name: pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
-        for name, tables in tables_by_name.items()
-    }
-    return {"embeddings": pd.DataFrame(rows).drop(columns="singular_values"), **joined_tables, "words": words}
+
+    def get_isotropy(model: ModelEmbeddings, form: str) -> float:
+        return float(model.measures_by_form[form]["partition_isotropy_both"])
+
+    flagged = [model for model in models if get_isotropy(model, "raw") <= _ANISOTROPIC]
+    flagged.sort(key=lambda model: get_isotropy(model, "raw"))
+    if not flagged:
+        return [f"No matrix is unusually anisotropic: I(W) over both signs is above {_ANISOTROPIC}; 1 is isotropic."]
+    flags = []
+    for model in flagged[:_MAX_FLAGS]:
+        raw, centered = (get_isotropy(model, form) for form in ("raw", "centered"))
+        cause = "a common shift" if centered >= _ISOTROPIC else "more than a common shift"
+        flags.append(
+            f"{model.label} is anisotropic because of {cause}: I(W) over both signs is {raw:.3f}, and {centered:.3f} "
+            "after centering; 1 is isotropic."
+        )
+    num_others = len(flagged) - len(flags)
+    return flags + ([f"{num_others} more in Table 1."] if num_others else [])
 
 
 def _make_page(
@@ -111,40 +128,49 @@ def _make_page(
 ) -> Page:
     """Assemble the page of embedding matrices from its tables and plots."""
     sections = [
-        Section("findings", "What stands out", describe_embeddings(models)),
+        Section("findings", "What stands out", find_flags(models)),
         Section("reading", "How to read this", _READING_NOTES),
     ]
-    sections += [_make_table_section(sheets, name, title) for name, title in _TABLE_TITLES.items()]
-    for plot in embed_figures.make_plots(models, words, make_spectra()):
+    titles = {
+        "table1": "Table 1: isotropy and norms",
+        "table2": "Table 2: average word similarity",
+        "table3": "Table 3: word similarity by benchmark",
+    }
+    for name, title in titles.items():
+        empty_note = "" if name in sheets else _MISSING_REASONS["table2"]
+        sections.append(Section(name, title, (), sheets.get(name), empty_note=empty_note, is_wide=True))
+    for plot in embed_figures.make_plots(models, words):
         empty_note = "" if plot.panels else _MISSING_REASONS[plot.name]
-        coverage_sheet = sheets.get("figure4_coverage") if plot.name == "figure4_frequencies" else None
-        sections.append(
-            Section(
-                plot.name, plot.title, [plot.caption], coverage_sheet, page_folder.render_pictures(plot), empty_note
-            )
-        )
+        sheet = sheets.get("figure4_coverage") if plot.name == "figure4_frequencies" else None
+        pictures = page_folder.render_pictures(plot)
+        sections.append(Section(plot.name, plot.title, [plot.caption], sheet, pictures, empty_note))
     if command:
         sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[command]))
-    labels = [model.label for model in models]
-    subject_line = (
-        "Model" if len(labels) == 1 else "Models",
-        ", ".join(labels),
-        f"measured by istar {version('istar')}",
-    )
+    labels = ", ".join(model.label for model in models)
+    noun = "model" if len(models) == 1 else "models"
     num_rows = sum(model.measures_by_form["raw"]["rows"] for model in models)
-    title = f"Embedding matrices of {join_names(labels) if len(labels) > 1 else labels[0]}"
-    summary = [(str(len(labels)), "model" if len(labels) == 1 else "models"), (f"{num_rows:,}", "embeddings")]
-    return Page(title, subject_line, KIND.generator, summary, sections)
+    return Page(
+        title=f"Embedding matrices of {labels if len(models) <= 3 else f'{len(models)} models'}",
+        subject_line=(noun.capitalize(), labels, f"measured by istar {version('istar')}"),
+        generator=KIND.generator,
+        summary=[(str(len(models)), noun), (f"{num_rows:,}", "embeddings")],
+        sections=sections,
+    )
 
 
-_TABLE_TITLES = {
-    "table1": "Table 1: isotropy and norms",
-    "table2": "Table 2: average word similarity",
-    "table3": "Table 3: word similarity by benchmark",
-}
+def write_page(contents: Mapping[str, bytes], out: Path, model_draft: Any = None) -> Path:
+    """Write the files of a page in place of an earlier page, and return the path of `index.html`.
 
+    Args:
+        contents: content of each file; see `make_contents`.
+        out: output folder.
+        model_draft: draft of the folder of a saved model; see `saved_matrix.save_model`. None for none.
 
-def _make_table_section(sheets: Mapping[str, Sheet], name: str, title: str) -> Section:
-    """Return the section with the table of this name, or with the reason why the table is missing."""
-    sheet = sheets.get(name)
-    return Section(name, title, (), sheet, empty_note="" if sheet else _MISSING_REASONS["table2"], is_wide=True)
+    Raises:
+        UserError: see `istar.files.outputs.Output.write`.
+    """
+    drafts = {} if model_draft is None else {MODEL_FOLDER: model_draft}
+    # The page itself is last, so that it never shows more than its files have.
+    files = dict(sorted(contents.items(), key=lambda item: item[0] == page_folder.INDEX))
+    page_folder.page_output(out, KIND).write(files, drafts, is_complete=True)
+    return out / page_folder.INDEX

@@ -1,19 +1,18 @@
-"""Tables 1 to 3 of *Too Much in Common* from measured embedding matrices, with the paper's numbers beside them."""
+"""Tables 1 to 3 of *Too Much in Common* from measured embedding matrices, with the paper's numbers next to them."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 import scipy.stats
 from rich.table import Table
 
 from istar.drawing.page_tables import Entry, Sheet
-from istar.embeddings import embed, published_embeddings
+from istar.embeddings import published_embeddings, token_counts
 from istar.embeddings.embed_models import ModelEmbeddings
 from istar.embeddings.published_embeddings import BENCHMARK_TITLES
 
-_MEASURED, _BOTH_SIGNS, _PUBLISHED, _DIFFERENCE = "istar", "both signs", "paper", "difference"
 FORM_NAMES = {
     "raw": "raw",
     "centered": "centered",
@@ -22,29 +21,31 @@ FORM_NAMES = {
     "all_but_the_top_published": "post-processed, as published in 2018",
 }
 """Names of the forms in tables, after those of the paper."""
-_ISOTROPY_COLUMNS = {
-    "isotropy_raw": ("I(W)\nraw", "raw"),
-    "isotropy_centered": ("I(W)\ncentered", "centered"),
-    "isotropy_post_processed": ("I(W), top\nremoved", "all_but_the_top"),
+_ISOTROPY_FORMS = {
+    "isotropy_raw": "raw",
+    "isotropy_centered": "centered",
+    "isotropy_post_processed": "all_but_the_top",
 }
-"""Header and form of the I(W) columns of Table 1, by the column's name in the CSV file with the paper's numbers."""
-_NORM_COLUMNS = {
-    "average_norm": ("average\nnorm", "average_norm"),
-    "mean_vector_norm": ("norm of\nthe mean", "mean_vector_norm"),
-    "mean_to_average_norm": ("ratio", "norm_ratio"),
+"""Form of each column of I(W) in Table 1."""
+_NORM_MEASURES = {
+    "average_norm": "average_norm",
+    "mean_vector_norm": "mean_vector_norm",
+    "mean_to_average_norm": "norm_ratio",
 }
-"""Header and measure of the other columns of Table 1, by the column's name in the CSV file with the paper's numbers."""
-_SCORE_HEADERS = {"cosine": "cosine", "inner_product": "inner\nproduct"}
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A row of a table: numbers by column, measured or published."""
-
-    model: str  # label of the model
-    form: str  # form of the matrix; empty in Table 1
-    source: str  # where the numbers are from, such as `istar` or `paper`
-    values: Mapping[str, float]
+"""Measure of each other column of Table 1."""
+_SCORES = ("cosine", "inner_product")
+_HEADERS = {
+    "isotropy_raw": "I(W)\nraw",
+    "isotropy_centered": "I(W)\ncentered",
+    "isotropy_post_processed": "I(W), top\nremoved",
+    "average_norm": "average\nnorm",
+    "mean_vector_norm": "norm of\nthe mean",
+    "mean_to_average_norm": "ratio",
+    "inner_product": "inner\nproduct",
+    "cosine_gain": "cosine\nminus raw",
+    "inner_product_gain": "product\nminus raw",
+}
+"""Headers of columns whose names in the CSV files are less readable."""
 
 
 def make_table1(models: Sequence[ModelEmbeddings]) -> Sheet:
@@ -52,17 +53,28 @@ def make_table1(models: Sequence[ModelEmbeddings]) -> Sheet:
 
     A model has rows of measured numbers and, if the paper has the model, of published numbers and of the differences.
     """
-    rows = [row for model in models for row in _make_isotropy_rows(model)]
-    headers = {name: header for name, (header, _) in (_ISOTROPY_COLUMNS | _NORM_COLUMNS).items()}
+    rows: list[dict[str, Any]] = []
+    for model in models:
+        measures = model.measures_by_form
+        measured, both_signs = (
+            {column: measures[form][f"partition_isotropy_{signs}"] for column, form in _ISOTROPY_FORMS.items()}
+            for signs in ("as_computed", "both")
+        )
+        measured |= {column: measures["raw"][name] for column, name in _NORM_MEASURES.items()}
+        rows.append({"model": model.label, "source": "istar", **measured})
+        rows.append({"model": model.label, "source": "both signs", **both_signs})
+        published = dict(published_embeddings.read_isotropy_and_norms(_find_paper_model(model)))
+        if model.metadata["components"] is not None:
+            published.pop("isotropy_post_processed", None)
+        rows += _make_published_rows({"model": model.label}, measured, published)
     caption = (
         "I(W) of the embedding matrices raw, centered, and without the first principal components; average norm of the "
         "rows, norm of their mean, and the ratio of the two. I(W) depends on the signs of the eigenvectors: the row "
         "istar has them as computed, as the paper does, which depends on the eigensolver; compare models by the row "
         "with both signs."
     )
-    title = "Table 1: isotropy and norms"
     notes = _describe_norm_correlation(models)
-    return _make_sheet("table1", title, caption, rows, headers, lambda value: f"{value:.3f}", notes)
+    return _make_sheet("table1", "Table 1: isotropy and norms", caption, pd.DataFrame(rows), "{:.3f}", notes)
 
 
 def make_table2(models: Sequence[ModelEmbeddings]) -> Sheet:
@@ -70,51 +82,81 @@ def make_table2(models: Sequence[ModelEmbeddings]) -> Sheet:
 
     The table also has the difference of each form from the raw matrix, and the published numbers.
     """
-    rows = [row for model in models for row in _make_average_rows(model)]
-    headers: dict[str, str] = {}
-    for score, header in _SCORE_HEADERS.items():
-        headers |= {score: header, f"{score}_gain": f"{header.split()[-1]}\nminus raw"}
-    headers["benchmarks"] = "benchmarks"
+    rows: list[dict[str, Any]] = []
+    for model in models:
+        similarity = model.word_similarity
+        benchmarks = set() if similarity.empty else set(similarity["benchmark"])
+        # The first form is raw.
+        raw: Mapping[str, float] = {}
+        published_raw: Mapping[str, float] = {}
+        for form, averages in average_similarity(model).items():
+            raw = raw or averages
+            names = {"model": model.label, "form": form}
+            measured = _add_gains(averages, raw)
+            rows.append({**names, "source": "istar", **measured, "benchmarks": len(benchmarks)})
+            published: Mapping[str, float] = {}
+            if benchmarks == set(BENCHMARK_TITLES):
+                paper_model = _find_wordsim_paper_model(model, form)
+                published = published_embeddings.read_average_similarity(paper_model, form)
+            published_raw = published_raw or published
+            rows += _make_published_rows(names, measured, _add_gains(published, published_raw))
+    frame = pd.DataFrame(rows)
+    frame = frame[
+        ["model", "form", "source", "cosine", "cosine_gain", "inner_product", "inner_product_gain", "benchmarks"]
+    ]
     caption = (
         "Average over the benchmarks of Pearson's r with the ratings, times 100, and its difference to the raw matrix. "
         "Bold: the best form of each model. The paper's averages are shown where all five of its benchmarks were given."
     )
-    title = "Table 2: average word similarity"
-    sheet = _make_sheet("table2", title, caption, rows, headers, format_score, _describe_left_out(models))
-    return _mark_best(sheet, rows, list(headers))
+    best = frame[frame["source"] != "difference"].groupby(["model", "source"])[list(_SCORES)].transform("max")
+    is_bold = frame[list(_SCORES)].eq(best)
+    notes = tuple(_describe_left_out(models))
+    return _make_sheet("table2", "Table 2: average word similarity", caption, frame, "{:.2f}", notes, is_bold)
 
 
 def average_similarity(model: ModelEmbeddings) -> dict[str, dict[str, float]]:
     """Return the average over the benchmarks of 100 times Pearson's r with the ratings, by form and score.
 
-    The scores are `cosine` and `inner_product`. A benchmark whose correlation is undefined makes the average NaN.
-    Without benchmarks, the result is empty.
+    A benchmark whose correlation is undefined makes the average NaN. Without benchmarks, the result is empty.
     """
     if model.word_similarity.empty:
         return {}
     return {
-        str(form): {score: 100 * float(rows[f"{score}_pearson"].mean(skipna=False)) for score in _SCORE_HEADERS}
+        str(form): {score: 100 * float(rows[f"{score}_pearson"].mean(skipna=False)) for score in _SCORES}
         for form, rows in model.word_similarity.groupby("form", sort=False)
     }
 
 
 def make_table3(models: Sequence[ModelEmbeddings]) -> Sheet:
     """Return Table 3 of *Too Much in Common*: the word similarity of each model and form on each benchmark."""
-    rows = [row for model in models for row in _make_benchmark_rows(model)]
-    used_benchmarks = {column.partition("/")[0] for row in rows for column in row.values}
-    names = [name for name in BENCHMARK_TITLES if name in used_benchmarks]
-    names += sorted(used_benchmarks.difference(names))
-    headers = {
-        f"{name}/{score}": f"{BENCHMARK_TITLES.get(name, name)}\n{_SCORE_HEADERS[score].replace(chr(10), ' ')}"
-        for name in names
-        for score in ("inner_product", "cosine")
-    }
+    rows: list[dict[str, Any]] = []
+    for model in models:
+        for form in average_similarity(model):
+            form_rows = model.word_similarity[model.word_similarity["form"] == form]
+            measured: dict[str, float] = {}
+            published: dict[str, float] = {}
+            paper_model = _find_wordsim_paper_model(model, form)
+            for row in form_rows.to_dict("records"):
+                name = str(row["benchmark"])
+                paper_scores = published_embeddings.read_benchmark_similarity(paper_model, form, name)
+                for score in ("inner_product", "cosine"):
+                    measured[f"{name}/{score}"] = 100 * row[f"{score}_pearson"]
+                published |= {f"{name}/{score}": value for score, value in paper_scores.items()}
+            names = {"model": model.label, "form": form}
+            rows += [{**names, "source": "istar", **measured}, *_make_published_rows(names, measured, published)]
+    frame = pd.DataFrame(rows)
+    benchmarks = {column.partition("/")[0] for column in frame.columns[3:]}
+    # The paper's benchmarks come first, in its order.
+    ordered = [name for name in BENCHMARK_TITLES if name in benchmarks]
+    ordered += sorted(benchmarks.difference(ordered))
+    columns = [f"{name}/{score}" for name in ordered for score in ("inner_product", "cosine")]
     caption = (
         "Pearson's r with the ratings, times 100, on each benchmark. Pairs with a word that is not a single token are "
         "left out, so that models with other tokenizers are not comparable. The paper's table has no centered form."
     )
-    title = "Table 3: word similarity by benchmark"
-    return _make_sheet("table3", title, caption, rows, headers, format_score, _describe_kept_pairs(models))
+    frame = frame[["model", "form", "source", *columns]]
+    notes = tuple(_describe_kept_pairs(models))
+    return _make_sheet("table3", "Table 3: word similarity by benchmark", caption, frame, "{:.2f}", notes)
 
 
 def make_coverage_table(models: Sequence[ModelEmbeddings], words: pd.DataFrame) -> Sheet:
@@ -122,18 +164,27 @@ def make_coverage_table(models: Sequence[ModelEmbeddings], words: pd.DataFrame) 
 
     Section 2.2 of *Too Much in Common* has such numbers, which the last row shows.
     """
-    frequencies_by_unit = {"words": words, **{f"tokens of {model.label}": model.token_frequencies for model in models}}
-    rows = []
-    for unit, frequencies in frequencies_by_unit.items():
-        cumulative_share = frequencies["cumulative_share"]
-        counts = {str(share): embed.count_needed(cumulative_share, share) for share in embed.TEXT_SHARES}
-        occurrences = int(frequencies["count"].sum())
-        rows.append({"unit": unit, "different": len(frequencies), "occurrences": occurrences, **counts})
-    rows.append({"unit": "WordPiece tokens of the CNN corpus, as published"}
-                | {str(share): count for share, count in published_embeddings.TOKENS_BY_SHARE.items()})  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    tables = {"words": words, **{f"tokens of {model.label}": model.token_frequencies for model in models}}
+    for unit, table in tables.items():
+        counts = {
+            str(share): token_counts.count_needed(table["cumulative_share"], share)
+            for share in token_counts.TEXT_SHARES
+        }
+        rows.append({"unit": unit, "different": len(table), "occurrences": int(table["count"].sum()), **counts})
+    published = {str(share): count for share, count in published_embeddings.TOKENS_BY_SHARE.items()}
+    rows.append({"unit": "WordPiece tokens of the CNN corpus, as published", **published})
     frame = pd.DataFrame(rows)
-    entries = [[Entry(str(unit)), *map(_make_count_cell, counts)] for unit, *counts in frame.itertuples(index=False)]
-    header = ("unit", "different", "occurrences", *(f"for {share:.0%}\nof the text" for share in embed.TEXT_SHARES))
+    entries = [
+        [Entry(str(unit)), *(Entry("" if math.isnan(count) else f"{count:,.0f}", number=True) for count in counts)]
+        for unit, *counts in frame.itertuples(index=False)
+    ]
+    header = (
+        "unit",
+        "different",
+        "occurrences",
+        *(f"for {share:.0%}\nof the text" for share in token_counts.TEXT_SHARES),
+    )
     caption = (
         "How many of the most frequent words or tokens make up 30%, 50% and 98% of the texts. The paper's last number "
         "is approximate."
@@ -158,95 +209,32 @@ def make_terminal_table(sheet: Sheet) -> Table:
     return table
 
 
-def _make_isotropy_rows(model: ModelEmbeddings) -> Iterator[_Row]:
-    """Yield the rows of a model in the table of isotropy and norms, measured and published."""
-
-    def collect_isotropy(signs: str) -> dict[str, float]:
-        """Return I(W) of each form by the column's name, for a sign convention."""
-        measure = f"partition_isotropy_{signs}"
-        return {column: model.measures_by_form[form][measure] for column, (_, form) in _ISOTROPY_COLUMNS.items()}
-
-    measured = collect_isotropy("as_computed")
-    measured |= {column: model.measures_by_form["raw"][measure] for column, (_, measure) in _NORM_COLUMNS.items()}
-    yield _Row(model.label, form="", source=_MEASURED, values=measured)
-    yield _Row(model.label, form="", source=_BOTH_SIGNS, values=collect_isotropy("both"))
-    paper_model = _find_paper_model(model)
-    if paper_model is not None:
-        published = dict(published_embeddings.read_isotropy_and_norms(paper_model))
-        if model.metadata["components"] is not None:
-            del published["isotropy_post_processed"]
-        yield from _make_published_rows(model.label, form="", measured=measured, published=published)
-
-
-def _make_average_rows(model: ModelEmbeddings) -> Iterator[_Row]:
-    """Yield the rows of a model in the table of average word similarity, measured and published."""
-    similarity = model.word_similarity
-    if similarity.empty:
-        return
-    has_all_benchmarks = set(similarity["benchmark"]) == set(BENCHMARK_TITLES)
-    raw_means: dict[str, float] = {}
-    published_raw: Mapping[str, float] = {}
-    num_benchmarks = float(similarity["benchmark"].nunique())
-    for form, means in average_similarity(model).items():
-        raw_means = raw_means or means
-        measured = _add_gains(means, raw_means) | {"benchmarks": num_benchmarks}
-        yield _Row(model.label, form, _MEASURED, measured)
-        paper_model = _find_wordsim_paper_model(model, form)
-        published = published_embeddings.read_average_similarity(paper_model, form) if has_all_benchmarks else {}
-        if published:
-            published_raw = published_raw or published
-            yield from _make_published_rows(model.label, form, measured, _add_gains(published, published_raw))
-
-
-def _make_benchmark_rows(model: ModelEmbeddings) -> Iterator[_Row]:
-    """Yield the rows of a model in the table of word similarity by benchmark, measured and published."""
-    if model.word_similarity.empty:
-        return
-    for form, form_rows in model.word_similarity.groupby("form", sort=False):
-        measured: dict[str, float] = {}
-        published: dict[str, float] = {}
-        paper_model = _find_wordsim_paper_model(model, str(form))
-        for row in form_rows.to_dict("records"):
-            paper_scores = published_embeddings.read_benchmark_similarity(paper_model, str(form), str(row["benchmark"]))
-            for score in _SCORE_HEADERS:
-                column = f"{row['benchmark']}/{score}"
-                measured[column] = 100 * row[f"{score}_pearson"]
-                if paper_scores:
-                    published[column] = paper_scores[score]
-        yield _Row(model.label, str(form), _MEASURED, measured)
-        if published:
-            yield from _make_published_rows(model.label, str(form), measured, published)
-
-
 def _add_gains(scores: Mapping[str, float], raw_scores: Mapping[str, float]) -> dict[str, float]:
     """Return scores together with their differences from the scores of the raw matrix."""
-    return {**scores, **{f"{score}_gain": scores[score] - raw_scores[score] for score in _SCORE_HEADERS}}
+    return {**scores, **{f"{score}_gain": value - raw_scores[score] for score, value in scores.items()}}
 
 
 def _make_published_rows(
-    model_label: str, form: str, measured: Mapping[str, float], published: Mapping[str, float]
-) -> tuple[_Row, _Row]:
-    """Return the row of published numbers, and the row of the measured numbers minus the published ones."""
+    names: Mapping[str, Any], measured: Mapping[str, float], published: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """Return the row of published numbers, and the row of the measured numbers minus the published ones, if any."""
+    if not published:
+        return []
     differences = {column: measured[column] - value for column, value in published.items()}
-    return _Row(model_label, form, _PUBLISHED, published), _Row(model_label, form, _DIFFERENCE, differences)
+    return [{**names, "source": "paper", **published}, {**names, "source": "difference", **differences}]
 
 
-def _find_paper_model(model: ModelEmbeddings) -> str | None:
-    """Return the model's name in *Too Much in Common*, or None if the paper does not have its embedding matrix."""
-    metadata = model.metadata
-    is_same_matrix = metadata["matrix"] == "input" or metadata["tied"]
-    return published_embeddings.find_paper_model(model.label, metadata["model"]) if is_same_matrix else None
+def _find_paper_model(model: ModelEmbeddings) -> str:
+    """Return the model's name in *Too Much in Common*; empty if the paper does not have its embedding matrix."""
+    is_same_matrix = model.metadata["matrix"] == "input" or model.metadata["tied"]
+    return published_embeddings.find_paper_model(model.label, model.metadata["model"]) if is_same_matrix else ""
 
 
 def _find_wordsim_paper_model(model: ModelEmbeddings, form: str) -> str:
-    """Return the model's name in *Too Much in Common* if its word similarity can be compared with the published one.
-
-    The name is empty if the paper does not have the matrix, or if words of several tokens or the components that are
-    removed were treated differently.
-    """
-    policies = set(model.word_similarity["policy"])
+    """Return the model's name in *Too Much in Common*; empty if its word similarity was measured differently."""
     has_other_components = form == "all_but_the_top" and model.metadata["components"] is not None
-    return "" if has_other_components or policies != {"single_token"} else _find_paper_model(model) or ""
+    is_other_policy = set(model.word_similarity["policy"]) != {"single_token"}
+    return "" if has_other_components or is_other_policy else _find_paper_model(model)
 
 
 def _describe_norm_correlation(models: Sequence[ModelEmbeddings]) -> tuple[str, ...]:
@@ -266,111 +254,75 @@ def _describe_norm_correlation(models: Sequence[ModelEmbeddings]) -> tuple[str, 
     )
 
 
-def _describe_left_out(models: Sequence[ModelEmbeddings]) -> tuple[str, ...]:
-    """Return notes on the benchmarks of which a model has too few words, and on undefined correlations."""
+def _describe_left_out(models: Sequence[ModelEmbeddings]) -> list[str]:
+    """Return notes on the benchmarks with too few words that the model knows, and on undefined correlations."""
     notes = [f"{model.label}: {note}" for model in models for note in model.notes]
     for model in models:
-        if not model.word_similarity.empty:
-            undefined_rows = model.word_similarity[model.word_similarity["note"] != ""]
-            notes += [f"{model.label}: {row.benchmark}, {row.form}: {row.note}" for row in undefined_rows.itertuples()]
-    return tuple(notes)
+        for row in model.word_similarity.to_dict("records"):
+            if row["note"]:
+                notes.append(f"{model.label}: {row['benchmark']}, {row['form']}: {row['note']}")
+    return notes
 
 
-def _describe_kept_pairs(models: Sequence[ModelEmbeddings]) -> tuple[str, ...]:
+def _describe_kept_pairs(models: Sequence[ModelEmbeddings]) -> list[str]:
     """Return a sentence for each model with the number of word pairs of each benchmark that were correlated."""
     sentences = []
     for model in models:
-        if not model.word_similarity.empty:
-            benchmarks = model.word_similarity.drop_duplicates("benchmark")
-            rows = zip(*(benchmarks[column].tolist() for column in ("benchmark", "kept", "pairs")), strict=True)
-            counts = [f"{BENCHMARK_TITLES.get(name, name)} {kept:,} of {pairs:,}" for name, kept, pairs in rows]
+        rows = model.word_similarity.to_dict("records")
+        counts = [
+            f"{BENCHMARK_TITLES.get(row['benchmark'], row['benchmark'])} {row['kept']:,} of {row['pairs']:,}"
+            for row in rows
+            if row["form"] == "raw"
+        ]
+        if counts:
             sentences.append(f"Pairs of {model.label}: {'; '.join(counts)}.")
-    return tuple(sentences)
+    return sentences
 
 
 def _make_sheet(
     name: str,
     title: str,
     caption: str,
-    rows: Sequence[_Row],
-    headers: Mapping[str, str],
-    format_number: Callable[[float], str],
+    frame: pd.DataFrame,
+    number_format: str,
     notes: tuple[str, ...],
+    is_bold: pd.DataFrame | None = None,
 ) -> Sheet:
-    """Return a table with a group for each model, and a column `form` if any row has a form.
+    """Return a table with a group for each model; missing and undefined numbers are dashes.
 
     Args:
         name: name of the table's files.
         title: title of the table.
         caption: caption of the table.
-        rows: rows of the table, with the numbers by column.
-        headers: headers of the columns by their names.
-        format_number: function that formats a number.
+        frame: rows with `model`, in some tables `form`, `source`, and numbers.
+        number_format: format of the numbers. Differences and gains also have a sign.
         notes: sentences below the table.
+        is_bold: whether numbers are bold, by column; none if None.
     """
-    has_forms = any(row.form for row in rows)
+    names = [column for column in ("form", "source") if column in frame]
+    columns = [str(column) for column in frame if column not in ("model", *names)]
     rows_by_model: dict[str, list[list[Entry]]] = {}
-    records = []
-    for row in rows:
-        keys = {"form": row.form, "source": row.source} if has_forms else {"source": row.source}
-        records.append({"model": row.model, **keys, **{column: row.values.get(column, math.nan) for column in headers}})
-        form_cells = [Entry(FORM_NAMES[row.form])] if has_forms else []
-        number_cells = [_make_number_cell(row, column, format_number) for column in headers]
-        rows_by_model.setdefault(row.model, []).append([*form_cells, Entry(row.source), *number_cells])
-    header = (*(("form",) if has_forms else ()), "source", *headers.values())
-    return Sheet(
-        name, title, caption, header, rows_by_model, pd.DataFrame(records), notes, num_row_headers=1 + has_forms
-    )
+    for index, row in enumerate(frame.to_dict("records")):
+        entries = [Entry(FORM_NAMES.get(row[column], row[column])) for column in names]
+        for column in columns:
+            is_signed = row["source"] == "difference" or column.endswith("_gain")
+            text = _format_number(row[column], "{:.0f}" if column == "benchmarks" else number_format, is_signed)
+            bold = is_bold is not None and column in is_bold and bool(is_bold[column].iloc[index])
+            entries.append(Entry(text, bold=bold, number=True))
+        rows_by_model.setdefault(row["model"], []).append(entries)
+    header = (*names, *(_make_header(column) for column in columns))
+    return Sheet(name, title, caption, header, rows_by_model, frame, notes, num_row_headers=len(names))
 
 
-def _make_number_cell(row: _Row, column: str, format_number: Callable[[float], str]) -> Entry:
-    """Return the cell of a row in a column: empty if the row has no number there, a dash if the number is undefined.
+def _make_header(column: str) -> str:
+    """Return the header of a column; a column of Table 3 is named `<benchmark>/<score>`."""
+    benchmark, _, score = column.rpartition("/")
+    title = f"{BENCHMARK_TITLES.get(benchmark, benchmark)}\n" if benchmark else ""
+    return f"{title}{score.replace('_', ' ')}" if title else _HEADERS.get(score, score)
 
-    Positive differences and gains have a plus sign.
-    """
-    value = row.values.get(column)
-    if value is None:
-        return Entry("", number=True)
+
+def _format_number(value: float, number_format: str, is_signed: bool) -> str:
+    """Return a number as text; NaN is a dash, and positive differences have a plus sign."""
     if math.isnan(value):
-        return Entry("\u2013", number=True)
-    if column == "benchmarks":
-        return Entry(f"{value:.0f}", number=True)
-    is_signed = row.source == _DIFFERENCE or column.endswith("_gain")
-    text = format_number(value)
-    return Entry(f"+{text}" if is_signed and value > 0 else text, number=True)
-
-
-def _mark_best(sheet: Sheet, rows: Sequence[_Row], columns: list[str]) -> Sheet:
-    """Return the table with the best form of each model in bold, for each score of the measured and published numbers.
-
-    Args:
-        sheet: the table, with a group for each model.
-        rows: rows of the table.
-        columns: names of the table's number columns, which are its last ones.
-    """
-    num_leading_columns = len(sheet.header) - len(columns)
-    marked_rows_by_model: dict[str, list[list[Entry]]] = {}
-    for model_label, model_cells in sheet.rows_by_group.items():
-        model_rows = [row for row in rows if row.model == model_label]
-        marked_rows_by_model[model_label] = [list(row) for row in model_cells]
-        for source in (_MEASURED, _PUBLISHED):
-            for score in _SCORE_HEADERS:
-                values = [row.values.get(score, math.nan) if row.source == source else math.nan for row in model_rows]
-                best = max((value for value in values if not math.isnan(value)), default=None)
-                for index, value in enumerate(values):
-                    if value == best:
-                        column_index = num_leading_columns + columns.index(score)
-                        marked_rows_by_model[model_label][index][column_index] = Entry(
-                            model_cells[index][column_index].text, bold=True, number=True
-                        )
-    return Sheet(**{**vars(sheet), "rows_by_group": marked_rows_by_model})
-
-
-def format_score(value: float) -> str:
-    """Return a score with two decimals."""
-    return f"{value:.2f}"
-
-
-def _make_count_cell(value: float) -> Entry:
-    """Return the cell of a count, which is empty for NaN."""
-    return Entry("" if math.isnan(value) else f"{value:,.0f}", number=True)
+        return "\u2013"
+    return f"{'+' if is_signed and value > 0 else ''}{number_format.format(value)}"

@@ -14,7 +14,7 @@ PAPER_FORM_NAMES = {
     "scaled_centered": "centered_scaled",
     "all_but_the_top": "post_processed",
 }
-"""Name of a form in the paper's tables, by its name in `istar.embeddings.embed.FORM_FUNCTIONS`."""
+"""Name of a form in the paper's tables, by its name in `istar.embeddings.embed_models.FORM_FUNCTIONS`."""
 BENCHMARK_TITLES = {
     "men": "MEN",
     "rw": "RW",
@@ -31,21 +31,21 @@ UNUSED_COSINE_BY_IDS = {"2,000 to 3,000": 0.27, "28,500 to 29,500": 0.63}
 """Average cosine of the unused tokens of bert-base-cased with the tokens of a range of ids (section 4.2)."""
 
 
-def find_paper_model(label: str, name: str) -> str | None:
-    """Return the name of a model in *Too Much in Common*, or None if the paper does not have the model.
+def find_paper_model(label: str, name: str) -> str:
+    """Return the name of a model in *Too Much in Common*; empty if the paper does not have the model.
 
     The paper's name is either the model's label or the last part of its hub id or path.
     """
     paper_models = _read_table("table1", "model")
-    return next((candidate for candidate in (label, PurePath(name).name) if candidate in paper_models), None)
+    return next((candidate for candidate in (label, PurePath(name).name) if candidate in paper_models), "")
 
 
 def read_isotropy_and_norms(model: str) -> Mapping[str, float]:
-    """Return the isotropy and norms that *Too Much in Common* has for a model (Table 1).
+    """Return the isotropy and norms that *Too Much in Common* has for a model (Table 1); empty if it has none.
 
     I(W) has the signs of the eigenvectors as computed.
     """
-    return _read_table("table1", "model")[model]
+    return _read_table("table1", "model").get(model, {})
 
 
 def read_average_similarity(model: str, form: str) -> Mapping[str, float]:

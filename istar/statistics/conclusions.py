@@ -62,15 +62,12 @@ class Comparison:
         """Check that the numbers are in range.
 
         Raises:
-            UserError: if a count is negative or larger than the number of pairs, a method was chosen among fewer than
-                1 configuration, the p-value is not in [0, 1], or the interval does not contain the difference.
+            UserError: if a count is out of range, the p-value is not in [0, 1], or the interval does not contain the
+                difference.
         """
         name = f"{self.method} on {self.task}"
-        if min(self.pairs, self.unmatched) < 0:
-            raise UserError(f"{name}: the number of seeds is negative; expected 0 or more")
-        for count in (self.chosen_among, self.reference_chosen_among):
-            if count < 1:
-                raise UserError(f"{name}: chosen among {count} configurations; expected 1 or more")
+        if min(self.pairs, self.unmatched) < 0 or min(self.chosen_among, self.reference_chosen_among) < 1:
+            raise UserError(f"{name}: a count is negative, or a choice among fewer than 1 configuration; expected more")
         for count in (self.collapsed, self.reference_collapsed):
             if not 0 <= count <= self.pairs:
                 raise UserError(f"{name}: {count} collapsed runs of {self.pairs}; expected from 0 to {self.pairs}")
@@ -81,12 +78,12 @@ class Comparison:
         numbers = (self.difference, self.smallest_difference, *(self.interval or ()))
         if not all(number is None or math.isfinite(number) for number in numbers):
             raise UserError(f"{name}: a number is NaN or infinite; expected None where there is none")
-        if self.interval is not None and self.difference is not None:
-            low, high = self.interval
-            if not low <= self.difference <= high:
-                raise UserError(
-                    f"{name}: the interval {low:g} to {high:g} does not contain the difference {self.difference:g}"
-                )
+        if (
+            self.interval
+            and self.difference is not None
+            and not self.interval[0] <= self.difference <= self.interval[1]
+        ):
+            raise UserError(f"{name}: the interval {self.interval} does not contain the difference {self.difference:g}")
 
 
 def verdict(row: Comparison, alpha: float = 0.05) -> Verdict:
@@ -131,103 +128,76 @@ def conclusion(row: Comparison, alpha: float = 0.05) -> str:
     Raises:
         UserError: if alpha is not in (0, 1).
     """
-    sentences = (_make_main_sentence(row, alpha), _make_collapsed_sentence(row), _make_selection_bias_sentence(row))
-    return " ".join(filter(None, sentences))
+    sentences = [_make_main_sentence(row, alpha)]
+    methods = (
+        (row.method, row.collapsed, row.chosen_among),
+        (row.reference, row.reference_collapsed, row.reference_chosen_among),
+    )
+    for name, collapsed, _ in methods:
+        if collapsed:
+            verb, count = ("has", "counts") if collapsed == 1 else ("have", "count")
+            sentences.append(
+                f"{collapsed} of {row.pairs} runs of {name} {verb} collapsed to constant predictions and {count}."
+            )
+    direction = "downwards" if row.lower_is_better else "upwards"
+    for name, _, chosen_among in methods:
+        if chosen_among > 1:
+            sentences.append(
+                f"The mean of {name} is biased {direction} by the choice among {chosen_among} configurations on the "
+                "reported set."
+            )
+    return " ".join(sentences)
 
 
-def _make_main_sentence(comparison: Comparison, alpha: float) -> str:
+def _make_main_sentence(row: Comparison, alpha: float) -> str:
     """Return the sentence that says whether the method is better, worse, not found to differ, or not comparable."""
-    result = verdict(comparison, alpha)
-    names = f"{comparison.method} and {comparison.reference}"
-    no_conclusion = f"Nothing can be concluded about {names} on {comparison.task}"
-    if obstacle := _find_obstacle(comparison, alpha):
+    result = verdict(row, alpha)
+    names = f"{row.method} and {row.reference}"
+    no_conclusion = f"Nothing can be concluded about {names} on {row.task}"
+    obstacle = _find_obstacle(row, alpha)
+    if obstacle or row.difference is None or row.p_value is None:
         return f"{no_conclusion}: {obstacle}."
-    assert comparison.difference is not None  # else there is an obstacle
-    assert comparison.p_value is not None
-    numbers = _format_numbers(comparison)
+    numbers = f"difference {_format_number(row.difference, '+')}"
+    if row.interval is not None:
+        low, high = (_format_number(end, "+") for end in row.interval)
+        numbers += f", uncorrected {100 * row.level:g}% interval {low} to {high}"
+    numbers += ", adjusted p < 0.001" if row.p_value < 0.001 else f", adjusted p = {row.p_value:.3g}"
     if result is Verdict.NONE:
         return f"{no_conclusion}: the test and the interval disagree ({numbers})."
     if result is Verdict.NO_DIFFERENCE:
-        limit = (
-            "it is not known how small a difference so few seeds could have found"
-            if comparison.smallest_difference is None
-            else f"with {comparison.pairs} seeds, a difference below "
-            f"{_format_number(comparison.smallest_difference)} could not have been "
-            f"found reliably (power below {comparison.power:g})"
-        )
-        return f"No difference between {names} was found on {comparison.task} ({numbers}); {limit}."
-    size = _format_number(abs(comparison.difference))
-    verb = comparison.better_verb if result is Verdict.BETTER else comparison.worse_verb
-    return (
-        f"{comparison.method} {verb} {comparison.reference} on {comparison.task} by {size} "
-        f"({numbers}, {comparison.pairs} seeds)."
-    )
+        limit = "it is not known how small a difference so few seeds could have found"
+        if row.smallest_difference is not None:
+            limit = (
+                f"with {row.pairs} seeds, a difference below {_format_number(row.smallest_difference)} could not have "
+                f"been found reliably (power below {row.power:g})"
+            )
+        return f"No difference between {names} was found on {row.task} ({numbers}); {limit}."
+    verb = row.better_verb if result is Verdict.BETTER else row.worse_verb
+    size = _format_number(abs(row.difference))
+    return f"{row.method} {verb} {row.reference} on {row.task} by {size} ({numbers}, {row.pairs} seeds)."
 
 
-def _find_obstacle(comparison: Comparison, alpha: float) -> str:
+def _find_obstacle(row: Comparison, alpha: float) -> str:
     """Return why the runs do not allow a comparison of method and reference; empty if they allow it."""
-    if comparison.obstacle:
-        return comparison.obstacle
-    if not comparison.has_equal_budgets:
+    if row.obstacle:
+        return row.obstacle
+    if not row.has_equal_budgets:
         return "their budgets differ, so that a difference need not come from the method"
-    if comparison.pairs == 0:
+    if row.pairs == 0:
         return "they have no seed in common"
-    if comparison.pairs == 1:
+    if row.pairs == 1:
         return "they have one seed in common, and a test needs at least two"
-    if comparison.unmatched:
-        runs = "1 seed has" if comparison.unmatched == 1 else f"{comparison.unmatched} seeds have"
-        return f"their seeds differ, and {runs} a run of only one of them; run both with the same seeds"
-    if comparison.smallest_p >= alpha:
+    if row.unmatched:
+        seeds = "1 seed has" if row.unmatched == 1 else f"{row.unmatched} seeds have"
+        return f"their seeds differ, and {seeds} a run of only one of them; run both with the same seeds"
+    if row.smallest_p >= alpha:
         return (
-            f"they have {comparison.pairs} seeds in common, with which the test cannot give an adjusted p-value "
-            f"below {alpha:g}; "
-            "run more seeds"
+            f"they have {row.pairs} seeds in common, with which the test cannot give an adjusted p-value below "
+            f"{alpha:g}; run more seeds"
         )
-    if comparison.difference is None or comparison.p_value is None:
+    if row.difference is None or row.p_value is None:
         return "there is no test of their difference"
     return ""
-
-
-def _format_numbers(comparison: Comparison) -> str:
-    """Return the difference, its interval and the p-value as text."""
-    assert comparison.difference is not None
-    assert comparison.p_value is not None
-    parts = [f"difference {_format_signed_number(comparison.difference)}"]
-    if comparison.interval is not None:
-        low, high = (_format_signed_number(end) for end in comparison.interval)
-        parts.append(f"uncorrected {100 * comparison.level:g}% interval {low} to {high}")
-    parts.append("adjusted p < 0.001" if comparison.p_value < 0.001 else f"adjusted p = {comparison.p_value:.3g}")
-    return ", ".join(parts)
-
-
-def _make_collapsed_sentence(comparison: Comparison) -> str:
-    """Return a sentence that says how many of the compared runs have constant predictions; empty if none has."""
-    if not comparison.collapsed and not comparison.reference_collapsed:
-        return ""
-    counts = [
-        f"{count} of {comparison.pairs} runs of {name}"
-        for name, count in (
-            (comparison.method, comparison.collapsed),
-            (comparison.reference, comparison.reference_collapsed),
-        )
-        if count
-    ]
-    is_single = comparison.collapsed + comparison.reference_collapsed == 1
-    verb = "has" if is_single else "have"
-    return f"{' and '.join(counts)} {verb} collapsed to constant predictions and {'counts' if is_single else 'count'}."
-
-
-def _make_selection_bias_sentence(comparison: Comparison) -> str:
-    """Return a sentence on the means biased by a choice of configurations on the reported set; empty if none is."""
-    counts = [(comparison.method, comparison.chosen_among), (comparison.reference, comparison.reference_chosen_among)]
-    biased_methods = [(name, count) for name, count in counts if count > 1]
-    if not biased_methods:
-        return ""
-    direction = "downwards" if comparison.lower_is_better else "upwards"
-    (name, count), *other_methods = biased_methods
-    text = f"The mean of {name} is biased {direction} by the choice among {count} configurations on the reported set"
-    other_clauses = [f", that of {other} by the choice among {other_count}" for other, other_count in other_methods]
-    return "".join([text, *other_clauses, "."])
 
 
 def summary(rows: Iterable[Comparison], alpha: float = 0.05) -> str:
@@ -250,27 +220,18 @@ def summary(rows: Iterable[Comparison], alpha: float = 0.05) -> str:
         Verdict.NO_DIFFERENCE: "no difference was found",
         Verdict.NONE: "nothing can be concluded",
     }
-    counts = {result: verdicts.count(result) for result in phrase_by_verdict}
-    parts = [f"{phrase_by_verdict[result]} in {count}" for result, count in counts.items() if count]
-    text = f"Of {len(comparisons)} comparison{'s' * (len(comparisons) != 1)}, {_join_phrases(parts)}."
+    phrases = [f"{text} in {verdicts.count(key)}" for key, text in phrase_by_verdict.items() if key in verdicts]
+    text = f"Of {len(comparisons)} comparison{'s' * (len(comparisons) != 1)}, {', '.join(phrases)}."
     num_collapsed = sum(row.collapsed for row in comparisons)
-    verb = "run of a method has" if num_collapsed == 1 else "runs of methods have"
-    return f"{text} {num_collapsed} {verb} collapsed." if num_collapsed else text
+    return f"{text} Collapsed runs of methods: {num_collapsed}." if num_collapsed else text
 
 
-def _join_phrases(parts: list[str]) -> str:
-    """Return the parts as an enumeration: `a, b and c`."""
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+def _format_number(value: float, sign: str = "") -> str:
+    """Return a number with two decimals, a large one with none, and a small one with two significant digits.
 
-
-def _format_number(value: float) -> str:
-    """Return a number with two decimals, a large one with none, and a small one with two significant digits."""
+    With the `sign` +, positive numbers have a plus sign.
+    """
+    sign = sign if value > 0 else ""
     if abs(value) >= 1000:
-        return f"{value:.0f}"
-    return f"{value:.2f}" if abs(value) >= 0.095 or value == 0 else f"{value:.2g}"
-
-
-def _format_signed_number(value: float) -> str:
-    """Return a number as `_format_number` does, with a plus sign if it is positive."""
-    text = _format_number(value)
-    return text if text.startswith("-") or value == 0 else f"+{text}"
+        return f"{value:{sign}.0f}"
+    return f"{value:{sign}.2f}" if abs(value) >= 0.095 or value == 0 else f"{value:{sign}.2g}"

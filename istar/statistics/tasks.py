@@ -57,7 +57,7 @@ def task_ranks(scores: ArrayLike, lower_is_better: bool = False) -> NDArray[np.f
     return ranks
 
 
-def friedman(scores: ArrayLike, lower_is_better: bool = False, correct_ties: bool = True) -> Friedman:
+def friedman(scores: ArrayLike, lower_is_better: bool = False) -> Friedman:
     r"""Test whether k methods perform alike over n tasks, with the correction of Iman and Davenport.
 
     With the average ranks :math:`R_j`,
@@ -67,9 +67,8 @@ def friedman(scores: ArrayLike, lower_is_better: bool = False, correct_ties: boo
         F_F = \frac{(n - 1) \chi^2_F}{n (k - 1) - \chi^2_F}
 
     (Demšar, *Statistical Comparisons of Classifiers over Multiple Data Sets*, JMLR 2006, section 3.2.2; Iman and
-    Davenport, 1980). With `correct_ties`, :math:`\chi^2_F` is divided by
-    :math:`1 - \sum (t^3 - t) / (n k (k^2 - 1))`, where t are the sizes of the groups of equal scores within a task;
-    Demšar's formula leaves this out and is a little conservative where there are ties. The chi-square distribution is
+    Davenport, 1980). :math:`\chi^2_F` is divided by :math:`1 - \sum (t^3 - t) / (n k (k^2 - 1))`, where t are the sizes
+    of the groups of equal scores within a task; Demšar's formula leaves this out. The chi-square distribution is
     conservative for few tasks, so that :math:`F_F` is preferred.
 
     Assumptions: the tasks are independent; scores are compared within tasks only. The number of tasks counts, not that
@@ -78,7 +77,6 @@ def friedman(scores: ArrayLike, lower_is_better: bool = False, correct_ties: boo
     Args:
         scores: `(tasks, methods)`.
         lower_is_better: as in `task_ranks`.
-        correct_ties: whether the statistics are corrected for equal scores.
 
     Raises:
         UserError: as `task_ranks`, for fewer than 2 tasks, and if all methods are equal on every task.
@@ -95,8 +93,7 @@ def friedman(scores: ArrayLike, lower_is_better: bool = False, correct_ties: boo
     )
     if untied_proportion == 0:
         raise UserError("all methods have equal scores on every task, so that there are no ranks to compare")
-    if correct_ties:
-        chi_square /= untied_proportion
+    chi_square /= untied_proportion
     max_chi_square = num_tasks * (num_methods - 1)
     # Rounding errors may leave a statistic slightly beyond its range.
     chi_square = float(np.clip(chi_square, 0.0, max_chi_square))
@@ -154,12 +151,7 @@ def t_interval_over_tasks(differences: Sequence[ArrayLike], level: float = 0.95)
         UserError: for fewer than 2 tasks, a task without a difference, values that are not finite, equal means on all
             tasks, or a level that is not in (0, 1).
     """
-    means = np.array([values.mean() for values in _to_vectors(differences, min_tasks=2, min_seeds=1)])
+    check_at_least(len(differences), 2, "the number of tasks")
+    means = np.array([to_finite_vector(values, "differences of a task", 1).mean() for values in differences])
     check_not_constant(means, "mean differences of the tasks")
     return t_interval(means, level)
-
-
-def _to_vectors(differences: Sequence[ArrayLike], min_tasks: int, min_seeds: int) -> list[Vector]:
-    """Return the differences of each task as a vector; raise a `UserError` if there are too few tasks or seeds."""
-    check_at_least(len(differences), min_tasks, "the number of tasks")
-    return [to_finite_vector(values, "differences of a task", min_seeds) for values in differences]

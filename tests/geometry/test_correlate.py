@@ -252,8 +252,8 @@ SCORES = "revision,MR\nr1,3\nr2,4\nr3,1\n"
     ("geometry", "scores", "more", "message"),
     [
         (GOOD, "revision,MR\nr1,3\nr2,high\n", [], "scores.csv, line 3: MR is 'high'; expected a number or nothing"),
-        (GOOD, "revision,MR\nr1,3,4\n", [], "scores.csv, line 2: the row has more or fewer cells"),
-        (GOOD, "revision,MR\nr1\n", [], "scores.csv, line 2: the row has more or fewer cells"),
+        (GOOD, "revision,MR\nr1,3,4\n", [], "scores.csv, line 2: the row has 3 cells; expected 2, as the header"),
+        (GOOD, "revision,MR\nr1\n", [], "scores.csv, line 2: the row has 1 cells; expected 2"),
         (GOOD, "revision,MR\nr1,3\nr1,4\n", [], "scores.csv, line 3: there is a second number for MR"),
         (GOOD + "r1,5\n", SCORES, [], "geometry.csv, line 5: there is a second number for isoscore"),
         (GOOD, "revision,MR,MR\nr1,3,4\n", [], "two columns are called 'MR'"),
@@ -281,7 +281,7 @@ def test_an_error_is_one_line(
 
 def test_unusable_files_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["correlate", str(tmp_path / "none.csv"), str(tmp_path / "none.csv")]) == 2
-    assert "none.csv cannot be read" in capsys.readouterr().err
+    assert "none.csv: cannot be read" in capsys.readouterr().err
     (tmp_path / "out").write_text("something")
     assert run(tmp_path, GOOD, SCORES) == 2
     assert "is not a folder" in capsys.readouterr().err

@@ -10,12 +10,12 @@ import torch
 from istar import measures
 from istar.errors import UserError
 from istar.geometry.collect.layers import Layer, LayerSettings
-from istar.geometry.collect.measure import measure_matrix
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.sample import Sample
 from istar.geometry.collect.token_batch import TokenBatch
 from istar.measures import LayerNormSummary, catalogue_rows, find_measure
 from istar.measures.catalogue import MEASURES
+from istar.measures.matrix_summary import measure_matrix
 
 SHAPE = {"rows", "dimensions"}
 """Entries of a matrix that are no measures of it."""

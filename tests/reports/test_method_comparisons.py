@@ -259,8 +259,8 @@ def test_a_choice_on_the_reported_set_is_said(tmp_path: Path) -> None:
     [comparison] = compare_methods_in(tmp_path).comparisons
     assert comparison.method.selection_set == "validation"
     assert conclusion(comparison.statistics).endswith(
-        " The mean of I-STAR λ=-1 ζ=0.4 is biased upwards by the choice among 3 configurations on the reported set, "
-        "that of Base by the choice among 3."
+        " The mean of I-STAR λ=-1 ζ=0.4 is biased upwards by the choice among 3 configurations on the reported set. "
+        "The mean of Base is biased upwards by the choice among 3 configurations on the reported set."
     )
 
 

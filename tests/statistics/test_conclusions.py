@@ -121,7 +121,12 @@ def test_words_of_comparison_need_a_small_p_value() -> None:
     [
         (1, 0, " 1 of 5 runs of I-STAR has collapsed to constant predictions and counts."),
         (5, 0, " 5 of 5 runs of I-STAR have collapsed to constant predictions and count."),
-        (2, 1, " 2 of 5 runs of I-STAR and 1 of 5 runs of Base have collapsed to constant predictions and count."),
+        (
+            2,
+            1,
+            " 2 of 5 runs of I-STAR have collapsed to constant predictions and count. 1 of 5 runs of Base has "
+            "collapsed to constant predictions and counts.",
+        ),
     ],
 )
 def test_collapsed_runs_are_counted(collapsed: int, of_base: int, sentence: str) -> None:
@@ -139,8 +144,8 @@ def test_collapsed_runs_are_counted(collapsed: int, of_base: int, sentence: str)
         ({"reference_chosen_among": 3},
          " The mean of Base is biased upwards by the choice among 3 configurations on the reported set."),
         ({"chosen_among": 3, "reference_chosen_among": 3},
-         " The mean of I-STAR is biased upwards by the choice among 3 configurations on the reported set, that of Base "
-         "by the choice among 3."),
+         " The mean of I-STAR is biased upwards by the choice among 3 configurations on the reported set. The mean of "
+         "Base is biased upwards by the choice among 3 configurations on the reported set."),
         ({"chosen_among": 2, "lower_is_better": True},
          " The mean of I-STAR is biased downwards by the choice among 2 configurations on the reported set."),
         ({}, ""),
@@ -154,7 +159,9 @@ def test_a_choice_on_the_reported_set_ends_every_sentence(changes, sentence: str
 
 
 def test_a_choice_among_none_is_refused() -> None:
-    with pytest.raises(UserError, match="I-STAR on rte: chosen among 0 configurations; expected 1 or more"):
+    with pytest.raises(
+        UserError, match="I-STAR on rte: a count is negative, or a choice among fewer than 1 configuration"
+    ):
         replace(ROW, chosen_among=0)
 
 
@@ -166,11 +173,11 @@ def test_the_summary() -> None:
         replace(ROW, pairs=1, collapsed=1),
     ]
     assert summary(rows) == (
-        "Of 4 comparisons, the method is better in 1, no difference was found in 2 and nothing can be concluded in 1. "
-        "3 runs of methods have collapsed."
+        "Of 4 comparisons, the method is better in 1, no difference was found in 2, nothing can be concluded in 1. "
+        "Collapsed runs of methods: 3."
     )
     assert summary([replace(ROW, p_value=0.5, collapsed=1)]) == (
-        "Of 1 comparison, no difference was found in 1. 1 run of a method has collapsed."
+        "Of 1 comparison, no difference was found in 1. Collapsed runs of methods: 1."
     )
     assert "worse" in summary([replace(ROW, difference=-1.0, interval=(-2.0, -0.1))])
     assert not COMPARATIVES.search(summary(rows[1:]))
@@ -200,9 +207,9 @@ def test_a_table_from_scores_to_sentences() -> None:
         ({"p_value": 1.2}, "I-STAR on rte: 1.2 is no p-value"),
         ({"p_value": math.nan}, "nan is no p-value; expected a number in [0, 1], or None without a test"),
         ({"difference": math.nan}, "a number is NaN or infinite; expected None where there is none"),
-        ({"interval": (2.0, 3.0)}, "the interval 2 to 3 does not contain the difference 1.25"),
+        ({"interval": (2.0, 3.0)}, "the interval (2.0, 3.0) does not contain the difference 1.25"),
         ({"collapsed": 6}, "6 collapsed runs of 5; expected from 0 to 5"),
-        ({"unmatched": -1}, "the number of seeds is negative"),
+        ({"unmatched": -1}, "a count is negative"),
     ],
 )
 def test_numbers_out_of_range(changes, message: str) -> None:

@@ -1,6 +1,5 @@
 """Small arrays for the figures of `istar measure`: histograms, projections and the most extreme dimensions."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -9,14 +8,7 @@ from torch import Tensor
 
 from istar.geometry.collect.layers import Layer
 from istar.measures.input_checks import row_norms, upcast_blocks
-
-MAX_ROWS = 2_000
-"""Most rows of a matrix in a projection."""
-
-
-def round_digits(values: Iterable[float], digits: int = 8) -> list[float]:
-    """Round numbers to significant digits, for smaller files. The default keeps all digits of float32."""
-    return [float(f"{value:.{digits}g}") for value in values]
+from istar.measures.matrix_summary import project_rows, round_digits
 
 
 @torch.no_grad()
@@ -33,27 +25,11 @@ def summarize_rows(matrix: Tensor, counts: Tensor | None = None) -> dict[str, An
     """
     norms = torch.cat([row_norms(block) for block in upcast_blocks(matrix)])
     bin_counts, edges = np.histogram(norms.cpu().numpy(), bins=40)
-    row_ids = torch.linspace(0, len(matrix) - 1, min(MAX_ROWS, len(matrix)), dtype=torch.float64).round().long()
-    summary: dict[str, Any] = {
-        "norms": {"edges": round_digits(edges), "counts": bin_counts.tolist()},
-        "ids": row_ids.tolist(),
-    }
+    projection = project_rows(matrix)
+    summary: dict[str, Any] = {"norms": {"edges": round_digits(edges), "counts": bin_counts.tolist()}}
     if counts is not None and len(counts) >= len(matrix):
-        summary["counts"] = counts.cpu()[row_ids].long().tolist()
-    mean = torch.stack([block.sum(0) for block in upcast_blocks(matrix)]).sum(0) / len(matrix)
-    projected_rows = matrix[row_ids.to(matrix.device)].to(mean)
-    for form, origin in (("raw", torch.zeros_like(mean)), ("centered", mean)):
-        coordinates = (projected_rows - origin) @ _compute_first_singular_vectors(matrix, origin)
-        summary[form] = [round_digits(column, 4) for column in coordinates.T.tolist()]
-    return summary
-
-
-def _compute_first_singular_vectors(matrix: Tensor, origin: Tensor) -> Tensor:
-    """Return the first two right singular vectors `(d, 2)` of the rows of a matrix minus the origin."""
-    scatter: Any = sum((block - origin).T @ (block - origin) for block in upcast_blocks(matrix))
-    axes = torch.linalg.eigh(scatter)[1][:, [-1, -2][: len(scatter)]]
-    # The sign of an eigenvector is arbitrary. It is fixed by making the largest coordinate positive.
-    return axes * axes.gather(0, axes.abs().argmax(0, keepdim=True)).sign()
+        summary["counts"] = counts.cpu()[projection["ids"]].long().tolist()
+    return summary | projection
 
 
 def trim_norm_histogram(layer: Layer) -> dict[str, list[float]]:

@@ -29,10 +29,8 @@ from istar.measures import (
     all_but_the_top,
     centered,
     layer_norm_summary,
-    norm_summary,
-    partition_isotropy,
-    singular_values,
 )
+from istar.measures.matrix_summary import measure_matrix, round_digits
 from istar.measures.memory import keep_freed_memory
 from istar.measures.norms import norm_parameters
 from istar.records.config import ModelConfig
@@ -70,7 +68,7 @@ class _Summary:
         return cls(
             measures=statistics.compute_measures(spectra, replicates),
             spectra={
-                tap: {form: figure_data.round_digits(values.tolist()) for form, values in forms.items()}
+                tap: {form: round_digits(values.tolist()) for form, values in forms.items()}
                 for tap, forms in spectra.items()
             },
             norms={tap: figure_data.trim_norm_histogram(layer) for tap, layer in layers.items()},
@@ -80,7 +78,7 @@ class _Summary:
             massive={tap: _add_ratios(summary) for tap, summary in massive.items() if summary is not None},
             gride=statistics.estimate_gride(),
             replicates={
-                tap: {name: figure_data.round_digits(values, 12) for name, values in columns.items()}
+                tap: {name: round_digits(values, 12) for name, values in columns.items()}
                 for tap, columns in replicates.items()
             },
             token_counts=None if types is None else types.count.clone(),
@@ -197,28 +195,9 @@ def _measure_forms(matrix: Tensor) -> dict[str, dict[str, Any]]:
     return {form: measure_matrix(values) for form, values in forms.items()}
 
 
-def measure_matrix(matrix: Tensor) -> dict[str, Any]:
-    """Measure a matrix `(n, d)`: I(W) with both conventions for the eigenvectors' signs, norms and singular values."""
-    norms = norm_summary(matrix)
-    as_computed, both = (partition_isotropy(matrix, signs) for signs in ("as_computed", "both"))
-    return {
-        "rows": matrix.shape[0],
-        "dimensions": matrix.shape[1],
-        "partition_isotropy_as_computed": as_computed.value,
-        "partition_isotropy_both": both.value,
-        "average_norm": norms.average,
-        "mean_vector_norm": norms.mean_vector,
-        "norm_ratio": norms.ratio,
-        "singular_values": figure_data.round_digits(singular_values(matrix, centered=False).tolist()),
-    }
-
-
 def _round_columns(columns: Mapping[str, list[float]]) -> dict[str, list[float]]:
     """Round the columns of a table to significant digits, except those of whole numbers."""
-    return {
-        name: values if name in _INTEGER_COLUMNS else figure_data.round_digits(values)
-        for name, values in columns.items()
-    }
+    return {name: values if name in _INTEGER_COLUMNS else round_digits(values) for name, values in columns.items()}
 
 
 def _add_ratios(summary: MassiveActivationsSummary) -> list[dict[str, Any]]:

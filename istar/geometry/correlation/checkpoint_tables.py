@@ -1,6 +1,5 @@
 """CSV tables with a row per checkpoint of a training, such as `trajectory.csv`, and their numbers in long format."""
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 
@@ -8,7 +7,8 @@ import numpy as np
 import pandas as pd
 
 from istar.errors import UserError, shorten
-from istar.files.writing import refuse_special_file, unescape_cell
+from istar.files.writing import unescape_cell
+from istar.inputs.readers import iterate_csv
 from istar.inputs.saved_checkpoints import step_from_name
 
 CHECKPOINT_COLUMNS = ["model", "revision", "step"]
@@ -24,23 +24,17 @@ def read_table(path: Path) -> pd.DataFrame:
     Raises:
         UserError: if the file cannot be read, is not a table, or has neither a column `revision` nor a column `step`.
     """
-    try:
-        refuse_special_file(path)
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, skipinitialspace=True)
-            rows = {f"{path}, line {reader.line_num}": row for row in reader}
-    except (OSError, ValueError, csv.Error) as error:
-        raise UserError(f"{path} cannot be read: {shorten(error)}; expected a CSV file") from error
+    records = iterate_csv(path)
+    header = [name.strip() for name in next(records, (0, []))[1]]
+    rows = {f"{path}, line {line}": [unescape_cell(cell.strip()) for cell in cells] for line, cells in records}
     if not rows:
         raise UserError(f"{path} has no rows; expected a header and at least one row")
     for location, row in rows.items():
-        if None in row or None in row.values():  # DictReader's marks of a row that is too long or too short
-            raise UserError(f"{location}: the row has more or fewer cells than the header has columns")
-    header = [str(name).strip() for name in reader.fieldnames or ()]
+        if len(row) != len(header):
+            raise UserError(f"{location}: the row has {len(row)} cells; expected {len(header)}, as the header")
     if repeated := {name for name in header if header.count(name) > 1}:
         raise UserError(f"{path}: two columns are called {min(repeated)!r}; expected distinct names")
-    table = pd.DataFrame.from_dict(rows, orient="index").map(lambda cell: unescape_cell(cell.strip()))
-    table.columns = pd.Index(header)
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=header)
     if not {"revision", "step"} & set(header):
         raise UserError(f"{path} has no column revision or step; expected one that names the checkpoints")
     return complete_checkpoint_columns(table)
