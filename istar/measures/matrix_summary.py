@@ -12,7 +12,7 @@ from istar.measures.partition import partition_isotropy
 from istar.measures.spectrum import singular_values
 
 MAX_ROWS = 2_000
-"""Most rows of a matrix in a projection."""
+"""Most rows of a matrix in a figure of its projection."""
 
 
 def measure_matrix(matrix: Tensor) -> dict[str, Any]:
@@ -37,13 +37,13 @@ def round_digits(values: Iterable[float], digits: int = 8) -> list[float]:
 
 
 @torch.no_grad()
-def project_rows(matrix: Tensor) -> dict[str, Any]:
+def project_rows(matrix: Tensor, max_rows: int = MAX_ROWS) -> dict[str, Any]:
     """Project evenly spaced rows of a matrix `(n, d)` onto its first two singular directions, raw and centered.
 
     Returns:
-        A dictionary with the `ids` of at most `MAX_ROWS` rows, and their coordinates by axis, `raw` and `centered`.
+        A dictionary with the `ids` of at most `max_rows` rows, and their coordinates by axis, `raw` and `centered`.
     """
-    row_ids = torch.linspace(0, len(matrix) - 1, min(MAX_ROWS, len(matrix)), dtype=torch.float64).round().long()
+    row_ids = torch.linspace(0, len(matrix) - 1, min(max_rows, len(matrix)), dtype=torch.float64).round().long()
     mean = torch.stack([block.sum(0) for block in upcast_blocks(matrix)]).sum(0) / len(matrix)
     rows = matrix[row_ids.to(matrix.device)].to(mean)
     projection: dict[str, Any] = {"ids": row_ids.tolist()}

@@ -26,7 +26,6 @@ from istar.geometry.show import model_figures, model_page
 from istar.geometry.show.spheres import make_spheres
 from istar.inputs import demo, tiny
 from istar.inputs.corpus import Source
-from istar.measures import matrix_summary
 from tests.reports.test_report import balanced, contents, inline_parts, parsed
 
 pytestmark = pytest.mark.slow
@@ -336,7 +335,7 @@ def test_rows_of_a_matrix() -> None:
     summary = figure_data.summarize_rows(matrix, torch.arange(5_000))
     assert summary["ids"][0] == 0
     assert summary["ids"][-1] == 4_999
-    assert len(summary["ids"]) == matrix_summary.MAX_ROWS
+    assert len(summary["ids"]) == figure_data.MAX_ROWS
     assert summary["counts"] == summary["ids"]
     for form, points in (("raw", matrix), ("centered", matrix - matrix.mean(0))):
         left_vectors, singular_values, _ = np.linalg.svd(points.double().numpy(), full_matrices=False)
@@ -483,8 +482,8 @@ def test_measures_are_saved_even_if_the_page_fails(
 def test_a_large_model_has_a_small_file(encoder_measures: Measurements) -> None:
     """The shape is that of BERT-base over three texts."""
     layer = {
-        "raw": matrix_summary.round_digits(np.random.default_rng(0).random(768)),
-        "centered": matrix_summary.round_digits(np.full(768, 1 / 3)),
+        "raw": figure_data.round_digits(np.random.default_rng(0).random(768)),
+        "centered": figure_data.round_digits(np.full(768, 1 / 3)),
     }
     taps = {f"layer_{number}": layer for number in range(13)}
     large = replace(encoder_measures, spectra=dict.fromkeys("abcd", taps))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from istar.geometry.collect.layers import Layer
 from istar.measures.input_checks import row_norms, upcast_blocks
-from istar.measures.matrix_summary import project_rows, round_digits
+from istar.measures.matrix_summary import MAX_ROWS, project_rows, round_digits
 
 
 @torch.no_grad()
@@ -25,7 +25,7 @@ def summarize_rows(matrix: Tensor, counts: Tensor | None = None) -> dict[str, An
     """
     norms = torch.cat([row_norms(block) for block in upcast_blocks(matrix)])
     bin_counts, edges = np.histogram(norms.cpu().numpy(), bins=40)
-    projection = project_rows(matrix)
+    projection = project_rows(matrix, MAX_ROWS)
     summary: dict[str, Any] = {"norms": {"edges": round_digits(edges), "counts": bin_counts.tolist()}}
     if counts is not None and len(counts) >= len(matrix):
         summary["counts"] = counts.cpu()[projection["ids"]].long().tolist()
