@@ -1,7 +1,6 @@
 """Checks of the arguments of statistical functions: finite numbers, of the right shape, in range."""
 
 import math
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -80,9 +79,3 @@ def check_at_least(value: int, minimum: int, name: str) -> None:
     """Raise a `UserError` if a whole number is smaller than its minimum."""
     if value < minimum:
         raise UserError(f"{name} is {value}; expected {minimum} or more")
-
-
-def check_choice(value: str, choices: tuple[Any, ...], name: str) -> None:
-    """Raise a `UserError` unless the value is one of the choices."""
-    if value not in choices:
-        raise UserError(f"{name} is {value!r}; expected one of {', '.join(choices)}")

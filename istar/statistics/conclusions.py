@@ -43,9 +43,6 @@ class Comparison:
     unmatched: int = 0  # number of seeds that only one of the two has
     has_equal_budgets: bool = True  # whether both had the same number of trials, epochs and examples
     lower_is_better: bool = False  # whether the metric is a loss
-    # Verbs of the sentence that finds the method better or worse, where others describe the metric more exactly.
-    better_verb: str = "is better than"
-    worse_verb: str = "is worse than"
     # Minimum attainable adjusted p-value with so many pairs: `paired.smallest_sign_flip_p`, adjusted for a table in
     # which every test gives its smallest p-value; 0 for the t-test.
     smallest_p: float = 0.0
@@ -172,9 +169,10 @@ def _make_main_sentence(row: Comparison, alpha: float) -> str:
                 f"been found reliably (power below {row.power:g})"
             )
         return f"No difference between {names} was found on {row.task} ({numbers}); {limit}."
-    verb = row.better_verb if result is Verdict.BETTER else row.worse_verb
     size = _format_number(abs(row.difference))
-    return f"{row.method} {verb} {row.reference} on {row.task} by {size} ({numbers}, {row.pairs} seeds)."
+    return (
+        f"{row.method} is {result.value} than {row.reference} on {row.task} by {size} ({numbers}, {row.pairs} seeds)."
+    )
 
 
 def _find_obstacle(row: Comparison, alpha: float) -> str:

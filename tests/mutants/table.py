@@ -709,13 +709,6 @@ MUTATIONS = [
         "tests/statistics/test_multiple.py",
     ),
     Mutation(
-        "Covariates do not cost degrees of freedom.",
-        "istar/statistics/correlation.py",
-        "degrees_of_freedom = num_points - 2 - num_covariates",
-        "degrees_of_freedom = num_points - 2",
-        "tests/statistics/test_correlation.py",
-    ),
-    Mutation(
         "Standard errors of lm-evaluation-harness are scores.",
         "istar/geometry/correlation/score_files.py",
         'metric.endswith("_stderr") or ',
