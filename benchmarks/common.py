@@ -21,7 +21,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from istar.finetune.training.precision import EMULATION_RATIO, measure_bfloat16_ratio
 from istar.measures.memory import keep_freed_memory
-from istar.records.config.penalties import PENALTIES, CosRegConfig
+from istar.records.config import PENALTIES, PenaltyConfig
 from istar.regularizers import IStar, Penalty, select_layers
 
 Result = TypeVar("Result")
@@ -103,7 +103,7 @@ def isoscore_by_closed_form(covariance: Tensor) -> Tensor:
 
 Method = Penalty | PublishedIsoScore | None
 """A penalty of a benchmark; None is a step without one."""
-OTHER_PENALTIES = tuple(name for name, kind in PENALTIES.items() if issubclass(kind, CosRegConfig) and name != "istar")
+OTHER_PENALTIES = tuple(name for name, kind in PENALTIES.items() if issubclass(kind, PenaltyConfig) and name != "istar")
 """Names of the penalties besides I-STAR, which are compared with their defaults: most are on the last layer."""
 
 
@@ -121,7 +121,7 @@ def make_penalties(width: int, device: torch.device, names: Sequence[str]) -> di
         penalty_by_name[f"istar, {compute}"] = istar
     for name in OTHER_PENALTIES:
         penalty = PENALTIES[name]().build()
-        if isinstance(penalty, IStar):
+        if penalty.needs_shrinkage_covariance:
             penalty.shrinkage_covariance = covariance
         penalty_by_name[name] = penalty
     return {name: penalty_by_name[name] for name in names}

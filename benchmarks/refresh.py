@@ -40,7 +40,7 @@ from istar.finetune.tasks.features import FeatureRows
 from istar.finetune.training import ShrinkageCovariance
 from istar.finetune.training.data import build_evaluation_loader
 from istar.finetune.training.trainer import build_bare_trainer
-from istar.hidden_states import attach
+from istar.hidden_states import HiddenStatePenalty, PenaltySettings
 from istar.measures.isoscore import unchecked_isoscore
 from istar.records.config import TrainerConfig
 from istar.regularizers import IStar
@@ -62,11 +62,11 @@ class Refresh:
         compute = "bfloat16" if precision == "bf16" else "float32"
         self.model = shape.make_model().to(device).eval()  # type: ignore[arg-type]
         self.penalty = IStar(-1.0, 0.4, compute=compute)
-        watch = attach(self.model, self.penalty)
+        attached = HiddenStatePenalty(self.model, self.penalty, PenaltySettings(num_points=points))
         rows = FeatureRows(random_texts(points // shape.layers, shape.tokens))
         batch_size = 2 * shape.batch
-        self.callback = ShrinkageCovariance(watch, rows, collate, points, batch_size, 0, progress_bar=False)
-        self.sample = self.callback.sample_examples(shape.layers, 0)
+        self.callback = ShrinkageCovariance(attached, rows, collate, batch_size, 0, progress_bar=False)
+        self.sample = self.callback.sample_examples(epoch=0)
         self.loader = lambda: build_evaluation_loader(rows, collate, batch_size, self.sample)
 
     def bare_forward(self) -> None:

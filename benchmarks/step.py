@@ -46,7 +46,7 @@ from benchmarks.common import (
     random_batch,
     time_in_rotation,
 )
-from istar.hidden_states import Watch, attach
+from istar.hidden_states import AttachedPenalty, attach
 from istar.integrations.transformers import PenaltyTrainer
 from istar.regularizers import IStar, Penalty, Points, Uniformity
 
@@ -66,15 +66,15 @@ class Steps:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self.inputs = random_batch(shape, device, real_share)
         self.is_padded = real_share < 1
-        self.watch: Watch | None = None
+        self.attached: AttachedPenalty | None = None
 
     def prepare(self, penalty: Method) -> None:
         """Attach the penalty in place of the previous one, as a training does once before its steps."""
-        if self.watch is not None:
-            self.watch.remove()
+        if self.attached is not None:
+            self.attached.remove()
         # Uniformity is meant for one point of each sequence, because it compares all pairs.
         points = Points("last") if isinstance(penalty, Uniformity) else Points()
-        self.watch = attach(self.model, penalty, points=points) if isinstance(penalty, Penalty) else None
+        self.attached = attach(self.model, penalty, points=points) if isinstance(penalty, Penalty) else None
 
     def __call__(self, penalty: Method) -> None:
         """Execute a training step with the penalty, which `prepare` has attached."""
@@ -87,8 +87,8 @@ class Steps:
         """Return the loss of the task plus the weighted penalty."""
         loss: Tensor
         if isinstance(penalty, Penalty):
-            assert self.watch is not None
-            loss = self.model(**self.inputs).loss + self.watch.loss()
+            assert self.attached is not None
+            loss = self.model(**self.inputs).loss + self.attached.loss()
             return loss
         outputs = self.model(**self.inputs, output_hidden_states=penalty is not None)
         loss = outputs.loss

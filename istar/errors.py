@@ -1,9 +1,10 @@
-"""Exceptions that are shown to the user as one line, and helpers for their messages."""
+"""Exceptions that are shown to the user as one line, helpers for their messages, and checks of options."""
 
 import difflib
+import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 SHOW_TRACE = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -21,6 +22,13 @@ class UserError(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__(mask_secrets(message))
+
+
+class OptionError(UserError):
+    """A refused value of an option. The message begins with the name of the option: `zeta=2 is outside [0, 1]`.
+
+    A config that builds the class with this option writes the name of its group before the message: `reg.zeta=2 ...`.
+    """
 
 
 class NonFiniteError(UserError):
@@ -95,3 +103,34 @@ def did_you_mean(word: str, known_words: Iterable[str]) -> str:
     """Return `; did you mean X?` with the known word that is most similar, or an empty string if none is similar."""
     similar_words = difflib.get_close_matches(word, list(known_words), n=1, cutoff=0.5)
     return f"; did you mean {similar_words[0]}?" if similar_words else ""
+
+
+def check_at_least(minimum: int, option: str, value: int | None) -> None:
+    """Raise an `OptionError` if the value of an option is below the minimum; None passes."""
+    if value is not None and value < minimum:
+        raise OptionError(f"{option}={value} is too small; expected {minimum} or more")
+
+
+def check_range(option: str, value: float, minimum: float, *, is_exclusive: bool = False) -> None:
+    """Raise an `OptionError` unless a value is finite and at least the minimum, or above it if `is_exclusive`."""
+    if not ((minimum < value if is_exclusive else minimum <= value) and value < math.inf):
+        bound = "above" if is_exclusive else "of at least"
+        raise OptionError(f"{option}={value:g}; expected a finite number {bound} {minimum:g}")
+
+
+def check_one_of(option: str, value: str, allowed: Sequence[str]) -> None:
+    """Raise an `OptionError` if the value of an option is not allowed; the message suggests the most similar one."""
+    if value not in allowed:
+        raise OptionError(
+            f"{option}={value} is not known{did_you_mean(value, allowed)}; expected one of {', '.join(allowed)}"
+        )
+
+
+def parse_number(option: str, value: object, word: str) -> float | str:
+    """Return the value of an option that is a number or one `word`; raise an `OptionError` for anything else."""
+    if value == word:
+        return word
+    try:
+        return float(str(value))  # float(True) is 1.0; float("True") raises.
+    except ValueError:
+        raise OptionError(f"{option}={value} is neither a number nor {word}") from None

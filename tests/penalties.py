@@ -19,7 +19,7 @@ class Recording(IStar):
     """I-STAR that keeps the hidden states that it receives."""
 
     def __init__(self, layers: Any = "all") -> None:
-        super().__init__(WEIGHT, ZETA, layers)
+        super().__init__(WEIGHT, ZETA, layers=layers)
         self.shrinkage_covariance = sigma()
         self.received: list[Tensor] = []
 

@@ -3,8 +3,18 @@
 This package depends on torch only.
 """
 
-from istar.hidden_states.attach import Watch, attach
-from istar.hidden_states.embedding_watch import EmbeddingWatch, attach_to_target
+from istar.hidden_states.attach import HiddenStatePenalty, attach, attach_with_settings
+from istar.hidden_states.attached_penalty import AttachedPenalty
+from istar.hidden_states.embedding_penalty import EmbeddingPenalty
+from istar.hidden_states.settings import PenaltySettings
 from istar.hidden_states.shrinkage import shrinkage_covariance
 
-__all__ = ["EmbeddingWatch", "Watch", "attach", "attach_to_target", "shrinkage_covariance"]
+__all__ = [
+    "AttachedPenalty",
+    "EmbeddingPenalty",
+    "HiddenStatePenalty",
+    "PenaltySettings",
+    "attach",
+    "attach_with_settings",
+    "shrinkage_covariance",
+]

@@ -1,19 +1,22 @@
 """`attach`, which adds a penalty on hidden states to the forward passes of a model."""
 
-import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from istar.errors import UserError
+from istar.errors import OptionError, UserError
+from istar.hidden_states.attached_penalty import AttachedPenalty
+from istar.hidden_states.embedding_penalty import EmbeddingPenalty
 from istar.hidden_states.reader import HiddenStateReader
-from istar.hidden_states.shrinkage import NUM_POINTS, hidden_state_moments, to_covariance
+from istar.hidden_states.settings import HIDDEN_STATES, NUM_POINTS, PenaltySettings
+from istar.hidden_states.shrinkage import hidden_state_moments, to_covariance
 from istar.measures.processes import sum_over_processes
 from istar.regularizers.base import Penalty
-from istar.regularizers.istar import IStar
 from istar.regularizers.points import ALL_POINTS, Points
+
+DEFAULT_SETTINGS = PenaltySettings()
 
 
 def attach(
@@ -21,7 +24,7 @@ def attach(
     penalty: Penalty,
     modules: Sequence[nn.Module] | None = None,
     points: Points = ALL_POINTS,
-) -> "Watch":
+) -> "HiddenStatePenalty":
     """Attach a penalty to a model, so that each forward pass with gradients reads the hidden states for it.
 
     After a forward pass, `loss()` returns the penalty, which the training loop adds to its loss. `refresh()` computes
@@ -31,11 +34,11 @@ def attach(
     >>> config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0)
     >>> model = transformers.GPT2LMHeadModel(config)
     >>> batch = {"input_ids": torch.arange(40).view(4, 10), "labels": torch.arange(40).view(4, 10)}
-    >>> watch = istar.attach(model, istar.IStar(weight=-1.0, zeta=0.4))
-    >>> points = watch.refresh([batch])
-    >>> loss = model(**batch).loss + watch.loss()
+    >>> attached = istar.attach(model, istar.IStar(weight=-1.0, zeta=0.4))
+    >>> points = attached.refresh([batch])
+    >>> loss = model(**batch).loss + attached.loss()
     >>> loss.backward()
-    >>> watch.remove()
+    >>> attached.remove()
 
     Args:
         model: a transformers model, bare, with a head, or inside of PEFT, DDP, FSDP2 or another module. A compiled
@@ -45,49 +48,57 @@ def attach(
             1 to L. The mask is the model's argument `attention_mask`, if it has one.
         points: which tokens are points; by default all that are not padding.
 
-    Returns:
-        A `Watch`, which can be used as a context manager that removes the hooks at its end.
-
     Raises:
         UserError: if the model's hidden states cannot be read, a layer of the penalty does not exist, or the penalty
             counts padding and `points` chooses tokens. In a forward pass, if the call lacks what the points depend on.
     """
-    return Watch(model, penalty, modules, points)
+    return HiddenStatePenalty(model, penalty, PenaltySettings(points), modules)
 
 
-class Watch:
-    """A penalty that is attached to a model; returned by `attach`.
+def attach_with_settings(
+    model: nn.Module,
+    penalty: Penalty,
+    settings: PenaltySettings = DEFAULT_SETTINGS,
+    modules: Sequence[nn.Module] | None = None,
+) -> AttachedPenalty:
+    """Attach a penalty as a trainer does: to the hidden states, or to the embedding matrix that the settings name.
+
+    `model`, `penalty` and `modules` are as in `attach`.
+    """
+    if settings.target == HIDDEN_STATES:
+        return HiddenStatePenalty(model, penalty, settings, modules)
+    return EmbeddingPenalty(model, penalty, settings)
+
+
+class HiddenStatePenalty(AttachedPenalty):
+    """A penalty that is attached to the hidden states of a model; returned by `attach`.
 
     The attention mask is the argument of the model's forward pass; without one, all tokens count. It may have four
     dimensions, `(batch, 1, tokens, tokens)`, as for packed documents: a token that may attend to itself counts. Forward
     passes without gradients are not read, so that evaluation has no overhead. Activation checkpointing, before or after
     the model is attached to, does not change the gradient.
 
-    A copy or pickle of a watch, or of an object that contains both, such as a LightningModule, is attached to its copy
-    of the model. A copy of the model alone has no penalty.
-
-    Attributes:
-        penalty: the penalty; its attribute `last` holds the terms of the latest `loss()`.
-        points: which tokens are points.
+    A copy or pickle of an attached penalty, or of an object that contains both, such as a LightningModule, is attached
+    to its copy of the model. A copy of the model alone has no penalty.
     """
 
     def __init__(
         self,
         model: nn.Module,
         penalty: Penalty,
+        settings: PenaltySettings = DEFAULT_SETTINGS,
         modules: Sequence[nn.Module] | None = None,
-        points: Points = ALL_POINTS,
     ) -> None:
+        super().__init__(penalty, settings)
+        points = settings.points
         if penalty.include_padding and not points.are_all:
-            raise UserError("include_padding=True counts all tokens; expected points='all' with it")
-        self.penalty = penalty
-        self.points = points
+            raise OptionError("include_padding=true counts all tokens; it needs points=all and no max_norm_ratio")
+        self.needs_token_labels = points.need_labels
         self._model = model
         self._modules = modules
         self._reader = HiddenStateReader(
             model, penalty.layers, penalty.summarize, self._is_active, modules, points, penalty.needs_labels
         )
-        self._has_warned = False
 
     @property
     def num_layers(self) -> int:
@@ -103,36 +114,19 @@ class Watch:
         Raises:
             UserError: if there was no forward pass with gradients since the last call.
         """
-        if self.penalty.weight == 0:
+        penalty = self.penalty
+        if penalty.weight == 0:
             self._reader.discard()
-            return self._zero_loss()
-        summaries = self.take()
-        loss = self.combine(summaries)
-        if summaries and self.points.max_norm_ratio is not None and self.penalty.last is not None:
-            num_left_out = torch.tensor(float(self._reader.num_left_out), device=loss.device)
-            if self.penalty.sync:
-                num_left_out = sum_over_processes(num_left_out, self.penalty.group)
-            self.penalty.last = self.penalty.last._replace(left_out=num_left_out)
-        return loss
-
-    def take(self) -> list[Any]:
-        """Return the summaries of the selected layers of the latest forward pass, and forget them.
-
-        `combine` computes the penalty from the summaries of one pass, or from the joined lists of several passes.
-
-        Raises:
-            UserError: if there was no forward pass with gradients since the last call.
-        """
-        return self._reader.take()
-
-    def combine(self, summaries: Sequence[Any]) -> Tensor:
-        """Compute the weighted penalty of the union of the layers of one or several passes, from results of `take`."""
+        summaries = self._reader.take() if penalty.weight != 0 else []
         if not summaries:
-            return self._zero_loss()
-        loss = self.penalty.combine(summaries)
-        reason = "nothing before the chosen layers is trainable"
-        # Level 3 is the line that called `Watch.loss`.
-        self._has_warned = self._has_warned or warn_if_no_gradient(loss, reason, stacklevel=3)
+            return torch.zeros((), device=next(self._model.parameters()).device)
+        loss = penalty.combine(summaries)
+        self._warn_if_no_gradient(loss, "nothing before the chosen layers is trainable")
+        if self.settings.points.max_norm_ratio is not None and penalty.last is not None:
+            num_left_out = torch.tensor(float(self._reader.num_left_out), device=loss.device)
+            if penalty.sync:
+                num_left_out = sum_over_processes(num_left_out, penalty.group)
+            penalty.last = penalty.last._replace(left_out=num_left_out)
         return loss
 
     def refresh(self, loader: Iterable[Any], num_points: int | None = NUM_POINTS, momentum: float = 0.0) -> int:
@@ -154,23 +148,22 @@ class Watch:
         Raises:
             UserError: as `shrinkage_covariance`, and for a momentum outside [0, 1).
         """
-        if not isinstance(self.penalty, IStar) or not self.penalty.needs_shrinkage_covariance:
+        penalty = self.penalty
+        if not penalty.needs_shrinkage_covariance:
             return 0
         if not 0 <= momentum < 1:
             raise UserError(f"momentum is {momentum}; expected a number from 0 to below 1")
-        penalty = self.penalty
-        sync, group = penalty.sync, penalty.group
         moments = hidden_state_moments(
             self._model,
             loader,
             num_points,
             penalty.layers,
             penalty.include_padding,
-            sync,
-            group,
+            penalty.sync,
+            penalty.group,
             self._modules,
-            self.points,
-            penalty.within,
+            self.settings.points,
+            within="label" if penalty.needs_labels else None,
         )
         covariance, previous = to_covariance(moments), penalty.shrinkage_covariance
         if momentum > 0 and previous is not None:
@@ -184,7 +177,7 @@ class Watch:
         `num_sequences` is the largest number of sequences in a micro-batch of all processes that compute one penalty. A
         sequence is one document.
         """
-        which, penalty = self.points.which, self.penalty
+        which, penalty = self.settings.points.which, self.penalty
         has_no_score = num_sequences < penalty.min_sequences
         if which in ("first", "last"):
             # There is one point of each sequence in each layer.
@@ -196,14 +189,9 @@ class Watch:
             )
 
     def remove(self) -> None:
-        """Remove the hooks from the model."""
+        """Remove the hooks from the model; see `AttachedPenalty.remove`."""
+        super().remove()
         self._reader.remove()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         # The hooks of a copied model lead to a copied reader without attributes, which `__setstate__` restores.
@@ -218,18 +206,3 @@ class Watch:
         """Return whether forward passes are read: with gradients enabled and a weight other than 0."""
         # With weight 0 the penalty is skipped, because 0 times a NaN penalty would be NaN.
         return torch.is_grad_enabled() and self.penalty.weight != 0
-
-    def _zero_loss(self) -> Tensor:
-        """Return a 0-d zero on the device of the model."""
-        return torch.zeros((), device=next(self._model.parameters()).device)
-
-
-def warn_if_no_gradient(loss: Tensor, reason: str, stacklevel: int) -> bool:
-    """Warn if a penalty has no gradient although gradients are enabled; return whether a warning was given.
-
-    `stacklevel` says which line the warning shows: 1 is the caller of this function, 2 the caller of that, and so on.
-    """
-    is_gradient_missing = torch.is_grad_enabled() and not loss.requires_grad
-    if is_gradient_missing:
-        warnings.warn(f"the penalty has no gradient: {reason}", UserWarning, stacklevel=stacklevel + 1)
-    return is_gradient_missing

@@ -11,15 +11,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from istar.errors import UserError
 from istar.hidden_states.reader import HiddenStateReader
+from istar.hidden_states.settings import NUM_POINTS
 from istar.hidden_states.undisturbed import eval_mode, preserve_rng_states
 from istar.measures.classes import ClassMoments, class_means_and_scatter, merge_class_moments
 from istar.measures.isoscore import check_covariance
 from istar.measures.moments import Moments, mean_and_scatter, merge_moments
 from istar.measures.processes import sum_over_processes, world_size
 from istar.regularizers.points import ALL_POINTS, Layers, Points, Tokens, check_within
-
-NUM_POINTS = 250_000
-"""Number of points of Sigma_S in *Stable Anisotropic Regularization*, Section 3."""
 
 LABEL_NAMES = ("labels", "label", "label_ids", "start_positions", "end_positions")
 """Names of model arguments that hold labels."""

@@ -5,18 +5,14 @@ from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 
 from istar.errors import UserError
-from istar.hidden_states import EmbeddingWatch, Watch, attach_to_target
-from istar.hidden_states.embedding_watch import HIDDEN_STATES
-from istar.hidden_states.shrinkage import NUM_POINTS
+from istar.hidden_states import AttachedPenalty, PenaltySettings, attach_with_settings
+from istar.hidden_states.attach import DEFAULT_SETTINGS
 from istar.integrations.loaders import check_first_batch, iterate_in_new_order
-from istar.measures.processes import world_size
-from istar.regularizers import IStar, Penalty, Points
-from istar.regularizers.points import ALL_POINTS
+from istar.regularizers import Penalty
 
 
 class PenaltyCallback(L.Callback):
@@ -53,79 +49,47 @@ class PenaltyCallback(L.Callback):
     if zeta is estimated, `train/lambda` if there is a schedule, and `train/undefined` once micro-batches had no score:
     their number so far. They add 0 to the loss. With gradient accumulation, the penalty is computed per micro-batch,
     and the gradient is the mean over the micro-batches of task loss and penalty.
-    Checkpoints contain Sigma_S. With `sync=False`, they contain one Sigma_S per process, so that all processes must
-    save together, as Lightning's checkpointing does.
+    Checkpoints contain the penalty's state, such as Sigma_S. With `sync=False`, it is that of each process, so that all
+    processes must save together, as Lightning's checkpointing does.
 
     Args:
         penalty: `IStar`, `CosReg` or any other `Penalty`.
+        settings: what is penalized, lambda's schedule, and when Sigma_S is computed; see `istar.PenaltySettings`.
         model: name of the LightningModule's attribute that holds the model, or a function that returns the model for a
             LightningModule; see `istar.attach`.
-        loader: batches for Sigma_S in random order, see `istar.Watch.refresh`. By default, an additional pass over the
-            trainer's train dataloader in a different order, which affects neither the batches of training nor the
-            global random number generators.
-        refresh: when to compute Sigma_S: `epoch`, before each epoch; a number n, every n optimizer steps; None, never,
-            so that `penalty.shrinkage_covariance` must be set before. Sigma_S is not computed if the penalty does not
-            use it: `CosReg`, zeta 0 or lambda 0.
-        num_points: number of points in Sigma_S.
-        momentum: weight of the previous Sigma_S in the new one, in [0, 1).
-        weight_schedule: function that returns lambda for the number of completed optimizer steps, such as
-            `lambda step: istar.weight_at(step, 1000, -1.0, "cosine", warmup=0.1)`.
+        loader: batches for Sigma_S in random order, see `istar.HiddenStatePenalty.refresh`. By default, an additional
+            pass over the trainer's train dataloader in a different order, which affects neither the batches of training
+            nor the global random number generators.
         modules: for models that are not transformers models, a function that returns, for a LightningModule, the
             modules whose outputs are the hidden states.
-        points: which tokens are points, see `istar.Points`.
-        target: `hidden_states`, `input_embeddings` or `output_embeddings`; see `istar.EmbeddingWatch`.
-        rows: number of rows of the embedding matrix that are sampled for each micro-batch; None uses all rows.
-            Checkpoints contain the state of their generator.
-        seed: seed of the samples of rows.
-
-    Raises:
-        UserError: if `refresh` has another value.
     """
 
     def __init__(
         self,
         penalty: Penalty,
+        settings: PenaltySettings = DEFAULT_SETTINGS,
         model: str | Callable[[L.LightningModule], nn.Module] = "model",
         loader: Iterable[Any] | None = None,
-        refresh: str | int | None = "epoch",
-        num_points: int = NUM_POINTS,
-        momentum: float = 0.0,
-        weight_schedule: Callable[[int], float] | None = None,
         modules: Callable[[L.LightningModule], Sequence[nn.Module]] | None = None,
-        points: Points = ALL_POINTS,
-        target: str = HIDDEN_STATES,
-        rows: int | None = None,
-        seed: int = 0,
     ) -> None:
-        if not (refresh in ("epoch", None) or (type(refresh) is int and refresh > 0)):
-            raise UserError(f"refresh is {refresh!r}; expected 'epoch', a number of optimizer steps, or None")
         self.penalty = penalty
+        self.settings = settings
         self.model = model
         self.loader = loader
-        self.refresh = refresh
-        self.num_points = num_points
-        self.momentum = momentum
-        self.weight_schedule = weight_schedule
         self.modules = modules
-        self.points = points
-        self.target = target
-        self.rows = rows
-        self.seed = seed
-        # Reads the hidden states and computes the penalty; None while the penalty is attached to no model.
-        self._watch: Watch | EmbeddingWatch | None = None
-        # State of the generator that samples rows, while the penalty is attached to no model.
-        self._row_sampler_state: dict[str, Tensor] = {}
-        self._last_refresh_step: int | None = None
+        # None while the penalty is attached to no model; then `_state` is the state to continue with.
+        self._attached: AttachedPenalty | None = None
+        self._state: dict[str, Tensor] = {}
         self._has_fitted = False
 
     def __getstate__(self) -> dict[str, Any]:
         # `save_hyperparameters` puts the callback into checkpoints, which contain the model already. Lightning sets two
         # methods of the LightningModule on its callbacks, again for each training.
         state = {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")}
-        return {**state, "_watch": None}
+        return {**state, "_attached": None}
 
     def loss(self) -> Tensor:
-        """Compute the weighted penalty of the latest forward pass, for `training_step`; see `istar.Watch.loss`.
+        """Compute the weighted penalty of the latest forward pass, for `training_step`.
 
         Returns:
             0-d tensor. It is 0 if gradients are disabled, so that training and validation steps can share code, and if
@@ -134,47 +98,44 @@ class PenaltyCallback(L.Callback):
         Raises:
             UserError: if the trainer does not have this callback, or there was no forward pass since the last call.
         """
-        if not torch.is_grad_enabled() or (self._watch is None and self.penalty.weight == 0):
+        if not torch.is_grad_enabled() or (self._attached is None and self.penalty.weight == 0):
             return torch.zeros(())
-        if self._watch is None:
+        if self._attached is None:
             raise UserError(
                 "the PenaltyCallback is attached to no model: Trainer(callbacks=[penalty_callback]). Lightning's Tuner "
                 "and its finders run without callbacks: set penalty.weight = 0 for them"
             )
-        return self._watch.loss()
+        return self._attached.loss()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Attach the penalty to the model of the LightningModule."""
         self._detach()
         # A trainer that goes on, or resumes from a checkpoint, continues with the penalty's state.
         if self._has_fitted and trainer.global_step == 0 and trainer.ckpt_path is None:
-            self.penalty.reset()
-            if isinstance(self.penalty, IStar) and self.refresh is not None:
-                self.penalty.shrinkage_covariance = None
+            self.penalty.reset(keep_shrinkage_covariance=not self.settings.refresh)
+            self._state = {}
         self._has_fitted = True
-        self._last_refresh_step = None
         modules = None if self.modules is None else self.modules(pl_module)
-        model = self._find_model(pl_module)
-        self._watch = attach_to_target(model, self.penalty, self.target, self.points, self.rows, self.seed, modules)
+        self._attached = attach_with_settings(self._find_model(pl_module), self.penalty, self.settings, modules)
+        if self._state:
+            self._attached.load_state_dict(self._state)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Move the penalty to the model's device, and restore the state of the generator that samples rows."""
-        # A Sigma_S that was loaded from a checkpoint is on the CPU.
+        """Move the penalty to the model's device, because the state of a checkpoint is on the CPU."""
+        assert self._attached is not None
         self.penalty.to(pl_module.device)
-        if isinstance(self._watch, EmbeddingWatch):
-            self._watch.load_state_dict(self._row_sampler_state)
-        check_first_batch(self._watch, trainer.train_dataloader)
+        check_first_batch(self._attached, trainer.train_dataloader)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Set the penalty's weight by the schedule, and compute Sigma_S if it is due before this batch."""
+        assert self._attached is not None
         step = trainer.global_step
-        if self.weight_schedule is not None:
-            self.penalty.weight = self.weight_schedule(step)
-        if self._is_refresh_due(step, batch_idx):
-            self._last_refresh_step = step
-            self._refresh_covariance(trainer)
+        if self.settings.has_schedule:
+            self._attached.set_weight(step, int(trainer.estimated_stepping_batches))
+        with trainer.precision_plugin.train_step_context():
+            self._attached.refresh_if_due(step, batch_idx == 0, self._iterate_covariance_batches(trainer))
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -184,49 +145,31 @@ class PenaltyCallback(L.Callback):
         Raises:
             UserError: if `training_step` did not add the penalty to its loss.
         """
-        if self.weight_schedule is not None:
+        assert self._attached is not None
+        if self.settings.has_schedule:
             pl_module.log("train/lambda", self.penalty.weight)
         if self.penalty.weight == 0:
             return
-        terms = self.penalty.last
-        if terms is None:
+        if self.penalty.last is None:
             raise UserError("training_step did not call loss() of the PenaltyCallback; add it to the task loss")
         # Log tensors rather than numbers, so that the host does not wait for the device in each step.
-        terms_by_name = {"penalty": self.penalty.factor * terms.value, **terms.named(self.penalty.measure)}
+        pl_module.log_dict({f"train/{name}": value for name, value in self._attached.terms().items()})
         if self.penalty.undefined.seen > 0:
-            terms_by_name["undefined"] = self.penalty.undefined.total.float()
-        pl_module.log_dict({f"train/{name}": value for name, value in terms_by_name.items()})
+            pl_module.log("train/undefined", self.penalty.undefined.total.float())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds: `penalties` and `rows`.
-
-        `penalties` is a list of the penalty's state or, if the processes have different ones, of the state of each
-        process. `rows` is the state of the generator that samples rows of an embedding matrix.
-        """
-        state = {name: value.cpu() for name, value in self.penalty.state_dict().items()}
-        states: list[Any] = [state]
-        is_per_process = world_size() > 1 and (not self.penalty.sync or self.penalty.group is not None)
-        if is_per_process:
-            states = [None] * world_size()
-            dist.all_gather_object(states, state)
-        watch = self._watch
-        row_sampler_state = watch.state_dict() if isinstance(watch, EmbeddingWatch) else self._row_sampler_state
-        return {"penalties": states, "rows": row_sampler_state}
+        """Return the penalty's state; see `istar.AttachedPenalty.state_dict`."""
+        return self._state if self._attached is None else self._attached.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the penalty's state from a checkpoint.
 
         Raises:
-            UserError: if the checkpoint was saved with a different number of processes and has a state for each.
+            UserError: if the checkpoint has a state for each of another number of processes.
         """
-        self._row_sampler_state = state_dict.get("rows", {})
-        states = state_dict["penalties"]
-        if len(states) not in (1, world_size()):
-            raise UserError(
-                f"the checkpoint holds a penalty's state for each of {len(states)} processes; expected "
-                f"{world_size()}: resume with as many processes as before"
-            )
-        self.penalty.load_state_dict(states[0] if len(states) == 1 else states[dist.get_rank()])
+        self._state = state_dict
+        if self._attached is not None:
+            self._attached.load_state_dict(state_dict)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Remove the penalty's hooks from the model."""
@@ -252,25 +195,6 @@ class PenaltyCallback(L.Callback):
                 "PenaltyCallback(penalty, model=...)"
             ) from error
 
-    def _is_refresh_due(self, step: int, batch_idx: int) -> bool:
-        """Return whether Sigma_S must be computed before this batch."""
-        penalty = self.penalty
-        is_needed = isinstance(penalty, IStar) and penalty.needs_shrinkage_covariance
-        if self.refresh is None or not is_needed or (penalty.weight == 0 and self.weight_schedule is None):
-            return False
-        if penalty.shrinkage_covariance is None:
-            return True
-        if self.refresh == "epoch":
-            return batch_idx == 0
-        # All micro-batches of an optimizer step have the same step number; refresh before the first one only.
-        return step % int(self.refresh) == 0 and step != self._last_refresh_step
-
-    def _refresh_covariance(self, trainer: L.Trainer) -> None:
-        """Compute Sigma_S in the precision of training."""
-        assert self._watch is not None
-        with trainer.precision_plugin.train_step_context():
-            self._watch.refresh(self._iterate_covariance_batches(trainer), self.num_points, self.momentum)
-
     def _iterate_covariance_batches(self, trainer: L.Trainer) -> Iterator[Any]:
         """Yield the batches for Sigma_S, converted to the precision of training.
 
@@ -284,9 +208,8 @@ class PenaltyCallback(L.Callback):
             yield trainer.precision_plugin.convert_input(batch)
 
     def _detach(self) -> None:
-        """Remove the hooks from the model, if there are any, and keep the state of the generator that samples rows."""
-        if isinstance(self._watch, EmbeddingWatch):
-            self._row_sampler_state = self._watch.state_dict()
-        if self._watch is not None:
-            self._watch.remove()
-            self._watch = None
+        """Remove the hooks from the model, if there are any, and keep the penalty's state."""
+        if self._attached is not None:
+            self._state = self._attached.state_dict()
+            self._attached.remove()
+            self._attached = None

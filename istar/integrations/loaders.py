@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from istar.hidden_states import Watch
+from istar.hidden_states import AttachedPenalty
 from istar.hidden_states.undisturbed import preserve_rng_states
 from istar.measures.processes import world_size
 
@@ -17,7 +17,7 @@ from istar.measures.processes import world_size
 def iterate_in_new_order(loader: Any, seed: int) -> Iterator[Any]:
     """Yield the batches of a loader in a different order, without side effects on the loader.
 
-    Trainers use this generator for `istar.Watch.refresh`. Two iterators of one DataLoader are not independent: they
+    Trainers use this generator for `AttachedPenalty.refresh`. Two iterators of one DataLoader are not independent: they
     share persistent workers, and a sampler may hold a random generator or an epoch number. This pass copies samplers
     and generators, starts its own workers, and shares the dataset and the collate function. It seeds the global CPU
     generators, because collate functions may draw from them; `refresh` restores the generators afterwards.
@@ -37,13 +37,13 @@ def iterate_in_new_order(loader: Any, seed: int) -> Iterator[Any]:
     yield from _copy_loader(loader, seed) if isinstance(loader, DataLoader) else loader
 
 
-def check_first_batch(watch: object, loader: Any) -> None:
+def check_first_batch(attached: AttachedPenalty, loader: Any) -> None:
     """Raise `UserError` if the first batch of a loader has too few sequences for a score of an attached penalty.
 
     Only points of which each sequence has one are checked, and only for batches of token ids without packed documents.
     The loader and the random number generators are left as they are.
     """
-    if not isinstance(watch, Watch) or watch.points.which not in ("first", "last"):
+    if attached.settings.points.which not in ("first", "last"):
         return
     with preserve_rng_states(torch.device("cpu")):
         batch = next(iterate_in_new_order(loader, seed=0), None)
@@ -51,8 +51,8 @@ def check_first_batch(watch: object, loader: Any) -> None:
         return
     ids = batch.get("input_ids")
     if isinstance(ids, torch.Tensor) and ids.dim() == 2:
-        num_processes = world_size(watch.penalty.group) if watch.penalty.sync else 1
-        watch.check_batch_size(num_processes * len(ids))
+        num_processes = world_size(attached.penalty.group) if attached.penalty.sync else 1
+        attached.check_batch_size(num_processes * len(ids))
 
 
 def _copy_loader(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:

@@ -1,4 +1,4 @@
-"""A sentence-transformers loss that adds a penalty to another loss, and a callback that computes Sigma_S."""
+"""A sentence-transformers loss that adds a penalty to another loss, and the callback of its trainer."""
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,15 +9,15 @@ import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Transformer
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainingArguments
 
 from istar.errors import UserError
-from istar.hidden_states import attach
+from istar.hidden_states import AttachedPenalty, PenaltySettings, attach
+from istar.hidden_states.attach import DEFAULT_SETTINGS
 from istar.hidden_states.model_layers import find_layers
-from istar.hidden_states.shrinkage import NUM_POINTS
-from istar.integrations.loaders import iterate_in_new_order
-from istar.integrations.penalty_file import load_penalty, save_penalty
-from istar.regularizers import IStar, Penalty, select_layers
+from istar.hidden_states.settings import HIDDEN_STATES, NUM_POINTS
+from istar.integrations.transformers import PenaltyCallback, save_penalty
+from istar.regularizers import Penalty, select_layers
 from istar.regularizers.points import Tokens
 
 POINT_TYPES = ("tokens", "pooled")
@@ -45,7 +45,11 @@ class PenaltyLoss(nn.Module):
     ...     folder, per_device_train_batch_size=4, max_steps=2, report_to="none", use_cpu=True
     ... )
     >>> trainer = SentenceTransformerTrainer(
-    ...     model, args, train_dataset=datasets.Dataset.from_dict(pairs), loss=loss, callbacks=[RefreshCallback(loss)]
+    ...     model,
+    ...     args,
+    ...     train_dataset=datasets.Dataset.from_dict(pairs),
+    ...     loss=loss,
+    ...     callbacks=[PenaltyLossCallback(loss)],
     ... )
     >>> _ = trainer.train()  # doctest: +ELLIPSIS
     {'train_runtime': ...}
@@ -64,20 +68,32 @@ class PenaltyLoss(nn.Module):
         penalty: `IStar`, `CosReg` or any other `Penalty`.
         on: what the points are. `tokens`: the hidden states of the penalty's layers, of all columns. `pooled`: the
             sentence embeddings of all columns, one point per text.
+        settings: lambda's schedule, and when Sigma_S is computed; see `istar.PenaltySettings`. Points and target cannot
+            be chosen.
 
     Raises:
         UserError: if `on` has another value, or the model's hidden states cannot be read.
     """
 
-    def __init__(self, model: SentenceTransformer, loss: nn.Module, penalty: Penalty, on: str = "tokens") -> None:
+    def __init__(
+        self,
+        model: SentenceTransformer,
+        loss: nn.Module,
+        penalty: Penalty,
+        on: str = "tokens",
+        settings: PenaltySettings = DEFAULT_SETTINGS,
+    ) -> None:
         super().__init__()
         if on not in POINT_TYPES:
             raise UserError(f"on is {on!r}; expected one of {', '.join(POINT_TYPES)}")
+        if settings.target != HIDDEN_STATES or not settings.points.are_all:
+            raise UserError("PenaltyLoss has the points that `on` names; leave target and points out of the settings")
         # The trainer replaces this attribute, here and in the inner loss, by the wrapped model.
         self.model: nn.Module = model
         self.loss = loss
         self.penalty = penalty
         self.on = on
+        self.settings = settings
         # The tuple keeps this reference from being a submodule, which the trainer would replace, too.
         self._model_in_tuple = (model,)
         self._collects_points = False
@@ -129,20 +145,24 @@ class PenaltyLoss(nn.Module):
         components[name] = self.penalty.combine(summaries)
         return components
 
-    def refresh(self, loader: Iterable[Any], num_points: int = NUM_POINTS, momentum: float = 0.0) -> int:
-        """Compute Sigma_S from the batches of the trainer's dataloader; see `istar.Watch.refresh`.
+    def attach_penalty(self) -> AttachedPenalty:
+        """Return the interface through which the callback uses the penalty."""
+        return _AttachedLoss(self)
+
+    def refresh(self, loader: Iterable[Any], num_points: int | None = NUM_POINTS, momentum: float = 0.0) -> int:
+        """Compute Sigma_S from the trainer's batches; see `istar.HiddenStatePenalty.refresh`.
 
         Returns:
             The number of points used.
         """
         [model] = self._model_in_tuple
         if self.on == "tokens":
-            watch = attach(model, self.penalty)
+            attached = attach(model, self.penalty)
         else:
             pooled_model = _SentenceEmbeddingModel(model)
-            watch = attach(pooled_model, self.penalty, [pooled_model.embeddings])
-        with watch:
-            return watch.refresh(self._iterate_inputs_by_column(loader), num_points, momentum)
+            attached = attach(pooled_model, self.penalty, [pooled_model.embeddings])
+        with attached:
+            return attached.refresh(self._iterate_inputs_by_column(loader), num_points, momentum)
 
     def _should_collect(self) -> bool:
         """Return whether the current forward pass belongs to a penalized loss, so that its points are collected."""
@@ -220,57 +240,54 @@ class _SentenceEmbeddingModel(nn.Module):
         return embeddings
 
 
-class RefreshCallback(TrainerCallback):
-    """Computes the Sigma_S of a `PenaltyLoss` before each epoch, and saves it beside the trainer's checkpoints.
+class _AttachedLoss(AttachedPenalty):
+    """The penalty of a `PenaltyLoss`, which reads the hidden states itself and adds the penalty in its forward pass."""
+
+    def __init__(self, loss: PenaltyLoss) -> None:
+        super().__init__(loss.penalty, loss.settings)
+        self._loss = loss
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers that a loss penalizes; not known here."""
+        raise NotImplementedError
+
+    def loss(self) -> Tensor:
+        """Do not use: `PenaltyLoss.forward` adds the penalty."""
+        raise NotImplementedError
+
+    def refresh(self, loader: Iterable[Any], num_points: int | None = NUM_POINTS, momentum: float = 0.0) -> int:
+        """Compute Sigma_S as `PenaltyLoss.refresh` does."""
+        return self._loss.refresh(loader, num_points, momentum)
+
+
+class PenaltyLossCallback(PenaltyCallback):
+    """Sets the weight of a `PenaltyLoss`, computes its Sigma_S before each epoch, and saves its state in checkpoints.
 
     Sigma_S is computed in an additional pass over the trainer's train dataloader in a different order, which affects
     neither the batches of training nor the global random number generators.
 
     Args:
         loss: the trainer's loss.
-        num_points: number of points in Sigma_S.
-        momentum: weight of the previous Sigma_S in the new one, in [0, 1).
     """
 
-    def __init__(self, loss: PenaltyLoss, num_points: int = NUM_POINTS, momentum: float = 0.0) -> None:
-        self.loss = loss
-        self.num_points = num_points
-        self.momentum = momentum
+    def __init__(self, loss: PenaltyLoss) -> None:
+        super().__init__(loss)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Load the penalty's state if training resumes from a checkpoint."""
-        path = self._build_penalty_path(args, state)
-        if state.global_step > 0 and path.exists():
-            load_penalty(self.loss.penalty, path, args.device)
+        self.owner.resumed_checkpoint = _checkpoint_folder(args, state) if state.global_step > 0 else None
+        super().on_train_begin(args, state, control, **kwargs)
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Compute Sigma_S in the precision of training, unless a checkpoint within this epoch had it."""
-        penalty = self.loss.penalty
-        if not isinstance(penalty, IStar) or penalty.weight == 0:
-            return
-        # Training that resumes within an epoch continues with the Sigma_S of that epoch.
-        is_resumed = state.epoch is not None and not float(state.epoch).is_integer()
-        if is_resumed and penalty.shrinkage_covariance is not None:
-            return
-        dtype = torch.bfloat16 if args.bf16 else torch.float16
-        with torch.autocast(args.device.type, dtype, enabled=args.bf16 or args.fp16):
-            batches = iterate_in_new_order(kwargs["train_dataloader"], state.global_step)
-            self.loss.refresh(batches, self.num_points, self.momentum)
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the penalty's state in the folder of the checkpoint."""
-        save_penalty(self.loss.penalty, self._build_penalty_path(args, state))
+        save_penalty(self.attached, _checkpoint_folder(args, state), args)
 
-    def _build_penalty_path(self, args: TrainingArguments, state: TrainerState) -> Path:
-        """Return the path of the file with the penalty's state in the current checkpoint's folder.
+    def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Set the weight back that a schedule has changed."""
+        self.attached.remove()
 
-        Each process has a file of its own, because with `sync=False` each has a different Sigma_S.
-        """
-        assert args.output_dir is not None
-        return Path(
-            args.output_dir, f"checkpoint-{state.global_step}", f"istar_penalty_rank{args.process_index}.safetensors"
-        )
+
+def _checkpoint_folder(args: TrainingArguments, state: Any) -> Path:
+    """Return the folder of the checkpoint of the current step."""
+    return Path(str(args.output_dir), f"checkpoint-{state.global_step}")

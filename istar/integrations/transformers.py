@@ -2,30 +2,32 @@
 
 import math
 import warnings
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from istar.errors import UserError
-from istar.hidden_states.attach import Watch
-from istar.hidden_states.embedding_watch import HIDDEN_STATES, EmbeddingWatch, attach_to_target
-from istar.hidden_states.shrinkage import NUM_POINTS
+from istar.files.writing import atomic_write
+from istar.hidden_states import AttachedPenalty, PenaltySettings, attach_with_settings
+from istar.hidden_states.attach import DEFAULT_SETTINGS
 from istar.hidden_states.undisturbed import eval_mode, preserve_rng_states
 from istar.integrations.loaders import check_first_batch, iterate_in_new_order
-from istar.integrations.penalty_file import load_penalty, save_penalty
-from istar.regularizers.base import Penalty
-from istar.regularizers.istar import IStar
-from istar.regularizers.points import ALL_POINTS, Points
+from istar.regularizers import Penalty
 
 if TYPE_CHECKING:
     _TrainerBase = Trainer
 else:
     _TrainerBase = object
+
+
+STATE_FILE = "istar_penalty.safetensors"
+"""Name of the file with the penalty's state in the folder of a checkpoint."""
 
 
 class PenaltyMixin(_TrainerBase):
@@ -47,8 +49,8 @@ class PenaltyMixin(_TrainerBase):
 
     **Shrinkage covariance.** Sigma_S is computed from batches of the training data, in eval mode and in the precision
     of training, without changing the random numbers of training. Checkpoints contain the penalty's state, and
-    training that resumes from a checkpoint loads it. If a checkpoint has no such state, a warning is issued; Sigma_S is
-    then recomputed if `refresh` is set, and otherwise keeps its current value.
+    training that resumes from a checkpoint loads it. If a checkpoint has no such state, there is a warning, and the
+    training goes on with the current state.
 
     **Logs.** The logged `loss` includes the penalty. The trainer also logs the means since the last log of `penalty`
     (weighted, as in the loss), of the score under its name (`isoscore_star`), of `points` (number of points in one
@@ -62,16 +64,8 @@ class PenaltyMixin(_TrainerBase):
 
     Args:
         penalty: `istar.IStar`, `istar.CosReg` or any other `Penalty`.
-        refresh: when to compute Sigma_S: `epoch`, before each epoch; a number n, before the first and then every n
-            optimizer steps; None, never, so that `penalty.shrinkage_covariance` must be set before.
-        num_points: see `istar.Watch.refresh`.
-        momentum: see `istar.Watch.refresh`.
-        weight_schedule: function that returns lambda for the training progress, a number from 0 to 1; called before
-            each optimizer step, see `istar.weight_at` for the usual ones. None keeps `penalty.weight`.
-        points: which tokens are points, see `istar.Points`.
-        target: `hidden_states`, `input_embeddings` or `output_embeddings`; see `istar.EmbeddingWatch`.
-        rows: number of rows of the embedding matrix that are sampled for each micro-batch; None uses all rows. They
-            follow from the trainer's seed, and checkpoints hold the state of their generator.
+        settings: what is penalized, lambda's schedule, and when Sigma_S is computed; see `istar.PenaltySettings`. The
+            seed of sampled rows is that of the trainer.
 
     All other arguments are passed to the trainer.
 
@@ -82,7 +76,7 @@ class PenaltyMixin(_TrainerBase):
             whose `compute_loss` has side effects, such as `SFTTrainer`, which collects metrics in it.
 
     Raises:
-        UserError: if `refresh` has another value, or `Trainer` would use `nn.DataParallel`.
+        UserError: if `Trainer` would use `nn.DataParallel`.
     """
 
     task_loss_is_normalized: bool | None = None
@@ -91,18 +85,9 @@ class PenaltyMixin(_TrainerBase):
         self,
         *args: Any,
         penalty: Penalty,
-        refresh: str | int | None = "epoch",
-        num_points: int | None = NUM_POINTS,
-        momentum: float = 0.0,
-        weight_schedule: Callable[[float], float] | None = None,
-        points: Points = ALL_POINTS,
-        target: str = HIDDEN_STATES,
-        rows: int | None = None,
+        settings: PenaltySettings = DEFAULT_SETTINGS,
         **kwargs: Any,
     ) -> None:
-        is_count = isinstance(refresh, int) and not isinstance(refresh, bool) and refresh > 0
-        if not (refresh is None or refresh == "epoch" or is_count):
-            raise UserError(f"refresh is {refresh!r}; expected epoch, a number of optimizer steps, or None")
         super().__init__(*args, **kwargs)
         if self.args.n_gpu > 1:
             raise UserError(
@@ -110,22 +95,16 @@ class PenaltyMixin(_TrainerBase):
                 "with torchrun or accelerate launch, or make one GPU visible with CUDA_VISIBLE_DEVICES"
             )
         self.penalty = penalty
-        self.refresh = refresh
-        self.num_points = num_points
-        self.momentum = momentum
-        self.weight_schedule = weight_schedule
-        self.points = points
-        self.target = target
-        self.rows = rows
-        # Reads the hidden states and computes the penalty; None while the penalty is attached to no model.
-        self._watch: Watch | EmbeddingWatch | None = None
-        self._resumed_checkpoint: Path | None = None
+        self.settings = replace(settings, seed=self.args.seed)
+        # None while the penalty is attached to no model.
+        self._attached: AttachedPenalty | None = None
+        self.resumed_checkpoint: Path | None = None
         self._has_trained = False
         # Factor of the penalty that compensates for averaging over processes, if the task loss is not normalized.
         self._unnormalized_loss_factor = 1
         # Sums of the penalty's terms since the last log, and the number of penalties with each term.
         self._term_sums: dict[str, Tensor] = {}
-        self.add_callback(_PenaltyCallback(self))
+        self.add_callback(PenaltyCallback(self))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Call `Trainer.train`, and remove the hooks from the model at the end.
@@ -134,32 +113,28 @@ class PenaltyMixin(_TrainerBase):
         that is never refreshed is kept.
         """
         folder = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
-        self._resumed_checkpoint = Path(folder) if folder else None
+        self.resumed_checkpoint = Path(folder) if folder else None
         if self._has_trained:
-            self.penalty.reset()
-            if isinstance(self.penalty, IStar) and self.refresh is not None:
-                self.penalty.shrinkage_covariance = None
+            self.penalty.reset(keep_shrinkage_covariance=not self.settings.refresh)
         self._has_trained = True
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self.detach_penalty()
 
-    def attach_penalty(self) -> None:
+    def attach_penalty(self) -> AttachedPenalty:
         """Attach the penalty to the model. Called when training starts."""
         self.detach_penalty()
-        self.penalty.to(self.args.device)
         assert isinstance(self.model, nn.Module)
-        self._watch = attach_to_target(
-            self.model, self.penalty, self.target, self.points, self.rows, seed=self.args.seed
-        )
-        check_first_batch(self._watch, self.callback_handler.train_dataloader)
+        self._attached = attach_with_settings(self.model, self.penalty, self.settings)
+        check_first_batch(self._attached, self.callback_handler.train_dataloader)
+        return self._attached
 
     def detach_penalty(self) -> None:
         """Remove the hooks from the model, if there are any. Called when training ends or fails."""
-        if self._watch is not None:
-            self._watch.remove()
-        self._watch, self._term_sums = None, {}
+        if self._attached is not None:
+            self._attached.remove()
+        self._attached, self._term_sums = None, {}
 
     def compute_loss(
         self,
@@ -171,13 +146,13 @@ class PenaltyMixin(_TrainerBase):
     ) -> Any:
         """Return the trainer's loss and, in training, add the weighted penalty, scaled as described in the class."""
         kwargs.update(return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
-        if self._watch is None or not torch.is_grad_enabled():
+        if self._attached is None or not torch.is_grad_enabled():
             return super().compute_loss(model, inputs, **kwargs)
         scale = self._compute_penalty_scale(model, inputs, num_items_in_batch)
         result: Any = super().compute_loss(model, inputs, **kwargs)
         loss, outputs = result if return_outputs else (result, None)
         self.penalty.last = None
-        loss = loss + scale * self._watch.loss().to(loss.device)
+        loss = loss + scale * self._attached.loss().to(loss.device)
         self._accumulate_terms()
         return (loss, outputs) if return_outputs else loss
 
@@ -185,46 +160,15 @@ class PenaltyMixin(_TrainerBase):
         """Call `Trainer.log`, with the means of the penalty's terms added to logs of the training loss."""
         if "loss" in logs:
             logs.update(self._pop_mean_terms())
-            if self.weight_schedule is not None and self._watch is not None:
+            if self._attached is not None and self.settings.has_schedule:
                 logs["lambda"] = self.penalty.weight
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Call `Trainer.save_model` and, during training, save the penalty's state in the same folder."""
         super().save_model(output_dir, *args, **kwargs)
-        if self._watch is not None and (self.args.should_save or not self.penalty.sync):
-            folder = self.args.output_dir if output_dir is None else output_dir
-            save_penalty(self.penalty, self._build_penalty_path(Path(str(folder))), self._watch)
-
-    def load_penalty(self) -> bool:
-        """Load the penalty's state from the checkpoint that training resumes from; return whether it has one."""
-        if self._resumed_checkpoint is None:
-            return False
-        path = self._build_penalty_path(self._resumed_checkpoint)
-        if path.exists():
-            load_penalty(self.penalty, path, self.args.device, self._watch)
-        elif isinstance(self.penalty, IStar) and self.penalty.needs_shrinkage_covariance:
-            warnings.warn(
-                f"{path} does not exist: the checkpoint has no shrinkage covariance", UserWarning, stacklevel=2
-            )
-        elif isinstance(self._watch, EmbeddingWatch) and self._watch.state_dict():
-            warnings.warn(
-                f"{path} does not exist: the checkpoint has no state of the sampled rows", UserWarning, stacklevel=2
-            )
-        return path.exists()
-
-    def refresh_penalty(self) -> int:
-        """Compute Sigma_S from batches of the training data, see `istar.Watch.refresh`; return the number of points."""
-        assert self._watch is not None
-        # The seed depends on the step, so that resuming gives the same batches as without the interruption.
-        batches = iterate_in_new_order(self.callback_handler.train_dataloader, self.args.seed + self.state.global_step)
-        with self.accelerator.autocast():
-            return self._watch.refresh(batches, self.num_points, self.momentum)
-
-    def _build_penalty_path(self, folder: Path) -> Path:
-        """Return the path of the penalty's state in a folder, a file of each process with `sync=False`."""
-        name = "istar_penalty" if self.penalty.sync else f"istar_penalty_rank{self.args.process_index}"
-        return folder / f"{name}.safetensors"
+        if self._attached is not None:
+            save_penalty(self._attached, Path(str(output_dir or self.args.output_dir)), self.args)
 
     def _compute_penalty_scale(self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None) -> float:
         """Return the factor by which the penalty is scaled before it is added to the task loss of a micro-batch.
@@ -273,14 +217,13 @@ class PenaltyMixin(_TrainerBase):
 
     def _accumulate_terms(self) -> None:
         """Add the terms of the latest penalty to the sums for the next log, without making the host wait for a GPU."""
-        terms = self.penalty.last
-        if terms is not None:
-            terms_by_name = {"penalty": self.penalty.factor * terms.value, **terms.named(self.penalty.measure)}
-            for name, term in terms_by_name.items():
-                # Terms of points without a score, which are NaN, are no part of the means.
-                has_term = ~(term.isnan() & terms.is_undefined)
-                sum_and_count = torch.stack([torch.where(has_term, term, 0), has_term]).float()
-                self._term_sums[name] = self._term_sums.get(name, 0) + sum_and_count
+        assert self._attached is not None
+        for name, term in self._attached.terms().items():
+            # Terms of points without a score, which are NaN, are no part of the means.
+            assert self.penalty.last is not None
+            has_term = ~(term.isnan() & self.penalty.last.is_undefined)
+            sum_and_count = torch.stack([torch.where(has_term, term, 0), has_term]).float()
+            self._term_sums[name] = self._term_sums.get(name, 0) + sum_and_count
 
     def _pop_mean_terms(self) -> dict[str, float]:
         """Return the means of the penalty's terms since the last call, and reset their sums.
@@ -325,37 +268,53 @@ class PenaltyTrainer(PenaltyMixin, Trainer):
     """
 
 
-class _PenaltyCallback(TrainerCallback):
-    """Attaches the penalty of a trainer, computes its Sigma_S and sets its weight.
+class PenaltyCallback(TrainerCallback):
+    """Attaches the penalty of a trainer or a loss, sets its weight, computes its Sigma_S and restores its state.
 
-    The trainer logs the penalty itself: in a callback's `on_log`, the terms would miss the trainer's log history and
-    the reporters that are called earlier.
+    Terms are logged by the trainer itself: in a callback's `on_log`, they would miss the trainer's log history and the
+    reporters that are called earlier.
+
+    Args:
+        owner: has a method `attach_penalty`, and the attribute `resumed_checkpoint`, a folder or None.
     """
 
-    def __init__(self, trainer: PenaltyMixin) -> None:
-        self.trainer = trainer
-        # Whether the penalty has a Sigma_S that it uses until the next refresh is due.
-        self.has_current_covariance = False
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self.attached: Any = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach the penalty to the model, and load its state if training resumes from a checkpoint."""
-        self.trainer.attach_penalty()
-        self.has_current_covariance = self.trainer.load_penalty()
+        self.attached = self.owner.attach_penalty()
+        if self.owner.resumed_checkpoint is not None:
+            path = self.owner.resumed_checkpoint / STATE_FILE
+            if path.exists():
+                self.attached.load_state_dict(load_file(path))
+            else:
+                warnings.warn(f"{path} does not exist: the checkpoint has no penalty", UserWarning, stacklevel=2)
+        self.attached.penalty.to(args.device)
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Compute Sigma_S if it is due before each epoch."""
-        if self.trainer.refresh == "epoch":
-            # Training that resumes within an epoch continues with the Sigma_S of that epoch.
-            if not self.has_current_covariance or float(state.epoch).is_integer():
-                self.trainer.refresh_penalty()
-            self.has_current_covariance = False
+    def on_epoch_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Compute Sigma_S if it is due, unless training resumes within an epoch."""
+        is_epoch_start = state.epoch is None or float(state.epoch).is_integer()
+        self._refresh_if_due(args, state, is_epoch_start, kwargs["train_dataloader"])
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Set the penalty's weight by the schedule, and compute Sigma_S if it is due before this optimizer step."""
-        trainer = self.trainer
-        if trainer.weight_schedule is not None:
-            trainer.penalty.weight = trainer.weight_schedule(state.global_step / state.max_steps)
-        if isinstance(trainer.refresh, int):
-            if not self.has_current_covariance or state.global_step % trainer.refresh == 0:
-                trainer.refresh_penalty()
-            self.has_current_covariance = True
+    def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Set the penalty's weight, and compute Sigma_S if it is due before this optimizer step."""
+        self.attached.set_weight(state.global_step, state.max_steps)
+        self._refresh_if_due(args, state, False, kwargs["train_dataloader"])
+
+    def _refresh_if_due(self, args: TrainingArguments, state: Any, is_epoch_start: bool, loader: Any) -> None:
+        """Compute Sigma_S in the precision of training if it is due."""
+        # The seed depends on the step, so that resuming gives the same batches as without the interruption.
+        batches = iterate_in_new_order(loader, args.seed + state.global_step)
+        dtype = torch.bfloat16 if args.bf16 else torch.float16
+        with torch.autocast(args.device.type, dtype, enabled=args.bf16 or args.fp16):
+            self.attached.refresh_if_due(state.global_step, is_epoch_start, batches)
+
+
+def save_penalty(attached: AttachedPenalty, folder: Path, args: TrainingArguments) -> None:
+    """Save the state of an attached penalty in the folder of a checkpoint; all processes call this together."""
+    state = attached.state_dict()
+    if args.should_save:
+        with atomic_write(folder / STATE_FILE) as file:
+            file.write(save(state))

@@ -3,15 +3,16 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from istar.errors import UserError
+from istar.errors import OptionError
 from istar.measures.moments import without_autocast
-from istar.regularizers.points import Layers, Tokens, select_layers
+from istar.regularizers.points import Layers, Tokens, check_layers, select_layers
 from istar.regularizers.set_point import SetPoint
 from istar.regularizers.undefined import UndefinedCount
 
@@ -73,6 +74,7 @@ class Terms(NamedTuple):
         return {name: term for name, term in terms.items() if term is not None}
 
 
+@dataclass(eq=False, repr=False)
 class Penalty(nn.Module, ABC):
     """A penalty on hidden states, used like any loss: `loss = task_loss + penalty(hidden_states, attention_mask)`.
 
@@ -80,78 +82,75 @@ class Penalty(nn.Module, ABC):
     layer to a few sums over its points, and `combine` computes the weighted penalty of the union of all layers from
     these sums. Layers can therefore be summarized one by one, as soon as the model computes them.
 
-    A subclass implements `summarize_points` and `score`.
-
-    Args:
-        weight: lambda, any finite number. It can be changed at any time, for example by a schedule.
-        layers: layers whose hidden states are penalized, see `istar.regularizers.points.select_layers`; by default the
-            last layer.
-        include_padding: count padding tokens as points.
-        sync: compute one penalty from the points of all processes, instead of one per process.
-        group: process group for `sync`; None is the default group.
-        set_point: target of the score. The penalty is then the squared deviation of the score from the target, see
-            `SetPoint`, and its weight is the absolute value of lambda.
-
-    Attributes:
-        last: detached terms of the latest penalty, for logs; None before the first one.
-        undefined: counts the losses of finite points that have no score.
-        kept_score: with the set-point `keep`, the mean score of the first losses, 0-d, NaN before the first one. It and
-            the number of these losses, `kept_batches`, are buffers: `state_dict` contains them.
+    A subclass is a dataclass of its options. It implements `summarize_points` and `score`. Only the weight and the
+    options of subclasses can be given by position.
 
     Raises:
-        UserError: if the weight is not finite, or the target is outside of the range of the score.
+        OptionError: for an option outside of its range.
     """
 
-    measure: str
-    """Name of the score in logs."""
-    score_range: tuple[float, float] = (-math.inf, math.inf)
-    """The open interval in which a target score must lie."""
-    min_points: int = 2
-    """Smallest number of points that can have a score."""
-    min_sequences: int = 1
-    """Smallest number of sequences that can have a score."""
-    min_points_per_sequence: int = 1
-    """Smallest number of points in a sequence that can have a score."""
-    kept_score: Tensor
-    kept_batches: Tensor
+    weight: float = 1.0
+    """Weight of the penalty (lambda), any finite number; with 0 the penalty is not computed. It can be changed at any
+    time."""
+    _: KW_ONLY
+    layers: Layers = "last"
+    """Layers whose hidden states are penalized: all, last, with_embeddings, or a list of numbers (0: embeddings)."""
+    include_padding: bool = False
+    """Count padding tokens as points."""
+    sync: bool = True
+    """Compute one penalty over the points of all processes instead of one penalty per process."""
+    group: dist.ProcessGroup | None = None
+    """Process group for `sync`; None is the default group."""
+    set_point: SetPoint | None = None
+    """Target of the score. With a target, the penalty is the squared deviation of the score from it, and its weight is
+    the absolute value of lambda."""
+    last: Terms | None = field(default=None, init=False)
+    """Detached terms of the latest penalty, for logs; None before the first one."""
+    undefined: UndefinedCount = field(default_factory=UndefinedCount, init=False)
+    """Number of losses of finite points that have no score."""
+    kept_score: Tensor = field(init=False)
+    """With the set-point `keep`, the mean score of the first losses, 0-d, NaN before the first one; a buffer."""
+    kept_batches: Tensor = field(init=False)
+    """With the set-point `keep`, the number of these losses; a buffer."""
+    shrinkage_covariance: Tensor | None = field(init=False)
+    """Sigma_S of a penalty that needs it, `(d, d)`; a buffer."""
 
-    def __init__(
-        self,
-        weight: float,
-        layers: Layers = "last",
-        include_padding: bool = False,
-        sync: bool = True,
-        group: dist.ProcessGroup | None = None,
-        set_point: SetPoint | None = None,
-    ) -> None:
+    # Without annotations, these are no options. First the name of the score in logs, and the open interval in which a
+    # target score must lie; then the smallest numbers with which points can have a score.
+    measure = ""
+    score_range = (-math.inf, math.inf)
+    min_points = 2
+    min_sequences = 1
+    min_points_per_sequence = 1
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.weight = weight
-        self.layers = layers
-        self.include_padding = include_padding
-        self.sync = sync
-        self.group = group
-        self.set_point = set_point
-        self.last: Terms | None = None
-        self.undefined = UndefinedCount()
-        if set_point is not None and set_point.is_kept:
+        check_layers(self.layers)
+        if self.set_point is not None and self.set_point.is_kept:
             self.register_buffer("kept_score", torch.tensor(math.nan))
             self.register_buffer("kept_batches", torch.tensor(0))
-        elif set_point is not None:
-            check_target(float(set_point.score), self.score_range, "the target score")
+        elif self.set_point is not None:
+            self.set_point.check_range(self.score_range)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight" and not math.isfinite(value):
-            raise UserError(f"lambda is {value}; expected a finite number")
+            raise OptionError(f"lambda={value}; expected a finite number")
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
-        """Return the settings that `repr` shows."""
-        set_point = "" if self.set_point is None else f", set_point={self.set_point}"
-        return f"weight={self.weight}, layers={self.layers!r}{set_point}"
+        """Return the options that `repr` shows: all that differ from their defaults, and the weight."""
+        options = [option for option in fields(self) if option.init]
+        changed = [option.name for option in options if getattr(self, option.name) != option.default]
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in dict.fromkeys(["weight", *changed]))
 
     @property
     def needs_labels(self) -> bool:
         """Whether the penalty depends on the labels of the sequences."""
+        return False
+
+    @property
+    def needs_shrinkage_covariance(self) -> bool:
+        """Whether the score depends on Sigma_S, the attribute `shrinkage_covariance`."""
         return False
 
     @property
@@ -185,8 +184,8 @@ class Penalty(nn.Module, ABC):
         tokens = Tokens(attention_mask, labels=labels)
         return self.combine([self.summarize(state, tokens) for state in selected])
 
-    def reset(self) -> None:
-        """Forget the kept score and the counts of an earlier training."""
+    def reset(self, keep_shrinkage_covariance: bool = False) -> None:
+        """Forget what an earlier training has left: the kept score, the counts and Sigma_S."""
         self.last = None
         self.undefined = UndefinedCount()
         if self.set_point is not None and self.set_point.is_kept:
@@ -237,10 +236,3 @@ class Penalty(nn.Module, ABC):
     @abstractmethod
     def score(self, summaries: Sequence[Any]) -> Terms:
         """Compute the terms of the union of summarized layers, over all processes if `sync` is set."""
-
-
-def check_target(target: float, score_range: tuple[float, float], name: str) -> None:
-    """Raise `UserError` unless a target score lies in the open interval `score_range`. The message calls it `name`."""
-    low, high = score_range
-    if not low < target < high:
-        raise UserError(f"{name} is {target:g}; expected a number above {low:g} and below {high:g}, or keep")

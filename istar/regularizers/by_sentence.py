@@ -9,6 +9,12 @@ The gradient is computed in two steps, as in `istar.regularizers.istar`. An auto
 point is :math:`g_s + (H_s + H_s^T)(x - \bar x)`. Both passes are batched matrix products, with as many operations as
 those of the scatter matrix of all points. The rest are ordinary autograd operations on s matrices `(d, d)`, so that the
 memory is O(s d^2) beyond that of the hidden states.
+
+>>> import torch
+>>> from istar.regularizers import IStar
+>>> penalty = IStar(weight=1.0, zeta=0, estimator="unbiased_by_sentence")
+>>> hidden_states = [torch.randn(8, 5, 16) for _ in range(3)]  # 8 sentences of 5 tokens
+>>> loss = penalty(hidden_states, attention_mask=torch.ones(8, 5))
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,6 +29,7 @@ from istar.measures.input_checks import accumulation_dtype
 from istar.measures.moments import full_precision
 from istar.measures.processes import sum_over_processes
 from istar.measures.sentences import SentenceMoments, SentenceSums
+from istar.regularizers.estimators import Estimate, Estimator
 from istar.regularizers.points import Tokens
 from istar.regularizers.undefined import is_rounding
 
@@ -59,19 +66,43 @@ class _Layout(NamedTuple):
     """Number of points of each sentence, `(num_sentences,)`."""
 
 
-def summarize_sentences(hidden_state: Tensor, tokens: Tokens) -> SentencePoints:
-    """Return the points of a hidden state `(batch, tokens, d)` with their sentences, for `sentence_moments`.
+class SentenceEstimator(Estimator):
+    """IsoScore from pairs of points of different sentences, without bias if the sentences are independent.
 
-    Raises:
-        UserError: for hidden states of another shape, which have no sentences, and as `Tokens.indices_of`.
+    A sentence is a row of the batch, or each document that is packed into it; see
+    `istar.regularizers.points.document_starts`. Fewer than `MIN_SENTENCES` with points have no score.
     """
-    if hidden_state.dim() != 3:
-        raise UserError(
-            f"the score by sentence needs the tokens of sentences; expected hidden states (batch, tokens, d), not "
-            f"{tuple(hidden_state.shape)}"
-        )
-    indices = tokens.indices_of(hidden_state)
-    return SentencePoints(hidden_state.flatten(0, 1), indices, tokens.documents_of(hidden_state))
+
+    measure = "isoscore_by_sentence"
+    min_sequences = MIN_SENTENCES
+    may_exceed_1 = True
+
+    def summarize(self, hidden_state: Tensor, indices: Tensor | None, tokens: Tokens) -> SentencePoints:
+        """Return the points of a hidden state `(batch, tokens, d)` with their sentences.
+
+        Raises:
+            UserError: for hidden states of another shape, which have no sentences.
+        """
+        if hidden_state.dim() != 3:
+            raise UserError(
+                "the score by sentence needs the tokens of sentences; expected hidden states (batch, tokens, d), not "
+                f"{tuple(hidden_state.shape)}"
+            )
+        return SentencePoints(hidden_state.flatten(0, 1), indices, tokens.documents_of(hidden_state))
+
+    def estimate(
+        self,
+        summaries: Sequence[SentencePoints],
+        shrinkage: Tensor | None,
+        sync: bool,
+        group: dist.ProcessGroup | None,
+    ) -> Estimate:
+        """Estimate the score of the union of the layers."""
+        moments = sentence_moments(summaries, sync, group)
+        score = score_or_nan(moments).to(torch.promote_types(summaries[0].rows.dtype, torch.float32))
+        sums = [moments.total, moments.scatter, moments.totals_scatter, moments.scattered_totals]
+        sums += [moments.weighted_totals, moments.trace_weighted_totals, moments.scalars]
+        return Estimate(score, moments.counts[0], tuple(sums))
 
 
 def sentence_moments(
@@ -83,7 +114,7 @@ def sentence_moments(
     sentences are float64 (float32 on MPS).
 
     Args:
-        layers: results of `summarize_sentences`, of one or several passes.
+        layers: results of `SentenceEstimator.summarize`, of one or several passes.
         sync: merge the sums of the processes of `group`, which have different sentences. Two all-reduces sum
             2 d^2 + 5 d + 13 numbers.
 

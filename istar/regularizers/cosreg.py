@@ -19,8 +19,8 @@ from istar.regularizers.points import Tokens, unit_vectors
 class CosReg(Penalty):
     """The CosReg penalty, the average cosine of the hidden states of the selected layers.
 
-    A positive weight spreads the directions of the points, and a negative weight aligns them. Arguments are as in
-    `Penalty`; `layers` is by default the last layer, as in the paper.
+    A positive weight spreads the directions of the points, and a negative weight aligns them. In the
+    paper, it is that of the last layer.
     """
 
     measure = "average_cosine"

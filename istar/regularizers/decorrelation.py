@@ -5,6 +5,8 @@ equation (1). The paper's R is the cross-correlation of two views of the same im
 `(d, d)` of the dimensions of the hidden states, whose diagonal is 1, so that the paper's first term is 0.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -14,8 +16,9 @@ from istar.regularizers.batch_moments import MomentsPenalty, squared_off_diagona
 from istar.regularizers.undefined import is_rounding
 
 
+@dataclass(eq=False, repr=False)
 class Decorrelation(MomentsPenalty):
-    """The sum of the squared correlations between different dimensions. Arguments are as in `Penalty`.
+    """The sum of the squared correlations between different dimensions (Zbontar et al., 2021).
 
     The penalty depends neither on the scale of the dimensions nor, except for the sampling error, on the number of
     points n: independent dimensions have a sum of about d (d - 1) / (n - 1). It grows with the square of the width d,
@@ -23,6 +26,8 @@ class Decorrelation(MomentsPenalty):
     grow with the width: it is the penalty divided by d (d - 1), in [0, 1]. A dimension without variance has the
     correlation 0 with all others.
     """
+
+    weight: float = 0.005
 
     measure = "squared_correlation"
     score_range = (0.0, 1.0)

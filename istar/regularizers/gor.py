@@ -21,7 +21,7 @@ from istar.regularizers.points import unit_vectors
 
 
 class Gor(Penalty):
-    """Global orthogonal regularization of the union of the selected layers. Arguments are as in `Penalty`.
+    """Global orthogonal regularization of the union of the selected layers.
 
     The value, in [0, 2 - 1/d], is a mean over pairs: it depends neither on the scale of the hidden states nor on the
     number of points, so that a published lambda carries over to the same width. Zero vectors have the cosine 0 with all

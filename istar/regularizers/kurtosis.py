@@ -8,15 +8,14 @@ sample, with one mean and one variance.
 
 import math
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from istar.measures.input_checks import accumulation_dtype
 from istar.measures.processes import sum_over_processes
 from istar.regularizers.base import Penalty, Terms
-from istar.regularizers.points import Layers
 from istar.regularizers.set_point import SetPoint
 from istar.regularizers.undefined import is_rounding
 
@@ -24,8 +23,9 @@ UNIFORM = SetPoint(1.8)
 """The target of Shkolnik et al. (2020), the kurtosis of a uniform distribution."""
 
 
+@dataclass(eq=False, repr=False)
 class Kurtosis(Penalty):
-    """The squared deviation of the kurtosis of the hidden states from a target.
+    """The squared deviation of the kurtosis of the hidden states from a target (Shkolnik et al., 2020).
 
     The coordinates of the selected layers form one sample. The paper takes the mean of the penalties of its layers
     instead; the two agree for one layer, which is the default. The kurtosis depends neither on the scale nor, except
@@ -33,27 +33,15 @@ class Kurtosis(Penalty):
     layer. It is above 1, and not defined if all coordinates are equal. As in the paper, 3 is not subtracted, and there
     is no correction for bias.
 
-    The arguments that are not listed are as in `Penalty`.
-
-    Args:
-        weight: lambda, any finite number; its sign has no meaning with a set-point.
-        set_point: the target, 1.8 by default. Without one, the penalty is lambda times the kurtosis.
+    The target is 1.8 by default. Without a set-point, the penalty is lambda times the kurtosis.
     """
+
+    _: KW_ONLY
+    set_point: SetPoint | None = UNIFORM
 
     measure = "kurtosis"
     score_range = (1.0, math.inf)
     min_points = 1
-
-    def __init__(
-        self,
-        weight: float,
-        layers: Layers = "last",
-        include_padding: bool = False,
-        sync: bool = True,
-        group: dist.ProcessGroup | None = None,
-        set_point: SetPoint | None = UNIFORM,
-    ) -> None:
-        super().__init__(weight, layers, include_padding, sync, group, set_point)
 
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> tuple[Tensor, torch.dtype]:
         """Return six sums in float64 (float32 on MPS), `(6,)`, and the dtype of the penalty.

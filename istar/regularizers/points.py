@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from istar.errors import UserError
+from istar.errors import OptionError, UserError, check_one_of
 from istar.measures.classes import count_classes
 from istar.measures.moments import mask_to_indices
 
@@ -25,39 +25,30 @@ IGNORED_LABEL = -100
 class Points:
     """Which tokens of a forward pass are points of a penalty. Padding never is.
 
-    Attributes:
-        which: one of
-            `all`: all tokens;
-            `content`: tokens that are not special tokens;
-            `labelled`: the hidden states from which a token with a label other than -100 is predicted. These are the
-            masked tokens of a masked language model, and for a causal language model the positions before a labelled
-            token of the same document;
-            `first`: the first token of each sequence, and of each document of a packed batch; for encoders such as BERT
-            this is [CLS], from whose state their classification heads predict;
-            `last`: the last token of each sequence, and of each document of a packed batch;
-            `completion`: the tokens with a label other than -100, such as the completions of prompts.
-        max_norm_ratio: leave out points whose norm is more than this number times the median norm of the layer's
-            points in the pass, such as attention sinks; None leaves out none. With several processes, each takes the
-            median of its part of the batch. For an even number of points, the median is the lower middle value.
-        special_ids: token ids of the special tokens, see `special_ids`; needed for `content`.
-
     Raises:
-        UserError: for an unknown name, a ratio that is not above 1, or `content` without ids.
+        OptionError: for an unknown name, a ratio that is not above 1, or `content` without ids.
     """
 
     which: str = "all"
+    """Tokens whose hidden states are penalized: all, content (no special tokens), labelled (those from which a token
+    with a label is predicted), first or last (of each sequence or packed document; the first token of encoders is
+    [CLS]), or completion (those with a label)."""
     max_norm_ratio: float | None = None
+    """Leave out points whose norm is more than this number times the median norm of the layer's points in the batch,
+    such as attention sinks; None leaves out none. Each process takes the median of its part of the batch."""
     special_ids: Sequence[int] = ()
+    """Token ids of the special tokens, see `special_ids`; needed for `content`."""
 
     def __post_init__(self) -> None:
-        if self.which not in POINTS:
-            raise UserError(f"points is {self.which!r}; expected one of {', '.join(POINTS)}")
+        check_one_of("points", self.which, POINTS)
         if self.max_norm_ratio is not None and not self.max_norm_ratio > 1:
-            raise UserError(f"max_norm_ratio is {self.max_norm_ratio}; expected a number above 1, or None")
+            raise OptionError(
+                f"max_norm_ratio={self.max_norm_ratio:g} is not above 1, so it leaves out half of the points"
+            )
         if self.which == "content" and not self.special_ids:
-            raise UserError(
-                "points='content' leaves out special tokens, but none are named: give "
-                "special_ids=special_ids(tokenizer), or points='all' for a tokenizer without special tokens"
+            raise OptionError(
+                "points=content leaves out special tokens, but the tokenizer has none, or their ids are not given: "
+                "special_ids=special_ids(tokenizer); otherwise use points=all"
             )
 
     @property
@@ -75,9 +66,19 @@ ALL_POINTS = Points()
 
 
 def check_within(within: str | None) -> None:
-    """Raise `UserError` unless `within` is None or one of `WITHIN_OPTIONS`."""
-    if within is not None and within not in WITHIN_OPTIONS:
-        raise UserError(f"within is {within!r}; expected {WITHIN_OPTIONS[0]} or None")
+    """Raise `OptionError` unless `within` is None or one of `WITHIN_OPTIONS`."""
+    if within is not None:
+        check_one_of("within", within, WITHIN_OPTIONS)
+
+
+def check_layers(layers: Layers) -> None:
+    """Raise `OptionError` unless `layers` is one of `NAMED_LAYERS` or a list of layer numbers."""
+    if isinstance(layers, str):
+        check_one_of("layers", layers, NAMED_LAYERS)
+    elif not (layers and all(type(layer) is int for layer in layers)):
+        raise OptionError(
+            f"layers={layers} is neither one of {', '.join(NAMED_LAYERS)} nor a list of layer numbers like [1,2,12]"
+        )
 
 
 def unit_vectors(points: Tensor, indices: Tensor | None) -> Tensor:
@@ -119,14 +120,13 @@ def select_layers(hidden_states: Sequence[Tensor], layers: Layers = "all") -> li
 
 def layer_numbers(num_layers: int, layers: Layers) -> list[int]:
     """Convert `layers`, as `select_layers` accepts it, to ascending layer numbers from 0 to L = `num_layers`."""
+    check_layers(layers)
     if isinstance(layers, str):
         numbers_by_name = {
             "all": list(range(1, num_layers + 1)),
             "last": [num_layers],
             "with_embeddings": list(range(num_layers + 1)),
         }
-        if layers not in numbers_by_name:
-            raise UserError(f"layers={layers!r}; expected one of {', '.join(NAMED_LAYERS)} or a list of layer numbers")
         return numbers_by_name[layers]
     selected_numbers = set()
     for layer in layers:
@@ -136,8 +136,6 @@ def layer_numbers(num_layers: int, layers: Layers) -> list[int]:
                 "less to count from the last"
             )
         selected_numbers.add(layer % (num_layers + 1))
-    if not selected_numbers:
-        raise UserError("layers is an empty list; name at least one layer, or use reg=none")
     return sorted(selected_numbers)
 
 

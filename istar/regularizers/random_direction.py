@@ -12,44 +12,31 @@ about :math:`1 / \sqrt d` or less. The gradients of the parameters need not have
 from a paper.
 """
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from istar.measures.moments import full_precision
 from istar.regularizers.istar import IStar
-from istar.regularizers.points import Layers, Tokens
-from istar.regularizers.set_point import SetPoint
+from istar.regularizers.points import Tokens
 
 
+@dataclass(eq=False, repr=False)
 class RandomDirection(IStar):
-    """I-STAR with the gradient of each point rotated at random, as a placebo.
+    """A placebo: I-STAR with the gradient of each point rotated at random, with the same norm.
 
-    The value, the score and Sigma_S are those of `IStar`; only the gradient differs, so that it is not the gradient of
-    the value. All arguments but the seed are as in `IStar`.
-
-    Args:
-        seed: seed of the rotation, equal on all processes.
+    The value, the score, Sigma_S and the options are those of `IStar`. Only the gradient differs, so that it is not the
+    gradient of the value.
     """
 
-    def __init__(
-        self,
-        weight: float,
-        zeta: float | str,
-        layers: Layers = "all",
-        include_padding: bool = False,
-        sync: bool = True,
-        group: dist.ProcessGroup | None = None,
-        estimator: str = "shrinkage",
-        compute: str = "float32",
-        set_point: SetPoint | None = None,
-        seed: int = 0,
-        within: str | None = None,
-    ) -> None:
-        super().__init__(weight, zeta, layers, include_padding, sync, group, estimator, compute, set_point, within)
-        self.seed = seed
+    _: KW_ONLY
+    seed: int = 0
+    """Seed of the rotation, equal on all processes."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._rotation: Tensor | None = None
 
     def summarize(self, hidden_state: Tensor, tokens: Tokens) -> Any:

@@ -2,7 +2,7 @@
 
 import math
 
-from istar.errors import UserError
+from istar.errors import OptionError, check_one_of
 
 SCHEDULES = ("constant", "warmup", "linear", "cosine")
 
@@ -24,7 +24,7 @@ def weight_at(step: int, steps: int, weight: float, schedule: str = "constant", 
         warmup: fraction of the steps, in [0, 1], over which lambda rises; 0 for `constant`.
 
     Raises:
-        UserError: for an unknown schedule, or a warmup that does not fit it.
+        OptionError: for an unknown schedule, or a warmup that does not fit it.
     """
     check_schedule(schedule, warmup)
     warmup_steps = round(warmup * steps)
@@ -37,12 +37,11 @@ def weight_at(step: int, steps: int, weight: float, schedule: str = "constant", 
 
 
 def check_schedule(schedule: str, warmup: float) -> None:
-    """Raise `UserError` for an unknown schedule, or a warmup that does not fit it."""
-    if schedule not in SCHEDULES:
-        raise UserError(f"schedule={schedule} is not known; expected one of {', '.join(SCHEDULES)}")
+    """Raise `OptionError` for an unknown schedule, or a warmup that does not fit it."""
+    check_one_of("schedule", schedule, SCHEDULES)
     if not 0 <= warmup <= 1:
-        raise UserError(f"warmup={warmup:g} is outside [0, 1]; it is a fraction of the optimizer steps")
+        raise OptionError(f"warmup={warmup:g} is outside [0, 1]; it is a fraction of the optimizer steps")
     if schedule == "constant" and warmup > 0:
-        raise UserError(f"warmup={warmup:g} has no effect with schedule=constant; expected schedule=warmup")
+        raise OptionError(f"warmup={warmup:g} has no effect with schedule=constant; use schedule=warmup")
     if schedule == "warmup" and warmup == 0:
-        raise UserError("schedule=warmup needs a warmup above 0, the fraction of the steps over which lambda rises")
+        raise OptionError("schedule=warmup needs a warmup above 0, the fraction of the steps over which lambda rises")

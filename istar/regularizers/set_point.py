@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from istar.errors import UserError
+from istar.errors import OptionError, check_at_least, check_one_of
 
 KEEP = "keep"
 SIDES = ("both", "above", "below")
@@ -28,31 +28,34 @@ class SetPoint:
     >>> print(f"{loss.item():.2f}")
     0.32
 
-    Attributes:
-        score: the target t, or `keep` for the score that the model has at the start of training.
-        side: `both` penalizes each deviation from the target, `above` only scores above it, and `below` only scores
-            below it.
-        batches: number of initial losses over which the score is averaged to set the target, if `score` is `keep`.
-            Meanwhile the target is their mean so far, so that the first loss is 0. The target is the score of the model
-            before training if no optimizer step falls between these losses, that is, if `batches` is at most the
-            number of gradient accumulation steps. Losses that are not finite, or without gradients, do not count.
-
     Raises:
-        UserError: for a score that is neither a finite number nor `keep`, an unknown side, or `batches` below 1.
+        OptionError: for a target that is neither a finite number nor `keep`, an unknown side, or `batches` below 1.
     """
 
     score: float | str
+    """Target of the score (t). With a target, the penalty is the absolute value of lambda times the squared deviation
+    of the score from the target. keep takes the score at the beginning of training. None sets no target."""
     side: str = "both"
+    """Deviations from the target that are penalized: both, above (only of scores above the target) or below."""
     batches: int = 1
+    """Number of micro-batches, counted from the first, whose mean score is the target if it is keep. Meanwhile the
+    target is their mean so far. The target is the score of the model before training if the number is at most that of
+    the gradient accumulation. Losses that are not finite, or without gradients, do not count."""
 
     def __post_init__(self) -> None:
         is_number = not isinstance(self.score, str | bool) and math.isfinite(self.score)
-        if self.score != KEEP and not is_number:
-            raise UserError(f"the target score is {self.score}; expected a finite number, or {KEEP}")
-        if self.side not in SIDES:
-            raise UserError(f"side is {self.side!r}; expected one of {', '.join(SIDES)}")
-        if self.batches < 1:
-            raise UserError(f"the batches of a target score are {self.batches}; expected 1 or more")
+        if not is_number and not self.is_kept:
+            raise OptionError(f"target_score={self.score}; expected a finite number, or {KEEP}")
+        check_one_of("side", self.side, SIDES)
+        check_at_least(1, "target_batches", self.batches)
+
+    def check_range(self, score_range: tuple[float, float]) -> None:
+        """Raise `OptionError` unless the target lies in the open interval of a penalty's scores."""
+        low, high = score_range
+        if not low < float(self.score) < high:
+            raise OptionError(
+                f"target_score={self.score}; expected a number above {low:g} and below {high:g}, or {KEEP}"
+            )
 
     @property
     def is_kept(self) -> bool:

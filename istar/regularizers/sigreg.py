@@ -14,24 +14,23 @@ where the integral is computed by the trapezoidal rule with 17 nodes.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from istar.errors import UserError
+from istar.errors import check_at_least
 from istar.measures.moments import full_precision
 from istar.measures.processes import sum_over_processes
 from istar.regularizers.base import Penalty, Terms
-from istar.regularizers.points import Layers
-from istar.regularizers.set_point import SetPoint
 
 BOUND, NUM_NODES = 5.0, 17
 """The integral is from -BOUND to BOUND, with this number of nodes, as in Algorithm 1."""
 
 
+@dataclass(eq=False, repr=False)
 class SigReg(Penalty):
-    """SIGReg of the union of the hidden states of the selected layers. It pulls them to mean 0 and covariance I.
+    """SIGReg of LeJEPA (Balestriero and LeCun, 2025). It pulls the points to mean 0 and covariance I.
 
     Directions are drawn anew for each loss, the same for all layers and processes. The statistic is that of a test: for
     n independent points of the target distribution, its mean is about 1.06 for any n, and for any other distribution
@@ -39,42 +38,26 @@ class SigReg(Penalty):
     of a global batch). It depends on the scale of the hidden states, which are pulled to variance 1, and hardly on the
     width and the number of directions. Memory grows with points times directions.
 
-    The arguments that are not listed are as in `Penalty`. The score is the unweighted penalty.
-
-    Args:
-        weight: lambda, any finite number.
-        directions: K, the number of random directions, at least 1.
-        seed: seed of the directions, equal on all processes.
-
-    Attributes:
-        draws: number of losses so far, 0-d. It is a buffer: together with the seed, it determines the directions of the
-            next loss, so that resumed training has the same ones.
+    The score is the unweighted penalty.
 
     Raises:
-        UserError: if `directions` is below 1.
+        OptionError: if `directions` is below 1.
     """
+
+    directions: int = 256
+    """Number of random directions (K), drawn anew for each micro-batch."""
+    seed: int = 0
+    """Seed of the directions, equal on all processes."""
+    draws: Tensor = field(init=False)
+    """Number of losses so far, 0-d, a buffer. With the seed, it determines the directions of the next loss."""
 
     measure = "sigreg"
     score_range = (0.0, math.inf)
     min_points = 1
-    draws: Tensor
 
-    def __init__(
-        self,
-        weight: float,
-        directions: int = 256,
-        seed: int = 0,
-        layers: Layers = "last",
-        include_padding: bool = False,
-        sync: bool = True,
-        group: dist.ProcessGroup | None = None,
-        set_point: SetPoint | None = None,
-    ) -> None:
-        super().__init__(weight, layers, include_padding, sync, group, set_point)
-        if directions < 1:
-            raise UserError(f"directions is {directions}; expected 1 or more")
-        self.directions = directions
-        self.seed = seed
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(1, "directions", self.directions)
         self.register_buffer("draws", torch.tensor(0))
 
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> Tensor:

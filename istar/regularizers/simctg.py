@@ -11,22 +11,22 @@ that long sequences count more. The union of several layers is averaged in the s
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from istar.errors import UserError
+from istar.errors import OptionError, UserError
 from istar.measures.moments import full_precision, without_autocast
 from istar.measures.processes import sum_over_processes
 from istar.regularizers.base import Penalty, Terms
-from istar.regularizers.points import Layers, Tokens, unit_vectors
-from istar.regularizers.set_point import SetPoint
+from istar.regularizers.points import Tokens, unit_vectors
 
 
+@dataclass(eq=False, repr=False)
 class SimCtg(Penalty):
-    """The contrastive loss of SimCTG of the selected layers, the last one by default as in the paper.
+    """The contrastive loss of SimCTG (Su et al., 2022) between the tokens of a sequence.
 
     The pairs are those of points of one sequence and layer; a row of the batch is a sequence, also if it packs several
     documents. Pairs are summed layer by layer and over processes, so that nothing is gathered. Memory grows with the
@@ -34,35 +34,25 @@ class SimCtg(Penalty):
     neither the scale of the hidden states nor the size of the batch. The paper adds it to the loss with the weight 1. A
     zero vector has the cosine 0 with all tokens, itself included.
 
-    The arguments that are not listed are as in `Penalty`. The score is the unweighted penalty.
-
-    Args:
-        weight: lambda, any finite number.
-        margin: the paper's rho, in [-1, 1]; 0.5 there.
+    The score is the unweighted penalty.
 
     Raises:
-        UserError: for a margin outside of [-1, 1], and in a forward pass for points without sequences, such as the rows
-            of an embedding matrix. Points without pairs, such as the last token of each sequence, have no score.
+        OptionError: for a margin outside of [-1, 1].
+        UserError: in a forward pass, for points without sequences, such as the rows of an embedding matrix. Points
+            without pairs, such as the last token of each sequence, have no score.
     """
+
+    margin: float = 0.5
+    """Cosines of different tokens above 1 - margin are penalized; from -1 to 1 (the paper's rho)."""
 
     measure = "contrastive_loss"
     score_range = (0.0, 2.0)
     min_points_per_sequence = 2
 
-    def __init__(
-        self,
-        weight: float,
-        margin: float = 0.5,
-        layers: Layers = "last",
-        include_padding: bool = False,
-        sync: bool = True,
-        group: dist.ProcessGroup | None = None,
-        set_point: SetPoint | None = None,
-    ) -> None:
-        super().__init__(weight, layers, include_padding, sync, group, set_point)
-        if not -1 <= margin <= 1:
-            raise UserError(f"margin is {margin}; expected a number from -1 to 1")
-        self.margin = margin
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not -1 <= self.margin <= 1:
+            raise OptionError(f"margin={self.margin:g}; expected a number from -1 to 1")
 
     def summarize(self, hidden_state: Tensor, tokens: Tokens) -> Any:
         """Reduce the hidden state of a layer, `(batch, tokens, d)`, to sums over the pairs of each sequence."""

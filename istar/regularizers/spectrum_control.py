@@ -14,23 +14,21 @@ With `reg.target=output_embeddings`, the points are the rows of the paper's matr
 and by d, and the parametrization by one rate r, are not the paper's.
 """
 
-import math
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from istar.errors import UserError
+from istar.errors import check_one_of, check_range
 from istar.measures.moments import Moments
 from istar.regularizers.batch_moments import MomentsPenalty
-from istar.regularizers.points import Layers
-from istar.regularizers.set_point import SetPoint
 
 DECAYS = ("polynomial", "exponential")
 
 
+@dataclass(eq=False, repr=False)
 class Spectrum(MomentsPenalty):
-    """The mean squared deviation of the singular values from a prior, of the union of the selected layers.
+    """The mean squared deviation of the singular values from a prescribed decay, after Wang et al. (2020).
 
     The singular values are the square roots of the eigenvalues of the second moment of the points, relative to the
     largest. A common direction of all points, as of a narrow cone, is the largest one. The value, in [0, 1), depends
@@ -38,39 +36,25 @@ class Spectrum(MomentsPenalty):
     lambda does not carry over, see the formula. With fewer points than dimensions, the remaining singular values are 0
     and have no gradient. The gradient needs an eigendecomposition of O(d^3) for each loss.
 
-    The arguments that are not listed are as in `Penalty`. The score is the unweighted penalty.
-
-    Args:
-        weight: lambda, any finite number.
-        decay: `polynomial` or `exponential`.
-        rate: r, at least 0; 0 is the flat spectrum of an isotropic distribution.
+    The score is the unweighted penalty.
 
     Raises:
-        UserError: for another decay, or a rate below 0.
+        OptionError: for another decay, or a rate below 0.
     """
+
+    decay: str = "polynomial"
+    """Decay of the prescribed singular values, relative to the largest: polynomial or exponential."""
+    rate: float = 0.5
+    """Rate r of the decay: the k-th of d values is k^-r, or exp(-r (k - 1) / (d - 1)); 0 is a flat spectrum."""
 
     measure = "spectrum_deviation"
     score_range = (0.0, 1.0)
     min_points = 1
 
-    def __init__(
-        self,
-        weight: float,
-        decay: str = "polynomial",
-        rate: float = 0.5,
-        layers: Layers = "last",
-        include_padding: bool = False,
-        sync: bool = True,
-        group: dist.ProcessGroup | None = None,
-        set_point: SetPoint | None = None,
-    ) -> None:
-        super().__init__(weight, layers, include_padding, sync, group, set_point)
-        if decay not in DECAYS:
-            raise UserError(f"decay is {decay!r}; expected one of {', '.join(DECAYS)}")
-        if not 0 <= rate < math.inf:
-            raise UserError(f"rate is {rate}; expected a finite number of at least 0")
-        self.decay = decay
-        self.rate = rate
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_one_of("decay", self.decay, DECAYS)
+        check_range("rate", self.rate, minimum=0)
 
     def value_and_score(self, moments: Moments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the mean squared deviation of the singular values from the prior, as the penalty and as the score."""

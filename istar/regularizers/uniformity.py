@@ -6,21 +6,21 @@ ICML 2020), Section 4.1.2. The u are the points divided by their norms.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from istar.errors import UserError
+from istar.errors import UserError, check_range
 from istar.measures.moments import full_precision
 from istar.measures.processes import gather_over_processes
 from istar.regularizers.base import Penalty, Terms
-from istar.regularizers.points import Layers, unit_vectors
-from istar.regularizers.set_point import SetPoint
+from istar.regularizers.points import unit_vectors
 
 
+@dataclass(eq=False, repr=False)
 class Uniformity(Penalty):
-    """The uniformity loss of all pairs of different points of the selected layers.
+    """The uniformity loss (Wang and Isola, 2020) of all pairs of different points.
 
     It needs all pairs: the points of all layers and, with `sync`, of all processes are gathered, and each process
     computes the same loss from them. Time and memory grow with the square of the number of points; 10,000 points in
@@ -30,33 +30,21 @@ class Uniformity(Penalty):
     The value, in [-4 t, 0], is the log of a mean over pairs and depends neither on the scale of the points nor on their
     number, so that a published lambda carries over. Zero vectors stay zero: their squared distance to all others is 1.
 
-    The arguments that are not listed are as in `Penalty`. The score is the unweighted penalty.
-
-    Args:
-        weight: lambda, any finite number.
-        temperature: t, above 0; 2 in the paper.
+    The score is the unweighted penalty.
 
     Raises:
-        UserError: if the temperature is not above 0.
+        OptionError: if the temperature is not above 0.
     """
+
+    temperature: float = 2.0
+    """The factor t of the squared distances, above 0; 2 in the paper."""
 
     measure = "uniformity"
     score_range = (-math.inf, 0.0)
 
-    def __init__(
-        self,
-        weight: float,
-        temperature: float = 2.0,
-        layers: Layers = "last",
-        include_padding: bool = False,
-        sync: bool = True,
-        group: dist.ProcessGroup | None = None,
-        set_point: SetPoint | None = None,
-    ) -> None:
-        super().__init__(weight, layers, include_padding, sync, group, set_point)
-        if not 0 < temperature < math.inf:
-            raise UserError(f"temperature is {temperature}; expected a finite number above 0")
-        self.temperature = temperature
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("temperature", self.temperature, minimum=0, is_exclusive=True)
 
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> Tensor:
         """Return the unit vectors, `(n, d)`."""

@@ -12,24 +12,23 @@ dimensions. The paper's third term, the invariance between two views of an image
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from istar.errors import UserError
+from istar.errors import check_range
 from istar.measures.isoscore import covariance_or_nan
 from istar.measures.moments import Moments
 from istar.regularizers.batch_moments import MomentsPenalty, squared_off_diagonal
-from istar.regularizers.points import Layers
-from istar.regularizers.set_point import SetPoint
 
 EPSILON = 1e-4
 """The epsilon of the VICReg paper, which bounds the gradient of the standard deviation."""
 
 
+@dataclass(eq=False, repr=False)
 class VicReg(MomentsPenalty):
-    """The variance and covariance terms of VICReg, of the union of the hidden states of the selected layers.
+    """The variance and covariance terms of VICReg (Bardes et al., 2022).
 
     The value does not depend on the number of points, except for the sampling error of the covariance: with fewer
     points than dimensions, the covariance term is far above 0 even for independent dimensions. It depends on the scale
@@ -37,42 +36,27 @@ class VicReg(MomentsPenalty):
     lambda 1, are for outputs of a projector of a standard deviation of about 1, and carry over to hidden states of that
     scale.
 
-    The arguments that are not listed are as in `Penalty`. The score is the unweighted penalty.
-
-    Args:
-        weight: lambda, any finite number.
-        variance_weight: mu, at least 0.
-        covariance_weight: nu, at least 0.
-        gamma: the standard deviation below which a dimension is penalized, above 0.
+    The score is the unweighted penalty.
 
     Raises:
-        UserError: for mu, nu or gamma outside of these ranges.
+        OptionError: for a negative weight of a term, or a gamma that is not above 0.
     """
+
+    variance_weight: float = 25.0
+    """Weight of the variance term (the paper's mu), which keeps the standard deviation of each dimension up."""
+    covariance_weight: float = 1.0
+    """Weight of the covariance term (the paper's nu), which decorrelates the dimensions."""
+    gamma: float = 1.0
+    """Standard deviation below which a dimension is penalized, above 0."""
 
     measure = "vicreg"
     score_range = (0.0, math.inf)
 
-    def __init__(
-        self,
-        weight: float,
-        variance_weight: float = 25.0,
-        covariance_weight: float = 1.0,
-        gamma: float = 1.0,
-        layers: Layers = "last",
-        include_padding: bool = False,
-        sync: bool = True,
-        group: dist.ProcessGroup | None = None,
-        set_point: SetPoint | None = None,
-    ) -> None:
-        super().__init__(weight, layers, include_padding, sync, group, set_point)
-        for name, value in (("variance_weight", variance_weight), ("covariance_weight", covariance_weight)):
-            if not 0 <= value < math.inf:
-                raise UserError(f"{name} is {value}; expected a finite number of at least 0")
-        if not 0 < gamma < math.inf:
-            raise UserError(f"gamma is {gamma}; expected a finite number above 0")
-        self.variance_weight = variance_weight
-        self.covariance_weight = covariance_weight
-        self.gamma = gamma
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("variance_weight", self.variance_weight, minimum=0)
+        check_range("covariance_weight", self.covariance_weight, minimum=0)
+        check_range("gamma", self.gamma, minimum=0, is_exclusive=True)
 
     def value_and_score(self, moments: Moments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of the variance and covariance terms, as the penalty and as the score."""

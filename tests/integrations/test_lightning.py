@@ -216,7 +216,7 @@ def test_sampled_rows_of_an_embedding_matrix_resume_exactly(tmp_path):
 
 def test_points_left_out_and_lambda_are_logged():
     callback = PenaltyCallback(
-        istar.CosReg(WEIGHT, "all"), points=istar.Points(max_norm_ratio=1.000001),
+        istar.CosReg(WEIGHT, layers="all"), points=istar.Points(max_norm_ratio=1.000001),
         weight_schedule=lambda step: istar.weight_at(step, 4, WEIGHT, "warmup", warmup=0.5),
     )  # fmt: skip
     trainer = make_trainer(callback, max_epochs=1)
@@ -326,7 +326,7 @@ def test_the_weighted_penalty_its_score_and_the_points_are_logged_and_validation
 
 
 def test_a_batch_without_a_score_adds_nothing_and_is_logged():
-    callback = PenaltyCallback(istar.IStar(1.0, 0.0, "last"), points=istar.Points("first"))
+    callback = PenaltyCallback(istar.IStar(1.0, 0.0, layers="last"), points=istar.Points("first"))
     module = Classifier(make_classifier("bert"), callback)
     trainer = make_trainer(callback, max_epochs=2, precision="64-true")
     with pytest.warns(UserWarning, match="have no isoscore_star, because they are too few or all equal"):

@@ -447,7 +447,7 @@ def test_a_batch_without_a_score_adds_nothing_and_is_logged(tmp_path):
             scores.append(self.penalty.last.score.item())
             return loss
 
-    penalty = istar.IStar(1.0, 0.0, "last")
+    penalty = istar.IStar(1.0, 0.0, layers="last")
     settings = {"points": istar.Points("first"), "num_train_epochs": 2, "max_steps": -1, "logging_steps": 6}
     trainer = make_trainer(tmp_path, penalty, Scores, per_device_train_batch_size=4, **settings)
     trainer.train_dataset = trainer.train_dataset[:9]
@@ -489,13 +489,13 @@ def test_a_second_training_begins_like_the_first(tmp_path):
 
 def test_a_batch_size_without_any_score_is_refused_before_training(tmp_path):
     settings = {"points": istar.Points("last"), "per_device_train_batch_size": 1, "max_steps": 1}
-    trainer = make_trainer(tmp_path / "one", istar.IStar(1.0, 0.0, "last"), **settings)
+    trainer = make_trainer(tmp_path / "one", istar.IStar(1.0, 0.0, layers="last"), **settings)
     before = copy_parameters(trainer)
     with pytest.raises(UserError, match=r"^a micro-batch of 1 sequences with points=last in 1 layers has no isoscore_"):
         trainer.train()
     assert count_hooks(trainer.model) == 0
     assert all(map(torch.equal, copy_parameters(trainer), before))
-    for penalty in (istar.IStar(1.0, 0.0, "all"), istar.CosReg(1.0), istar.IStar(0.0, 0.0, "last")):
+    for penalty in (istar.IStar(1.0, 0.0, layers="all"), istar.CosReg(1.0), istar.IStar(0.0, 0.0, layers="last")):
         make_trainer(tmp_path / "two", penalty, **settings).train()
 
 
@@ -632,7 +632,7 @@ def test_sampled_rows_of_an_embedding_matrix_resume_exactly(tmp_path):
 
 
 def test_lambda_and_the_points_left_out_are_logged(tmp_path):
-    penalty, points = istar.CosReg(1.0, "all"), istar.Points(max_norm_ratio=1.000001)
+    penalty, points = istar.CosReg(1.0, layers="all"), istar.Points(max_norm_ratio=1.000001)
     trainer = make_trainer(
         tmp_path, penalty, max_steps=4, points=points, refresh=None,
         weight_schedule=lambda progress: istar.weight_at(round(4 * progress), 4, 1.0, "linear"),

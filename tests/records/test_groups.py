@@ -16,8 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from istar.errors import UserError, did_you_mean
-from istar.records.config import Config, CosRegConfig, IStarConfig, NoRegConfig, WandbConfig, schema
-from istar.records.config.penalties import PENALTIES
+from istar.records.config import PENALTIES, Config, NoRegConfig, WandbConfig, schema
 from istar.records.config.schema import to_dict
 from istar.records.identity import identity_hash
 from istar.records.task_specs import TASKS
@@ -119,11 +118,11 @@ def test_paper_defaults(composed: Callable[..., Config]) -> None:
     assert (config.data.batch_size, config.seed) == (32, 42)
     assert config.model.name == "google-bert/bert-base-cased"
     reg = config.reg
-    assert isinstance(reg, IStarConfig)
+    assert isinstance(reg, PENALTIES["istar"])
     assert (reg.layers, reg.num_points, reg.include_padding, reg.sync) == ("all", 250_000, False, True)
     assert 0.2 <= reg.zeta <= 0.8
     cosreg = composed("reg=cosreg").reg
-    assert type(cosreg) is CosRegConfig
+    assert type(cosreg) is PENALTIES["cosreg"]
     assert (cosreg.weight, cosreg.layers) == (1, "last")
     assert type(composed("reg=none").reg) is NoRegConfig
     paper_code_reg = composed("reg=istar_paper_code").reg
@@ -550,8 +549,8 @@ def test_the_unbiased_estimator_has_one_config_whatever_shrinkage_would_be(compo
 
 def test_rules_hold_without_hydra() -> None:
     with pytest.raises(UserError, match=re.escape("reg.zeta=1.5")):
-        IStarConfig(zeta=1.5)
-    assert math.isclose(IStarConfig(zeta=1).zeta, 1)
+        PENALTIES["istar"](zeta=1.5)
+    assert math.isclose(PENALTIES["istar"](zeta=1).zeta, 1)
 
 
 @pytest.mark.parametrize(

@@ -7,76 +7,14 @@ import transformers as hf
 from torch import nn
 
 from istar.errors import UserError
-from istar.hidden_states import EmbeddingWatch, Watch
-from istar.records.config.penalties import (
-    PENALTIES,
-    CosRegConfig,
-    DropoutConfig,
-    IStarConfig,
-    KurtosisConfig,
-    NoRegConfig,
-    WeightDecayConfig,
-)
+from istar.hidden_states import EmbeddingPenalty, HiddenStatePenalty
+from istar.records.config import PENALTIES, NoRegConfig, PenaltyConfig
 from istar.regularizers import Points, SetPoint
 
-COSREG = {"weight": -2.0, "layers": [1], "include_padding": True, "sync": False}
-ISTAR = {**COSREG, "zeta": 0.3, "compute": "bfloat16"}
-
-
-@pytest.mark.parametrize(("kind", "settings"), [(CosRegConfig, COSREG), (IStarConfig, ISTAR)])
-def test_every_setting_reaches_the_penalty(kind: type[CosRegConfig], settings: dict[str, Any]) -> None:
-    default, changed = kind().build(), kind(**settings).build()
-    for name, value in settings.items():
-        assert getattr(default, name) != value
-        assert getattr(changed, name) == value
-
-
-def test_the_estimator_reaches_the_penalty() -> None:
-    for name in ("shrinkage", "unbiased", "unbiased_by_sentence"):
-        assert IStarConfig(estimator=name).build().estimator == name
-
-
-def make_tiny_model() -> hf.PreTrainedModel:
-    """Return a tiny GPT-2 with random weights."""
-    config = hf.GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=20, bos_token_id=1, eos_token_id=1)
-    return hf.GPT2LMHeadModel(config)
-
-
-def test_every_choice_of_points_reaches_the_watch() -> None:
-    watch = CosRegConfig(points="content", max_norm_ratio=4.0).attach(make_tiny_model(), (1, 2), seed=3)
-    assert isinstance(watch, Watch)
-    assert watch.points == Points("content", 4.0, (1, 2))
-    assert isinstance(watch := CosRegConfig().attach(make_tiny_model(), (1, 2), seed=3), Watch)
-    assert watch.points.are_all
-
-
-def test_the_target_its_rows_and_the_seed_reach_the_watch() -> None:
-    watches = [
-        CosRegConfig(target="output_embeddings", rows=rows).attach(make_tiny_model(), (), seed=seed)
-        for rows, seed in ((5, 3), (5, 4), (None, 3))
-    ]
-    assert all(isinstance(watch, EmbeddingWatch) and watch.target == "output_embeddings" for watch in watches)
-    losses = [watch.loss().item() for watch in watches]
-    assert len(set(losses)) == 3
-    points = [watch.penalty.last.points.item() for watch in watches if watch.penalty.last is not None]
-    assert points == [5, 5, 20]
-
-
-def test_zeta_is_0_for_embeddings() -> None:
-    assert IStarConfig(target="input_embeddings").zeta == 0
-    assert isinstance(IStarConfig(target="input_embeddings", zeta=0.8).attach(make_tiny_model(), (), 0), EmbeddingWatch)
-
-
-def test_the_schedule_has_every_setting() -> None:
-    schedule = CosRegConfig(weight=-2.0, schedule="linear", warmup=0.5).weight_schedule()
-    assert schedule is not None
-    assert [schedule(step, 4) for step in range(5)] == [0, -1, -2, -1, 0]
-    assert CosRegConfig().weight_schedule() is None
-    assert NoRegConfig().weight_schedule() is None
-    assert NoRegConfig().attach(make_tiny_model(), (), 0) is None
-
-
-SPECIFIC_SETTINGS: dict[str, dict[str, Any]] = {
+COMMON = {"weight": 2.0, "layers": [1], "include_padding": True, "sync": False}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "cosreg": {},
+    "istar": {"zeta": 0.3, "compute": "bfloat16"},
     "vicreg": {"variance_weight": 2.0, "covariance_weight": 3.0, "gamma": 0.5},
     "decorrelation": {},
     "gor": {},
@@ -87,26 +25,57 @@ SPECIFIC_SETTINGS: dict[str, dict[str, Any]] = {
     "spectrum": {"decay": "exponential", "rate": 2.0},
     "random_direction": {"zeta": 0.3, "compute": "bfloat16", "seed": 5},
 }
-"""By penalty: its settings beyond those of COSREG."""
+"""By penalty: its options beyond those of all penalties."""
 
 
-@pytest.mark.parametrize("name", SPECIFIC_SETTINGS)
-def test_every_setting_reaches_its_penalty(name: str) -> None:
-    kind = PENALTIES[name]
-    assert issubclass(kind, CosRegConfig)
-    settings = {**COSREG, "weight": 2.0, **SPECIFIC_SETTINGS[name]}
-    default, changed = kind().build(), kind(**settings).build()
-    assert type(changed) is kind.kind
-    for key, value in settings.items():
+def make_tiny_model() -> hf.PreTrainedModel:
+    """Return a tiny GPT-2 with random weights."""
+    config = hf.GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=20, bos_token_id=1, eos_token_id=1)
+    return hf.GPT2LMHeadModel(config)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_reaches_its_penalty(name: str) -> None:
+    kind, options = PENALTIES[name], {**COMMON, **OPTIONS[name]}
+    assert issubclass(kind, PenaltyConfig)
+    default, changed = kind().build(), kind(**options).build()
+    assert type(changed) is kind.penalty_class
+    for key, value in options.items():
         assert getattr(default, key) != value
         assert getattr(changed, key) == value
     target = {"uniformity": -0.5, "kurtosis": 2.5}.get(name, 0.5)
     assert kind(target_score=target).build().set_point == SetPoint(target)
-    assert isinstance(kind().attach(make_tiny_model(), (), seed=0), Watch)
+
+
+def test_every_setting_reaches_the_attached_penalty() -> None:
+    config = PENALTIES["istar"](
+        points="content", max_norm_ratio=4.0, num_points=70, refresh_every_n_steps=3, schedule="linear", warmup=0.5
+    )
+    attached = config.attach(make_tiny_model(), (1, 2), seed=3)
+    assert isinstance(attached, HiddenStatePenalty)
+    settings = attached.settings
+    assert (settings.points, settings.num_points, settings.seed) == (Points("content", 4.0, (1, 2)), 70, 3)
+    assert settings.refresh_every_n_steps == 3
+    assert [settings.weight_at(step, 4, -2.0) for step in range(5)] == [0, -1, -2, -1, 0]
+    assert PENALTIES["cosreg"]().attach(make_tiny_model(), (1, 2), seed=3).settings.points.are_all
+    assert NoRegConfig().attach(make_tiny_model(), (), 0) is None
+
+
+def test_the_target_its_rows_and_the_seed_reach_the_attached_penalty() -> None:
+    penalties = [
+        PENALTIES["cosreg"](target="output_embeddings", rows=rows).attach(make_tiny_model(), (), seed=seed)
+        for rows, seed in ((5, 3), (5, 4), (None, 3))
+    ]
+    assert all(isinstance(attached, EmbeddingPenalty) for attached in penalties)
+    assert len({attached.loss().item() for attached in penalties}) == 3
+    assert [attached.penalty.last.points.item() for attached in penalties] == [5, 5, 20]
+    config = PENALTIES["istar"](target="input_embeddings", zeta=0.8)
+    assert config.zeta == 0
+    assert isinstance(config.attach(make_tiny_model(), (), 0), EmbeddingPenalty)
 
 
 def test_the_placebos_without_a_penalty() -> None:
-    decay, dropout = WeightDecayConfig(weight=0.3), DropoutConfig(weight=0.4)
+    decay, dropout = PENALTIES["weight_decay"](weight=0.3), PENALTIES["dropout"](weight=0.4)
     assert (decay.weight_decay(0.01), dropout.weight_decay(0.01)) == (0.3, 0.01)
     model = make_tiny_model()
     probabilities = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
@@ -127,8 +96,8 @@ def test_the_placebos_without_a_penalty() -> None:
         ("vicreg", {"variance_weight": -1.0}, r"reg\.variance_weight=-1; expected a finite number of at least 0"),
         ("vicreg", {"covariance_weight": float("nan")}, r"reg\.covariance_weight=nan; expected"),
         ("uniformity", {"temperature": 0.0}, r"reg\.temperature=0; expected a finite number above 0"),
-        ("uniformity", {"target_score": 0.5}, r"reg\.target_score is 0\.5; expected a number above -inf and below 0"),
-        ("kurtosis", {"target_score": 0.5}, r"reg\.target_score is 0\.5; expected a number above 1"),
+        ("uniformity", {"target_score": 0.5}, r"reg\.target_score=0\.5; expected a number above -inf and below 0"),
+        ("kurtosis", {"target_score": 0.5}, r"reg\.target_score=0\.5; expected a number above 1"),
         ("sigreg", {"directions": 0}, r"reg\.directions=0 is too small"),
         ("spectrum", {"decay": "linear"}, r"reg\.decay=linear is not known"),
         ("spectrum", {"rate": -1.0}, r"reg\.rate=-1; expected a finite number of at least 0"),
@@ -145,12 +114,13 @@ def test_settings_of_a_peer_that_do_not_fit_are_refused(name: str, settings: dic
 
 
 def test_the_kurtosis_has_the_paper_s_target() -> None:
-    assert KurtosisConfig().build().set_point == SetPoint(1.8)
-    assert KurtosisConfig(target_score=None).build().set_point is None
+    assert PENALTIES["kurtosis"]().build().set_point == SetPoint(1.8)
+    assert PENALTIES["kurtosis"](target_score=None).build().set_point is None
 
 
-@pytest.mark.parametrize("kind", [CosRegConfig, IStarConfig])
-def test_the_set_point_reaches_the_penalty(kind: type[CosRegConfig]) -> None:
+@pytest.mark.parametrize("name", ["cosreg", "istar"])
+def test_the_set_point_reaches_the_penalty(name: str) -> None:
+    kind = PENALTIES[name]
     config = kind(weight=-2.0, target_score=0.2, side="above")
     assert config.build().set_point == SetPoint(0.2, "above")
     assert config.weight == 2  # the sign has no meaning, so that both signs are one run
@@ -163,7 +133,7 @@ def test_the_set_point_reaches_the_penalty(kind: type[CosRegConfig]) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"target_score": 1.5}, r"reg\.target_score is 1\.5; expected a number above 0 and below 1, or keep"),
+        ({"target_score": 1.5}, r"reg\.target_score=1\.5; expected a number above 0 and below 1, or keep"),
         ({"target_score": "held"}, r"reg\.target_score=held is neither a number nor keep"),
         ({"target_score": 0.1, "side": "left"}, r"reg\.side=left is not known"),
         ({"side": "above"}, r"reg\.side=above has no effect without reg\.target_score"),
@@ -174,22 +144,26 @@ def test_the_set_point_reaches_the_penalty(kind: type[CosRegConfig]) -> None:
         ({"target": "embeddings"}, r"reg\.target=embeddings is not known"),
         ({"schedule": "exponential"}, r"reg\.schedule=exponential is not known"),
         ({"schedule": "linear", "warmup": 2.0}, r"reg\.warmup=2 is outside \[0, 1\]"),
-        ({"warmup": 0.1}, r"reg\.warmup=0\.1 has no effect with reg\.schedule=constant"),
-        ({"schedule": "warmup"}, r"reg\.schedule=warmup needs reg\.warmup above 0"),
+        ({"warmup": 0.1}, r"reg\.warmup=0\.1 has no effect with schedule=constant"),
+        ({"schedule": "warmup"}, r"reg\.schedule=warmup needs a warmup above 0"),
         ({"rows": 1, "target": "input_embeddings"}, r"reg\.rows=1 is too small"),
-        ({"rows": 10}, r"reg\.rows=10 needs reg\.target=input_embeddings or output_embeddings"),
+        ({"rows": 10}, r"reg\.rows=10 needs target=input_embeddings or output_embeddings"),
         ({"max_norm_ratio": 1.0}, r"reg\.max_norm_ratio=1 "),
-        ({"include_padding": True, "points": "last"}, r"reg\.include_padding=true counts all tokens"),
-        ({"points": "last", "target": "input_embeddings"}, r"reg\.target=input_embeddings has rows: leave"),
+        ({"points": "last", "target": "input_embeddings"}, r"reg\.target=input_embeddings has rows"),
+        ({"within": "class"}, r"reg\.within=class is not known"),
+        ({"within": "label", "estimator": "unbiased", "zeta": 0}, r"reg\.within=label needs estimator=shrinkage"),
+        ({"within": "label", "zeta": "auto"}, r"reg\.within=label needs estimator"),
+        ({"within": "label", "points": "labelled"}, r"reg\.points=labelled one for each"),
+        ({"within": "label", "target": "input_embeddings"}, r"reg\.target=input_embeddings has no labels"),
         ({"refresh_every_n_steps": 0}, r"reg\.refresh_every_n_steps=0 is too small"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_in_one_line(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
-        IStarConfig(**settings)
+        PENALTIES["istar"](**settings)
     assert "\n" not in str(error.value)
 
 
 def test_content_needs_a_tokenizer_with_special_tokens() -> None:
-    with pytest.raises(UserError, match=r"reg\.points=content: the tokenizer has no special tokens"):
-        CosRegConfig(points="content").attach(make_tiny_model(), (), seed=0)
+    with pytest.raises(UserError, match=r"reg\.points=content leaves out special tokens, but the tokenizer has none"):
+        PENALTIES["cosreg"](points="content").attach(make_tiny_model(), (), seed=0)

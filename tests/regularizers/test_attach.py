@@ -53,7 +53,7 @@ def llama() -> hf.PreTrainedModel:
 
 
 def make_istar(layers: Any = "all", **arguments: Any) -> IStar:
-    penalty = IStar(WEIGHT, ZETA, layers, **arguments)
+    penalty = IStar(WEIGHT, ZETA, layers=layers, **arguments)
     penalty.shrinkage_covariance = sigma()
     return penalty
 

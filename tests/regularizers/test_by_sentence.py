@@ -23,7 +23,7 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
 
 def make_penalty(weight=1.0, layers="with_embeddings", **arguments):
-    return IStar(weight, 0, layers, estimator="unbiased_by_sentence", **arguments)
+    return IStar(weight, 0, layers=layers, estimator="unbiased_by_sentence", **arguments)
 
 
 def naive_score(points, sentences):
@@ -127,7 +127,7 @@ def test_a_score_above_1_is_measured_but_neither_rewarded_nor_punished(weight):
 
 def test_the_placebo_rotates_its_gradient():
     layers = make_dependent_states()
-    placebo = RandomDirection(1.0, 0, "with_embeddings", estimator="unbiased_by_sentence", seed=3)
+    placebo = RandomDirection(1.0, 0, layers="with_embeddings", estimator="unbiased_by_sentence", seed=3)
     value, gradients = value_and_gradients(lambda layers: placebo(layers, LENGTHS), layers)
     expected, istar_gradients = value_and_gradients(lambda layers: make_penalty()(layers, LENGTHS), layers)
     rotation = random_rotation(6, 3)

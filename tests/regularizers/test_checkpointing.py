@@ -33,7 +33,7 @@ SHAPE: dict[str, Any] = {
 
 
 def make_istar(layers: Any = "all") -> IStar:
-    penalty = IStar(WEIGHT, ZETA, layers)
+    penalty = IStar(WEIGHT, ZETA, layers=layers)
     penalty.shrinkage_covariance = sigma()
     return penalty
 

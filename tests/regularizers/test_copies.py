@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.testing import assert_close
 
-from istar.hidden_states import EmbeddingWatch, Watch, attach
+from istar.hidden_states import EmbeddingPenalty, HiddenStatePenalty, PenaltySettings, attach
 from istar.regularizers import CosReg, IStar, Points
 from tests.penalties import WIDTH, gradients
 
@@ -115,7 +115,7 @@ def test_a_copy_of_model_and_watch_is_a_model_with_a_watch(make_copy, is_attache
 def test_a_copied_watch_has_a_copied_model(make_copy):
     watch = attach(gpt2(), IStar(-1.0, 0))
     watch.penalty.weight = -2.0
-    copied: Watch = make_copy(watch)
+    copied: HiddenStatePenalty = make_copy(watch)
     model = copied._model
     model(**BATCH)
     assert_close(copied.loss(), 2 * expected_loss(model))
@@ -124,7 +124,9 @@ def test_a_copied_watch_has_a_copied_model(make_copy):
 @pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
 def test_a_copied_embedding_watch_reads_the_matrix_of_the_copied_model(make_copy):
     model = gpt2()
-    model, watch = make_copy((model, EmbeddingWatch(model, CosReg(1.0), "output_embeddings", rows=10, seed=3)))
+    model, watch = make_copy(
+        (model, EmbeddingPenalty(model, CosReg(1.0), PenaltySettings(target="output_embeddings", rows=10, seed=3)))
+    )
     model.lm_head.weight.data.mul_(torch.rand_like(model.lm_head.weight))
     watch.loss().backward()
     rows = torch.randperm(40, generator=torch.Generator().manual_seed(3))[:10]

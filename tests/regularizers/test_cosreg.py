@@ -40,7 +40,7 @@ def test_gradient_is_that_of_finite_differences():
 
 @pytest.mark.parametrize(("layers", "chosen"), [("last", [2]), ("all", [1, 2]), ([0, 2], [0, 2])])
 def test_the_penalty_is_the_double_sum_over_the_layers_chosen(layers, chosen):
-    penalty = CosReg(-2.0, layers)
+    penalty = CosReg(-2.0, layers=layers)
     loss = penalty([state.requires_grad_() for state in states()], MASK)
     expected = oracles.cosreg(oracles.stack([states()[i] for i in chosen], MASK))
     assert_close(loss.detach(), -2 * expected, **CLOSE)
@@ -126,7 +126,7 @@ def make_states_with_value(value):
 @pytest.mark.parametrize("mask", [0 * MASK, MASK], ids=["no points", "a value that is not finite"])
 def test_what_has_no_cosine_is_nan(mask):
     assert cosine_penalty(states() if not mask.any() else make_states_with_value(math.nan), mask).isnan()
-    assert not mask.any() or CosReg(1.0, "all")(make_states_with_value(math.nan), mask).isnan()
+    assert not mask.any() or CosReg(1.0, layers="all")(make_states_with_value(math.nan), mask).isnan()
     assert not mask.any() or cosine_penalty(make_states_with_value(math.inf), mask).isnan()
 
 
@@ -135,13 +135,16 @@ def test_what_has_no_cosine_is_nan(mask):
     [
         (lambda: CosReg(math.inf), "lambda is inf; expected a finite number"),
         (lambda: CosReg(math.nan), "lambda is nan"),
-        (lambda: CosReg(1.0, "lst")(states(), MASK), "layers='lst'"),
-        (lambda: CosReg(1.0, [5])(states(), MASK), "layer 5 does not exist"),
+        (lambda: CosReg(1.0, layers="lst")(states(), MASK), "layers='lst'"),
+        (lambda: CosReg(1.0, layers=[5])(states(), MASK), "layer 5 does not exist"),
         (lambda: cosine_penalty([]), "no hidden states"),
         (lambda: cosine_penalty([states()[0].int()]), "int32; expected a floating dtype"),
         (lambda: cosine_penalty(states(), MASK[:, 1:]), r"mask has shape \(3, 3\).*expected a mask of shape \(3, 4\)"),
         (lambda: cosine_penalty(states(), MASK.T), r"mask has shape \(4, 3\)"),
-        (lambda: CosReg(1.0, "all")([*states(), states()[0][..., 1:]], MASK), r"the layers have \[4, 5\] dimensions"),
+        (
+            lambda: CosReg(1.0, layers="all")([*states(), states()[0][..., 1:]], MASK),
+            r"the layers have \[4, 5\] dimensions",
+        ),
     ],
 )
 def test_what_has_no_penalty_is_refused_in_one_line(call, message):

@@ -19,7 +19,9 @@ def naive_decorrelation(points):
 
 
 def test_the_sum_of_squared_correlations():
-    check_penalty(lambda weight, layers: Decorrelation(weight, layers), naive_decorrelation, scales=(0.01, 1.0, 100.0))
+    check_penalty(
+        lambda weight, layers: Decorrelation(weight, layers=layers), naive_decorrelation, scales=(0.01, 1.0, 100.0)
+    )
 
 
 def test_the_score_is_the_mean_of_numpys_correlations():

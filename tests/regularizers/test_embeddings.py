@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from istar.errors import UserError
-from istar.hidden_states import EmbeddingWatch, Watch, attach_to_target
+from istar.hidden_states import EmbeddingPenalty, HiddenStatePenalty, PenaltySettings, attach_with_settings
 from istar.regularizers import CosReg, IStar, Points
 from tests.forks import run_in_processes
 from tests.oracles import algorithm_1
@@ -21,6 +21,12 @@ from tests.oracles import algorithm_1
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 VOCABULARY, WIDTH = 40, 8
 INPUT, OUTPUT = "input_embeddings", "output_embeddings"
+
+
+def embedding_penalty(model: Any, penalty: Any, target: str, rows: int | None = None, seed: int = 0) -> Any:
+    return EmbeddingPenalty(model, penalty, PenaltySettings(target=target, rows=rows, seed=seed))
+
+
 PENALTIES = {"cosreg": lambda: CosReg(0.7), "istar": lambda: IStar(-0.7, 0)}
 
 
@@ -48,7 +54,7 @@ def test_value_and_gradient_are_those_of_all_rows(name, target):
     weights = {INPUT: model.model.embed_tokens.weight, OUTPUT: model.lm_head.weight}
     expected = naive_penalty(name, weights[target])
     (expected_gradient,) = torch.autograd.grad(expected, weights[target])
-    watch = EmbeddingWatch(model, PENALTIES[name](), target)
+    watch = embedding_penalty(model, PENALTIES[name](), target)
     loss = watch.loss()
     assert_close(loss.detach(), expected.detach(), **CLOSE)
     loss.backward()
@@ -61,7 +67,7 @@ def test_value_and_gradient_are_those_of_all_rows(name, target):
 @pytest.mark.parametrize("name", PENALTIES)
 def test_gradcheck(name):
     model = llama()
-    watch = EmbeddingWatch(model, PENALTIES[name](), OUTPUT)
+    watch = embedding_penalty(model, PENALTIES[name](), OUTPUT)
     initial_rows = model.lm_head.weight.detach()[:12].clone().requires_grad_()
 
     def penalty_of_rows(matrix: Tensor) -> Tensor:
@@ -73,10 +79,10 @@ def test_gradcheck(name):
 
 def test_tied_embeddings_are_one_matrix_and_both_uses_of_it_have_a_gradient():
     model = llama(is_tied=True)
-    losses = [EmbeddingWatch(model, CosReg(0.7), target).loss() for target in (INPUT, OUTPUT)]
+    losses = [embedding_penalty(model, CosReg(0.7), target).loss() for target in (INPUT, OUTPUT)]
     assert torch.equal(*losses)
     ids = torch.arange(6)[None]
-    watch = EmbeddingWatch(model, CosReg(0.7), OUTPUT)
+    watch = embedding_penalty(model, CosReg(0.7), OUTPUT)
     (model(ids, labels=ids).loss + watch.loss()).backward()
     total = model.lm_head.weight.grad.clone()
     model.zero_grad()
@@ -86,10 +92,10 @@ def test_tied_embeddings_are_one_matrix_and_both_uses_of_it_have_a_gradient():
 
 def test_an_encoder_without_a_head_has_input_embeddings():
     model = hf.BertModel(hf.BertConfig(hidden_size=WIDTH, num_hidden_layers=1, num_attention_heads=2, vocab_size=30))
-    assert attach_to_target(model, CosReg(1.0), INPUT).loss().requires_grad
+    assert attach_with_settings(model, CosReg(1.0), PenaltySettings(target=INPUT)).loss().requires_grad
     with torch.no_grad():
         model.embeddings.word_embeddings.weight[3:5] = 0
-    loss = EmbeddingWatch(model, CosReg(1.0), INPUT).loss()
+    loss = embedding_penalty(model, CosReg(1.0), INPUT).loss()
     loss.backward()
     assert model.embeddings.word_embeddings.weight.grad.isfinite().all()
 
@@ -103,15 +109,15 @@ def test_rows_are_sampled_anew_without_repetition_and_exactly_again_from_a_saved
             samples.append(points.detach())
             return super().summarize_points(points, indices)
 
-    def draw_samples(watch: EmbeddingWatch, times: int) -> list[Tensor]:
+    def draw_samples(attached: EmbeddingPenalty, times: int) -> list[Tensor]:
         samples.clear()
         for _ in range(times):
-            watch.loss()
+            attached.loss()
         return list(samples)
 
     torch.manual_seed(5)
     initial_rng_state = torch.get_rng_state()
-    watch = EmbeddingWatch(model, Recording(1.0), OUTPUT, rows=15, seed=3)
+    watch = embedding_penalty(model, Recording(1.0), OUTPUT, rows=15, seed=3)
     first_samples = draw_samples(watch, 2)
     saved_state = {name: value.clone() for name, value in watch.state_dict().items()}
     later_samples = draw_samples(watch, 3)
@@ -121,13 +127,12 @@ def test_rows_are_sampled_anew_without_repetition_and_exactly_again_from_a_saved
         rows = [int((embedding_matrix == row).all(1).nonzero()) for row in sample]
         assert len(set(rows)) == 15
     assert not torch.equal(*first_samples)
-    resumed_watch = EmbeddingWatch(model, Recording(1.0), OUTPUT, rows=15, seed=3)
+    resumed_watch = embedding_penalty(model, Recording(1.0), OUTPUT, rows=15, seed=3)
     resumed_watch.load_state_dict(saved_state)
     assert all(torch.equal(*pair) for pair in zip(draw_samples(resumed_watch, 3), later_samples, strict=True))
-    assert watch.state_dict().keys() == {"generator"}
-    assert EmbeddingWatch(model, CosReg(1.0), OUTPUT).state_dict() == {}
+    assert saved_state.keys() == {"process0.undefined", "process0.row_generator"}
     # A step with weight 0 draws as well, so that a schedule does not change the samples of later steps.
-    skipping_watch = EmbeddingWatch(model, Recording(0.0), OUTPUT, rows=15, seed=3)
+    skipping_watch = embedding_penalty(model, Recording(0.0), OUTPUT, rows=15, seed=3)
     assert draw_samples(skipping_watch, 2) == []
     skipping_watch.penalty.weight = 1.0
     assert torch.equal(draw_samples(skipping_watch, 1)[0], later_samples[0])
@@ -136,7 +141,7 @@ def test_rows_are_sampled_anew_without_repetition_and_exactly_again_from_a_saved
 def test_the_mean_over_samples_of_rows_is_the_penalty_of_pairs():
     """The sum over pairs of rows sampled without replacement is unbiased: its mean is that over all pairs."""
     model = llama()
-    watch = EmbeddingWatch(model, CosReg(1.0), OUTPUT, rows=10)
+    watch = embedding_penalty(model, CosReg(1.0), OUTPUT, rows=10)
     with torch.no_grad():
         sampled_mean = torch.stack([watch.loss() for _ in range(4000)]).mean() * 10**2 / (10 * 9)
         units = torch.nn.functional.normalize(model.lm_head.weight, dim=1)
@@ -146,7 +151,7 @@ def test_the_mean_over_samples_of_rows_is_the_penalty_of_pairs():
 
 
 def test_weight_0_is_skipped_and_nothing_is_refreshed():
-    watch = EmbeddingWatch(llama(), CosReg(0.0), OUTPUT)
+    watch = embedding_penalty(llama(), CosReg(0.0), OUTPUT)
     assert watch.loss() == 0
     assert watch.penalty.last is None
     assert watch.refresh([]) == 0
@@ -157,7 +162,7 @@ def test_weight_0_is_skipped_and_nothing_is_refreshed():
 def test_frozen_embeddings_are_warned_of_once():
     model = llama()
     model.lm_head.requires_grad_(False)
-    watch = EmbeddingWatch(model, CosReg(1.0), OUTPUT)
+    watch = embedding_penalty(model, CosReg(1.0), OUTPUT)
     with pytest.warns(UserWarning, match="the output embeddings are frozen") as caught:
         watch.loss()
     assert [warning.filename for warning in caught] == [__file__]
@@ -165,25 +170,25 @@ def test_frozen_embeddings_are_warned_of_once():
 
 
 def test_hidden_states_are_the_default_target():
-    assert isinstance(attach_to_target(llama(), CosReg(1.0)), Watch)
+    assert isinstance(attach_with_settings(llama(), CosReg(1.0)), HiddenStatePenalty)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: EmbeddingWatch(llama(), CosReg(1.0), "embeddings"), "expected input_embeddings or output_embeddings"),
-        (lambda: EmbeddingWatch(llama().model, CosReg(1.0), OUTPUT), "LlamaModel has no output embeddings"),
+        (lambda: embedding_penalty(llama(), CosReg(1.0), "embeddings"), "target=embeddings is not known"),
+        (lambda: embedding_penalty(llama().model, CosReg(1.0), OUTPUT), "LlamaModel has no output embeddings"),
         (
-            lambda: EmbeddingWatch(hf.BertForSequenceClassification(hf.BertConfig(
+            lambda: embedding_penalty(hf.BertForSequenceClassification(hf.BertConfig(
                 hidden_size=8, num_hidden_layers=1, num_attention_heads=2)), CosReg(1.0), OUTPUT),
             "BertForSequenceClassification has no output embeddings.*expected a language model, or target=input_emb",
         ),
-        (lambda: EmbeddingWatch(llama(), IStar(1.0, 0.4), OUTPUT), r"zeta is 0\.4; .*expected zeta=0"),
-        (lambda: EmbeddingWatch(llama(), CosReg(1.0), OUTPUT, rows=1), "rows=1; expected 2 to 40"),
-        (lambda: EmbeddingWatch(llama(), CosReg(1.0), OUTPUT, rows=41), "rows=41; expected 2 to 40"),
-        (lambda: EmbeddingWatch(torch.nn.Linear(1, 1), CosReg(1.0), OUTPUT), "no transformers model in Linear"),
-        (lambda: attach_to_target(llama(), CosReg(1.0), rows=3), "rows=3 needs target=input_embeddings or"),
-        (lambda: attach_to_target(llama(), CosReg(1.0), OUTPUT, Points("last")), "points are tokens, but target="),
+        (lambda: embedding_penalty(llama(), IStar(1.0, 0.4), OUTPUT), "has no shrinkage covariance.*IStar with zeta=0"),
+        (lambda: embedding_penalty(llama(), CosReg(1.0), OUTPUT, rows=1), "rows=1 is too small"),
+        (lambda: embedding_penalty(llama(), CosReg(1.0), OUTPUT, rows=41), "rows=41; expected 2 to 40"),
+        (lambda: embedding_penalty(torch.nn.Linear(1, 1), CosReg(1.0), OUTPUT), "no transformers model in Linear"),
+        (lambda: PenaltySettings(rows=3), "rows=3 needs target=input_embeddings or"),
+        (lambda: PenaltySettings(Points("last"), OUTPUT), "target=output_embeddings has rows"),
     ],
     ids=range(9),
 )  # fmt: skip
@@ -202,7 +207,7 @@ CASES = [(name, rows) for name in PENALTIES for rows in (None, 20)]
 def train(model: Any, unwrapped_model: Any, ids: Tensor, name: str, rows: int | None) -> Tensor:
     """Train three steps of plain SGD; returns all parameters, the last penalty and its number of points."""
     optimizer = torch.optim.SGD(unwrapped_model.parameters(), lr=0.5)
-    watch = EmbeddingWatch(model, PENALTIES[name](), OUTPUT, rows)
+    watch = embedding_penalty(model, PENALTIES[name](), OUTPUT, rows)
     for _ in range(3):
         optimizer.zero_grad()
         (model(ids, labels=ids).loss + watch.loss()).backward()
@@ -224,7 +229,7 @@ def run_worker(rank: int, folder: str) -> None:
         )
     sharded = fully_shard(llama(), mesh=dist.init_device_mesh("cpu", (2,)))
     try:
-        EmbeddingWatch(sharded, CosReg(1.0), OUTPUT)
+        embedding_penalty(sharded, CosReg(1.0), OUTPUT)
     except UserError as error:
         results["sharded"] = str(error)
     torch.save(results, f"{folder}/{rank}.pt")

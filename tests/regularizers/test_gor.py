@@ -19,7 +19,7 @@ def naive_gor(points):
 
 
 def test_the_formula_of_the_paper():
-    check_penalty(lambda weight, layers: Gor(weight, layers), naive_gor, scales=(1e-3, 1.0, 1e3))
+    check_penalty(lambda weight, layers: Gor(weight, layers=layers), naive_gor, scales=(1e-3, 1.0, 1e3))
 
 
 @pytest.mark.parametrize("offset", [-1.0, 0.0, 1.0])

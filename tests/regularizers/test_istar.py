@@ -39,7 +39,7 @@ def sigma(dim=DIM):
 
 def make_penalty(zeta=0.2, shrinkage="default", weight=1.0, layers="with_embeddings", **arguments):
     """Return I-STAR on all hidden states, with a shrinkage covariance unless zeta is 0."""
-    penalty = IStar(weight, zeta, layers, **arguments)
+    penalty = IStar(weight, zeta, layers=layers, **arguments)
     if zeta != 0:
         penalty.shrinkage_covariance = sigma() if isinstance(shrinkage, str) else shrinkage
     return penalty
@@ -92,7 +92,7 @@ DIFFERENTIABLE = {
     "zeta 0": make_penalty(0.0),
     "zeta 0.4": make_penalty(0.4, sigma(4)),
     "unbiased": make_penalty(0, estimator="unbiased"),
-    "cosreg": CosReg(1.0, "with_embeddings"),
+    "cosreg": CosReg(1.0, layers="with_embeddings"),
 }
 
 

@@ -19,7 +19,7 @@ def test_the_squared_deviation_from_the_paper_s_target():
 
 
 def test_without_a_target_it_is_the_kurtosis():
-    check_penalty(lambda weight, layers: Kurtosis(weight, layers, set_point=None), naive_kurtosis)
+    check_penalty(lambda weight, layers: Kurtosis(weight, layers=layers, set_point=None), naive_kurtosis)
 
 
 def test_the_score_is_scipys_kurtosis():

@@ -12,8 +12,8 @@ SIGMA = torch.diag(torch.linspace(1, 2, 4, dtype=torch.float64))
 
 
 def make_placebo_and_penalty(**arguments):
-    placebo = RandomDirection(-0.7, 0.3, "with_embeddings", seed=3, **arguments)
-    penalty = IStar(-0.7, 0.3, "with_embeddings", **arguments)
+    placebo = RandomDirection(-0.7, 0.3, layers="with_embeddings", seed=3, **arguments)
+    penalty = IStar(-0.7, 0.3, layers="with_embeddings", **arguments)
     placebo.shrinkage_covariance = penalty.shrinkage_covariance = SIGMA
     return placebo, penalty
 

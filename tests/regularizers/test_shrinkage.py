@@ -68,7 +68,7 @@ def test_it_is_the_covariance_of_the_stacked_hidden_states(layers, numbers, padd
     actual = shrinkage_covariance(encoder, make_batches(), layers=layers, include_padding=padding)
     assert actual.dtype == torch.float32
     assert_close(actual.double(), expected, **CLOSE)
-    penalty = IStar(1.0, 0.2, layers, include_padding=padding)
+    penalty = IStar(1.0, 0.2, layers=layers, include_padding=padding)
     with attach(encoder, penalty) as watch:
         assert watch.refresh(make_batches()) == points
     assert torch.equal(penalty.shrinkage_covariance, actual)

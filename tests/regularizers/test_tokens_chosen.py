@@ -210,7 +210,7 @@ def test_sigma_s_is_computed_from_the_same_points(name, choice):
 def test_the_number_left_out_is_in_the_terms():
     model = llama()
     for points in (Points(max_norm_ratio=1.05), Points(max_norm_ratio=1e6), Points()):
-        penalty = CosReg(1.0, "all")
+        penalty = CosReg(1.0, layers="all")
         with attach(model, penalty, points=points) as watch:
             for _ in range(2):
                 model(**make_padded_batch("left"))

@@ -45,16 +45,16 @@ def with_sigma(**arguments) -> IStar:
 
 
 PENALTIES: dict[str, Callable[[], Penalty]] = {
-    "isoscore": lambda: IStar(1.0, 0.0, "last"),
+    "isoscore": lambda: IStar(1.0, 0.0, layers="last"),
     "isoscore_star": lambda: with_sigma(zeta=0.4),
     "zeta 1": lambda: with_sigma(zeta=1.0),
     "auto": lambda: with_sigma(zeta="auto"),
-    "unbiased": lambda: IStar(1.0, 0.0, "last", estimator="unbiased"),
-    "by sentence": lambda: IStar(1.0, 0.0, "last", estimator="unbiased_by_sentence"),
-    "within": lambda: IStar(1.0, 0.0, "last", within="label"),
+    "unbiased": lambda: IStar(1.0, 0.0, layers="last", estimator="unbiased"),
+    "by sentence": lambda: IStar(1.0, 0.0, layers="last", estimator="unbiased_by_sentence"),
+    "within": lambda: IStar(1.0, 0.0, layers="last", within="label"),
     "within, zeta": lambda: with_sigma(zeta=0.4, within="label"),
-    "bfloat16": lambda: IStar(1.0, 0.0, "last", compute="bfloat16"),
-    "random direction": lambda: RandomDirection(1.0, 0.0, "last"),
+    "bfloat16": lambda: IStar(1.0, 0.0, layers="last", compute="bfloat16"),
+    "random direction": lambda: RandomDirection(1.0, 0.0, layers="last"),
     "cosreg": lambda: CosReg(1.0),
     "decorrelation": lambda: Decorrelation(1.0),
     "gor": lambda: Gor(1.0),
@@ -139,12 +139,12 @@ def test_points_that_are_not_finite_are_not_hidden(name: str, count: int, bad: f
 
 @pytest.mark.parametrize("set_point", [SetPoint(0.5), SetPoint("keep")])
 def test_a_set_point_does_not_take_the_score_of_undefined_batches(set_point: SetPoint) -> None:
-    penalty = IStar(1.0, 0.0, "last", set_point=set_point)
+    penalty = IStar(1.0, 0.0, layers="last", set_point=set_point)
     check_undefined(penalty, *make_points(1))
     states, mask = make_points(20)
     penalty(states, mask)
     assert penalty.last is not None
-    expected = IStar(1.0, 0.0, "last")
+    expected = IStar(1.0, 0.0, layers="last")
     expected(states, mask)
     assert expected.last is not None
     assert penalty.last.target == (expected.last.score if set_point.is_kept else 0.5)
@@ -154,7 +154,7 @@ def test_second_derivatives_are_0() -> None:
     states, mask = make_points(1)
     points = states[1].clone().requires_grad_()
     with pytest.warns(UserWarning, match="have no isoscore_star"):
-        loss = IStar(1.0, 0.0, "last")([points, points], mask)
+        loss = IStar(1.0, 0.0, layers="last")([points, points], mask)
     (gradient,) = torch.autograd.grad(loss, points, create_graph=True)
     (second,) = torch.autograd.grad(gradient.sum(), points)
     assert not gradient.any()

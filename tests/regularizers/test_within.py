@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from istar.errors import UserError
-from istar.hidden_states import EmbeddingWatch, attach, shrinkage_covariance
-from istar.records.config.penalties import IStarConfig, RandomDirectionConfig
+from istar.hidden_states import EmbeddingPenalty, PenaltySettings, attach, shrinkage_covariance
+from istar.records.config import PENALTIES
 from istar.regularizers import IStar, Points, RandomDirection, SetPoint
 from istar.regularizers.points import Tokens
 from istar.regularizers.random_direction import random_rotation
@@ -48,7 +48,7 @@ def naive_penalty(layers, mask, labels, zeta=0.0, sigma=SIGMA):
 
 
 def build_penalty(weight=-0.7, zeta=0.3, layers="with_embeddings", penalty_class=IStar, sigma=SIGMA, **arguments):
-    penalty = penalty_class(weight, zeta, layers, within="label", **arguments)
+    penalty = penalty_class(weight, zeta, layers=layers, within="label", **arguments)
     if zeta:
         penalty.shrinkage_covariance = sigma
     return penalty
@@ -71,7 +71,7 @@ def test_value_and_gradient_are_those_of_naive_centering(zeta, mask, labels):
 
 def test_a_single_class_is_i_star():
     labels = torch.full((3,), 2)
-    istar_penalty = IStar(-0.7, 0.3, "all")
+    istar_penalty = IStar(-0.7, 0.3, layers="all")
     istar_penalty.shrinkage_covariance = SIGMA
     assert_close(build_penalty(layers="all")(states(3), MASK, labels), istar_penalty(states(3), MASK), **CLOSE)
 
@@ -177,7 +177,7 @@ def test_a_model_gives_its_labels_to_the_penalty_and_to_sigma_s():
 
 def test_points_of_one_token_for_each_sequence():
     model, inputs = make_classifier(), make_batch()
-    with attach(model, IStar(1.0, 0, "last", within="label"), points=Points("last")) as watch:
+    with attach(model, IStar(1.0, 0, layers="last", within="label"), points=Points("last")) as watch:
         model(**inputs)
         value = watch.loss()
     state = model(**inputs, output_hidden_states=True).hidden_states[-1]
@@ -292,9 +292,9 @@ def pass_regression_labels() -> None:
 
 
 INVALID_CALLS = {
-    "name": (lambda: IStar(1.0, 0, within="class"), "within is 'class'; expected label or None"),
-    "unbiased": (lambda: IStar(1.0, 0, estimator="unbiased", within="label"), "within needs estimator shrinkage"),
-    "auto": (lambda: IStar(1.0, "auto", within="label"), "within needs estimator shrinkage"),
+    "name": (lambda: IStar(1.0, 0, within="class"), "within=class is not known"),
+    "unbiased": (lambda: IStar(1.0, 0, estimator="unbiased", within="label"), "within=label needs estimator=shrinkage"),
+    "auto": (lambda: IStar(1.0, "auto", within="label"), "within=label needs estimator=shrinkage"),
     "no labels": (lambda: run_loss(None), "within='label' needs labels, which this call of the model does not have"),
     "labels of tokens": (pass_token_labels, r"integers of shape \(2,\); the labels are torch.int64 of shape \(2, 5\)"),
     "regression": (
@@ -302,7 +302,9 @@ INVALID_CALLS = {
     ),
     "negative": (lambda: build_penalty()(states(), MASK, LABELS - 1), "a label is -1; expected"),
     "rows of an embedding": (
-        lambda: EmbeddingWatch(make_classifier(), IStar(1.0, 0, within="label"), "input_embeddings").loss(),
+        lambda: EmbeddingPenalty(
+            make_classifier(), IStar(1.0, 0, within="label"), PenaltySettings(target="input_embeddings")
+        ).loss(),
         "within='label' needs labels",
     ),
     "sentence labels for tokens": (
@@ -313,16 +315,7 @@ INVALID_CALLS = {
         lambda: shrinkage_covariance(make_classifier(), [{"input_ids": torch.ones(2, 3).long()}], within="label"),
         "within='label' needs labels",
     ),
-    "name of Sigma_S": (lambda: shrinkage_covariance(make_classifier(), [], within="class"), "within is 'class'"),
-    "config name": (lambda: IStarConfig(within="class"), r"reg\.within=class is not known"),
-    "config unbiased": (
-        lambda: IStarConfig(within="label", estimator="unbiased"), r"reg\.within=label needs reg\.estimator=shrinkage"
-    ),
-    "config auto": (lambda: IStarConfig(within="label", zeta="auto"), r"reg\.within=label needs reg\.estimator"),
-    "config points": (lambda: IStarConfig(within="label", points="labelled"), r"reg\.points=labelled one for each"),
-    "config target": (
-        lambda: IStarConfig(within="label", target="input_embeddings"), r"reg\.target=input_embeddings has no labels"
-    ),
+    "name of Sigma_S": (lambda: shrinkage_covariance(make_classifier(), [], within="class"), "within=class is not known"),
 }  # fmt: skip
 
 
@@ -340,7 +333,7 @@ def test_labels_are_counted_once_in_a_pass():
     assert first[1] == second[1] == 2
 
 
-@pytest.mark.parametrize("kind", [IStarConfig, RandomDirectionConfig])
+@pytest.mark.parametrize("kind", [PENALTIES["istar"], PENALTIES["random_direction"]])
 def test_the_setting_reaches_the_penalty(kind):
     assert kind().build().within is None
     assert kind(within="label").build().within == "label"

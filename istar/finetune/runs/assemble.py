@@ -35,13 +35,13 @@ from istar.finetune.training.trainer import (
     count_processes_to_start,
     writes_checkpoints,
 )
-from istar.hidden_states import EmbeddingWatch, Watch
+from istar.hidden_states import AttachedPenalty
 from istar.inputs import pretrained
 from istar.measures.memory import keep_freed_memory
 from istar.records import results
 from istar.records.config import Config, TrainerConfig
 from istar.records.task_specs import TaskSpec
-from istar.regularizers import IStar, special_ids
+from istar.regularizers import special_ids
 
 CHECKPOINTS_FOLDER = "checkpoints"
 
@@ -99,8 +99,8 @@ def assemble(prepared: PreparedRun, trial: str | None) -> Job:
     model = pretrained.load_model(config.model, spec, prepared.model_config, tokenizer)
     # Created before the penalty is attached, because this runs the model on a trial input.
     collate = make_collator(spec, config, tokenizer, model)
-    watch = config.reg.attach(model, special_ids(tokenizer), config.seed)
-    module = _make_module(config, spec, model, watch, data)
+    penalty = config.reg.attach(model, special_ids(tokenizer), config.seed)
+    module = _make_module(config, spec, model, penalty, data)
     data_module = FineTuningData(data.train, data.validation, data.test, collate, config.data, config.seed)
     layer_isotropy = LayerIsotropy()
     class_isotropy = ClassIsotropyCallback() if spec.kind == "classification" else None
@@ -137,19 +137,18 @@ def _make_module(
     config: Config,
     spec: TaskSpec,
     model: PreTrainedModel,
-    watch: Watch | EmbeddingWatch | None,
+    penalty: AttachedPenalty | None,
     data: PreparedData,
 ) -> FineTuner:
     options: dict[str, Any] = {
         "skip_nonfinite": config.trainer.nonfinite == "skip",
         "max_steps": config.trainer.lightning.get("max_steps"),
-        "weight_schedule": config.reg.weight_schedule(),
     }
     optim = replace(config.optim, weight_decay=config.reg.weight_decay(config.optim.weight_decay))
     if not spec.is_language_modelling:
-        return FineTuner(model, watch, optim, data.evaluators, **options)
+        return FineTuner(model, penalty, optim, data.evaluators, **options)
     options |= {"is_causal": spec.kind == "causal_lm", "restrict_head_to_labels": not config.model.compile}
-    return LanguageModelTuner(model, watch, optim, data.evaluators, **options)
+    return LanguageModelTuner(model, penalty, optim, data.evaluators, **options)
 
 
 def _make_checkpoints(
@@ -198,22 +197,17 @@ def _make_covariance_callback(
     config: Config, module: FineTuner, data_module: FineTuningData, stop_signal: StopSignal
 ) -> ShrinkageCovariance | None:
     """Return the callback that refreshes the shrinkage covariance, or None if the penalty does not need it."""
-    watch = module.watch
-    if watch is None or not isinstance(watch.penalty, IStar) or watch.penalty.weight == 0:
+    penalty = module.penalty
+    if penalty is None or not penalty.penalty.needs_shrinkage_covariance or penalty.penalty.weight == 0:
         return None
-    if not watch.penalty.needs_shrinkage_covariance:
-        return None
-    points, batch_size, progress_bar = config.reg.num_points, config.data.eval_batch_size, config.trainer.progress_bar
     return ShrinkageCovariance(
-        watch,
+        penalty,
         data_module.train,
         data_module.collate,
-        points,
-        batch_size,
+        config.data.eval_batch_size,
         config.seed,
-        progress_bar=progress_bar,
-        every_n_steps=config.reg.refresh_every_n_steps,
-        stop_signal=stop_signal,
+        config.trainer.progress_bar,
+        stop_signal,
     )
 
 
@@ -234,12 +228,12 @@ def _check_num_processes(job: Job) -> None:
 
 def _check_batch_size(job: Job) -> None:
     """Raise a `UserError` if the largest micro-batch has too few sequences for a score of the penalty."""
-    watch = job.module.watch
+    penalty = job.module.penalty
     # A row of a language model's batch may hold several documents.
-    if isinstance(watch, Watch) and not job.spec.is_language_modelling:
+    if penalty is not None and not job.spec.is_language_modelling:
         # With `sync`, the ranks compute one penalty together, so that their micro-batches count as one.
-        num_ranks = job.trainer.world_size if watch.penalty.sync else 1
-        watch.check_batch_size(min(num_ranks * job.config.data.batch_size, len(job.data.train)))
+        num_ranks = job.trainer.world_size if penalty.penalty.sync else 1
+        penalty.check_batch_size(min(num_ranks * job.config.data.batch_size, len(job.data.train)))
 
 
 def _count_batches_per_epoch(job: Job) -> int:

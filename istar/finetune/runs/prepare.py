@@ -7,8 +7,6 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from istar.finetune.runs.identify import RunIdentity
 from istar.finetune.runs.prepared_data import PreparedData, load_or_train_tokenizer, prepare_data
 from istar.inputs import pretrained
-from istar.records.config.penalties import CosRegConfig
-from istar.regularizers import layer_numbers
 
 
 @dataclass(frozen=True)
@@ -30,8 +28,6 @@ def prepare(identity: RunIdentity) -> PreparedRun:
     config, spec = identity.config, identity.spec
     tokenizer = load_or_train_tokenizer(config, spec, identity.examples, identity.data_fingerprint)
     model_config = pretrained.load_config(config.model, spec, tokenizer)
-    if isinstance(config.reg, CosRegConfig):
-        # Called only to refuse layers that the model does not have.
-        layer_numbers(model_config.num_hidden_layers, config.reg.layers)
+    config.reg.check_layers(model_config.num_hidden_layers)
     data = prepare_data(spec, config, identity.examples, tokenizer, model_config)
     return PreparedRun(identity, tokenizer, model_config, data)

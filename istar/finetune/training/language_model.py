@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from istar.finetune.tasks.language_modelling import LanguageModelEvaluator
 from istar.finetune.tasks.masking import IGNORED_LABEL
 from istar.finetune.training.module import Batch, FineTuner, inputs_with_labels, token_mask
-from istar.hidden_states import EmbeddingWatch, Watch
+from istar.hidden_states import AttachedPenalty
 from istar.measures.processes import sum_over_processes, world_size
 from istar.records.config import OptimConfig
 
@@ -34,7 +34,7 @@ class LanguageModelTuner(FineTuner):
     def __init__(
         self,
         model: PreTrainedModel,
-        watch: Watch | EmbeddingWatch | None,
+        penalty: AttachedPenalty | None,
         optim: OptimConfig,
         evaluators: Mapping[str, LanguageModelEvaluator],
         *,
@@ -42,10 +42,10 @@ class LanguageModelTuner(FineTuner):
         restrict_head_to_labels: bool = True,
         **options: Any,
     ) -> None:
-        super().__init__(model, watch, optim, evaluators, **options)
+        super().__init__(model, penalty, optim, evaluators, **options)
         self.is_causal = is_causal
         # The points of a penalty may depend on the labels, which its hooks read from the call of the model.
-        self._model_takes_labels = isinstance(watch, Watch) and watch.points.need_labels
+        self._model_takes_labels = penalty is not None and penalty.needs_token_labels
         self.restrict_head_to_labels = restrict_head_to_labels and not is_causal and not self._model_takes_labels
 
     def task_loss(self, batch: Batch) -> Tensor:

@@ -1,7 +1,7 @@
 """The LightningModule for fine-tuning with a penalty on the hidden states."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import lightning as L
@@ -16,12 +16,10 @@ from transformers import PreTrainedModel, get_scheduler
 from istar.errors import UserError
 from istar.finetune.tasks.evaluation import Evaluation
 from istar.finetune.training.nonfinite import StepGuard
-from istar.hidden_states import EmbeddingWatch, Watch
+from istar.hidden_states import AttachedPenalty
 from istar.hidden_states.model_layers import ReturnedStates
 from istar.measures.processes import sum_over_processes, world_size
 from istar.records.config import OptimConfig
-from istar.regularizers import IStar
-from istar.regularizers.undefined import UndefinedCount
 
 Batch = dict[str, Tensor]
 Outputs = dict[int, np.ndarray]
@@ -35,14 +33,12 @@ class FineTuner(L.LightningModule):
 
     Args:
         model: sequence classification or question answering model.
-        watch: penalty attached to the model, from `istar.attach`; None trains on the task loss alone.
+        penalty: penalty attached to the model, from `istar.attach`; None trains on the task loss alone.
         optim: settings of AdamW and of the learning rate schedule.
         evaluators: evaluator of each validation set, by the suffix of its metrics' names (`""` for the first).
         skip_nonfinite: skip optimizer steps whose gradient is not finite instead of stopping the training.
         max_steps: number of optimizer steps after which training stops, on which the schedules then depend; None for
             no limit besides the epochs.
-        weight_schedule: function that returns the penalty's weight lambda, given the number of completed optimizer
-            steps and their total number; None keeps the weight constant.
 
     Attributes:
         evaluations: metrics and predictions of the latest validation, by the metric suffix of the validation set.
@@ -52,21 +48,19 @@ class FineTuner(L.LightningModule):
     def __init__(
         self,
         model: PreTrainedModel,
-        watch: Watch | EmbeddingWatch | None,
+        penalty: AttachedPenalty | None,
         optim: OptimConfig,
         evaluators: Mapping[str, Any],
         skip_nonfinite: bool = False,
         max_steps: int | None = None,
-        weight_schedule: Callable[[int, int], float] | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self._returned_states = ReturnedStates(model)
         # The penalty is not a submodule: DDP would overwrite the buffers that differ between processes without sync.
-        self.watch = watch
+        self.penalty = penalty
         self.optim = optim
         self.max_steps = max_steps
-        self.weight_schedule = weight_schedule
         self.evaluators = dict(evaluators)
         self.step_guard = StepGuard(skip_nonfinite)
         self._total_steps = 0
@@ -85,18 +79,16 @@ class FineTuner(L.LightningModule):
         loss = self.task_loss(batch)
         logged_metrics = {"train/task_loss": loss.detach()}
         self.step_guard.record("task loss", loss)
-        if self.watch is not None and self.weight_schedule is not None:
-            weight = self.watch.penalty.weight
-            logged_metrics["train/lambda"] = torch.tensor(weight, dtype=torch.float64, device=loss.device)
-        if self.watch is not None and self.watch.penalty.weight != 0:
-            penalty = self.watch.loss()
-            self.step_guard.record("penalty", penalty)
-            loss = loss + penalty.to(loss.dtype)
-            terms = self.watch.penalty.last
-            if terms is not None:
-                term_by_name = terms.named(self.watch.penalty.measure)
-                logged_metrics |= {"train/penalty": penalty.detach(), "train/points": terms.points}
-                logged_metrics |= {f"train/{name}": term for name, term in term_by_name.items()}
+        if self.penalty is not None:
+            weight = self.penalty.penalty.weight
+            if self.penalty.settings.has_schedule:
+                logged_metrics["train/lambda"] = torch.tensor(weight, dtype=torch.float64, device=loss.device)
+            # With weight 0, the loss is bit for bit that without a penalty.
+            if weight != 0:
+                weighted_penalty = self.penalty.loss()
+                self.step_guard.record("penalty", weighted_penalty)
+                loss = loss + weighted_penalty.to(loss.dtype)
+                logged_metrics |= {f"train/{name}": term for name, term in self.penalty.terms().items()}
         self._micro_batches.append({"train/loss": loss.detach(), **logged_metrics})
         return loss
 
@@ -122,8 +114,8 @@ class FineTuner(L.LightningModule):
         elif gradient_clip_val is not None:
             clip_grads_with_norm_(parameters, gradient_clip_val, gradient_norm)
         step_metrics = {"train/grad_norm": gradient_norm, "train/lr": optimizer.param_groups[0]["lr"]}
-        if self.watch is not None and self.watch.penalty.undefined.seen > 0:
-            step_metrics["train/undefined"] = self.watch.penalty.undefined.total
+        if self.penalty is not None and self.penalty.penalty.undefined.seen > 0:
+            step_metrics["train/undefined"] = self.penalty.penalty.undefined.total
         self._log_step(step_metrics)
 
     def _log_step(self, step_metrics: Mapping[str, Any]) -> None:
@@ -139,47 +131,28 @@ class FineTuner(L.LightningModule):
             self.log("loss", torch.tensor(value_by_name["train/loss"]), prog_bar=True, logger=False)
 
     def on_train_start(self) -> None:
-        """Discard the losses and metrics that were recorded for an unfinished step."""
+        """Discard the losses and metrics of an unfinished step, and move a restored penalty to the device."""
         self.step_guard.reset()
         self._micro_batches = []
+        if self.penalty is not None:
+            self.penalty.penalty.to(self.device)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Set the penalty's weight for this optimizer step."""
-        if self.watch is not None and self.weight_schedule is not None:
-            self.watch.penalty.weight = self.weight_schedule(self.trainer.global_step, self._total_steps)
-
-    @property
-    def _saves_penalty(self) -> bool:
-        """Whether the penalty has a state that the callback `ShrinkageCovariance` does not save."""
-        if self.watch is None or not self.watch.penalty.state_dict():
-            return False
-        penalty = self.watch.penalty
-        return not (isinstance(penalty, IStar) and penalty.needs_shrinkage_covariance)
+        if self.penalty is not None:
+            self.penalty.set_weight(self.trainer.global_step, self._total_steps)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the penalty's state and the counts of skipped steps and of penalties without a score to a checkpoint."""
+        """Add the state of the penalty and the number of skipped steps to a checkpoint."""
         checkpoint["skipped_steps"] = self.step_guard.num_skipped
-        if self.watch is not None:
-            checkpoint["undefined_penalties"] = int(self.watch.penalty.undefined.total)
-        if isinstance(self.watch, EmbeddingWatch):
-            checkpoint["embedding_rows"] = self.watch.state_dict()
-        if self._saves_penalty:
-            assert self.watch is not None
-            penalty = self.watch.penalty
-            state = {name: value.cpu() for name, value in penalty.state_dict().items()}
-            checkpoint["penalties"] = [state] if penalty.sync else all_gather_object(state)
+        if self.penalty is not None:
+            checkpoint["penalty"] = self.penalty.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the penalty's state and the number of skipped steps; refuse skipped steps unless they are allowed."""
-        if isinstance(self.watch, EmbeddingWatch):
-            self.watch.load_state_dict(checkpoint["embedding_rows"])
-        if self._saves_penalty:
-            assert self.watch is not None
-            states = checkpoint["penalties"]
-            self.watch.penalty.load_state_dict(states[self.global_rank if len(states) > 1 else 0])
+        """Restore the penalty and the number of skipped steps; refuse skipped steps unless they are allowed."""
+        if self.penalty is not None:
+            self.penalty.load_state_dict(checkpoint["penalty"])
         self.step_guard.num_skipped = checkpoint["skipped_steps"]
-        if self.watch is not None:
-            self.watch.penalty.undefined = UndefinedCount(checkpoint["undefined_penalties"])
         if self.step_guard.num_skipped and not self.step_guard.skip_nonfinite:
             raise UserError(
                 f"the interrupted run has skipped {self.step_guard.num_skipped} steps; trainer.nonfinite=skip goes on "

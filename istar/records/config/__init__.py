@@ -13,17 +13,17 @@ from istar.records.config.groups import (
     TrainerConfig,
     WandbConfig,
 )
-from istar.records.config.penalties import CosRegConfig, IStarConfig, NoRegConfig
+from istar.records.config.penalties import PENALTIES, NoRegConfig, PenaltyConfig
 
 __all__ = [
+    "PENALTIES",
     "Config",
-    "CosRegConfig",
     "DataConfig",
-    "IStarConfig",
     "LoggerConfig",
     "ModelConfig",
     "NoRegConfig",
     "OptimConfig",
+    "PenaltyConfig",
     "RunConfig",
     "SweepConfig",
     "TaskConfig",

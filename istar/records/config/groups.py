@@ -11,8 +11,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from istar.errors import UserError
-from istar.records.config.checks import check_at_least, check_one_of
+from istar.errors import UserError, check_at_least, check_one_of
 from istar.records.config.trainer_arguments import check_trainer_arguments
 
 FURTHER_KEYS = {"further_keys": True}

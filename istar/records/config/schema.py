@@ -18,8 +18,7 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import AnyNode, BooleanNode, DictConfig, FloatNode, IntegerNode, OmegaConf, StringNode
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from istar.errors import UserError, did_you_mean
-from istar.records.config.checks import check_one_of
+from istar.errors import UserError, check_one_of, did_you_mean
 from istar.records.config.groups import Config, LoggerConfig, SweepConfig, TensorBoardConfig, WandbConfig
 from istar.records.config.penalties import PENALTIES
 from istar.records.task_specs import TASKS

@@ -12,7 +12,7 @@ from istar.finetune.tasks.evaluation import Evaluator
 from istar.finetune.tasks.features import Collator, FeatureRows, featurize
 from istar.finetune.tasks.loading import load_splits
 from istar.finetune.training import FineTuner, FineTuningData
-from istar.hidden_states import attach
+from istar.hidden_states import HiddenStatePenalty, PenaltySettings
 from istar.inputs import demo, tiny
 from istar.records.config import DataConfig, OptimConfig
 from istar.records.task_specs import TASKS
@@ -31,8 +31,9 @@ class Setting:
     def module(self, regularizer=None, skip_nonfinite=False, **optim) -> FineTuner:
         optim = OptimConfig(**({"lr": 1e-3} | optim))
         model = copy.deepcopy(self.model)
-        watch = None if regularizer is None else attach(model, regularizer)
-        return FineTuner(model, watch, optim, self.evaluators, skip_nonfinite)
+        settings = PenaltySettings(num_points=5_000)
+        penalty = None if regularizer is None else HiddenStatePenalty(model, regularizer, settings)
+        return FineTuner(model, penalty, optim, self.evaluators, skip_nonfinite)
 
     def data(self, batch_size=8, seed=3, **settings) -> FineTuningData:
         config = DataConfig(batch_size=batch_size, eval_batch_size=16, **settings)

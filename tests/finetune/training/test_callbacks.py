@@ -1,6 +1,7 @@
 """The callbacks that compute the shrinkage covariance and the isotropy per layer, and record the epochs."""
 
 import logging
+from dataclasses import replace
 from typing import ClassVar
 
 import lightning as L
@@ -21,8 +22,9 @@ from tests.oracles import algorithm_1
 
 
 def make_shrinkage_callback(setting, module, num_points=2_000, batch_size=16, seed=3):
+    module.penalty.settings = replace(module.penalty.settings, num_points=num_points)
     return ShrinkageCovariance(
-        module.watch, FeatureRows(setting.train), setting.collate, num_points, batch_size, seed, progress_bar=False
+        module.penalty, FeatureRows(setting.train), setting.collate, batch_size, seed, progress_bar=False
     )
 
 
@@ -41,7 +43,7 @@ def test_the_covariance_is_that_of_the_sample_without_padding(setting, harness, 
     module = setting.module(IStar(-1.0, 0.4, layers=layers))
     callback = make_shrinkage_callback(setting, module)
     layer_ids = {"all": [1, 2], "last": [2], "with_embeddings": [0, 1, 2]}.get(str(layers), layers)
-    sample = callback.sample_examples(len(layer_ids), epoch=0)
+    sample = callback.sample_examples(epoch=0)
     states_by_example = compute_states_by_example(setting, module, [setting.train[row] for row in sample])
     points = torch.cat(
         [hidden_states[layer].flatten(0, 1) for hidden_states in states_by_example for layer in layer_ids]
@@ -49,15 +51,15 @@ def test_the_covariance_is_that_of_the_sample_without_padding(setting, harness, 
     trainer = harness.trainer(callback)
     trainer.strategy.connect(module)
     assert callback.refresh(trainer, sample) == len(points)
-    covariance = module.watch.penalty.shrinkage_covariance
+    covariance = module.penalty.penalty.shrinkage_covariance
     torch.testing.assert_close(covariance.double(), torch.cov(points.double().T), rtol=1e-4, atol=1e-6)
 
 
 def test_the_sample_holds_the_points_asked_for_and_no_example_more(setting):
-    module = setting.module(IStar(-1.0, 0.4))
     example_lengths = torch.tensor(setting.train["length"][:])
-    for num_layers in (1, 2, 12):
-        sample = make_shrinkage_callback(setting, module, num_points=3_000).sample_examples(num_layers, epoch=0)
+    for num_layers, layers in ((1, "last"), (2, "all"), (3, "with_embeddings")):
+        module = setting.module(IStar(-1.0, 0.4, layers=layers))
+        sample = make_shrinkage_callback(setting, module, num_points=3_000).sample_examples(epoch=0)
         num_points = int(example_lengths[sample].sum()) * num_layers
         assert 3_000 <= num_points < 3_000 + int(example_lengths.max()) * num_layers
         assert len(set(sample)) == len(sample)
@@ -66,11 +68,11 @@ def test_the_sample_holds_the_points_asked_for_and_no_example_more(setting):
 def test_the_sample_is_seeded_and_new_in_every_epoch(setting):
     module = setting.module(IStar(-1.0, 0.4))
     samples = [
-        sorted(make_shrinkage_callback(setting, module, seed=seed).sample_examples(2, epoch))
+        sorted(make_shrinkage_callback(setting, module, seed=seed).sample_examples(epoch))
         for seed in (1, 2)
         for epoch in (0, 1)
     ]
-    assert samples[0] == sorted(make_shrinkage_callback(setting, module, seed=1).sample_examples(2, 0))
+    assert samples[0] == sorted(make_shrinkage_callback(setting, module, seed=1).sample_examples(0))
     assert all(a != b for i, a in enumerate(samples) for b in samples[i + 1 :])
 
 
@@ -78,7 +80,7 @@ def test_fewer_points_than_asked_for_are_all_used_and_said_once(setting, caplog)
     callback = make_shrinkage_callback(setting, setting.module(IStar(-1.0, 0.4)), num_points=10**9)
     with caplog.at_level(logging.WARNING):
         for epoch in range(3):
-            assert len(callback.sample_examples(2, epoch)) == len(setting.train)
+            assert len(callback.sample_examples(epoch)) == len(setting.train)
     assert len(warnings_in(caplog)) == 1
     assert "fewer than reg.num_points=1000000000" in caplog.text
 
@@ -88,7 +90,7 @@ def test_it_is_refreshed_before_training_and_in_every_epoch(setting, harness):
 
     class CovarianceRecorder(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            covariances.append(pl_module.watch.penalty.shrinkage_covariance.clone())
+            covariances.append(pl_module.penalty.penalty.shrinkage_covariance.clone())
 
     module = setting.module(IStar(-1.0, 0.4))
     callback = make_shrinkage_callback(setting, module)
@@ -108,11 +110,11 @@ def test_it_is_refreshed_every_n_steps_besides_and_once_for_each(setting, harnes
 
     class CovarianceRecorder(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            covariances.append(pl_module.watch.penalty.shrinkage_covariance.clone())
+            covariances.append(pl_module.penalty.penalty.shrinkage_covariance.clone())
 
     module = setting.module(IStar(-1.0, 0.4))
     callback = make_shrinkage_callback(setting, module)
-    callback.every_n_steps = 2
+    module.penalty.settings = replace(module.penalty.settings, refresh_every_n_steps=2)
     settings = {"limit_train_batches": 3 * accumulate, "accumulate_grad_batches": accumulate}
     harness.trainer(callback, CovarianceRecorder(), max_epochs=3, **settings).fit(module, datamodule=setting.data())
     refresh_steps = [
@@ -124,17 +126,17 @@ def test_it_is_refreshed_every_n_steps_besides_and_once_for_each(setting, harnes
 
 def test_the_sample_of_a_step_is_another_one_and_a_function_of_seed_epoch_and_step(setting):
     callback = make_shrinkage_callback(setting, setting.module(IStar(-1.0, 0.4)), seed=2**32 - 1)
-    samples = [sorted(callback.sample_examples(2, epoch, step)) for epoch in (0, 1) for step in (0, 4, 5)]
+    samples = [sorted(callback.sample_examples(epoch, step)) for epoch in (0, 1) for step in (0, 4, 5)]
     assert all(a != b for i, a in enumerate(samples) for b in samples[i + 1 :])
-    assert sorted(callback.sample_examples(2, 1, 4)) == samples[4]
+    assert sorted(callback.sample_examples(1, 4)) == samples[4]
 
 
 def test_sigma_s_of_a_part_of_the_tokens_takes_batches_until_it_has_the_points(setting, harness):
     special_ids = (2, 3)
     module = setting.module(IStar(-1.0, 0.4))
-    module.watch = attach(module.model, module.watch.penalty, points=Points("content", special_ids=special_ids))
+    module.penalty = attach(module.model, module.penalty.penalty, points=Points("content", special_ids=special_ids))
     callback = make_shrinkage_callback(setting, module, num_points=600, batch_size=4)
-    example_order = callback.sample_examples(2, epoch=0)
+    example_order = callback.sample_examples(epoch=0)
     assert sorted(example_order) == list(range(len(setting.train)))
     points, num_read = [], 0
     while 2 * len(points) < 600:
@@ -152,7 +154,7 @@ def test_sigma_s_of_a_part_of_the_tokens_takes_batches_until_it_has_the_points(s
     trainer = harness.trainer(callback)
     trainer.strategy.connect(module)
     assert callback.refresh(trainer, example_order) == 2 * len(points)
-    covariance = module.watch.penalty.shrinkage_covariance
+    covariance = module.penalty.penalty.shrinkage_covariance
     torch.testing.assert_close(covariance.double(), torch.cov(torch.cat(points).double().T), rtol=1e-4, atol=1e-6)
 
 
@@ -163,7 +165,7 @@ def test_a_refresh_changes_neither_random_numbers_nor_weights_nor_modes(setting,
     trainer.strategy.connect(module)
     weights_before = {name: value.clone() for name, value in module.state_dict().items()}
     random_state = torch.get_rng_state()
-    callback.refresh(trainer, callback.sample_examples(2, 0))
+    callback.refresh(trainer, callback.sample_examples(0))
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(torch.equal(value, weights_before[name]) for name, value in module.state_dict().items())
     assert module.training
@@ -178,10 +180,8 @@ def test_the_covariance_is_part_of_the_checkpoint_and_comes_back(setting, harnes
     trainer.save_checkpoint(tmp_path / "state.ckpt")
     checkpoint = torch.load(tmp_path / "state.ckpt", weights_only=True)
     resumed_module = setting.module(IStar(-1.0, 0.4))
-    resumed_callback = make_shrinkage_callback(setting, resumed_module)
-    resumed_callback.load_state_dict(checkpoint["callbacks"][resumed_callback.state_key])
-    resumed_callback.on_train_start(trainer, module)
-    assert torch.equal(resumed_module.watch.penalty.shrinkage_covariance, module.watch.penalty.shrinkage_covariance)
+    resumed_module.on_load_checkpoint(checkpoint)
+    assert torch.equal(resumed_module.penalty.penalty.shrinkage_covariance, module.penalty.penalty.shrinkage_covariance)
 
 
 @pytest.mark.parametrize("eval_batch_size", [1, 7, 40])

@@ -81,7 +81,7 @@ def test_a_step_that_breaks_stops_before_the_weights(setting, harness, cause, re
         assert_close(value, expected_module.model.state_dict()[name], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("regularizer", [IStar(-1.0, 0.0), CosReg(1.0, "all")], ids=["istar", "cosreg"])
+@pytest.mark.parametrize("regularizer", [IStar(-1.0, 0.0), CosReg(1.0, layers="all")], ids=["istar", "cosreg"])
 def test_a_penalty_that_breaks_is_told_as_such(setting, harness, regularizer):
     penalty = copy.deepcopy(regularizer)
     original = penalty.combine

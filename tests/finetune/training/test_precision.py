@@ -69,7 +69,7 @@ def test_istar_is_the_score_of_the_states_in_full(setting, harness, device, prec
     recorder = PenaltyRecorder(penalty)
     module = setting.module(penalty)
     callback = ShrinkageCovariance(
-        module.watch, FeatureRows(setting.train), setting.collate, 2_000, 16, seed=3, progress_bar=False
+        module.penalty, FeatureRows(setting.train), setting.collate, 16, seed=3, progress_bar=False
     )
     train(setting, harness, module, device, precision, callback)
     shrinkage_covariance = penalty.shrinkage_covariance
@@ -124,7 +124,7 @@ def test_states_of_large_mean_and_scale(setting, harness, regularizer, device, p
     if isinstance(penalty, IStar):
         callbacks = [
             ShrinkageCovariance(
-                module.watch, FeatureRows(setting.train), setting.collate, 2_000, 16, seed=3, progress_bar=False
+                module.penalty, FeatureRows(setting.train), setting.collate, 16, seed=3, progress_bar=False
             )
         ]
     first_norm, last_norm = (module.model.base_model.encoder.layer[layer].output.LayerNorm for layer in (0, 1))

@@ -18,7 +18,7 @@ from istar.finetune.tasks.evaluation import Evaluator
 from istar.finetune.tasks.features import Collator, FeatureRows, featurize
 from istar.finetune.tasks.loading import load_splits
 from istar.finetune.training import FineTuner, FineTuningData, LayerIsotropy, ShrinkageCovariance
-from istar.hidden_states import attach
+from istar.hidden_states import HiddenStatePenalty, PenaltySettings, attach
 from istar.inputs import pretrained
 from istar.records.config import DataConfig, ModelConfig, OptimConfig
 from istar.records.task_specs import TASKS
@@ -76,7 +76,7 @@ class RecordingShrinkage(ShrinkageCovariance):
 
     def refresh(self, *args):
         points = super().refresh(*args)
-        self.covariances.append(self.watch.penalty.shrinkage_covariance)
+        self.covariances.append(self.penalty.penalty.shrinkage_covariance)
         return points
 
 
@@ -140,16 +140,17 @@ def train(name, world_size):
     penalty, sync, accumulate = CASES[name]
     setup, regularizer = make_setup("demo"), PENALTIES[penalty](sync)
     model = copy.deepcopy(setup.model)
-    watch = None if regularizer is None else attach(model, regularizer)
+    settings = PenaltySettings(num_points=5_000)
+    penalized = None if regularizer is None else HiddenStatePenalty(model, regularizer, settings)
     skip_nonfinite = name.endswith("skipped")
     module = (SgdWithNanLoss if skip_nonfinite else Sgd)(
-        model, watch, OptimConfig(lr=0.02), setup.evaluators, skip_nonfinite=skip_nonfinite
+        model, penalized, OptimConfig(lr=0.02), setup.evaluators, skip_nonfinite=skip_nonfinite
     )
     start = parameters_to_vector(module.parameters()).detach().clone()
     callbacks = []
     if penalty == "istar":
         callbacks = [
-            RecordingShrinkage(watch, FeatureRows(setup.train), setup.collate, 5_000, 8, seed=3, progress_bar=False)
+            RecordingShrinkage(penalized, FeatureRows(setup.train), setup.collate, 8, seed=3, progress_bar=False)
         ]
     with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
         recorder = BatchRecorder(all_reduce)
@@ -175,14 +176,9 @@ def train(name, world_size):
 def restore_covariance(callback, setup, sync):
     """Return the Sigma_S of a new run that resumes from this run's checkpoint."""
     model = copy.deepcopy(setup.model)
-    watch = attach(model, IStar(-1.0, 0.4, sync=sync))
-    resumed_callback = RecordingShrinkage(
-        watch, FeatureRows(setup.train), setup.collate, 5_000, 8, seed=3, progress_bar=False
-    )
-    resumed_callback.load_state_dict(callback.state_dict())
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    resumed_callback.on_train_start(SimpleNamespace(global_rank=rank), SimpleNamespace(device=torch.device("cpu")))
-    return watch.penalty.shrinkage_covariance
+    resumed = attach(model, IStar(-1.0, 0.4, sync=sync))
+    resumed.load_state_dict(callback.penalty.state_dict())
+    return resumed.penalty.shrinkage_covariance
 
 
 def validate(name, world_size):

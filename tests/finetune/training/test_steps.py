@@ -63,9 +63,9 @@ def test_twenty_steps_of_the_paper_code_preset_equal_algorithm_1_by_hand(setting
     regularizer = IStar(weight, zeta, include_padding=True, sync=False)
     module, recorder = setting.module(regularizer), harness.Losses()
     callback = ShrinkageCovariance(
-        module.watch, FeatureRows(setting.train), setting.collate, 5_000, 16, seed=3, progress_bar=False
+        module.penalty, FeatureRows(setting.train), setting.collate, 16, seed=3, progress_bar=False
     )
-    sample = callback.sample_examples(num_layers=2, epoch=0)
+    sample = callback.sample_examples(epoch=0)
     L.seed_everything(5, verbose=False)
     harness.trainer(recorder, callback, limit_train_batches=STEPS, gradient_clip_val=1.0).fit(
         module, datamodule=setting.data()
@@ -138,7 +138,7 @@ def test_dropout_is_on_in_training_steps(setting, harness):
 
     module = setting.module(IStar(-1.0, 0.4))
     callback = ShrinkageCovariance(
-        module.watch, FeatureRows(setting.train), setting.collate, 1_000, 16, seed=0, progress_bar=False
+        module.penalty, FeatureRows(setting.train), setting.collate, 16, seed=0, progress_bar=False
     )
     harness.trainer(ModeRecorder(), callback, limit_train_batches=3).fit(module, datamodule=setting.data())
     assert training_modes == [True] * 3

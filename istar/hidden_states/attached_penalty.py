@@ -1,0 +1,156 @@
+"""A penalty that is attached to a model: the one interface through which all trainers use it."""
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from istar.errors import UserError
+from istar.hidden_states.settings import NUM_POINTS, PenaltySettings
+from istar.measures.processes import world_size
+from istar.regularizers.base import Penalty
+from istar.regularizers.undefined import UndefinedCount
+
+
+class AttachedPenalty(ABC):
+    """A penalty that is attached to a model.
+
+    A trainer calls `set_weight` and `refresh_if_due` before each optimizer step, adds `loss` to the task loss of each
+    micro-batch, logs `terms`, puts `state_dict` into its checkpoints, and calls `remove` at the end. It can be used as
+    a context manager that calls `remove`.
+
+    Attributes:
+        penalty: the penalty; its attribute `last` holds the terms of the latest `loss()`.
+        settings: what is penalized, lambda's schedule, and when Sigma_S is computed.
+    """
+
+    needs_token_labels = False
+    """Whether the points depend on the labels of the tokens, which the model must then get."""
+
+    def __init__(self, penalty: Penalty, settings: PenaltySettings) -> None:
+        self.penalty = penalty
+        self.settings = settings
+        self._largest_weight = penalty.weight
+        self._last_refresh_step: int | None = None
+        self._has_warned = False
+
+    @property
+    @abstractmethod
+    def num_layers(self) -> int:
+        """Number of layers, or of other point clouds of the same size, whose union is penalized in a pass."""
+
+    @abstractmethod
+    def loss(self) -> Tensor:
+        """Compute the weighted penalty, a 0-d tensor, to be added to the task loss of a micro-batch."""
+
+    def refresh(self, loader: Iterable[Any], num_points: int | None = NUM_POINTS, momentum: float = 0.0) -> int:
+        """Compute Sigma_S from batches of data, if the penalty needs it; return the number of points used."""
+        return 0
+
+    def claim_refresh(self, step: int, is_epoch_start: bool) -> bool:
+        """Return whether Sigma_S must be computed before an optimizer step; true only once for each step.
+
+        Args:
+            step: number of completed optimizer steps.
+            is_epoch_start: whether the step is the first one of an epoch.
+        """
+        settings, penalty = self.settings, self.penalty
+        is_penalized = penalty.weight != 0 or settings.has_schedule
+        if not (settings.refresh and penalty.needs_shrinkage_covariance and is_penalized):
+            return False
+        interval = settings.refresh_every_n_steps
+        is_due = is_epoch_start or penalty.shrinkage_covariance is None
+        is_due |= interval is not None and step % interval == 0
+        if not is_due or step == self._last_refresh_step:
+            return False
+        self._last_refresh_step = step
+        return True
+
+    def refresh_if_due(self, step: int, is_epoch_start: bool, batches: Iterable[Any]) -> None:
+        """Compute Sigma_S from batches in random order if it is due; otherwise, the batches are not touched."""
+        if self.claim_refresh(step, is_epoch_start):
+            self.refresh(batches, self.settings.num_points, self.settings.momentum)
+
+    def set_weight(self, step: int, num_steps: int) -> None:
+        """Set lambda for the optimizer step after `step` of `num_steps`, if it has a schedule."""
+        if self.settings.has_schedule:
+            self.penalty.weight = self.settings.weight_at(step, num_steps, self._largest_weight)
+
+    def terms(self) -> dict[str, Tensor]:
+        """Return what to log of the latest loss, 0-d each: `penalty` (weighted), the score under its name, and so on.
+
+        Empty if there was no loss, or lambda is 0.
+        """
+        terms = self.penalty.last
+        if terms is None or self.penalty.weight == 0:
+            return {}
+        return {"penalty": self.penalty.factor * terms.value, **terms.named(self.penalty.measure)}
+
+    def check_batch_size(self, num_sequences: int) -> None:  # noqa: B027
+        """Raise `UserError` if no micro-batch of this number of sequences can have a score; by default, all can."""
+
+    def remove(self) -> None:
+        """Detach the penalty from the model, and set the weight back that a schedule has changed."""
+        self.penalty.weight = self._largest_weight if self.settings.has_schedule else self.penalty.weight
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state to resume from exactly, for checkpoints: tensors on the CPU.
+
+        The keys are `process<rank>.<name>`. If all processes have the same state, it is that of process 0; otherwise
+        all processes must call this method together.
+        """
+        state = {f"penalty.{name}": value for name, value in self.penalty.state_dict().items()}
+        state |= {"undefined": self.penalty.undefined.total, **self._sampler_state()}
+        state = {name: value.detach().cpu().clone() for name, value in state.items()}
+        states: list[Any] = [state]
+        if world_size() > 1 and self._has_state_per_process:
+            states = [None] * world_size()
+            dist.all_gather_object(states, state)
+        return {f"process{rank}.{name}": value for rank, saved in enumerate(states) for name, value in saved.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            UserError: if the processes had different states, and their number has changed.
+        """
+        num_states = len({name.partition(".")[0] for name in state})
+        if num_states not in (1, world_size()):
+            raise UserError(
+                f"the checkpoint holds a penalty's state for each of {num_states} processes; expected {world_size()}: "
+                "resume with as many processes as before"
+            )
+        prefix = f"process{dist.get_rank() if num_states > 1 else 0}."
+        own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        self.penalty.undefined = UndefinedCount(int(own.pop("undefined")))
+        penalty_names = [name for name in own if name.startswith("penalty.")]
+        self.penalty.load_state_dict({name.removeprefix("penalty."): own.pop(name) for name in penalty_names})
+        self._load_sampler_state(own)
+
+    @property
+    def _has_state_per_process(self) -> bool:
+        """Whether the state differs between processes."""
+        return not self.penalty.sync or self.penalty.group is not None
+
+    def _sampler_state(self) -> dict[str, Tensor]:
+        """Return the state of random numbers that the penalty draws, by default none."""
+        return {}
+
+    def _load_sampler_state(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027
+        """Restore what `_sampler_state` returned."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    def _warn_if_no_gradient(self, loss: Tensor, reason: str) -> None:
+        """Warn once if a penalty has no gradient although gradients are enabled, at the line that called `loss`."""
+        if torch.is_grad_enabled() and not loss.requires_grad and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"the penalty has no gradient: {reason}", UserWarning, stacklevel=3)

@@ -1,0 +1,178 @@
+r"""Estimators of IsoScore from one point cloud, for `IStar`: the paper's IsoScore\*, and the unbiased score.
+
+`istar.regularizers.by_sentence` and `istar.regularizers.within_classes` have the same interface. An estimator computes
+the score in two steps. First, each layer is reduced to sums over its points, such as the mean and the scatter matrix by
+`istar.measures.moments.mean_and_scatter`, an autograd function whose backward pass is one matrix product. Second, the
+sums of the layers are merged and scored by ordinary autograd operations on a few matrices `(d, d)`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from istar.errors import UserError
+from istar.measures.isoscore import (
+    covariance_or_nan,
+    unchecked_isoscore,
+    unchecked_isoscore_unbiased,
+    unchecked_shrinkage_intensity,
+)
+from istar.measures.moments import BatchMoments, Moments, fourth_moments, mean_and_scatter, merge_moments
+from istar.regularizers.points import Tokens
+from istar.regularizers.undefined import is_rounding
+
+
+class Estimate(NamedTuple):
+    """The score of the union of summarized layers; see `istar.regularizers.base.Terms` for the attributes."""
+
+    score: Tensor
+    points: Tensor
+    sums: tuple[Tensor, ...]
+    zeta: Tensor | None = None
+
+
+class Estimator(ABC):
+    """Estimates IsoScore from sums over the points of each layer."""
+
+    measure: str
+    """Name of the score in logs."""
+    min_points = 2
+    """Smallest number of points that can have a score."""
+    min_sequences = 1
+    """Smallest number of sequences that can have a score."""
+    may_exceed_1 = False
+    """Whether the score can be above 1."""
+
+    @abstractmethod
+    def summarize(self, hidden_state: Tensor, indices: Tensor | None, tokens: Tokens) -> Any:
+        """Reduce the hidden state of a layer to sums over its points.
+
+        Args:
+            hidden_state: `(batch, tokens, d)` or `(n, d)`.
+            indices: rows of the hidden state, flattened to `(n, d)`, that are points; None for all rows.
+            tokens: the tokens of the forward pass.
+        """
+
+    @abstractmethod
+    def estimate(
+        self, summaries: Sequence[Any], shrinkage: Tensor | None, sync: bool, group: dist.ProcessGroup | None
+    ) -> Estimate:
+        """Estimate the score of the union of summarized layers; NaN if the points have none.
+
+        Args:
+            summaries: results of `summarize`.
+            shrinkage: Sigma_S, `(d, d)`; None for estimators that do not use it.
+            sync: estimate one score from the points of all processes.
+            group: process group for `sync`; None is the default group.
+        """
+
+
+class ShrinkageEstimator(Estimator):
+    r"""IsoScore\* of the paper, Algorithm 1: the covariance S is (1 - zeta) Cov(X) + zeta Sigma_S.
+
+    Args:
+        zeta: weight of Sigma_S from 0 to 1.
+        matmul_dtype: dtype of the factors in the products with the points; None for the points' own, at least float32.
+    """
+
+    measure = "isoscore_star"
+
+    def __init__(self, zeta: float, matmul_dtype: torch.dtype | None) -> None:
+        self.zeta = zeta
+        self.matmul_dtype = matmul_dtype
+
+    def summarize(self, hidden_state: Tensor, indices: Tensor | None, tokens: Tokens) -> Any:
+        """Return the count, mean and scatter matrix of the points."""
+        return mean_and_scatter(hidden_state.flatten(0, -2), matmul_dtype=self.matmul_dtype, indices=indices)
+
+    def estimate(
+        self, summaries: Sequence[Any], shrinkage: Tensor | None, sync: bool, group: dist.ProcessGroup | None
+    ) -> Estimate:
+        """Estimate IsoScore\\* of the union of the layers."""
+        moments = merge_layers(summaries, sync, group)
+        score = self.score_covariance(covariance_or_nan(moments), has_variance(moments), shrinkage)
+        return Estimate(score.to(summaries[0].scatter.dtype), moments.count, (moments.scatter,))
+
+    def score_covariance(self, covariance: Tensor, has_variance: Tensor, shrinkage: Tensor | None) -> Tensor:
+        """Return the score of a covariance after shrinkage; without shrinkage, NaN if there is no variance."""
+        if shrinkage is None:
+            return torch.where(has_variance, unchecked_isoscore(covariance), torch.nan)
+        shrinkage = convert_shrinkage(shrinkage, covariance)
+        return unchecked_isoscore((1 - self.zeta) * covariance + self.zeta * shrinkage)
+
+
+class AutomaticShrinkageEstimator(Estimator):
+    r"""IsoScore\* with a zeta that is estimated from each batch by `istar.measures.shrinkage_intensity`.
+
+    Zeta is a constant in the gradient.
+    """
+
+    measure = "isoscore_star"
+
+    def summarize(self, hidden_state: Tensor, indices: Tensor | None, tokens: Tokens) -> BatchMoments:
+        """Return the count, mean, scatter matrix and fourth moment of the points."""
+        return fourth_moments(hidden_state.flatten(0, -2), indices=indices)
+
+    def estimate(
+        self, summaries: Sequence[BatchMoments], shrinkage: Tensor | None, sync: bool, group: dist.ProcessGroup | None
+    ) -> Estimate:
+        """Estimate zeta and IsoScore\\* of the union of the layers."""
+        moments: Any = merge_layers(summaries, sync, group)
+        covariance = covariance_or_nan(moments)
+        assert shrinkage is not None
+        shrinkage = convert_shrinkage(shrinkage, covariance)
+        zeta = torch.where(has_variance(moments), unchecked_shrinkage_intensity(moments, shrinkage), torch.nan)
+        score = unchecked_isoscore(torch.lerp(covariance, shrinkage, zeta)).to(summaries[0].scatter.dtype)
+        return Estimate(score, moments.count, (moments.scatter, moments.fourth), zeta)
+
+
+class UnbiasedEstimator(Estimator):
+    """The unbiased IsoScore of independent points, `istar.measures.isoscore_unbiased`."""
+
+    measure = "isoscore_unbiased"
+    min_points = 4
+    may_exceed_1 = True
+
+    def summarize(self, hidden_state: Tensor, indices: Tensor | None, tokens: Tokens) -> BatchMoments:
+        """Return the count, mean, scatter matrix and fourth moment of the points."""
+        return fourth_moments(hidden_state.flatten(0, -2), indices=indices)
+
+    def estimate(
+        self, summaries: Sequence[BatchMoments], shrinkage: Tensor | None, sync: bool, group: dist.ProcessGroup | None
+    ) -> Estimate:
+        """Estimate the unbiased score of the union of the layers."""
+        moments: Any = merge_layers(summaries, sync, group)
+        score = torch.where(has_variance(moments), unchecked_isoscore_unbiased(moments), torch.nan)
+        return Estimate(score.to(summaries[0].scatter.dtype), moments.count, (moments.scatter, moments.fourth))
+
+
+def merge_layers(summaries: Sequence[BatchMoments], sync: bool, group: dist.ProcessGroup | None) -> Moments:
+    """Merge the moments of layers, over all processes with `sync`; raise `UserError` for fewer than 2 dimensions."""
+    moments = merge_moments(summaries)
+    check_width(moments.dim)
+    return moments.all_reduce(group) if sync else moments
+
+
+def check_width(dim: int) -> None:
+    """Raise `UserError` for fewer than 2 dimensions, which have no isotropy."""
+    if dim < 2:
+        raise UserError(f"isotropy needs at least 2 dimensions; the hidden states have {dim}")
+
+
+def convert_shrinkage(shrinkage: Tensor, covariance: Tensor) -> Tensor:
+    """Return Sigma_S in the dtype of a covariance; raise `UserError` if it has another shape."""
+    if shrinkage.shape != covariance.shape:
+        raise UserError(
+            f"the shrinkage covariance has shape {tuple(shrinkage.shape)}; expected {tuple(covariance.shape)} for "
+            f"hidden states of width {len(covariance)}"
+        )
+    return shrinkage.to(covariance)
+
+
+def has_variance(moments: Moments) -> Tensor:
+    """Return whether the points differ by more than rounding errors, 0-d."""
+    return ~is_rounding(moments.scatter.trace(), moments.count * moments.mean.square().sum())
