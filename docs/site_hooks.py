@@ -99,6 +99,10 @@ def config_page() -> str:
     from istar.records.config import groups, penalties
 
     documented = {**field_docstrings(Path(groups.__file__)), **field_docstrings(Path(penalties.__file__))}
+    config_fields = [field for kind in penalties.PENALTIES.values() for field in dataclasses.fields(kind)]
+    owners = {field.metadata["owner"] for field in config_fields if "owner" in field.metadata}
+    for base in {base for owner in owners for base in owner.__mro__ if base.__module__.startswith("istar.")}:
+        documented |= field_docstrings(Path(inspect.getfile(base)))
     parts = [
         "# Configuration keys",
         "Any key is set on the command line as `group.key=value`. The defaults below are those of the dataclasses in "
@@ -112,7 +116,8 @@ def config_page() -> str:
         for field in dataclasses.fields(kind):
             if kind is groups.Config and field.name != "seed":
                 continue
-            meaning = _cell(_documentation(kind, field.name, documented))
+            owner = field.metadata.get("owner", kind)
+            meaning = _cell(_documentation(owner, field.metadata.get("field", field.name), documented))
             rows.append(f"| `{prefix}{_key(field)}` | {_code(_type(field.type))} | {_default(field)} | {meaning} |")
         parts.append("\n".join(rows))
     return "\n\n".join(parts) + "\n"

@@ -152,3 +152,24 @@ def test_what_an_import_brings_along() -> None:
     assert [(module, set(FORBIDDEN_LIBRARIES[module].split()) & loaded[module]) for module in modules] == [
         (module, set()) for module in modules
     ]
+
+
+def test_nobody_asks_for_the_type_of_a_penalty() -> None:
+    """All penalties have one interface; only their own packages may tell them apart."""
+    import istar
+    from istar.hidden_states import AttachedPenalty
+    from istar.regularizers import Penalty
+
+    public_classes = {name: getattr(istar, name) for name in istar.__all__ if isinstance(getattr(istar, name), type)}
+    names = {name for name, value in public_classes.items() if issubclass(value, Penalty | AttachedPenalty)}
+    assert {"IStar", "CosReg", "HiddenStatePenalty", "EmbeddingPenalty"} <= names
+    questions = []
+    for path in MODULES:
+        if part_of(module_name(path)) in ("regularizers", "hidden_states"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+                asked = {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)}
+                asked |= {name.attr for name in ast.walk(node.args[1]) if isinstance(name, ast.Attribute)}
+                questions += [f"{path.name}:{node.lineno}"] if asked & names else []
+    assert questions == []

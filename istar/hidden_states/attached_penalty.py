@@ -104,7 +104,7 @@ class AttachedPenalty(ABC):
         all processes must call this method together.
         """
         state = {f"penalty.{name}": value for name, value in self.penalty.state_dict().items()}
-        state |= {"undefined": self.penalty.undefined.total, **self._sampler_state()}
+        state |= {"undefined": self.penalty.undefined.total, **self.sampler_state()}
         state = {name: value.detach().cpu().clone() for name, value in state.items()}
         states: list[Any] = [state]
         if world_size() > 1 and self._has_state_per_process:
@@ -129,19 +129,19 @@ class AttachedPenalty(ABC):
         self.penalty.undefined = UndefinedCount(int(own.pop("undefined")))
         penalty_names = [name for name in own if name.startswith("penalty.")]
         self.penalty.load_state_dict({name.removeprefix("penalty."): own.pop(name) for name in penalty_names})
-        self._load_sampler_state(own)
+        self.load_sampler_state(own)
 
     @property
     def _has_state_per_process(self) -> bool:
         """Whether the state differs between processes."""
         return not self.penalty.sync or self.penalty.group is not None
 
-    def _sampler_state(self) -> dict[str, Tensor]:
+    def sampler_state(self) -> dict[str, Tensor]:
         """Return the state of random numbers that the penalty draws, by default none."""
         return {}
 
-    def _load_sampler_state(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027
-        """Restore what `_sampler_state` returned."""
+    def load_sampler_state(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027
+        """Restore what `sampler_state` returned."""
 
     def __enter__(self) -> Self:
         return self

@@ -102,10 +102,10 @@ class EmbeddingPenalty(AttachedPenalty):
         """All processes compute the same penalty from the same rows."""
         return False
 
-    def _sampler_state(self) -> dict[str, Tensor]:
+    def sampler_state(self) -> dict[str, Tensor]:
         return {} if self.settings.rows is None else {"row_generator": self._generator.get_state()}
 
-    def _load_sampler_state(self, state: Mapping[str, Tensor]) -> None:
+    def load_sampler_state(self, state: Mapping[str, Tensor]) -> None:
         if "row_generator" in state:
             self._generator.set_state(state["row_generator"].cpu())
 

@@ -205,6 +205,6 @@ def _call_module(module: nn.Module, inputs: Any, accepts_sequences: bool) -> Non
         raise UserError(
             f"a batch for the shrinkage covariance has {content}; expected arguments of {type(module).__name__} by "
             'name, such as {"input_ids": ids, "attention_mask": mask}. If a trainer has other batches, set '
-            "penalty.shrinkage_covariance = istar.shrinkage_covariance(model, batches) before, and refresh=None"
+            "penalty.shrinkage_covariance = istar.shrinkage_covariance(model, batches) before, and refresh=False"
         )
     module(*unnamed, **named)

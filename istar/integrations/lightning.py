@@ -77,16 +77,18 @@ class PenaltyCallback(L.Callback):
         self.model = model
         self.loader = loader
         self.modules = modules
-        # None while the penalty is attached to no model; then `_state` is the state to continue with.
+        # None while the penalty is attached to no model.
         self._attached: AttachedPenalty | None = None
-        self._state: dict[str, Tensor] = {}
+        # The penalty as it was attached before.
+        self._detached: AttachedPenalty | None = None
+        self._loaded_state: dict[str, Tensor] = {}
         self._has_fitted = False
 
     def __getstate__(self) -> dict[str, Any]:
         # `save_hyperparameters` puts the callback into checkpoints, which contain the model already. Lightning sets two
         # methods of the LightningModule on its callbacks, again for each training.
         state = {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")}
-        return {**state, "_attached": None}
+        return {**state, "_attached": None, "_detached": None}
 
     def loss(self) -> Tensor:
         """Compute the weighted penalty of the latest forward pass, for `training_step`.
@@ -113,12 +115,15 @@ class PenaltyCallback(L.Callback):
         # A trainer that goes on, or resumes from a checkpoint, continues with the penalty's state.
         if self._has_fitted and trainer.global_step == 0 and trainer.ckpt_path is None:
             self.penalty.reset(keep_shrinkage_covariance=not self.settings.refresh)
-            self._state = {}
+            self._detached = None
         self._has_fitted = True
         modules = None if self.modules is None else self.modules(pl_module)
         self._attached = attach_with_settings(self._find_model(pl_module), self.penalty, self.settings, modules)
-        if self._state:
-            self._attached.load_state_dict(self._state)
+        if self._detached is not None:
+            self._attached.load_sampler_state(self._detached.sampler_state())
+        if self._loaded_state:
+            self._attached.load_state_dict(self._loaded_state)
+            self._loaded_state = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Move the penalty to the model's device, because the state of a checkpoint is on the CPU."""
@@ -159,7 +164,8 @@ class PenaltyCallback(L.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the penalty's state; see `istar.AttachedPenalty.state_dict`."""
-        return self._state if self._attached is None else self._attached.state_dict()
+        attached = self._attached or self._detached
+        return {} if attached is None else attached.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the penalty's state from a checkpoint.
@@ -167,8 +173,9 @@ class PenaltyCallback(L.Callback):
         Raises:
             UserError: if the checkpoint has a state for each of another number of processes.
         """
-        self._state = state_dict
-        if self._attached is not None:
+        if self._attached is None:
+            self._loaded_state = state_dict
+        else:
             self._attached.load_state_dict(state_dict)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -208,8 +215,7 @@ class PenaltyCallback(L.Callback):
             yield trainer.precision_plugin.convert_input(batch)
 
     def _detach(self) -> None:
-        """Remove the hooks from the model, if there are any, and keep the penalty's state."""
+        """Remove the hooks from the model, if there are any."""
         if self._attached is not None:
-            self._state = self._attached.state_dict()
             self._attached.remove()
-            self._attached = None
+            self._attached, self._detached = None, self._attached

@@ -154,6 +154,11 @@ class Penalty(nn.Module, ABC):
         return False
 
     @property
+    def needs_float32(self) -> bool:
+        """Whether the matrix products with the points must be in float32."""
+        return True
+
+    @property
     def factor(self) -> float:
         """The factor of the penalty's value: lambda, or its absolute value with a set-point."""
         return self.weight if self.set_point is None else abs(self.weight)

@@ -8,10 +8,18 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.nn import functional
 
+from istar import PenaltySettings
 from tests.oracles import algorithm_1, stack
 
 WEIGHT, ZETA = -0.7, 0.3
 CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def make_settings(refresh: str | int | None = "epoch", **settings: Any) -> PenaltySettings:
+    """Return settings with a refresh of Sigma_S before each epoch, also every n steps, or never (None)."""
+    interval = refresh if isinstance(refresh, int) else None
+    return PenaltySettings(refresh=refresh is not None, refresh_every_n_steps=interval, **settings)
+
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 12,

@@ -27,7 +27,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling, Transfor
 
 import istar
 from istar.errors import UserError
-from istar.integrations.sentence_transformers import PenaltyLoss, RefreshCallback
+from istar.integrations.sentence_transformers import PenaltyLoss, PenaltyLossCallback
 from tests.integrations.naive import BERT, CLOSE, WEIGHT, ZETA, compute_gradients, compute_penalty
 from tests.oracles import algorithm_1, stack
 
@@ -159,7 +159,7 @@ def test_the_gradient_is_that_of_the_mean_over_micro_batches(bert_folder, tmp_pa
         model,
         loss,
         data,
-        RefreshCallback(loss),
+        PenaltyLossCallback(loss),
         gradient_recorder,
         gradient_accumulation_steps=accumulation,
         max_steps=1,
@@ -197,7 +197,7 @@ def run_in_process(rank: int, port: int, folder: Path, data: Dataset, on: str) -
     settings = {"gradient_accumulation_steps": 2, "max_steps": 1, "ddp_backend": "gloo"}
     # The pooler of BERT has no gradient.
     settings["ddp_find_unused_parameters"] = True
-    make_trainer(folder / "output", model, loss, data, RefreshCallback(loss), gradient_recorder, **settings).train()
+    make_trainer(folder / "output", model, loss, data, PenaltyLossCallback(loss), gradient_recorder, **settings).train()
     torch.save(
         (gradient_recorder.gradients, recording_loss.calls, loss.penalty.shrinkage_covariance), folder / f"{rank}.pt"
     )
@@ -236,8 +236,9 @@ def test_a_resumed_training_ends_as_one_that_was_not_interrupted(bert_folder, tm
     def train(resume: Path | None = None) -> dict[str, Tensor]:
         model = make_encoder(bert_folder)
         loss = PenaltyLoss(model, losses.MultipleNegativesRankingLoss(model), istar.IStar(WEIGHT, ZETA))
+        loss.settings = istar.PenaltySettings(num_points=60)
         settings = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-2}
-        trainer = make_trainer(tmp_path, model, loss, make_pairs(12), RefreshCallback(loss, num_points=60), **settings)
+        trainer = make_trainer(tmp_path, model, loss, make_pairs(12), PenaltyLossCallback(loss), **settings)
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
@@ -252,7 +253,7 @@ def test_a_refresh_leaves_the_order_of_the_batches_alone(bert_folder, tmp_path):
         recording_loss = RecordingLoss(model, losses.MultipleNegativesRankingLoss(model))
         loss = PenaltyLoss(model, recording_loss, istar.IStar(WEIGHT, zeta))
         settings = {"num_train_epochs": 2, "batch_sampler": "no_duplicates"}
-        make_trainer(tmp_path, model, loss, make_pairs(12), RefreshCallback(loss), **settings).train()
+        make_trainer(tmp_path, model, loss, make_pairs(12), PenaltyLossCallback(loss), **settings).train()
         return [[column["input_ids"].tolist() for column in columns] for columns, _ in recording_loss.calls]
 
     with_refresh = train_and_read_batches(ZETA)

@@ -26,6 +26,7 @@ from tests.integrations.naive import (
     expected_gradient,
     make_examples,
     make_model,
+    make_settings,
     make_sigma,
     sgd_arguments,
     task_loss,
@@ -113,7 +114,7 @@ def train_step_and_expected(
         train_dataset=make_examples(name),
         data_collator=collate,
         penalty=make_penalty(),
-        refresh=None,
+        settings=make_settings(None),
         **trainer_arguments,
     )
     initial_model = copy.deepcopy(model)
@@ -283,7 +284,7 @@ def test_processes_share_one_shrinkage_covariance_and_file_or_have_one_each(resu
     assert not torch.equal(states_without_sync[0][0], states_without_sync[1][0])
     # The mean number of points of the penalty of one process is logged.
     assert states_without_sync[0][1] == pytest.approx(states_with_sync[0][1] / len(results), rel=1e-6)
-    assert {f"istar_penalty_rank{rank}.safetensors" for rank in range(len(results))} <= set(states_without_sync[0][2])
+    assert "istar_penalty.safetensors" in states_without_sync[0][2]
 
 
 # What surrounds a step --------------------------------------------------------------------------------------------
@@ -308,21 +309,16 @@ def make_bert(dropout=0.0):
 
 def make_trainer(folder, penalty, trainer_class=Recorder, model=None, **arguments):
     penalty_argument_names = (
-        "refresh",
-        "num_points",
-        "momentum",
-        "weight_schedule",
         "compute_metrics",
         "callbacks",
         "compute_loss_func",
-        "points",
-        "target",
-        "rows",
     )
+    setting_names = ("refresh", "num_points", "momentum", "schedule", "points", "target", "rows")
+    settings = make_settings(**{name: arguments.pop(name) for name in setting_names if name in arguments})
     penalty_arguments = {name: arguments.pop(name) for name in penalty_argument_names if name in arguments}
     collator = arguments.pop("data_collator", RandomCollator())
     if trainer_class is not Trainer:
-        penalty_arguments["penalty"] = penalty
+        penalty_arguments |= {"penalty": penalty, "settings": settings}
     return trainer_class(
         model=model or make_bert(),
         args=sgd_arguments(folder, **({"learning_rate": 0.1, "logging_steps": 1} | arguments)),
@@ -388,7 +384,7 @@ def test_the_loader_of_the_training_stays_the_active_one_of_accelerate(tmp_path)
     assert is_active == [True] * 4
 
 
-@pytest.mark.parametrize(("refresh", "refreshed"), [("epoch", [0, 6]), (4, [0, 4, 8]), (1, list(range(12)))])
+@pytest.mark.parametrize(("refresh", "refreshed"), [("epoch", [0, 6]), (4, [0, 4, 6, 8]), (1, list(range(12)))])
 def test_the_shrinkage_covariance_is_computed_before_each_epoch_or_every_n_steps(refresh, refreshed, tmp_path):
     penalty = istar.IStar(1.0, ZETA)
     recorder = CovarianceRecorder(penalty)
@@ -403,7 +399,7 @@ def test_the_first_shrinkage_covariance_is_that_of_the_data_under_the_trainers_a
     penalty = istar.IStar(1.0, ZETA)
     model = make_bert()
     initial_model = copy.deepcopy(model)
-    trainer = make_trainer(tmp_path, penalty, model=model, bf16=True, num_points=None)
+    trainer = make_trainer(tmp_path, penalty, model=model, bf16=True)
     trainer.data_collator = collate
     trainer.train()
     batches = [collate([example]) for example in trainer.train_dataset]
@@ -532,7 +528,7 @@ def test_a_schedule_sets_lambda_before_each_step(tmp_path):
             weights.append(penalty.weight)
 
     trainer = make_trainer(
-        tmp_path, penalty, max_steps=4, weight_schedule=lambda progress: -2 * progress, callbacks=[WeightRecorder()]
+        tmp_path, penalty, max_steps=4, schedule=lambda step, steps: -2 * step / steps, callbacks=[WeightRecorder()]
     )
     trainer.train()
     assert weights == [0, -0.5, -1, -1.5]
@@ -627,7 +623,7 @@ def test_sampled_rows_of_an_embedding_matrix_resume_exactly(tmp_path):
     assert any(log.get("points") == 9 for log in trainer.state.log_history)
     for path in (tmp_path / "parts").rglob("istar_penalty*"):
         path.unlink()
-    with pytest.warns(UserWarning, match="the checkpoint has no state of the sampled rows"):
+    with pytest.warns(UserWarning, match="the checkpoint has no penalty"):
         trainer.train(resume_from_checkpoint=True)
 
 
@@ -635,7 +631,7 @@ def test_lambda_and_the_points_left_out_are_logged(tmp_path):
     penalty, points = istar.CosReg(1.0, layers="all"), istar.Points(max_norm_ratio=1.000001)
     trainer = make_trainer(
         tmp_path, penalty, max_steps=4, points=points, refresh=None,
-        weight_schedule=lambda progress: istar.weight_at(round(4 * progress), 4, 1.0, "linear"),
+        schedule="linear",
     )  # fmt: skip
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
@@ -653,20 +649,10 @@ def test_a_checkpoint_without_the_penaltys_state_gives_one_warning(refresh, tmp_
     )
     with (
         expectation,
-        pytest.warns(UserWarning, match=r"istar_penalty.safetensors does not exist: the checkpoint has no"),
+        pytest.warns(UserWarning, match=r"istar_penalty.safetensors does not exist: the checkpoint has no penalty"),
     ):
         trainer.train(resume_from_checkpoint=folder)
     assert (trainer.penalty.shrinkage_covariance is None) == (refresh is None)
-
-
-def test_a_penalty_without_state_needs_no_file(tmp_path):
-    arguments = {"save_strategy": "steps", "save_steps": 2}
-    make_trainer(tmp_path, istar.CosReg(0.1), max_steps=2, **arguments).train()
-    assert not (tmp_path / "checkpoint-2" / "istar_penalty.safetensors").exists()
-    trainer = make_trainer(tmp_path, istar.CosReg(0.1), max_steps=3, **arguments)
-    trainer.train(resume_from_checkpoint=True)
-    log = trainer.state.log_history[-2]
-    assert log["penalty"] == pytest.approx(0.1 * log["average_cosine"])
 
 
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": True}, {"use_reentrant": False}], ids=str)
@@ -693,7 +679,7 @@ def test_adapters_of_a_frozen_model_get_the_penaltys_gradient(checkpointing, tmp
         train_dataset=make_examples("gpt2 language model"),
         data_collator=collate,
         penalty=make_penalty(),
-        refresh=None,
+        settings=make_settings(None),
     )
     trainer.train()
     steps = [[batch] for batch in trainer.batches]
@@ -705,12 +691,6 @@ def test_adapters_of_a_frozen_model_get_the_penaltys_gradient(checkpointing, tmp
     assert all(
         torch.equal(new_parameters[name], old_parameters[name]) for name in new_parameters if name not in expected
     )
-
-
-@pytest.mark.parametrize("refresh", ["step", 0, -1, True, 1.5])
-def test_a_refresh_that_there_is_not_is_refused_in_one_line(refresh, tmp_path):
-    with pytest.raises(UserError, match=r"^refresh is .*; expected epoch, a number of optimizer steps, or None$"):
-        make_trainer(tmp_path, make_penalty(), refresh=refresh)
 
 
 def test_data_parallel_is_refused_in_one_line(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import istar
 from istar.integrations.transformers import PenaltyMixin
-from tests.integrations.naive import GPT2, LLAMA, SGD, expected_gradient, make_sigma
+from tests.integrations.naive import GPT2, LLAMA, SGD, expected_gradient, make_settings, make_sigma
 from tests.oracles import algorithm_1
 
 trl = pytest.importorskip("trl")
@@ -78,7 +78,7 @@ def make_trainer(folder, model, penalty, **arguments):
         eval_dataset=datasets.Dataset.from_list(make_texts(4)),
         processing_class=make_tokenizer(),
         penalty=penalty,
-        refresh=refresh,
+        settings=make_settings(refresh),
     )
 
 
@@ -182,10 +182,10 @@ def test_batches_of_prompts_have_no_shrinkage_covariance_and_one_line_says_what_
             reward_funcs=lambda completions, **_: [float(len(completion)) for completion in completions],
             processing_class=make_tokenizer(),
             penalty=penalty,
-            refresh=refresh,
+            settings=make_settings(refresh),
         )
 
-    message = r"^a batch for the shrinkage covariance has 2 values without names; .* before, and refresh=None$"
+    message = r"^a batch for the shrinkage covariance has 2 values without names; .* before, and refresh=False$"
     with pytest.raises(istar.UserError, match=message):
         make_grpo_trainer(istar.IStar(WEIGHT, ZETA), "epoch").train()
     penalty = istar.IStar(WEIGHT, ZETA)

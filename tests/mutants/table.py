@@ -56,7 +56,7 @@ MUTATIONS = [
     Mutation(
         "Sigma_S of a penalty within classes is that of all points.",
         "istar/hidden_states/attach.py",
-        "            penalty.within,\n",
+        '            within="label" if penalty.needs_labels else None,\n',
         "",
         "tests/regularizers/test_within.py",
     ),
@@ -91,8 +91,8 @@ MUTATIONS = [
     Mutation(
         "The setting reg.include_padding=false is not passed on.",
         "istar/records/config/penalties.py",
-        '"include_padding": self.include_padding,',
-        '"include_padding": True,',
+        'if option.init and option.name not in ("group", "set_point")',
+        'if option.init and option.name not in ("group", "set_point", "include_padding")',
         "tests/records/test_penalties.py",
     ),
     Mutation(
@@ -139,7 +139,7 @@ MUTATIONS = [
     ),
     Mutation(
         "A penalty on an embedding matrix is summed over processes.",
-        "istar/hidden_states/embedding_watch.py",
+        "istar/hidden_states/embedding_penalty.py",
         "penalty.sync = False",
         "penalty.sync = True",
         "tests/regularizers/test_embeddings.py::test_two_processes_train_as_one",
@@ -147,8 +147,8 @@ MUTATIONS = [
     Mutation(
         "A resumed run samples the embedding rows of its beginning.",
         "istar/finetune/training/module.py",
-        'self.watch.load_state_dict(checkpoint["embedding_rows"])',
-        'checkpoint["embedding_rows"]',
+        'self.penalty.load_state_dict(checkpoint["penalty"])',
+        'checkpoint["penalty"]',
         "tests/finetune/training/test_resume.py::test_whatever_the_settings",
     ),
     Mutation(
@@ -161,8 +161,8 @@ MUTATIONS = [
     Mutation(
         "The schedule of lambda has no effect on the training.",
         "istar/finetune/training/module.py",
-        "self.watch.penalty.weight = self.weight_schedule(",
-        "_ = self.weight_schedule(",
+        "self.penalty.set_weight(self.trainer.global_step, self._total_steps)",
+        "pass",
         "tests/finetune/training/test_resume.py::test_between_two_refreshes_and_on_a_schedule",
     ),
     Mutation(
@@ -175,8 +175,8 @@ MUTATIONS = [
     Mutation(
         "The penalty is the score, not 1 minus the score.",
         "istar/regularizers/istar.py",
-        'value = 1 - (score.clamp(max=1) if self.estimator == "unbiased" else score)',
-        'value = score.clamp(max=1) if self.estimator == "unbiased" else score',
+        "value = 1 - (score.clamp(max=1) if self._estimator.may_exceed_1 else score)",
+        "value = score.clamp(max=1) if self._estimator.may_exceed_1 else score",
         "tests/regularizers/test_istar.py::test_the_penalty_is_weight_times_one_minus_the_score_of_the_layers_chosen",
     ),
     Mutation(
@@ -202,7 +202,7 @@ MUTATIONS = [
     ),
     Mutation(
         "The penalty weighs Sigma_S by 1 - zeta.",
-        "istar/regularizers/istar.py",
+        "istar/regularizers/estimators.py",
         "unchecked_isoscore((1 - self.zeta) * covariance + self.zeta * shrinkage)",
         "unchecked_isoscore(self.zeta * covariance + (1 - self.zeta) * shrinkage)",
         "tests/regularizers/test_istar.py::test_value_and_gradient_are_algorithm_1_on_the_stacked_layers",
@@ -286,8 +286,8 @@ MUTATIONS = [
     ),
     Mutation(
         "A resumed run measures the target score of keep again.",
-        "istar/finetune/training/module.py",
-        "self.watch.penalty.load_state_dict(",
+        "istar/hidden_states/attached_penalty.py",
+        "self.penalty.load_state_dict(",
         "dict(",
         "tests/finetune/training/test_resume.py::test_whatever_the_settings",
     ),
@@ -314,9 +314,9 @@ MUTATIONS = [
     ),
     Mutation(
         "Each process has a penalty of its own, although sync is set.",
-        "istar/regularizers/istar.py",
-        "        if self.sync:\n            moments = moments.all_reduce(self.group)",
-        "        if self.sync and False:\n            moments = moments.all_reduce(self.group)",
+        "istar/regularizers/estimators.py",
+        "return moments.all_reduce(group) if sync else moments",
+        "return moments",
         "tests/regularizers/test_processes.py::test_penalties_and_training_equal_one_process_with_the_union",
     ),
     Mutation(
@@ -452,8 +452,8 @@ MUTATIONS = [
     Mutation(
         "The penalty is logged but not trained on.",
         "istar/finetune/training/module.py",
-        "loss = loss + penalty.to(loss.dtype)",
-        "loss = loss + penalty.detach().to(loss.dtype)",
+        "loss = loss + weighted_penalty.to(loss.dtype)",
+        "loss = loss + weighted_penalty.detach().to(loss.dtype)",
         "tests/finetune/training/test_steps.py::test_twenty_steps_of_the_paper_code_preset_equal_algorithm_1_by_hand",
     ),
     Mutation(

@@ -424,7 +424,7 @@ def test_passes_without_gradients_are_not_read_and_leave_the_training_pass_alone
         loss = watch.loss()
         assert loss.requires_grad
         with pytest.raises(UserError, match="no forward pass was read since the last loss"):
-            watch.take()
+            watch.loss()
     assert len(penalty.received) == 3
     states = seeded_pass(model, INPUTS, 1, output_hidden_states=True).hidden_states
     assert_close(loss, penalty(states, MASK), rtol=1e-12, atol=0)
@@ -440,25 +440,6 @@ def test_the_loss_is_that_of_the_latest_pass():
         assert torch.equal(watch.loss(), latest_loss)
         seeded_pass(model, INPUTS, 1)
         assert not torch.equal(watch.loss(), latest_loss)
-
-
-def test_several_passes_make_one_cloud():
-    model = bert()
-    other_inputs = {"input_ids": IDS.flip(0)[:, :4], "attention_mask": MASK.flip(0)[:, :4]}
-    points = []
-    for inputs in (UNLABELLED, other_inputs):
-        states = seeded_pass(model, inputs, 1, output_hidden_states=True).hidden_states
-        points.append(stack(states[1:], inputs["attention_mask"]))
-    score = algorithm_1(torch.cat(points), sigma(), ZETA, torch.linalg.eigvalsh)
-    expected = [WEIGHT * (1 - score.detach()), gradients(model, WEIGHT * (1 - score))]
-    with attach(model, make_istar()) as watch:
-        summaries = []
-        for inputs in (UNLABELLED, other_inputs):
-            seeded_pass(model, inputs, 1)
-            summaries += watch.take()
-        loss = watch.combine(summaries)
-    assert_close([loss.detach(), gradients(model, loss)], expected, **CLOSE)
-    assert watch.penalty.last.points == 3 * (14 + 11)
 
 
 def test_a_pass_that_fails_leaves_nothing_behind():

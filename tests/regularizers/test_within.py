@@ -315,7 +315,9 @@ INVALID_CALLS = {
         lambda: shrinkage_covariance(make_classifier(), [{"input_ids": torch.ones(2, 3).long()}], within="label"),
         "within='label' needs labels",
     ),
-    "name of Sigma_S": (lambda: shrinkage_covariance(make_classifier(), [], within="class"), "within=class is not known"),
+    "name of Sigma_S": (
+        lambda: shrinkage_covariance(make_classifier(), [], within="class"), "within=class is not known"
+    ),
 }  # fmt: skip
 
 

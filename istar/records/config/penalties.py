@@ -224,7 +224,6 @@ class IStarConfig(PenaltyConfig):
         """Set `compute`, if it is None, to the dtype that fits the trainer's precision."""
         if self.compute is None:
             penalty = self.build()
-            assert isinstance(penalty, IStar)
             self.compute = "bfloat16" if precision.startswith("bf16") and not penalty.needs_float32 else "float32"
 
 

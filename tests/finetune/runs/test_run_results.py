@@ -242,7 +242,8 @@ def test_checkpoints_open_without_pickled_code(cached_run: Callable[..., Any], r
         torch.testing.assert_close(best["state_dict"][f"model.{name}"], value, rtol=0, atol=0)
     shrinkage = [state for key, state in last["callbacks"].items() if "ShrinkageCovariance" in key]
     if reg == "istar":
-        covariance = shrinkage[0]["penalties"][0]["shrinkage_covariance"]
+        assert len(shrinkage) == 1
+        covariance = last["penalty"]["process0.penalty.shrinkage_covariance"]
         assert covariance.shape == (model.config.hidden_size,) * 2
         torch.testing.assert_close(covariance, covariance.T)
         assert covariance.trace() > 0
