@@ -34,10 +34,10 @@ def test_all_layers_is_the_default():
 @pytest.mark.parametrize(
     ("states", "layers", "message"),
     [
-        (STATES, "first", "layers='first'; expected one of all, last, with_embeddings or a list"),
+        (STATES, "first", "layers=first is not known"),
         (STATES, [4], "layer 4 does not exist; expected 0 .* to 3"),
         (STATES, [1, -5], "layer -5 does not exist"),
-        (STATES, [], "empty list"),
+        (STATES, [], r"layers=\[\] is neither"),
         (STATES[:1], "all", "1 hidden states were given; expected the embedding output and one per layer"),
         ((), "last", "0 hidden states were given"),
     ],

@@ -150,14 +150,14 @@ def test_a_score_that_is_not_finite_is_nan():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: IStar(1.0, 0, set_point=SetPoint(1.0)), "target score is 1; expected a number above 0 and below 1"),
-        (lambda: IStar(1.0, 0, set_point=SetPoint(0)), "target score is 0; expected a number above 0 and below 1"),
-        (lambda: CosReg(1.0, set_point=SetPoint(-1.5)), "target score is -1.5; expected a number above -1"),
-        (lambda: SetPoint(math.nan), "target score is nan"),
-        (lambda: SetPoint("kept"), "target score is kept; expected a finite number, or keep"),
-        (lambda: SetPoint(True), "target score is True"),
-        (lambda: SetPoint(0.1, "left"), "side is 'left'; expected one of both, above, below"),
-        (lambda: SetPoint("keep", batches=0), "batches of a target score are 0"),
+        (lambda: IStar(1.0, 0, set_point=SetPoint(1.0)), r"target_score=1\.0; expected a number above 0 and below 1"),
+        (lambda: IStar(1.0, 0, set_point=SetPoint(0)), "target_score=0; expected a number above 0 and below 1"),
+        (lambda: CosReg(1.0, set_point=SetPoint(-1.5)), "target_score=-1.5; expected a number above -1"),
+        (lambda: SetPoint(math.nan), "target_score=nan"),
+        (lambda: SetPoint("kept"), "target_score=kept; expected a finite number, or keep"),
+        (lambda: SetPoint(True), "target_score=True"),
+        (lambda: SetPoint(0.1, "left"), "side=left"),
+        (lambda: SetPoint("keep", batches=0), "target_batches=0 is too small"),
     ],
 )
 def test_what_is_no_set_point_is_refused_in_one_line(call, message):

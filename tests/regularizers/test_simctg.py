@@ -85,7 +85,7 @@ def test_only_the_chosen_tokens_are_pairs():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: SimCtg(1.0, margin=2.0), "margin is 2.0; expected a number from -1 to 1"),
+        (lambda: SimCtg(1.0, margin=2.0), "margin=2"),
         (lambda: SimCtg(1.0).summarize(torch.ones(3, 4), Tokens()), r"expected \(batch, tokens, d\), not \(3, 4\)"),
     ],
 )

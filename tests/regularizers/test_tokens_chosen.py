@@ -289,10 +289,10 @@ def forward_batch(points: Points, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Points("middle"), "points is 'middle'; expected one of all, content, labelled, first, last, compl"),
-        (lambda: Points("content"), r"none are named: give special_ids=special_ids\(tokenizer\)"),
-        (lambda: Points(max_norm_ratio=1.0), r"max_norm_ratio is 1\.0; expected a number above 1"),
-        (lambda: Points(max_norm_ratio=float("nan")), "max_norm_ratio is nan"),
+        (lambda: Points("middle"), "points=middle"),
+        (lambda: Points("content"), r"special_ids=special_ids\(tokenizer\)"),
+        (lambda: Points(max_norm_ratio=1.0), "max_norm_ratio=1"),
+        (lambda: Points(max_norm_ratio=float("nan")), "max_norm_ratio=nan"),
         (lambda: attach(llama(), CosReg(1.0, include_padding=True), points=Points("last")), "include_padding"),
         (
             lambda: shrinkage_covariance(

@@ -40,9 +40,9 @@ def test_bounds_zero_vectors_and_single_points():
 
 
 def test_bad_input_is_refused():
-    with pytest.raises(UserError, match=r"temperature is 0; expected a finite number above 0"):
+    with pytest.raises(UserError, match="temperature=0"):
         Uniformity(1.0, temperature=0)
-    with pytest.raises(UserError, match=r"temperature is nan"):
+    with pytest.raises(UserError, match="temperature=nan"):
         Uniformity(1.0, temperature=math.nan)
     with pytest.raises(UserError, match=r"the layers have \[3, 4\] dimensions"):
         Uniformity(1.0, layers="with_embeddings")([states()[0], states()[1][..., 1:]])

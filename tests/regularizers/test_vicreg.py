@@ -45,9 +45,9 @@ def test_independent_dimensions_of_enough_variance_have_no_penalty():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"variance_weight": -1.0}, "variance_weight is -1.0; expected a finite number of at least 0"),
-        ({"covariance_weight": math.nan}, "covariance_weight is nan"),
-        ({"gamma": 0.0}, "gamma is 0.0; expected a finite number above 0"),
+        ({"variance_weight": -1.0}, "variance_weight=-1"),
+        ({"covariance_weight": math.nan}, "covariance_weight=nan"),
+        ({"gamma": 0.0}, "gamma=0"),
     ],
 )
 def test_settings_outside_of_their_range_are_refused(arguments, message):
