@@ -135,7 +135,7 @@ def test_what_has_no_cosine_is_nan(mask):
     [
         (lambda: CosReg(math.inf), "lambda=inf"),
         (lambda: CosReg(math.nan), "lambda=nan"),
-        (lambda: CosReg(1.0, layers="lst")(states(), MASK), "layers='lst'"),
+        (lambda: CosReg(1.0, layers="lst")(states(), MASK), "layers=lst is not known"),
         (lambda: CosReg(1.0, layers=[5])(states(), MASK), "layer 5 does not exist"),
         (lambda: cosine_penalty([]), "no hidden states"),
         (lambda: cosine_penalty([states()[0].int()]), "int32; expected a floating dtype"),

@@ -15,7 +15,12 @@ def naive_kurtosis(points):
 
 
 def test_the_squared_deviation_from_the_paper_s_target():
-    check_penalty(Kurtosis, lambda points: (naive_kurtosis(points) - 1.8) ** 2, scales=(1e-2, 1.0, 1e2), factor=0.7)
+    check_penalty(
+        lambda weight, layers: Kurtosis(weight, layers=layers),
+        lambda points: (naive_kurtosis(points) - 1.8) ** 2,
+        scales=(1e-2, 1.0, 1e2),
+        factor=0.7,
+    )
 
 
 def test_without_a_target_it_is_the_kurtosis():
@@ -38,5 +43,5 @@ def test_a_large_mean_loses_no_digits():
 
 def test_equal_coordinates_have_no_kurtosis():
     check_undefined(Kurtosis(1.0), [torch.ones(1, 2, 3)] * 2)
-    with pytest.raises(UserError, match=r"target score is 1; expected a number above 1"):
+    with pytest.raises(UserError, match=r"target_score=1\.0; expected a number above 1"):
         Kurtosis(1.0, set_point=SetPoint(1.0))

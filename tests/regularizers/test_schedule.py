@@ -46,7 +46,7 @@ def test_a_warmup_over_all_steps_ends_below_the_weight():
 @pytest.mark.parametrize(
     ("schedule", "warmup", "message"),
     [
-        ("linaer", 0.0, "schedule=linaer is not known; expected one of constant, warmup, linear, cosine"),
+        ("linaer", 0.0, "schedule=linaer is not known; did you mean linear"),
         ("linear", 1.5, r"warmup=1\.5 is outside \[0, 1\]"),
         ("linear", math.nan, "warmup=nan is outside"),
         ("constant", 0.1, r"warmup=0\.1 has no effect with schedule=constant"),
