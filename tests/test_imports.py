@@ -55,7 +55,7 @@ ALLOWED = {
     "embeddings": {"drawing", "errors", "files", "inputs", "measures", "records", "statistics"},
     "reports": {"drawing", "errors", "files", "measures", "records", "statistics"},
     "finetune": {"drawing", "errors", "files", "hidden_states", "inputs", "measures", "records", "regularizers"},
-    "cli": {"drawing", "embeddings", "errors", "files", "finetune", "geometry", "inputs", "records", "reports",
+    "cli": {"drawing", "embeddings", "errors", "files", "finetune", "geometry", "inputs", "measures", "records", "reports",
             "statistics"},
 }  # fmt: skip
 BORDERS_CROSSED = {

@@ -94,7 +94,7 @@ def test_the_wheel_holds_what_is_no_module_too(wheel: Path) -> None:
     assert {str(path) for path in configs | sweeps} - file_names == set()
     templates = {f"istar/drawing/templates/report.{suffix}" for suffix in ("html", "css", "js")}
     assert {"istar/conf/sweep/table1.yaml", *templates, "istar/reports/paper/table1.csv",
-            "istar/geometry/correlation/paper/correlations.csv",
+            "istar/geometry/correlation/paper/correlations.csv", "istar/measures/catalogue.toml",
             "hydra_plugins/istar_sweeper.py"} <= file_names  # fmt: skip
     assert [name for name in file_names if name.endswith("licenses/LICENSE")]
     assert {name.partition("/")[0].partition("-")[0] for name in file_names} == {"istar", "hydra_plugins"}

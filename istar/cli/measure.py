@@ -60,11 +60,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure one model, or several revisions or checkpoints, and write pages, figures and tables."""
     if options.list:
-        from istar.geometry.show import catalogue_tables
-
-        console = make_console()
-        for table in catalogue_tables.make_tables():
-            console.print(table)
+        _list_measures()
         return
     if not options.text:
         raise UserError("--text is missing; expected a file or folder of text, or --list to see the measures")
@@ -94,6 +90,39 @@ def run(options: argparse.Namespace) -> None:
             _measure_trajectory(options, sources, settings)
         else:
             raise UserError("--revisions and --checkpoints are measured by one process; call them without torchrun")
+
+
+def _list_measures() -> None:
+    """Print the table of all measures: a table for each subject, with a row for each measure."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from istar.measures.catalogue import MEASURES
+
+    titles = {
+        "layers": "hidden states of each layer",
+        "matrices": "embedding matrices",
+        "final_norm": "final normalization",
+    }
+    labels = {
+        "formula": "what it is",
+        "range": "range",
+        "convention": "convention",
+        "cost": "cost",
+        "blind_to": "blind to",
+    }
+    for subject, title in titles.items():
+        table = Table(title=title, title_justify="left", show_lines=True)
+        table.add_column("name", no_wrap=True)
+        table.add_column("description", overflow="fold")
+        for measure in MEASURES:
+            if measure.subject == subject:
+                # Text, because rich would read an interval such as [0, 1] as markup.
+                lines = [
+                    Text.assemble((f"{label}: ", "bold"), getattr(measure, name)) for name, label in labels.items()
+                ]
+                table.add_row(Text(measure.name), Text("\n").join(lines))
+        make_console().print(table)
 
 
 def _measure_model(options: argparse.Namespace, sources: Sequence["Source"], settings: "Pass", rank: int) -> None:

@@ -12,7 +12,7 @@ from istar.measures.activations import (
     token_kurtosis,
 )
 from istar.measures.alignment import Alignment, cka, cka_with_error
-from istar.measures.catalogue import Measure, catalogue_rows, find_measure
+from istar.measures.catalogue import Measure, find_measure
 from istar.measures.classes import ClassIsotropy, ClassMoments, class_isotropy
 from istar.measures.contributions import (
     CosineContributions,
@@ -92,7 +92,6 @@ __all__ = [
     "all_but_the_top",
     "alpha_req",
     "average_cosine",
-    "catalogue_rows",
     "centered",
     "cka",
     "cka_with_error",

@@ -1,4 +1,4 @@
-"""The catalogue names every measure that is computed exactly once, and its functions are public."""
+"""The table of measures names every measure that is computed exactly once; its functions and figures exist."""
 
 import dataclasses
 import importlib
@@ -12,9 +12,8 @@ from istar.errors import UserError
 from istar.geometry.collect.layers import Layer, LayerSettings
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.sample import Sample
-from istar.geometry.collect.token_batch import TokenBatch
-from istar.measures import LayerNormSummary, catalogue_rows, find_measure
-from istar.measures.catalogue import MEASURES
+from istar.geometry.collect.token_batch import TokenBatchfrom istar.measures import LayerNormSummary, find_measure
+from istar.measures.catalogue import FIGURES, MEASURES, markdown_table
 from istar.measures.matrix_summary import measure_matrix
 
 SHAPE = {"rows", "dimensions"}
@@ -56,40 +55,40 @@ def test_no_measure_is_there_twice():
     assert len({(measure.title, measure.subject) for measure in MEASURES}) == len(MEASURES)
 
 
-@pytest.mark.parametrize("measure", MEASURES, ids=lambda measure: f"{measure.subject}-{measure.name}")
-def test_its_function_is_public_and_its_columns_are_filled(measure):
-    module, _, name = measure.function.rpartition(".")
-    function = getattr(importlib.import_module(module), name)
-    assert callable(function)
-    assert function.__doc__
-    assert name in measures.__all__
-    assert not name.startswith("_")
-    for column, text in dataclasses.asdict(measure).items():
-        assert text or column == "paper", f"{measure.name} has no {column}"
-        assert "\n" not in text
-        assert text == text.strip()
+def test_functions_are_public_and_columns_are_filled():
+    for measure in MEASURES:
+        module, _, name = measure.function.rpartition(".")
+        assert callable(getattr(importlib.import_module(module), name))
+        assert name in measures.__all__
+        for column in ("title", "formula", "range", "convention", "cost", "blind_to", "meaning", "flag"):
+            text = getattr(measure, column)
+            assert text or column in ("meaning", "flag"), f"{measure.name} has no {column}"
+            assert "\n" not in text
+            assert text == text.strip()
 
 
-def test_rows_have_the_columns_asked_for():
-    rows = catalogue_rows()
-    assert [row["name"] for row in rows] == [measure.name for measure in MEASURES]
-    assert all(list(row) == [field.name for field in dataclasses.fields(MEASURES[0])] for row in rows)
-    assert {row["subject"] for row in catalogue_rows("matrices")} == {"matrices"}
-    assert list(catalogue_rows("layers", ["range", "name"])[0]) == ["range", "name"]
-    assert find_measure("average_norm", "matrices").subject == "matrices"
+def test_figures_exist_and_flags_have_one_bound():
+    assert {measure.figure for measure in MEASURES} - {""} <= FIGURES.keys()
+    for measure in MEASURES:
+        bounds = [measure.flag_at_least, measure.flag_at_most]
+        assert bounds.count(None) == (1 if measure.flag else 2), measure.name
 
 
-INVALID_CALLS = {
-    "name": (lambda: find_measure("inter_simm"), "no measure 'inter_simm'; did you mean inter_sim?"),
-    "subject of a name": (lambda: find_measure("gain"), "layers have no measure 'gain'"),
-    "subject": (lambda: catalogue_rows("layer"), "expected one of layers, matrices, final_norm"),
-    "column": (lambda: catalogue_rows(columns=["titel"]), "no column 'titel'; did you mean title?"),
-}
+def test_the_documentation_has_the_table(repository):
+    page = (repository / "docs" / "measures.md").read_text(encoding="utf-8")
+    assert markdown_table() in page, "docs/measures.md differs from istar.measures.catalogue.markdown_table()"
 
 
-@pytest.mark.parametrize(("call", "message"), INVALID_CALLS.values(), ids=INVALID_CALLS)
-def test_unknown_names_are_refused_in_one_line(call, message):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("inter_simm", "no measure 'inter_simm'; did you mean inter_sim?"),
+        ("gain", "layers have no measure 'gain'"),
+    ],
+)
+def test_unknown_names_are_refused_in_one_line(name, message):
     with pytest.raises(UserError) as caught:
-        call()
+        find_measure(name)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert find_measure("average_norm", "matrices").subject == "matrices"

@@ -15,40 +15,15 @@ from istar.geometry.collect.layer_outputs import FINAL_NORM
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.show.spheres import NUM_POINTS, Sphere
 from istar.inputs.corpus import COMBINED
+from istar.measures.catalogue import MEASURES
 
 MEASURE_TITLES = {
-    "isoscore": "IsoScore",
-    "isoscore_unbiased": "IsoScore, unbiased",
-    "isoscore_by_sentence": "IsoScore by sentence",
-    "inter_sim": "InterSim",
-    "intra_sim": "IntraSim",
-    "adjusted_intra_sim": "IntraSim - InterSim",
-    "mean_direction_norm": "norm of the mean direction",
-    "two_nn": "TwoNN dimension",
-    "effective_rank": "effective rank",
-    "participation_ratio": "participation ratio",
-    "rank_me": "RankMe",
-    "nesum": "NESum",
-    "alpha_req": "alpha-ReQ",
-    "alpha_req_r_squared": "R² of alpha-ReQ",
-    "average_norm": "average norm",
-    "mean_vector_norm": "norm of the mean",
-    "norm_ratio": "norm ratio",
-    "largest_variance_share": "variance share, top dimension",
-    "top_5_variance_share": "variance share, top 5",
-    "top_1_cosine_share": "InterSim share, top dimension",
-    "top_5_cosine_share": "InterSim share, top 5",
-    "sample_inter_sim": "sample InterSim",
-    "sample_inter_sim_without_top_1": "sample InterSim, without top dimension",
-    "sample_inter_sim_without_top_5": "sample InterSim, without top 5",
-    "sample_inter_sim_standardized": "sample InterSim, z-scored",
-    "outlier_dimensions": "outlier dimensions",
-    "largest_kurtosis": "largest kurtosis of a dimension",
-    "mean_kurtosis": "mean kurtosis of the dimensions",
-    "token_kurtosis": "mean kurtosis of the tokens",
-    "largest_token_kurtosis": "largest kurtosis of a token",
-    "massive_activations": "massive activations",
-    "largest_activation_ratio": "largest activation / median",
+    measure.name: measure.title
+    for measure in MEASURES
+    if measure.subject == "layers"
+    and measure.name != "tokens"
+    and measure.figure not in ("positions", "frequency", "scales")
+    and not measure.name.endswith("_error")
 }
 """Titles of the measures of a layer, in the order of the tables."""
 FORM_TITLES = {"raw": "raw", "centered": "centered", "post_processed": "post-processed"}
