@@ -53,28 +53,28 @@ def run(options: argparse.Namespace) -> None:
     console, progress_console = make_console(), make_console(stderr=True)
     measured_models = _measure_models(model_arguments, sources, options, progress_console)
     similarities = _compute_similarities(measured_models, sources, options, progress_console)
-    page_path = compare_page.write_page(measured_models, options.out, similarities, options.typed)
+    page_path = compare_page.write_comparison(measured_models, options.out, similarities, options.typed)
     console.print(compare.make_terminal_table(measured_models))
     for sentence in compare.describe_differences(measured_models):
         console.print(f"warning: {sentence}", highlight=False, soft_wrap=True, markup=False)
-    console.out(f"{page_path}, and figures, tables, {compare.TABLE_FILE} beside it", highlight=False)
+    console.out(f"{page_path}, and figures, tables, {compare_page.COMPARISON_FILE} beside it", highlight=False)
 
 
 def _compare_trajectories(options: argparse.Namespace, model_arguments: Sequence["ModelArgument"]) -> None:
     """Compare models over their training: print the table of their trajectories, and write the page."""
     from istar.drawing import page_folder
-    from istar.geometry.show import trajectory_comparison
+    from istar.geometry.show import compare_page, measured_training, model_tables
 
     if options.text:
         raise UserError("--text does not go with folders of trainings, which are measured already; leave it out")
-    page_folder.check(options.out, trajectory_comparison.KIND, [argument.name for argument in model_arguments])
-    trajectories = trajectory_comparison.read_trainings(model_arguments)
-    page_path = trajectory_comparison.write_page(trajectories, options.out, options.typed)
+    page_folder.check(options.out, compare_page.TRAININGS_KIND, [argument.name for argument in model_arguments])
+    trajectories = measured_training.read_trainings(model_arguments)
+    page_path = compare_page.write_trainings(trajectories, options.out, options.typed)
     console = make_console()
-    console.print(trajectory_comparison.make_terminal_table(trajectories))
-    for sentence in trajectory_comparison.describe_differences(trajectories):
+    console.print(model_tables.make_training_table(trajectories))
+    for sentence in compare_page.describe_differences(trajectories):
         console.print(f"warning: {sentence}", highlight=False, soft_wrap=True, markup=False)
-    console.out(f"{page_path}, and figures, tables, {trajectory_comparison.TABLE_FILE} beside it", highlight=False)
+    console.out(f"{page_path}, and figures, tables, {compare_page.TRAININGS_FILE} beside it", highlight=False)
 
 
 def _measure_models(
@@ -112,11 +112,11 @@ def _measure_model(
     # These need transformers, which takes seconds to import, and finished folders do not need them.
     from istar.geometry.collect import measure
     from istar.geometry.collect.stream import Pass
-    from istar.geometry.show import model_page
+    from istar.geometry.show import compare_page
 
     out = options.out.with_name(f"{options.out.name}-measures") / model_argument.default_label
     texts = [source.path for source in sources]
-    model_page.check_output_folder(out, model_argument.model_name, model_argument.revision, texts)
+    compare_page.check_model_folder(out, model_argument.model_name, model_argument.revision, texts)
     progress_console.print(f"measuring {model_argument.model_name}", highlight=False, soft_wrap=True, markup=False)
     settings = Pass(options.length, limit=options.max_tokens)
     measurements = measure.measure_model(
@@ -128,7 +128,7 @@ def _measure_model(
         console=progress_console,
         command=options.typed,
     )
-    model_page.write(measurements, out)
+    compare_page.write_model(measurements, out)
     return measurements
 
 

@@ -128,13 +128,13 @@ def _list_measures() -> None:
 def _measure_model(options: argparse.Namespace, sources: Sequence["Source"], settings: "Pass", rank: int) -> None:
     """Measure one model; on rank 0, print the table of its layers and write its page."""
     from istar.geometry.collect import measure, measures_file, stream
-    from istar.geometry.show import model_page
+    from istar.geometry.show import compare_page
 
     if options.model is None:
         raise UserError("model is missing; expected a hub id or a folder, or --checkpoints")
     if options.steps is not None:
         raise UserError("--steps is for several checkpoints; expected --checkpoints or --revisions with it")
-    model_page.check_output_folder(options.out, options.model, options.revision, [source.path for source in sources])
+    compare_page.check_model_folder(options.out, options.model, options.revision, [source.path for source in sources])
     stream.wait_for_all_processes()  # one that still checks the folder would remove what another one writes
     progress_console = make_console(stderr=True) if rank == 0 else None
     hardware = options.dtype, options.device
@@ -145,7 +145,7 @@ def _measure_model(options: argparse.Namespace, sources: Sequence["Source"], set
         return
     console = make_console()
     console.print(measures_file.terminal_table(measurements))
-    page_path = model_page.write(measurements, options.out)
+    page_path = compare_page.write_model(measurements, options.out)
     console.out(
         f"{page_path}, and figures, tables, {measures_file.CSV_FILE} and {measures_file.JSON_FILE} beside it",
         highlight=False,
@@ -155,7 +155,7 @@ def _measure_model(options: argparse.Namespace, sources: Sequence["Source"], set
 def _measure_trajectory(options: argparse.Namespace, sources: Sequence["Source"], settings: "Pass") -> None:
     """Measure several checkpoints of a training, print their table and write their page."""
     from istar.geometry.collect import measures_file, trajectory
-    from istar.geometry.show import trajectory_page
+    from istar.geometry.show import compare_page
     from istar.inputs import saved_checkpoints
 
     given_options = [name for name in ("revision", "revisions", "checkpoints") if getattr(options, name) is not None]
@@ -172,11 +172,11 @@ def _measure_trajectory(options: argparse.Namespace, sources: Sequence["Source"]
     plan = trajectory.TrajectoryPlan(
         model, sources, settings, options.out, options.dtype, options.device, options.typed
     )
-    trajectory_page.check_output_folder(plan, checkpoints)
+    compare_page.check_training_folder(plan, checkpoints)
     measured_trajectory = trajectory.measure_checkpoints(plan, checkpoints, make_console(stderr=True))
     if measured_trajectory.measurements:
         console = make_console()
         console.print(trajectory.make_terminal_table(plan, checkpoints, measured_trajectory))
-        page_path = trajectory_page.write_page(plan, checkpoints, measured_trajectory)
+        page_path = compare_page.write_training(plan, checkpoints, measured_trajectory)
         console.out(f"{page_path}, and figures, {measures_file.TRAJECTORY_FILE} beside it", highlight=False)
     trajectory.raise_on_failures(measured_trajectory)

@@ -30,7 +30,7 @@ class Measure:
         blind_to: what the value does not show, or is distorted by.
         function: public function or accumulator that computes it.
         paper: source of the definition.
-        meaning: sentences for the caption of its figure.
+        meaning: sentences for the caption of its figure, or words for a table.
         figure: figure that shows it; see `FIGURES`.
         bounds: ends of its axis, where `d` stands for the number of dimensions; None for an axis around the values.
         log: whether its axis is logarithmic if the values need it.

@@ -20,7 +20,6 @@ from istar.errors import UserError
 from istar.geometry.collect import measure, measures_file, stream
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.stream import Pass
-from istar.geometry.show import model_page
 from istar.inputs.corpus import Source
 from istar.measures import Activation, MassiveActivationsSummary
 from istar.measures.catalogue import MEASURES
@@ -135,11 +134,6 @@ def test_settings_are_recorded_and_shown(folder: Path, measurements: Measurement
     assert "of all tokens, with special tokens and without padding." in page_text
     assert "<code>packed</code>" in page_text
     assert "<code>include</code>" in page_text
-    description = model_page._describe_input(measurements.settings)
-    assert description.startswith(
-        "The model has read each document alone. The measures are over the hidden states of all"
-    )
-    assert "tokens, without special tokens and padding." in description
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from istar.errors import UserError
 from istar.geometry.collect import measure, measures_file, trajectory
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.stream import Pass
-from istar.geometry.show import trajectory_page
 from istar.inputs import saved_checkpoints, tiny
 from istar.inputs.saved_checkpoints import Checkpoint
 from tests.mock_hub import serving, set_offline, use
@@ -420,16 +419,12 @@ def test_the_table_on_the_terminal_compares_by_both_signs(
     assert f"{both_signs:.4g}" in output
 
 
-def test_the_tables_have_the_last_layer_before_a_final_norm(tmp_path: Path) -> None:
+def test_the_table_on_the_terminal_has_the_last_layer_before_a_final_norm(tmp_path: Path) -> None:
     norms = {"embeddings": 1.0, "layer_1": 2.0, "final_norm": 3.0}
     measures_by_tap = {tap: {"tokens": 100.0, "isoscore": value / 10} for tap, value in norms.items()}
     partition = {"raw": {"partition_isotropy_both": 0.75}}
     measured = Measurements({"name": "m"}, "", {}, {"wiki": measures_by_tap}, {}, {"output": partition}, None)
     checkpoints = [Checkpoint(f"step{step}", "m", step=step) for step in (1, 2)]
-    sheet = trajectory_page.make_table(checkpoints, {"step2": measured})
-    assert [[entry.text for entry in row] for row in sheet.rows] == [
-        ["step2", "2", "100", "0.2", *"\u2013" * 5, "0.75"]
-    ]
     plan = trajectory.TrajectoryPlan("m", [], Pass(length=16), tmp_path)
     table = trajectory.make_terminal_table(plan, checkpoints, trajectory.Trajectory({"step2": measured}))
     assert [list(column.cells) for column in table.columns[:2]] == [["step1", "step2"], ["-", "0.2"]]

@@ -12,7 +12,8 @@ from istar.errors import UserError
 from istar.geometry.collect.layers import Layer, LayerSettings
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.sample import Sample
-from istar.geometry.collect.token_batch import TokenBatchfrom istar.measures import LayerNormSummary, find_measure
+from istar.geometry.collect.token_batch import TokenBatch
+from istar.measures import LayerNormSummary, find_measure
 from istar.measures.catalogue import FIGURES, MEASURES, markdown_table
 from istar.measures.matrix_summary import measure_matrix
 

@@ -717,17 +717,10 @@ MUTATIONS = [
     ),
     Mutation(
         "A training without a final normalization shifts the colours of the others.",
-        "istar/geometry/show/trajectory_comparison.py",
-        "labels=labels,",
-        "labels=(),",
-        "tests/geometry/test_trajectory_comparison.py::test_a_model_has_the_same_colour_in_all_figures",
-    ),
-    Mutation(
-        "A checkpoint in between is an extreme if it differs from one end of the training.",
-        "istar/geometry/show/training_findings.py",
-        "if all(row is not None and model_differences.excludes_zero(row) for row in differences):",
-        "if any(row is not None and model_differences.excludes_zero(row) for row in differences):",
-        "tests/geometry/test_training_findings.py",
+        "istar/geometry/show/axis_figures.py",
+        '"labels": self.labels,',
+        '"labels": (),',
+        "tests/geometry/test_axis_figures.py::test_a_training_has_lines_for_layers_and_trainings_for_models",
     ),
     Mutation(
         "Embedding matrices are flagged by the signs as computed, which depend on the eigensolver.",

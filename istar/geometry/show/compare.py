@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -14,9 +14,9 @@ from istar.errors import UserError
 from istar.geometry.collect import measures_file
 from istar.geometry.collect.layer_outputs import FINAL_NORM
 from istar.geometry.collect.measures_file import Measurements
+from istar.measures.catalogue import MEASURES
 
-TABLE_FILE = "comparison.csv"
-SUMMARY_MEASURES = ("isoscore", "inter_sim", "intra_sim", "two_nn", "effective_rank", "average_norm")
+SUMMARY_MEASURES = tuple(measure.name for measure in MEASURES if measure.summary)
 """Measures of the last layer that the table of all models shows."""
 _SETTINGS_WITHOUT_EFFECT = ("batch_tokens",)
 """Settings of a pass that do not change its measures."""
@@ -168,14 +168,9 @@ def shorten_model_name(name: str) -> str:
 
 
 def have_same_texts(first: MeasuredModel, other: MeasuredModel) -> bool:
-    """Return whether two models were measured over texts of the same content, whatever the files are called.
-
-    Measurements of earlier versions hold no hashes of the content; then names and paths are compared.
-    """
+    """Return whether two models were measured over texts of the same content, whatever the files are called."""
     hashes = [sorted(model.measurements.text_hashes.values()) for model in (first, other)]
-    if all(hashes):
-        return hashes[0] == hashes[1]
-    return bool(first.measurements.settings["texts"] == other.measurements.settings["texts"])
+    return hashes[0] == hashes[1]
 
 
 def describe_differences(models: Sequence[MeasuredModel]) -> list[str]:
@@ -213,6 +208,13 @@ def list_names(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
+def join_names(names: Sequence[str]) -> str:
+    """Join names as in a title: all of up to three names, otherwise the first two and the number of the others."""
+    if len(names) > 3:
+        return f"{names[0]}, {names[1]} and {len(names) - 2} others"
+    return list_names(names)
+
+
 def make_layer_rows(models: Sequence[MeasuredModel]) -> Iterator[dict[str, Any]]:
     """Yield a row for each layer of each model, with its relative depth and all measures.
 
@@ -224,38 +226,35 @@ def make_layer_rows(models: Sequence[MeasuredModel]) -> Iterator[dict[str, Any]]
             yield {"model": model.label, "layer": tap, "relative_depth": depth, **measures}
 
 
-def make_layer_table(models: Sequence[MeasuredModel]) -> pd.DataFrame:
-    """Return a data frame with a row for each layer of each model, with its relative depth and all measures."""
-    return pd.DataFrame(make_layer_rows(models))
-
-
 def summarize_models(models: Sequence[MeasuredModel]) -> pd.DataFrame:
     """Return one row for each model: its size, measures of its last layer, I(W) by form, and its final normalization.
 
     I(W) is that of the matrix nearest to the prediction. It is taken over both signs of the eigenvectors, because only
     this convention is comparable between models.
     """
-    return pd.DataFrame(_build_summary_row(model) for model in models)
-
-
-def _build_summary_row(model: MeasuredModel) -> dict[str, Any]:
-    measurements = model.measurements
-    measures_by_form: Mapping[str, Mapping[str, Any]] = measurements.matrices[model.prediction_matrix]
-    final_norm = measurements.final_norm or {}
-    return {
-        "model": model.label,
-        "type": measurements.model["type"],
-        "layers": len(model.layer_measures) - 1,
-        "dimensions": measurements.width,
-        "tokens": model.last_layer_measures["tokens"],
-        **{name: model.last_layer_measures.get(name, math.nan) for name in SUMMARY_MEASURES},
-        "matrix": model.prediction_matrix,
-        **{f"partition_{form}": measures["partition_isotropy_both"] for form, measures in measures_by_form.items()},
-        "norm_ratio": measures_by_form["raw"]["norm_ratio"],
-        "gain": final_norm.get("gain", math.nan),
-        "bias": final_norm.get("bias", math.nan),
-        "weights": measurements.weights,
-    }
+    rows = []
+    for model in models:
+        measurements = model.measurements
+        measures_by_form = measurements.matrices[model.prediction_matrix]
+        final_norm = measurements.final_norm or {}
+        row = {
+            "model": model.label,
+            "type": measurements.model["type"],
+            "layers": len(model.layer_measures) - 1,
+            "dimensions": measurements.width,
+            "tokens": model.last_layer_measures["tokens"],
+            **{name: model.last_layer_measures.get(name, math.nan) for name in SUMMARY_MEASURES},
+            "matrix": model.prediction_matrix,
+        }
+        row |= {f"partition_{form}": measures["partition_isotropy_both"] for form, measures in measures_by_form.items()}
+        row |= {
+            "norm_ratio": measures_by_form["raw"]["norm_ratio"],
+            "gain": final_norm.get("gain", math.nan),
+            "bias": final_norm.get("bias", math.nan),
+            "weights": measurements.weights,
+        }
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
 def make_terminal_table(models: Sequence[MeasuredModel]) -> Table:

@@ -1,11 +1,14 @@
-"""HTML page of `istar compare`: the second and third paper's figures with several models in each."""
+"""The page of `istar measure` and `istar compare`: of a model, models, the checkpoints of a training, or trainings.
 
-import itertools
+All four have the same sections: flags, how to read the page, the main table, the figures over the layers, the relative
+depth or the steps, the figures of single layers, and further tables. A model is a comparison of one.
+"""
+
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,109 +17,173 @@ import pandas as pd
 from istar.drawing import page_folder
 from istar.drawing.page import Page, Section
 from istar.drawing.page_folder import PageKind
-from istar.drawing.page_tables import Entry, Sheet, number_entry
-from istar.drawing.plot import Line, Panel, Plot
+from istar.drawing.page_tables import Sheet
+from istar.drawing.plot import Plot
+from istar.drawing.spacing import evenly_spaced
 from istar.files.writing import to_csv
-from istar.geometry.collect.intervals import interval_half_width, t_quantile
-from istar.geometry.show import compare, comparison_findings, model_differences
-from istar.geometry.show.compare import MeasuredModel
-from istar.geometry.show.model_figures import (
-    FORM_TITLES,
-    MEASURE_TITLES,
-    column_header,
-    format_tap_name,
-    make_measure_line,
-    make_measure_panel,
-    make_panel,
+from istar.geometry.collect import measures_file, trajectory
+from istar.geometry.collect.intervals import JACKKNIFE_MEASURES, t_quantile
+from istar.geometry.collect.measures_file import Measurements
+from istar.geometry.collect.same_model import ModelName, load_and_hash_weights, refuse_other_model
+from istar.geometry.collect.trajectory import CHECKPOINT_FILES, Trajectory, TrajectoryPlan, checkpoint_output
+from istar.geometry.show import (
+    axis_figures,
+    compare,
+    findings,
+    measured_training,
+    model_differences,
+    model_figures,
+    model_tables,
 )
+from istar.geometry.show.axis_figures import Axis
+from istar.geometry.show.compare import MeasuredModel, join_names, list_names
+from istar.geometry.show.measured_training import ASSUMED_GROUPS, MeasuredTraining
+from istar.inputs.saved_checkpoints import Checkpoint
 
 if TYPE_CHECKING:
     from istar.geometry.collect.similarity import Similarity
 
-KIND = PageKind("comparison", "istar compare", (compare.TABLE_FILE,))
-_LAYER_PLOTS = {
-    "isotropy": (
-        "Isotropy by depth",
-        "IsoScore of the hidden states (how evenly the variance is spread over all directions; 1 is isotropic), with "
-        "ζ = 0 and without its bias towards 0 for few tokens.",
-        ("isoscore", "isoscore_unbiased"),
-    ),
-    "directions": (
-        "Cosines by depth",
-        "InterSim is the mean cosine of the states of any two tokens, IntraSim that of two occurrences of the same "
-        "token type. If both are near 1, all states share one direction. Their difference is IntraSim adjusted for "
-        "anisotropy.",
-        ("inter_sim", "intra_sim", "adjusted_intra_sim"),
-    ),
-    "dimension": (
-        "Intrinsic dimension and rank by depth",
-        "TwoNN estimates the local dimension of the cloud; effective rank and participation ratio count the directions "
-        "that its spectrum spans. They cannot exceed the model's width.",
-        ("two_nn", "effective_rank", "participation_ratio"),
-    ),
-    "spectrum": (
-        "Shape of the spectrum by depth",
-        "RankMe is the effective rank of the spectrum without centering, so that a common direction lowers it. NESum "
-        "is the sum of the variances of the principal components divided by the largest. alpha-ReQ is the exponent of "
-        "a power law fitted to the variances of components 11 to 100, which means something only if R² is near 1.",
-        ("rank_me", "nesum", "alpha_req", "alpha_req_r_squared"),
-    ),
-    "outliers": (
-        "Outliers by depth",
-        "Outlier dimensions have a mean above 5 median deviations. The kurtosis of a dimension, over the tokens, is "
-        "large if few tokens have very large values there. The share of the variance is that of the dimension with the "
-        "largest variance.",
-        ("outlier_dimensions", "largest_kurtosis", "largest_variance_share"),
-    ),
-    "norms": (
-        "Norms by depth",
-        "Average norm of the states, and the norm of their mean divided by that average: 0 for a cloud around the "
-        "origin, 1 if all states are equal.",
-        ("average_norm", "norm_ratio"),
-    ),
+COMPARISON_FILE, TRAININGS_FILE = "comparison.csv", "trajectories.csv"
+"""Tables of all measures of several models, and of several trainings."""
+MODEL_KIND = PageKind("page of measures", "istar measure", (measures_file.JSON_FILE, measures_file.CSV_FILE))
+KIND = PageKind("comparison", "istar compare", (COMPARISON_FILE,))
+TRAINING_KIND = trajectory.KIND
+TRAININGS_KIND = PageKind("comparison of trainings", "istar compare, over trainings", (TRAININGS_FILE,))
+_DOCUMENTS = {
+    "separate": "The model has read each document alone",
+    "packed": "The model has read blocks of several documents",
 }
-"""Title, caption and measures of the plots by relative depth, by the plot's name."""
-_FINAL_NORM_POSITION = 1.15
-"""Position of the final normalization on the axis of the relative depth, beyond the last layer."""
-_SIGN_CONVENTIONS = {"as_computed": "signs as computed", "both": "both signs"}
-"""Titles of the sign conventions of I(W)."""
-_MISSING_REASONS = {"similarity": "Not computed, because no texts were given (--text)."}
-"""Reasons why plots are missing, by the plot's name."""
-_READING_NOTES = (
-    "The layers of each model are at their relative depth: 0 is the output of the embeddings, 1 that of the last "
-    "layer. The states after a final normalization, which some models have behind the last layer, are a separate mark "
-    "beyond it.",
-    "IsoScore, TwoNN and the ranks depend on the number of tokens and on the width. Compare models over the same "
-    "texts, with more than ten tokens per dimension. docs/measures.md defines each measure and states its limits.",
+_SPECIAL_TOKENS = {
+    "include": "with special tokens and without padding",
+    "exclude": "without special tokens and padding",
+}
+_READING = (
+    "No single number captures isotropy. A cloud may have one common direction, which InterSim, I(W) and the norm "
+    "ratio detect, and yet spread evenly around its mean, which only IsoScore detects. A few dimensions may dominate "
+    "the cosine. IsoScore, TwoNN and the ranks depend on the number of tokens and on the width, and are too low with "
+    "fewer than about ten tokens per dimension: compare models over the same texts. docs/measures.md defines each "
+    "measure, cites its papers, and states its limits.",
 )
-
-
-_INTERVAL_NOTE = (
-    "Bands in the figures, the bar of a single mark, and ± in the tables are 95% intervals of each model by itself: "
-    "from the jackknife over groups of documents and Student's distribution (2.26 errors for 10 groups), and for "
-    "TwoNN 1.96 errors of points that are independent of each other. A measure without a band has no error."
+_AXIS_NOTES = {
+    "layer": "Layers are places of the model: embeddings (the input of the first layer), the output of each layer, and "
+    "final norm (the output of the final normalization, if the model has one).",
+    "relative depth": "The layers of each model are at their relative depth: 0 is the output of the embeddings, 1 that "
+    "of the last layer. The states after a final normalization are a separate mark beyond it.",
+}
+_STEP_NOTE = (
+    "Each checkpoint is a point on the x axis. A logarithmic axis is linear from step 0 to the first other step. The "
+    "measures are over all texts together."
 )
-_DIFFERENCE_TEXTS = (
-    "Differences from the first model",
-    "Measures of each model's last layer, before a final normalization, minus those of the first model, with 95% "
-    "intervals from groups of documents. The intervals say how much a difference would change over other documents of "
-    "the same kind, not over other training runs. Each is for itself: of many intervals, one in twenty misses the true "
-    "difference. Average norms have the units of the states, and ranks depend on the width.",
-)
-"""Title and caption of the plot of differences."""
-_ERROR_METHOD_TEXTS = {
-    "paired": "{other} and {first} read the same documents in the same groups, so the errors of their differences are "
-    "those of the paired jackknife: of the differences without each group.",
-    "independent": "{other} and {first} do not have the same documents in the same groups, or their measures.json does "
-    "not hold the values without each group. The error of their differences is therefore the root of the sum of the "
-    "squares of both errors, which is rather too large than too small.",
+_ERROR_METHODS = {
+    "paired": "{others} and {first} read the same documents in the same groups, so the errors of their differences are "
+    "those of the paired jackknife, of the differences without each group. Such an interval can exclude 0 although the "
+    "intervals of both values overlap.",
+    "independent": "{others} and {first} do not have the same documents in the same groups, or their measures.json "
+    "does not hold the values without each group. The error of their differences is therefore the root of the sum of "
+    "the squares of both errors, which is rather too large than too small.",
 }
 """How errors of differences are computed, by `model_differences.ErrorMethod`."""
-_PLOTTED_DIFFERENCES = ("isoscore", "inter_sim", "norm_ratio", "isoscore_unbiased", "effective_rank", "average_norm")
-"""Measures in the figure of differences; the table has all that have an error."""
+_NO_NORM = (
+    "This architecture has no final normalization with a gain. In BERT and similar models, for example, each layer "
+    "normalizes its own output."
+)
 
 
-def write_page(
+@dataclass(frozen=True)
+class PageContent:
+    """What a page shows."""
+
+    kind: PageKind
+    title: str
+    subject: tuple[str, str, str]  # line below the title
+    axis: Axis
+    models: Sequence[MeasuredModel]  # the model, the compared models, or checkpoints
+    flags: Sequence[str]  # lines at the beginning of the page
+    command: str
+    summary: Sequence[tuple[str, str]]  # key figures
+    trainings: Sequence[MeasuredTraining] = ()
+    similarities: Sequence["Similarity"] | None = None  # None if the page has no such section
+    notes: Sequence[str] = ()  # further paragraphs on how to read the page
+
+    @property
+    def is_single(self) -> bool:
+        """Whether the page is of one model, without a training."""
+        return self.kind is MODEL_KIND
+
+
+def check_model_folder(out: Path, name: str, revision: str | None = None, texts: Sequence[Path] = ()) -> None:
+    """Raise an error if `write_model` would refuse the output folder, so that it comes before the model is measured.
+
+    Raises:
+        UserError: if the folder holds the measures of another model, and as `istar.drawing.page_folder.check` does.
+    """
+    page_folder.check(out, MODEL_KIND, (name, *texts))
+    _refuse_other_model(out, ModelName(name, revision))
+
+
+def _refuse_other_model(out: Path, model: ModelName, weights: str = "") -> None:
+    """Raise an error if a folder holds the measures of another model. The hash of the weights is computed if needed."""
+    if not (out / measures_file.JSON_FILE).exists():
+        return
+    earlier = measures_file.read(out / measures_file.JSON_FILE)
+
+    def has_same_weights() -> bool:
+        return weights == earlier.weights or load_and_hash_weights(model, earlier.model["dtype"]) == earlier.weights
+
+    refuse_other_model(out, ModelName(earlier.model["name"], earlier.model["revision"]), model, has_same_weights)
+
+
+def check_training_folder(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint]) -> None:
+    """Refuse an output folder that holds another page or another model, before anything is measured.
+
+    It may hold measurements of further checkpoints of the same model. They are kept, so that they need not be measured
+    again.
+
+    Raises:
+        UserError: if the folder holds another model, and as `istar.drawing.page_folder.check` does.
+    """
+    inputs: list[str | Path] = [*(checkpoint.name for checkpoint in checkpoints), *(text.path for text in plan.texts)]
+    page_folder.check(plan.out, TRAINING_KIND, inputs)
+    for checkpoint in checkpoints:
+        checkpoint_output(plan, checkpoint).check(CHECKPOINT_FILES, inputs)
+    trajectory.refuse_other_checkpoints(plan, checkpoints)
+
+
+def write_model(measured: Measurements, out: Path) -> Path:
+    """Write the page of a model with its figures, tables and measures in place of an earlier one, and return its path.
+
+    Raises:
+        UserError: if the folder holds the measures of another model, and as `istar.drawing.page_folder.write` does.
+    """
+    name, revision = measured.model["name"], measured.model["revision"]
+    _refuse_other_model(out, ModelName(name, revision), measured.weights)
+    contents = {name: text.encode() for name, text in measures_file.file_contents(measured).items()}
+    # The measures, which may have taken hours, are saved before anything is drawn.
+    page_folder.page_output(out, MODEL_KIND).write(contents)
+    model = MeasuredModel(compare.shorten_model_name(name), measured)
+    texts = measured.settings["texts"]
+    arguments = " ".join(f"--text {shlex.quote(f'{text}={path}')}" for text, path in texts.items())
+    details = f"weights {measured.weights}, measured by istar {version('istar')}"
+    page = PageContent(
+        kind=MODEL_KIND,
+        title=f"Geometry of {model.label}",
+        subject=("Model", name, f"at revision {revision}, {details}" if revision else details),
+        axis=axis_figures.make_layer_axis([model]),
+        models=[model],
+        flags=findings.describe_model(measured),
+        command=measured.command or f"istar measure {shlex.quote(name)} {arguments}",
+        summary=[
+            (f"{model.last_layer_measures['tokens']:,.0f}", "tokens"),
+            _count(len(texts), "text"),
+            (str(sum(tap.startswith("layer_") for tap in measured.all_texts)), "layers"),
+            (f"{measured.width:,}", "dimensions"),
+            (f"{measured.matrices['input']['raw']['rows']:,}", "tokens in the vocabulary"),
+        ],
+    )
+    return _write(page, out, contents)
+
+
+def write_comparison(
     models: Sequence[MeasuredModel], out: Path, similarities: Sequence["Similarity"] = (), command: str = ""
 ) -> Path:
     """Write the page that compares models, with its figures, tables and `comparison.csv`, and return the page's path.
@@ -130,386 +197,268 @@ def write_page(
     Raises:
         UserError: see `istar.drawing.page_folder.write`.
     """
-    tables = [_make_model_table(models), _make_layer_table(models), _make_difference_table(models)]
-    tables += [_make_similarity_table(similarities)] if similarities else []
-    sheets = {sheet.name: sheet for sheet in tables}
-    contents = page_folder.page_files(_make_page(models, similarities, sheets, command), sheets)
-    contents[compare.TABLE_FILE] = to_csv(compare.make_layer_table(models)).encode()
-    return page_folder.write(out, contents, KIND)
-
-
-def _make_page(
-    models: Sequence[MeasuredModel], similarities: Sequence["Similarity"], sheets: dict[str, Sheet], command: str
-) -> Page:
-    """Assemble the page that compares models from its tables and plots."""
-    sections = [
-        Section("findings", "What stands out", comparison_findings.describe_comparison(models)),
-        Section(
-            "reading", "How to read this", (*_READING_NOTES, _INTERVAL_NOTE, *compare.describe_differences(models))
-        ),
-        Section("table-models", sheets["models"].title, (), sheets["models"], is_wide=True),
-    ]
-    error_methods = _describe_error_methods(models)
-    for plot in (_make_difference_plot(models), *make_plots(models), make_similarity_plot(similarities)):
-        empty_note = "" if plot.panels else _MISSING_REASONS.get(plot.name, "Not measured for any of these models.")
-        paragraphs = [plot.caption]
-        if plot.name == "differences":
-            paragraphs, empty_note = (
-                ([plot.caption, *error_methods], "") if plot.panels else ([], " ".join(error_methods))
-            )
-        sections.append(
-            Section(
-                plot.name, plot.title, paragraphs, sheets.get(plot.name), page_folder.render_pictures(plot), empty_note
-            )
-        )
-    sections.append(Section("table-layers", sheets["layers"].title, (), sheets["layers"], is_wide=True))
-    if command:
-        sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[command]))
     labels = [model.label for model in models]
-    subject_line = ("Models", ", ".join(labels), f"compared by istar {version('istar')}")
-    token_counts = sorted({int(model.last_layer_measures["tokens"]) for model in models})
-    token_range = f"{token_counts[0]:,}" + (f" to {token_counts[-1]:,}" if len(token_counts) > 1 else "")
-    summary = [(str(len(labels)), "models"), (token_range, "tokens")]
-    return Page(f"Geometry of {join_names(labels)}", subject_line, KIND.generator, summary, sections)
+    tokens = sorted({int(model.last_layer_measures["tokens"]) for model in models})
+    token_range = f"{tokens[0]:,}" + (f" to {tokens[-1]:,}" if len(tokens) > 1 else "")
+    page = PageContent(
+        kind=KIND,
+        title=f"Geometry of {join_names(labels)}",
+        subject=("Models", ", ".join(labels), f"compared by istar {version('istar')}"),
+        axis=axis_figures.make_layer_axis(models),
+        models=models,
+        flags=findings.describe_models(models),
+        command=command,
+        summary=[(str(len(labels)), "models"), (token_range, "tokens")],
+        similarities=similarities,
+        notes=compare.describe_differences(models),
+    )
+    frame = pd.DataFrame(compare.make_layer_rows(models))
+    return _write(page, out, {COMPARISON_FILE: to_csv(frame).encode()})
 
 
-def join_names(names: Sequence[str]) -> str:
-    """Join names as in a sentence: all of up to three names, otherwise the first two and the number of the others."""
-    if len(names) > 3:
-        return f"{names[0]}, {names[1]} and {len(names) - 2} others"
-    return f"{', '.join(names[:-1])} and {names[-1]}"
+def write_training(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], measured: Trajectory) -> Path:
+    """Write the page of a training with its figures and `trajectory.csv`, and return the page's path."""
+    training = measured_training.make_training(Path(plan.model).name, checkpoints, measured.measurements)
+    failures = [f"Not measured: {label}: {reason}" for label, reason in measured.failures.items()]
+    page = PageContent(
+        kind=TRAINING_KIND,
+        title=f"Geometry of {training.label} over its training",
+        subject=("Model", plan.model, f"over its training, measured by istar {version('istar')}"),
+        axis=axis_figures.make_step_axis([training]),
+        models=training.checkpoints,
+        flags=findings.describe_trainings([training]),
+        command=plan.command,
+        summary=[_count(len(training.checkpoints), "checkpoint"), _count(len(plan.texts), "text")],
+        trainings=[training],
+        notes=failures,
+    )
+    return _write(page, plan.out, {measures_file.TRAJECTORY_FILE: trajectory.make_csv(plan, checkpoints, measured)})
 
 
-def make_plots(models: Sequence[MeasuredModel]) -> list[Plot]:
-    """Return the plots of all measures in the order of the page; a model has the same colour in each plot."""
-    all_plots = [
-        *(_make_layer_plot(models, name) for name in _LAYER_PLOTS),
-        _make_spectrum_plot(models),
-        _make_norm_distribution_plot(models),
-        _make_partition_plot(models),
-        _make_final_norm_plot(models),
+def write_trainings(trainings: Sequence[MeasuredTraining], out: Path, command: str = "") -> Path:
+    """Write the page that compares trainings, with its figures and `trajectories.csv`, and return the page's path.
+
+    Raises:
+        UserError: see `istar.drawing.page_folder.write`.
+    """
+    labels = [training.label for training in trainings]
+    without_folder = [training.label for training in trainings if not training.checkpoints]
+    notes = describe_differences(trainings)
+    if without_folder:
+        notes.append(
+            f"The first or last checkpoint of {list_names(without_folder)} has no measures.json any more, so that "
+            f"{ASSUMED_GROUPS} groups of documents are assumed for its intervals."
+        )
+    page = PageContent(
+        kind=TRAININGS_KIND,
+        title=f"Geometry of {join_names(labels)} over their training",
+        subject=("Models", ", ".join(labels), f"over their training, compared by istar {version('istar')}"),
+        axis=axis_figures.make_step_axis(trainings),
+        models=_list_last_checkpoints(trainings),
+        flags=findings.describe_trainings(trainings),
+        command=command,
+        summary=[
+            (str(len(labels)), "models"),
+            (f"{sum(len(training.steps) for training in trainings):,}", "checkpoints"),
+        ],
+        trainings=trainings,
+        notes=notes,
+    )
+    frame = pd.concat([training.table.assign(model=training.label) for training in trainings])
+    return _write(page, out, {TRAININGS_FILE: to_csv(frame).encode()})
+
+
+def _list_last_checkpoints(trainings: Sequence[MeasuredTraining]) -> list[MeasuredModel]:
+    """Return the last checkpoints whose folders are there, each with the label of its training."""
+    return [
+        MeasuredModel(training.label, training.checkpoints[-1].measurements)
+        for training in trainings
+        if training.checkpoints
     ]
-    return [_fix_model_colours(plot, models) for plot in all_plots]
 
 
-def _fix_model_colours(plot: Plot, models: Sequence[MeasuredModel]) -> Plot:
-    """Return the plot with a fixed colour for each model, which does not depend on which models have a line in it.
+def describe_differences(trainings: Sequence[MeasuredTraining]) -> list[str]:
+    """Return a sentence for each training that was measured over other texts or with other settings than the first.
 
-    No model is drawn in black, because black stands for runs without a penalty.
+    Texts and settings are those of the last checkpoints. The list is empty if one of their folders has been deleted.
     """
-    return replace(plot, labels=tuple(model.label for model in models), reference_label="")
+    models = _list_last_checkpoints(trainings)
+    return compare.describe_differences(models) if len(models) == len(trainings) else []
 
 
-def _make_layer_plot(models: Sequence[MeasuredModel], name: str) -> Plot:
-    """Return a plot of measures by relative depth, with a line for each model and a mark for its final normalization.
+def _count(number: int, noun: str) -> tuple[str, str]:
+    """Return a key figure, such as ("1", "text")."""
+    return str(number), noun if number == 1 else f"{noun}s"
 
-    `name` is a key of `_LAYER_PLOTS`.
-    """
-    title, caption, measures = _LAYER_PLOTS[name]
-    panels = []
-    for measure in measures:
-        lines = []
-        for model in models:
-            depths, num_groups = model.relative_depths, model.num_groups
-            lines.append(make_measure_line(model.label, depths, model.layer_measures, measure, num_groups))
-            if model.final_norm_measures is not None:
-                position, final_measures = (_FINAL_NORM_POSITION,), [model.final_norm_measures]
-                lines.append(make_measure_line(model.label, position, final_measures, measure, num_groups))
-        if lines := [line for line in lines if any(map(math.isfinite, line.y))]:
-            panels.append(make_measure_panel(measure, lines, [model.measurements for model in models]))
-    ticks = {0.0: "0", 0.25: "0.25", 0.5: "0.5", 0.75: "0.75", 1.0: "1", _FINAL_NORM_POSITION: "final\nnorm"}
-    has_final_norm = any(model.final_norm_measures is not None for model in models)
-    tick_names = ticks if has_final_norm else {}
-    share_y = name == "isotropy"
-    return Plot(name, title, caption, "line", "relative depth", tuple(panels), share_y=share_y, x_names=tick_names)
+
+def _write(content: PageContent, out: Path, contents: Mapping[str, bytes]) -> Path:
+    """Write a page with its figures, tables and the further files `contents`, and return its path."""
+    sheets = {sheet.name: sheet for sheet in _build_sheets(content)}
+    page = Page(
+        content.title, content.subject, content.kind.generator, content.summary, _make_sections(content, sheets)
+    )
+    return page_folder.write(out, {**contents, **page_folder.page_files(page, sheets)}, content.kind)
+
+
+def _build_sheets(content: PageContent) -> list[Sheet]:
+    """Return the tables of a page."""
+    models, sheets = content.models, []
+    if len(content.trainings) > 1:
+        sheets.append(model_tables.build_training_sheet(content.trainings))
+    elif not content.is_single:
+        sheets.append(model_tables.build_model_sheet(models))
+    if not content.trainings:
+        sheets.append(model_tables.build_layer_sheet(models))
+    if len(models) > 1:
+        sheets.append(model_tables.build_difference_sheet(models))
+    if content.similarities:
+        sheets.append(model_tables.build_similarity_sheet(content.similarities))
+    detailed = evenly_spaced(models) if content.axis.ordered else models
+    builders: list[Callable[[Measurements], Sheet]] = [
+        model_tables.build_massive_sheet,
+        model_tables.build_extremes_sheet,
+        model_tables.build_matrix_sheet,
+        model_tables.build_final_norm_sheet,
+        model_tables.build_reading_sheet,
+        model_tables.build_settings_sheet,
+    ]
+    if detailed:
+        sheets += [model_tables.join_sheets(detailed, build) for build in builders]
+    if content.is_single:
+        sheets.append(model_tables.build_sphere_sheet())
+    return sheets
+
+
+def _make_plots(content: PageContent) -> list[Plot]:
+    """Return the figures of a page in their order."""
+    models = content.models
+    width = max((model.measurements.width for model in models), default=0)
+    detailed = evenly_spaced(models) if content.axis.ordered else models
+    plots = [model_figures.plot_differences(models)] if len(models) > 1 else []
+    plots += axis_figures.plot_measures(content.axis, width)
+    plots += model_figures.plot_states(detailed, content.axis.ordered)
+    plots += axis_figures.plot_parameters(models, content.trainings, content.axis)
+    if content.is_single:
+        plots += [*model_figures.plot_matrices(models[0].measurements), model_figures.plot_spheres()]
+    if content.similarities is not None:
+        plots.append(model_figures.plot_similarity(content.similarities))
+    return plots
+
+
+def _make_sections(content: PageContent, sheets: Mapping[str, Sheet]) -> list[Section]:
+    """Return the sections of a page."""
+    remaining = dict(sheets)
+    sections = [
+        Section("findings", "What stands out", content.flags),
+        Section("reading", "How to read this", _explain(content)),
+    ]
+
+    def add_table(name: str, empty_note: str = "") -> None:
+        if name in remaining:
+            sheet = remaining.pop(name)
+            is_empty = not sheet.rows
+            sections.append(
+                Section(
+                    f"table-{name}", sheet.title, (), sheet, empty_note=empty_note if is_empty else "", is_wide=True
+                )
+            )
+
+    add_table("models")
+    add_table("layers")
+    for plot in _make_plots(content):
+        sheet = remaining.pop(_TABLES_OF_FIGURES.get(plot.name, ""), None)
+        note = _explain_missing(content, plot)
+        caption = (
+            [plot.caption, *_describe_error_methods(content.models)] if plot.name == "differences" else [plot.caption]
+        )
+        sections.append(Section(plot.name, plot.title, caption, sheet, page_folder.render_pictures(plot), note))
+    for name in list(remaining):
+        add_table(name, _NO_NORM if name == "final_norm" else _EMPTY_TABLES.get(name, "Not measured."))
+    if content.command:
+        sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[content.command]))
+    return sections
+
+
+_TABLES_OF_FIGURES = {
+    "differences": "differences",
+    "partition": "matrices",
+    "final_norm": "final_norm",
+    "similarity": "similarity",
+    "spheres": "spheres",
+}
+"""Tables that are in the section of a figure, by the figure's name."""
+_EMPTY_TABLES = {
+    "massive": "No layer has massive activations, or they were not measured, which needs --measures all.",
+    "texts": "Not recorded.",
+}
+"""Reasons why a table has no rows, by its name."""
+
+
+def _explain_missing(content: PageContent, plot: Plot) -> str:
+    """Return a sentence on why a figure, or some of its panels, are missing; empty if none is."""
+    if plot.name == "similarity":
+        return "" if plot.panels else "Not computed, because no texts were given (--text)."
+    if plot.name == "final_norm":
+        return "" if plot.panels else _NO_NORM
+    measured_all = all(model.measurements.settings.get("measures") == "all" for model in content.models)
+    hint = "" if measured_all else " Some measures need --measures all."
+    if missing := model_figures.find_missing_measures(plot):
+        return f"Not measured, or not defined in any layer: {', '.join(missing)}.{hint}"
+    return "" if plot.panels else f"Not measured, or not defined.{hint}"
+
+
+def _explain(content: PageContent) -> list[str]:
+    """Return the paragraphs on how to read a page."""
+    paragraphs = []
+    if content.models:
+        settings = content.models[0].measurements.settings
+        documents, tokens = _DOCUMENTS[settings["documents"]], _SPECIAL_TOKENS[settings["special_tokens"]]
+        paragraphs.append(f"{documents}. The measures are over the hidden states of all tokens, {tokens}.")
+    return [
+        *paragraphs,
+        _AXIS_NOTES.get(content.axis.name, _STEP_NOTE),
+        *_READING,
+        _explain_intervals(content),
+        *content.notes,
+    ]
+
+
+def _explain_intervals(content: PageContent) -> str:
+    """Return sentences on what the bands in figures and the ± in tables are."""
+    names = [f"{name}_error" for name in JACKKNIFE_MEASURES]
+    has_error = {
+        model.label: any(math.isfinite(measures.get(name, math.nan)) for measures in taps.values() for name in names)
+        for model in content.models
+        for taps in model.measurements.sources.values()
+    }
+    if content.models and not any(has_error.values()):
+        return (
+            "There are no standard errors from groups of documents, which need --groups of at least 2 and as many "
+            "documents as groups. A band around TwoNN or Gride is its 95% interval for independent points."
+        )
+    groups = {model.num_groups for model in content.models} - {0} or {ASSUMED_GROUPS}
+    quantiles = list_names([f"{t_quantile(count - 1):.2f} for {count} groups" for count in sorted(groups)])
+    without = [label for label, has in has_error.items() if not has]
+    missing = f" {list_names(without)}: none, with fewer documents than groups." if without else ""
+    return (
+        "Bands in the figures, the bar of a single mark, and ± in the tables are 95% intervals of each value by "
+        f"itself: standard errors from the jackknife over groups of documents on either side, times {quantiles}. They "
+        "say how much a value would change over other documents of the same kind. Those of TwoNN and Gride are 1.96 "
+        f"errors for points that are independent of each other. A measure without a band has no error.{missing}"
+    )
 
 
 def _describe_error_methods(models: Sequence[MeasuredModel]) -> list[str]:
-    """Return a sentence for each model but the first on how the errors of its differences from the first are computed.
-
-    For a model that cannot be compared with the first, the sentence says why.
-    """
-    first_model, *other_models = models
+    """Return sentences on how the errors of differences from the first model are computed, or why there are none."""
+    first, *others = models
+    labels_by_method: dict[str, list[str]] = {}
     sentences = []
-    for other_model in other_models:
-        reason = model_differences.explain_no_differences(first_model, other_model)
-        method_text = _ERROR_METHOD_TEXTS[model_differences.choose_error_method(first_model, other_model)]
-        sentences.append(reason or method_text.format(first=first_model.label, other=other_model.label))
-    return sentences
-
-
-def _make_difference_plot(models: Sequence[MeasuredModel]) -> Plot:
-    """Return a plot of the differences of each model's last layer from that of the first model, with 95% intervals."""
-    first_model, *other_models = models
-    differences = filter(itemgetter("is_last"), model_differences.compute_all_differences(models))
-    difference_by_key = {(row["model"], row["measure"]): row for row in differences}
-    panels = []
-    for measure in _PLOTTED_DIFFERENCES:
-        if not any(compared_measure == measure for _, compared_measure in difference_by_key):
-            continue
-        # A point at 0 stands for the first model, so that the legend names all models.
-        lines = [Line(first_model.label, (0.0,), (0.0,))]
-        for position, other_model in enumerate(other_models, start=1):
-            if row := difference_by_key.get((other_model.label, measure)):
-                half_width = (row["high"] - row["low"]) / 2
-                lines.append(Line(other_model.label, (float(position),), (row["difference"],), y_error=(half_width,)))
-        panels.append(
-            replace(
-                make_panel(f"difference of {MEASURE_TITLES[measure]}", lines), horizontal_line=(0.0, "no difference")
-            )
-        )
-    title, caption = _DIFFERENCE_TEXTS
-    tick_names = {float(position): "" for position in range(len(models))}
-    plot = Plot("differences", title, caption, "points", "", tuple(panels), x_names=tick_names)
-    return _fix_model_colours(plot, models)
-
-
-def _make_difference_table(models: Sequence[MeasuredModel]) -> Sheet:
-    """Return the table of differences from the first model.
-
-    The page shows the differences at the last layers, and the CSV file those at all compared layers.
-    """
-    rows = model_differences.compute_all_differences(models)
-    rows_by_model: dict[str, list[list[Entry]]] = {}
-    for row in filter(itemgetter("is_last"), rows):
-        numbers = [row[name] for name in ("value", "value_of_first", "difference", "low", "high")]
-        entries = [Entry(MEASURE_TITLES[row["measure"]]), *map(number_entry, numbers), Entry(row["method"])]
-        rows_by_model.setdefault(row["model"], []).append(entries)
-    title, _ = _DIFFERENCE_TEXTS
-    return Sheet(
-        "differences",
-        title,
-        "Measures of the last layer: the model, the first model, their difference, the ends of its 95% interval, and "
-        "how its error was computed. The CSV also has the errors and, for models with the same number of layers, the "
-        "differences of each layer.",
-        ("measure", "model", "first\nmodel", "difference", "95%\nfrom", "95%\nto", "error"),
-        rows_by_model,
-        pd.DataFrame(rows),
-    )
-
-
-def _make_spectrum_plot(models: Sequence[MeasuredModel]) -> Plot:
-    """Return a plot of the singular values of each model's last layer, raw and centered."""
-    panels = []
-    for form in ("raw", "centered"):
-        lines = []
-        for model in models:
-            spectrum_by_layer = model.measurements.spectra.get(model.measurements.combined_key, {})
-            singular_values = spectrum_by_layer.get(_get_last_layer_name(model), {}).get(form, [])
-            # Divided by the root of the number of tokens, a singular value is the root mean square along its direction.
-            scale = math.sqrt(model.last_layer_measures["tokens"])
-            scaled_values = [value / scale for value in singular_values if value > 1e-4 * max(singular_values)]
-            if scaled_values:
-                lines.append(
-                    Line(model.label, tuple(map(float, range(1, len(scaled_values) + 1))), tuple(scaled_values))
-                )
-        if lines:
-            panels.append(make_panel("root mean square", lines, FORM_TITLES[form]))
-    return Plot(
-        "spectra",
-        "Spectra of the last layer",
-        "Root mean square of the last layer's states along each of their singular directions (singular value divided "
-        "by the root of the number of tokens), raw and centered. Values below 1e-4 of the largest are rounding errors "
-        "and are left out.",
-        "line",
-        "number of the singular value",
-        tuple(panels),
-        log_x=True,
-        log_y=True,
-        share_axes=True,
-    )
-
-
-def _make_norm_distribution_plot(models: Sequence[MeasuredModel]) -> Plot:
-    """Return a plot of the cumulative distribution of the norms of the states in each model's last layer."""
-    lines = []
-    for model in models:
-        histogram_by_layer = model.measurements.norms.get(model.measurements.combined_key, {})
-        histogram = histogram_by_layer.get(_get_last_layer_name(model))
-        if histogram and histogram["counts"]:
-            below, above = histogram.get("outside", (0, 0))
-            cumulative_counts = list(itertools.accumulate(histogram["counts"], initial=below))
-            num_tokens = cumulative_counts[-1] + above
-            percentages = tuple(100 * count / num_tokens for count in cumulative_counts)
-            lines.append(Line(model.label, tuple(histogram["edges"]), percentages))
-    return Plot(
-        "state_norms",
-        "Norms of the last layer",
-        "Percentage of the tokens whose state in the last layer has at most this norm.",
-        "line",
-        "norm",
-        (make_panel("tokens, percent", lines),) if lines else (),
-        log_x=True,
-    )
-
-
-def _get_last_layer_name(model: MeasuredModel) -> str:
-    """Return the name under which the measures of the last layer's output are stored, such as `layer_12`."""
-    return list(model.measurements.all_texts)[len(model.layer_measures) - 1]
-
-
-def _make_partition_plot(models: Sequence[MeasuredModel]) -> Plot:
-    """Return a plot of I(W) of the embedding matrices by form and sign convention, with a bar for each model."""
-    panels = []
-    for matrix, (signs, sign_title) in itertools.product(("input", "output"), _SIGN_CONVENTIONS.items()):
-        lines = []
-        for model in models:
-            measures_by_form = model.measurements.matrices.get(matrix)
-            if measures_by_form:
-                values = tuple(measures[f"partition_isotropy_{signs}"] for measures in measures_by_form.values())
-                lines.append(Line(model.label, tuple(map(float, range(len(values)))), values))
-        if lines:
-            panels.append(make_panel(f"I(W), {sign_title}", lines, f"{matrix} embeddings"))
-    return Plot(
-        "partition",
-        "I(W) of the embedding matrices",
-        "Smallest over largest value of the partition function at the eigenvectors c of the matrix; 1 is isotropic. "
-        "Signs as computed: c as the eigensolver returns it, the papers' convention, which depends on the solver's "
-        "build. Both signs: over c and -c, which is reproducible and meant for comparisons. The output embeddings of "
-        "models that have none of their own are the input embeddings.",
-        "columns",
-        "",
-        tuple(panels),
-        x_names={float(position): form for position, form in enumerate(FORM_TITLES.values())},
-    )
-
-
-def _make_final_norm_plot(models: Sequence[MeasuredModel]) -> Plot:
-    lines = []
-    for model in models:
-        final_norm = model.measurements.final_norm
-        if final_norm is not None:
-            lines.append(Line(model.label, (0.0, 1.0), (final_norm["gain"], final_norm["bias"])))
-    return Plot(
-        "final_norm",
-        "The final normalization",
-        "Norms of the gain and the bias of the normalization behind the last layer, divided by the square root of the "
-        "width. Models without such a normalization, such as BERT, have no bars; a normalization without a bias has 0.",
-        "columns",
-        "",
-        (make_panel("norm", lines),) if lines else (),
-        x_names={0.0: "gain", 1.0: "bias"},
-    )
-
-
-def make_similarity_plot(similarities: Sequence["Similarity"]) -> Plot:
-    """Return heatmaps of CKA between the layers of two models, with a panel for each pair of models."""
-    panels = []
-    for similarity in similarities:
-        rows = zip(similarity.first_taps, similarity.values, strict=True)
-        lines = [Line(format_tap_name(tap), tuple(map(float, range(len(values)))), values) for tap, values in rows]
-        column_names = tuple(map(format_tap_name, similarity.second_taps))
-        panels.append(
-            Panel(
-                "",
-                f"{similarity.second} (columns)",
-                tuple(lines),
-                "",
-                f"{similarity.first} (rows)",
-                column_names=column_names,
-            )
-        )
-    num_documents = f"{similarities[0].documents:,}" if similarities else "some"
-    return Plot(
-        "similarity",
-        "Similarity of the layers (CKA)",
-        f"Debiased linear CKA of the layers of two models: the mean states of {num_documents} documents at a place in "
-        "one model (rows) and in the other (columns, named in the title). 1: equal but for rotation, translation and "
-        "scale; 0: unrelated, and slightly negative by chance.",
-        "heatmap",
-        "",
-        tuple(panels),
-    )
-
-
-def _make_similarity_table(similarities: Sequence["Similarity"]) -> Sheet:
-    """Return the table that names, for each layer of one model, the most similar layer of the other."""
-    rows, cells = [], []
-    for similarity in similarities:
-        names = {"first": similarity.first, "second": similarity.second}
-        for tap, values, error in zip(
-            similarity.first_taps, similarity.values, similarity.errors_of_largest, strict=True
-        ):
-            largest = max(values)
-            most_similar = similarity.second_taps[values.index(largest)]
-            half_width = t_quantile(similarity.num_groups - 1) * error
-            cells.append([*map(_make_cell, (*names.values(), tap, most_similar)), number_entry(largest, half_width)])
-            rows += [
-                {**names, "layer": tap, "other_layer": other_tap, "cka": value}
-                | {"cka_error": error if other_tap == most_similar else math.nan}
-                for other_tap, value in zip(similarity.second_taps, values, strict=True)
-            ]
-    header = ("first", "second", "layer of the first", "most similar of the second", "CKA")
-    caption = (
-        "For each layer of a model, the layer of the other model with the largest CKA and its 95% interval over groups "
-        "of documents, which does not take into account that it is the largest of several. The CSV has all pairs, and "
-        "the standard errors of these."
-    )
-    return Sheet("similarity", "Most similar layers", caption, header, {"": cells}, pd.DataFrame(rows))
-
-
-_MODEL_HEADERS = {
-    "partition_raw": "I(W)\nraw",
-    "partition_centered": "I(W)\ncentered",
-    "partition_post_processed": "I(W)\npost-processed",
-    "norm_ratio": "norm\nratio",
-    "gain": "final\ngain",
-    "bias": "final\nbias",
-}
-
-
-def _make_model_table(models: Sequence[MeasuredModel]) -> Sheet:
-    summary = compare.summarize_models(models)
-    shown_summary = summary.drop(columns="weights")
-    rows = []
-    for model, row in zip(models, shown_summary.to_dict("records"), strict=True):
-        half_widths = {
-            name: interval_half_width(model.last_layer_measures, name, model.num_groups)
-            for name in compare.SUMMARY_MEASURES
-        }
-        rows.append([
-            number_entry(value, half_widths[name]) if name in half_widths else _make_cell(value)
-            for name, value in row.items()
-        ])  # fmt: skip
-    return Sheet(
-        "models",
-        "All models",
-        "Measures of each model's last layer over all its texts; I(W), with both signs of the eigenvectors, and norm "
-        "ratio of the embedding matrix nearest to the prediction; norms of the final normalization's gain and bias. A "
-        "dash marks what a model does not have.",
-        tuple(_MODEL_HEADERS.get(name) or column_header(name) for name in map(str, shown_summary)),
-        {"": rows},
-        summary,
-    )
-
-
-_LAYER_COLUMNS = ("layer", "relative_depth", "tokens")
-
-
-def _make_layer_table(models: Sequence[MeasuredModel]) -> Sheet:
-    layer_frame = compare.make_layer_table(models)
-    measures = [name for name in MEASURE_TITLES if name in layer_frame]
-    rows_by_model = {
-        model.label: [
-            [
-                *(_make_cell(row[column]) for column in _LAYER_COLUMNS),
-                *(
-                    number_entry(row.get(name, math.nan), interval_half_width(row, name, model.num_groups))
-                    for name in measures
-                ),
-            ]
-            for row in compare.make_layer_rows([model])
-        ]
-        for model in models
-    }
-    header = tuple(map(column_header, (*_LAYER_COLUMNS, *measures)))
-    caption = "Measures of the hidden states of each layer over all texts; the CSV has the standard errors."
-    return Sheet("layers", "All layers", caption, header, rows_by_model, layer_frame)
-
-
-def _make_cell(value: object) -> Entry:
-    """Return a table cell for a number, or for a text, whose underscores become spaces."""
-    if isinstance(value, str):
-        return Entry(value.replace("_", " "))
-    assert isinstance(value, int | float)
-    return number_entry(value)
+    for other in others:
+        if reason := model_differences.explain_no_differences(first, other):
+            sentences.append(reason)
+        else:
+            labels_by_method.setdefault(model_differences.choose_error_method(first, other), []).append(other.label)
+    return sentences + [
+        _ERROR_METHODS[method].format(others=list_names(labels), first=first.label)
+        for method, labels in labels_by_method.items()
+    ]

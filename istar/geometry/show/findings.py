@@ -1,279 +1,243 @@
-"""Sentences on what is unusual about a model's geometry, made from its measures by fixed rules.
+"""What a page begins with: at most five lines on unusual measures, and on differences between models and checkpoints.
 
-Each rule compares a measure with a threshold. The thresholds are conventions of this project: values that most of the
-published encoders and decoders of the papers do not reach in most of their layers. They rank sentences, and are no
-statistical tests.
+The table of measures says from which value on a measure is unusual, and in which words. Intervals of differences
+describe other documents of the same kind, not other training runs.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from istar.geometry.collect.layer_outputs import FINAL_NORM
 from istar.geometry.collect.measures_file import Measurements
-from istar.geometry.show.model_figures import format_tap_name
+from istar.geometry.show import model_differences
+from istar.geometry.show.compare import MeasuredModel, list_names
+from istar.geometry.show.measured_training import MeasuredTraining
+from istar.measures.catalogue import MEASURES, Measure
 
-MAX_FINDINGS = 4
-"""Most sentences on unusual measures."""
-VARIANCE_SHARE = 0.1
-"""A single dimension with at least this share of a layer's variance is unusual."""
-INTER_SIM = 0.5
-"""An average cosine of at least this value is unusual."""
-ISOSCORE = 0.05
-"""An IsoScore of at most this value is unusual."""
-OFFSET = 5.0
-"""A dimension whose mean is at least this number of typical standard deviations from 0 is unusual. From this value on,
-the page counts it as an outlier dimension."""
-NORM_GROWTH = 10.0
-"""An average norm that differs at least by this factor between layers is unusual. The final normalization, whose task
-it is to change the norm, does not count."""
-KURTOSIS = 100.0
-"""An excess kurtosis of a dimension of at least this value is unusual."""
-ROGUE_DROP = 0.25
-"""An average cosine that falls by at least this value without five dimensions is unusual."""
-MASSIVE_RATIO = 1000.0
-"""Massive activations are larger than the median magnitude by this factor, and above 100."""
-FIRST_POSITION = 3.0
-"""An average norm of the tokens at position 0 that is at least this multiple of that of the others is unusual."""
+MAX_LINES = 5
+"""Most lines at the beginning of a page."""
 SHIFTED, NOT_SHIFTED = 0.5, 0.9
 """Embeddings with I(W) of at most the first value are unusual; with the second one or more after centering, a common
 shift is all that makes them so."""
-TOKENS_PER_DIMENSION = 10
+_TOKENS_PER_DIMENSION = 10
 """With fewer tokens per dimension, IsoScore and the ranks are clearly too low."""
-
-_WITHOUT_TOP_5 = "sample_inter_sim_without_top_5"
-
-Layers = Mapping[str, Mapping[str, float]]
+_SMALLEST = 1e-3
+"""Lower bound of small unusual values, which keeps their excess finite."""
+_COMPARED = [measure for measure in MEASURES if measure.compared]
 
 
 @dataclass(frozen=True)
-class Finding:
-    """A sentence on an unusual measure."""
+class Flag:
+    """A line on an unusual measure."""
 
-    sentence: str
-    excess: float  # ratio of the measure to its threshold, or the inverse if small values are unusual; at least 1
+    line: str
+    excess: float  # ratio of the value to its bound, or the inverse if small values are unusual; at least 1
 
 
-def describe_findings(measured: Measurements) -> list[str]:
-    """Return at most six sentences on a model, over all its texts together.
+def find_flags(measured: Measurements) -> list[Flag]:
+    """Return a flag for each unusual measure over all texts together, the most unusual first."""
+    flags = [flag for measure in MEASURES if measure.flag and (flag := _check_measure(measure, measured))]
+    return sorted(flags, key=lambda flag: -flag.excess)
 
-    They are on its most unusual measures, the most unusual one first, or say that nothing is unusual. Then come the
-    range of IsoScore and InterSim over the layers, with their meaning, and a warning if there are too few tokens.
+
+def _check_measure(measure: Measure, measured: Measurements) -> Flag | None:
+    """Return a flag for the layer or matrix with the most unusual value of a measure, or None if it is usual."""
+    if measure.subject == "matrices":
+        values = {side: forms["raw"][measure.name] for side, forms in measured.matrices.items()}
+    else:
+        find_values = _FLAGGED_VALUES.get(measure.name, lambda measured: _find_values(measured, measure.name))
+        values = find_values(measured)
+    values = {place: value for place, value in values.items() if math.isfinite(value)}
+    if not values:
+        return None
+    if measure.flag_at_most is not None:
+        place = min(values, key=lambda place: values[place])
+        excess = measure.flag_at_most / max(values[place], _SMALLEST)
+    else:
+        assert measure.flag_at_least is not None
+        place = max(values, key=lambda place: values[place])
+        excess = values[place] / measure.flag_at_least
+    if excess < 1:
+        return None
+    fields = {**measured.all_texts.get(place, {}), "value": values[place], "width": measured.width, "matrix": place}
+    if measure.subject == "matrices":
+        fields["centered"] = measured.matrices[place]["centered"][measure.name]
+    line = measure.flag.format(layer=name_layer(place), **fields)
+    return Flag(line[0].upper() + line[1:], excess)
+
+
+def _find_values(measured: Measurements, name: str) -> dict[str, float]:
+    """Return the values of a measure by layer; NaN where it is not defined."""
+    return {layer: measures.get(name, math.nan) for layer, measures in measured.all_texts.items()}
+
+
+def _compare_norms(measured: Measurements) -> dict[str, float]:
+    """Return the average norm of each layer divided by the smallest one.
+
+    The final normalization, which is there to change the norm, does not count.
     """
-    layers = measured.all_texts
-    unusual = [
-        *_find_dominant_dimension(layers),
-        *_find_common_direction(layers),
-        *_find_few_directions(measured),
-        *_find_offset_dimension(measured),
-        *_find_norm_growth(layers),
-        *_find_heavy_tails(layers),
-        *_find_rogue_dimensions(layers),
-        *_find_massive_activations(measured),
-        *_find_large_first_token(measured),
-        *_find_anisotropic_embeddings(measured),
+    norms = _find_values(measured, "average_norm")
+    norms.pop(FINAL_NORM, None)
+    smallest = min(filter(math.isfinite, norms.values()), default=0.0)
+    return {layer: norm / smallest for layer, norm in norms.items()} if smallest > 0 else {}
+
+
+def _find_falls(measured: Measurements) -> dict[str, float]:
+    """Return how far InterSim of the sample falls in each layer without five dimensions."""
+    before = _find_values(measured, "sample_inter_sim")
+    after = _find_values(measured, "sample_inter_sim_without_top_5")
+    return {layer: before[layer] - after[layer] for layer in before}
+
+
+def _compare_first_tokens(measured: Measurements) -> dict[str, float]:
+    """Return the average norm of the tokens at position 0 divided by that of the others, by layer."""
+    ratios = {}
+    for layer, bins in measured.by_position.get(measured.combined_key, {}).items():
+        other_tokens = sum(bins["tokens"][1:])
+        if bins["first"][:1] == [0] and other_tokens:
+            summed_norm = sum(norm * count for norm, count in zip(bins["norm"][1:], bins["tokens"][1:], strict=True))
+            ratios[layer] = bins["norm"][0] * other_tokens / summed_norm if summed_norm > 0 else math.nan
+    return ratios
+
+
+_FLAGGED_VALUES: dict[str, Callable[[Measurements], dict[str, float]]] = {
+    "average_norm": _compare_norms,
+    "sample_inter_sim_without_top_5": _find_falls,
+    "norm_by_position": _compare_first_tokens,
+}
+"""Functions that compute the values by layer that are compared with the bound of a flag, where these are not the
+values of the measure itself."""
+
+
+def describe_model(measured: Measurements) -> list[str]:
+    """Return at most five lines on a model: unusual measures, the range of isotropy, and a warning of few tokens."""
+    last_lines = [*_describe_all_layers(measured), *_warn_of_few_tokens(measured)]
+    flags = [flag.line for flag in find_flags(measured)] or ["No measure is unusual."]
+    return [*flags[: MAX_LINES - len(last_lines)], *last_lines]
+
+
+def describe_models(models: Sequence[MeasuredModel]) -> list[str]:
+    """Return at most five lines on several models.
+
+    They name the models with the largest and the smallest IsoScore and InterSim of the last layer among those that were
+    measured over the same tokens as the first, the other models, and then the most unusual measures of each model.
+    """
+    compared = [model for model in models if model_differences.have_same_tokens(models[0], model)]
+    lines = [line for measure in _COMPARED for line in _rank_models(compared, measure)]
+    if left_out := [model.label for model in models if model not in compared]:
+        lines.append(f"Not compared with {models[0].label}, because of other tokens: {list_names(left_out)}.")
+    flags = [[f"{model.label}: {flag.line}" for flag in find_flags(model.measurements)] for model in models]
+    for rank in range(MAX_LINES):
+        lines += [model_flags[rank] for model_flags in flags if rank < len(model_flags)]
+    return lines[:MAX_LINES] or ["No measure is unusual, or differs between these models."]
+
+
+def _rank_models(models: Sequence[MeasuredModel], measure: Measure) -> list[str]:
+    """Return a line on the models whose last layers have the largest and the smallest value, if they differ."""
+    values = {model.label: (model.last_layer_measures.get(measure.name, math.nan), model) for model in models}
+    defined = sorted((pair for pair in values.values() if math.isfinite(pair[0])), key=lambda pair: pair[0])
+    if len(defined) < 2 or defined[0][0] == defined[-1][0]:
+        return []
+    (low, low_model), (high, high_model) = defined[0], defined[-1]
+    row = model_differences.find_last_difference(low_model, high_model, measure.name)
+    half_width = math.nan if row is None else (row["high"] - row["low"]) / 2
+    return [
+        f"{measure.title} of the last layer is largest in {high_model.label} ({high:.3g}) and smallest in "
+        f"{low_model.label} ({low:.3g}). {_describe_size('difference', high - low, half_width)}"
     ]
-    unusual.sort(key=lambda finding: -finding.excess)
-    sentences = [finding.sentence for finding in unusual[:MAX_FINDINGS]] or ["No measure is unusual."]
-    return [*sentences, *_describe_all_layers(measured), *warn_of_too_few_tokens(measured)]
 
 
-def _find_extreme(layers: Layers, name: str, find_largest: bool = True) -> tuple[str, float]:
-    """Return the layer with the largest or smallest finite value of a measure, and the value.
+def describe_trainings(trainings: Sequence[MeasuredTraining]) -> list[str]:
+    """Return at most five lines on one or more trainings.
 
-    If no value is finite, the layer is an empty string and the value NaN.
+    They describe the change of IsoScore and InterSim of the last layer, for several trainings only the largest change,
+    and then the most unusual measures of the last checkpoints. With one checkpoint, they are as for a model.
     """
-    value_by_tap = {tap: measures.get(name, math.nan) for tap, measures in layers.items()}
-    finite_by_tap = {tap: value for tap, value in value_by_tap.items() if math.isfinite(value)}
-    if not finite_by_tap:
-        return "", math.nan
-    tap = (max if find_largest else min)(finite_by_tap, key=lambda tap: finite_by_tap[tap])
-    return tap, finite_by_tap[tap]
+    if len(trainings) == 1 and len(trainings[0].steps) == 1:
+        return describe_model(trainings[0].checkpoints[0].measurements)
+    lines = [line for measure in _COMPARED for line in _describe_largest_change(trainings, measure)]
+    last = [MeasuredModel(t.label, t.checkpoints[-1].measurements) for t in trainings if t.checkpoints]
+    if len(trainings) > 1 and len(last) == len(trainings):
+        return [*lines, *(f"At the last checkpoints: {line}" for line in describe_models(last))][:MAX_LINES]
+    warnings = [warning for model in last for warning in _warn_of_few_tokens(model.measurements)][:1]
+    flags = [
+        f"At the last checkpoint of {model.label}: {flag.line}"
+        for model in last
+        for flag in find_flags(model.measurements)
+    ]
+    return [*lines, *flags][: MAX_LINES - len(warnings)] + warnings or ["IsoScore and InterSim do not change."]
 
 
-def _find_dominant_dimension(layers: Layers) -> Iterator[Finding]:
-    """Yield a finding if a single dimension holds a large share of a layer's variance."""
-    tap, share = _find_extreme(layers, "largest_variance_share")
-    if share >= VARIANCE_SHARE:
-        yield Finding(f"One dimension holds {share:.0%} of the variance of {name_layer(tap)}.", share / VARIANCE_SHARE)
+def _describe_largest_change(trainings: Sequence[MeasuredTraining], measure: Measure) -> list[str]:
+    """Return a line on the training whose last layer changes most from the first to the last step, if any does."""
+    curves = [(training, training.values_by_step(training.last_layer, measure.name)) for training in trainings]
+    defined = [(training, ys[0], ys[-1]) for training, ys in curves if math.isfinite(ys[-1] - ys[0])]
+    if not defined:
+        return []
+    training, before, after = max(defined, key=lambda change: abs(change[2] - change[1]))
+    steps = training.steps
+    start, end = f"step {steps[0]:,}", f"step {steps[-1]:,}"
+    if training.checkpoints:
+        start, end = training.checkpoints[0].label, training.checkpoints[-1].label
+    subject = f"{measure.title} of the last layer"
+    if len(trainings) > 1:
+        subject += f" changes most in {training.label}: it"
+    if f"{before:.3g}" == f"{after:.3g}":
+        return [f"{subject} is the same at {start} and at {end}, to three digits: {after:.3g}."]
+    size = _describe_size("change", abs(after - before), training.half_width_of_change(measure.name))
+    verb = "rises" if after > before else "falls"
+    return [f"{subject} {verb} from {before:.3g} at {start} to {after:.3g} at {end}. {size}"]
 
 
-def _find_common_direction(layers: Layers) -> Iterator[Finding]:
-    """Yield a finding if the average cosine of two tokens is large in a layer."""
-    tap, cosine = _find_extreme(layers, "inter_sim")
-    if cosine >= INTER_SIM:
-        sentence = f"All states of {name_layer(tap)} share a direction: two random tokens have an average cosine of "
-        yield Finding(f"{sentence}{cosine:.2f}.", cosine / INTER_SIM)
+def _describe_size(noun: str, size: float, half_width: float) -> str:
+    """Return a sentence on whether the 95% interval of a change or a difference contains 0."""
+    if not math.isfinite(half_width):
+        return f"The {noun} has no interval."
+    interval = f"The 95% interval of the {noun}, {size:.3g} ± {half_width:.2g},"
+    if size > half_width:
+        return f"{interval} does not contain 0, so that the choice of the documents does not explain it."
+    return f"{interval} contains 0, so that the choice of the documents may explain it."
 
 
-def _find_few_directions(measured: Measurements) -> Iterator[Finding]:
-    """Yield a finding if IsoScore is small in a layer."""
-    layers = measured.all_texts
-    tap, score = _find_extreme(layers, "isoscore", find_largest=False)
-    if score <= ISOSCORE:
-        directions = layers[tap]["participation_ratio"]
-        yield Finding(
-            f"The variance of {name_layer(tap)} is concentrated: IsoScore {score:.3f}, as if it were spread over "
-            f"{directions:.1f} of {measured.width:,} directions.",
-            # The lower bound keeps the excess finite for a score of 0.
-            ISOSCORE / max(score, 1e-3),
-        )
+def _describe_all_layers(measured: Measurements) -> list[str]:
+    """Return a line with the ranges of IsoScore and InterSim over the layers, if both are defined in any layer."""
+    isoscores = _format_range(_find_values(measured, "isoscore"), 2)
+    directions = _format_range(_find_values(measured, "participation_ratio"), 0)
+    cosines = _format_range(_find_values(measured, "inter_sim"), 2)
+    if not (isoscores and directions and cosines):
+        return []
+    return [
+        f"In all layers, the variance is spread as if over {directions} of {measured.width:,} directions (IsoScore "
+        f"{isoscores}; 1 is evenly over all, 0 a single one), and two random tokens have an average cosine of "
+        f"{cosines}."
+    ]
 
 
-def _find_offset_dimension(measured: Measurements) -> Iterator[Finding]:
-    """Yield a finding if the mean of a dimension is many typical standard deviations from 0."""
-    extremes_by_tap = measured.extremes.get(measured.combined_key, {})
-    offset_by_place = {
-        (tap, int(extreme["dimension"])): abs(extreme["mean_by_typical_deviation"])
-        for tap, extremes in extremes_by_tap.items()
-        for extreme in extremes
-        if math.isfinite(extreme["mean_by_typical_deviation"])
-    }
-    if not offset_by_place:
-        return
-    tap, dimension = max(offset_by_place, key=lambda place: offset_by_place[place])
-    offset = offset_by_place[tap, dimension]
-    if offset >= OFFSET:
-        sentence = (
-            f"Dimension {dimension} of {name_layer(tap)} is an outlier: its mean is {offset:.0f} typical standard "
-        )
-        yield Finding(f"{sentence}deviations from 0.", offset / OFFSET)
-
-
-def _find_norm_growth(layers: Layers) -> Iterator[Finding]:
-    """Yield a finding if the average norm differs by a large factor between layers."""
-    layers_before_norm = {tap: measures for tap, measures in layers.items() if tap != FINAL_NORM}
-    (low_tap, low), (high_tap, high) = (
-        _find_extreme(layers_before_norm, "average_norm", find_largest) for find_largest in (False, True)
-    )
-    if low > 0 and high >= NORM_GROWTH * low:
-        yield Finding(
-            f"The average norm is {high / low:.0f} times as large in {name_layer(high_tap)} as in "
-            f"{name_layer(low_tap)}: {high:.3g} and {low:.3g}.",
-            high / low / NORM_GROWTH,
-        )
-
-
-def _find_heavy_tails(layers: Layers) -> Iterator[Finding]:
-    """Yield a finding if a dimension of a layer has a large excess kurtosis."""
-    tap, kurtosis = _find_extreme(layers, "largest_kurtosis")
-    if kurtosis >= KURTOSIS:
-        sentence = (
-            f"A dimension of {name_layer(tap)} has rare, very large values: its excess kurtosis is {kurtosis:,.0f}."
-        )
-        # The root makes the excess of a fourth moment comparable with that of the other measures.
-        yield Finding(sentence, math.sqrt(kurtosis / KURTOSIS))
-
-
-def _find_rogue_dimensions(layers: Layers) -> Iterator[Finding]:
-    """Yield a finding if the average cosine of a layer falls far without five dimensions."""
-    drop_by_tap = {
-        tap: {"drop": measures.get("sample_inter_sim", math.nan) - measures.get(_WITHOUT_TOP_5, math.nan)}
-        for tap, measures in layers.items()
-    }
-    tap, drop = _find_extreme(drop_by_tap, "drop")
-    if drop >= ROGUE_DROP:
-        before, after = layers[tap]["sample_inter_sim"], layers[tap][_WITHOUT_TOP_5]
-        yield Finding(
-            f"Five dimensions carry much of the common direction of {name_layer(tap)}: without them, the average "
-            f"cosine of a sample of tokens falls from {before:.2f} to {after:.2f}.",
-            drop / ROGUE_DROP,
-        )
-
-
-def _find_massive_activations(measured: Measurements) -> Iterator[Finding]:
-    """Yield a finding on the largest massive activation of all layers, if there is any."""
-    activations_by_tap = measured.massive.get(measured.combined_key, {})
-    largest_by_tap = {tap: activations[0] for tap, activations in activations_by_tap.items() if activations}
-    if not largest_by_tap:
-        return
-    tap = max(largest_by_tap, key=lambda tap: largest_by_tap[tap].get("ratio") or 0.0)
-    activation = largest_by_tap[tap]
-    # The ratio is missing if the median is 0, and in files of earlier versions.
-    ratio, subject = activation.get("ratio") or MASSIVE_RATIO, name_layer(tap)
-    yield Finding(
-        f"{subject[0].upper()}{subject[1:]} has massive activations: {activation['value']:,.0f} in dimension "
-        f"{activation['dimension']} at position {activation['position']} is {ratio:,.0f} times the median magnitude.",
-        ratio / MASSIVE_RATIO,
-    )
-
-
-def _find_large_first_token(measured: Measurements) -> Iterator[Finding]:
-    """Yield a finding if the first token of the model's input has a far larger norm than the others in a layer."""
-    measures_by_tap = {}
-    for tap, columns in measured.by_position.get(measured.combined_key, {}).items():
-        # The comparison needs tokens at position 0, which are a bin of their own, and in another bin.
-        if len(columns["first"]) < 2 or columns["first"][0] != 0:
-            continue
-        other_bins = zip(columns["norm"][1:], columns["tokens"][1:], strict=True)
-        sum_of_other_norms = sum(average_norm * num_tokens for average_norm, num_tokens in other_bins)
-        if sum_of_other_norms > 0:
-            measures_by_tap[tap] = {"ratio": columns["norm"][0] / (sum_of_other_norms / sum(columns["tokens"][1:]))}
-    tap, ratio = _find_extreme(measures_by_tap, "ratio")
-    if ratio >= FIRST_POSITION:
-        yield Finding(
-            f"The first token of the model's input has {ratio:.0f} times the average norm of the others in "
-            f"{name_layer(tap)}.",
-            ratio / FIRST_POSITION,
-        )
-
-
-def _find_anisotropic_embeddings(measured: Measurements) -> Iterator[Finding]:
-    """Yield a finding for each anisotropic embedding matrix, which says whether a common shift makes it so."""
-    for side, forms in measured.matrices.items():
-        raw, centered = (forms[form]["partition_isotropy_both"] for form in ("raw", "centered"))
-        anisotropy = classify_anisotropy(raw, centered)
-        if anisotropy is None:
-            continue
-        sentence = (
-            f"The {side} embeddings are isotropic but for a common shift: centering raises I(W) from {raw:.2f} to "
-            f"{centered:.2f}."
-            if anisotropy == "shifted"
-            else f"The {side} embeddings are anisotropic: I(W), which is at most 1, is {raw:.2f}, and {centered:.2f} "
-            "after centering."
-        )
-        yield Finding(sentence, SHIFTED / max(raw, 1e-3))
-
-
-def _describe_all_layers(measured: Measurements) -> Iterator[str]:
-    """Yield a sentence with the ranges of IsoScore and InterSim over the layers, if both are defined in any layer."""
-    texts = ", over all texts together" if len(measured.sources) > 1 else ""
-    isoscores, directions, cosines = (
-        _format_range(measured.all_texts, name, decimals)
-        for name, decimals in (("isoscore", 2), ("participation_ratio", 0), ("inter_sim", 2))
-    )
-    if isoscores and directions and cosines:
-        yield (
-            f"In all layers{texts}, the variance is spread as if over {directions} of {measured.width:,} directions "
-            f"(IsoScore {isoscores}; 1 is evenly over all, 0 a single one), and two random tokens have an average "
-            f"cosine of {cosines}."
-        )
-
-
-def _format_range(layers: Layers, name: str, decimals: int) -> str:
-    """Return the range of a measure over the layers as text, such as `0.14 to 0.39`; empty if it is undefined."""
-    low, high = (_find_extreme(layers, name, find_largest)[1] for find_largest in (False, True))
-    if not math.isfinite(low):
+def _format_range(value_by_layer: Mapping[str, float], decimals: int) -> str:
+    """Return the range of some values as text, such as `0.14 to 0.39`; empty if none is finite."""
+    values = [value for value in value_by_layer.values() if math.isfinite(value)]
+    if not values:
         return ""
-    low_text, high_text = (f"{value:,.{decimals}f}" for value in (low, high))
-    return low_text if low_text == high_text else f"{low_text} to {high_text}"
+    low, high = (f"{value:,.{decimals}f}" for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def _warn_of_few_tokens(measured: Measurements) -> list[str]:
+    num_tokens = next(iter(measured.all_texts.values()))["tokens"]
+    if num_tokens >= _TOKENS_PER_DIMENSION * measured.width:
+        return []
+    return [
+        f"There are only {num_tokens:,.0f} tokens for {measured.width:,} dimensions: IsoScore and the ranks are too "
+        "low; measure longer texts."
+    ]
 
 
 def name_layer(tap: str) -> str:
     """Return the name of a layer as in a sentence: "layer 3", but "the embeddings" with an article."""
-    return format_tap_name(tap) if tap.startswith("layer_") else f"the {format_tap_name(tap)}"
-
-
-def warn_of_too_few_tokens(measured: Measurements) -> Iterator[str]:
-    """Yield a warning if there are fewer than `TOKENS_PER_DIMENSION` tokens per dimension."""
-    num_tokens = next(iter(measured.all_texts.values()))["tokens"]
-    num_dimensions = measured.width
-    if num_tokens < TOKENS_PER_DIMENSION * num_dimensions:
-        yield (
-            f"There are only {num_tokens:,.0f} tokens for {num_dimensions:,} dimensions: IsoScore and the ranks are "
-            "too low; measure longer texts."
-        )
+    name = tap.replace("_", " ")
+    return name if tap.startswith("layer_") else f"the {name}"
 
 
 def classify_anisotropy(raw: float, centered: float) -> Literal["shifted", "anisotropic"] | None:

@@ -1,17 +1,20 @@
-"""The measures of a model at the checkpoints of its training, from the files of `istar measure`."""
+"""The measures of a model at the checkpoints of its training, from `trajectory.csv` and the checkpoints' folders."""
 
 import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import pandas as pd
 
-from istar.errors import UserError
-from istar.geometry.collect import measures_file
+from istar.errors import UserError, shorten
+from istar.files.writing import unescape_cell
+from istar.geometry.collect import measures_file, trajectory
 from istar.geometry.collect.intervals import interval_half_width
 from istar.geometry.collect.measures_file import Measurements
-from istar.geometry.show.model_figures import num_document_groups
+from istar.geometry.show import model_differences
+from istar.geometry.show.compare import MeasuredModel, ModelArgument
 from istar.inputs.corpus import COMBINED
 from istar.inputs.saved_checkpoints import Checkpoint
 
@@ -24,57 +27,150 @@ class MeasuredTraining:
     """A model's measures at the checkpoints of its training."""
 
     label: str  # name on the page, distinct among the trainings
-    folder: Path  # folder that `istar measure` wrote
-    measures: pd.DataFrame  # rows of `trajectory.csv`: one per checkpoint, text and layer, by ascending step
+    table: pd.DataFrame  # rows of `trajectory.csv` by ascending step: one per checkpoint, text and layer
+    # Checkpoints with all their measures, by ascending step; for a comparison of trainings the first and the last one,
+    # or none if their folders were deleted.
+    checkpoints: Sequence[MeasuredModel] = ()
+    has_steps: bool = True  # whether the column `step` has optimizer steps, and not positions in the given order
 
     @property
     def steps(self) -> list[int]:
-        """Optimizer steps of the checkpoints, in ascending order."""
-        return sorted(map(int, self.measures["step"].unique()))
+        """Optimizer steps or positions of the checkpoints, in ascending order."""
+        return sorted(map(int, self.table["step"].unique()))
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups of documents from which standard errors are computed; `ASSUMED_GROUPS` if unknown."""
+        return self.checkpoints[-1].num_groups if self.checkpoints else ASSUMED_GROUPS
 
     @property
     def last_layer(self) -> str:
         """Name of the last layer, before a final normalization; empty if no layer was measured."""
-        indices = self.measures["layer"].str.extract(r"^layer_(\d+)$", expand=False).dropna().astype(int)
+        indices = self.table["layer"].str.extract(r"^layer_(\d+)$", expand=False).dropna().astype(int)
         return f"layer_{indices.max()}" if len(indices) else ""
 
-    @cached_property
-    def first_measurements(self) -> Measurements | None:
-        """Measurements of the first checkpoint; None if its folder has been deleted."""
-        return self._read_checkpoint(0)
-
-    @cached_property
-    def last_measurements(self) -> Measurements | None:
-        """Measurements of the last checkpoint; None if its folder has been deleted."""
-        return self._read_checkpoint(-1)
-
-    def _read_checkpoint(self, row_index: int) -> Measurements | None:
-        """Read the measurements of the checkpoint in this row of the table; return None if they cannot be read."""
-        checkpoint = Checkpoint(str(self.measures["revision"].iloc[row_index]), name="")
-        try:
-            return measures_file.read(self.folder / checkpoint.folder / measures_file.JSON_FILE)
-        except UserError:
-            return None
-
-    def half_widths_by_step(self, layer: str, measure_name: str) -> list[float]:
-        """Return the half-widths of the 95% intervals of a measure of a layer at each step; NaN where there is none.
-
-        If the number of groups of documents is unknown, it is assumed to be `ASSUMED_GROUPS`.
-        """
-        last = self.last_measurements
-        num_groups = ASSUMED_GROUPS if last is None else num_document_groups(last)
-        error_name = f"{measure_name}_error"
-        errors = self.values_by_step(layer, error_name)
-        return [interval_half_width({error_name: error}, measure_name, num_groups) for error in errors]
-
-    def values_by_step(self, layer: str, measure_name: str) -> list[float]:
-        """Return the values of a measure of a layer at each step, over all texts together; NaN where there is none."""
-        if measure_name not in self.measures:
-            return [math.nan] * len(self.steps)
-        sources = self.measures["source"]
+    def select_layer(self, layer: str) -> pd.DataFrame:
+        """Return the rows of a layer, a matrix or the final normalization's parameters, over all texts together."""
+        sources = self.table["source"]
         texts = sources.dropna().unique()
         source = COMBINED if COMBINED in texts else next(iter(texts), None)
         # Embedding matrices and the gain of the final normalization do not depend on a text.
-        rows = self.measures[(self.measures["layer"] == layer) & (sources.isna() | (sources == source))]
-        value_by_step = dict(zip(rows["step"], rows[measure_name], strict=True))
+        return self.table[(self.table["layer"] == layer) & (sources.isna() | (sources == source))]
+
+    def values_by_step(self, layer: str, measure: str) -> list[float]:
+        """Return the values of a measure of a layer at each step, over all texts together; NaN where there is none."""
+        rows = self.select_layer(layer)
+        value_by_step = dict(zip(rows["step"], rows[measure], strict=True)) if measure in rows else {}
         return [float(value_by_step.get(step, math.nan)) for step in self.steps]
+
+    def half_widths_by_step(self, layer: str, measure: str) -> list[float]:
+        """Return the half-widths of the 95% intervals of a measure of a layer at each step; NaN where there is none."""
+        name = f"{measure}_error"
+        errors = self.values_by_step(layer, name)
+        return [interval_half_width({name: error}, measure, self.num_groups) for error in errors]
+
+    def half_width_of_change(self, measure: str) -> float:
+        """Return half the length of the 95% interval of the change of the last layer from the first to the last step.
+
+        Without the folders of both checkpoints, it is the root of the sum of the squares of both values' half-widths,
+        which is rather too large than too small, because both values are of the same documents.
+        """
+        if self.checkpoints:
+            row = model_differences.find_last_difference(self.checkpoints[0], self.checkpoints[-1], measure)
+            return math.nan if row is None else (row["high"] - row["low"]) / 2
+        half_widths = self.half_widths_by_step(self.last_layer, measure)
+        return math.hypot(half_widths[0], half_widths[-1])
+
+
+def make_training(
+    label: str, checkpoints: Sequence[Checkpoint], measured: Mapping[str, Measurements]
+) -> MeasuredTraining:
+    """Return the training of checkpoints that were measured, with their measurements by label.
+
+    If the steps of all of them are known, they are sorted by step, and a checkpoint is called `step 1,000`, or by its
+    name if several have the same step. Otherwise they keep their order, and are called by name and position.
+    """
+    checkpoints = [checkpoint for checkpoint in checkpoints if checkpoint.label in measured]
+    counts = Counter(checkpoint.step for checkpoint in checkpoints)
+    has_steps = None not in counts
+    if has_steps:
+        checkpoints = sorted(checkpoints, key=lambda checkpoint: checkpoint.step or 0)
+    models, rows = [], []
+    for position, checkpoint in enumerate(checkpoints, start=1):
+        step = checkpoint.step if has_steps else position
+        name = f"step {checkpoint.step:,}" if has_steps else f"{checkpoint.label} ({position} of {len(checkpoints)})"
+        if has_steps and counts[checkpoint.step] > 1:
+            name = f"{checkpoint.label} ({name})"
+        models.append(MeasuredModel(name, measured[checkpoint.label]))
+        keys = {"revision": checkpoint.label, "step": step}
+        rows += [{**keys, **row} for row in trajectory.make_rows(measured[checkpoint.label])]
+    return MeasuredTraining(label, pd.DataFrame(rows), models, has_steps)
+
+
+def read_trainings(arguments: Sequence[ModelArgument]) -> list[MeasuredTraining]:
+    """Read the measures of several trainings from the folders that the command line names.
+
+    A training without a label on the command line is labelled by its model. If several trainings are of the same model,
+    the folder's name is added.
+
+    Raises:
+        UserError: if a folder has no measures of a training, if a checkpoint has no step, or if two trainings have
+            the same label.
+    """
+    tables = [_read_table(argument) for argument in arguments]
+    names = [Path(table["model"].iloc[0]).name for table in tables]
+    trainings = []
+    for argument, table, name in zip(arguments, tables, names, strict=True):
+        folder = Path(argument.name)
+        default_label = name if names.count(name) == 1 else f"{name} ({folder.name})"
+        ends = [_read_checkpoint(folder, table.iloc[index]) for index in (0, -1)]
+        checkpoints = [end for end in ends if end is not None] if None not in ends else []
+        trainings.append(MeasuredTraining(argument.label or default_label, table, checkpoints))
+    labels = [training.label for training in trainings]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise UserError(f"several trainings are called {label}; give them names, as in first=<folder>")
+    return trainings
+
+
+def _read_checkpoint(folder: Path, row: pd.Series) -> MeasuredModel | None:
+    """Read the measurements of the checkpoint in a row of the table; return None if they cannot be read."""
+    checkpoint = Checkpoint(str(row["revision"]), name="")
+    try:
+        measured = measures_file.read(folder / checkpoint.folder / measures_file.JSON_FILE)
+    except UserError:
+        return None
+    return MeasuredModel(f"step {int(row['step']):,}", measured)
+
+
+def _read_table(argument: ModelArgument) -> pd.DataFrame:
+    """Read the `trajectory.csv` of a folder, and return its rows sorted by step.
+
+    Raises:
+        UserError: if the file is missing or damaged, has several models, or a checkpoint has no step.
+    """
+    path = Path(argument.name) / measures_file.TRAJECTORY_FILE
+    if not path.is_file():
+        raise UserError(
+            f"{argument.name} holds no {measures_file.TRAJECTORY_FILE}; expected folders of istar measure --revisions "
+            "or --checkpoints alone, or models alone"
+        )
+    try:
+        rows = pd.read_csv(path, dtype=str, keep_default_na=False, na_values=[""]).map(unescape_cell)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {shorten(error)}; measure the training again") from error
+    missing_columns = [column for column in trajectory.KEY_COLUMNS if column not in rows]
+    if missing_columns or rows.empty:
+        problem = f"has no column {missing_columns[0]}" if missing_columns else "has no rows"
+        raise UserError(f"{path} {problem}; expected the table of istar measure --revisions or --checkpoints")
+    if rows["model"].nunique(dropna=False) > 1:
+        raise UserError(f"{path} has several models; expected the table of one training")
+    for column in map(str, rows):
+        if column not in trajectory.KEY_COLUMNS or column == "step":
+            rows[column] = pd.to_numeric(rows[column], errors="coerce")
+    without_step = rows.loc[rows["step"].isna(), "revision"]
+    if len(without_step):
+        raise UserError(
+            f"{path}: {without_step.iloc[0]} has no step; measure the training with --steps, a table of the steps"
+        )
+    return rows.sort_values("step", kind="stable")

@@ -1,0 +1,233 @@
+"""Figures over the layers of a model, the relative depth of several models, or the steps of trainings, as numbers.
+
+All pages have these figures. Titles and captions are in the table of measures, which also says which measures are in
+which figure.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from istar.drawing.plot import Line, Panel, Plot
+from istar.drawing.spacing import are_log_spaced, evenly_spaced
+from istar.geometry.collect.intervals import interval_half_width
+from istar.geometry.collect.layer_outputs import FINAL_NORM
+from istar.geometry.show.compare import MeasuredModel
+from istar.geometry.show.measured_training import MeasuredTraining
+from istar.geometry.show.model_figures import (
+    FORM_TITLES,
+    LAYER_MEASURES,
+    make_measure_panel,
+    make_panel,
+    make_plot,
+    name_tap,
+)
+from istar.inputs.corpus import COMBINED
+from istar.measures.catalogue import FIGURES, find_measure
+
+_SIGNS = ("as_computed", "both")
+"""Conventions for the signs of the eigenvectors of I(W)."""
+_FINAL_NORM_DEPTH = 1.15
+"""Position of the final normalization on the axis of the relative depth, beyond the last layer."""
+_MAX_LABEL, _MAX_TICKS = 32, 6
+"""Most characters of the label of a text in a legend, and most numbered ticks on an axis of layers."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What a page has on the x axes of its figures, and the points of its lines."""
+
+    name: str  # such as `layer`, for titles
+    # A row for each point, with its measures and their errors: `panel` is the title of its panel, `line` the label of
+    # its line, `segment` tells apart the parts of a line that are not connected, and `groups` is the number of groups
+    # of documents of its errors.
+    points: pd.DataFrame
+    tick_names: Mapping[float, str] = field(default_factory=dict)
+    log: bool = False
+    ordered: bool = False  # whether the lines have an order, which a colour scale shows
+    labels: tuple[str, ...] = ()  # labels that have the same colours in all figures
+    reference: str = ""  # label of the line that is drawn in black
+
+    @property
+    def label(self) -> str:
+        """Label of the x axis."""
+        return f"{self.name} (logarithmic)" if self.log else self.name
+
+    def make_plot(self, name: str, panels: Sequence[Panel], caption: str = "", **options: Any) -> Plot:
+        """Return a line plot over this axis, with the title of the table of measures."""
+        options = {
+            "x_names": self.tick_names,
+            "log_x": self.log,
+            "ordered": self.ordered,
+            "labels": self.labels,
+            "reference_label": self.reference,
+            **options,
+        }
+        figure = FIGURES[name]
+        title = f"{figure.title} by {self.name}"
+        return Plot(name, title, caption or figure.caption, "line", self.label, tuple(panels), **options)
+
+
+def make_layer_axis(models: Sequence[MeasuredModel]) -> Axis:
+    """Return the axis of the layers: of one model with a line for each text, of several over their relative depth."""
+    if len(models) == 1:
+        [model] = models
+        text_labels = _shorten_labels(list(model.measurements.sources))
+        points = [
+            {"panel": "", "line": label, "segment": 0, "x": float(index), "groups": model.num_groups, **measures}
+            for label, taps in zip(text_labels, model.measurements.sources.values(), strict=True)
+            for index, measures in enumerate(taps.values())
+        ]
+        ticks = _make_tick_names(list(model.measurements.all_texts))
+        return Axis("layer", pd.DataFrame(points), ticks, reference=COMBINED)
+    points = []
+    for model in models:
+        keys = {"panel": "", "line": model.label, "groups": model.num_groups}
+        for depth, measures in zip(model.relative_depths, model.layer_measures, strict=True):
+            points.append({**keys, "segment": 0, "x": depth, **measures})
+        if model.final_norm_measures is not None:
+            points.append({**keys, "segment": 1, "x": _FINAL_NORM_DEPTH, **model.final_norm_measures})
+    ticks = {0.0: "0", 0.25: "0.25", 0.5: "0.5", 0.75: "0.75", 1.0: "1", _FINAL_NORM_DEPTH: "final\nnorm"}
+    frame = pd.DataFrame(points)
+    labels = tuple(model.label for model in models)
+    return Axis("relative depth", frame, ticks if frame["segment"].any() else {}, labels=labels)
+
+
+def make_step_axis(trainings: Sequence[MeasuredTraining]) -> Axis:
+    """Return the axis of the steps: of one training with a line for some layers, of several with one for each."""
+    if len(trainings) == 1:
+        [training] = trainings
+        layers = list(training.checkpoints[0].measurements.all_texts)
+        rows = [
+            training.select_layer(layer).assign(panel="", line=name_tap(layer), groups=training.num_groups)
+            for layer in evenly_spaced(layers)
+        ]
+        points = pd.concat(rows).assign(segment=0).rename(columns={"step": "x"})
+        log = training.has_steps and are_log_spaced(training.steps)
+        return Axis("step" if training.has_steps else "checkpoint, in the given order", points, log=log, ordered=True)
+    rows = [
+        training.select_layer(layer).assign(panel=panel, line=training.label, groups=training.num_groups)
+        for training in trainings
+        for panel, layer in (("last layer", training.last_layer), ("final normalization", FINAL_NORM))
+    ]
+    points = pd.concat(rows).assign(segment=0).rename(columns={"step": "x"})
+    return Axis("step", points, log=True, labels=tuple(training.label for training in trainings))
+
+
+def plot_measures(axis: Axis, width: int) -> list[Plot]:
+    """Return the figures of the measures of layers, with a panel for each measure of the figure.
+
+    `width` is the largest number of dimensions of the models.
+    """
+    plots = []
+    for name in FIGURES:
+        measures = [measure for measure in LAYER_MEASURES if measure.figure == name]
+        if not measures:
+            continue
+        panels = []
+        for measure in measures:
+            for title, points in axis.points.groupby("panel", sort=False):
+                if lines := _make_lines(points, measure.name, measure.needs_inter_sim):
+                    panels.append(make_measure_panel(measure, lines, width, str(title)))
+        caption = " ".join(measure.meaning for measure in measures if measure.meaning)
+        share_y = FIGURES[name].same_y
+        plots.append(axis.make_plot(name, panels, caption, share_y=share_y, share_y_by_label=True))
+    return plots
+
+
+def _make_lines(points: pd.DataFrame, name: str, needs_inter_sim: float | None = None) -> list[Line]:
+    """Return the lines of a measure with 95% intervals, if it has errors; lines without a finite value are left out."""
+    lines: list[Line] = []
+    if name not in points:
+        return lines
+    for (label, _), rows in points.groupby(["line", "segment"], sort=False):
+        values = rows[name].astype(float)
+        if needs_inter_sim is not None:
+            inter_sims = rows.get("inter_sim", pd.Series(math.nan, rows.index))
+            values = values.where(inter_sims >= needs_inter_sim)
+        errors = rows.get(f"{name}_error", pd.Series(math.nan, rows.index))
+        half_widths = [
+            interval_half_width({f"{name}_error": error}, name, groups)
+            for error, groups in zip(errors, rows["groups"], strict=True)
+        ]
+        if np.isfinite(values).any():
+            y_error = tuple(half_widths) if np.isfinite(half_widths).any() else ()
+            lines.append(Line(str(label), tuple(rows["x"].astype(float)), tuple(values), y_error=y_error))
+    return lines
+
+
+def _shorten_labels(names: Sequence[str]) -> list[str]:
+    """Shorten the names of texts to distinct, printable labels that fit in a legend."""
+    labels: list[str] = []
+    for name in names:
+        label = " ".join("".join(letter if letter.isprintable() else " " for letter in name).split()) or "text"
+        label = label if len(label) <= _MAX_LABEL else f"{label[: _MAX_LABEL - 1]}…"
+        # matplotlib leaves labels with a leading underscore out of the legend.
+        label = f" {label}" if label.startswith("_") else label
+        labels.append(f"{label} ({len(labels) + 1})" if label in labels else label)
+    return labels
+
+
+def _make_tick_names(taps: Sequence[str]) -> dict[float, str]:
+    """Return tick labels by position: the embeddings, the final normalization, and at most six layer numbers."""
+    end = len(taps) - 1 if taps[-1] == FINAL_NORM else len(taps)
+    step = math.ceil((end - 1) / _MAX_TICKS) or 1
+    # The label of the final normalization needs the space of a step.
+    last_layer = end - step if taps[-1] == FINAL_NORM else end - 1
+    names: dict[float, str] = {0: "emb."}
+    for layer in range(step, last_layer + 1, step):
+        names[layer] = str(layer)
+    if taps[-1] == FINAL_NORM:
+        names[end] = "final\nnorm"
+    return names
+
+
+def plot_parameters(models: Sequence[MeasuredModel], trainings: Sequence[MeasuredTraining], axis: Axis) -> list[Plot]:
+    """Return the figures of I(W) and of the final normalization: bars for models, lines for trainings."""
+    partition: list[Panel] = []
+    final_norm: list[Panel] = []
+    keys = list(itertools.product(("input", "output"), _SIGNS))
+    if trainings:
+        for matrix, signs in keys:
+            measure = find_measure(f"partition_isotropy_{signs}", "matrices")
+            lines = _make_parameter_lines(trainings, f"{matrix}_embeddings", measure.name)
+            partition += [make_measure_panel(measure, lines, 0, f"{matrix} embeddings")] if lines else []
+        for name in ("gain", "bias"):
+            lines = _make_parameter_lines(trainings, "final_norm_parameters", f"layer_norm_{name}")
+            final_norm += [make_panel("norm", lines, name)] if lines else []
+        options: dict[str, Any] = {"ordered": False, "reference_label": "", "labels": axis.labels}
+        return [
+            axis.make_plot("partition", partition, share_y_by_label=True, **options),
+            axis.make_plot("final_norm", final_norm, **options),
+        ]
+    for matrix, signs in keys:
+        measure = find_measure(f"partition_isotropy_{signs}", "matrices")
+        lines = []
+        for model in models:
+            if forms := model.measurements.matrices.get(matrix):
+                values = tuple(measures[measure.name] for measures in forms.values())
+                lines.append(Line(model.label, tuple(map(float, range(len(values)))), values))
+        partition += [make_measure_panel(measure, lines, 0, f"{matrix} embeddings")] if lines else []
+    norms = [(model.label, model.measurements.final_norm) for model in models]
+    lines = [Line(label, (0.0, 1.0), (norm["gain"], norm["bias"])) for label, norm in norms if norm is not None]
+    final_norm += [make_panel("norm", lines)] if lines else []
+    form_ticks = {float(position): form for position, form in enumerate(FORM_TITLES.values())}
+    options = {"labels": axis.labels, "reference_label": ""}
+    return [
+        make_plot("partition", partition, "", "columns", x_names=form_ticks, **options),
+        make_plot("final_norm", final_norm, "", "columns", x_names={0.0: "gain", 1.0: "bias"}, **options),
+    ]
+
+
+def _make_parameter_lines(trainings: Sequence[MeasuredTraining], layer: str, column: str) -> list[Line]:
+    """Return a line over the steps for each training that has a finite value of a matrix or the final normalization."""
+    lines = [
+        Line(training.label, tuple(map(float, training.steps)), tuple(training.values_by_step(layer, column)))
+        for training in trainings
+    ]
+    return [line for line in lines if any(map(math.isfinite, line.y))]

@@ -1,0 +1,421 @@
+"""Tables of the geometry of models, for the page and its files.
+
+A table of several models has their rows one below the other, in a group for each model.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+from rich.table import Table
+
+from istar.drawing.page_tables import Entry, Sheet, number_entry
+from istar.geometry.collect import measures_file
+from istar.geometry.collect.intervals import interval_half_width, t_quantile
+from istar.geometry.collect.measures_file import Measurements
+from istar.geometry.show import compare, model_differences
+from istar.geometry.show.compare import MeasuredModel
+from istar.geometry.show.measured_training import MeasuredTraining
+from istar.geometry.show.model_figures import FORM_TITLES, MEASURE_TITLES, name_tap
+from istar.geometry.show.spheres import make_spheres
+from istar.measures.catalogue import MEASURES
+
+if TYPE_CHECKING:
+    from istar.geometry.collect.similarity import Similarity
+
+_MAX_ROWS = 80
+"""Most rows of a text in the page's table of layers if there are several; the files have all rows."""
+_MAX_TAPS_IN_FULL, _MAX_ROWS_OF_TAP = 14, 3
+"""The tables of extreme dimensions and massive activations have at most three rows for each place of a model, and one
+if there are more than 14 places."""
+_HEADERS = {
+    "mean_by_typical_deviation": "mean / median\ndeviation",
+    "variance_share": "share of\nvariance",
+    "ratio": "times the\nmedian",
+    "text": "token",
+    "partition_isotropy_as_computed": "I(W), signs\nas computed",
+    "partition_isotropy_both": "I(W),\nboth signs",
+    "partition_as_computed": "I(W), signs\nas computed",
+    "partition_both": "I(W),\nboth signs",
+    "partition_raw": "I(W)\nraw",
+    "partition_centered": "I(W)\ncentered",
+    "partition_post_processed": "I(W)\npost-processed",
+    "forward_seconds": "seconds of\nforward passes",
+    "bytes_per_document": "bytes per\ndocument",
+    "gain": "final\ngain",
+    "bias": "final\nbias",
+}
+"""Headers of the columns whose header is not made of their name."""
+
+
+def column_header(name: str) -> str:
+    """Return the header of a column: the title of a measure, or the name, with a line break where it may break."""
+    if name in _HEADERS:
+        return _HEADERS[name]
+    title = MEASURE_TITLES.get(name, name.replace("_", " "))
+    for separator in (", ", " - ", " "):
+        if separator in title:
+            return title.replace(separator, f"{separator.rstrip()}\n", 1)
+    return title
+
+
+def _format_value(value: Any) -> str:
+    """Return a setting or a measure as text: a sequence joined by commas, and `none` for None."""
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return ", ".join(map(str, value))
+    return "none" if value is None else str(value)
+
+
+def _make_entry(value: Any) -> Entry:
+    """Return a table cell: a text as it is, a sequence joined by commas, and a number as `number_entry` formats it."""
+    if isinstance(value, Entry):
+        return value
+    if isinstance(value, str):
+        return Entry(value)
+    if isinstance(value, Sequence):
+        return Entry(_format_value(value) or "none", number=True)
+    return number_entry(value)
+
+
+def _make_integer_entry(value: int) -> Entry:
+    """Return a table cell with an integer without thousands separators, such as the index of a dimension."""
+    return Entry(str(int(value)), number=True)
+
+
+def _make_sheet(name: str, title: str, caption: str, shown: pd.DataFrame, frame: pd.DataFrame) -> Sheet:
+    """Return a table that shows the data frame `shown`; its CSV file has the unrounded numbers of `frame`."""
+    rows = [[_make_entry(value) for value in row] for row in shown.itertuples(index=False)]
+    return Sheet(name, title, caption, tuple(map(column_header, map(str, shown))), {"": rows}, frame)
+
+
+def join_sheets(models: Sequence[MeasuredModel], build: Callable[[Measurements], Sheet]) -> Sheet:
+    """Return the table of a model, or the tables of several models as groups of one table."""
+    sheets = [build(model.measurements) for model in models]
+    if len(models) == 1:
+        return sheets[0]
+    longest = max(sheets, key=lambda sheet: len(sheet.header))
+    labels = [model.label for model in models]
+    frames = [sheet.frame.assign(model=label) for label, sheet in zip(labels, sheets, strict=True)]
+    groups = {label: sheet.rows for label, sheet in zip(labels, sheets, strict=True) if sheet.rows}
+    return replace(longest, rows_by_group=groups, frame=pd.concat(frames, ignore_index=True))
+
+
+def _number_with_interval(measures: Mapping[str, float], name: str, num_groups: int) -> Entry:
+    return number_entry(measures.get(name, math.nan), interval_half_width(measures, name, num_groups))
+
+
+def build_layer_sheet(models: Sequence[MeasuredModel]) -> Sheet:
+    """Return the table of all layers, with a group for each text of the only model, or for each of several models."""
+    rows_by_group, frame_rows = {}, []
+    if len(models) == 1:
+        sources = models[0].measurements.sources
+        groups = {source: (models[0], taps) for source, taps in sources.items()}
+        frame_rows = [
+            {"source": source, "layer": tap, **measures}
+            for source, taps in sources.items()
+            for tap, measures in taps.items()
+        ]
+    else:
+        groups = {model.label: (model, model.measurements.all_texts) for model in models}
+        frame_rows = list(compare.make_layer_rows(models))
+    frame = pd.DataFrame(frame_rows)
+    names = [name for name in MEASURE_TITLES if name in frame]
+    for group, (model, taps) in groups.items():
+        rows_by_group[group] = [
+            [
+                Entry(name_tap(tap)),
+                number_entry(measures["tokens"]),
+                *(_number_with_interval(measures, name, model.num_groups) for name in names),
+            ]
+            for tap, measures in taps.items()
+        ]
+    notes: tuple[str, ...] = ()
+    if len(models) == 1 and sum(map(len, rows_by_group.values())) > _MAX_ROWS and len(groups) > 1:
+        combined = models[0].measurements.combined_key
+        rows_by_group = {combined: rows_by_group[combined]}
+        notes = ("All texts together; the files have each text.",)
+    if len(groups) == 1:
+        rows_by_group = {"": next(iter(rows_by_group.values()))}
+    return Sheet(
+        "layers",
+        "All layers",
+        "Measures of the hidden states of each layer; a dash marks an undefined one, and ± a 95% interval. The CSV has "
+        "the standard errors, and docs/measures.md defines the measures.",
+        ("layer", "tokens", *map(column_header, names)),
+        rows_by_group,
+        frame,
+        notes,
+        group_header="text" if len(models) == 1 else "model",
+    )
+
+
+def build_model_sheet(models: Sequence[MeasuredModel]) -> Sheet:
+    """Return the table with a row for each model or checkpoint."""
+    summary = compare.summarize_models(models)
+    shown = summary.drop(columns="weights")
+    for name in compare.SUMMARY_MEASURES:
+        cells = [_number_with_interval(model.last_layer_measures, name, model.num_groups) for model in models]
+        shown[name] = pd.Series(cells, dtype=object)
+    return _make_sheet(
+        "models",
+        "All models",
+        "Measures of the last layer over all texts, before a final normalization, with 95% intervals; I(W), with both "
+        "signs of the eigenvectors, and norm ratio of the embedding matrix nearest to the prediction; norms of the "
+        "final normalization's gain and bias. A dash marks what a model does not have.",
+        shown,
+        summary,
+    )
+
+
+_TRAINING_COLUMNS = {
+    **{measure.title: (measure.name, "") for measure in MEASURES if measure.summary},
+    "I(W), input": ("partition_isotropy_both", "input_embeddings"),
+    "I(W), output": ("partition_isotropy_both", "output_embeddings"),
+    "final gain": ("layer_norm_gain", "final_norm_parameters"),
+    "final bias": ("layer_norm_bias", "final_norm_parameters"),
+}
+"""Measure and layer of each column of the table of trainings, by its header; an empty layer is the last one."""
+_TERMINAL_COLUMNS = ("InterSim", "IntraSim", "IsoScore", "TwoNN dimension", "I(W), input", "I(W), output")
+"""Columns of the table for the terminal; more would break headers and names within a line of 80 characters."""
+
+
+def summarize_trainings(trainings: Sequence[MeasuredTraining]) -> pd.DataFrame:
+    """Return one row for each training: its number of checkpoints, its steps, and measures at the last checkpoint."""
+    rows = []
+    for training in trainings:
+        steps = training.steps
+        row = {"model": training.label, "checkpoints": len(steps), "first step": steps[0], "last step": steps[-1]}
+        for header, (name, layer) in _TRAINING_COLUMNS.items():
+            row[header] = training.values_by_step(layer or training.last_layer, name)[-1]
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def build_training_sheet(trainings: Sequence[MeasuredTraining]) -> Sheet:
+    """Return the table of measures at the last checkpoints, with a row for each training."""
+    summary = summarize_trainings(trainings)
+    shown = summary.copy()
+    for header, (name, layer) in _TRAINING_COLUMNS.items():
+        cells = []
+        for training in trainings:
+            layer_name = layer or training.last_layer
+            value = training.values_by_step(layer_name, name)[-1]
+            cells.append(number_entry(value, training.half_widths_by_step(layer_name, name)[-1]))
+        shown[header] = pd.Series(cells, dtype=object)
+    return _make_sheet(
+        "models",
+        "At the end of the training",
+        "Measures at the last checkpoint: of the last layer, over all texts, with 95% intervals; I(W) by both signs of "
+        "the embedding matrices; norms of the final normalization's gain and bias. A dash marks what a model does not "
+        "have.",
+        shown,
+        summary,
+    )
+
+
+def make_training_table(trainings: Sequence[MeasuredTraining]) -> Table:
+    """Return a table for the terminal, with measures of the last layer and I(W) at each training's last checkpoint."""
+    summary = summarize_trainings(trainings)
+    rows = {str(row["model"]): [float(row[name]) for name in _TERMINAL_COLUMNS] for row in summary.to_dict("records")}
+    title = "At the last checkpoint of each training; I(W) by both signs"
+    return measures_file.number_table(title, "model", _TERMINAL_COLUMNS, rows)
+
+
+def build_difference_sheet(models: Sequence[MeasuredModel]) -> Sheet:
+    """Return the table of differences from the first model: of the last layers, and in the CSV of all layers."""
+    rows = model_differences.compute_all_differences(models)
+    rows_by_model: dict[str, list[list[Entry]]] = {}
+    for row in filter(itemgetter("is_last"), rows):
+        numbers = [row[name] for name in ("value", "value_of_first", "difference", "low", "high")]
+        entries = [Entry(MEASURE_TITLES[row["measure"]]), *map(number_entry, numbers), Entry(row["method"])]
+        rows_by_model.setdefault(row["model"], []).append(entries)
+    return Sheet(
+        "differences",
+        "Differences from the first model",
+        "Measures of the last layer: the model, the first model, their difference, the ends of its 95% interval, and "
+        "how its error was computed. The CSV also has the errors and, for models with the same number of layers, the "
+        "differences of each layer.",
+        ("measure", "model", "first\nmodel", "difference", "95%\nfrom", "95%\nto", "error"),
+        rows_by_model,
+        pd.DataFrame(rows),
+    )
+
+
+def build_similarity_sheet(similarities: Sequence["Similarity"]) -> Sheet:
+    """Return the table that names, for each layer of one model, the most similar layer of the other."""
+    rows, shown_rows = [], []
+    for similarity in similarities:
+        names = {"first": similarity.first, "second": similarity.second}
+        errors = similarity.errors_of_largest
+        for tap, values, error in zip(similarity.first_taps, similarity.values, errors, strict=True):
+            largest = max(values)
+            most_similar = similarity.second_taps[values.index(largest)]
+            half_width = t_quantile(similarity.num_groups - 1) * error
+            shown = {"layer of the first": name_tap(tap), "most similar of the second": name_tap(most_similar)}
+            shown_rows.append({**names, **shown, "CKA": number_entry(largest, half_width)})
+            rows += [
+                {**names, "layer": tap, "other_layer": other_tap, "cka": value}
+                | {"cka_error": error if other_tap == most_similar else math.nan}
+                for other_tap, value in zip(similarity.second_taps, values, strict=True)
+            ]
+    return _make_sheet(
+        "similarity",
+        "Most similar layers",
+        "For each layer of a model, the layer of the other model with the largest CKA and its 95% interval over groups "
+        "of documents, which does not take into account that it is the largest of several. The CSV has all pairs, and "
+        "the standard errors of these.",
+        pd.DataFrame(shown_rows),
+        pd.DataFrame(rows),
+    )
+
+
+def _keep_first_rows(frame: pd.DataFrame, measured: Measurements) -> pd.DataFrame:
+    """Return the first rows of each layer over all texts together, with the layer's name as on pages."""
+    shown = frame[frame["source"] == measured.combined_key].drop(columns="source")
+    num_rows = _MAX_ROWS_OF_TAP if shown["layer"].nunique() <= _MAX_TAPS_IN_FULL else 1
+    shown = shown.groupby("layer", sort=False).head(num_rows)
+    return shown.assign(layer=shown["layer"].map(name_tap))
+
+
+def build_massive_sheet(measured: Measurements) -> Sheet:
+    """Return the table of massive activations, which shows the largest of each layer over all texts together."""
+    columns = ["source", "layer", "dimension", "value", "ratio", "token", "position", "text"]
+    rows = [
+        {"source": source, "layer": tap, **activation}
+        for source, taps in measured.massive.items()
+        for tap, activations in taps.items()
+        for activation in activations
+    ]
+    # There is no ratio to a median of 0.
+    frame = pd.DataFrame(rows, columns=columns).astype({"ratio": float})
+    shown = _keep_first_rows(frame, measured).drop(columns="token")
+    return _make_sheet(
+        "massive",
+        "Massive activations",
+        "Activations with a magnitude above 100 and above 1,000 times the median magnitude of all activations of the "
+        "layer: the largest of each layer, with the dimension, the magnitude divided by the median, and the token and "
+        "its position in the model's input, counted from 0. All texts together; the CSV has each text, and at most "
+        "100 activations of each layer.",
+        shown.assign(
+            dimension=shown["dimension"].map(_make_integer_entry),
+            position=shown["position"].map(_make_integer_entry),
+            text=shown["text"].map(lambda text: Entry(text, code=True)),
+        ),
+        frame,
+    )
+
+
+def build_extremes_sheet(measured: Measurements) -> Sheet:
+    """Return the table of the dimensions whose mean is farthest from 0, over all texts together."""
+    columns = ["source", "layer", "dimension", "mean", "deviation", "mean_by_typical_deviation", "variance_share"]
+    rows = [
+        {"source": source, "layer": tap, **extreme}
+        for source, taps in measured.extremes.items()
+        for tap, extremes in taps.items()
+        for extreme in extremes
+    ]
+    frame = pd.DataFrame(rows, columns=columns)
+    shown = _keep_first_rows(frame, measured)
+    return _make_sheet(
+        "extremes",
+        "The most extreme dimensions",
+        "Dimensions of each layer whose mean over the tokens is the farthest from 0: mean and standard deviation, the "
+        "mean divided by the median deviation of all dimensions (an outlier is above 5), and the share of the summed "
+        "variance. All texts together; the CSV has each text, with three dimensions of each layer.",
+        shown.assign(dimension=shown["dimension"].map(_make_integer_entry)),
+        frame,
+    )
+
+
+def build_matrix_sheet(measured: Measurements) -> Sheet:
+    """Return the table of measures of the embedding matrices in each form: raw, centered and post-processed."""
+    rows = [
+        {"matrix": side, "form": form, **measures}
+        for side, forms in measured.matrices.items()
+        for form, measures in forms.items()
+    ]
+    frame = pd.DataFrame(rows).drop(columns="singular_values")
+    sheet = _make_sheet(
+        "matrices",
+        "Embedding matrices",
+        "Measures of the embedding matrices raw, centered, and without their first components (all-but-the-top, a "
+        "hundredth of the dimensions). A model without output embeddings of its own has only input embeddings.",
+        frame.assign(form=frame["form"].map(FORM_TITLES)),
+        frame,
+    )
+    return replace(sheet, num_row_headers=2)
+
+
+def build_final_norm_sheet(measured: Measurements) -> Sheet:
+    """Return the table of the measures of the final normalization's gain and bias."""
+    values = measured.final_norm or {}
+    measures = [measure for measure in MEASURES if measure.subject == "final_norm" and measure.name in values]
+    frame = pd.DataFrame(
+        {"measure": [measure.name for measure in measures], "value": [values[measure.name] for measure in measures]},
+        dtype=object,
+    )
+    titles = [measure.title for measure in measures]
+    meanings = [measure.meaning for measure in measures]
+    return _make_sheet(
+        "final_norm",
+        "Parameters of the final normalization",
+        "Gain g and bias b of the normalization after the last layer, over d dimensions.",
+        frame.assign(measure=titles, meaning=meanings),
+        frame.assign(value=frame["value"].map(_format_value)),
+    )
+
+
+def build_reading_sheet(measured: Measurements) -> Sheet:
+    """Return a table with how much of each text was read and the time it took, one row per text."""
+    columns = ["text", "documents", "sentences", "characters", "bytes", "tokens", "seconds", "forward_seconds"]
+    rows = [{"text": text, **reading} for text, reading in measured.readings.items()]
+    frame = pd.DataFrame(rows, columns=columns)
+    frame.insert(5, "bytes_per_document", frame["bytes"].astype(float) / frame["documents"].astype(float))
+    sheet = _make_sheet(
+        "texts",
+        "Texts and time",
+        "Each text as far as it was read: documents, their sentences by a rule of thumb (a sentence ends at a line "
+        "break, or at a full stop or another end mark before a new beginning), their characters and their bytes in "
+        "UTF-8, the tokens that the measures include, and the time. With a maximum number of tokens, the last document "
+        "may be read in part and counts as a whole.",
+        frame.rename(columns={"text": "name"}),
+        frame,
+    )
+    if measured.seconds is None:
+        return sheet
+    processes = f", in {measured.processes} processes, over which the forward passes are summed"
+    total = (
+        f"Everything took {measured.seconds:,.1f} seconds on {measured.model['device']}"
+        f"{processes if measured.processes > 1 else ''}: also the loading of the model, its embedding matrices and the "
+        "computation of the measures, but not the drawing of this page."
+    )
+    return replace(sheet, notes=(total,))
+
+
+def build_settings_sheet(measured: Measurements) -> Sheet:
+    """Return the table of the model, the texts and the settings of the pass."""
+    values = {"model": measured.model["name"]}
+    values |= {f"model {name}": value for name, value in measured.model.items() if name != "name"}
+    values |= {"weights": measured.weights}
+    values |= {name: value for name, value in measured.settings.items() if name != "texts"}
+    values |= {f"text {name}": path for name, path in measured.settings["texts"].items()}
+    names = [compare.SETTING_NAMES.get(name, name) for name in values]
+    frame = pd.DataFrame({"setting": names, "value": map(_format_value, values.values())})
+    value_entries = frame["value"].map(lambda text: Entry(text, code=True))
+    return _make_sheet(
+        "settings",
+        "Settings",
+        "Model, texts and settings of the pass. Equal weights have equal hashes.",
+        frame.assign(setting=frame["setting"].str.replace("_", " "), value=value_entries),
+        frame,
+    )
+
+
+def build_sphere_sheet() -> Sheet:
+    """Return the table of the measures of the two example spheres."""
+    frame = pd.DataFrame(make_spheres()).drop(columns=["x", "y"]).rename(columns={"name": "sphere"})
+    shown = frame.rename(columns={"inter_sim": "average\ncosine", "isoscore": "IsoScore"})
+    return _make_sheet("spheres", "Two spheres", "Measures of the two spheres.", shown, frame)
