@@ -98,8 +98,8 @@ def svg_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Render the figures of pages as SVG only, in a third of the time, for tests that do not look at their files."""
     from istar.drawing import rendering
 
-    render = rendering.render_with_spots
-    monkeypatch.setattr(rendering, "render_with_spots", lambda plot, suffixes=("svg",): render(plot, suffixes))
+    render = rendering.render
+    monkeypatch.setattr(rendering, "render", lambda plot, suffixes=("svg",): render(plot, suffixes))
 
 
 @pytest.fixture(scope="session", autouse=True)

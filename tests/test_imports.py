@@ -55,8 +55,8 @@ ALLOWED = {
     "embeddings": {"drawing", "errors", "files", "inputs", "measures", "records", "statistics"},
     "reports": {"drawing", "errors", "files", "measures", "records", "statistics"},
     "finetune": {"drawing", "errors", "files", "hidden_states", "inputs", "measures", "records", "regularizers"},
-    "cli": {"drawing", "embeddings", "errors", "files", "finetune", "geometry", "inputs", "measures", "records", "reports",
-            "statistics"},
+    "cli": {"drawing", "embeddings", "errors", "files", "finetune", "geometry", "inputs", "measures", "records",
+            "reports", "statistics"},
 }  # fmt: skip
 BORDERS_CROSSED = {
     "istar.finetune.training.probe": {"geometry"},

@@ -8,9 +8,7 @@ from hashlib import sha256
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from istar.drawing.hover_points import Spot
-from istar.drawing.inline_svg import inline_svg
-from istar.drawing.page_tables import Sheet, divide, rest_widths
+from istar.drawing.page_tables import Sheet
 from istar.drawing.plot import Panel
 
 
@@ -24,16 +22,10 @@ class Picture:
     panels: Sequence[Panel]  # panels of the figure, whose fixed settings the page lists
     files: Mapping[str, bytes]  # rendered files by suffix
 
-    spots: Sequence[Spot] = ()  # points whose values the page shows
-
     @property
-    def inline(self) -> Markup:
-        """The SVG as an HTML element, so that the page needs no other files."""
-        return inline_svg(self.files["svg"], self.name, self.description, self.spots)
-
-
-_MAX_PORTRAIT_ROWS = 20
-"""Most rows of a wide table that is printed on a portrait page."""
+    def source(self) -> str:
+        """The SVG as the source of an image, so that the page needs no other files."""
+        return f"data:image/svg+xml;base64,{b64encode(self.files['svg']).decode()}"
 
 
 @dataclass(frozen=True)
@@ -47,16 +39,7 @@ class Section:
     pictures: Sequence[Picture] = ()
     empty_note: str = ""  # sentence that explains why there is no table or figure
     commands: Sequence[str] = ()  # commands that make the content
-    is_wide: bool = False  # whether the section is printed in landscape format if its table is long
-
-    @property
-    def is_landscape(self) -> bool:
-        """Whether the section is printed on landscape pages of its own.
-
-        A wide table of few rows is divided into parts, one below the other, on a portrait page instead. Landscape pages
-        would leave much of the page before them and of their own empty.
-        """
-        return self.is_wide and self.sheet is not None and len(self.sheet.rows) > _MAX_PORTRAIT_ROWS
+    is_wide: bool = False  # whether the section is printed on landscape pages
 
 
 @dataclass(frozen=True)
@@ -80,7 +63,6 @@ def render_html(page: Page) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.globals |= {"rest_widths": rest_widths, "divide": divide}
     style, script = (environment.get_template(name).render() for name in ("report.css", "report.js"))
     return environment.get_template("report.html").render(
         page=page,

@@ -32,8 +32,8 @@ def render_pictures(plot: Plot) -> list[Picture]:
     for model in models:
         model_plot = replace(plot, panels=tuple(panel for panel in plot.panels if panel.model == model))
         name = f"{plot.name}-{_make_unique_file_name(model, models)}" if model else plot.name
-        files, spots = rendering.render_with_spots(model_plot)
-        pictures.append(Picture(name, model, rendering.describe(model_plot), model_plot.panels, files, spots))
+        files = {**rendering.render(model_plot), "csv": rendering.to_csv(model_plot).encode()}
+        pictures.append(Picture(name, model, rendering.describe(model_plot), model_plot.panels, files))
     return pictures
 
 

@@ -10,6 +10,7 @@ from operator import itemgetter
 from typing import Any
 
 import matplotlib
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -20,9 +21,9 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
 
-from istar.drawing.hover_points import Spot, find_spots
 from istar.drawing.plot import Line, Panel, Plot
 from istar.drawing.spacing import stack_ridges
+from istar.files import writing
 
 INK, PAPER, RED = "#101418", "#ffffff", "#c2260c"
 SCALE = ("#221150", "#5c2a8c", "#a0357f", "#d9564a", "#e98b1e")
@@ -87,11 +88,6 @@ def render(plot: Plot, suffixes: Sequence[str] = SUFFIXES) -> dict[str, bytes]:
 
     All formats have the same size, colours and layout. PNG has `PNG_DPI` dots per inch.
     """
-    return render_with_spots(plot, suffixes)[0]
-
-
-def render_with_spots(plot: Plot, suffixes: Sequence[str] = SUFFIXES) -> tuple[dict[str, bytes], list[Spot]]:
-    """Render a plot, and return the content of its files by suffix as `render` does, and the spots of its points."""
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         # The font may lack the glyphs of a name in another script. The PNG shows boxes for them; the SVG keeps text.
         warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)
@@ -102,9 +98,7 @@ def render_with_spots(plot: Plot, suffixes: Sequence[str] = SUFFIXES) -> tuple[d
         FigureCanvasAgg(figure)
         layout.execute(figure)
         figure.set_layout_engine("none")
-        files = {suffix: _render_format(figure, suffix) for suffix in suffixes}
-        # Spots are found after drawing, because axes with equal units get their final limits when they are drawn.
-        return files, find_spots(figure, plot)
+        return {suffix: _render_format(figure, suffix) for suffix in suffixes}
 
 
 def _render_format(figure: Figure, suffix: str) -> bytes:
@@ -121,6 +115,20 @@ def _render_format(figure: Figure, suffix: str) -> bytes:
         # Names may contain control characters, which are not allowed in XML.
         return re.sub(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]", b"", buffer.getvalue())
     return buffer.getvalue()
+
+
+def to_csv(plot: Plot) -> str:
+    """Return the points of a plot as CSV, with a row for each point."""
+    rows = []
+    for panel in plot.panels:
+        for line in panel.lines:
+            errors = line.y_error or (math.nan,) * len(line.y)
+            names = panel.column_names or [plot.x_names.get(x, "").replace("\n", " ") for x in line.x]
+            for x, name, y, error in zip(line.x, names, line.y, errors, strict=True):
+                panel_name = " ".join(filter(None, (panel.task, panel.model)))
+                keys = {"panel": panel_name, "quantity": panel.y_label, "line": line.label}
+                rows.append({**keys, "x": x, "x_name": name, "y": y, "y_error": error})
+    return writing.to_csv(pd.DataFrame(rows))
 
 
 def describe(plot: Plot) -> str:

@@ -1,9 +1,11 @@
 """The HTML page: escaping, colours, alignment, and the functions of its script."""
 
+import base64
 import json
 import re
 import shutil
 import subprocess
+import xml.etree.ElementTree as ElementTree
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -50,32 +52,20 @@ def test_hostile_names_stay_texts(tmp_path: Path) -> None:
     assert [tag for tag, _ in reader.tags].count("b") == 2
 
 
-def test_only_long_wide_tables_are_printed_in_landscape() -> None:
-    def is_landscape(num_rows: int, is_wide: bool = True) -> bool:
-        sheet = Sheet("table", "", "", ("a",), {"": [[Entry("1")]] * num_rows}, pd.DataFrame())
-        return Section("section", "", (), sheet, is_wide=is_wide).is_landscape
-
-    assert [is_landscape(20), is_landscape(21), is_landscape(21, is_wide=False)] == [False, True, False]
-    assert not Section("section", "", is_wide=True).is_landscape
-
-
-def test_the_files_of_a_table_stand_in_its_printed_caption(tmp_path: Path) -> None:
-    """A line below the table could be alone at the top of a page."""
-    html = write_page(tmp_path).read_text(encoding="utf-8")
-    [caption] = re.findall(r"<caption.*?</caption>", html, re.DOTALL)
-    assert '<span class="printed">The same as tables/table.csv (unrounded), .md and .tex.</span>' in caption
-    style = (TEMPLATES / "report.css").read_text(encoding="utf-8")
-    screen_style, print_style = style.split("@media print")
-    assert ".printed { display: none; }" in screen_style
-    assert "section > .files { display: none; }" in print_style
-    assert ".printed { display: inline; }" in print_style
-
-
-def test_the_title_of_a_point_is_its_value(tmp_path: Path) -> None:
-    text = write_page(tmp_path).read_text(encoding="utf-8")
-    titles = re.findall(r"<circle [^>]*><title>([^<]*)</title></circle>", text)
-    assert titles[:2] == ["name\nname: 1\nname: 0.1", "name\nname: 2\nname: 0.5"]
-    assert len(titles) == 8
+def test_figures_are_images_and_files_are_linked(tmp_path: Path) -> None:
+    """The SVG is as matplotlib wrote it, so that no id of one figure can meet one of another."""
+    path = write_page(tmp_path)
+    images = [attributes for tag, attributes in parsed(path).tags if tag == "img"]
+    assert [image["alt"] for image in images] == [
+        f"name, {model}: name by name: name from 0.1 at 1 to 0.5 at 2; other from 0.3 at 1 to 0.2 at 2."
+        for model in ("name", "name2")
+    ]
+    for image in images:
+        svg = base64.b64decode((image["src"] or "").removeprefix("data:image/svg+xml;base64,"))
+        assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
+    targets = [target for _, target in parsed(path).references]
+    for target in ("tables/table.csv", "tables/table.tex", "figures/plot-name.csv", "figures/plot-name2.svg"):
+        assert target in targets
 
 
 def test_a_page_is_complete_without_its_script(tmp_path: Path) -> None:
@@ -84,15 +74,6 @@ def test_a_page_is_complete_without_its_script(tmp_path: Path) -> None:
     assert buttons == [{"type": "button", "id": "theme", "hidden": None}]
     [details, *_] = [attributes for tag, attributes in reader.tags if tag == "details"]
     assert details == {"open": None}
-
-
-def test_the_decimals_of_a_column_have_one_width(tmp_path: Path) -> None:
-    text = write_page(tmp_path).read_text(encoding="utf-8")
-    cells = re.findall(r'<td class="number">(.*?)</td>', text)
-    assert cells[1] == '10<span class="rest w3">.1</span>'
-    assert cells[2] == '<strong>100</strong><span class="rest w3"><strong>.2</strong></span>'
-    assert all('class="rest w3"' in cell for cell in cells)
-    assert ".w3 { min-width: 3ch; }" in text
 
 
 # Colours.

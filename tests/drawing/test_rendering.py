@@ -8,6 +8,7 @@ from typing import Any
 
 import matplotlib.colors
 import numpy as np
+import pandas as pd
 import pytest
 from matplotlib.colors import to_hex
 from matplotlib.container import ErrorbarContainer
@@ -234,8 +235,21 @@ def test_a_single_panel_may_have_a_logarithmic_axis() -> None:
     logarithmic, linear = rendering._draw_figure(plot).axes
     assert (logarithmic.get_yscale(), linear.get_yscale()) == ("log", "linear")
     assert (logarithmic.get_ylabel(), linear.get_ylabel()) == ("average norm (logarithmic)", "average norm")
-    spots = rendering.render_with_spots(plot, ["svg"])[1]
-    assert [spot.text.splitlines()[-1] for spot in spots] == ["average norm: 0.5", "average norm: 16"] * 2
+
+
+def test_the_points_of_a_figure_are_a_table() -> None:
+    """Named positions have their names, and the cells of a heatmap those of their columns."""
+    line = Line("mean", (1.0, 2.0), (0.1, 0.5), y_error=(0.01, 0.02))
+    plot = Plot("n", "t", "c", "line", "x", (Panel("m", "task", (line,), "", "score"),), x_names={1.0: "final\nnorm"})
+    frame = pd.read_csv(io.StringIO(rendering.to_csv(plot)), keep_default_na=False)
+    assert frame.to_dict("records")[0] == {
+        "panel": "task m", "quantity": "score", "line": "mean", "x": 1.0, "x_name": "final norm", "y": 0.1,
+        "y_error": 0.01,
+    }  # fmt: skip
+    panel = Panel("", "", (Line("row", (0.0, 1.0), (0.25, 0.5)),), "", "rows", column_names=("a", "b"))
+    frame = pd.read_csv(io.StringIO(rendering.to_csv(Plot("n", "t", "c", "heatmap", "", (panel,)))))
+    assert frame["x_name"].tolist() == ["a", "b"]
+    assert frame["y_error"].isna().all()
 
 
 def test_panels_with_named_positions_share_the_x_axis() -> None:

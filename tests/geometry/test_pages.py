@@ -49,7 +49,7 @@ def write_training(out: Path) -> Path:
     return compare_page.write_training(plan, CHECKPOINTS, measured)
 
 
-RENDER = rendering.render_with_spots
+RENDER = rendering.render
 BLANK = b'<svg xmlns="http://www.w3.org/2000/svg" width="1pt" height="1pt" viewBox="0 0 1 1"/>'
 
 
@@ -58,7 +58,7 @@ def _blank_figures() -> Iterator[None]:
     """Leave the figures blank: what is in them is tested in test_axis_figures.py, and rendering in tests/drawing."""
     with pytest.MonkeyPatch.context() as patch:
         files = dict.fromkeys(rendering.SUFFIXES, BLANK)
-        patch.setattr(rendering, "render_with_spots", lambda plot: (files, []))
+        patch.setattr(rendering, "render", lambda plot: files)
         yield
 
 
@@ -220,7 +220,7 @@ def test_hostile_names(tmp_path: Path) -> None:
     for hostile_text in ("/a/<b>", f"mine/{NASTY}", f"istar measure '{NASTY}'"):
         assert hostile_text in text
     plots = axis_figures.plot_measures(axis_figures.make_layer_axis([MeasuredModel("m", measured)]), 24)
-    svg = RENDER(plots[0], ["svg"])[0]["svg"]
+    svg = RENDER(plots[0], ["svg"])["svg"]
     ElementTree.fromstring(svg)
     # The legend shows the label despite its leading underscore.
     assert "_hidden 中" in svg.decode()

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from istar.drawing.rendering import describe, render_with_spots
+from istar.drawing.rendering import describe, render
 from istar.reports import configurations, rank_figure, report, stability
 from istar.reports.method_comparisons import compare_methods
 from istar.reports.rank_figure import RankedMethods, rank_methods
@@ -140,12 +140,13 @@ def test_the_diagram() -> None:
     ranks = {"I-STAR λ=1": 1.25, "Base": 2.0, "CosReg": 2.75}
     ranked = RankedMethods("mine", TASKS, ranks, friedman_p=0.01, critical_difference=0.9)
     plot = rank_figure.build_rank_plot([ranked])
-    files, spots = render_with_spots(plot)
+    files = render(plot)
     assert set(files) == {"svg", "pdf", "png"}
-    assert [spot.text for spot in spots] == [f"{name}\naverage rank: {rank:g}" for name, rank in ranks.items()]
     # The methods are sorted from left to right, and each has its own row.
-    assert [spot.x for spot in spots] == sorted(spot.x for spot in spots)
-    assert [spot.y for spot in spots] == sorted(spot.y for spot in spots)
+    [panel] = plot.panels
+    assert [(line.label, line.x, line.y) for line in panel.lines] == [
+        (name, (rank,), (row,)) for row, (name, rank) in enumerate(ranks.items(), start=1)
+    ]
     text = files["svg"].decode()
     assert all(name in text for name in (*ranks, "critical difference 0.90"))
     assert describe(plot) == (

@@ -134,7 +134,6 @@ def inline_parts(path: Path) -> dict[str, str]:
 
 def test_page_is_whole_and_needs_nothing_else(report_folder: Path) -> None:
     page = parsed(report_folder / "index.html")
-    text = (report_folder / "index.html").read_text(encoding="utf-8")
     assert len(page.ids) == len(set(page.ids))
     for _, target in page.references:
         assert not re.match(r"(https?:)?//", target)
@@ -143,8 +142,6 @@ def test_page_is_whole_and_needs_nothing_else(report_folder: Path) -> None:
         elif target.endswith((".svg", ".csv", ".md", ".tex")):
             assert (report_folder / target).is_file()
     inline_parts(report_folder / "index.html")
-    for used_id in re.findall(r"url\(#([^)]+)\)", text):
-        assert used_id in page.ids
 
 
 def test_page_can_be_read_by_everyone(report_folder: Path) -> None:
@@ -154,20 +151,13 @@ def test_page_can_be_read_by_everyone(report_folder: Path) -> None:
     assert "@media print" in text
     assert ("html", {"lang": "en"}) in page.tags
     tags = [tag for tag, _ in page.tags]
-    # The parts of a divided table are printed instead of it, and are hidden from screen readers.
-    parts = [attributes for tag, attributes in page.tags if tag == "div" and attributes.get("class") == "paper"]
-    assert all(attributes["aria-hidden"] == "true" for attributes in parts)
-    assert tags.count("table") == tags.count("caption") == 7 + len(parts)
+    assert tags.count("table") == tags.count("caption") == 7
     assert tags.count("h1") == 1
     levels = [int(tag[1]) for tag in tags if re.fullmatch(r"h[1-6]", tag)]
     assert all(next_level - previous_level <= 1 for previous_level, next_level in itertools.pairwise(levels))
-    drawings = [attributes for tag, attributes in page.tags if tag == "g" and attributes.get("role") == "img"]
-    assert len(drawings) == tags.count("svg") == tags.count("desc") == tags.count("figure") >= 10
-    for attributes in drawings:
-        assert attributes["aria-labelledby"] in page.ids
-    assert all(len(text) > 20 for text in re.findall(r"<desc[^>]*>([^<]*)</desc>", text))
-    assert tags.count("circle") > 100
-    assert tags.count("circle") == tags.count("title") - 1
+    descriptions = [attributes["alt"] or "" for tag, attributes in page.tags if tag == "img"]
+    assert len(descriptions) == tags.count("figure") >= 10
+    assert all(len(text) > 20 for text in descriptions)
     linked_ids = [target[1:] for _, target in page.references if target.startswith("#") and target != "#content"]
     assert {"table1", "table2", *(f"figure{number}" for number in range(2, 9)), "cost", "missing"} <= set(linked_ids)
 
@@ -191,11 +181,10 @@ def test_every_file(report_folder: Path) -> None:
 def test_latex_accepts_every_table(report_folder: Path, tmp_path: Path) -> None:
     if not shutil.which("pdflatex") or not shutil.which("kpsewhich"):
         pytest.skip("needs pdflatex")
-    packages = ("booktabs.sty", "graphicx.sty", "siunitx.sty")
-    if subprocess.run(["kpsewhich", *packages], capture_output=True, check=False).returncode:
-        pytest.skip("needs the packages booktabs, graphicx and siunitx")
+    if subprocess.run(["kpsewhich", "booktabs.sty"], capture_output=True, check=False).returncode:
+        pytest.skip("needs the package booktabs")
     tables = [path.read_text(encoding="utf-8") for path in sorted((report_folder / "tables").glob("*.tex"))]
-    lines = [r"\documentclass{article}", r"\usepackage{booktabs,graphicx,siunitx}", r"\begin{document}"]
+    lines = [r"\documentclass{article}", r"\usepackage{booktabs}", r"\begin{document}"]
     (tmp_path / "all.tex").write_text("\n".join([*lines, *tables, r"\end{document}"]))
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "-draftmode", "all.tex"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
@@ -240,7 +229,7 @@ def balanced(tex: str) -> None:
         assert depth >= 0
     assert depth == 0
     assert tex_without_escapes.count("$") % 2 == 0
-    assert "%" not in tex_without_escapes.replace("{!}{%", "")
+    assert "%" not in tex_without_escapes
     assert "#" not in tex_without_escapes
     assert not re.search(r"_", re.sub(r"\\label\{.*\}", "", tex_without_escapes))
     open_environments: list[str] = []
@@ -252,10 +241,10 @@ def balanced(tex: str) -> None:
     assert open_environments == []
     [alignment] = re.findall(r"\\begin\{tabular\}\{(.*)\}\n", tex)
     column_types = re.sub(r"\[[^\]]*\]", "", re.sub(r"\{[^{}]*\}", "", alignment))
-    assert re.fullmatch("[lrSp]+", column_types)
+    assert re.fullmatch("[lr]+", column_types)
     num_columns = len(column_types)
     body = tex[tex.index(r"\toprule") : tex.index(r"\bottomrule")]
-    rows = [row for row in body.replace("\n", " ").split(r" \\") if "multicolumn" not in row and row.strip()]
+    rows = [row for row in body.replace("\n", " ").replace(r"\midrule", "").split(r" \\") if row.strip()]
     assert all(len(re.findall(r"(?<!\\)&", row)) == num_columns - 1 for row in rows)
     assert all(ord(letter) < 128 for letter in tex)
 
@@ -278,7 +267,7 @@ def test_hostile_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_sc
     assert " ".join(NASTY.split()) in page_text
     assert "<i>no & run" in page_text
     assert '<b onclick="x()">$a_1$ & 100%\'s' in page_text
-    assert not [tag for tag, _ in page.tags if tag in ("i", "img")]
+    assert not [tag for tag, _ in page.tags if tag == "i"]
     inline_parts(tmp_path / "report" / "index.html")
     for path in (tmp_path / "report").rglob("*.svg"):
         ElementTree.parse(path)
@@ -294,9 +283,9 @@ def test_latex_and_markdown_of_a_table() -> None:
     sheet = Sheet("one_two", "T", "50% of #1", ("n", "v", "c"), {"m_1": rows}, pd.DataFrame())
     tex = page_tables.to_latex(sheet)
     balanced(tex)
-    assert r"a\_b \& 5\% & \bfseries 1.0 {~\boldmath$\pm$ 0.1} & \texttt{x=\$y} \\" in tex
+    assert r"m\_1 & a\_b \& 5\% & \textbf{1.0 $\pm$ 0.1} & \texttt{x=\$y} \\" in tex
     assert r"\caption{50\% of \#1}" in tex
-    assert r"\begin{tabular}{lS[table-format=1.1, table-space-text-post={~$\pm$ 0.1}]l}" in tex
+    assert r"\begin{tabular}{llrl}" in tex
     lines = page_tables.to_markdown(sheet).splitlines()
     assert lines[2:] == [
         "| model | n | v | c |",
@@ -635,7 +624,7 @@ def test_every_run_is_read_once_and_every_picture_drawn_once(one_run: Path, monk
     for owner, name in (
         (run_folders, "read"),
         (stability, "compute_stability_scores"),
-        (rendering, "render_with_spots"),
+        (rendering, "render"),
     ):
         count_calls_of(owner, name)
     report.write_report(one_run / "runs", one_run / "report")
@@ -646,7 +635,7 @@ def test_every_run_is_read_once_and_every_picture_drawn_once(one_run: Path, monk
     assert all((one_run / "report" / file).is_file() for file in files)
     pictures = list((one_run / "report" / "figures").glob("*.png"))
     assert len(pictures) > 3
-    assert calls == {"read": 3, "compute_stability_scores": 1, "render_with_spots": len(pictures)}
+    assert calls == {"read": 3, "compute_stability_scores": 1, "render": len(pictures)}
 
 
 @pytest.mark.usefixtures("svg_only")

@@ -72,37 +72,6 @@ function makeFilterable(table) {
   });
 }
 
-// Show the value of a point under the pointer, or of the one that the arrow keys have reached.
-function showValues(figure, tip) {
-  const spots = [...figure.querySelectorAll(".spots circle")];
-  if (!spots.length) return;
-  const hide = () => { tip.hidden = true; };
-  const show = (spot) => {
-    // The script's tip replaces that of the browser.
-    const title = spot.querySelector("title");
-    if (title) { spot.setAttribute("aria-label", title.textContent); title.remove(); }
-    tip.textContent = spot.getAttribute("aria-label");
-    tip.hidden = false;
-    const box = spot.getBoundingClientRect();
-    const left = Math.min(box.right + 6, document.documentElement.clientWidth - tip.offsetWidth - 6);
-    tip.style.left = `${Math.max(6, left)}px`;
-    tip.style.top = `${box.top > tip.offsetHeight + 6 ? box.top - tip.offsetHeight - 2 : box.bottom + 6}px`;
-  };
-  spots.forEach((spot, index) => { spot.setAttribute("tabindex", index ? -1 : 0); spot.setAttribute("role", "img"); });
-  const layer = spots[0].parentElement;
-  ["pointerover", "click", "focusin"].forEach((name) => layer.addEventListener(name, (event) => {
-    if (event.target.matches("circle")) show(event.target);
-  }));
-  ["pointerout", "focusout"].forEach((name) => layer.addEventListener(name, hide));
-  layer.addEventListener("keydown", (event) => {
-    const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
-    const next = spots[spots.indexOf(event.target) + step];
-    if (event.key === "Escape") hide();
-    if (step) event.preventDefault();
-    if (next) { event.target.setAttribute("tabindex", -1); next.setAttribute("tabindex", 0); next.focus(); }
-  });
-}
-
 // Browsers may forbid storage, for example on pages that are files.
 function storedTheme(theme) {
   try {
@@ -126,8 +95,6 @@ if (typeof document === "undefined") {
   module.exports = { parseNumber, sortedOrder, hasAllWords };
 } else {
   document.querySelectorAll("main .scroll table").forEach((table) => { makeSortable(table); makeFilterable(table); });
-  const tip = document.body.appendChild(create("div", { class: "tip", role: "status", hidden: "" }));
-  document.querySelectorAll("figure").forEach((figure) => showValues(figure, tip));
   addThemeButton(document.documentElement, document.getElementById("theme"));
   if (matchMedia("(max-width: 60rem)").matches) document.querySelector("nav details").open = false;
 }

@@ -106,6 +106,11 @@ class PageContent:
     notes: Sequence[str] = ()  # further paragraphs on how to read the page
 
     @property
+    def detailed_models(self) -> Sequence[MeasuredModel]:
+        """The models with all figures and tables; of the checkpoints of a training, some from the first to the last."""
+        return evenly_spaced(self.models) if self.axis.ordered else self.models
+
+    @property
     def is_single(self) -> bool:
         """Whether the page is of one model, without a training."""
         return self.kind is MODEL_KIND
@@ -310,10 +315,9 @@ def _build_sheets(content: PageContent) -> list[Sheet]:
     if not content.trainings:
         sheets.append(model_tables.build_layer_sheet(models))
     if len(models) > 1:
-        sheets.append(model_tables.build_difference_sheet(models))
+        sheets.append(model_tables.build_difference_sheet(content.detailed_models))
     if content.similarities:
         sheets.append(model_tables.build_similarity_sheet(content.similarities))
-    detailed = evenly_spaced(models) if content.axis.ordered else models
     builders: list[Callable[[Measurements], Sheet]] = [
         model_tables.build_massive_sheet,
         model_tables.build_extremes_sheet,
@@ -322,8 +326,8 @@ def _build_sheets(content: PageContent) -> list[Sheet]:
         model_tables.build_reading_sheet,
         model_tables.build_settings_sheet,
     ]
-    if detailed:
-        sheets += [model_tables.join_sheets(detailed, build) for build in builders]
+    if models:
+        sheets += [model_tables.join_sheets(content.detailed_models, build) for build in builders]
     if content.is_single:
         sheets.append(model_tables.build_sphere_sheet())
     return sheets
@@ -333,8 +337,8 @@ def _make_plots(content: PageContent) -> list[Plot]:
     """Return the figures of a page in their order."""
     models = content.models
     width = max((model.measurements.width for model in models), default=0)
-    detailed = evenly_spaced(models) if content.axis.ordered else models
-    plots = [model_figures.plot_differences(models)] if len(models) > 1 else []
+    detailed = content.detailed_models
+    plots = [model_figures.plot_differences(detailed)] if len(models) > 1 else []
     plots += axis_figures.plot_measures(content.axis, width)
     plots += model_figures.plot_states(detailed, content.axis.ordered)
     plots += axis_figures.plot_parameters(models, content.trainings, content.axis)
@@ -369,7 +373,9 @@ def _make_sections(content: PageContent, sheets: Mapping[str, Sheet]) -> list[Se
         sheet = remaining.pop(_TABLES_OF_FIGURES.get(plot.name, ""), None)
         note = _explain_missing(content, plot)
         caption = (
-            [plot.caption, *_describe_error_methods(content.models)] if plot.name == "differences" else [plot.caption]
+            [plot.caption, *_describe_error_methods(content.detailed_models)]
+            if plot.name == "differences"
+            else [plot.caption]
         )
         sections.append(Section(plot.name, plot.title, caption, sheet, page_folder.render_pictures(plot), note))
     for name in list(remaining):
