@@ -48,7 +48,6 @@ SLOWEST_FILES = (
     "tests/finetune/quantization/test_form_scores.py",
     "tests/finetune/runs/test_run_identity.py",
     "tests/finetune/sweeps/test_planned_runs.py",
-    "tests/geometry/test_compare.py",
     "tests/finetune/training/test_processes.py",
     "tests/finetune/runs/test_text_runs.py",
     "tests/inputs/test_architectures.py",

@@ -56,8 +56,8 @@ def report_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cloud = stability.compute_stability_scores(num_draws=2, num_shrinkage_points=5_000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stability, "compute_stability_scores", lambda: cloud)
-        render = rendering.render_with_spots
-        patch.setattr(rendering, "render_with_spots", lambda plot, suffixes=("svg",): render(plot, suffixes))
+        render = rendering.render
+        patch.setattr(rendering, "render", lambda plot, suffixes=("svg",): render(plot, suffixes))
         summary = report.write_report(folder / "runs", folder / "report")
     assert summary.page_path == folder / "report" / "index.html"
     assert summary.num_runs == 50
