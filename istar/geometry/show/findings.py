@@ -7,7 +7,6 @@ describe other documents of the same kind, not other training runs.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from istar.geometry.collect.layer_outputs import FINAL_NORM
 from istar.geometry.collect.measures_file import Measurements
@@ -18,9 +17,6 @@ from istar.measures.catalogue import MEASURES, Measure
 
 MAX_LINES = 5
 """Most lines at the beginning of a page."""
-SHIFTED, NOT_SHIFTED = 0.5, 0.9
-"""Embeddings with I(W) of at most the first value are unusual; with the second one or more after centering, a common
-shift is all that makes them so."""
 _TOKENS_PER_DIMENSION = 10
 """With fewer tokens per dimension, IsoScore and the ranks are clearly too low."""
 _SMALLEST = 1e-3
@@ -238,18 +234,3 @@ def name_layer(tap: str) -> str:
     """Return the name of a layer as in a sentence: "layer 3", but "the embeddings" with an article."""
     name = tap.replace("_", " ")
     return name if tap.startswith("layer_") else f"the {name}"
-
-
-def classify_anisotropy(raw: float, centered: float) -> Literal["shifted", "anisotropic"] | None:
-    """Return whether an unusually anisotropic embedding matrix is only `shifted`, or `anisotropic` beyond that.
-
-    Args:
-        raw: I(W) of the matrix over both signs of the eigenvectors.
-        centered: the same of the centered matrix.
-
-    Returns:
-        None if the matrix is not unusually anisotropic, or I(W) is undefined.
-    """
-    if not raw <= SHIFTED or math.isnan(centered):
-        return None
-    return "shifted" if centered >= NOT_SHIFTED else "anisotropic"

@@ -5,11 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from istar.measures import average_cosine, isoscore, partition_isotropy, singular_values
+from istar.measures import average_cosine, isoscore, partition_isotropy
 
 NUM_POINTS, SHIFT, _SEED = 500, 2.0, 0
-SHIFTS = (0.0, 1.0, SHIFT)
-"""Distances of the spheres' centers from the origin in the figure of their singular values."""
 
 
 @dataclass(frozen=True)
@@ -25,30 +23,9 @@ class Sphere:
     partition_both: float  # I(W) over both signs of each eigenvector
 
 
-@dataclass(frozen=True)
-class Spectrum:
-    """Points uniformly distributed on a moved unit sphere in three dimensions, and their singular values."""
-
-    shift: float  # distance of the center from the origin
-    x: tuple[float, ...]  # first coordinate of each point
-    y: tuple[float, ...]  # second coordinate of each point
-    singular_values: tuple[float, ...]  # of the uncentered points, largest first
-
-
 def make_spheres() -> tuple[Sphere, Sphere]:
     """Return a sphere around the origin, and the same points moved by `SHIFT` along the first axis."""
     return _measure_sphere("centered", _sample_sphere(0.0)), _measure_sphere("off-centre", _sample_sphere(SHIFT))
-
-
-def make_spectra() -> tuple[Spectrum, ...]:
-    """Return the same sphere moved along the first axis by each of `SHIFTS` (*Too Much in Common*, Figure 2)."""
-    spectra = []
-    for shift in SHIFTS:
-        points = _sample_sphere(shift)
-        x, y, _ = points.T.tolist()
-        values = singular_values(points, centered=False)
-        spectra.append(Spectrum(shift, tuple(x), tuple(y), tuple(values.tolist())))
-    return tuple(spectra)
 
 
 def _sample_sphere(shift: float) -> torch.Tensor:
