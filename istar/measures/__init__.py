@@ -3,6 +3,7 @@
 This package depends on torch only.
 """
 
+from istar.measures.accumulator import Accumulator
 from istar.measures.activations import (
     Activation,
     MassiveActivations,
@@ -11,13 +12,11 @@ from istar.measures.activations import (
     TokenKurtosisSummary,
     token_kurtosis,
 )
-from istar.measures.alignment import Alignment, cka, cka_with_error
+from istar.measures.alignment import cka, cka_with_error
 from istar.measures.catalogue import Measure, find_measure
 from istar.measures.classes import ClassIsotropy, ClassMoments, class_isotropy
 from istar.measures.contributions import (
     CosineContributions,
-    CosineWithoutDimensions,
-    StandardizedCosine,
     cosine_contributions,
     cosine_without_dimensions,
     standardized_cosine,
@@ -60,13 +59,12 @@ from istar.measures.spectrum import (
 )
 
 __all__ = [
+    "Accumulator",
     "Activation",
-    "Alignment",
     "AverageCosine",
     "ClassIsotropy",
     "ClassMoments",
     "CosineContributions",
-    "CosineWithoutDimensions",
     "Dimension",
     "DimensionMoments",
     "FourthMoments",
@@ -85,7 +83,6 @@ __all__ = [
     "ScaleDimension",
     "ScoreWithError",
     "SentenceMoments",
-    "StandardizedCosine",
     "TokenKurtosis",
     "TokenKurtosisSummary",
     "adjusted_intra_sim",

@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from istar.errors import NonFiniteError, UserError
+from istar.measures.accumulator import Accumulator
 from istar.measures.input_checks import (
     accumulation_dtype,
     block_length,
@@ -114,12 +115,11 @@ class TokenKurtosisSummary:
     largest: float
 
 
-class TokenKurtosis:
+class TokenKurtosis(Accumulator):
     """Accumulates the average and the largest `token_kurtosis` of a stream of batches. Not differentiable.
 
     Args:
         dim: d, at least 2.
-        excess: as in `token_kurtosis`.
         device: device of the sums; points must be on the same device. Sums are float64 (float32 on MPS).
 
     Attributes:
@@ -129,17 +129,24 @@ class TokenKurtosis:
         largest: largest kurtosis, 0-d.
     """
 
-    def __init__(self, dim: int, excess: bool = True, device: torch.device | str | None = None) -> None:
+    count: Tensor
+    constant: Tensor
+    total: Tensor
+    largest: Tensor
+    dim: int
+
+    def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
         if dim < 2:
             raise UserError(f"points have {dim} dimensions; expected at least 2, as one coordinate has no kurtosis")
-        self.dim, self.excess = dim, excess
         zero = zero_vector(1, device)[0]
-        self.total, self.largest = zero, torch.full_like(zero, -math.inf)
-        self.count = torch.zeros_like(zero, dtype=torch.int64)
-        self.constant = torch.zeros_like(self.count)
+        self.add_state("dim", dim, "equal")
+        self.add_state("total", zero, "sum")
+        self.add_state("largest", torch.full_like(zero, -math.inf), "max")
+        self.add_state("count", torch.zeros_like(zero, dtype=torch.int64), "sum")
+        self.add_state("constant", torch.zeros_like(zero, dtype=torch.int64), "sum")
 
     @torch.no_grad()
-    def update(self, points: Tensor, mask: Tensor | None = None) -> "TokenKurtosis":
+    def update(self, points: Tensor, mask: Tensor | None = None) -> Self:
         """Add a batch: `points` `(..., d)`, `mask` `(...)`, bool or 0/1. Returns this accumulator.
 
         Raises:
@@ -153,24 +160,11 @@ class TokenKurtosis:
     @torch.no_grad()
     def add_kurtoses(self, kurtoses: Tensor, is_constant: Tensor) -> None:
         """Add tokens by the result of `row_kurtosis`, `(n,)` each."""
-        kurtoses = kurtoses[~is_constant].to(self.total) - (3 if self.excess else 0)
+        kurtoses = kurtoses[~is_constant].to(self.total) - 3
         self.count = self.count + len(kurtoses)
         self.constant = self.constant + (len(is_constant) - len(kurtoses))
         self.total = self.total + kurtoses.sum()
         self.largest = torch.cat([self.largest[None], kurtoses]).max()
-
-    def merge(self, other: "TokenKurtosis") -> "TokenKurtosis":
-        """Add the tokens of another accumulator of the same kind. Returns this accumulator."""
-        if (other.dim, other.excess) != (self.dim, self.excess):
-            raise UserError(
-                f"cannot merge kurtoses of {other.dim} dimensions (excess={other.excess}) into kurtoses of {self.dim} "
-                f"(excess={self.excess})"
-            )
-        self.count = self.count + other.count.to(self.count)
-        self.constant = self.constant + other.constant.to(self.constant)
-        self.total = self.total + other.total.to(self.total)
-        self.largest = torch.maximum(self.largest, other.largest.to(self.largest))
-        return self
 
     def compute(self) -> TokenKurtosisSummary:
         """Return the summary of all tokens added so far.
@@ -223,7 +217,7 @@ class MassiveActivationsSummary:
     top: tuple[Activation, ...]
 
 
-class MassiveActivations:
+class MassiveActivations(Accumulator):
     r"""Accumulates what is needed to find the massive activations of a stream of batches, and where they are.
 
     Sun et al. (*Massive Activations in Large Language Models*, COLM 2024) call an activation massive if its magnitude
@@ -256,6 +250,15 @@ class MassiveActivations:
         largest: largest magnitude, 0-d.
     """
 
+    dim: int
+    capacity: int
+    minimum: float
+    ratio: float
+    bins: Tensor
+    values: Tensor
+    places: Tensor
+    largest: Tensor
+
     def __init__(
         self,
         dim: int,
@@ -269,16 +272,15 @@ class MassiveActivations:
             raise UserError(f"capacity is {capacity}; expected at least 1")
         if not (minimum >= 0 and ratio >= 0 and math.isfinite(minimum) and math.isfinite(ratio)):
             raise UserError(f"minimum is {minimum} and ratio is {ratio}; expected finite numbers of at least 0")
-        self.dim, self.capacity, self.minimum, self.ratio = dim, capacity, minimum, ratio
-        self.bins = torch.zeros(_NUM_BINS, dtype=torch.int64, device=zeros.device)
-        self.values = zeros.new_zeros(0)
-        self.places = torch.zeros(0, 3, dtype=torch.int64, device=zeros.device)
-        self.largest = zeros.new_zeros(())
+        for name, setting in (("dim", dim), ("capacity", capacity), ("minimum", minimum), ("ratio", ratio)):
+            self.add_state(name, setting, "equal")
+        self.add_state("bins", zeros.new_zeros(_NUM_BINS, dtype=torch.int64), "sum")
+        self.add_state("values", zeros.new_zeros(0), "custom")
+        self.add_state("places", zeros.new_zeros(0, 3, dtype=torch.int64), "custom")
+        self.add_state("largest", zeros.new_zeros(()), "max")
 
     @torch.no_grad()
-    def update(
-        self, points: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None = None
-    ) -> "MassiveActivations":
+    def update(self, points: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None = None) -> Self:
         """Add a batch.
 
         Args:
@@ -304,7 +306,7 @@ class MassiveActivations:
         for block in split_rows(rows) if len(rows) else ():
             stop = start + len(block)
             magnitudes = block.abs()
-            self.bins += _to_bfloat16_bits(magnitudes).bincount(minlength=_NUM_BINS)
+            self.bins = self.bins + _to_bfloat16_bits(magnitudes).bincount(minlength=_NUM_BINS)
             largest = magnitudes.amax().to(self.largest)
             self.largest = torch.maximum(self.largest, largest)
             # Few blocks hold an activation above the limit. A NaN is not above it, but may stand beside one that is.
@@ -313,18 +315,9 @@ class MassiveActivations:
             start = stop
         return self
 
-    def merge(self, other: "MassiveActivations") -> "MassiveActivations":
-        """Add the points of another accumulator with the same arguments. Returns this accumulator."""
-        arguments = (self.dim, self.capacity, self.minimum, self.ratio)
-        if (other.dim, other.capacity, other.minimum, other.ratio) != arguments:
-            raise UserError(
-                "cannot merge massive activations of other dimensions, capacities or limits; "
-                "give both accumulators the same arguments"
-            )
-        self.bins += other.bins.to(self.bins)
-        self.largest = torch.maximum(self.largest, other.largest.to(self.largest))
-        self._keep_largest(other.values.to(self.values), other.places.to(self.places))
-        return self
+    def merge_custom(self, other: Self) -> None:
+        """Keep the largest activations of both accumulators."""
+        self._keep_largest(other.values, other.places)
 
     def compute(self) -> MassiveActivationsSummary:
         """Return the massive activations of all points added so far.

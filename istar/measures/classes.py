@@ -15,6 +15,7 @@ whole cloud therefore mixes two things: the shape of the classes, measured by th
 measured by the share tr(B) / tr(T).
 """
 
+import copy
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
@@ -24,10 +25,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from istar.errors import UserError
+from istar.measures.accumulator import Accumulator
 from istar.measures.input_checks import accumulation_dtype, check_one_per_point, check_points, zero_vector
 from istar.measures.isoscore import isoscore_from_covariance
 from istar.measures.moments import add_matrices, full_precision, mean_and_scatter
-from istar.measures.processes import sum_over_processes, world_size
+from istar.measures.processes import world_size
 
 
 class ClassIsotropy(NamedTuple):
@@ -150,7 +152,7 @@ def merge_class_moments(batches: Sequence[ClassBatchMoments]) -> "ClassMoments":
     return merged
 
 
-class ClassMoments:
+class ClassMoments(Accumulator):
     r"""Accumulates the number of points and the mean of each class, and the scatter of the points about these means.
 
     These determine the pooled covariance W within the classes, the covariance B of the class means and the covariance
@@ -169,11 +171,16 @@ class ClassMoments:
         scatter: n W, `(d, d)`.
     """
 
+    weight_name = "counts"
+    counts: Tensor
+    means: Tensor
+    scatter: Tensor
+
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
         zeros = zero_vector(dim, device)
-        self.counts = zeros.new_zeros(0)
-        self.means = zeros.new_zeros(0, dim)
-        self.scatter = zeros.new_zeros(dim, dim)
+        self.add_state("counts", zeros.new_zeros(0), "sum")
+        self.add_state("means", zeros.new_zeros(0, dim), "mean")
+        self.add_state("scatter", zeros.new_zeros(dim, dim), "central")
 
     @classmethod
     def of(cls, points: Tensor, labels: Tensor, mask: Tensor | None = None) -> Self:
@@ -218,31 +225,28 @@ class ClassMoments:
             self._add_batch(class_means_and_scatter(flat_points, flat_labels, count_classes(flat_labels)))
         return self
 
+    def recenter(self, mean: Tensor) -> dict[str, Tensor]:
+        """Return the scatter about other centers of the classes, `(C, d)`."""
+        deltas = self.means - mean
+        return {"scatter": self.scatter + deltas.T @ (self.counts[:, None] * deltas)}
+
     def merge(self, other: Self) -> Self:
         """Add the points of another accumulator of the same dimension. Returns this accumulator."""
-        self._add_batch(ClassBatchMoments(*(moment.to(self.scatter) for moment in other.as_batch())))
-        return self
+        num_classes = max(len(self.counts), len(other.counts))
+        self._add_classes(num_classes)
+        return super().merge(copy.copy(other)._add_classes(num_classes))
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> Self:
-        """Merge the moments of all processes, as `Moments.all_reduce` does. Returns this accumulator.
+        """Merge the moments of all processes; see `Accumulator.all_reduce`. Returns this accumulator."""
+        if world_size(group) > 1:
+            num_classes = torch.tensor(len(self.counts), device=self.counts.device)
+            dist.all_reduce(num_classes, dist.ReduceOp.MAX, group=group)
+            self._add_classes(int(num_classes))
+        return super().all_reduce(group)
 
-        Two all-reduces: the largest number of classes, and C + C d + d^2 sums. The result is differentiable.
-        """
-        if world_size(group) == 1:
-            return self
-        num_classes_tensor = torch.tensor(len(self.counts), device=self.counts.device)
-        dist.all_reduce(num_classes_tensor, dist.ReduceOp.MAX, group=group)
-        num_classes = int(num_classes_tensor)
-        counts, means = _pad_with_zeros(self.counts, num_classes), _pad_with_zeros(self.means, num_classes)
-        totals = counts[:, None] * means
-        # Sums about the origin lose digits, but the float64 sums have enough of them.
-        second_moment = self.scatter + totals.T @ means
-        packed = sum_over_processes(torch.cat([counts, totals.reshape(-1), second_moment.reshape(-1)]), group)
-        sizes = [num_classes, totals.numel(), second_moment.numel()]
-        self.counts, flat_totals, flat_second_moment = packed.split(sizes)
-        totals = flat_totals.reshape(num_classes, self.dim)
-        self.means = totals / self.counts.clamp(min=1)[:, None]
-        self.scatter = flat_second_moment.reshape(self.dim, self.dim) - totals.T @ self.means
+    def _add_classes(self, num_classes: int) -> Self:
+        """Append empty classes until there are `num_classes`."""
+        self.counts, self.means = (_pad_with_zeros(rows, num_classes) for rows in (self.counts, self.means))
         return self
 
     def within_covariance(self, unbiased: bool = False) -> Tensor:
@@ -333,13 +337,9 @@ class ClassMoments:
             raise UserError("all points are equal, so that they have no variance to share; give other points")
         return between / total
 
-    def as_batch(self) -> ClassBatchMoments:
-        """Return the accumulated moments as a tuple."""
-        return ClassBatchMoments(self.counts, self.means, self.scatter)
-
     def _add_batch(self, batch: ClassBatchMoments) -> None:
-        merged = merge_class_moments([self.as_batch(), batch])
-        self.counts, self.means, self.scatter = merged.as_batch()
+        merged = merge_class_moments([ClassBatchMoments(self.counts, self.means, self.scatter), batch])
+        self.counts, self.means, self.scatter = merged.counts, merged.means, merged.scatter
 
 
 def count_classes(labels: Tensor) -> int:

@@ -4,8 +4,8 @@ Timkey and van Schijndel (*All Bark and No Bite: Rogue Dimensions in Transformer
 Representational Quality*, EMNLP 2021) show that one to five rogue dimensions can make up nearly all of the average
 cosine of a layer, and recommend to standardize each dimension before cosines are compared.
 
-`CosineContributions` needs one pass. The cosines after a change of the points need a second pass over the same points,
-or a sample of them, because the change depends on sums over all points: the dimensions to remove, or the mean and the
+The contributions need one pass over the points. The cosines after a change of the points need all points at once, or a
+sample of them, because the change depends on sums over all points: the dimensions to remove, or the mean and the
 standard deviation of each dimension. The norms of the changed points cannot be derived from the sums of a first pass.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.cosine import AverageCosine
-from istar.measures.input_checks import check_finite, select_rows, upcast_blocks, upcast_vector
+from istar.measures.input_checks import select_rows, upcast_blocks
 from istar.measures.spectrum import DimensionMoments
 
 
@@ -39,11 +39,15 @@ def cosine_contributions(points: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def cosine_without_dimensions(points: Tensor, dimensions: Sequence[int] | Tensor, mask: Tensor | None = None) -> Tensor:
-    """Compute the average cosine of points without some dimensions; see `CosineWithoutDimensions`.
+    """Compute the average cosine over all pairs of points without some dimensions, usually the rogue ones.
+
+    A point that is zero in all remaining dimensions counts as a zero vector. A common direction that is spread over
+    many dimensions is not removed with a few of them. Not centered.
 
     Args:
         points: as in `cosine_contributions`.
-        dimensions: indices of the dimensions to leave out.
+        dimensions: distinct indices of the dimensions to leave out, fewer than d; may be empty. See
+            `CosineContributions.top_dimensions`.
         mask: as in `cosine_contributions`.
 
     Returns:
@@ -56,13 +60,25 @@ def cosine_without_dimensions(points: Tensor, dimensions: Sequence[int] | Tensor
     0.0
     """
     rows = select_rows(points, mask)
-    return CosineWithoutDimensions(rows.shape[1], dimensions, rows.device).update(rows).compute()
+    dim, indices = rows.shape[1], [int(index) for index in dimensions]
+    if len(set(indices)) < len(indices) or len(indices) >= dim or not all(0 <= index < dim for index in indices):
+        raise UserError(
+            f"the dimensions to leave out are {indices}; expected distinct indices from 0 to {dim - 1}, not all"
+        )
+    cosine = AverageCosine(dim, rows.device)
+    index_tensor = torch.tensor(indices, dtype=torch.int64, device=rows.device)
+    for block in upcast_blocks(rows):
+        cosine.update(block.index_fill(1, index_tensor, 0))
+    return cosine.compute()
 
 
 def standardized_cosine(points: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Compute the average cosine after z-scoring each dimension with the moments of the same points, in two passes.
+    r"""Compute the average cosine over all pairs of z-scored points, :math:`z_i = (x_i - \mu_i) / \sigma_i`.
 
-    See `StandardizedCosine` for streams, whose moments a first pass computes.
+    Dimensions with a standard deviation of 0, or so small relative to their mean that it is a rounding error, are left
+    out. The z-scores have mean 0, and the average is near 0, unless the lengths of the points depend on their
+    directions: what remains measures such an asymmetry and not a common direction. Cosines of single pairs, as in
+    similarity tasks, are then comparable.
 
     Args:
         points: as in `cosine_contributions`.
@@ -72,7 +88,7 @@ def standardized_cosine(points: Tensor, mask: Tensor | None = None) -> Tensor:
         0-d float64 (float32 on MPS), in [-1 / (n - 1), 1]; near 0 for most clouds, because they are then centered.
 
     Raises:
-        UserError: as `cosine_contributions`.
+        UserError: as `cosine_contributions`, and if all points are equal.
 
     >>> shifted = torch.tensor([[101.0, 1.0], [102.0, 1.0], [101.0, 2.0], [102.0, 2.0]])
     >>> round(standardized_cosine(shifted).item(), 6)
@@ -80,7 +96,16 @@ def standardized_cosine(points: Tensor, mask: Tensor | None = None) -> Tensor:
     """
     rows = select_rows(points, mask)
     moments = DimensionMoments.of(rows)
-    return StandardizedCosine(moments.mean, moments.deviation(correction=0)).update(rows).compute()
+    deviation = moments.deviation(correction=0)
+    # The deviation of equal numbers that are not 0 is a rounding error of their mean.
+    is_varying = deviation > 16 * torch.finfo(deviation.dtype).eps * moments.mean.abs()
+    if not is_varying.any():
+        raise UserError("the deviations of all dimensions are 0; expected points that are not all equal")
+    scale = torch.where(is_varying, 1 / deviation, 0)
+    cosine = AverageCosine(rows.shape[1], rows.device)
+    for block in upcast_blocks(rows):
+        cosine.update((block - moments.mean) * scale)
+    return cosine.compute()
 
 
 class CosineContributions(AverageCosine):
@@ -106,9 +131,11 @@ class CosineContributions(AverageCosine):
         squares: Q, `(d,)`.
     """
 
+    squares: Tensor
+
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
         super().__init__(dim, device)
-        self.squares = torch.zeros_like(self.total)
+        self.add_state("squares", torch.zeros_like(self.total), "sum")
 
     @torch.no_grad()
     def update(self, points: Tensor, mask: Tensor | None = None) -> Self:
@@ -140,14 +167,6 @@ class CosineContributions(AverageCosine):
         self.count = self.count + count
         self.zeros = self.zeros + zeros
 
-    def merge(self, other: AverageCosine) -> Self:
-        """Add the sums of another accumulator of the same dimension. Returns this accumulator."""
-        if not isinstance(other, CosineContributions):
-            raise UserError("cannot merge an AverageCosine into CosineContributions: it holds no sums of squares")
-        super().merge(other)
-        self.squares = self.squares + other.squares.to(self.squares)
-        return self
-
     def contributions(self) -> Tensor:
         """Return the contributions `(d,)`, each in [-1, 1], whose sum is `compute()`.
 
@@ -169,113 +188,3 @@ class CosineContributions(AverageCosine):
             raise UserError(f"k is {k}; expected 1 to {self.dim}, the number of dimensions")
         # A stable sort makes the choice among equal contributions the same on all devices.
         return self.contributions().argsort(descending=True, stable=True)[:k]
-
-
-class CosineWithoutDimensions(AverageCosine):
-    r"""Accumulates the sums of `AverageCosine` over points without some dimensions, usually the rogue ones.
-
-    `compute()` is the average cosine over all pairs of different points in the remaining d - k dimensions (Timkey and
-    van Schijndel, 2021). The dimensions must be known first, for example from
-    `CosineContributions.top_dimensions` in an earlier pass or on a sample. Not centered. A point that is zero in all
-    remaining dimensions counts as a zero vector. A common direction that is spread over many dimensions is not
-    removed with a few of them.
-
-    Args:
-        dim: d, the number of dimensions of the points, at least 2.
-        dimensions: distinct indices of the dimensions to leave out, fewer than d; may be empty.
-        device: device of the sums; points must be on the same device.
-
-    Attributes:
-        dimensions: the dimensions that are left out, ascending.
-        count, zeros, total: as in `AverageCosine`; the total is 0 in these dimensions.
-
-    Raises:
-        UserError: for other dimensions.
-    """
-
-    def __init__(self, dim: int, dimensions: Sequence[int] | Tensor, device: torch.device | str | None = None) -> None:
-        super().__init__(dim, device)
-        indices = [int(index) for index in dimensions]
-        if len(set(indices)) < len(indices) or len(indices) >= dim or not all(0 <= index < dim for index in indices):
-            raise UserError(
-                f"the dimensions to leave out are {indices}; expected distinct indices from 0 to {dim - 1}, not all"
-            )
-        self.dimensions = torch.tensor(sorted(indices), dtype=torch.int64, device=self.total.device)
-
-    def update(self, points: Tensor, mask: Tensor | None = None) -> Self:
-        """Add a batch: `points` `(..., d)` with all dimensions, `mask` `(...)`. Returns this accumulator.
-
-        Raises:
-            UserError: if shapes do not match, or the points are not floating.
-        """
-        for block in upcast_blocks(select_rows(points, mask, self.dim)):
-            super().update(block.index_fill(1, self.dimensions, 0))
-        return self
-
-    def merge(self, other: AverageCosine) -> Self:
-        """Add the sums of another accumulator without the same dimensions. Returns this accumulator."""
-        if not isinstance(other, CosineWithoutDimensions) or other.dimensions.tolist() != self.dimensions.tolist():
-            raise UserError("cannot merge cosines without other dimensions; give both accumulators the same")
-        super().merge(other)
-        return self
-
-
-class StandardizedCosine(AverageCosine):
-    r"""Accumulates the sums of `AverageCosine` over z-scored points, :math:`z_i = (x_i - \mu_i) / \sigma_i`.
-
-    `compute()` is the average cosine over all pairs of different z-scored points (Timkey and van Schijndel, 2021,
-    who call it standardization). The mean and the standard deviation must be known first: from a `DimensionMoments` of
-    an earlier pass over the same points, or approximately from a sample. With the moments of the same points, the
-    z-scores have mean 0, and the average is near 0, unless the lengths of the points depend on their directions: what
-    remains measures such an asymmetry and not a common direction. Cosines of single pairs, as in similarity tasks, are
-    then comparable.
-
-    Args:
-        mean: `(d,)`, mean of each dimension, floating; its device is that of the sums.
-        deviation: `(d,)`, standard deviation of each dimension. Dimensions whose deviation is 0, or so small relative
-            to their mean that it is a rounding error, are left out.
-
-    Attributes:
-        mean, scale: mean, and 1 / deviation or 0, `(d,)` each.
-        count, zeros, total: as in `AverageCosine`, of the z-scored points.
-
-    Raises:
-        UserError: if the shapes differ, a value is not finite, a deviation is negative or all are 0.
-    """
-
-    def __init__(self, mean: Tensor, deviation: Tensor) -> None:
-        self.mean = upcast_vector(mean, "mean").detach()
-        deviation = upcast_vector(deviation, "deviation").detach().to(self.mean)
-        check_finite(self.mean, "the means")
-        check_finite(deviation, "the deviations")
-        if deviation.shape != self.mean.shape:
-            raise UserError(
-                f"deviation has shape {tuple(deviation.shape)}; expected {tuple(self.mean.shape)} like the mean"
-            )
-        # The deviation of equal numbers that are not 0 is a rounding error of their mean.
-        is_varying = deviation > 16 * torch.finfo(deviation.dtype).eps * self.mean.abs()
-        if (deviation < 0).any() or not is_varying.any():
-            raise UserError("the deviations are negative or all 0; expected those of points that are not all equal")
-        self.scale = torch.where(is_varying, 1 / deviation, 0)
-        super().__init__(len(self.mean), self.mean.device)
-
-    def update(self, points: Tensor, mask: Tensor | None = None) -> Self:
-        """Add a batch: `points` `(..., d)` before z-scoring, `mask` `(...)`. Returns this accumulator.
-
-        Raises:
-            UserError: if shapes do not match, or the points are not floating.
-        """
-        for block in upcast_blocks(select_rows(points, mask, self.dim)):
-            super().update((block - self.mean) * self.scale)
-        return self
-
-    def merge(self, other: AverageCosine) -> Self:
-        """Add the sums of another accumulator with the same mean and deviation. Returns this accumulator."""
-        if (
-            not isinstance(other, StandardizedCosine)
-            or not torch.equal(other.mean.to(self.mean), self.mean)
-            or not torch.equal(other.scale.to(self.scale), self.scale)
-        ):
-            raise UserError("cannot merge cosines of other z-scores; give both accumulators the same moments")
-        super().merge(other)
-        return self

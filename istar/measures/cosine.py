@@ -2,29 +2,29 @@ r"""Average cosine similarity of a point cloud in O(n): over all pairs (InterSim
 
 With unit vectors :math:`\hat x = x / \lVert x \rVert` and their sum S, the sum over all pairs is
 :math:`\sum_i \sum_{j \ne i} \hat x_i^T \hat x_j = \lVert S \rVert^2 - n` (*Anisotropy is Not Inherent to
-Transformers*, equations 5 to 7). The accumulators therefore keep only the count and S.
+Transformers*, equations 5 to 7). The accumulator therefore keeps only the count and S.
 
-Zero vectors have no direction. InterSim, IntraSim and the mean direction leave them out and count them separately.
+Zero vectors have no direction. InterSim and the mean direction leave them out and count them separately.
 CosReg counts them, with cosine 0 to every other vector, as the penalty of the same name does.
 """
 
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
 import torch
 from torch import Tensor
 
 from istar.errors import UserError
+from istar.measures.accumulator import Accumulator
 from istar.measures.input_checks import (
-    block_length,
     check_finite,
     check_one_per_point,
     check_points,
     select_rows,
-    split_rows,
     unit_vectors,
     upcast_blocks,
     zero_vector,
 )
+from istar.measures.point_groups import GroupedPoints
 
 Average = Literal["types", "occurrences"]
 
@@ -119,7 +119,7 @@ def adjusted_intra_sim(
     return intra_sim(points, tokens, mask, average, min_count) - average_cosine(points.detach(), mask)
 
 
-class AverageCosine:
+class AverageCosine(Accumulator):
     """Accumulates the count and the sum S of the unit vectors of a stream of batches.
 
     Blocks of each batch are summed separately before they are added to the total, so that the sum of 10^7 points is
@@ -135,13 +135,18 @@ class AverageCosine:
         total: S, `(d,)`.
     """
 
+    count: Tensor
+    zeros: Tensor
+    total: Tensor
+
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
-        self.total = zero_vector(dim, device)
-        self.count = self.total.new_zeros(())
-        self.zeros = self.total.new_zeros(())
+        total = zero_vector(dim, device)
+        self.add_state("total", total, "sum")
+        self.add_state("count", total.new_zeros(()), "sum")
+        self.add_state("zeros", total.new_zeros(()), "sum")
 
     @classmethod
-    def of(cls, points: Tensor, mask: Tensor | None = None) -> "AverageCosine":
+    def of(cls, points: Tensor, mask: Tensor | None = None) -> Self:
         """Create an accumulator from one batch; see `update`."""
         rows = select_rows(points, mask)
         return cls(rows.shape[1], rows.device).update(rows)
@@ -151,7 +156,7 @@ class AverageCosine:
         """The number of dimensions d."""
         return self.total.shape[0]
 
-    def update(self, points: Tensor, mask: Tensor | None = None) -> "AverageCosine":
+    def update(self, points: Tensor, mask: Tensor | None = None) -> Self:
         """Add a batch: `points` `(..., d)`, `mask` `(...)`, as in `average_cosine`. Returns this accumulator.
 
         Raises:
@@ -166,15 +171,6 @@ class AverageCosine:
         self.total = self.total + units.sum(0)
         self.count = self.count + is_nonzero.sum()
         self.zeros = self.zeros + (~is_nonzero).sum()
-
-    def merge(self, other: "AverageCosine") -> "AverageCosine":
-        """Add the sums of another accumulator of the same shape. Returns this accumulator."""
-        if other.dim != self.dim:
-            raise UserError(f"cannot merge cosines of {other.dim} dimensions into cosines of {self.dim}")
-        self.total = self.total + other.total.to(self.total)
-        self.count = self.count + other.count.to(self.count)
-        self.zeros = self.zeros + other.zeros.to(self.zeros)
-        return self
 
     def compute(self) -> Tensor:
         r"""Return the average cosine of all pairs of different nonzero points, 0-d.
@@ -227,16 +223,12 @@ class AverageCosine:
         check_finite(self.total, "the points")
 
 
-class IntraSim:
-    r"""Accumulates the average cosine between the occurrences of each token type over a stream of batches.
+class IntraSim(Accumulator):
+    """Accumulates the average cosine between the occurrences of each token type over a stream of batches.
 
     *Anisotropy is Not Inherent to Transformers*, section 3.6.2, defines IntraSim(t) as equation 5 over the occurrences
     of token type t. A high value means that the context hardly changes the token, if InterSim, the average cosine of
-    any two tokens, is lower.
-
-    The sums take types x d float64 numbers: 0.3 GB for 50,000 types of 768 dimensions. On CUDA, the order of additions
-    and therefore the last digits may differ between runs, unless torch's deterministic algorithms are enabled. Not
-    differentiable.
+    any two tokens, is lower. Not differentiable.
 
     Args:
         types: number of token types; tokens are integers from 0 to types - 1.
@@ -244,61 +236,24 @@ class IntraSim:
         device: device of the sums; points and tokens must be on the same device.
 
     Attributes:
-        count: number of nonzero points of each type, `(types,)`.
-        total: sum of the unit vectors of each type, `(types, d)`.
-        zeros: number of zero points, 0-d.
+        by_type: the sums of each type; see `GroupedPoints` for their memory.
     """
 
     def __init__(self, types: int, dim: int, device: torch.device | str | None = None) -> None:
-        if types < 1:
-            raise UserError(f"there are {types} token types; expected at least 1")
-        self.total = zero_vector(dim, device).new_zeros(types, dim)
-        self.count = self.total.new_zeros(types)
-        self.zeros = self.total.new_zeros(())
+        self.by_type = GroupedPoints(types, dim, device)
 
-    @torch.no_grad()
-    def update(self, points: Tensor, tokens: Tensor, mask: Tensor | None = None) -> "IntraSim":
+    def update(self, points: Tensor, tokens: Tensor, mask: Tensor | None = None) -> Self:
         """Add a batch: `points` `(..., d)`, integer `tokens` `(...)`, `mask` `(...)`. Returns this accumulator.
 
         Raises:
             UserError: if shapes or dtypes do not match, or tokens are outside [0, types).
         """
         _check_tokens(tokens, points)
-        rows = select_rows(points, mask, self.total.shape[1])
-        tokens = (tokens if mask is None else tokens[mask.bool()]).reshape(-1).long()
-        types = self.count.shape[0]
-        if len(tokens) and (tokens.min() < 0 or tokens.max() >= types):
-            raise UserError(f"tokens are {tokens.min():d} to {tokens.max():d}; expected 0 to {types - 1}")
-        blocks = split_rows(rows)
-        for block, block_tokens in zip(blocks, tokens.split([len(block) for block in blocks]), strict=True):
-            units, is_nonzero = unit_vectors(block.to(self.total.dtype))
-            self.total.index_add_(0, block_tokens, units)
-            self.count.index_add_(0, block_tokens, is_nonzero.to(self.count))
-            self.zeros += (~is_nonzero).sum()
+        self.by_type.update(points, tokens, mask)
         return self
-
-    def merge(self, other: "IntraSim") -> "IntraSim":
-        """Add the sums of another accumulator of the same shape. Returns this accumulator."""
-        if other.total.shape != self.total.shape:
-            raise UserError(
-                f"cannot merge sums of (types, dimensions) = {tuple(other.total.shape)} into {tuple(self.total.shape)}"
-            )
-        self.total += other.total.to(self.total)
-        self.count += other.count.to(self.count)
-        self.zeros += other.zeros.to(self.zeros)
-        return self
-
-    def per_type(self) -> Tensor:
-        """Return the IntraSim of each type, `(types,)`; NaN for types with fewer than 2 occurrences.
-
-        Raises:
-            UserError: if a point is not finite.
-        """
-        check_finite(self.total[self.count > 0], "the points")
-        return average_cosine_by_group(self.total, self.count)
 
     def compute(self, average: Average = "types", min_count: int = 2) -> Tensor:
-        """Return the average of `per_type`, 0-d, in [-1, 1].
+        """Return the average of IntraSim over the types, 0-d, in [-1, 1].
 
         Args:
             average: "types" gives all types the same weight, as in the paper. "occurrences" weights types by their
@@ -313,27 +268,11 @@ class IntraSim:
             raise UserError(f"average is {average!r}; expected one of {', '.join(get_args(Average))}")
         if min_count < 2:
             raise UserError(f"min_count is {min_count}; expected at least 2, as one occurrence makes no pair")
-        is_frequent = self.count >= min_count
+        is_frequent = self.by_type.nonzero >= min_count
         if not is_frequent.any():
             raise UserError(f"no token type occurs {min_count} times or more: IntraSim is not defined")
-        cosines, counts = self.per_type()[is_frequent], self.count[is_frequent]
+        cosines, counts = self.by_type.inter_sim()[is_frequent], self.by_type.nonzero[is_frequent]
         return cosines.mean() if average == "types" else (cosines * counts).sum() / counts.sum()
-
-
-def average_cosine_by_group(totals: Tensor, counts: Tensor) -> Tensor:
-    r"""Return the average cosine over the pairs of points of each group, `(groups,)`; NaN for fewer than 2 points.
-
-    With the sum S of the n unit vectors of a group, it is :math:`(\lVert S \rVert^2 - n) / (n (n - 1))`.
-
-    Args:
-        totals: sum of the unit vectors of each group, `(groups, d)`; only those of at least 2 points are read.
-        counts: number of points of each group, `(groups,)`.
-    """
-    averages = totals.new_full(counts.shape, torch.nan)
-    for group_indices in (counts > 1).nonzero().squeeze(1).split(block_length(totals)):
-        n = counts[group_indices].to(totals.dtype)
-        averages[group_indices] = (totals[group_indices].square().sum(1) - n) / (n * (n - 1))
-    return averages
 
 
 def _check_tokens(tokens: Tensor, points: Tensor) -> None:

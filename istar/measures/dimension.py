@@ -8,12 +8,11 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.input_checks import check_finite, row_norms
-from istar.measures.moments import full_precision
 
 _DISTANCES_PER_BLOCK = 2**22
 """Number of distances that are computed at once: 32 MiB in float64."""
-_NUM_CANDIDATES = 8
-"""Number of candidates for the two nearest neighbours of a point: more than two, for near ties and rounding errors."""
+_NUM_CANDIDATES = 16
+"""Candidates for the two nearest neighbours of a point: many, because rounding changes the order of near duplicates."""
 _TOLERANCE = 1e-12
 """Ratios of distances whose logarithm is below this tolerance count as 1: rounding makes equal distances differ."""
 
@@ -138,95 +137,22 @@ def _find_distinct_points(points: Tensor) -> Tensor:
 def _compute_neighbour_ratios(points: Tensor) -> Tensor:
     """Return the ratio of the distances to the second and first nearest neighbour, for each of n >= 3 distinct points.
 
-    Candidates for the two neighbours are the points with the smallest squared distances by a matrix product,
-    |x|^2 + |y|^2 - 2xy, which is fast but loses small distances by cancellation. The distances of the candidates are
-    then computed from the differences x - y. If the candidates of a product in float32 may not include both neighbours
-    of a point, candidates are found again by a product in float64, and if these may not include them either, the
-    distances to all other points are computed from differences.
-    """
-    two_smallest = points.new_empty(len(points), 2)
-    uncertain_indices = torch.arange(len(points), device=points.device)
-    for dtype in (torch.float32, torch.float64):
-        two_smallest[uncertain_indices], is_certain = _find_neighbours_by_product(points, uncertain_indices, dtype)
-        uncertain_indices = uncertain_indices[~is_certain]
-    if len(uncertain_indices):
-        two_smallest[uncertain_indices] = _find_two_smallest_distances(points, uncertain_indices)
-    return two_smallest[:, 1] / two_smallest[:, 0]
-
-
-def _find_neighbours_by_product(points: Tensor, point_indices: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Find the two nearest neighbours of some points among candidates, which a matrix product in a dtype determines.
-
-    Args:
-        points: `(n, d)`, as `_find_distinct_points` returns them.
-        point_indices: indices of the points whose neighbours to find, `(r,)`.
-        dtype: dtype of the matrix product.
-
-    Returns:
-        The distances to the two nearest candidates, `(r, 2)`, and whether these are known to be the two nearest of all
-        points, `(r,)`.
+    Candidates for the two neighbours are the points with the smallest squared distances by a matrix product in float64,
+    |x|^2 + |y|^2 - 2xy, which is fast but loses the smallest distances by cancellation. The distances of the candidates
+    are then computed from the differences x - y.
     """
     # Distances do not depend on the origin; about the mean, the product loses fewer digits.
-    centered = (points - points.mean(0)).to(dtype)
-    norms = row_norms(centered)
-    error_bounds = _bound_product_errors(norms, points.shape[1])
-    relative_error = _bound_relative_error(points.shape[1], points.dtype)
+    centered = points - points.mean(0)
+    squared_norms = centered.square().sum(1)
     num_candidates = min(_NUM_CANDIDATES, len(points) - 1)
-    has_other_points = num_candidates < len(points) - 1
-    results = []
-    for indices in point_indices.split(max(1, _DISTANCES_PER_BLOCK // len(points))):
-        squared_distances = _multiply_squared_distances(centered, norms, indices)
+    ratios = []
+    for indices in torch.arange(len(points), device=points.device).split(max(1, _DISTANCES_PER_BLOCK // len(points))):
+        squared_distances = torch.addmm(squared_norms, centered[indices], centered.T, alpha=-2)
+        squared_distances += squared_norms[indices, None]
         # A point is not its own neighbour.
         squared_distances[torch.arange(len(indices), device=points.device), indices] = torch.inf
-        estimates, candidate_indices = squared_distances.topk(num_candidates, largest=False)
-        distances = _compute_distances(points, indices, candidate_indices).topk(2, largest=False).values
-        # Every other point is at least as far away as the last candidate, up to the error of the product.
-        lower_bounds = estimates[:, -1].double() - error_bounds[indices]
-        is_certain = lower_bounds > distances[:, 1].square() * (1 + relative_error)
-        results.append((distances, is_certain if has_other_points else torch.ones_like(is_certain)))
-    all_distances, all_certain = zip(*results, strict=True)
-    return torch.cat(all_distances), torch.cat(all_certain)
-
-
-def _multiply_squared_distances(centered: Tensor, norms: Tensor, point_indices: Tensor) -> Tensor:
-    """Return the squared distances `(r, n)` of the points with these indices `(r,)` to all n points.
-
-    They are computed by a matrix product, as |x|^2 + |y|^2 - 2xy. `norms` are the norms of the centered points, `(n,)`.
-    """
-    with full_precision(centered.device):
-        products = torch.addmm(norms.square(), centered[point_indices], centered.T, alpha=-2)
-    return products.add_(norms[point_indices, None].square())
-
-
-def _compute_distances(points: Tensor, point_indices: Tensor, other_indices: Tensor) -> Tensor:
-    """Return the distances `(r, k)` of the points with these indices `(r,)` to k other points each, from differences.
-
-    `other_indices` `(r, k)` are the indices of the k points.
-    """
-    return torch.stack([row_norms(points[point_indices] - points[indices]) for indices in other_indices.T], dim=1)
-
-
-def _find_two_smallest_distances(points: Tensor, point_indices: Tensor) -> Tensor:
-    """Return the distances `(r, 2)` of the points with these indices `(r,)` to their two nearest neighbours."""
-    distances = torch.cdist(points[point_indices], points, compute_mode="donot_use_mm_for_euclid_dist")
-    distances[torch.arange(len(point_indices), device=points.device), point_indices] = torch.inf
-    # The distances are computed again, so that all ratios come from the same arithmetic.
-    return _compute_distances(points, point_indices, distances.topk(2, largest=False).indices).sort(1).values
-
-
-def _bound_relative_error(d: int, dtype: torch.dtype) -> float:
-    """Return a bound of the relative rounding error of a sum of d products and a few more operations."""
-    return (d + 8) * torch.finfo(dtype).eps
-
-
-def _bound_product_errors(norms: Tensor, d: int) -> Tensor:
-    r"""Return a bound of the rounding errors in each point's squared distances by the matrix product, `(n,)`, float64.
-
-    `norms` are the distances R of the points from the origin, in the dtype of the product, and u is its unit roundoff.
-    Subtracting the origin and converting to this dtype move a point by at most u R, which changes a squared distance by
-    at most about :math:`2 u (R_i + R_j)^2`. A dot product of d terms is off by at most :math:`d u / (1 - d u)` times
-    the product of the norms, in any order of summation, so that the sum of the three terms is off by about
-    :math:`(d + 3) u (R_i + R_j)^2`. The bound is twice as large as both together, and takes the largest norm for
-    :math:`R_j`.
-    """
-    return _bound_relative_error(d, norms.dtype) * (norms + norms.max()).double().square()
+        candidates = squared_distances.topk(num_candidates, largest=False).indices
+        differences = [row_norms(points[indices] - points[neighbours]) for neighbours in candidates.T]
+        nearest, second = torch.stack(differences).topk(2, dim=0, largest=False).values
+        ratios.append(second / nearest)
+    return torch.cat(ratios)

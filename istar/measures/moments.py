@@ -5,12 +5,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from istar.errors import UserError
+from istar.measures.accumulator import Accumulator
 from istar.measures.input_checks import accumulation_dtype, check_one_per_point, check_points, zero_vector
-from istar.measures.processes import sum_over_processes, world_size
 
 _FULL_PRECISION_SETTINGS = {"none", "ieee"}
 """Settings of torch's backends with which float32 products are computed in float32."""
@@ -276,7 +275,8 @@ def merge_moments(batches: Sequence[BatchMoments]) -> "Moments":
     counts = torch.stack([batch.size for batch in batches])
     means = torch.stack([batch.mean for batch in batches])
     moments = Moments(widths[0], means.device)
-    moments.epsilon = max(torch.finfo(batch.scatter.dtype).eps for batch in batches)
+    narrowest = max(torch.finfo(batch.scatter.dtype).eps for batch in batches)
+    moments.epsilon = moments.epsilon.clamp(min=narrowest)
     moments.count = counts.sum()
     moments.mean = counts @ means / torch.where(moments.count > 0, moments.count, 1)
     differences = means - moments.mean
@@ -315,7 +315,7 @@ class _AddMatrices(torch.autograd.Function):
         return gradient, *(gradients[dtype] for dtype in ctx.dtypes)
 
 
-class Moments:
+class Moments(Accumulator):
     r"""Accumulates the count :math:`n = \sum w_i`, the mean :math:`m = \sum w_i x_i / n` and the scatter matrix
     :math:`M = \sum w_i (x_i - m)(x_i - m)^T` of a stream of batches.
 
@@ -333,14 +333,20 @@ class Moments:
         count: n, 0-d.
         mean: m, `(d,)`.
         scatter: M, `(d, d)`.
-        epsilon: machine epsilon of the narrowest dtype in which a batch was summed; 0 without batches.
+        epsilon: machine epsilon of the narrowest dtype in which a batch was summed, 0-d; 0 without batches.
     """
 
+    count: Tensor
+    mean: Tensor
+    scatter: Tensor
+    epsilon: Tensor
+
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
-        self.mean = zero_vector(dim, device)
-        self.count = self.mean.new_zeros(())
-        self.scatter = self.mean.new_zeros(dim, dim)
-        self.epsilon = 0.0
+        zeros = zero_vector(dim, device)
+        self.add_state("count", zeros.new_zeros(()), "sum")
+        self.add_state("mean", zeros, "mean")
+        self.add_state("scatter", zeros.new_zeros(dim, dim), "central")
+        self.add_state("epsilon", zeros.new_zeros(()), "max")
 
     @classmethod
     def of(cls, points: Tensor, mask: Tensor | None = None, weights: Tensor | None = None) -> Self:
@@ -374,57 +380,6 @@ class Moments:
             self.add_batch(self._compute_batch_moments(points, mask, weights))
         return self
 
-    def merge(self, other: Self) -> Self:
-        """Add the points of another accumulator of the same dimension. Returns this accumulator."""
-        if other.dim != self.dim:
-            raise UserError(f"cannot merge moments of {other.dim} dimensions into moments of {self.dim}")
-        self.epsilon = max(self.epsilon, other.epsilon)
-        self.add_batch(
-            BatchMoments._make(None if moment is None else moment.to(self.scatter) for moment in other.as_batch())
-        )
-        return self
-
-    def subtract(self, other: Self) -> Self:
-        """Take away the points of another accumulator, all of which this one holds. Returns this accumulator.
-
-        The result is that of an accumulator to which the other points were never added, up to rounding: the formula of
-        `merge` also holds for a negative count. Digits are lost only if the other points are nearly all of them.
-
-        Raises:
-            UserError: if the dimensions or the kinds differ, or the other accumulator does not hold fewer points.
-        """
-        if other.dim != self.dim or type(other) is not type(self) or other.count >= self.count:
-            raise UserError(
-                f"cannot subtract {type(other).__name__} of {other.count:g} points of {other.dim} dimensions from "
-                f"{type(self).__name__} of {self.count:g} points of {self.dim} dimensions; expected fewer points"
-            )
-        # All moments are sums over points, except the mean.
-        negative = BatchMoments._make(
-            None if moment is None else -moment.to(self.scatter) for moment in other.as_batch()
-        )
-        self.add_batch(negative._replace(mean=-negative.mean))
-        return self
-
-    def all_reduce(self, group: dist.ProcessGroup | None = None) -> Self:
-        """Merge the moments of all processes, so that each process holds the moments of the union of all points.
-
-        One all-reduce sums 1 + d + d^2 numbers. The result is equal on all processes and differentiable, see
-        `sum_over_processes`. Nothing happens without an initialized process group, or in a group of one process.
-        Returns this accumulator.
-        """
-        if world_size(group) == 1:
-            return self
-        total = self.count * self.mean
-        # Sums about the origin lose digits, but the float64 accumulators have enough of them.
-        second_moment = self.scatter + torch.outer(total, self.mean)
-        packed = sum_over_processes(torch.cat([self.count.reshape(1), total, second_moment.reshape(-1)]), group)
-        self.count, total, second_moment = packed[0], packed[1 : 1 + self.dim], packed[1 + self.dim :]
-        self.mean = total / torch.where(self.count > 0, self.count, 1)
-        # A process without points does not know the dtype of the others, which is float32 or wider.
-        self.epsilon = self.epsilon or torch.finfo(torch.float32).eps
-        self.scatter = second_moment.reshape(self.dim, self.dim) - torch.outer(total, self.mean)
-        return self
-
     def covariance(self, correction: int = 1) -> Tensor:
         """Return M / (n - correction), `(d, d)`. The default is the unbiased estimator, as in `torch.cov`.
 
@@ -436,9 +391,10 @@ class Moments:
             raise UserError(f"{self.count:g} points have no covariance; expected at least {needed} points")
         return self.scatter / (self.count - correction)
 
-    def as_batch(self) -> BatchMoments:
-        """Return the accumulated moments as a tuple."""
-        return BatchMoments(self.count, self.mean, self.scatter)
+    def recenter(self, mean: Tensor) -> dict[str, Tensor]:
+        r"""Return the scatter matrix about another center c, :math:`M + n (m - c)(m - c)^T`."""
+        delta = self.mean - mean
+        return {"scatter": torch.addr(self.scatter, self.count * delta, delta)}
 
     def _compute_batch_moments(self, points: Tensor, mask: Tensor | None, weights: Tensor | None) -> BatchMoments:
         return mean_and_scatter(points, mask, weights)
@@ -453,7 +409,7 @@ class Moments:
         self.scatter = torch.addr(self.scatter + scatter, delta * (self.count * share), delta)
         self.mean = self.mean + delta * share
         self.count = total
-        self.epsilon = max(self.epsilon, torch.finfo(batch.scatter.dtype).eps)
+        self.epsilon = self.epsilon.clamp(min=torch.finfo(scatter.dtype).eps)
 
 
 class FourthMoments(Moments):
@@ -475,13 +431,16 @@ class FourthMoments(Moments):
         fourth: F, 0-d.
     """
 
+    third: Tensor
+    fourth: Tensor
+
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
         super().__init__(dim, device)
-        self.third = torch.zeros_like(self.mean)
-        self.fourth = torch.zeros_like(self.count)
+        self.add_state("third", torch.zeros_like(self.mean), "central")
+        self.add_state("fourth", torch.zeros_like(self.count), "central")
 
     @classmethod
-    def about_mean(cls, origin: Tensor, sums: Sequence[Tensor], epsilon: float) -> Self:
+    def about_mean(cls, origin: Tensor, sums: Sequence[Tensor], epsilon: Tensor) -> Self:
         r"""Create an accumulator from sums over points about an origin instead of about their mean.
 
         With the differences y = x - o from the origin, the shift :math:`\delta = \sum w y / n` of the mean, and the
@@ -499,7 +458,7 @@ class FourthMoments(Moments):
         Args:
             origin: o, `(d,)`.
             sums: n, :math:`\sum w y`, M', t' and F', in the dtype of the accumulators.
-            epsilon: machine epsilon of the narrowest dtype in which a batch was summed.
+            epsilon: machine epsilon of the narrowest dtype in which a batch was summed, 0-d.
         """
         count, total, scatter, third, fourth = sums
         moments = cls(len(origin), scatter.device)
@@ -513,37 +472,17 @@ class FourthMoments(Moments):
         )
         return moments
 
-    def merge(self, other: Self) -> Self:
-        """Add the points of another `FourthMoments` of the same dimension. Returns this accumulator."""
-        if not isinstance(other, FourthMoments):
-            raise UserError("cannot merge Moments into FourthMoments: they hold no fourth-order sum")
-        return super().merge(other)
-
-    def all_reduce(self, group: dist.ProcessGroup | None = None) -> Self:
-        """Merge the moments of all processes as `Moments.all_reduce` does, with a second all-reduce of d + 1 numbers.
-
-        Fourth powers about the origin would lose twice as many digits as squares do. Each process therefore moves its
-        sums to the common mean, which the first all-reduce computes, before the second one adds them up.
-        """
-        if world_size(group) == 1:
-            return self
-        local_moments = self.as_batch()
-        super().all_reduce(group)
-        recentered_sums = _recenter(local_moments, self.mean)
-        packed = sum_over_processes(torch.cat([moment.reshape(-1) for moment in recentered_sums]), group)
-        self.third, self.fourth = packed[:-1], packed[-1]
-        return self
-
-    def as_batch(self) -> BatchMoments:
-        """Return the accumulated moments as a tuple, with the third and fourth."""
-        return BatchMoments(self.count, self.mean, self.scatter, self.third, self.fourth)
+    def recenter(self, mean: Tensor) -> dict[str, Tensor]:
+        """Return the scatter matrix, t and F about another center."""
+        third, fourth = _recenter(BatchMoments(self.count, self.mean, self.scatter, self.third, self.fourth), mean)
+        return {**super().recenter(mean), "third": third, "fourth": fourth}
 
     def _compute_batch_moments(self, points: Tensor, mask: Tensor | None, weights: Tensor | None) -> BatchMoments:
         return fourth_moments(points, mask, weights)
 
     def add_batch(self, batch: BatchMoments) -> None:
         """Add the points of a batch by their moments, as `fourth_moments` returns them for points on this device."""
-        previous = self.as_batch()
+        previous = BatchMoments(self.count, self.mean, self.scatter, self.third, self.fourth)
         super().add_batch(batch)
         (third, fourth), (batch_third, batch_fourth) = _recenter(previous, self.mean), _recenter(batch, self.mean)
         self.third, self.fourth = third + batch_third, fourth + batch_fourth

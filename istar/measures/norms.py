@@ -5,11 +5,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from istar.errors import UserError
+from istar.measures.accumulator import Accumulator
 from istar.measures.input_checks import check_finite, row_norms, select_rows, upcast_blocks, upcast_vector, zero_vector
 from istar.measures.spectrum import outlier_dimensions
 
@@ -83,7 +85,7 @@ def norm_summary(points: Tensor, mask: Tensor | None = None, edges: Sequence[flo
     return Norms(rows.shape[1], edges, rows.device).update(rows).compute()
 
 
-class Norms:
+class Norms(Accumulator):
     """Accumulates the norms, their histogram and the mean of a stream of batches. Not differentiable.
 
     Args:
@@ -99,21 +101,30 @@ class Norms:
         bins: number of norms below the first edge, in each bin, and above the last edge: `(len(edges) + 1,)`.
     """
 
+    edges: Tensor
+    count: Tensor
+    norm_total: Tensor
+    total: Tensor
+    smallest: Tensor
+    largest: Tensor
+    bins: Tensor
+
     def __init__(self, dim: int, edges: Sequence[float] = (), device: torch.device | str | None = None) -> None:
-        self.total = zero_vector(dim, device)
+        zeros = zero_vector(dim, device)
         edges = tuple(float(edge) for edge in edges)
         are_ascending = all(low < high for low, high in itertools.pairwise(edges))
         if len(edges) == 1 or not are_ascending or not all(map(math.isfinite, edges)):
             raise UserError(f"edges are {list(edges)}; expected at least 2 ascending numbers, or none")
-        self.edges = self.total.new_tensor(edges)
-        self.count = self.total.new_zeros((), dtype=torch.int64)
-        self.norm_total = self.total.new_zeros(())
-        self.smallest = self.total.new_full((), math.inf)
-        self.largest = self.total.new_full((), -math.inf)
-        self.bins = self.total.new_zeros(len(edges) + 1 if edges else 0, dtype=torch.int64)
+        self.add_state("edges", zeros.new_tensor(edges), "equal")
+        self.add_state("count", zeros.new_zeros((), dtype=torch.int64), "sum")
+        self.add_state("norm_total", zeros.new_zeros(()), "sum")
+        self.add_state("total", zeros, "sum")
+        self.add_state("smallest", zeros.new_full((), math.inf), "min")
+        self.add_state("largest", zeros.new_full((), -math.inf), "max")
+        self.add_state("bins", zeros.new_zeros(len(edges) + 1 if edges else 0, dtype=torch.int64), "sum")
 
     @torch.no_grad()
-    def update(self, points: Tensor, mask: Tensor | None = None) -> "Norms":
+    def update(self, points: Tensor, mask: Tensor | None = None) -> Self:
         """Add a batch: `points` `(..., d)`, `mask` `(...)`. Returns this accumulator.
 
         Raises:
@@ -132,29 +143,13 @@ class Norms:
             norms: norms of the points, `(n,)`, in the dtype of the sums.
             total: sum of the points, `(d,)`.
         """
-        self.count += len(norms)
-        self.norm_total += norms.sum()
-        self.total += total
+        self.count = self.count + len(norms)
+        self.norm_total = self.norm_total + norms.sum()
+        self.total = self.total + total
         self.smallest = torch.minimum(self.smallest, norms.min())
         self.largest = torch.maximum(self.largest, norms.max())
         if len(self.edges):
-            self.bins += self._count_by_bin(norms)
-
-    def merge(self, other: "Norms") -> "Norms":
-        """Add the sums of another accumulator with the same dimension and edges. Returns this accumulator."""
-        if other.total.shape != self.total.shape:
-            raise UserError(
-                f"cannot merge norms of {other.total.shape[0]} dimensions into norms of {self.total.shape[0]}"
-            )
-        if not torch.equal(other.edges.to(self.edges), self.edges):
-            raise UserError("cannot merge histograms with other edges; give both accumulators the same")
-        self.count += other.count.to(self.count)
-        self.norm_total += other.norm_total.to(self.norm_total)
-        self.total += other.total.to(self.total)
-        self.smallest = torch.minimum(self.smallest, other.smallest.to(self.smallest))
-        self.largest = torch.maximum(self.largest, other.largest.to(self.largest))
-        self.bins += other.bins.to(self.bins)
-        return self
+            self.bins = self.bins + self._count_by_bin(norms)
 
     def compute(self) -> NormSummary:
         """Return the summary of all points added so far.

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from istar.errors import UserError
-from istar.measures.cosine import average_cosine_by_group
+from istar.measures.accumulator import Accumulator
 from istar.measures.input_checks import (
+    block_length,
     check_finite,
     check_one_per_point,
     norms_and_units,
@@ -132,7 +133,62 @@ class RowsByGroup(NamedTuple):
         return values.new_zeros(len(self.groups)).index_add_(0, self.indices, values)
 
 
-class GroupedPoints:
+class RowSums(Accumulator):
+    """Accumulates a vector for each of many groups, with memory for those that occur.
+
+    Each group that occurs has a row in the sums, and the others have the row -1. There are rows for all groups if these
+    take little memory. Otherwise rows are added when they are needed, because a text has few types of a large
+    vocabulary. Unused rows are zero.
+
+    Args:
+        groups: number of groups.
+        zero: zeros `(d,)`, in the dtype and on the device of the sums.
+
+    Attributes:
+        totals: sum of each row, `(rows, d)`.
+        row_of_group: row of each group, or -1, `(groups,)`, int64.
+    """
+
+    dim: int
+    totals: Tensor
+    row_of_group: Tensor
+
+    def __init__(self, groups: int, zero: Tensor) -> None:
+        is_small = groups * len(zero) * zero.element_size() <= _MAX_INITIAL_BYTES
+        self.add_state("dim", len(zero), "equal")
+        self.add_state("totals", zero.new_zeros(groups if is_small else 0, len(zero)), "custom")
+        self.add_state("row_of_group", zero.new_full((groups,), -1, dtype=torch.int64), "custom")
+
+    def add(self, groups: Tensor, vectors: Tensor) -> None:
+        """Add vectors `(n, d)` to the sums of their groups `(n,)`, int64."""
+        self._assign_rows(groups)
+        self.totals.index_add_(0, self.row_of_group[groups], vectors)
+
+    def merge_custom(self, other: Self) -> None:
+        """Add the sums of another accumulator."""
+        groups = other.find_occupied()
+        self.add(groups, other.totals[other.row_of_group[groups]])
+
+    def find_occupied(self) -> Tensor:
+        """Return the groups that have a row, ascending, int64."""
+        return (self.row_of_group >= 0).nonzero().squeeze(1)
+
+    def _assign_rows(self, groups: Tensor) -> None:
+        """Give a row to those of some groups `(n,)` that have none."""
+        new_groups = groups[self.row_of_group[groups] < 0].unique()
+        if not len(new_groups):
+            return
+        num_rows = int(self.row_of_group.max()) + 1
+        new_rows = torch.arange(num_rows, num_rows + len(new_groups), device=groups.device)
+        self.row_of_group[new_groups] = new_rows
+        num_missing = num_rows + len(new_groups) - len(self.totals)
+        if num_missing > 0:
+            # As many rows again, because adding rows copies the others.
+            num_added = min(max(num_missing, len(self.totals)), len(self.row_of_group) - len(self.totals))
+            self.totals = torch.cat([self.totals, self.totals.new_zeros(num_added, self.totals.shape[1])])
+
+
+class GroupedPoints(Accumulator):
     r"""Accumulates the norms and the sums of the unit vectors of groups of points over a stream of batches.
 
     With the sum S of the unit vectors of the n points of a group, InterSim within the group is
@@ -160,19 +216,18 @@ class GroupedPoints:
         norm_total: sum of the norms, `(groups,)`.
     """
 
+    count: Tensor
+    nonzero: Tensor
+    norm_total: Tensor
+
     def __init__(self, groups: int, dim: int, device: torch.device | str | None = None) -> None:
         if groups < 1:
             raise UserError(f"there are {groups} groups; expected at least 1")
-        # Sums of the unit vectors. Each group with points has a row in them, and groups without points have the row -1.
-        # There are rows for all groups if these take little memory. Otherwise rows are added when they are needed,
-        # because a text has few types of a large vocabulary. Unused rows are zero.
         zero = zero_vector(dim, device)
-        is_small = groups * dim * zero.element_size() <= _MAX_INITIAL_BYTES
-        self._totals = zero.new_zeros(groups if is_small else 0, dim)
-        self._row_of_group = self._totals.new_full((groups,), -1, dtype=torch.int64)
-        self.norm_total = self._totals.new_zeros(groups)
-        self.count = self._totals.new_zeros(groups, dtype=torch.int64)
-        self.nonzero = torch.zeros_like(self.count)
+        self._unit_totals = RowSums(groups, zero)
+        self.add_state("norm_total", zero.new_zeros(groups), "sum")
+        self.add_state("count", zero.new_zeros(groups, dtype=torch.int64), "sum")
+        self.add_state("nonzero", zero.new_zeros(groups, dtype=torch.int64), "sum")
 
     @property
     def groups(self) -> int:
@@ -180,7 +235,7 @@ class GroupedPoints:
         return len(self.count)
 
     @torch.no_grad()
-    def update(self, points: Tensor, groups: Tensor, mask: Tensor | None = None) -> "GroupedPoints":
+    def update(self, points: Tensor, groups: Tensor, mask: Tensor | None = None) -> Self:
         """Add a batch.
 
         Args:
@@ -195,15 +250,14 @@ class GroupedPoints:
             UserError: if shapes or dtypes do not match, or a group is out of range.
         """
         check_one_per_point(groups, "groups", points)
-        rows = select_rows(points, mask, self._totals.shape[1])
+        rows = select_rows(points, mask, self._unit_totals.dim)
         groups = _convert_groups((groups if mask is None else groups[mask.bool()]).reshape(-1), self.groups)
         if len(rows):
-            self._assign_rows(groups.unique())
             blocks = split_rows(rows)
             groups_by_block = groups.split([len(block) for block in blocks])
             for block, block_groups in zip(blocks, groups_by_block, strict=True):
-                norms, units, is_nonzero = norms_and_units(block.to(self._totals.dtype))
-                self._totals.index_add_(0, self._row_of_group[block_groups], units)
+                norms, units, is_nonzero = norms_and_units(block.to(self.norm_total.dtype))
+                self._unit_totals.add(block_groups, units)
                 self.norm_total.index_add_(0, block_groups, norms)
                 self.count.index_add_(0, block_groups, torch.ones_like(block_groups))
                 self.nonzero.index_add_(0, block_groups, is_nonzero.long())
@@ -218,25 +272,10 @@ class GroupedPoints:
             unit_totals: sum of the unit vectors of each of these groups, `(k, d)`, in the dtype of the sums.
             norms: norms of the points, `(n,)`, in the dtype of the sums.
         """
-        self._assign_rows(rows.groups)
-        self._totals.index_add_(0, self._row_of_group[rows.groups], unit_totals)
+        self._unit_totals.add(rows.groups, unit_totals)
         self.norm_total.index_add_(0, rows.groups, rows.sum_values(norms))
         self.count.index_add_(0, rows.groups, rows.counts)
         self.nonzero.index_add_(0, rows.groups, rows.sum_values((norms != 0).long()))
-
-    def merge(self, other: "GroupedPoints") -> "GroupedPoints":
-        """Add the sums of another accumulator with the same groups and dimension. Returns this accumulator."""
-        shape, other_shape = ((len(each.count), each._totals.shape[1]) for each in (self, other))
-        if other_shape != shape:
-            raise UserError(f"cannot merge sums of (groups, dimensions) = {other_shape} into {shape}")
-        groups = other._find_occupied()
-        self._assign_rows(groups.to(self.count.device))
-        other_totals = other._totals[other._row_of_group[groups]].to(self._totals)
-        self._totals.index_add_(0, self._row_of_group[groups.to(self.count.device)], other_totals)
-        self.norm_total += other.norm_total.to(self.norm_total)
-        self.count += other.count.to(self.count)
-        self.nonzero += other.nonzero.to(self.nonzero)
-        return self
 
     def regroup(self, groups: Tensor, number: int = NUM_LOG2_BINS) -> "GroupedPoints":
         """Return a new accumulator in which groups are merged: those to which `groups` gives the same new group.
@@ -255,11 +294,10 @@ class GroupedPoints:
         if groups.shape != self.count.shape:
             raise UserError(f"groups have shape {tuple(groups.shape)}; expected {tuple(self.count.shape)}")
         groups = _convert_groups(groups.to(self.count.device), number)
-        regrouped = GroupedPoints(number, self._totals.shape[1], self._totals.device)
-        occupied = self._find_occupied()
-        regrouped._assign_rows(groups[occupied].unique())
-        new_rows = regrouped._row_of_group[groups[occupied]]
-        regrouped._totals.index_add_(0, new_rows, self._totals[self._row_of_group[occupied]])
+        totals = self._unit_totals
+        regrouped = GroupedPoints(number, totals.dim, totals.totals.device)
+        occupied = totals.find_occupied()
+        regrouped._unit_totals.add(groups[occupied], totals.totals[totals.row_of_group[occupied]])
         regrouped.norm_total.index_add_(0, groups, self.norm_total)
         regrouped.count.index_add_(0, groups, self.count)
         regrouped.nonzero.index_add_(0, groups, self.nonzero)
@@ -281,35 +319,34 @@ class GroupedPoints:
     def inter_sim(self) -> Tensor:
         """Return the average cosine over the pairs of each group, `(groups,)`; NaN with fewer than 2 nonzero points.
 
-        If the groups are token types, these are the values of `IntraSim.per_type`, and their mean is IntraSim.
+        If the groups are token types, these are the values of IntraSim of each type.
 
         Raises:
             NonFiniteError: if a point is not finite.
         """
         check_finite(self.norm_total, "the points")
-        averages, occupied = torch.full_like(self.norm_total, torch.nan), self._find_occupied()
-        rows = self._row_of_group[occupied]
-        counts_by_row = self.count.new_zeros(len(self._totals)).index_copy_(0, rows, self.nonzero[occupied])
-        averages[occupied] = average_cosine_by_group(self._totals, counts_by_row)[rows]
+        totals, occupied = self._unit_totals, self._unit_totals.find_occupied()
+        rows = totals.row_of_group[occupied]
+        counts_by_row = self.count.new_zeros(len(totals.totals)).index_copy_(0, rows, self.nonzero[occupied])
+        averages = torch.full_like(self.norm_total, torch.nan)
+        averages[occupied] = _average_cosine_by_group(totals.totals, counts_by_row)[rows]
         return averages
 
-    def _find_occupied(self) -> Tensor:
-        """Return the groups that have a row in the sums of unit vectors, ascending, int64."""
-        return (self._row_of_group >= 0).nonzero().squeeze(1)
 
-    def _assign_rows(self, groups: Tensor) -> None:
-        """Give a row in the sums of unit vectors to those of some different groups `(k,)` that have none."""
-        new_groups = groups[self._row_of_group[groups] < 0]
-        if not len(new_groups):
-            return
-        num_rows = int(self._row_of_group.max()) + 1
-        new_rows = torch.arange(num_rows, num_rows + len(new_groups), device=groups.device)
-        self._row_of_group[new_groups] = new_rows
-        num_missing = num_rows + len(new_groups) - len(self._totals)
-        if num_missing > 0:
-            # As many rows again, because adding rows copies the others.
-            num_added = min(max(num_missing, len(self._totals)), self.groups - len(self._totals))
-            self._totals = torch.cat([self._totals, self._totals.new_zeros(num_added, self._totals.shape[1])])
+def _average_cosine_by_group(totals: Tensor, counts: Tensor) -> Tensor:
+    r"""Return the average cosine over the pairs of points of each group, `(groups,)`; NaN for fewer than 2 points.
+
+    With the sum S of the n unit vectors of a group, it is :math:`(\lVert S \rVert^2 - n) / (n (n - 1))`.
+
+    Args:
+        totals: sum of the unit vectors of each group, `(groups, d)`; only those of at least 2 points are read.
+        counts: number of points of each group, `(groups,)`.
+    """
+    averages = totals.new_full(counts.shape, torch.nan)
+    for group_indices in (counts > 1).nonzero().squeeze(1).split(block_length(totals)):
+        n = counts[group_indices].to(totals.dtype)
+        averages[group_indices] = (totals[group_indices].square().sum(1) - n) / (n * (n - 1))
+    return averages
 
 
 def _convert_groups(groups: Tensor, num_groups: int) -> Tensor:

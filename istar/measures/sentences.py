@@ -11,13 +11,12 @@ import copy
 from typing import NamedTuple, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from istar.errors import UserError
+from istar.measures.accumulator import Accumulator
 from istar.measures.input_checks import accumulation_dtype, check_finite, check_one_per_point, zero_vector
 from istar.measures.jackknife import jackknife_error
-from istar.measures.processes import sum_over_processes, world_size
 
 
 def isoscore_by_sentence(points: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -122,7 +121,7 @@ class SentenceSums(NamedTuple):
     """Sum of G over the sentences, `(d, d)`; None if it is added to `SentenceMoments.scatter` separately."""
 
 
-class SentenceMoments:
+class SentenceMoments(Accumulator):
     r"""Accumulates what the score of `isoscore_by_sentence` depends on, over a stream of batches of sentences.
 
     With points x, y, z, w of four distinct sentences and the covariance S of a point,
@@ -157,24 +156,35 @@ class SentenceMoments:
         UserError: for fewer than 2 dimensions, or an origin of another shape.
     """
 
+    origin: Tensor
+    counts: Tensor
+    sentences: Tensor
+    total: Tensor
+    scatter: Tensor
+    totals_scatter: Tensor
+    scattered_totals: Tensor
+    weighted_totals: Tensor
+    trace_weighted_totals: Tensor
+    scalars: Tensor
+
     def __init__(self, dim: int, origin: Tensor | None = None, device: torch.device | str | None = None) -> None:
         if dim < 2:
             raise UserError(f"isotropy needs at least 2 dimensions; the points have {dim}")
         zeros = zero_vector(dim, device)
         if origin is not None and origin.shape != zeros.shape:
             raise UserError(f"the origin has shape {tuple(origin.shape)}; expected ({dim},)")
-        self.origin = zeros if origin is None else origin.to(zeros)
+        self.add_state("origin", zeros if origin is None else origin.to(zeros), "equal")
         # Sums over sentences of powers of the number of points: of n, n^2, n^3 and n^4; and the number of sentences.
-        self.counts = zeros.new_zeros(4)
-        self.sentences = zeros.new_zeros(())
-        self.total = zeros.clone()  # m
-        self.scatter = zeros.new_zeros(dim, dim)  # G
-        self.totals_scatter = zeros.new_zeros(dim, dim)  # m m^T
-        self.scattered_totals = zeros.clone()  # G m
-        self.weighted_totals = zeros.clone()  # |m|^2 m
-        self.trace_weighted_totals = zeros.clone()  # tr(G) m
+        self.add_state("counts", zeros.new_zeros(4), "sum")
+        self.add_state("sentences", zeros.new_zeros(()), "sum")
+        self.add_state("total", zeros.clone(), "sum")  # m
+        self.add_state("scatter", zeros.new_zeros(dim, dim), "sum")  # G
+        self.add_state("totals_scatter", zeros.new_zeros(dim, dim), "sum")  # m m^T
+        self.add_state("scattered_totals", zeros.clone(), "sum")  # G m
+        self.add_state("weighted_totals", zeros.clone(), "sum")  # |m|^2 m
+        self.add_state("trace_weighted_totals", zeros.clone(), "sum")  # tr(G) m
         # |G|^2, m^T G m, |m|^2, |m|^4, tr(G), tr(G)^2 and tr(G) |m|^2.
-        self.scalars = zeros.new_zeros(7)
+        self.add_state("scalars", zeros.new_zeros(7), "sum")
 
     def update(self, points: Tensor, mask: Tensor | None = None) -> Self:
         """Add sentences. Returns this accumulator.
@@ -234,43 +244,10 @@ class SentenceMoments:
         self.scalars = self.scalars + torch.stack([sentence_scalars.sum() for sentence_scalars in scalars])
         return self
 
-    def merge(self, other: Self) -> Self:
-        """Add the sentences of another accumulator with the same origin. Returns this accumulator."""
-        return self._add_with_sign(other, sign=1)
-
     def subtract(self, other: Self) -> Self:
-        """Take away the sentences of another accumulator with the same origin, all of which this one holds.
-
-        Returns this accumulator.
-        """
-        return self._add_with_sign(other, sign=-1)
-
-    def all_reduce(self, group: dist.ProcessGroup | None = None) -> Self:
-        """Merge the sums of all processes, so that each process holds those of the union of their sentences.
-
-        The origin must be the same on all processes. One all-reduce sums 2 d^2 + 4 d + 12 numbers. The result is equal
-        on all processes and differentiable, see `istar.measures.processes.sum_over_processes`. Nothing happens without
-        an initialized process group, or in a group of one process. Returns this accumulator.
-        """
-        if world_size(group) == 1:
-            return self
-        sums = self._get_sums_by_name()
-        packed = sum_over_processes(torch.cat([local_sum.reshape(-1) for local_sum in sums.values()]), group)
-        flat_totals = packed.split([local_sum.numel() for local_sum in sums.values()])
-        for (name, local_sum), flat_total in zip(sums.items(), flat_totals, strict=True):
-            setattr(self, name, flat_total.view_as(local_sum))
-        return self
-
-    def _get_sums_by_name(self) -> dict[str, Tensor]:
-        """Return all tensors but the origin, by attribute name. Adding these tensors merges accumulators."""
-        return {name: value for name, value in vars(self).items() if name != "origin"}
-
-    def _add_with_sign(self, other: Self, sign: int) -> Self:
-        """Add `sign` times the sums of another accumulator with the same origin. Returns this accumulator."""
-        if not torch.equal(other.origin.to(self.origin), self.origin):
-            raise UserError("cannot merge sums about different origins; give both accumulators the same origin")
-        for name, value in self._get_sums_by_name().items():
-            setattr(self, name, value + sign * getattr(other, name).to(value))
+        """Take away sentences that another accumulator with the same origin has in common. Returns this accumulator."""
+        for name in self.find_names("sum"):
+            setattr(self, name, getattr(self, name) - getattr(other, name).to(self.origin))
         return self
 
     def score(self) -> Tensor:

@@ -1,12 +1,13 @@
 """Singular values and summaries of the spectrum of a cloud, and moments and outliers of its dimensions."""
 
 import math
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor
 
 from istar.errors import UserError
+from istar.measures.accumulator import Accumulator
 from istar.measures.input_checks import (
     accumulation_dtype,
     check_finite,
@@ -97,7 +98,7 @@ def numerical_rank(scatter: Tensor, moments: Moments, eigenvalues: Tensor) -> in
     scale = torch.where(variances > 0, variances, scatter.diagonal())
     scale = torch.where(scale > 0, scale, 1)
     count = float(moments.count)
-    threshold = moments.epsilon * (moments.dim**0.5 + min(count, _POINTS_PER_SUM) ** 0.5)
+    threshold = float(moments.epsilon) * (moments.dim**0.5 + min(count, _POINTS_PER_SUM) ** 0.5)
     # The worst case of what is computed in float64: the sums over batches and the eigenvalues.
     threshold += torch.finfo(torch.float64).eps * (moments.dim + count)
     # The decomposition of the scaled matrix is spared if the bounds of the scales decide alike.
@@ -379,12 +380,12 @@ def outlier_dimensions(
     return (values.abs() > k * typical_size).nonzero().squeeze(1)
 
 
-class DimensionMoments:
+class DimensionMoments(Accumulator):
     r"""Accumulates mean, variance, skewness and kurtosis of each dimension over a stream of batches.
 
     The accumulated sums are :math:`M_p = \sum_i (x_i - m)^p` for p = 2, 3, 4. Each block is summed about its own mean
-    and merged by the exact formulas of Pebay (2008). This keeps precision for long streams and for points whose mean is
-    much larger than their deviation. Not differentiable.
+    and then about the mean of all points (Pebay, 2008). This keeps precision for long streams and for points whose mean
+    is much larger than their deviation. Not differentiable.
 
     Args:
         dim: d, at least 1.
@@ -396,19 +397,27 @@ class DimensionMoments:
         m2, m3, m4: the sums of powers, `(d,)` each.
     """
 
+    count: Tensor
+    mean: Tensor
+    m2: Tensor
+    m3: Tensor
+    m4: Tensor
+
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
-        self.mean = zero_vector(dim, device)
-        self.count = self.mean.new_zeros(())
-        self.m2, self.m3, self.m4 = (torch.zeros_like(self.mean) for _ in range(3))
+        zeros = zero_vector(dim, device)
+        self.add_state("count", zeros.new_zeros(()), "sum")
+        self.add_state("mean", zeros, "mean")
+        for name in ("m2", "m3", "m4"):
+            self.add_state(name, torch.zeros_like(zeros), "central")
 
     @classmethod
-    def of(cls, points: Tensor, mask: Tensor | None = None) -> "DimensionMoments":
+    def of(cls, points: Tensor, mask: Tensor | None = None) -> Self:
         """Create an accumulator from one batch; see `update`."""
         rows = select_rows(points, mask)
         return cls(rows.shape[1], rows.device).update(rows)
 
     @classmethod
-    def about_mean(cls, origin: Tensor, count: Tensor, power_sums: Tensor) -> "DimensionMoments":
+    def about_mean(cls, origin: Tensor, count: Tensor, power_sums: Tensor) -> Self:
         r"""Create an accumulator from sums of powers of the differences of points from an origin near their mean.
 
         With the power sums :math:`P_p = \sum_i (x_i - o)^p` about the origin o, and the shift :math:`\delta = m - o` of
@@ -436,7 +445,7 @@ class DimensionMoments:
         return moments
 
     @torch.no_grad()
-    def update(self, points: Tensor, mask: Tensor | None = None) -> "DimensionMoments":
+    def update(self, points: Tensor, mask: Tensor | None = None) -> Self:
         """Add a batch: `points` `(..., d)`, any floating dtype; `mask` `(...)`, bool or 0/1. Returns this accumulator.
 
         Raises:
@@ -445,21 +454,19 @@ class DimensionMoments:
         rows = select_rows(points, mask, self.mean.shape[0])
         for block in upcast_blocks(rows) if len(rows) else ():
             mean = block.mean(0)
-            centered = block - mean
-            squares = centered.square()
-            power_sums = (squares.sum(0), (squares * centered).sum(0), squares.square().sum(0))
-            self._add_batch(mean.new_tensor(len(block)), mean, *power_sums)
+            powers = block - mean
+            sums = torch.stack([torch.zeros_like(mean), *((powers**power).sum(0) for power in (2, 3, 4))])
+            self.merge(type(self).about_mean(mean, mean.new_tensor(len(block)), sums))
         return self
 
-    def merge(self, other: "DimensionMoments") -> "DimensionMoments":
-        """Add the points of another accumulator of the same dimension. Returns this accumulator."""
-        if other.mean.shape != self.mean.shape:
-            raise UserError(
-                f"cannot merge moments of {other.mean.shape[0]} dimensions into moments of {self.mean.shape[0]}"
-            )
-        return self._add_batch(
-            *(moment.to(self.mean) for moment in (other.count, other.mean, other.m2, other.m3, other.m4))
-        )
+    def recenter(self, mean: Tensor) -> dict[str, Tensor]:
+        r"""Return the sums of the powers of :math:`x - c = (x - m) + \delta`, the differences from another center c."""
+        delta, n = self.mean - mean, self.count
+        return {
+            "m2": self.m2 + n * delta.square(),
+            "m3": self.m3 + 3 * delta * self.m2 + n * delta.pow(3),
+            "m4": self.m4 + 4 * delta * self.m3 + 6 * delta.square() * self.m2 + n * delta.pow(4),
+        }
 
     def variance(self, correction: int = 1) -> Tensor:
         """Return the variance M_2 / (n - correction) of each dimension, `(d,)`, in squared units of the points.
@@ -496,28 +503,6 @@ class DimensionMoments:
         """
         self._check_sums(min_count=1)
         return self.count * self.m4 / self.m2.square() - (3 if excess else 0)
-
-    def _add_batch(self, count: Tensor, mean: Tensor, m2: Tensor, m3: Tensor, m4: Tensor) -> "DimensionMoments":
-        """Merge the moments of a batch by the formulas of Pebay (2008). Returns this accumulator."""
-        if count == 0:
-            return self
-        # a points so far, b points in the batch.
-        a, b, n = self.count, count, self.count + count
-        # Dividing the difference of the means by n keeps powers of the counts in range of float32.
-        delta = (mean - self.mean) / n
-        weight = a * b * delta.square() * n
-        self.m4 = (
-            self.m4
-            + m4
-            + weight * delta.square() * (a * a - a * b + b * b)
-            + 6 * delta.square() * (a * a * m2 + b * b * self.m2)
-            + 4 * delta * (a * m3 - b * self.m3)
-        )
-        self.m3 = self.m3 + m3 + weight * delta * (a - b) + 3 * delta * (a * m2 - b * self.m2)
-        self.m2 = self.m2 + m2 + weight
-        self.mean = self.mean + delta * b
-        self.count = n
-        return self
 
     def _check_sums(self, min_count: int) -> None:
         """Raise `UserError` for fewer than `min_count` points, or for points that are not finite."""

@@ -8,7 +8,6 @@ import pytest
 import scipy.stats
 import torch
 
-from istar.errors import UserError
 from istar.geometry.collect import grouped_moments
 from istar.geometry.collect.layers import (
     COVARIANCE_MEASURES_WITH_ERROR,
@@ -324,12 +323,6 @@ def test_tokens_may_come_in_any_order_of_groups_and_sentences() -> None:
     expected = make_layer((points, tokens, positions, groups, sentences)).compute_measures()
     shuffled_columns = (column[order] for column in (points, tokens, positions, groups, sentences))
     assert make_layer(tuple(shuffled_columns)).compute_measures() == pytest.approx(expected, rel=1e-9, nan_ok=True)
-
-
-def test_sums_about_different_origins_are_not_merged() -> None:
-    layer, other_layer = Layer(TYPES, ORIGIN), Layer(TYPES, ORIGIN + 1)
-    with pytest.raises(UserError, match="cannot merge sums about different origins"):
-        layer.merge(other_layer)
 
 
 # ---- coverage of the intervals

@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
@@ -38,26 +37,6 @@ def test_frequent_types_are_more_likely_in_a_small_sample() -> None:
     tokens = [0] * 6 + [1] * 3 + [2]
     counts = Counter(int(make_sample(tokens, 1, seed).types) for seed in range(600))
     assert chisquare([counts[0], counts[1], counts[2]], [360, 180, 60]).pvalue > 1e-3
-
-
-@pytest.mark.parametrize("size", [1, 5, 12, 100])
-def test_parts_merge_to_the_sample_of_the_whole(size: int) -> None:
-    tokens = np.random.default_rng(0).zipf(1.3, 400).clip(max=60).tolist()
-    full_sample = make_sample(tokens, size, 3)
-    assert len(full_sample.types) == min(size, len(set(tokens)))
-    partial_samples = [Sample(["place"], size, 3) for _ in range(3)]
-    block_order = np.random.default_rng(1).permutation(100).tolist()
-    for block_index in block_order:
-        positions = torch.arange(4 * block_index, 4 * block_index + 4)
-        ids = torch.tensor(tokens)[positions]
-        partial_samples[block_index % 3].update([block_index], [4], ids, {"place": positions.double()[:, None]})
-    merged_sample, *other_samples = reversed(partial_samples)
-    for other in other_samples:
-        merged_sample.merge(other)
-    assert torch.equal(merged_sample.random_numbers, full_sample.random_numbers)
-    assert torch.equal(merged_sample.types, full_sample.types)
-    assert torch.equal(merged_sample.get_points("place"), full_sample.get_points("place"))
-    assert [tokens[int(position)] for position in full_sample.get_points("place")] == full_sample.types.tolist()
 
 
 def test_copies_do_not_change_the_dimension() -> None:

@@ -279,10 +279,11 @@ def test_an_interrupted_pass_resumes(
     model = bert()
     monkeypatch.setattr(corpus, "WINDOW_SIZE", 13)
     monkeypatch.setattr(stream, "UPDATE_TOKENS", update_tokens)
-    uninterrupted = read_statistics(model, Pass(16, batch_tokens=32, sample=30, measures="all"), source)
     monkeypatch.setattr(stream, "SECONDS_BETWEEN_SAVES", 0.0)
-    state_path = tmp_path / "state"
-    interrupted = Stream(model, TOKENIZER, Pass(16, batch_tokens=32, sample=30, measures="all"), state_path, "same")
+    settings, state_path = Pass(16, batch_tokens=32, sample=30, measures="all"), tmp_path / "state"
+    uninterrupted = Stream(model, TOKENIZER, settings, tmp_path / "other_state", "same")
+    expected_by_tap = uninterrupted([source], Statistics.compute_measures)["text"]
+    interrupted = Stream(model, TOKENIZER, settings, state_path, "same")
     saved_keys: list[int] = []
 
     def interrupt(statistics: Any, batches: Any, keys: Any) -> None:
@@ -295,7 +296,7 @@ def test_an_interrupted_pass_resumes(
     with pytest.raises(KeyboardInterrupt):
         interrupted([source], Statistics.compute_measures)
     assert len(list(tmp_path.glob("state.*"))) == 1
-    resumed = Stream(model, TOKENIZER, Pass(16, batch_tokens=32, sample=30, measures="all"), state_path, "same")
+    resumed = Stream(model, TOKENIZER, settings, state_path, "same")
     resumed_keys: list[int] = []
 
     def record_keys(statistics: Any, batches: Any, keys: Any) -> None:
@@ -306,7 +307,7 @@ def test_an_interrupted_pass_resumes(
     measures_by_tap = resumed([source], Statistics.compute_measures)["text"]
     # The state holds the first window of 13 blocks and a part of the second.
     assert sorted(saved_keys + resumed_keys) == list(range(len(tokenize_inputs(source, 16, "separate"))))
-    for tap, expected_measures in uninterrupted.compute_measures().items():
+    for tap, expected_measures in expected_by_tap.items():
         assert measures_by_tap[tap] == pytest.approx(expected_measures, rel=0, abs=0, nan_ok=True)
     assert not list(tmp_path.glob("state.*"))
 

@@ -12,16 +12,11 @@ from torch.testing import assert_close
 
 from istar.errors import NonFiniteError, UserError
 from istar.measures import (
-    AverageCosine,
     CosineContributions,
-    CosineWithoutDimensions,
-    DimensionMoments,
-    StandardizedCosine,
     adjusted_intra_sim,
     average_cosine,
     cosine_contributions,
     cosine_without_dimensions,
-    input_checks,
     intra_sim,
     standardized_cosine,
     top_share,
@@ -98,13 +93,6 @@ def test_the_cosine_without_dimensions_is_that_of_the_others(dimensions):
     assert cosine_without_dimensions(points, torch.tensor(dimensions, dtype=torch.int64)).item() == actual
 
 
-def test_points_in_the_removed_dimensions_alone_count_as_zeros():
-    points = torch.tensor([[5.0, 0.0, 0.0], [1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]).double()
-    sums = CosineWithoutDimensions(3, [0]).update(points)
-    assert (sums.count, sums.zeros) == (2, 1)
-    assert sums.compute().item() == pytest.approx(math.sqrt(0.5))
-
-
 def test_the_standardized_cosine_is_that_of_z_scores():
     points = cloud()
     actual = standardized_cosine(points).item()
@@ -123,47 +111,12 @@ def test_constant_dimensions_are_left_out_of_z_scores():
     assert standardized_cosine(points).item() == pytest.approx(expected, rel=1e-9, abs=1e-13)
 
 
-def test_the_moments_of_a_first_pass_or_of_a_sample_serve_for_a_second():
-    points = cloud()
-    moments = DimensionMoments(6).update(points[30:]).update(points[:30])
-    second_pass = StandardizedCosine(moments.mean, moments.deviation(0))
-    second_pass.update(points[:11]).update(points[11:])
-    assert second_pass.compute().item() == pytest.approx(standardized_cosine(points).item(), rel=1e-9, abs=1e-13)
-    sample = points[:10].numpy()
-    standardized_points = (points.numpy() - sample.mean(0)) / sample.std(0)
-    moments = DimensionMoments.of(points[:10])
-    actual = StandardizedCosine(moments.mean, moments.deviation(0)).update(points).compute().item()
-    assert actual == pytest.approx(oracles.mean_pair_cosine(standardized_points), rel=1e-10)
-
-
-MAKERS = {
-    "contributions": lambda: CosineContributions(6),
-    "without": lambda: CosineWithoutDimensions(6, [4, 1]),
-    "standardized": lambda: StandardizedCosine(cloud().mean(0), cloud().std(0)),
-}
-
-
-@pytest.mark.parametrize("block", [1, 35, 10_000])
-@pytest.mark.parametrize("make_sums", MAKERS.values(), ids=MAKERS)
-def test_blocks_batches_and_merges_change_nothing(monkeypatch, make_sums, block):
-    points = cloud()
-    expected = make_sums().update(points)
-    monkeypatch.setattr(input_checks, "BLOCK", block)
-    streamed = make_sums().update(points[25:].reshape(5, 3, 6)).update(points[:0])
-    streamed.merge(make_sums()).merge(make_sums().update(points[:25]))
-    assert_close(streamed.compute(), expected.compute(), rtol=1e-12, atol=1e-14)
-    assert (streamed.count, streamed.zeros) == (40, 0)
-    if isinstance(expected, CosineContributions):
-        assert_close(streamed.contributions(), expected.contributions(), rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("make_sums", MAKERS.values(), ids=MAKERS)
-def test_narrow_points_are_summed_in_float64_and_masked_ones_left_out(make_sums, dtype):
+def test_narrow_points_are_summed_in_float64_and_masked_ones_left_out(dtype):
     points = cloud(dtype=dtype)
     mask = torch.arange(40) % 3 > 0
-    narrow_sums = make_sums().update(torch.where(mask[:, None], points, math.nan), mask)
-    float64_sums = make_sums().update(points[mask].double())
+    narrow_sums = CosineContributions(6).update(torch.where(mask[:, None], points, math.nan), mask)
+    float64_sums = CosineContributions(6).update(points[mask].double())
     assert narrow_sums.total.dtype == torch.float64
     assert_close(narrow_sums.compute(), float64_sums.compute(), rtol=1e-14, atol=0)
 
@@ -193,35 +146,18 @@ def test_intra_sim_is_adjusted_by_the_inter_sim_of_the_same_points():
 POINTS = cloud()
 WITH_NAN = cloud()
 WITH_NAN[2, 1] = math.nan
-MEAN, DEVIATION = POINTS.mean(0), POINTS.std(0)
 INVALID_CALLS = {
     "one point": (lambda: cosine_contributions(POINTS[:1]), UserError, "1 points other than zero"),
     "zeros": (lambda: cosine_contributions(torch.zeros(3, 2)), UserError, "0 points other than zero"),
     "nan": (lambda: cosine_contributions(WITH_NAN), NonFiniteError, "not finite"),
     "shape": (lambda: cosine_contributions(torch.ones(3)), UserError, r"shape \(3,\); expected \(n, d\)"),
     "top": (lambda: CosineContributions(6).update(POINTS).top_dimensions(7), UserError, "k is 7; expected 1 to 6"),
-    "merge": (lambda: CosineContributions(6).merge(AverageCosine(6)), UserError, "cannot merge an AverageCosine"),
-    "merge dims": (lambda: CosineContributions(6).merge(CosineContributions(5)), UserError, "of 5 dimensions"),
     "twice": (lambda: cosine_without_dimensions(POINTS, [1, 1]), UserError, r"are \[1, 1\]; expected distinct"),
     "out of range": (lambda: cosine_without_dimensions(POINTS, [6]), UserError, "indices from 0 to 5"),
     "negative": (lambda: cosine_without_dimensions(POINTS, [-1]), UserError, r"are \[-1\]"),
     "all": (lambda: cosine_without_dimensions(POINTS, range(6)), UserError, "not all"),
-    "merge without": (
-        lambda: CosineWithoutDimensions(6, [1]).merge(CosineWithoutDimensions(6, [2])),
-        UserError,
-        "without other dimensions",
-    ),
     "z nan": (lambda: standardized_cosine(WITH_NAN), NonFiniteError, "not finite"),
-    "z equal": (lambda: standardized_cosine(torch.full((7, 3), 0.1)), UserError, "all 0"),
-    "z shape": (lambda: StandardizedCosine(MEAN, DEVIATION[:5]), UserError, r"shape \(5,\); expected \(6,\)"),
-    "z negative": (lambda: StandardizedCosine(MEAN, -DEVIATION), UserError, "negative"),
-    "z integers": (lambda: StandardizedCosine(MEAN.long(), DEVIATION), UserError, "mean is torch.int64"),
-    "z merge": (
-        lambda: StandardizedCosine(MEAN, DEVIATION).merge(StandardizedCosine(MEAN, 2 * DEVIATION)),
-        UserError,
-        "other z-scores",
-    ),
-    "z width": (lambda: StandardizedCosine(MEAN, DEVIATION).update(POINTS[:, :5]), UserError, r"expected \(\.\.\., 6"),
+    "z equal": (lambda: standardized_cosine(torch.full((7, 3), 0.1)), UserError, "all dimensions are 0"),
     "adjusted": (lambda: adjusted_intra_sim(POINTS, torch.arange(40)), UserError, "no token type occurs 2 times"),
 }
 

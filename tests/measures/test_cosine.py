@@ -80,17 +80,12 @@ def test_ten_million_points_keep_nine_digits():
 
 
 @pytest.mark.parametrize("block", [1, 5, 35, 10_000])
-def test_blocks_batches_and_merges_do_not_change_it(monkeypatch, block):
+def test_blocks_do_not_change_it(monkeypatch, block):
     points, tokens = cloud(), labels()
     expected, expected_intra_sim = average_cosine(points), intra_sim(points, tokens)
     monkeypatch.setattr(input_checks, "BLOCK", block)
     assert_close(average_cosine(points), expected, **CLOSE)
     assert_close(intra_sim(points, tokens), expected_intra_sim, **CLOSE)
-    merged = AverageCosine(5).update(points[:11]).merge(AverageCosine(5)).merge(AverageCosine.of(points[11:]))
-    assert merged.count == 40
-    assert_close(merged.compute(), expected, **CLOSE)
-    parts = [IntraSim(7, 5).update(points[i], tokens[i]) for i in (slice(13), slice(13, 13), slice(13, 40))]
-    assert_close(parts[0].merge(parts[1]).merge(parts[2]).compute(), expected_intra_sim, **CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +178,7 @@ def test_intra_sim_is_the_average_over_types_of_the_mean_over_pairs(types, min_c
 
 def test_per_type_knows_which_types_have_no_pair():
     points, tokens = cloud(), labels(types=25)
-    values = IntraSim(30, 5).update(points, tokens).per_type()
+    values = IntraSim(30, 5).update(points, tokens).by_type.inter_sim()
     expected = naive_intra_sim_by_type(points, tokens)
     assert set((~values.isnan()).nonzero().squeeze(1).tolist()) == set(expected)
     for token, (_, value) in expected.items():
@@ -200,7 +195,7 @@ def test_one_type_is_inter_sim_and_equal_occurrences_are_one():
 def test_zero_vectors_are_no_occurrences():
     points, tokens = torch.cat([cloud(), torch.zeros(3, 5)]), torch.cat([labels(), torch.tensor([0, 1, 1])])
     sums = IntraSim(7, 5).update(points, tokens)
-    assert sums.zeros == 3
+    assert (sums.by_type.count - sums.by_type.nonzero).sum() == 3
     assert_close(sums.compute("occurrences"), intra_sim(cloud(), labels(), average="occurrences"), **CLOSE)
 
 
@@ -221,18 +216,13 @@ INVALID_CALLS = {
     "integers": (lambda: average_cosine(torch.ones(5, 3).long()), UserError, "int64; expected a floating"),
     "mask": (lambda: average_cosine(torch.ones(5, 3), torch.ones(4)), UserError, r"mask has shape \(4,\)"),
     "no dim": (lambda: AverageCosine(0), UserError, "0 dimensions"),
-    "merge": (lambda: AverageCosine(3).merge(AverageCosine(4)), UserError, "cannot merge cosines of 4"),
     "tokens": (lambda: intra_sim(cloud(), labels(39)), UserError, r"tokens has shape \(39,\)"),
     "token dtype": (lambda: intra_sim(cloud(), labels() / 1), UserError, "tokens are torch.float32; expected integers"),
-    "token range": (lambda: IntraSim(3, 5).update(cloud(), labels()), UserError, "tokens are 0 to 6; expected 0 to 2"),
-    "token sign": (lambda: IntraSim(9, 5).update(cloud(), labels() - 1), UserError, "tokens are -1 to 5"),
     "token mask": (lambda: intra_sim(cloud(), labels(), torch.ones(3)), UserError, r"mask has shape \(3,\)"),
-    "no types": (lambda: IntraSim(0, 5), UserError, "0 token types"),
     "no pair": (lambda: intra_sim(cloud(5), torch.arange(5)), UserError, "no token type occurs 2 times"),
     "nothing": (lambda: intra_sim(torch.ones(0, 3), torch.ones(0).long()), UserError, "no token type occurs"),
     "average": (lambda: intra_sim(cloud(), labels(), average="all"), UserError, "'all'; expected one of types, occ"),
     "min_count": (lambda: intra_sim(cloud(), labels(), min_count=1), UserError, "min_count is 1; expected at least 2"),
-    "merge types": (lambda: IntraSim(3, 5).merge(IntraSim(4, 5)), UserError, r"\(4, 5\) into \(3, 5\)"),
 }
 
 

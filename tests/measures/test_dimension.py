@@ -1,7 +1,6 @@
 """TwoNN against the paper's steps and scikit-dimension (slow), and its invariances."""
 
 import math
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -101,12 +100,12 @@ def append_outlier(points):
 
 DIFFICULT_CLOUDS = {
     "near duplicates": make_clusters(120, 2, 1e-9),
-    "more near duplicates than candidates": make_clusters(120, 20, 1e-9),
-    "minute clusters": make_clusters(120, 30, 1e-14) - gaussian(120 // 30, 5)[0],
+    "many near duplicates": make_clusters(120, 15, 1e-9),
+    "minute clusters": make_clusters(120, 15, 1e-14) - gaussian(120 // 15, 5)[0],
     "huge offset": gaussian(120, 5) + 1e10,
-    "huge offset and near duplicates": make_clusters(120, 20, 1e-5) + 1e8,
+    "huge offset and near duplicates": make_clusters(120, 15, 1e-5) + 1e8,
     "outlier": append_outlier(gaussian(120, 5)),
-    "outlier and near duplicates": append_outlier(make_clusters(120, 20, 1e-4)),
+    "outlier and near duplicates": append_outlier(make_clusters(120, 15, 1e-4)),
     "duplicates": torch.cat([gaussian(60, 5), gaussian(60, 5)[:30]]),
     "nearly a lattice": torch.cartesian_prod(*3 * [torch.arange(5).double() ** 2]) + 1e-13 * gaussian(125, 3),
     "few points": gaussian(5, 3),
@@ -127,29 +126,6 @@ def test_neighbours_are_those_of_all_distances(monkeypatch, points, num_rows):
         expected.append(second_distance / first_distance)
     ratios = dimension._compute_neighbour_ratios(dimension._find_distinct_points(points))
     np.testing.assert_allclose(ratios.numpy(), expected, rtol=1e-14)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ["huge offset", "outlier", "scales", "near duplicates", "minute clusters"])
-def test_the_bound_of_the_matrix_product_holds(name, dtype):
-    """The squared distances are computed with fractions, without any rounding."""
-    points = dimension._find_distinct_points(DIFFICULT_CLOUDS[name])[-30:]
-    exact_points = [[Fraction(value) for value in point] for point in points.tolist()]
-    centered = (points - points.mean(0)).to(dtype)
-    norms = centered.norm(dim=1)
-    products = dimension._multiply_squared_distances(centered, norms, torch.arange(len(points))).tolist()
-    for row, error_bound, x in zip(
-        products, dimension._bound_product_errors(norms, 5).tolist(), exact_points, strict=True
-    ):
-        for value, y in zip(row, exact_points, strict=True):
-            exact_square = sum((a - b) ** 2 for a, b in zip(x, y, strict=True))
-            assert abs(Fraction(value) - exact_square) <= Fraction(error_bound)
-
-
-@pytest.mark.parametrize("name", CLOUDS)
-def test_the_matrix_product_is_enough_for_ordinary_clouds(monkeypatch, name):
-    monkeypatch.setattr(dimension, "_find_two_smallest_distances", None)
-    assert two_nn(CLOUDS[name](300).float()) > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -44,11 +44,11 @@ def test_a_cloud_has_the_norms_of_numpy(edges):
 
 
 @pytest.mark.parametrize("block", [1, 33, 10_000])
-def test_blocks_batches_and_merges_do_not_change_them(monkeypatch, block):
+def test_blocks_and_batches_do_not_change_them(monkeypatch, block):
     monkeypatch.setattr(input_checks, "BLOCK", block)
     points = cloud()
     streamed = Norms(5, EDGES).update(points[:7]).update(points[7:7]).update(points[7:20].reshape(13, 1, 5))
-    streamed.merge(Norms(5, EDGES)).merge(Norms(5, EDGES).update(points[20:]))
+    streamed.update(points[20:])
     assert_norms_match_numpy(streamed.compute(), points, EDGES)
 
 
@@ -148,8 +148,6 @@ INVALID_CALLS = {
     "edges": (lambda: Norms(3, [1, 3, 2]), UserError, r"edges are \[1.0, 3.0, 2.0\]"),
     "equal edges": (lambda: Norms(3, [1, 1]), UserError, "ascending"),
     "infinite edge": (lambda: Norms(3, [1, math.inf]), UserError, "ascending numbers"),
-    "merge": (lambda: Norms(3).merge(Norms(4)), UserError, "cannot merge norms of 4"),
-    "merge edges": (lambda: Norms(3, EDGES).merge(Norms(3)), UserError, "other edges"),
     "weight": (lambda: layer_norm_summary(torch.eye(3)), UserError, r"weight has shape \(3, 3\); expected \(d,\)"),
     "no weight": (lambda: layer_norm_summary(torch.ones(0)), UserError, r"weight has shape \(0,\)"),
     "bias": (lambda: layer_norm_summary(ONES, torch.ones(4)), UserError, r"bias has shape \(4,\); expected \(3,\)"),

@@ -8,7 +8,7 @@ import torch
 from sklearn.metrics.pairwise import cosine_similarity
 
 from istar.errors import NonFiniteError, UserError
-from istar.measures import AverageCosine, GroupedPoints, IntraSim, Norms, log2_bin_range, log2_bins, point_groups
+from istar.measures import AverageCosine, GroupedPoints, Norms, log2_bin_range, log2_bins, point_groups
 from istar.measures import input_checks as rows
 from istar.measures.point_groups import RowsByGroup
 from tests import oracles
@@ -89,13 +89,6 @@ def test_one_group_is_what_the_measures_of_all_points_are():
     assert summary.inter_sim == pytest.approx(AverageCosine.of(points).compute().item(), rel=1e-12)
 
 
-def test_groups_by_token_have_the_intra_sim_of_each_type():
-    points, tokens = cloud(), POSITIONS % 7
-    expected = IntraSim(8, 5).update(points, tokens).per_type()
-    actual = [summary.inter_sim for summary in GroupedPoints(8, 5).update(points, tokens).compute()]
-    np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-12)
-
-
 @pytest.mark.usefixtures("any_allocation")
 def test_types_merge_into_bins_of_their_frequency_at_the_end():
     points = cloud()
@@ -126,13 +119,12 @@ def test_narrow_points_are_summed_in_float64_and_masked_ones_left_out(dtype):
     assert_summaries_are_naive(GroupedPoints(5, 5).update(masked, bins, mask).compute(), points[mask], bins[mask])
 
 
-@pytest.mark.parametrize("accumulator", [GroupedPoints, IntraSim])
-def test_types_without_points(accumulator):
+def test_types_without_points():
     """Types without points have no cosine and do not change the cosines of the other types."""
     types = torch.tensor([0, 5, 99]).repeat(20)
-    by_type, other_points_by_type = (accumulator(100, 5).update(cloud(seed=seed), types) for seed in (0, 1))
+    by_type, other_points_by_type = (GroupedPoints(100, 5).update(cloud(seed=seed), types) for seed in (0, 1))
     by_type.merge(other_points_by_type)
-    values = by_type.inter_sim() if accumulator is GroupedPoints else by_type.per_type()
+    values = by_type.inter_sim()
     assert values.isfinite().nonzero().squeeze(1).tolist() == [0, 5, 99]
     points = torch.cat([cloud(seed=0), cloud(seed=1)])
     expected = [oracles.mean_pair_cosine(points[types.repeat(2) == value].numpy()) for value in (0, 5, 99)]
@@ -207,7 +199,6 @@ INVALID_CALLS = {
     "shape": (lambda: GroupedPoints(3, 5).update(cloud(), GROUPS[:4]), UserError, r"groups has shape \(4,\)"),
     "width": (lambda: GroupedPoints(3, 4).update(cloud(), GROUPS), UserError, r"expected \(\.\.\., 4\)"),
     "nan": (lambda: GroupedPoints(3, 5).update(WITH_NAN, GROUPS).compute(), NonFiniteError, "not finite"),
-    "merge": (lambda: GroupedPoints(3, 5).merge(GroupedPoints(4, 5)), UserError, r"\(4, 5\) into \(3, 5\)"),
     "regroup": (lambda: GroupedPoints(3, 5).regroup(torch.zeros(2).long(), 1), UserError, r"shape \(2,\)"),
     "regroup range": (lambda: GroupedPoints(3, 5).regroup(torch.arange(3), 2), UserError, "expected 0 to 1"),
     "bins negative": (lambda: log2_bins(torch.tensor([-1])), UserError, "negative or not whole"),

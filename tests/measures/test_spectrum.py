@@ -251,7 +251,6 @@ INVALID_CALLS = {
     "nan points": (lambda: DimensionMoments.of(WITH_NAN).kurtosis(), NonFiniteError, "not finite"),
     "dim": (lambda: DimensionMoments(4).update(ONES[None]), UserError, r"expected \(\.\.\., 4\)"),
     "no dim": (lambda: DimensionMoments(0), UserError, "0 dimensions"),
-    "merge": (lambda: DimensionMoments(4).merge(DimensionMoments(3)), UserError, "cannot merge moments of 3"),
 }
 
 

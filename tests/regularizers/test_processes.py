@@ -309,8 +309,9 @@ def test_reduced_fourth_order_sums_are_those_of_the_union_and_plain_moments_do_n
     expected_sums = torch.cat([expected.count[None], expected.mean, expected.third, expected.fourth[None]])
     assert_close(results[0]["fourth"], expected_sums, rtol=1e-10, atol=0)
     assert torch.equal(results[0]["fourth"], results[1]["fourth"])
-    num_sums = 1 + WIDTH + WIDTH**2
-    assert results[0]["sizes"] == [num_sums, num_sums, WIDTH + 1]
+    num_totals, num_central_sums, num_extremes = 1 + WIDTH, WIDTH**2, 1
+    moments_sizes = [num_totals, num_central_sums, num_extremes]
+    assert results[0]["sizes"] == [*moments_sizes, num_totals, num_central_sums + WIDTH + 1, num_extremes]
 
 
 def test_the_gradients_of_reduced_moments_add_up_over_the_processes(results):

@@ -1,15 +1,13 @@
 """Accumulator for the moments of the hidden states of each group of documents."""
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from istar.errors import UserError
 from istar.geometry.collect.token_batch import Sentences, TokenBatch
-from istar.measures import FourthMoments, SentenceMoments
+from istar.measures import Accumulator, FourthMoments, SentenceMoments
 from istar.measures.input_checks import zero_vector
 from istar.measures.sentences import SentenceSums
 
@@ -21,7 +19,7 @@ PANEL_WIDTH = 128
 """Number of columns of a panel of a scatter matrix, see `_add_upper_panels`, on a CPU."""
 
 
-class GroupedMoments:
+class GroupedMoments(Accumulator):
     """Accumulates the `FourthMoments` of several groups of points; a batch may hold points of all groups.
 
     If `has_sentences`, it also accumulates the `SentenceMoments` of those points that belong to a sentence. Both need
@@ -38,32 +36,42 @@ class GroupedMoments:
         has_sentences: whether to accumulate the `SentenceMoments` of each group, which needs d of at least 2.
     """
 
+    origin: Tensor
+    counts: Tensor
+    totals: Tensor
+    thirds: Tensor
+    fourths: Tensor
+    scatters: dict[int, Tensor]
+    epsilon: Tensor
+
     def __init__(self, num_groups: int, origin: Tensor, has_sentences: bool = False) -> None:
         dim, self._num_groups = len(origin), num_groups
-        self._origin = origin.to(zero_vector(dim, origin.device))
-        self._sentence_moments: list[SentenceMoments] = []
+        origin = origin.to(zero_vector(dim, origin.device))
+        self.sentence_moments: dict[int, SentenceMoments] = {}
         if has_sentences:
-            self._sentence_moments = [SentenceMoments(dim, origin, origin.device) for _ in range(num_groups)]
+            self.sentence_moments = {group: SentenceMoments(dim, origin, origin.device) for group in range(num_groups)}
         # The points of group g that belong to a sentence are part g, and its others are part `num_groups` + g. Without
         # `has_sentences`, part g holds all points of group g.
         num_parts = 2 * num_groups if has_sentences else num_groups
-        self._counts = self._origin.new_zeros(num_parts)
-        self._totals = self._origin.new_zeros(num_parts, dim)
-        self._thirds = self._origin.new_zeros(num_parts, dim)
-        self._fourths = self._origin.new_zeros(num_parts)
+        self.add_state("origin", origin, "equal")
+        self.add_state("counts", origin.new_zeros(num_parts), "sum")
+        self.add_state("totals", origin.new_zeros(num_parts, dim), "sum")
+        self.add_state("thirds", origin.new_zeros(num_parts, dim), "sum")
+        self.add_state("fourths", origin.new_zeros(num_parts), "sum")
         # Scatter matrices by part, of the parts that have points. Those of sentences are in their `SentenceMoments`.
-        self._scatters: dict[int, Tensor] = {}
+        self.add_state("scatters", {}, "sum")
+        # Machine epsilon of the narrowest dtype in which a scatter matrix was summed.
+        self.add_state("epsilon", origin.new_zeros(()), "max")
         # Scatter matrix and number of the latest points of each part, and sums over their sentences by group. Of the
         # scatter matrix, only the upper panels are computed.
         self._recent_scatters: dict[int, Tensor] = {}
         self._recent_counts: dict[int, int] = {}
-        self._recent_sentences: list[list[list[Tensor]]] = [[] for _ in self._sentence_moments]
-        self._epsilon = 0.0  # machine epsilon of the narrowest dtype in which a scatter matrix was summed
+        self._recent_sentences: dict[int, list[list[Tensor]]] = {group: [] for group in self.sentence_moments}
 
     @property
     def has_sentences(self) -> bool:
         """Whether the `SentenceMoments` of each group are accumulated."""
-        return bool(self._sentence_moments)
+        return bool(self.sentence_moments)
 
     @torch.no_grad()
     def update(self, centered: Tensor, squared_norms: Tensor, batch: TokenBatch) -> None:
@@ -80,11 +88,11 @@ class GroupedMoments:
         weighted_sums = [weights[:, rows] @ centered[rows] for rows in batch.part_slices.values()]
         totals, thirds = torch.stack(weighted_sums, dim=1)
         for sums, batch_sums in (
-            (self._counts, batch.parts.counts),
-            (self._totals, totals),
-            (self._thirds, thirds),
+            (self.counts, batch.parts.counts),
+            (self.totals, totals),
+            (self.thirds, thirds),
             # Fourth powers can leave the range of float32.
-            (self._fourths, batch.parts.sum_values(squared_norms.to(self._fourths).square())),
+            (self.fourths, batch.parts.sum_values(squared_norms.to(self.fourths).square())),
         ):
             sums.index_add_(0, parts, batch_sums.to(sums))
         for batch_part, rows in batch.part_slices.items():
@@ -93,39 +101,21 @@ class GroupedMoments:
         if self.has_sentences and batch.sentences is not None:
             self._add_sentences(centered, squared_norms, batch.sentences)
 
-    def merge(self, other: "GroupedMoments") -> None:
-        """Add the points of another accumulator with the same groups and origin, group by group.
-
-        Raises:
-            UserError: if the origins differ.
-        """
-        if not torch.equal(other._origin.to(self._origin), self._origin):
-            raise UserError("cannot merge sums about different origins; give both accumulators the same origin")
-        self._add_recent()
-        other._add_recent()
-        self._epsilon = max(self._epsilon, other._epsilon)
-        for sums, other_sums in zip(self._get_small_sums(), other._get_small_sums(), strict=True):
-            sums += other_sums.to(sums)
-        for part, scatter in other._scatters.items():
-            self._add_to_scatter(part, scatter)
-        for moments, other_moments in zip(self._sentence_moments, other._sentence_moments, strict=True):
-            moments.merge(other_moments)
-
     def compute_moments(self) -> FourthMoments:
         """Return the moments of all points."""
-        return FourthMoments.about_mean(self._origin, self._sum_groups(range(self._num_groups)), self._epsilon)
+        return FourthMoments.about_mean(self.origin, self._sum_groups(range(self._num_groups)), self.epsilon)
 
     def compute_moments_without_each_group(self) -> Iterator[FourthMoments]:
         """Yield, for each group, the moments of the points of all other groups."""
         total = self._sum_groups(range(self._num_groups))
         for group in range(self._num_groups):
             differences = [sums - group_sums for sums, group_sums in zip(total, self._sum_groups([group]), strict=True)]
-            yield FourthMoments.about_mean(self._origin, differences, self._epsilon)
+            yield FourthMoments.about_mean(self.origin, differences, self.epsilon)
 
     def compute_sentence_moments(self) -> SentenceMoments:
         """Return the moments of all sentences; only with `has_sentences`."""
-        self._add_recent()
-        first, *others = self._sentence_moments
+        self.finish_sums()
+        first, *others = self.sentence_moments.values()
         total = copy.copy(first)
         for moments in others:
             # `merge` replaces the tensors of the copy and does not change those of the first group.
@@ -135,47 +125,13 @@ class GroupedMoments:
     def compute_sentence_moments_without_each_group(self) -> Iterator[SentenceMoments]:
         """Yield, for each group, the moments of the sentences of all other groups; only with `has_sentences`."""
         total = self.compute_sentence_moments()
-        for moments in self._sentence_moments:
+        for moments in self.sentence_moments.values():
             yield copy.copy(total).subtract(moments)
 
     def count_sentences(self) -> list[int]:
         """Return the number of sentences of each group."""
-        self._add_recent()
-        return [int(moments.sentences) for moments in self._sentence_moments]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all tensors. Recent sums are kept separate, so that a resumed pass has the same rounding errors."""
-        return {
-            "origin": self._origin,
-            "small_sums": self._get_small_sums(),
-            "scatters": self._scatters,
-            "sentence_moments": [get_tensors(moments) for moments in self._sentence_moments],
-            # A device that resumes the pass may divide scatter matrices into other panels.
-            "recent_scatters": {part: _mirror_upper_panels(matrix) for part, matrix in self._recent_scatters.items()},
-            "recent_counts": self._recent_counts,
-            "recent_sentences": self._recent_sentences,
-            "epsilon": self._epsilon,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the tensors that `state_dict` returned."""
-        device = self._origin.device
-        self._origin = state["origin"].to(device)
-        self._counts, self._totals, self._thirds, self._fourths = (sums.to(device) for sums in state["small_sums"])
-        self._scatters = {part: scatter.to(device) for part, scatter in state["scatters"].items()}
-        for moments, tensors in zip(self._sentence_moments, state["sentence_moments"], strict=True):
-            set_tensors(moments, tensors)
-        self._recent_scatters = {part: scatter.to(device) for part, scatter in state["recent_scatters"].items()}
-        self._recent_counts = dict(state["recent_counts"])
-        self._epsilon = state["epsilon"]
-        self._recent_sentences = [
-            [[column.to(device) for column in columns] for columns in columns_by_batch]
-            for columns_by_batch in state["recent_sentences"]
-        ]
-
-    def _get_small_sums(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the sums that need at most d numbers for each part."""
-        return self._counts, self._totals, self._thirds, self._fourths
+        self.finish_sums()
+        return [int(moments.sentences) for moments in self.sentence_moments.values()]
 
     def _find_part(self, batch_part: int, num_batch_groups: int) -> int:
         """Return the part of this accumulator that a part of a batch with this number of groups belongs to."""
@@ -191,7 +147,7 @@ class GroupedMoments:
             recent_scatter = centered.new_zeros(centered.shape[1], centered.shape[1])
             self._recent_scatters[part], self._recent_counts[part] = recent_scatter, 0
         _add_upper_panels(recent_scatter, centered)
-        self._epsilon = max(self._epsilon, torch.finfo(centered.dtype).eps)
+        self.epsilon = self.epsilon.clamp(min=torch.finfo(centered.dtype).eps)
         self._recent_counts[part] += len(centered)
         if self._recent_counts[part] >= MAX_RECENT_POINTS:
             self._add_recent_scatter(part)
@@ -212,20 +168,20 @@ class GroupedMoments:
             sentences.rows.sum_rows(points),
             sentences.rows.sum_rows(points, products_with_total),
             products.square().sum((1, 2)),
-            sentences.rows.sum_values(squared_norms[:num_rows].to(self._origin)),
+            sentences.rows.sum_values(squared_norms[:num_rows].to(self.origin)),
         ]
         sizes = list(sentences.counts_by_group.values())
         for batch_group, *columns_of_group in zip(
             sentences.counts_by_group, *(column.split(sizes) for column in columns), strict=True
         ):
             group = 0 if self._num_groups == 1 else batch_group
-            self._recent_sentences[group].append([column.to(self._origin) for column in columns_of_group])
+            self._recent_sentences[group].append([column.to(self.origin) for column in columns_of_group])
 
-    def _add_recent(self) -> None:
+    def finish_sums(self) -> None:
         """Add all recent sums to the accumulated ones."""
         for part in list(self._recent_scatters):
             self._add_recent_scatter(part)
-        for group in range(len(self._sentence_moments)):
+        for group in self._recent_sentences:
             self._add_recent_sentences(group)
 
     def _add_recent_scatter(self, part: int) -> None:
@@ -236,35 +192,37 @@ class GroupedMoments:
 
     def _add_to_scatter(self, part: int, scatter: Tensor) -> None:
         if self.has_sentences and part < self._num_groups:
-            moments = self._sentence_moments[part]
+            moments = self.sentence_moments[part]
             # Out of place, because copies of the moments share the tensor.
             moments.scatter = moments.scatter + scatter
-        elif part in self._scatters:
-            self._scatters[part] = self._scatters[part] + scatter
+        elif part in self.scatters:
+            self.scatters[part] = self.scatters[part] + scatter
         else:
-            self._scatters[part] = scatter.to(self._origin, copy=True)
+            self.scatters[part] = scatter.to(self.origin, copy=True)
 
     def _add_recent_sentences(self, group: int) -> None:
         if self._recent_sentences[group]:
             columns = [torch.cat(column) for column in zip(*self._recent_sentences[group], strict=True)]
             counts, totals, scattered, squares, traces = columns
             # `_add_to_scatter` adds the scatter matrix.
-            self._sentence_moments[group].add(SentenceSums(counts, totals, scattered, squares, traces, scatter=None))
+            self.sentence_moments[group].add(SentenceSums(counts, totals, scattered, squares, traces, scatter=None))
             self._recent_sentences[group] = []
 
     def _sum_groups(self, groups: Iterable[int]) -> list[Tensor]:
         """Return the sums about the origin over the points of some groups, as `FourthMoments.about_mean` takes them."""
-        self._add_recent()
+        self.finish_sums()
         parts = [*groups]
         if self.has_sentences:
             parts += [self._num_groups + group for group in parts]
-        scatter = self._origin.new_zeros(len(self._origin), len(self._origin))
+        scatter = self.origin.new_zeros(len(self.origin), len(self.origin))
         for part in parts:
             if self.has_sentences and part < self._num_groups:
-                scatter += self._sentence_moments[part].scatter
-            elif part in self._scatters:
-                scatter += self._scatters[part]
-        count, total, third, fourth = (sums[parts].sum(0) for sums in self._get_small_sums())
+                scatter += self.sentence_moments[part].scatter
+            elif part in self.scatters:
+                scatter += self.scatters[part]
+        count, total, third, fourth = (
+            sums[parts].sum(0) for sums in (self.counts, self.totals, self.thirds, self.fourths)
+        )
         return [count, total, scatter, third, fourth]
 
 
@@ -293,14 +251,3 @@ def _get_panels(matrix: Tensor) -> list[slice]:
     dim = len(matrix)
     width = PANEL_WIDTH if matrix.device.type == "cpu" else dim
     return [slice(start, min(start + width, dim)) for start in range(0, dim, width)]
-
-
-def get_tensors(accumulator: object) -> dict[str, Tensor]:
-    """Return the tensors among an accumulator's attributes by attribute name."""
-    return {name: value for name, value in vars(accumulator).items() if isinstance(value, Tensor)}
-
-
-def set_tensors(accumulator: object, values: Mapping[str, Tensor]) -> None:
-    """Set an accumulator's attributes to the tensors that `get_tensors` returned, on the accumulator's device."""
-    for name, value in values.items():
-        setattr(accumulator, name, value.to(getattr(accumulator, name)))

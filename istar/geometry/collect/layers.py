@@ -3,15 +3,16 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.geometry.collect.grouped_moments import GroupedMoments, get_tensors, set_tensors
+from istar.geometry.collect.grouped_moments import GroupedMoments
 from istar.geometry.collect.token_batch import TokenBatch
 from istar.measures import (
+    Accumulator,
     CosineContributions,
     DimensionMoments,
     FourthMoments,
@@ -79,7 +80,7 @@ class LayerSettings:
         return self.measures == "all" and self.has_separate_documents
 
 
-class _PowerSums:
+class _PowerSums(Accumulator):
     """Accumulates the sums of powers of the differences of points from an origin, in each dimension.
 
     Args:
@@ -90,26 +91,26 @@ class _PowerSums:
         sums: sums of the first to the fourth powers, `(4, d)`.
     """
 
-    def __init__(self, origin: Tensor) -> None:
-        self.origin = origin
-        self.count = origin.new_zeros(())
-        self.sums = origin.new_zeros(4, len(origin))
+    origin: Tensor
+    count: Tensor
+    sums: Tensor
 
-    def add(self, count: int | Tensor, sums: Tensor) -> None:
+    def __init__(self, origin: Tensor) -> None:
+        self.add_state("origin", origin, "equal")
+        self.add_state("count", origin.new_zeros(()), "sum")
+        self.add_state("sums", origin.new_zeros(4, len(origin)), "sum")
+
+    def add(self, count: int, sums: Tensor) -> None:
         """Add points by their number and the sums over them."""
         self.count = self.count + count
         self.sums = self.sums + sums
-
-    def merge(self, other: "_PowerSums") -> None:
-        """Add the points of another accumulator with the same origin."""
-        self.add(other.count.to(self.count), other.sums.to(self.sums))
 
     def compute(self) -> DimensionMoments:
         """Return the moments of each dimension."""
         return DimensionMoments.about_mean(self.origin, self.count, self.sums)
 
 
-class Layer:
+class Layer(Accumulator):
     """Accumulates the streaming measures of the hidden states of one layer.
 
     Batches may come in any order, and the accumulators of several processes merge exactly. Elementwise operations and
@@ -213,11 +214,6 @@ class Layer:
         num_nonzero = inverse_norms.count_nonzero()
         self.cosine.add_sums(total, squares, num_nonzero, len(inverse_norms) - num_nonzero)
 
-    def merge(self, other: "Layer") -> None:
-        """Add the points of another accumulator, group by group."""
-        for name, accumulator in self._get_accumulators().items():
-            accumulator.merge(other._get_accumulators()[name])
-
     @property
     def moments(self) -> FourthMoments:
         """Moments of all points, computed at each access."""
@@ -227,26 +223,6 @@ class Layer:
     def dimensions(self) -> DimensionMoments:
         """Moments of each dimension, computed at each access."""
         return self._power_sums.compute()
-
-    def _get_accumulators(self) -> dict[str, Any]:
-        """Return the accumulators of this layer by attribute name, which is also their key in the saved state."""
-        names_of_others = ("settings", "_origin")
-        return {name: value for name, value in vars(self).items() if name not in names_of_others and value is not None}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the tensors of all accumulators by the name of the accumulator."""
-        return {
-            name: accumulator.state_dict() if isinstance(accumulator, GroupedMoments) else get_tensors(accumulator)
-            for name, accumulator in self._get_accumulators().items()
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the tensors that `state_dict` returned."""
-        for name, accumulator in self._get_accumulators().items():
-            if isinstance(accumulator, GroupedMoments):
-                accumulator.load_state_dict(state[name])
-            else:
-                set_tensors(accumulator, state[name])
 
     def compute_spectra(self) -> dict[str, Tensor]:
         """Compute the singular values of the hidden states, `raw` and `centered`, `(d,)` each, descending."""

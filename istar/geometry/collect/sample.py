@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Self
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures import (
+    Accumulator,
     CosineContributions,
     Dimension,
     ScaleDimension,
@@ -24,7 +25,7 @@ GRIDE_POINTS = 2_000
 """Most points of the sample for Gride, which computes all distances between them. More would take minutes per layer."""
 
 
-class Sample:
+class Sample(Accumulator):
     """A random sample of token types, with the hidden states of one occurrence of each at every tap.
 
     The sample is that of a walk over all tokens in random order, which takes the first occurrence of each type until it
@@ -47,18 +48,23 @@ class Sample:
         types: types of the sampled tokens, `(n,)`, all different.
     """
 
+    random_numbers: Tensor
+    types: Tensor
+    states: dict[str, Tensor]
+    rows: Tensor
+
     def __init__(self, taps: Sequence[str], size: int, seed: int) -> None:
         self.size, self.seed = size, seed
-        self.random_numbers = torch.empty(0, dtype=torch.float64)
-        self.types = torch.empty(0, dtype=torch.int64)
+        self.add_state("random_numbers", torch.empty(0, dtype=torch.float64), "custom")
+        self.add_state("types", torch.empty(0, dtype=torch.int64), "custom")
         # Hidden states `(size, d)` by tap, and the row of each sampled token in them. They are in any order, so that a
         # token that joins the sample can take the row of one that leaves it.
-        self._states: dict[str, Tensor] = {tap: torch.empty(0) for tap in taps}
-        self._rows = torch.empty(0, dtype=torch.int64)
+        self.add_state("states", {tap: torch.empty(0) for tap in taps}, "custom")
+        self.add_state("rows", torch.empty(0, dtype=torch.int64), "custom")
 
     def get_points(self, tap: str) -> Tensor:
         """Return the hidden states of the sampled tokens at a tap, `(n, d)`, by ascending random number."""
-        return self._states[tap][self._rows]
+        return self.states[tap][self.rows]
 
     def update(
         self,
@@ -92,9 +98,9 @@ class Sample:
             points = {tap: tap_states[candidate_rows.to(tap_states.device)].cpu() for tap, tap_states in states.items()}
             self._add(random_numbers[candidates], tokens[candidates], points)
 
-    def merge(self, other: "Sample") -> None:
+    def merge_custom(self, other: Self) -> None:
         """Add the tokens of another sample."""
-        self._add(other.random_numbers, other.types, other._get_all_points())
+        self._add(other.random_numbers, other.types, {tap: other.get_points(tap) for tap in other.states})
 
     def estimate_two_nn(self, tap: str) -> Dimension:
         """Estimate the intrinsic dimension at a tap and its standard error; NaN if too few points are distinct."""
@@ -129,19 +135,6 @@ class Sample:
         except UserError:
             return []
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the tensors of the sample."""
-        return {"numbers": self.random_numbers, "types": self.types, "points": self._get_all_points()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the tensors that `state_dict` returned."""
-        self.random_numbers, self.types, self._rows = state["numbers"][:0], state["types"][:0], state["types"][:0]
-        self._add(state["numbers"], state["types"], state["points"])
-
-    def _get_all_points(self) -> dict[str, Tensor]:
-        """Return the hidden states of the sampled tokens by tap; see `get_points`."""
-        return {tap: self.get_points(tap) for tap in self._states}
-
     def _add(self, random_numbers: Tensor, types: Tensor, points: Mapping[str, Tensor]) -> None:
         if not len(types):
             return
@@ -149,16 +142,16 @@ class Sample:
         random_numbers, types = torch.cat([self.random_numbers, random_numbers]), torch.cat([self.types, types])
         kept_indices = _find_first_of_each_type(random_numbers, types, self.size)
         self.random_numbers, self.types = random_numbers[kept_indices], types[kept_indices]
-        self._rows = torch.cat([self._rows, no_rows])[kept_indices]
-        is_new = self._rows < 0
-        is_free = torch.ones(self.size, dtype=torch.bool).index_fill_(0, self._rows[~is_new], False)
+        self.rows = torch.cat([self.rows, no_rows])[kept_indices]
+        is_new = self.rows < 0
+        is_free = torch.ones(self.size, dtype=torch.bool).index_fill_(0, self.rows[~is_new], False)
         new_rows = is_free.nonzero().squeeze(1)[: int(is_new.sum())]
-        self._rows[is_new] = new_rows
+        self.rows[is_new] = new_rows
         new_indices = kept_indices[is_new] - num_previous
         for tap, tap_points in points.items():
-            if not len(self._states[tap]):
-                self._states[tap] = tap_points.new_empty(self.size, tap_points.shape[1])
-            self._states[tap][new_rows] = tap_points[new_indices]
+            if not len(self.states[tap]):
+                self.states[tap] = tap_points.new_empty(self.size, tap_points.shape[1])
+            self.states[tap][new_rows] = tap_points[new_indices]
 
 
 def _find_first_of_each_type(random_numbers: Tensor, types: Tensor, size: int) -> Tensor:

@@ -42,7 +42,7 @@ from istar.inputs.corpus import (
     split_into_batches,
 )
 from istar.inputs.documents import read_documents
-from istar.measures import ScaleDimension
+from istar.measures import Accumulator, ScaleDimension
 from istar.measures.input_checks import accumulation_dtype
 from istar.measures.moments import full_precision
 
@@ -100,7 +100,7 @@ class Pass:
         )
 
 
-class Statistics:
+class Statistics(Accumulator):
     """Accumulates all measures of all taps over a source.
 
     Args:
@@ -129,12 +129,6 @@ class Statistics:
         self.has_all_measures = settings.measures == "all"
         self.sample = Sample(taps, min(settings.sample, config.vocab_size), settings.seed)
 
-    def merge(self, other: "Statistics") -> None:
-        """Add the tokens of other accumulators."""
-        for tap, layer in self.layers.items():
-            layer.merge(other.layers[tap])
-        self.sample.merge(other.sample)
-
     def compute_measures(
         self,
         spectra: Mapping[str, Mapping[str, Tensor]] | None = None,
@@ -161,19 +155,6 @@ class Statistics:
         """Estimate the intrinsic dimension by scale at each tap; empty without a sample, or with the basic measures."""
         is_computed = self.sample.size and self.has_all_measures
         return {tap: self.sample.estimate_gride(tap) for tap in self.layers} if is_computed else {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all accumulated tensors."""
-        return {
-            "layers": {tap: layer.state_dict() for tap, layer in self.layers.items()},
-            "sample": self.sample.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the tensors that `state_dict` returned."""
-        for tap, layer in self.layers.items():
-            layer.load_state_dict(state["layers"][tap])
-        self.sample.load_state_dict(state["sample"])
 
 
 class Stream:

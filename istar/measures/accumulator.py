@@ -1,0 +1,223 @@
+"""Base class of accumulators, which declare their states and inherit merging, the sum over processes, and saving."""
+
+import copy
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from istar.errors import UserError
+from istar.measures.processes import sum_over_processes, world_size
+
+Merge = Literal["sum", "max", "min", "mean", "central", "equal", "custom"]
+"""How the states of two accumulators become the state of all their points; see `Accumulator.add_state`."""
+
+
+class Accumulator:
+    r"""Statistics of a stream of points that do not depend on how the points are divided into accumulators.
+
+    A subclass declares its states in its constructor with `add_state`, and inherits `merge`, `all_reduce`, `state_dict`
+    and `load_state_dict`. Attributes that are accumulators themselves, or dictionaries of them, are merged and saved
+    too.
+
+    Moments are the number of points, their mean m, and sums of functions of :math:`x - m`, the "central" states. As in
+    the formulas of Chan, Golub and LeVeque (1979), they are moved to the mean of all points, where they add up. The
+    subclass says in `recenter` how they move.
+    """
+
+    weight_name = "count"
+    """Name of the state with the number of points, which weights states of the kind "mean"."""
+    _merges: Mapping[str, Merge] = MappingProxyType({})
+    """How each state is merged, by name."""
+
+    def add_state(self, name: str, initial: Any, merge: Merge) -> None:
+        """Declare a state, and set the attribute with its name to the initial value.
+
+        Args:
+            name: name of the attribute.
+            initial: a tensor. A state of the kind "sum" can also be a dictionary of tensors, and one of the kinds
+                "equal" and "custom" a number or a dictionary, too.
+            merge: the merged state is the "sum", "max" or "min" of both; the "mean" `(..., d)` of all points; a
+                "central" sum about this mean; "equal" to both, as settings are; or "custom", set by `merge_custom`.
+        """
+        self._merges = {**self._merges, name: merge}
+        setattr(self, name, initial)
+
+    def recenter(self, mean: Tensor) -> dict[str, Tensor]:
+        """Return the "central" states by name, as sums about a given mean instead of that of this accumulator."""
+        raise NotImplementedError
+
+    def merge_custom(self, other: Self) -> None:
+        """Merge the "custom" states of another accumulator into those of this one."""
+        raise NotImplementedError
+
+    def finish_sums(self) -> None:
+        """Add to the states what is not yet in them; called before states are read. By default, nothing is missing."""
+
+    def merge(self, other: Self) -> Self:
+        """Add the points of another accumulator with the same settings. Returns this accumulator.
+
+        Raises:
+            UserError: if the classes, the settings or the shapes differ.
+        """
+        self.finish_sums()
+        other.finish_sums()
+        self._check_alike(other)
+        moved = copy.copy(other)
+        for name, own in self._get_states().items():
+            setattr(moved, name, self._move(getattr(other, name), own))
+        merged = {
+            name: _combine(getattr(self, name), getattr(moved, name), kind) for name, kind in self._merges.items()
+        }
+        for name in self.find_names("mean"):
+            own_mean, weight = getattr(self, name), merged[self.weight_name]
+            share = getattr(moved, self.weight_name) / weight.clamp(min=torch.finfo(weight.dtype).tiny)
+            merged[name] = own_mean + (getattr(moved, name) - own_mean) * share[..., None]
+            others_about_mean = moved.recenter(merged[name])
+            merged |= {key: value + others_about_mean[key] for key, value in self.recenter(merged[name]).items()}
+        for name, value in merged.items():
+            setattr(self, name, value)
+        if self.find_names("custom"):
+            self.merge_custom(moved)
+        for name, child in self._find_children().items():
+            child.merge(other._find_children()[name])
+        return self
+
+    def all_reduce(self, group: dist.ProcessGroup | None = None) -> Self:
+        """Merge the accumulators of all processes, so that each process holds the points of all. Returns this one.
+
+        The result is equal on all processes and differentiable, see `istar.measures.processes.sum_over_processes`. It
+        takes an all-reduce for sums, one for sums about a mean, and one for extremes. Accumulators with "custom" states
+        are gathered and merged in the order of the ranks instead, without gradients. Nothing happens without an
+        initialized process group, or in a group of one process.
+        """
+        if world_size(group) == 1:
+            return self
+        self.finish_sums()
+        if self.find_names("custom") or any(isinstance(value, dict) for value in self._get_states("sum").values()):
+            return self._gather(group)
+        sums = self._get_states("sum")
+        for name in self.find_names("mean"):
+            sums[name] = getattr(self, name) * sums[self.weight_name][..., None]
+        sums = _sum_all(sums, group) if sums else {}
+        for name in self.find_names("mean"):
+            weight = sums[self.weight_name][..., None]
+            sums[name] = sums[name] / torch.where(weight > 0, weight, 1)
+            sums |= _sum_all(self.recenter(sums[name]), group)
+        extremes = self._get_states("max") | {name: -value for name, value in self._get_states("min").items()}
+        merged = sums | (_maximize_all(extremes, group) if extremes else {})
+        for name, value in merged.items():
+            setattr(self, name, -value if self._merges[name] == "min" else value)
+        for child in self._find_children().values():
+            child.all_reduce(group)
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all states by name."""
+        self.finish_sums()
+        return {**self._get_states(), **{name: child.state_dict() for name, child in self._find_children().items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the states that `state_dict` returned, on the device of this accumulator."""
+        for name, own in self._get_states().items():
+            setattr(self, name, self._move(state[name], own))
+        for name, child in self._find_children().items():
+            child.load_state_dict(state[name])
+
+    def find_names(self, kind: Merge) -> list[str]:
+        """Return the names of the states of one kind."""
+        return [name for name, merge in self._merges.items() if merge == kind]
+
+    def _get_states(self, kind: Merge | None = None) -> dict[str, Any]:
+        """Return the states of one kind, or all, by name."""
+        return {name: getattr(self, name) for name, merge in self._merges.items() if kind in (None, merge)}
+
+    def _find_children(self) -> dict[str, "Accumulator"]:
+        """Return the attributes that are accumulators, or in dictionaries of them, by name."""
+        children: dict[str, Accumulator] = {}
+        for name, value in vars(self).items():
+            members = {f"{name}.{key}": member for key, member in value.items()} if isinstance(value, dict) else {}
+            candidates = {name: value, **members}
+            children |= {key: child for key, child in candidates.items() if isinstance(child, Accumulator)}
+        return children
+
+    def _check_alike(self, other: Self) -> None:
+        """Raise `UserError` unless another accumulator can be merged into this one."""
+        children, other_children = self._find_children(), other._find_children()
+        if type(other) is not type(self) or children.keys() != other_children.keys():
+            raise UserError(f"cannot merge {type(other).__name__} into {type(self).__name__}; expected the same class")
+        for name, kind in self._merges.items():
+            own, others = getattr(self, name), getattr(other, name)
+            if kind == "equal":
+                are_alike = torch.equal(own, others.to(own)) if isinstance(own, Tensor) else own == others
+            else:
+                are_alike = kind == "custom" or not isinstance(own, Tensor) or own.shape == others.shape
+            if not are_alike:
+                raise UserError(
+                    f"cannot merge {type(self).__name__} with another {name}: {_describe(others)} into "
+                    f"{_describe(own)}; give both accumulators the same arguments"
+                )
+        for name, child in children.items():
+            child._check_alike(other_children[name])
+
+    def _move(self, value: Any, own: Any) -> Any:
+        """Return a state of another accumulator on the device and in the dtype of this one's."""
+        if isinstance(value, dict):
+            device = next(state.device for state in self._get_states().values() if isinstance(state, Tensor))
+            return {key: tensor.to(device) for key, tensor in value.items()}
+        return value.to(own) if isinstance(value, Tensor) else value
+
+    def _gather(self, group: dist.ProcessGroup | None) -> Self:
+        """Merge the accumulators of all processes, each of which gets the states of all."""
+        states: list[Any] = [None] * world_size(group)
+        dist.all_gather_object(states, self.state_dict(), group=group)
+        others = [copy.deepcopy(self) for _ in states[1:]]
+        for accumulator, state in zip([self, *others], states, strict=True):
+            accumulator.load_state_dict(state)
+        for other in others:
+            self.merge(other)
+        return self
+
+
+def _combine(own: Any, others: Any, kind: Merge) -> Any:
+    """Return the merged state of two accumulators, or the own state if it is not merged element by element."""
+    if kind == "sum" and isinstance(own, dict):
+        common = {key: own[key] + others[key] for key in own.keys() & others.keys()}
+        return {**own, **others, **common}
+    if kind == "sum":
+        return own + others
+    if kind == "max":
+        return torch.maximum(own, others)
+    return torch.minimum(own, others) if kind == "min" else own
+
+
+def _sum_all(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """Sum tensors over all processes with one all-reduce. Integers are exact below 2^53."""
+    return _unpack(sum_over_processes(_pack(tensors), group), tensors)
+
+
+def _maximize_all(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """Return the largest values over all processes, with one all-reduce."""
+    packed = _pack(tensors)
+    dist.all_reduce(packed, dist.ReduceOp.MAX, group=group)
+    return _unpack(packed, tensors)
+
+
+def _pack(tensors: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
+
+
+def _unpack(packed: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parts of a packed tensor in the shapes and dtypes of the tensors that were packed."""
+    parts = packed.split([tensor.numel() for tensor in tensors.values()])
+    return {
+        name: part.view_as(tensor).to(tensor.dtype) for (name, tensor), part in zip(tensors.items(), parts, strict=True)
+    }
+
+
+def _describe(value: Any) -> str:
+    """Describe a state in an error: a large tensor by its shape."""
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) and value.dim() else f"{value}"

@@ -1,0 +1,239 @@
+"""Every accumulator, merged in any order, summed over gloo processes, or saved and restored, is that of all points."""
+
+import copy
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing import assert_close
+
+from istar.errors import UserError
+from istar.geometry.collect.grouped_moments import GroupedMoments
+from istar.geometry.collect.layers import Layer, LayerSettings
+from istar.geometry.collect.sample import Sample
+from istar.geometry.collect.token_batch import TokenBatch
+from istar.measures import (
+    Accumulator,
+    AverageCosine,
+    ClassMoments,
+    CosineContributions,
+    DimensionMoments,
+    FourthMoments,
+    GroupedPoints,
+    MassiveActivations,
+    Moments,
+    Norms,
+    SentenceMoments,
+    TokenKurtosis,
+    isoscore,
+    point_groups,
+)
+from tests.forks import run_in_processes
+
+DIM, LENGTH, NUM_GROUPS, VOCABULARY = 6, 5, 3, 9
+SIZES = (3, 8, 1)
+"""Number of sentences of each part, which are the shards of as many processes."""
+
+
+@dataclass
+class Batch:
+    """Tokens of some sentences: their hidden states `(sentences, LENGTH, DIM)`, and integers for each."""
+
+    points: Tensor
+    token_ids: Tensor
+    labels: Tensor
+    groups: Tensor
+    keys: list[int]
+
+    @property
+    def tokens(self) -> TokenBatch:
+        sentences = torch.tensor(self.keys).repeat_interleave(LENGTH)
+        # Every second sentence is the continuation of a document, which the score by sentence leaves out.
+        sentences = torch.where(sentences % 2 == 0, sentences, -1)
+        positions = torch.arange(LENGTH).repeat(len(self.points))
+        groups = self.groups.repeat_interleave(LENGTH)
+        return TokenBatch.of(self.token_ids.flatten(), positions, groups, sentences, NUM_GROUPS)
+
+    @property
+    def rows(self) -> Tensor:
+        """The hidden states in the order of the rows of `tokens`."""
+        return self.points.flatten(0, 1)[self.tokens.order]
+
+
+def make_batch(part: int | None) -> Batch:
+    """Return a part of the sentences, or all."""
+    generator = torch.Generator().manual_seed(0)
+    count = sum(SIZES)
+    scale = torch.logspace(0, 1, DIM, dtype=torch.float64)
+    points = torch.randn(count, LENGTH, DIM, generator=generator, dtype=torch.float64) * scale + 30
+    points[:, 0] *= 40
+    points[4] += 100
+    token_ids = torch.randint(0, VOCABULARY, (count, LENGTH), generator=generator)
+    start = 0 if part is None else sum(SIZES[:part])
+    kept = slice(start, count if part is None else start + SIZES[part])
+    groups = torch.arange(count) % NUM_GROUPS
+    return Batch(points[kept], token_ids[kept], token_ids[kept] // 2, groups[kept], list(range(count))[kept])
+
+
+ORIGIN = torch.full((DIM,), 30.0, dtype=torch.float64)
+SETTINGS = LayerSettings(measures="all", num_groups=NUM_GROUPS)
+
+
+def update_grouped_moments(sums: GroupedMoments, batch: Batch) -> None:
+    centered = batch.rows - ORIGIN
+    sums.update(centered, centered.square().sum(1), batch.tokens)
+
+
+def update_sample(sample: Sample, batch: Batch) -> None:
+    lengths = [LENGTH] * len(batch.keys)
+    sample.update(batch.keys, lengths, batch.token_ids.flatten(), {"layer_1": batch.points.flatten(0, 1)})
+
+
+CASES: dict[str, tuple[Any, Any]] = {
+    "Moments": (lambda: Moments(DIM), lambda sums, batch: sums.update(batch.points)),
+    "FourthMoments": (lambda: FourthMoments(DIM), lambda sums, batch: sums.update(batch.points)),
+    "ClassMoments": (lambda: ClassMoments(DIM), lambda sums, batch: sums.update(batch.points, batch.labels)),
+    "DimensionMoments": (lambda: DimensionMoments(DIM), lambda sums, batch: sums.update(batch.points)),
+    "SentenceMoments": (lambda: SentenceMoments(DIM, ORIGIN), lambda sums, batch: sums.update(batch.points)),
+    "AverageCosine": (lambda: AverageCosine(DIM), lambda sums, batch: sums.update(batch.points)),
+    "CosineContributions": (lambda: CosineContributions(DIM), lambda sums, batch: sums.update(batch.points)),
+    "Norms": (lambda: Norms(DIM, (0, 80, 3e3)), lambda sums, batch: sums.update(batch.points)),
+    "TokenKurtosis": (lambda: TokenKurtosis(DIM), lambda sums, batch: sums.update(batch.points)),
+    "MassiveActivations": (
+        lambda: MassiveActivations(DIM, 7, ratio=1.0),
+        lambda sums, batch: sums.update(batch.points, batch.token_ids, batch.token_ids + 1),
+    ),
+    "GroupedPoints": (
+        lambda: GroupedPoints(VOCABULARY, DIM), lambda sums, batch: sums.update(batch.points, batch.token_ids)
+    ),
+    "GroupedMoments": (lambda: GroupedMoments(NUM_GROUPS, ORIGIN, has_sentences=True), update_grouped_moments),
+    "Layer": (
+        lambda: Layer(VOCABULARY, ORIGIN, SETTINGS), lambda sums, batch: sums.update(batch.rows, batch.tokens)
+    ),
+    "Sample": (lambda: Sample(["layer_1"], 5, seed=0), update_sample),
+}  # fmt: skip
+
+
+def accumulate(name: str, part: int | None = None) -> Accumulator:
+    make, update = CASES[name]
+    accumulator: Accumulator = make()
+    update(accumulator, make_batch(part))
+    return accumulator
+
+
+def summarize(accumulator: Any) -> Any:
+    """Return the states of an accumulator in a form that does not depend on where it stores them."""
+    if isinstance(accumulator, Sample):
+        return [accumulator.types, accumulator.random_numbers, accumulator.get_points("layer_1")]
+    if isinstance(accumulator, GroupedPoints):
+        return [accumulator.count, accumulator.nonzero, accumulator.norm_total, accumulator.inter_sim()]
+    if isinstance(accumulator, Layer):
+        return {**accumulator.compute_measures(), **accumulator.summarize_by_position()}
+    return accumulator.state_dict()
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    assert_close(actual, expected, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+@pytest.fixture(params=["all rows at once", "rows when needed"])
+def any_allocation(request, monkeypatch):
+    """Allocate the rows of all groups of points at once, or add rows when they are needed."""
+    if request.param == "rows when needed":
+        monkeypatch.setattr(point_groups, "_MAX_INITIAL_BYTES", 0)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("any_allocation")
+def test_merged_in_any_order_it_is_that_of_all_points(name: str) -> None:
+    expected = summarize(accumulate(name))
+    for order in ((0, 1, 2), (2, 0, 1)):
+        merged = CASES[name][0]()
+        for part in order:
+            other = accumulate(name, part)
+            before = summarize(copy.deepcopy(other))
+            merged.merge(other)
+            assert_close(summarize(other), before, rtol=0, atol=0, equal_nan=True)
+        merged.merge(CASES[name][0]())
+        assert_same(summarize(merged), expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_saved_and_restored_it_goes_on(name: str, tmp_path: Any) -> None:
+    saved = accumulate(name, 0)
+    torch.save(saved.state_dict(), tmp_path / "state")
+    restored = CASES[name][0]()
+    restored.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    for accumulator in (saved, restored):
+        CASES[name][1](accumulator, make_batch(1))
+    assert_close(summarize(restored), summarize(saved), rtol=0, atol=0, equal_nan=True)
+
+
+def compute_loss(moments: Moments) -> Tensor:
+    return isoscore(moments) + moments.mean.square().sum()
+
+
+def run_worker(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=len(SIZES))
+    results: dict[str, Any] = {name: summarize(accumulate(name, rank).all_reduce()) for name in CASES}
+    # The last process has no points, as at the end of an uneven pass.
+    for name in ("Moments", "ClassMoments", "MassiveActivations"):
+        shard = CASES[name][0]() if rank == len(SIZES) - 1 else accumulate(name, rank)
+        results[f"{name}, one shard empty"] = summarize(shard.all_reduce())
+    points = make_batch(rank).points.requires_grad_()
+    compute_loss(FourthMoments.of(points).all_reduce()).backward()
+    results["gradient"] = points.grad
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.barrier()
+    # Skip the shutdown of the interpreter, in which the process group may abort.
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gloo")
+    run_in_processes(run_worker, (str(folder),), len(SIZES))
+    return [torch.load(folder / f"{rank}.pt") for rank in range(len(SIZES))]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_process_gets_the_accumulator_of_all(results: list[dict[str, Any]], name: str) -> None:
+    for result in results:
+        assert_same(result[name], summarize(accumulate(name)))
+        assert_close(result[name], results[0][name], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["Moments", "ClassMoments", "MassiveActivations"])
+def test_a_process_without_points_takes_part(results: list[dict[str, Any]], name: str) -> None:
+    expected = summarize(accumulate(name, 0).merge(accumulate(name, 1)))
+    for result in results:
+        assert_same(result[f"{name}, one shard empty"], expected)
+
+
+def test_each_process_gets_the_gradient_of_the_sum_of_all_losses(results: list[dict[str, Any]]) -> None:
+    points = make_batch(None).points.requires_grad_()
+    (len(SIZES) * compute_loss(Moments.of(points))).backward()
+    assert_same(torch.cat([result["gradient"] for result in results]), points.grad)
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "message"),
+    [
+        (FourthMoments(3), Moments(3), "cannot merge Moments into FourthMoments"),
+        (Moments(3), Moments(2), r"another mean: shape \(2,\) into shape \(3,\); give both .* the same arguments"),
+        (Norms(3, (0, 1)), Norms(3, (0, 2)), "another edges"),
+        (MassiveActivations(3), MassiveActivations(3, 5), "another capacity: 5 into 100"),
+        (SentenceMoments(3), SentenceMoments(3, torch.ones(3)), "another origin"),
+        (GroupedPoints(3, 4), GroupedPoints(3, 5), "RowSums with another dim: 5 into 4"),
+        (Layer(0, ORIGIN), Layer(VOCABULARY, ORIGIN), "cannot merge Layer into Layer"),
+    ],
+)
+def test_only_accumulators_with_the_same_settings_merge(own: Accumulator, other: Accumulator, message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        own.merge(other)
+    assert "\n" not in str(error.value)
