@@ -59,7 +59,6 @@ ALLOWED = {
             "reports", "statistics"},
 }  # fmt: skip
 BORDERS_CROSSED = {
-    "istar.finetune.training.probe": {"geometry"},
     "istar.finetune.runs.record": {"reports"},
     "istar.finetune.runs.run": {"reports"},
     "istar.finetune.sweeps.live_table": {"reports"},

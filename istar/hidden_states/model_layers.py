@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from istar.errors import UserError, shorten
 from istar.hidden_states.undisturbed import eval_mode, preserve_rng_states
+from istar.measures.norms import norm_parameters
 
 _TRIAL_TOKENS = 5
 """Number of tokens of a trial. It is odd, so that a layer whose input is padded to full windows is recognized."""
@@ -95,36 +96,47 @@ def find_layers(model: nn.Module) -> ModelLayers:
 
 
 class ReturnedStates:
-    """Puts the hidden states that a model returns in evaluation into the order of `find_layers`.
+    """Puts the hidden states that a model returns in evaluation into the order of the layers, as `istar measure` does.
 
-    Most models return them so. Models like Mamba return the outputs of all layers and then that of the final norm; here
-    the embeddings come first, and the output of the final norm replaces that of the last layer.
+    The embeddings come first, and then the output of each layer, before the final norm if there is one. Most models
+    return the output of the final norm in place of that of the last layer. A hook on the norm records its input, and in
+    models that return no embeddings, like Mamba, a hook on the first layer records these.
 
     Args:
-        model: a transformers model. If it returns no embeddings, a hook on its first layer records them.
+        model: a transformers model. It is tried on a few tokens to find its final norm.
 
     Raises:
-        UserError: as `find_layers`.
+        UserError: as `find_layers` and `run_trial`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = find_layers(model)
         self._embeddings: Tensor | None = None
+        self._last_output: Tensor | None = None
+        base_model = self._layers.base_model
+        norm = find_final_norm(base_model, run_trial(base_model, base_model))
+        if norm is not None:
+            norm.register_forward_pre_hook(self._record_last_output)
         if not self._layers.returns_embeddings:
             self._layers.modules[0].register_forward_pre_hook(self._record_embeddings, with_kwargs=True)
 
     def sort(self, returned_states: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return hidden states 0 to L of the latest call without gradients, given `hidden_states` of its output."""
-        if self._layers.returns_embeddings:
-            return tuple(returned_states)
-        assert self._embeddings is not None
-        *outputs, _, normalized = returned_states
-        return (self._embeddings, *outputs, normalized)
+        embeddings, last_output = self._embeddings, self._last_output
+        self._embeddings = self._last_output = None
+        if not self._layers.returns_embeddings:
+            assert embeddings is not None
+            return (embeddings, *returned_states[:-1])
+        return tuple(returned_states) if last_output is None else (*returned_states[:-1], last_output)
 
+    # In training, what is recorded would keep the graph of the pass alive.
     def _record_embeddings(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # In training, the embeddings would keep the graph of the pass alive.
         if not torch.is_grad_enabled():
             self._embeddings = args[0] if args else kwargs["hidden_states"]
+
+    def _record_last_output(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not torch.is_grad_enabled():
+            self._last_output = args[0]
 
 
 def layers_from_modules(model: nn.Module, modules: Sequence[nn.Module]) -> ModelLayers:
@@ -248,6 +260,18 @@ def run_trial(base_model: nn.Module, called_module: nn.Module) -> Trial:
             "one vector for each token: choose another model"
         )
     return Trial(output.hidden_states, output[0], calls)
+
+
+def find_final_norm(base_model: nn.Module, trial: Trial) -> nn.Module | None:
+    """Return the normalization outside the layers whose output is the last hidden state, or None without one."""
+    lists = [module for module in base_model.modules() if isinstance(module, nn.ModuleList)]
+    in_layers = {part for module in lists for part in module.modules()}
+    for module, _, output in trial.calls:
+        is_last = output is not None and torch.equal(output, trial.last_state)
+        # The last module of OPT-350m is a projection to the width of the embeddings, whose output is no tap.
+        if is_last and module not in in_layers and norm_parameters(module, trial.last_state.shape[-1]) is not None:
+            return module
+    return None
 
 
 def make_trial_ids(base_model: Any) -> Tensor:

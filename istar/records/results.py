@@ -107,7 +107,7 @@ class RunRecord:
     # For classification tasks, the isotropy of the validation set within and between its classes, `before` and `after`
     # training: by layer a dictionary with IsoScore `within` the classes, IsoScore `between` them, and the share of
     # variance between them, `between_share`; a value is None where it is not defined. See
-    # `istar.finetune.training.class_isotropy`. Empty for other tasks.
+    # `istar.finetune.training.layer_geometry`. Empty for other tasks.
     class_isotropy: dict[str, dict[str, dict[str, float | None]]] = field(default_factory=dict)
     epochs: Annotated[list[dict[str, Any]], list[_Epoch]] = field(default_factory=list)  # metrics and isotropy of each
     # Sizes and fingerprint of the data sets, and number of validation examples that also occur in the training data.

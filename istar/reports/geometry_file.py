@@ -28,7 +28,7 @@ class _GeometryFields(TypedDict):
 
 @dataclass(frozen=True)
 class IsoScoreStar:
-    """IsoScore* of the states of all validation tokens; see `istar.finetune.training.validation_isoscore_star`."""
+    """IsoScore* of the states of all validation tokens; see `istar.finetune.training.final_geometry`."""
 
     zeta: float
     num_points: int  # points of the training data in Sigma_S, counted over the union of layers 1 to L

@@ -40,9 +40,9 @@ class Mutation:
 MUTATIONS = [
     Mutation(
         "The geometry probe measures with dropout.",
-        "istar/finetune/training/probe.py",
-        "        eval_mode(module),\n",
-        "",
+        "istar/finetune/training/final_geometry.py",
+        "with eval_mode(module), torch.no_grad()",
+        "with torch.no_grad()",
         "tests/finetune/training/test_probe.py",
     ),
     Mutation(
@@ -69,9 +69,9 @@ MUTATIONS = [
     ),
     Mutation(
         "The token of a decoder that is measured within classes is the first one.",
-        "istar/finetune/training/class_isotropy.py",
-        "last_token_positions(mask) if is_decoder(model.config) else first_token_positions(mask)",
-        "first_token_positions(mask)",
+        "istar/finetune/training/layer_geometry.py",
+        "last_token_positions if is_decoder(model.config) else first_token_positions",
+        "first_token_positions",
         "tests/finetune/training/test_class_isotropy.py",
     ),
     Mutation(
@@ -531,16 +531,16 @@ MUTATIONS = [
     ),
     Mutation(
         "Padding counts in the isotropy that is reported.",
-        "istar/finetune/training/layer_isotropy.py",
-        "accumulator.update(states, mask)",
-        "accumulator.update(states)",
+        "istar/finetune/training/layer_geometry.py",
+        "            sums.update(states, mask)\n",
+        "            sums.update(states, torch.ones_like(mask))\n",
         "tests/finetune/training/test_callbacks.py::test_layer_isotropy_is_that_of_all_tokens_whatever_the_batches",
     ),
     Mutation(
         "IsoScore* of a layer has the Sigma_S of all layers.",
-        "istar/finetune/training/validation_isoscore_star.py",
+        "istar/finetune/training/final_geometry.py",
         "to_covariance(shrinkage_moments)",
-        "to_covariance(training_union_moments)",
+        "to_covariance(training_moments[0])",
         "tests/finetune/training/test_validation_isoscore_star.py::test_sigma_is_of_the_union_and_of_the_layer",
     ),
     Mutation(

@@ -14,20 +14,18 @@ from istar.finetune.runs.prepare import PreparedRun
 from istar.finetune.runs.prepared_data import PreparedData, make_collator
 from istar.finetune.runs.private_names import load_trial
 from istar.finetune.training import (
-    ClassIsotropyCallback,
     FineTuner,
     FineTuningData,
     History,
-    LayerIsotropy,
     ShrinkageCovariance,
+    ValidationGeometry,
 )
 from istar.finetune.training.checkpoints import Checkpoints
 from istar.finetune.training.data import count_examples_per_process
 from istar.finetune.training.kept_models import KeptModels
 from istar.finetune.training.language_model import LanguageModelTuner
+from istar.finetune.training.layer_geometry import GeometryProbe
 from istar.finetune.training.metrics_file import MetricsFile
-from istar.finetune.training.monitor import IsotropyMonitor
-from istar.finetune.training.probe import GeometryProbe
 from istar.finetune.training.signals import StopSignal
 from istar.finetune.training.trainer import (
     build_trainer,
@@ -54,7 +52,7 @@ class Job:
     module: FineTuner
     data_module: FineTuningData
     trainer: L.Trainer
-    layer_isotropy: LayerIsotropy
+    geometry: ValidationGeometry
     history: History
     covariance_callback: ShrinkageCovariance | None
     checkpoints: Checkpoints | None
@@ -102,13 +100,16 @@ def assemble(prepared: PreparedRun, trial: str | None) -> Job:
     penalty = config.reg.attach(model, special_ids(tokenizer), config.seed)
     module = _make_module(config, spec, model, penalty, data)
     data_module = FineTuningData(data.train, data.validation, data.test, collate, config.data, config.seed)
-    layer_isotropy = LayerIsotropy()
-    class_isotropy = ClassIsotropyCallback() if spec.kind == "classification" else None
-    history = History(spec.selection_metric, layer_isotropy, writes_checkpoints(config.trainer), class_isotropy)
+    geometry = ValidationGeometry(
+        has_classes=spec.kind == "classification",
+        is_monitored=config.trainer.monitor_isotropy,
+        stop_at=config.trainer.stop_at_inter_sim,
+        patience=config.trainer.inter_sim_patience,
+    )
+    history = History(spec.selection_metric, geometry, writes_checkpoints(config.trainer))
     stop_signal, metrics_file = StopSignal(), MetricsFile(folder / results.METRICS)
     covariance_callback = _make_covariance_callback(config, module, data_module, stop_signal)
-    callbacks: list[L.Callback] = [stop_signal, layer_isotropy, *([] if class_isotropy is None else [class_isotropy])]
-    callbacks += [*_make_isotropy_monitors(config.trainer), history, *_make_pruning_callbacks(trial, history)]
+    callbacks: list[L.Callback] = [stop_signal, geometry, history, *_make_pruning_callbacks(trial, history)]
     callbacks += [covariance_callback] if covariance_callback is not None else []
     callbacks += _make_observing_callbacks(config, folder, data_module, tokenizer)
     checkpoints = _make_checkpoints(config.trainer, folder, history, metrics_file, stop_signal)
@@ -120,7 +121,7 @@ def assemble(prepared: PreparedRun, trial: str | None) -> Job:
         module=module,
         data_module=data_module,
         trainer=trainer,
-        layer_isotropy=layer_isotropy,
+        geometry=geometry,
         history=history,
         covariance_callback=covariance_callback,
         checkpoints=checkpoints,
@@ -159,13 +160,6 @@ def _make_checkpoints(
         return None
     steps, minutes = settings.checkpoint_every_n_steps, settings.checkpoint_every_n_minutes
     return Checkpoints(folder / CHECKPOINTS_FOLDER, folder.name, history, metrics_file, stop_signal, steps, minutes)
-
-
-def _make_isotropy_monitors(settings: TrainerConfig) -> list[L.Callback]:
-    """Return the callback that monitors isotropy during training, in a list that is empty if no setting needs it."""
-    if not settings.monitor_isotropy and settings.stop_at_inter_sim is None:
-        return []
-    return [IsotropyMonitor(settings.stop_at_inter_sim, settings.inter_sim_patience)]
 
 
 def _make_observing_callbacks(

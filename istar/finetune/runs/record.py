@@ -12,10 +12,9 @@ from istar.finetune.tasks.evaluation import write_submission
 from istar.finetune.tasks.loading import count_overlap
 from istar.finetune.training import merge_outputs
 from istar.finetune.training.checkpoints import remove_old_checkpoints
+from istar.finetune.training.final_geometry import compute_isoscore_star_by_layer, measure_validation_geometry
 from istar.finetune.training.loggers import log_result
 from istar.finetune.training.module import all_gather_object
-from istar.finetune.training.validation_geometry import measure_validation_geometry
-from istar.finetune.training.validation_isoscore_star import compute_isoscore_star_by_layer
 from istar.inputs import pretrained
 from istar.records import results
 from istar.records.config.schema import to_dict
@@ -155,7 +154,7 @@ def _make_result_fields(job: Job) -> dict[str, Any]:
         "isotropy": {
             "before": history.before_training["isotropy"],
             "after": best_entry["isotropy"],
-            "points": job.layer_isotropy.num_points,
+            "points": job.geometry.num_points,
         },
         "class_isotropy": _make_class_isotropy_field(history.before_training, best_entry),
         "epochs": history.epochs,

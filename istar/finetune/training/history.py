@@ -7,8 +7,7 @@ import lightning as L
 import numpy as np
 
 from istar.finetune.tasks.evaluation import Evaluation
-from istar.finetune.training.class_isotropy import ClassIsotropyCallback
-from istar.finetune.training.layer_isotropy import LayerIsotropy
+from istar.finetune.training.layer_geometry import ValidationGeometry
 from istar.finetune.training.module import FineTuner
 from istar.records.metric_names import merit
 
@@ -22,10 +21,8 @@ class History(L.Callback):
     Attributes:
         selection_metric: name of the metric that selects the best epoch; see
             `istar.records.metric_names.is_lower_better`.
-        isotropy: callback that measures the isotropy. It must precede this callback.
+        geometry: callback that measures the isotropy. It must precede this callback.
         keep_best: False makes the latest epoch the best, for runs without checkpoints of earlier epochs.
-        class_isotropy: callback that measures the isotropy within and between classes, which must precede this callback
-            too; None for tasks without classes.
         before_training: metrics and isotropy before training.
         epochs: one entry per validation during training, with `epoch` (counted from 1), `step`, `metrics`,
             `isotropy` and, for tasks with classes, `class_isotropy`.
@@ -35,9 +32,8 @@ class History(L.Callback):
     """
 
     selection_metric: str
-    isotropy: LayerIsotropy
+    geometry: ValidationGeometry
     keep_best: bool = True
-    class_isotropy: ClassIsotropyCallback | None = None
     before_training: dict[str, Any] = field(default_factory=dict, init=False)
     epochs: list[dict[str, Any]] = field(default_factory=list, init=False)
     best_epoch: int = field(default=0, init=False)
@@ -51,9 +47,9 @@ class History(L.Callback):
         metrics = dict(pl_module.metrics)
         if "loss" not in metrics and "val/loss" in trainer.callback_metrics:
             metrics["loss"] = trainer.callback_metrics["val/loss"].item()
-        entry: dict[str, Any] = {"metrics": metrics, "isotropy": dict(self.isotropy.scores)}
-        if self.class_isotropy is not None:
-            entry["class_isotropy"] = dict(self.class_isotropy.scores)
+        entry: dict[str, Any] = {"metrics": metrics, "isotropy": dict(self.geometry.scores)}
+        if self.geometry.has_classes:
+            entry["class_isotropy"] = dict(self.geometry.class_scores)
         if trainer.state.fn == "validate":
             self.before_training = entry
             return

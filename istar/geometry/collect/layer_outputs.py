@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from istar.hidden_states.model_layers import Trial, find_layers, make_trial_ids, run_trial
+from istar.hidden_states.model_layers import find_final_norm, find_layers, make_trial_ids, run_trial
 from istar.inputs.attention import are_close
-from istar.measures.norms import norm_parameters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,7 +36,7 @@ class Taps:
     def __init__(self, model: "PreTrainedModel") -> None:
         self._layers = find_layers(model)
         self._model: Any = self._layers.base_model
-        self.norm = _find_final_norm(self._model, run_trial(self._model, self._model))
+        self.norm = find_final_norm(self._model, run_trial(self._model, self._model))
         layers = [f"layer_{number}" for number in range(1, self._layers.num_layers + 1)]
         self.names = [EMBEDDINGS, *layers, *([FINAL_NORM] if self.norm is not None else [])]
 
@@ -81,15 +80,3 @@ class Taps:
             for end in (length, 2 * length)
         )
         return not all(are_close(states_padded[tap][:, :length], states) for tap, states in states_alone.items())
-
-
-def _find_final_norm(base_model: nn.Module, trial: Trial) -> nn.Module | None:
-    """Return the normalization outside the layers whose output is the last hidden state, or None without one."""
-    lists = [module for module in base_model.modules() if isinstance(module, nn.ModuleList)]
-    in_layers = {part for module in lists for part in module.modules()}
-    for module, _, output in trial.calls:
-        is_last = output is not None and torch.equal(output, trial.last_state)
-        # The last module of OPT-350m is a projection to the width of the embeddings, whose output is no tap.
-        if is_last and module not in in_layers and norm_parameters(module, trial.last_state.shape[-1]) is not None:
-            return module
-    return None

@@ -11,7 +11,7 @@ import torch
 from istar.errors import UserError
 from istar.finetune.tasks.evaluation import Evaluation
 from istar.finetune.tasks.features import FeatureRows
-from istar.finetune.training import History, LayerIsotropy, ShrinkageCovariance
+from istar.finetune.training import History, ShrinkageCovariance, ValidationGeometry
 from istar.finetune.training.trainer import build_trainer
 from istar.hidden_states import attach
 from istar.measures import isoscore
@@ -192,7 +192,7 @@ def test_layer_isotropy_is_that_of_all_tokens_whatever_the_batches(setting, harn
         torch.cat([hidden_states[layer][0] for hidden_states in states_by_example]).double() for layer in range(3)
     ]
 
-    isotropy = LayerIsotropy()
+    isotropy = ValidationGeometry()
     data = setting.data()
     data.config.eval_batch_size = eval_batch_size
     harness.trainer(isotropy, limit_val_batches=1.0).validate(module, datamodule=data, verbose=False)
@@ -207,7 +207,7 @@ def test_a_model_that_has_diverged_is_one_line(setting, harness):
     module = setting.module()
     module.model.bert.encoder.layer[0].output.dense.weight.data.fill_(torch.nan)
     with pytest.raises(UserError, match=r"^validation after step 0: .* not finite"):
-        harness.trainer(LayerIsotropy(), limit_val_batches=1.0).validate(
+        harness.trainer(ValidationGeometry(), limit_val_batches=1.0).validate(
             module, datamodule=setting.data(), verbose=False
         )
 
@@ -228,9 +228,9 @@ def test_history_takes_the_first_of_the_best_epochs(setting, metric, values, bes
         class state:  # noqa: N801
             fn = "fit"
 
-    isotropy = LayerIsotropy()
+    geometry = ValidationGeometry()
     for keep_best, expected in ((True, best), (False, 4)):
-        history, module, trainer = History(metric, isotropy, keep_best), setting.module(), Trainer()
+        history, module, trainer = History(metric, geometry, keep_best), setting.module(), Trainer()
         for epoch, value in enumerate(values):
             trainer.current_epoch = epoch
             module.metrics = {metric: value}

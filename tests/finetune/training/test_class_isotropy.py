@@ -8,9 +8,10 @@ import torch
 import transformers as hf
 
 from istar.errors import NonFiniteError
-from istar.finetune.training import ClassIsotropyCallback, History, LayerIsotropy
-from istar.finetune.training.class_isotropy import compute_class_scores
+from istar.finetune.training import FineTuner, History, ValidationGeometry
+from istar.finetune.training.layer_geometry import compute_class_scores
 from istar.measures import ClassMoments
+from istar.records.config import OptimConfig
 from tests.oracles import steps_6_to_9
 
 
@@ -38,8 +39,8 @@ def compute_token_states(setting, module, position: int) -> tuple[np.ndarray, np
     return torch.stack(states, 1).double().numpy(), np.array(setting.validation["labels"])
 
 
-def run_validation(setting, harness, module, eval_batch_size=16) -> ClassIsotropyCallback:
-    callback, data = ClassIsotropyCallback(), setting.data()
+def run_validation(setting, harness, module, eval_batch_size=16) -> ValidationGeometry:
+    callback, data = ValidationGeometry(has_classes=True), setting.data()
     data.config.eval_batch_size = eval_batch_size
     harness.trainer(callback, limit_val_batches=1.0).validate(module, datamodule=data, verbose=False)
     return callback
@@ -59,7 +60,7 @@ def test_an_encoder_is_measured_at_its_first_tokens(setting, harness, eval_batch
     module = setting.module()
     enlarge_attention_weights(module.model)
     states, labels = compute_token_states(setting, module, 0)
-    scores = run_validation(setting, harness, module, eval_batch_size).scores
+    scores = run_validation(setting, harness, module, eval_batch_size).class_scores
     assert list(scores) == ["0", "1", "2"]
     assert scores["0"] == {"within": None, "between": None, "between_share": None}
     for layer in (1, 2):
@@ -67,29 +68,29 @@ def test_an_encoder_is_measured_at_its_first_tokens(setting, harness, eval_batch
 
 
 def test_a_decoder_is_measured_at_its_last_tokens(setting, harness):
-    module = setting.module()
-    vocab_size = module.model.config.vocab_size
+    vocab_size = setting.model.config.vocab_size
     config = hf.GPT2Config(
         n_embd=16, n_layer=2, n_head=2, vocab_size=vocab_size, n_positions=64, num_labels=2, pad_token_id=0,
         bos_token_id=1, eos_token_id=1,
     )  # fmt: skip
     torch.manual_seed(0)
-    module.model = enlarge_attention_weights(hf.GPT2ForSequenceClassification(config))
+    model = enlarge_attention_weights(hf.GPT2ForSequenceClassification(config))
+    module = FineTuner(model, None, OptimConfig(), setting.evaluators)
     states, labels = compute_token_states(setting, module, -1)
-    scores = run_validation(setting, harness, module).scores
-    assert scores["2"] == pytest.approx(compute_expected_scores(states[2], labels), rel=1e-3, abs=1e-6)
+    scores = run_validation(setting, harness, module).class_scores
+    assert scores["1"] == pytest.approx(compute_expected_scores(states[1], labels), rel=1e-3, abs=1e-6)
 
 
 def test_the_history_keeps_the_scores_of_each_epoch(setting, harness):
-    module, callback, isotropy = setting.module(), ClassIsotropyCallback(), LayerIsotropy()
-    history = History("accuracy", isotropy, class_isotropy=callback)
-    trainer = harness.trainer(isotropy, callback, history, max_epochs=2, limit_train_batches=2, limit_val_batches=1.0)
+    module, callback = setting.module(), ValidationGeometry(has_classes=True)
+    history = History("accuracy", callback)
+    trainer = harness.trainer(callback, history, max_epochs=2, limit_train_batches=2, limit_val_batches=1.0)
     trainer.validate(module, datamodule=setting.data(), verbose=False)
-    initial_scores = callback.scores
+    initial_scores = callback.class_scores
     trainer.fit(module, datamodule=setting.data())
     assert history.before_training["class_isotropy"] == initial_scores
     first, second = (entry["class_isotropy"] for entry in history.epochs)
-    assert initial_scores != first != second == callback.scores
+    assert initial_scores != first != second == callback.class_scores
 
 
 def test_a_score_that_is_not_defined_is_none():

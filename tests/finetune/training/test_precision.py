@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from istar.finetune.runs.resolving import resolve_config
 from istar.finetune.tasks.features import FeatureRows
-from istar.finetune.training import LayerIsotropy, ShrinkageCovariance
+from istar.finetune.training import ShrinkageCovariance, ValidationGeometry
 from istar.finetune.training import precision as precision_module
 from istar.records.config import TrainerConfig
 from istar.regularizers import CosReg, IStar
@@ -132,7 +132,7 @@ def test_states_of_large_mean_and_scale(setting, harness, regularizer, device, p
         first_norm.bias.fill_(30.0)
         last_norm.weight.fill_(1e3 if precision == "16-mixed" else 1e4)
         module.model.base_model.pooler.dense.weight.mul_(1e-4)
-    isotropy = LayerIsotropy()
+    isotropy = ValidationGeometry()
     trainer = harness.trainer(
         *callbacks, isotropy, accelerator=device, precision=precision, limit_train_batches=STEPS, limit_val_batches=1.0,
         gradient_clip_val=1.0,

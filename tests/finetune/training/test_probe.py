@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from istar.finetune.runs.run import run
 from istar.finetune.tasks.features import FeatureRows
 from istar.finetune.tasks.loading import load_splits, sample_examples
 from istar.finetune.training import FineTuner
-from istar.finetune.training.probe import GeometryProbe, choose_probe_examples
+from istar.finetune.training.layer_geometry import GeometryProbe
 from istar.records.config import Config
 from istar.records.task_specs import TASKS
 from istar.reports.geometry_picture import build_geometry_plot
@@ -47,6 +48,20 @@ def compute_hidden_states(model_folder: Path, examples: list[int]) -> list[np.nd
     return [np.concatenate(parts) for parts in layers]
 
 
+def make_probe(rows: Any, num_examples: int) -> GeometryProbe:
+    """Return a probe of some rows, with a sample of this size."""
+    return GeometryProbe(rows, lambda batch: batch, 16, every_n_steps=1, num_examples=num_examples)
+
+
+def test_the_sample_is_fixed_and_drawn_from_the_whole_set() -> None:
+    sample = make_probe(range(1_000), 64).sample
+    assert sample == make_probe(range(1_000), 64).sample == sorted(set(sample))
+    assert len(sample) == 64
+    assert sample[0] < 100
+    assert sample[-1] > 900
+    assert make_probe(range(5), 64).sample == [0, 1, 2, 3, 4]
+
+
 def test_every_measure_of_every_layer(small: Build) -> None:
     """Six steps with dropout: measured before training, after every fourth step and at the end."""
     config = small("reg=none", "task.limit_train=48", "data.eval_batch_size=3", "trainer.measure_every_n_steps=4",
@@ -55,7 +70,7 @@ def test_every_measure_of_every_layer(small: Build) -> None:
     rows = read_geometry_rows(folder)
     assert [(row["epoch"], row["step"]) for row in rows] == [("0", "0"), ("0", "4"), ("0", "6")]
     for row in rows:
-        states = compute_hidden_states(folder / "models" / f"step-{row['step']}", choose_probe_examples(16, 7))
+        states = compute_hidden_states(folder / "models" / f"step-{row['step']}", make_probe(range(16), 7).sample)
         for layer, points in enumerate(states):
             unit = points / np.linalg.norm(points, axis=1, keepdims=True)
             cosines, n = unit @ unit.T, len(points)
@@ -74,15 +89,6 @@ def test_every_measure_of_every_layer(small: Build) -> None:
                 assert float(row[f"geometry/layer_{layer}/{name}"]) == pytest.approx(value, rel=rel), (layer, name)
     assert (folder / "geometry_over_steps.png").read_bytes().startswith(b"\x89PNG")
     assert not [name for name in rows[0] if name.startswith("geometry/layer_3")]
-
-
-def test_the_sample_is_fixed_and_drawn_from_the_whole_set() -> None:
-    sample = choose_probe_examples(1_000, 64)
-    assert sample == choose_probe_examples(1_000, 64) == sorted(set(sample))
-    assert len(sample) == 64
-    assert sample[0] < 100
-    assert sample[-1] > 900
-    assert choose_probe_examples(5, 64) == [0, 1, 2, 3, 4]
 
 
 def test_modes_and_random_state_are_restored(setting, harness) -> None:

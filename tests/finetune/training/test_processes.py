@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from istar.finetune.tasks.evaluation import Evaluator
 from istar.finetune.tasks.features import Collator, FeatureRows, featurize
 from istar.finetune.tasks.loading import load_splits
-from istar.finetune.training import FineTuner, FineTuningData, LayerIsotropy, ShrinkageCovariance
+from istar.finetune.training import FineTuner, FineTuningData, ShrinkageCovariance, ValidationGeometry
 from istar.hidden_states import HiddenStatePenalty, PenaltySettings, attach
 from istar.inputs import pretrained
 from istar.records.config import DataConfig, ModelConfig, OptimConfig
@@ -182,7 +182,7 @@ def restore_covariance(callback, setup, sync):
 
 
 def validate(name, world_size):
-    setup, isotropy = make_setup(name), LayerIsotropy()
+    setup, isotropy = make_setup(name), ValidationGeometry()
     module = FineTuner(setup.model, None, OptimConfig(), setup.evaluators)
     [logged] = make_trainer(world_size, isotropy, limit_val_batches=1.0).validate(
         module, datamodule=make_data(setup, world_size), verbose=False

@@ -12,8 +12,8 @@ import torch
 from istar.errors import UserError
 from istar.finetune.runs.run import run
 from istar.finetune.tasks.features import FeatureRows
-from istar.finetune.training.validation_isoscore_star import compute_isoscore_star_by_layer
-from tests.finetune.training.test_validation_geometry import compute_states_by_example, find_run_folder
+from istar.finetune.training.final_geometry import compute_isoscore_star_by_layer
+from tests.finetune.training.test_final_geometry import compute_states_by_example, find_run_folder
 from tests.oracles import algorithm_1
 
 

@@ -14,8 +14,8 @@ import torch
 from istar.errors import NonFiniteError
 from istar.finetune.runs.run import run
 from istar.finetune.tasks.features import FeatureRows
-from istar.finetune.training import validation_geometry as geometry_module
-from istar.finetune.training.validation_geometry import (
+from istar.finetune.training import final_geometry as geometry_module
+from istar.finetune.training.final_geometry import (
     first_token_positions,
     last_token_positions,
     measure_validation_geometry,

@@ -1,5 +1,6 @@
 """The monitored measures, compared with measures of the hidden states, and the rule that stops the training."""
 
+import copy
 import csv
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,13 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from torch.testing import assert_close
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
 
 from istar.errors import UserError
 from istar.finetune.runs.run import run
 from istar.finetune.tasks.loading import load_splits, sample_examples
-from istar.finetune.training.monitor import IsotropyMonitor
-from istar.records.config import Config
+from istar.finetune.training import FineTuner, ValidationGeometry
+from istar.geometry.collect.layer_outputs import Taps
+from istar.measures import isoscore
+from istar.records.config import Config, OptimConfig
 from istar.records.task_specs import TASKS
 from tests.jobs import Start, starting
 
@@ -71,6 +75,33 @@ def test_every_figure(small: Build) -> None:
     assert read_column(folder, "isotropy/inter_sim")[-1] == pytest.approx(np.mean(inter_sims[1:]), rel=1e-3)
 
 
+def test_layers_of_gpt2_are_those_of_istar_measure(setting, harness) -> None:
+    """Layer L is the output of the last layer, before the final norm, which transformers return after it."""
+    vocab_size = setting.model.config.vocab_size
+    config = GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=vocab_size, n_positions=64, pad_token_id=0,
+                        bos_token_id=1, eos_token_id=1)  # fmt: skip
+    torch.manual_seed(0)
+    model = GPT2ForSequenceClassification(config).eval()
+    with torch.no_grad():
+        model.transformer.ln_f.weight.uniform_(0.1, 9.0)
+    module = FineTuner(model, None, OptimConfig(), setting.evaluators)
+    batch = setting.collate(list(setting.validation)[:5])
+    inputs = {name: values for name, values in batch.items() if name not in ("feature_id", "labels")}
+    taps = Taps(copy.deepcopy(model.transformer))
+    assert taps.names == ["embeddings", "layer_1", "layer_2", "final_norm"]
+    expected = taps(inputs)
+    with torch.no_grad():
+        states = module.hidden_states(batch)
+    assert_close(list(states), [expected[name] for name in taps.names[:3]], rtol=1e-5, atol=1e-6)
+    geometry, data = ValidationGeometry(is_monitored=True), setting.data()
+    harness.trainer(geometry, limit_val_batches=1.0).validate(module, datamodule=data, verbose=False)
+    points = []
+    for row in setting.validation:
+        row_inputs = {name: values for name, values in setting.collate([row]).items() if name in inputs}
+        points.append(taps(row_inputs)["layer_2"][0])
+    assert geometry.scores["2"] == pytest.approx(isoscore(torch.cat(points)).item(), rel=1e-4)
+
+
 def test_watching_changes_nothing(small: Build, tmp_path: Path) -> None:
     plain_config = small(f"run.root={tmp_path / 'plain'}")
     monitored_config = small(f"run.root={tmp_path / 'watched'}", "trainer.monitor_isotropy=true")
@@ -114,16 +145,15 @@ def test_the_training_ends(small: Build) -> None:
     ],
 )
 def test_a_transition_is_to_last(course: list[float], patience: int, expected_stop: int | None) -> None:
-    monitor = IsotropyMonitor(0.5, patience)
+    monitor = ValidationGeometry(stop_at=0.5, patience=patience)
     actual_stop = None
     for validation, value in enumerate(course):
         state = SimpleNamespace(fn="validate" if validation == 0 else "fit")
         trainer: Any = SimpleNamespace(sanity_checking=False, state=state, should_stop=False)
-        monitor.measures = [{"inter_sim": 9.0}, {"inter_sim": value}]
         # A monitor with restored state must act like the original.
         monitor_state = monitor.state_dict()
-        monitor = IsotropyMonitor(0.5, patience)
-        monitor.measures = [{"inter_sim": 9.0}, {"inter_sim": value}]
+        monitor = ValidationGeometry(stop_at=0.5, patience=patience)
+        monitor.inter_sim = value
         monitor.load_state_dict(monitor_state)
         monitor.on_validation_end(trainer, None)  # type: ignore[arg-type]
         if trainer.should_stop and actual_stop is None:

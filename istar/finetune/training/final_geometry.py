@@ -1,0 +1,199 @@
+"""Geometry of a run's final model on the validation data: mean activation, intrinsic dimension and IsoScore*."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from istar.errors import NonFiniteError, UserError
+from istar.finetune.tasks.features import TokenizedRows
+from istar.finetune.training.data import Collate, build_evaluation_loader, select_rows_with_tokens, sort_longest_first
+from istar.finetune.training.module import FineTuner, token_mask
+from istar.hidden_states.shrinkage import NUM_POINTS, to_covariance
+from istar.hidden_states.undisturbed import eval_mode
+from istar.inputs.architectures import is_decoder
+from istar.measures import Moments, isoscore_star, two_nn
+
+MAX_TWO_NN_EXAMPLES = 1_000
+"""Maximum number of validation rows with states that are kept for TwoNN, which compares each with all others."""
+
+
+def iterate_states(
+    trainer: L.Trainer,
+    module: FineTuner,
+    rows: TokenizedRows,
+    collate: Collate,
+    batch_size: int,
+    order: Sequence[int],
+) -> Iterator[tuple[Tensor, tuple[Tensor, ...], Tensor]]:
+    """Yield the row indices, the hidden states of all layers, and the token mask of batches of rows in an order.
+
+    The forward passes run on this process alone, in eval mode, without gradients, on the trainer's device and in its
+    precision. Between two batches and at the end, all parts of the module have their previous mode and device.
+    """
+    previous_device = module.device
+    batches = build_evaluation_loader(rows, collate, batch_size, order)
+    module.to(trainer.strategy.root_device)  # Lightning moves the module to the CPU after training.
+    try:
+        for row_indices, batch in zip(torch.tensor(order).split(batch_size), batches, strict=True):
+            batch = module.transfer_batch_to_device(batch, module.device, 0)
+            with eval_mode(module), torch.no_grad(), trainer.precision_plugin.val_step_context():
+                states_by_layer = module.hidden_states(batch)
+            yield row_indices, states_by_layer, token_mask(batch)
+    finally:
+        module.to(previous_device)
+
+
+def measure_validation_geometry(
+    trainer: L.Trainer, module: FineTuner, rows: TokenizedRows, collate: Collate, batch_size: int
+) -> dict[str, Any]:
+    """Measure mean activation and intrinsic dimension of the hidden states of a validation set; see `iterate_states`.
+
+    Statistics are float32 or wider. The model and the global random state do not change.
+
+    Returns:
+        A dictionary with the numbers of `examples` and of `tokens` without padding; `mean_activation`, the mean of the
+        last layer's states over the tokens, d numbers; and `two_nn`, the TwoNN intrinsic dimension of each layer,
+        starting with the embedding output, on the first `MAX_TWO_NN_EXAMPLES` examples, or None if there are too few
+        states or all are equal. Each distinct text is one point: the state of the first token ([CLS]) of an encoder, or
+        of the last token of a decoder, which alone has seen the whole text. In the first layers of a decoder, the
+        states of texts that end in the same token are nearly equal, and the dimension describes how such copies differ.
+
+    Raises:
+        NonFiniteError: if hidden states are not finite.
+    """
+    moments = Moments(module.model.config.hidden_size, trainer.strategy.root_device)
+    order = sort_longest_first(rows)
+    two_nn_order = [row_index for row_index in order if row_index < MAX_TWO_NN_EXAMPLES]
+    two_nn_states_of_batches: list[tuple[Tensor, ...]] = []
+    find_positions = last_token_positions if is_decoder(module.model.config) else first_token_positions
+    for row_indices, states_by_layer, mask in iterate_states(trainer, module, rows, collate, batch_size, order):
+        moments.update(states_by_layer[-1], mask)
+        # Indices of the examples of TwoNN within the batch, and the position of the token of each.
+        batch_indices = (row_indices < MAX_TWO_NN_EXAMPLES).nonzero().squeeze(1).to(mask.device)
+        positions = find_positions(mask)[batch_indices]
+        two_nn_states_of_batches.append(tuple(states[batch_indices, positions].cpu() for states in states_by_layer))
+    # TwoNN needs distinct points: the states of equal texts in different batches differ by rounding only.
+    index_by_text = {rows[row_index]["input_ids"].tobytes(): index for index, row_index in enumerate(two_nn_order)}
+    distinct_indices = list(index_by_text.values())
+    return {
+        "examples": len(order),
+        "tokens": int(moments.count),
+        "mean_activation": moments.mean.tolist(),
+        "two_nn": [
+            _estimate_dimension(torch.cat(states_of_layer)[distinct_indices])
+            for states_of_layer in zip(*two_nn_states_of_batches, strict=True)
+        ],
+    }
+
+
+def compute_isoscore_star_by_layer(
+    trainer: L.Trainer,
+    module: FineTuner,
+    validation: TokenizedRows,
+    train: TokenizedRows,
+    collate: Collate,
+    batch_size: int,
+    zeta: float,
+    seed: int,
+    num_points: int = NUM_POINTS,
+) -> dict[str, Any]:
+    r"""Compute IsoScore\* of each layer and their union, as in Figures 3 and 6 of *Stable Anisotropic Regularization*.
+
+    The score is the IsoScore of :math:`(1 - \zeta) \operatorname{Cov}(X) + \zeta \Sigma_S` (Algorithm 1 of the paper).
+    For the union of layers 1 to L, X contains the states of all tokens of the validation rows, and the shrinkage
+    covariance Sigma_S is that of the same layers on training rows. For a single layer, X and Sigma_S are those of this
+    layer on the same rows; the paper does not say which Sigma_S its Figure 6 uses. Padding does not count. See
+    `iterate_states` for the forward passes.
+
+    Args:
+        trainer: determines the device and the precision.
+        module: module with the model.
+        validation: rows with the points X.
+        train: rows from which those for Sigma_S are sampled.
+        collate: turns rows into a padded batch.
+        batch_size: rows per forward pass.
+        zeta: weight of Sigma_S in [0, 1].
+        seed: seed of the sample of training rows.
+        num_points: minimum number of points for Sigma_S, counted over the union of layers 1 to L. All rows are used if
+            they have fewer points.
+
+    Returns:
+        A dictionary with `zeta`; `num_points`, the number of points from which Sigma_S of the union is computed;
+        `union`, the score of layers 1 to L together; and `layers`, the score of each layer by its number as a string
+        (0 is the embedding output). Scores are in [0, 1].
+
+    Raises:
+        UserError: if the states of a layer are all equal.
+        NonFiniteError: if hidden states are not finite.
+    """
+
+    def accumulate(rows: TokenizedRows, order: Sequence[int]) -> list[Moments]:
+        """Return the moments of layers 1 to L together, and of each layer from the embedding output on."""
+        layers: list[Moments] = []
+        for _, states_by_layer, mask in iterate_states(trainer, module, rows, collate, batch_size, order):
+            layers = layers or [Moments(states.shape[-1], states.device) for states in states_by_layer]
+            for moments, states in zip(layers, states_by_layer, strict=True):
+                moments.update(states, mask)
+        return [merge_layers(layers), *layers]
+
+    union_and_layers = accumulate(validation, sort_longest_first(validation))
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
+    num_layers = len(union_and_layers) - 2
+    training_rows = select_rows_with_tokens(train, order, math.ceil(num_points / num_layers))
+    training_moments = accumulate(train, training_rows)
+    union_score, *layer_scores = (
+        isoscore_star(moments, to_covariance(shrinkage_moments), zeta).item()
+        for moments, shrinkage_moments in zip(union_and_layers, training_moments, strict=True)
+    )
+    return {
+        "zeta": zeta,
+        "num_points": int(training_moments[0].count),
+        "union": union_score,
+        "layers": {str(layer): score for layer, score in enumerate(layer_scores)},
+    }
+
+
+def merge_layers(layers: Sequence[Moments]) -> Moments:
+    """Return the moments of the union of layers 1 to L. The first of `layers`, the embedding output, is left out.
+
+    Raises:
+        UserError: if the layers have different widths.
+    """
+    union = Moments(layers[0].dim, layers[0].scatter.device)
+    for moments in layers[1:]:
+        union.merge(moments)
+    return union
+
+
+def first_token_positions(mask: Tensor) -> Tensor:
+    """Return the position of each text's first token, `(batch,)`, from its mask `(batch, tokens)`, 0 for padding."""
+    return mask.long().argmax(1)
+
+
+def last_token_positions(mask: Tensor) -> Tensor:
+    """Return the position of each text's last token, `(batch,)`, from its mask `(batch, tokens)`, 0 for padding."""
+    return mask.shape[1] - 1 - mask.long().flip(1).argmax(1)
+
+
+def _estimate_dimension(states: Tensor) -> float | None:
+    """Return the TwoNN dimension of states `(n, d)`, or None if they are too few, or equal up to rounding."""
+    mean = states.double().mean(0)
+    spread = (states.double() - mean).norm(dim=1).max()
+    # States that differ by at most four rounding errors count as equal, as do the embedding outputs of [CLS].
+    if spread <= 4 * torch.finfo(states.dtype).eps * mean.norm():
+        return None
+    return call_or_none(lambda: two_nn(states))
+
+
+def call_or_none(measure: Callable[[], float | Tensor]) -> float | None:
+    """Return the value of a measure, or None if it is undefined and raises a `UserError`."""
+    try:
+        return float(measure())
+    except NonFiniteError:
+        raise
+    except UserError:
+        return None

@@ -1,0 +1,301 @@
+"""Callbacks that measure the geometry of every layer on validation data during training."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from istar.errors import NonFiniteError, UserError
+from istar.finetune.tasks.features import TokenizedRows
+from istar.finetune.training.data import Collate
+from istar.finetune.training.final_geometry import (
+    call_or_none,
+    first_token_positions,
+    iterate_states,
+    last_token_positions,
+    merge_layers,
+)
+from istar.finetune.training.module import FineTuner, log_immediately
+from istar.hidden_states.undisturbed import preserve_rng_states
+from istar.inputs.architectures import is_decoder
+from istar.measures import (
+    Accumulator,
+    AverageCosine,
+    ClassMoments,
+    DimensionMoments,
+    Moments,
+    Norms,
+    effective_rank,
+    isoscore,
+    singular_values,
+)
+from istar.records.metric_names import geometry_key, isotropy_key
+
+CLASS_SCORES = ("within", "between", "between_share")
+"""Names of the scores of a layer by class; `istar.measures.class_isotropy` explains them."""
+MONITORED = ("inter_sim", "average_norm", "norm_ratio", "effective_rank", "participation_ratio")
+"""Measures that are logged after every validation with `trainer.monitor_isotropy`."""
+SAMPLED = ("isoscore", "inter_sim", "effective_rank", "mean_kurtosis", "average_norm")
+"""Measures that are logged every n steps with `trainer.measure_every_n_steps`."""
+SECONDS_KEY = "geometry/seconds"
+"""Name under which the duration of a measurement is logged."""
+_SAMPLE_SEED = 0
+
+
+class LayerSums(Accumulator):
+    """Accumulates the sums from which the measures in `MONITORED` and `SAMPLED` of one layer are computed."""
+
+    def __init__(self, dim: int, device: torch.device) -> None:
+        self.moments, self.cosine = Moments(dim, device), AverageCosine(dim, device)
+        self.dimensions, self.norms = DimensionMoments(dim, device), Norms(dim, device=device)
+
+    def update(self, points: Tensor, mask: Tensor) -> None:
+        """Add the points `(batch, tokens, d)` where the mask `(batch, tokens)` is not 0."""
+        points = points[mask.bool()]
+        for sums in (self.moments, self.cosine, self.dimensions, self.norms):
+            sums.update(points)
+
+    def compute(self, names: Sequence[str]) -> dict[str, float]:
+        """Return some measures by name."""
+        norms = self.norms.compute()
+        functions: dict[str, Callable[[], float | Tensor]] = {
+            "isoscore": lambda: isoscore(self.moments),
+            "inter_sim": self.cosine.compute,
+            "average_norm": lambda: norms.average,
+            "norm_ratio": lambda: norms.ratio,
+            "effective_rank": lambda: effective_rank(singular_values(self.moments)),
+            "participation_ratio": lambda: 1 + (self.moments.dim - 1) * isoscore(self.moments),
+            "mean_kurtosis": lambda: self.dimensions.kurtosis().nanmean(),
+        }
+        return {name: float(functions[name]()) for name in names}
+
+
+@contextmanager
+def naming_step(context: str, trainer: L.Trainer) -> Iterator[None]:
+    """Within the `with` block, say in a `NonFiniteError` what was measured, and after which step."""
+    try:
+        yield
+    except NonFiniteError as error:
+        raise NonFiniteError(f"{context} after step {trainer.global_step}: {error}") from error
+
+
+class ValidationGeometry(L.Callback):
+    r"""Measure the isotropy of every layer over the tokens of the first validation set, of all processes.
+
+    Layer 0 is the embedding output, and layer l the output of layer l before the final norm, as in `istar measure`. The
+    module's `validation_step` must return `hidden_states` and `attention_mask`, as that of `FineTuner` does.
+
+    IsoScore of each layer, and of layers 1 to L together, is measured and logged. Unlike IsoScore\*, it uses no
+    shrinkage: a whole validation set has enough points, and models trained without I-STAR have no Sigma_S.
+
+    *Anisotropy is Not Inherent to Transformers* observes that models become anisotropic during training and recommends
+    monitoring it. With `stop_at`, training stops once the mean InterSim of layers 1 to L has been below `stop_at` and
+    is then at or above it in `patience` consecutive validations. Short peaks, and models that are anisotropic from the
+    start, do not stop the training.
+
+    Args:
+        has_classes: also measure the isotropy within and between classes. Each sequence contributes one point, the
+            state of the token that the model's head reads in the last layer: the first token ([CLS]) of an encoder, or
+            the last token of a decoder. Its class is the true label.
+        is_monitored: also log the measures in `MONITORED` as `isotropy/layer_<l>/<measure>`, and the mean InterSim of
+            layers 1 to L as `isotropy/inter_sim`.
+        stop_at: mean InterSim in [-1, 1] from which training stops, which is then monitored; None never stops it.
+        patience: number of consecutive validations at or above `stop_at` before training stops.
+
+    Attributes:
+        scores: latest IsoScores by layer: `0`, `1` to `L`, and `union`, layers 1 to L together.
+        class_scores: latest scores by layer and then by the names in `CLASS_SCORES`; see `compute_class_scores`.
+        inter_sim: latest mean InterSim of layers 1 to L; NaN if it is not monitored.
+        num_points: number of tokens of each layer from which the scores are computed.
+    """
+
+    def __init__(
+        self, has_classes: bool = False, is_monitored: bool = False, stop_at: float | None = None, patience: int = 2
+    ) -> None:
+        self.has_classes, self.is_monitored = has_classes, is_monitored or stop_at is not None
+        self.stop_at, self.patience = stop_at, patience
+        self.scores: dict[str, float] = {}
+        self.class_scores: dict[str, dict[str, float | None]] = {}
+        self.inter_sim = math.nan
+        self.num_points = 0
+        self._was_below, self._num_above = False, 0
+
+    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Discard the sums of the previous validation."""
+        self._sums: list[Any] = []
+        self._class_moments: list[ClassMoments] = []
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Add a batch of the first validation set to the sums of each layer."""
+        if dataloader_idx > 0:
+            return
+        states_by_layer, mask = outputs["hidden_states"], outputs["attention_mask"]
+        if not self._sums:
+            sums_class: Any = LayerSums if self.is_monitored else Moments
+            self._sums = [sums_class(states.shape[-1], states.device) for states in states_by_layer]
+        for sums, states in zip(self._sums, states_by_layer, strict=True):
+            sums.update(states, mask)
+        if self.has_classes:
+            model: Any = pl_module.model
+            find_positions = last_token_positions if is_decoder(model.config) else first_token_positions
+            rows, positions = torch.arange(len(mask), device=mask.device), find_positions(mask)
+            if not self._class_moments:
+                self._class_moments = [ClassMoments(states.shape[-1], states.device) for states in states_by_layer]
+            for moments, states in zip(self._class_moments, states_by_layer, strict=True):
+                moments.update(states[rows, positions], batch["labels"])
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Compute and log the measures of all layers from the tokens of all processes."""
+        all_sums: list[Any] = [sums.all_reduce() for sums in self._sums]
+        moments_by_layer: list[Moments] = [sums.moments if self.is_monitored else sums for sums in all_sums]
+        class_moments = [moments.all_reduce() for moments in self._class_moments]
+        self._sums, self._class_moments = [], []
+        self.num_points = int(moments_by_layer[0].count)
+        with naming_step("validation", trainer):
+            self.scores = {str(layer): isoscore(moments).item() for layer, moments in enumerate(moments_by_layer)}
+            self.scores["union"] = isoscore(merge_layers(moments_by_layer)).item()
+            self.class_scores = {
+                str(layer): compute_class_scores(moments) for layer, moments in enumerate(class_moments)
+            }
+            measures_by_layer = [sums.compute(MONITORED) for sums in all_sums] if self.is_monitored else []
+        logged = {isotropy_key(layer): score for layer, score in self.scores.items()}
+        for layer, measures in enumerate(measures_by_layer):
+            logged |= {isotropy_key(layer, name): value for name, value in measures.items()}
+        if measures_by_layer:
+            self.inter_sim = fmean(measures["inter_sim"] for measures in measures_by_layer[1:])
+            logged[isotropy_key("union", "inter_sim")] = self.inter_sim
+        pl_module.log_dict(logged, sync_dist=True)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stop the training if the mean InterSim has been too high for `patience` consecutive validations."""
+        if self.stop_at is None or trainer.sanity_checking or math.isnan(self.inter_sim):
+            return
+        is_above = self.inter_sim >= self.stop_at
+        self._num_above = self._num_above + 1 if is_above and self._was_below else 0
+        self._was_below = self._was_below or not is_above
+        if trainer.state.fn == "fit" and self._num_above >= self.patience:
+            trainer.should_stop = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"points": self.num_points, "was_below": self._was_below, "above": self._num_above}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.num_points = state_dict["points"]
+        self._was_below, self._num_above = state_dict["was_below"], state_dict["above"]
+
+
+@dataclass(eq=False)
+class GeometryProbe(L.Callback):
+    """Log the measures in `SAMPLED` of every layer before training, after every n-th optimizer step and at the end.
+
+    They are measured on the tokens of a fixed sample of validation examples, by rank 0 alone. The trained weights are
+    bit for bit those without this callback. The probe must precede the callback that writes checkpoints, so that the
+    checkpoint of a step contains the measures of that step.
+
+    Attributes:
+        rows: tokenized validation set, from which the sample is drawn.
+        collate: turns rows into a padded batch.
+        batch_size: examples per forward pass.
+        every_n_steps: number of optimizer steps between two measurements.
+        num_examples: number of examples in the sample.
+    """
+
+    rows: TokenizedRows
+    collate: Collate
+    batch_size: int
+    every_n_steps: int
+    num_examples: int
+    _step: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(_SAMPLE_SEED))
+        self.sample = sorted(order[: self.num_examples].tolist())
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Measure the model before the first step."""
+        self._step = trainer.global_step
+        if self._step == 0:
+            self._measure_and_log(trainer, pl_module, trainer.current_epoch)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *arguments: Any) -> None:
+        """Measure the model if the n-th optimizer step has just been completed."""
+        is_optimizer_step = trainer.global_step > self._step
+        self._step = trainer.global_step
+        if is_optimizer_step and self._step % self.every_n_steps == 0:
+            self._measure_and_log(trainer, pl_module, trainer.current_epoch)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Measure the model after the last step, unless it has just been measured."""
+        # Unlike on_train_end, this is also called if a resumed training has no step left.
+        if trainer.global_step % self.every_n_steps:
+            # `current_epoch` differs by one between a training that ends and a finished one that is resumed.
+            epochs: Any = trainer.fit_loop.epoch_progress.current
+            self._measure_and_log(trainer, pl_module, epochs.processed - 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"every_n_steps": self.every_n_steps, "num_examples": self.num_examples}
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Raise a `UserError` if the interrupted training was measured at different steps or not at all."""
+        state = checkpoint["callbacks"].get(self.state_key)
+        if state is None:
+            raise UserError(
+                "the interrupted run has not measured the steps that it has made; trainer.measure_every_n_steps=null "
+                "goes on with it, run.overwrite=true starts again"
+            )
+        if state != self.state_dict():
+            raise UserError(
+                f"the interrupted run has trainer.measure_every_n_steps={state['every_n_steps']} and "
+                f"trainer.measure_examples={state['num_examples']}, which go on with it; run.overwrite=true starts "
+                "again"
+            )
+
+    def _measure_and_log(self, trainer: L.Trainer, pl_module: L.LightningModule, epoch: int) -> None:
+        assert isinstance(pl_module, FineTuner)
+        if not trainer.is_global_zero:
+            return
+        start = time.perf_counter()
+        sums: list[LayerSums] = []
+        with preserve_rng_states(trainer.strategy.root_device), naming_step("geometry", trainer):
+            for _, states_by_layer, mask in iterate_states(
+                trainer, pl_module, self.rows, self.collate, self.batch_size, self.sample
+            ):
+                sums = sums or [LayerSums(states.shape[-1], states.device) for states in states_by_layer]
+                for layer_sums, states in zip(sums, states_by_layer, strict=True):
+                    layer_sums.update(states, mask)
+            values = {
+                geometry_key(layer, name): value
+                for layer, layer_sums in enumerate(sums)
+                for name, value in layer_sums.compute(SAMPLED).items()
+            }
+        log_immediately(trainer, {"epoch": epoch, **values, SECONDS_KEY: time.perf_counter() - start})
+
+
+def compute_class_scores(moments: ClassMoments) -> dict[str, float | None]:
+    """Return the isotropy within and between classes by the names in `CLASS_SCORES`; None for an undefined score.
+
+    All are None if the points are equal up to rounding, as are the embedding outputs of [CLS].
+
+    Raises:
+        NonFiniteError: if points are not finite.
+    """
+    rounding_error = 4 * torch.finfo(torch.float32).eps * moments.mean.norm()
+    if moments.total_covariance().trace() <= rounding_error.square():
+        return dict.fromkeys(CLASS_SCORES)
+    functions = (moments.isoscore_within, moments.isoscore_between, moments.between_share)
+    return {name: call_or_none(function) for name, function in zip(CLASS_SCORES, functions, strict=True)}
