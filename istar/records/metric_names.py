@@ -54,3 +54,27 @@ def isotropy_key(layer: int | str, measure: str = "isoscore") -> str:
 def geometry_key(layer: int | str, measure: str) -> str:
     """Return the name in logs of a measure during training; layer 0 is the embedding output."""
     return f"geometry/layer_{layer}/{measure}"
+
+
+def format_metric(metric: str, value: float | None) -> str:
+    """Format the value of a metric with two decimals, as `istar.records.metric_names.displayed`, or None as a dash."""
+    return "-" if value is None else f"{displayed(metric, value):.2f}"
+
+
+def format_number(value: float | None, format_spec: str) -> str:
+    """Format a number, or None as a dash; a negative number that rounds to zero has no minus sign."""
+    if value is None:
+        return "-"
+    text = format(value, format_spec)
+    rounds_to_zero = not text.strip("-0.")
+    return text.replace("-", "+" if "+" in format_spec else "") if rounds_to_zero else text
+
+
+GEOMETRY_LABELS = {
+    "isoscore": "IsoScore",
+    "inter_sim": "InterSim",
+    "effective_rank": "effective rank",
+    "mean_kurtosis": "mean excess kurtosis",
+    "average_norm": "average norm",
+}
+"""Labels of the panels' y axes, by measure."""

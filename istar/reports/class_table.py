@@ -8,10 +8,10 @@ from typing import Any
 import pandas as pd
 
 from istar.drawing.page_tables import Entry, Sheet, numeric_entries
+from istar.records.metric_names import format_number
 from istar.records.results import RunRecord
 from istar.reports.configurations import by_model_and_task, is_finite
 from istar.reports.method_comparisons import select_runs_by_method
-from istar.reports.run_tables import format_number
 
 _HEADER_BY_MEASURE = {
     "within": "IsoScore\nwithin", "between": "IsoScore\nbetween", "between_share": "share of variance\nbetween"

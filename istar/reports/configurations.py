@@ -15,9 +15,9 @@ import pandas as pd
 from istar.records.identity import configuration_hash, find_method, identifies_run, name_method
 from istar.records.metric_names import displayed, merit
 from istar.records.results import RunRecord
+from istar.records.run_rows import selection_sort_key
 from istar.reports import paper
 from istar.reports.run_frame import Runs
-from istar.reports.run_tables import selection_sort_key
 from istar.reports.statistics import MeanAndStd, mean_and_std
 
 VARIED = {"lambda": "reg.lambda", "zeta": "reg.zeta", "layers": "reg.layers", "method": "reg"}

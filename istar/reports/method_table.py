@@ -7,10 +7,10 @@ from typing import Any
 import pandas as pd
 
 from istar.drawing.page_tables import Entry, Sheet, numeric_entries
+from istar.records.metric_names import format_number
 from istar.reports.configurations import describe_hyperparameters, row_dicts
 from istar.reports.method_comparisons import ComparedMethods, Method, MethodComparison
 from istar.reports.paper_tables import EMPTY_CELL, format_mean_and_std, format_p_value
-from istar.reports.run_tables import format_number
 from istar.reports.statistics import mean_and_std
 from istar.statistics import paired
 from istar.statistics.conclusions import Verdict, conclusion, verdict

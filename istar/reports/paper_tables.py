@@ -9,10 +9,9 @@ from typing import Any
 import pandas as pd
 
 from istar.drawing.page_tables import Entry, Sheet, numeric_entries
-from istar.records.metric_names import merit
+from istar.records.metric_names import format_number, merit
 from istar.reports import paper
 from istar.reports.configurations import Cell, describe_hyperparameters, find_differing_keys, is_finite, row_dicts
-from istar.reports.run_tables import format_number
 from istar.reports.statistics import compare_paired
 
 EMPTY_CELL = "-"

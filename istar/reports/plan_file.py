@@ -16,33 +16,13 @@ from istar.drawing.plot import BASE
 from istar.errors import UserError
 from istar.files.outputs import Output
 from istar.files.parsing import read_record
+from istar.records.plan_entries import PlannedRun, Repetitions
 from istar.statistics import power
 from istar.statistics.paired import smallest_sign_flip_p
 
 PLAN = "plan.yaml"
 FORMAT = 2
 TestName = Literal["t", "sign-flip"]
-
-
-class PlannedRun(TypedDict):
-    """A run of the grid of a sweep."""
-
-    name: str
-    task: str
-    model: str  # last part of the model's name
-    method: str  # with its settings, as in the report
-    seed: int
-
-
-class Repetitions(TypedDict):
-    """Runs with further seeds. Only those of one configuration will be run: the best of a group of configurations."""
-
-    task: str
-    model: str
-    method: str  # without its settings
-    grid: str  # name of the grid in the sweep; empty if the sweep has no named grids
-    seeds: list[int]  # further seeds, with which the best configuration is repeated
-    names: list[str]  # names of the runs of every configuration of the group with every further seed
 
 
 class PlannedTest(TypedDict):

@@ -9,10 +9,9 @@ import pandas as pd
 from istar.drawing.page_tables import Entry, Sheet
 from istar.drawing.plot import BASE, Line, Panel, Plot
 from istar.errors import UserError
-from istar.records.metric_names import is_lower_better, merit
+from istar.records.metric_names import format_number, is_lower_better, merit
 from istar.reports.method_comparisons import ComparedMethods, Method, MethodComparison
 from istar.reports.paper_tables import EMPTY_CELL
-from istar.reports.run_tables import format_number
 from istar.statistics import tasks as over_tasks
 from istar.statistics.defaults import ALPHA
 from istar.statistics.paired import Interval

@@ -13,14 +13,9 @@ import pandas as pd
 from istar.errors import UserError
 from istar.files.outputs import Output
 from istar.files.writing import to_csv
-from istar.records.identity import label_method
 from istar.records.results import CONFIG, RESULT, RunRecord, read, read_unfinished
+from istar.records.run_rows import RUN_COLUMNS, record_to_row
 
-_COLUMNS = (
-    "name", "status", "task", "model", "method", "seed", "metric", "value", "selection", "epoch", "constant",
-    "collapsed", "isoscore_before", "isoscore_after", "seconds", "skipped_steps", "error", "fingerprint",
-    "began", "istar_version", "code_commit", "code_modified",
-)  # fmt: skip
 _REPLACED_SUFFIX = re.compile(r"\.old-\d+$")  # suffix of a run folder that `run.overwrite=true` has replaced
 _FOLDERS_WITHOUT_RUNS = ("multirun", "sweeps")
 
@@ -31,7 +26,7 @@ log = logging.getLogger(__name__)
 class Runs:
     """The runs below a folder."""
 
-    # One row per run, with the columns `folder`, those of `_COLUMNS`, `validation.<name>` for each metric, and one
+    # One row per run, with the columns `folder`, those of `RUN_COLUMNS`, `validation.<name>` for each metric, and one
     # column per config key, named as on the command line. `status` is finished, failed, pruned or unfinished; `value`
     # is the headline metric on the validation set, as a fraction, `constant` that of a constant prediction, and
     # `selection` the value by which configurations are compared (on held-out data if there are any). `began` is the UTC
@@ -78,41 +73,7 @@ def load_runs(root: Path, keep_records: bool = False, excluded: Path | None = No
         read_errors = {path: error for path, error in read_errors.items() if Path(path).resolve() != excluded.resolve()}
     for error in read_errors.values():
         log.warning("not read: %s", error)
-    return Runs(pd.DataFrame(rows, columns=None if rows else ["folder", *_COLUMNS]), read_errors, records)
-
-
-def record_to_row(record: RunRecord) -> dict[str, Any]:
-    """Return the row of a run in a data frame of runs, without the column `folder`; see `Runs.frame`."""
-    config, headline = record.config, record.headline
-    isoscore_before, isoscore_after = (record.isotropy.get(stage, {}).get("union") for stage in ("before", "after"))
-    column_values = (
-        record.name,
-        record.status,
-        config["task"]["name"],
-        Path(config["model"]["name"]).name,
-        label_method(record.config),
-        config["seed"],
-        headline.get("metric"),
-        headline.get("value"),
-        record.selection_value,
-        headline.get("epoch"),
-        record.baseline.get(headline.get("metric", "")),
-        any(record.collapsed.values()) if record.collapsed else None,
-        isoscore_before,
-        isoscore_after,
-        record.timing.get("total"),
-        record.skipped_steps,
-        record.error,
-        record.data.get("fingerprint"),
-        record.timing.get("began"),
-        record.versions.get("istar"),
-        record.code_commit,
-        record.code_modified,
-    )
-    metrics = {f"validation.{name}": value for name, value in record.metrics.items()}
-    config_groups = {name: group for name, group in config.items() if isinstance(group, dict)}
-    settings = {f"{name}.{key}": value for name, group in config_groups.items() for key, value in group.items()}
-    return {**dict(zip(_COLUMNS, column_values, strict=True)), **metrics, **settings}
+    return Runs(pd.DataFrame(rows, columns=None if rows else ["folder", *RUN_COLUMNS]), read_errors, records)
 
 
 def check_export(path: Path) -> None:

@@ -11,10 +11,9 @@ import pandas as pd
 
 from istar.drawing.plot import Line, Panel, Plot
 from istar.errors import shorten
-from istar.records.metric_names import geometry_key
+from istar.records.metric_names import GEOMETRY_LABELS, geometry_key
 from istar.records.results import METRICS
 from istar.reports.configurations import list_models, list_tasks
-from istar.reports.geometry_picture import MEASURE_LABELS
 from istar.reports.method_comparisons import select_runs_by_method
 
 _LOSS_COLUMN = "train/task_loss"
@@ -101,7 +100,7 @@ def _build_model_panels(model: str, runs: pd.DataFrame) -> list[Panel]:
     """Return the panels of a model; an empty list if none of its runs measured its geometry."""
     tables_by_method = _read_metrics_by_method(runs)
     panels = [_build_panel(model, "training loss", tables_by_method, _get_binned_loss)]
-    for measure, label in MEASURE_LABELS.items():
+    for measure, label in GEOMETRY_LABELS.items():
         panels.append(_build_panel(model, label, tables_by_method, partial(_get_measure, measure=measure)))
     return [panel for panel in panels if panel.lines]
 

@@ -22,9 +22,9 @@ from istar.records.config.penalties import PENALTIES
 from istar.records.config.schema import to_dict
 from istar.records.identity import BASE, configuration_hash, find_method, identifies_run, label_method, name_method
 from istar.records.results import RunRecord, write
+from istar.records.run_rows import group_by_task
 from istar.reports.configurations import add_selection_columns
 from istar.reports.run_frame import load_runs
-from istar.reports.run_tables import group_by_task
 
 
 def make_config(reg: str = "istar", weight: float = -1.0, **changes: Any) -> Config:

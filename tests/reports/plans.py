@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from istar.records.identity import label_method
+from istar.records.plan_entries import PlannedRun, Repetitions
 from istar.records.results import RunRecord
-from istar.reports.plan_file import Plan, PlannedRun, Repetitions, plan_test
+from istar.reports.plan_file import Plan, plan_test
 from tests.reports.synthetic import record
 
 WRITTEN = "2026-03-01T12:00:00+00:00"

@@ -6,11 +6,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from istar.records.plan_entries import Repetitions
 from istar.records.results import RunRecord
+from istar.records.run_rows import record_to_row
 from istar.reports import plan_file
 from istar.reports.plan_departures import Departure, build_departures_sheet, find_departures, summarize_departures
-from istar.reports.plan_file import Plan, Repetitions
-from istar.reports.run_frame import load_runs, record_to_row
+from istar.reports.plan_file import Plan
+from istar.reports.run_frame import load_runs
 from tests.reports.plans import COMMIT, EARLIER, LATER, WRITTEN, make_plan, run
 from tests.reports.synthetic import BASE, cosreg, istar, save
 

@@ -7,7 +7,8 @@ import yaml
 from scipy import stats
 
 from istar.errors import UserError
-from istar.reports.plan_file import PLAN, Plan, PlannedRun, PlannedTest, Repetitions, TestName, plan_test, read, write
+from istar.records.plan_entries import PlannedRun, Repetitions
+from istar.reports.plan_file import PLAN, Plan, PlannedTest, TestName, plan_test, read, write
 from tests.reports.plans import WRITTEN, make_plan, run
 from tests.reports.synthetic import BASE, istar
 

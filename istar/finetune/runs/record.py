@@ -8,6 +8,8 @@ from typing import Any
 from istar.files.outputs import run_output
 from istar.files.writing import atomic_write, write_text
 from istar.finetune.runs.assemble import CHECKPOINTS_FOLDER, Job
+from istar.finetune.runs.geometry_picture import render_geometry_plot
+from istar.finetune.runs.run_picture import render_isotropy_plot
 from istar.finetune.tasks.evaluation import write_submission
 from istar.finetune.tasks.loading import count_overlap
 from istar.finetune.training import merge_outputs
@@ -20,8 +22,6 @@ from istar.records import results
 from istar.records.config.schema import to_dict
 from istar.records.provenance import describe_code, describe_hardware
 from istar.records.results import RunRecord
-from istar.reports.geometry_picture import render_geometry_plot
-from istar.reports.run_picture import render_isotropy_plot
 
 ISOTROPY_PICTURE = "isotropy.png"
 GEOMETRY_PICTURE = "geometry_over_steps.png"

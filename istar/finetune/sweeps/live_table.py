@@ -23,7 +23,7 @@ from istar.records import identity
 from istar.records.config.schema import to_dict
 from istar.records.metric_names import displayed, merit
 from istar.records.results import METRICS, RunRecord
-from istar.reports.run_frame import record_to_row
+from istar.records.run_rows import record_to_row
 
 SWEEPS_FOLDER, STATE_FILE = "sweeps", "sweep.json"  # the state of a sweep is in `<run.root>/sweeps/<sweep>/sweep.json`
 FORMAT = 1

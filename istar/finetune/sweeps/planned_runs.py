@@ -7,7 +7,7 @@ from rich.console import Console
 from istar.errors import UserError, mask_secrets
 from istar.finetune.sweeps.sweep import SweepRequest, SweepRuns, list_runs
 from istar.finetune.sweeps.trials import replace_seed
-from istar.reports.plan_file import PlannedRun, Repetitions
+from istar.records.plan_entries import PlannedRun, Repetitions
 
 
 def describe_sweep(request: SweepRequest, console: Console) -> dict[str, Any]:

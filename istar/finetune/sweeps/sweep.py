@@ -19,13 +19,13 @@ from istar.files.writing import is_locked
 from istar.finetune.runs import extras
 from istar.finetune.runs.resolving import resolve_precision
 from istar.finetune.runs.run_folders import RunFolders, read_finished_run
-from istar.finetune.sweeps import cost, live_table, pool, trials
+from istar.finetune.sweeps import comparison_figure, comparison_table, cost, live_table, pool, trials
 from istar.finetune.sweeps.live_table import Board, SweepEntry, SweepState, format_duration
 from istar.finetune.sweeps.trials import Overrides, Trial
 from istar.records import results
 from istar.records.config import Config, SweepConfig, WandbConfig, schema
 from istar.records.results import RunRecord
-from istar.reports import comparison, run_tables
+from istar.records.run_rows import group_by_task, selection_sort_key
 
 if TYPE_CHECKING:
     from istar.finetune.sweeps.study import Study
@@ -438,12 +438,12 @@ def print_results(runs: SweepRuns) -> int:
     """Write and print the comparison of the finished runs, list the failed runs, and return the exit code."""
     console, records = runs.console, [runs.read_record(entry) for entry in runs.state.entries_with("finished")]
     if records:
-        num_configurations = sum(map(len, run_tables.group_by_task(records).values()))
+        num_configurations = sum(map(len, group_by_task(records).values()))
         if num_configurations > _MAX_COMPARED_CONFIGURATIONS or runs.request.settings.seeds:
             records = select_best_configurations(records, runs.grid_by_run)
-        markdown = run_tables.format_comparison_as_markdown(records).encode()
-        runs.output.write({"comparison.md": markdown, **comparison.draw_comparison(records)})
-        console.print(run_tables.build_comparison_table(records))
+        markdown = comparison_table.format_comparison_as_markdown(records).encode()
+        runs.output.write({"comparison.md": markdown, **comparison_figure.draw_comparison(records)})
+        console.print(comparison_table.build_comparison_table(records))
         console.out(f"{runs.folder / 'comparison.png'} and .svg, .md", highlight=False)
     num_runs = len(runs.state.entries)
     failed_entries = runs.state.entries_with("failed")
@@ -467,10 +467,10 @@ def select_best_configurations(records: Sequence[RunRecord], grid_by_run: Mappin
 
     def selection_rank(runs: Sequence[RunRecord]) -> tuple[int, float]:
         """Return a rank that is higher for better configurations, given the runs of a configuration."""
-        return run_tables.selection_sort_key([run.selection_merit for run in runs])
+        return selection_sort_key([run.selection_merit for run in runs])
 
     best_by_key: dict[tuple[str, ...], list[RunRecord]] = {}
-    for (task, model), configurations in run_tables.group_by_task(records).items():
+    for (task, model), configurations in group_by_task(records).items():
         for runs in configurations:
             grid = next((grid_by_run[run.name] for run in runs if run.name in grid_by_run), "")
             key = (task, model, runs[0].config["reg"]["name"], grid)

@@ -11,6 +11,7 @@ import yaml
 from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer
 
 from istar.finetune.runs.run import run
+from istar.finetune.runs.run_table import build_run_table
 from istar.finetune.tasks.loading import sample_examples
 from istar.finetune.tasks.metrics import compute
 from istar.finetune.tasks.squad import best_answer
@@ -19,7 +20,6 @@ from istar.inputs import demo
 from istar.records import results
 from istar.records.config.schema import to_dict
 from istar.records.task_specs import TASKS
-from istar.reports.run_tables import build_run_table
 from tests.finetune.runs.artifacts import DEMOS, REGS, Build, folders_in, logged, place, rows_of
 
 

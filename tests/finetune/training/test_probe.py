@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from istar.errors import NonFiniteError, UserError
 from istar.finetune.runs import run as run_module
+from istar.finetune.runs.geometry_picture import build_geometry_plot
 from istar.finetune.runs.run import run
 from istar.finetune.tasks.features import FeatureRows
 from istar.finetune.tasks.loading import load_splits, sample_examples
@@ -20,7 +21,6 @@ from istar.finetune.training import FineTuner
 from istar.finetune.training.layer_geometry import GeometryProbe
 from istar.records.config import Config
 from istar.records.task_specs import TASKS
-from istar.reports.geometry_picture import build_geometry_plot
 from tests.jobs import Start, starting
 from tests.oracles import algorithm_1
 

@@ -16,7 +16,7 @@ from istar.drawing.rendering import COLOURS, PNG_DPI
 from istar.records.identity import label_method
 from istar.records.metric_names import axis_label, displayed
 from istar.records.results import RunRecord
-from istar.reports.run_tables import group_by_task
+from istar.records.run_rows import group_by_task
 
 Configurations = Sequence[Sequence[RunRecord]]  # the runs of each configuration of a task and a model
 

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from istar.records.identity import label_method
-from istar.records.results import RunRecord
-from istar.reports.run_tables import (
-    COLUMNS,
+from istar.finetune.runs.run_table import build_run_table
+from istar.finetune.sweeps.comparison_table import (
     build_comparison_row,
     build_comparison_table,
-    build_run_table,
     format_comparison_as_markdown,
 )
+from istar.records.identity import label_method
+from istar.records.results import RunRecord
+from istar.records.run_rows import COMPARISON_COLUMNS
 
 
 def make_record(reg: dict[str, Any] | None = None, **changes: Any) -> RunRecord:
@@ -61,7 +61,7 @@ def find_row(output: str, start: str) -> list[str]:
 
 
 def test_row() -> None:
-    assert dict(zip(COLUMNS, build_comparison_row([make_record()]), strict=True)) == {
+    assert dict(zip(COMPARISON_COLUMNS, build_comparison_row([make_record()]), strict=True)) == {
         "task": "rte, accuracy",
         "model": "bert-base-cased",
         "method": "I-STAR λ=-1 ζ=0.4",
@@ -76,7 +76,7 @@ def test_row() -> None:
 
 def test_collapse_is_shown() -> None:
     collapsed = make_record(collapsed={"validation_matched": False, "validation_mismatched": True})
-    assert build_comparison_row([collapsed])[COLUMNS.index("value")] == "70.76 (collapsed)"
+    assert build_comparison_row([collapsed])[COMPARISON_COLUMNS.index("value")] == "70.76 (collapsed)"
     output = " ".join(render_table(build_run_table(collapsed)).split())
     assert "Collapsed on validation_mismatched: all predictions are the same." in output
     assert "validation_matched" not in output
@@ -85,13 +85,13 @@ def test_collapse_is_shown() -> None:
 
 
 def test_no_baseline() -> None:
-    assert build_comparison_row([make_record(baseline={})])[COLUMNS.index("constant")] == "-"
+    assert build_comparison_row([make_record(baseline={})])[COMPARISON_COLUMNS.index("constant")] == "-"
     assert "constant prediction" not in render_table(build_run_table(make_record(baseline={})))
 
 
 def test_negative_metrics() -> None:
     record = make_record(headline={"metric": "matthews_correlation", "value": -0.05, "epoch": 1})
-    assert build_comparison_row([record])[COLUMNS.index("value")] == "-5.00"
+    assert build_comparison_row([record])[COMPARISON_COLUMNS.index("value")] == "-5.00"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_comparison() -> None:
     ]
     table = build_comparison_table(records)
     assert table.title == "rte, accuracy · bert-base-cased · seed 1"
-    columns = [name for name in COLUMNS[2:] if name != "seed"]
+    columns = [name for name in COMPARISON_COLUMNS[2:] if name != "seed"]
     assert [column.header for column in table.columns] == columns
     lines = [split_cells(line) for line in render_table(table).splitlines() if len(split_cells(line)) == len(columns)]
     assert lines[-3:] == [[row[2], *row[4:]] for row in (build_comparison_row([record]) for record in records)]
@@ -153,7 +153,7 @@ def test_comparison_keeps_the_columns_in_which_runs_differ() -> None:
     other.config["task"] = {"name": "stsb"}
     table = build_comparison_table([make_record(), other])
     assert table.title == "bert-base-cased · seed 1"
-    assert [column.header for column in table.columns] == ["task", "method", *COLUMNS[4:]]
+    assert [column.header for column in table.columns] == ["task", "method", *COMPARISON_COLUMNS[4:]]
 
 
 def test_runs_that_differ_in_nothing_but_the_seed_are_one_row() -> None:
@@ -162,7 +162,7 @@ def test_runs_that_differ_in_nothing_but_the_seed_are_one_row() -> None:
     other.config["optim"] = {"lr": 1.0}
     table = build_comparison_table([records[0], other, *records[1:]])
     assert table.title == "rte, accuracy · bert-base-cased"
-    assert [column.header for column in table.columns] == list(COLUMNS[2:])
+    assert [column.header for column in table.columns] == list(COMPARISON_COLUMNS[2:])
     first, second = [
         row for row in (split_cells(line) for line in render_table(table).splitlines()) if row and "λ" in row[0]
     ]
@@ -182,7 +182,7 @@ def make_seeded_record(seed: int, value: float, **fields: Any) -> RunRecord:
 def test_markdown() -> None:
     records = [make_record(), make_record({"name": "none"})]
     lines = format_comparison_as_markdown(records).splitlines()
-    assert split_cells(lines[0]) == list(COLUMNS)
+    assert split_cells(lines[0]) == list(COMPARISON_COLUMNS)
     assert set(split_cells(lines[1])) == {"---"}
     assert [split_cells(line) for line in lines[2:]] == [build_comparison_row([record]) for record in records]
     assert len({line.count("|") for line in lines}) == 1

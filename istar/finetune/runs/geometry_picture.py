@@ -6,16 +6,8 @@ from collections.abc import Mapping, Sequence
 from istar.drawing.plot import Line, Panel, Plot
 from istar.drawing.rendering import render
 from istar.drawing.spacing import evenly_spaced
-from istar.records.metric_names import geometry_key
+from istar.records.metric_names import GEOMETRY_LABELS, geometry_key
 
-MEASURE_LABELS = {
-    "isoscore": "IsoScore",
-    "inter_sim": "InterSim",
-    "effective_rank": "effective rank",
-    "mean_kurtosis": "mean excess kurtosis",
-    "average_norm": "average norm",
-}
-"""Labels of the panels' y axes, by measure."""
 _MEASURE_KEY = re.compile(geometry_key(r"(\d+)", r"(\w+)"))
 
 
@@ -31,7 +23,7 @@ def build_geometry_plot(rows: Sequence[Mapping[str, float]]) -> Plot:
         {int(match[1]) for row in measured_rows for name in row if (match := _MEASURE_KEY.fullmatch(name))}
     )
     panels = []
-    for measure, label in MEASURE_LABELS.items():
+    for measure, label in GEOMETRY_LABELS.items():
         lines = [
             Line(
                 f"layer {layer}" if layer else "embeddings",

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from matplotlib import pyplot as plt
 
+from istar.finetune.sweeps import comparison_figure
 from istar.records.results import RunRecord
-from istar.reports import comparison
 
 REGS: list[dict[str, Any]] = [
     {"name": "none"},
@@ -37,7 +37,7 @@ def make_record(number: int, value: float | None = None, baseline: bool = True) 
 
 @pytest.mark.parametrize("count", [1, 6])
 def test_files(count: int) -> None:
-    files = comparison.draw_comparison([make_record(number) for number in range(count)])
+    files = comparison_figure.draw_comparison([make_record(number) for number in range(count)])
     assert list(files) == ["comparison.png", "comparison.svg"]
     png = files["comparison.png"]
     assert png.startswith(b"\x89PNG\r\n\x1a\n")
@@ -51,8 +51,8 @@ def test_files(count: int) -> None:
 def draw_figure(monkeypatch: pytest.MonkeyPatch, records: list[RunRecord]) -> Any:
     """Draw the comparison of records and return the figure, which is captured when it is closed."""
     figures: list[Any] = []
-    monkeypatch.setattr(comparison.plt, "close", figures.append)
-    comparison.draw_comparison(records)
+    monkeypatch.setattr(comparison_figure.plt, "close", figures.append)
+    comparison_figure.draw_comparison(records)
     monkeypatch.undo()
     plt.close(figures[0])
     return figures[0]
@@ -107,8 +107,10 @@ def test_no_common_baseline_no_line(monkeypatch: pytest.MonkeyPatch, records: li
 
 @pytest.mark.parametrize("value", [0.0, -0.3, 1.0])
 def test_extreme_values(value: float) -> None:
-    assert len(comparison.draw_comparison([make_record(0, value)])["comparison.svg"]) > 1000
+    assert len(comparison_figure.draw_comparison([make_record(0, value)])["comparison.svg"]) > 1000
 
 
 def test_more_runs_than_colours() -> None:
-    assert len(comparison.draw_comparison([make_record(number) for number in range(12)])["comparison.png"]) > 1000
+    assert (
+        len(comparison_figure.draw_comparison([make_record(number) for number in range(12)])["comparison.png"]) > 1000
+    )

@@ -1,0 +1,80 @@
+"""Runs as rows of tables: the columns of a run, and groups of the runs that a table compares."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from istar.records.identity import configuration_hash, label_method
+from istar.records.results import RunRecord
+
+RUN_COLUMNS = (
+    "name", "status", "task", "model", "method", "seed", "metric", "value", "selection", "epoch", "constant",
+    "collapsed", "isoscore_before", "isoscore_after", "seconds", "skipped_steps", "error", "fingerprint",
+    "began", "istar_version", "code_commit", "code_modified",
+)  # fmt: skip
+"""Columns of a data frame of runs that every run has."""
+COMPARISON_COLUMNS = ("task", "model", "method", "seed", "value", "constant", "epoch", "IsoScore", "seconds")
+"""Columns of the tables that compare runs on the terminal."""
+COMPARISON_CAPTION = (
+    "Metrics in percent, beside those of a constant prediction; IsoScore of layers 1 to L before → after training."
+    " Over seeds: mean ± standard deviation."
+)
+
+
+def record_to_row(record: RunRecord) -> dict[str, Any]:
+    """Return the row of a run in a data frame of runs, without the column `folder`; see `Runs.frame`."""
+    config, headline = record.config, record.headline
+    isoscore_before, isoscore_after = (record.isotropy.get(stage, {}).get("union") for stage in ("before", "after"))
+    column_values = (
+        record.name,
+        record.status,
+        config["task"]["name"],
+        Path(config["model"]["name"]).name,
+        label_method(record.config),
+        config["seed"],
+        headline.get("metric"),
+        headline.get("value"),
+        record.selection_value,
+        headline.get("epoch"),
+        record.baseline.get(headline.get("metric", "")),
+        any(record.collapsed.values()) if record.collapsed else None,
+        isoscore_before,
+        isoscore_after,
+        record.timing.get("total"),
+        record.skipped_steps,
+        record.error,
+        record.data.get("fingerprint"),
+        record.timing.get("began"),
+        record.versions.get("istar"),
+        record.code_commit,
+        record.code_modified,
+    )
+    metrics = {f"validation.{name}": value for name, value in record.metrics.items()}
+    config_groups = {name: group for name, group in config.items() if isinstance(group, dict)}
+    settings = {f"{name}.{key}": value for name, group in config_groups.items() for key, value in group.items()}
+    return {**dict(zip(RUN_COLUMNS, column_values, strict=True)), **metrics, **settings}
+
+
+def group_by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[list[RunRecord]]]:
+    """Group runs by task and model, and within these by configuration; see `configuration_hash`.
+
+    Groups and runs keep the order of `records`.
+    """
+    runs_by_task: dict[tuple[str, str], dict[str, list[RunRecord]]] = {}
+    for record in records:
+        task_and_model = (record.config["task"]["name"], Path(record.config["model"]["name"]).name)
+        configuration = configuration_hash(record.config, record.data.get("fingerprint", ""))
+        runs_by_task.setdefault(task_and_model, {}).setdefault(configuration, []).append(record)
+    return {
+        task_and_model: list(runs_by_configuration.values())
+        for task_and_model, runs_by_configuration in runs_by_task.items()
+    }
+
+
+def selection_sort_key(merits: Sequence[float]) -> tuple[int, float]:
+    """Return the sort key of a configuration, higher for better ones: the number of seeds, then the mean merit.
+
+    `merits` has the `selection_merit` of the run of each seed.
+    """
+    return len(merits), fmean(merits)
