@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> None:
         test=plan_file.plan_test(*test_options, sweep_fields["runs"], sweep_fields["repetitions"]),
         **sweep_fields,
     )
-    path, num_runs = plan_file.write(new_plan, options.out, options.force), new_plan.num_runs
+    path, num_runs = plan_file.write_plan(new_plan, options.out, options.force), new_plan.num_runs
     make_console().out(f"{path}: {num_runs} run{'s' * (num_runs != 1)}", highlight=False)
     num_comparisons, smallest_p = new_plan.test["comparisons"], new_plan.test["smallest_p"]
     if num_comparisons and smallest_p is not None and smallest_p >= options.alpha / num_comparisons:

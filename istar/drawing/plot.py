@@ -3,9 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-BASE = "Base"
-"""Label of the runs without a penalty."""
-
 
 @dataclass(frozen=True)
 class Line:
@@ -72,7 +69,7 @@ class Plot:
     share_axes: bool = False  # whether all panels have the same limits of both axes
     share_y: bool = False  # whether all panels have the same limits of the y axis, because they show the same quantity
     share_y_by_label: bool = False  # whether panels with the same label of the y axis have the same limits of it
-    reference_label: str = BASE  # label of the line that is drawn in black
+    reference_label: str = "Base"  # label of the line that is drawn in black
     # Labels in the order in which they get colours; may include labels without a line, so that several plots use the
     # same colours. If empty, the labels of the lines are used.
     labels: tuple[str, ...] = ()

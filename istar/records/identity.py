@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from istar.records.results import FORMAT
+from istar.records.results import RECORD_FORMAT
 
 BASE = "base"
 """Method of runs without a penalty."""
@@ -31,6 +31,8 @@ METHOD_NAMES = {
     "weight_decay": "weight decay",
 }
 """Names of methods without their settings, as tables show them, by `reg.name` or `BASE`."""
+BASE_LABEL = METHOD_NAMES[BASE]
+"""Name of training without a penalty in tables and figures."""
 
 
 def identity_hash(config: Mapping[str, Any], data: str, model: str) -> str:
@@ -48,7 +50,12 @@ def identity_hash(config: Mapping[str, Any], data: str, model: str) -> str:
     # Imported here because istar.records.config imports torch, which readers of results do not need.
     from istar.records.config.groups import Config
 
-    identity = {"format": FORMAT, "config": _select_identity_values(Config, config), "data": data, "model": model}
+    identity = {
+        "format": RECORD_FORMAT,
+        "config": _select_identity_values(Config, config),
+        "data": data,
+        "model": model,
+    }
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
 
 

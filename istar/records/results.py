@@ -15,9 +15,9 @@ from istar.records.metric_names import merit
 RESULT = "result.json"
 CONFIG = "config.yaml"
 GEOMETRY = "geometry.json"
-METRICS = "metrics.csv"
+METRICS_FILE = "metrics.csv"
 KEPT_MODELS = "models"
-FORMAT = 1
+RECORD_FORMAT = 1
 _START_COMMENT = "# The run began at "
 _REPORTED_PACKAGES = ("istar", "torch", "lightning", "transformers", "datasets", "numpy", "scikit-learn")
 
@@ -128,7 +128,7 @@ class RunRecord:
     cuda: str | None = None  # version of CUDA that torch was built with; None without CUDA
     system: str | None = None  # operating system and its version
     error: str | None = None  # one-line reason of a failure; None if the run did not fail
-    format: int = FORMAT
+    format: int = RECORD_FORMAT
 
     @property
     def selection_value(self) -> Any:
@@ -179,7 +179,7 @@ def read(folder: Path) -> RunRecord:
     """
     path = folder / RESULT
     try:
-        record = RunRecord(**read_record(path, RunRecord, "a result", FORMAT))
+        record = RunRecord(**read_record(path, RunRecord, "a result", RECORD_FORMAT))
     except MissingFileError as error:
         raise UserError(f"{folder} holds no {RESULT}: the run is not finished, or this is not a run folder") from error
     if gap := _find_gap(record):

@@ -242,7 +242,7 @@ def list_models(runs: pd.DataFrame) -> list[str]:
 def list_tasks(runs: pd.DataFrame) -> list[str]:
     """Return the tasks of the runs: the paper's in the order of Table 1, then the others by name."""
     names = set(runs["task"])
-    return [name for name in paper.TASKS if name in names] + sorted(names - set(paper.TASKS))
+    return [name for name in paper.PAPER_TASKS if name in names] + sorted(names - set(paper.PAPER_TASKS))
 
 
 _TEMPLATE_BY_KEY = {

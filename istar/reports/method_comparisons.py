@@ -7,8 +7,8 @@ from functools import cache
 import numpy as np
 import pandas as pd
 
-from istar.drawing.plot import BASE
 from istar.errors import UserError
+from istar.records.identity import BASE_LABEL
 from istar.records.metric_names import displayed, is_lower_better
 from istar.reports.budgets import Budget, compute_budget
 from istar.reports.configurations import HELD_OUT, VALIDATION, by_model_and_task, find_best_group
@@ -80,7 +80,7 @@ class ComparedMethods:
 
 
 def compare_methods(
-    all_runs: pd.DataFrame, test: str = TEST, alpha: float = ALPHA, reference: str = BASE
+    all_runs: pd.DataFrame, test: str = TEST, alpha: float = ALPHA, reference: str = BASE_LABEL
 ) -> ComparedMethods:
     """Compare every method of each model and task with a reference, such as Base or a placebo.
 
@@ -126,7 +126,7 @@ def _find_references(methods: list[Method], name: str) -> dict[tuple[str, str], 
                 f"the reference {name!r} may be {other.name!r} or {method.name!r} on {method.task}; expected the full "
                 "name of one"
             )
-    if not reference_by_task and name != BASE:
+    if not reference_by_task and name != BASE_LABEL:
         available_names = ", ".join(repr(other_name) for other_name in sorted({method.name for method in methods}))
         raise UserError(f"no finished run is of the method {name!r}; expected one of {available_names or 'none'}")
     return reference_by_task

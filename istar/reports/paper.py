@@ -11,7 +11,7 @@ from istar.records.identity import BASE, METHOD_NAMES
 
 MODELS = {"albert-base-v2": "albert", "bert-base-cased": "bert", "distilbert-base-cased": "distilbert"}
 """The paper's models: last part of the model's name -> its `model` option on the command line."""
-TASKS = ("sst2", "qnli", "rte", "mrpc", "qqp", "cola", "stsb", "sst5", "squad")
+PAPER_TASKS = ("sst2", "qnli", "rte", "mrpc", "qqp", "cola", "stsb", "sst5", "squad")
 """The paper's tasks in the order of Table 1."""
 FAMILIES = {method: METHOD_NAMES[method] for method in (BASE, "cosreg", "istar")}
 """The paper's methods: name in files -> name in the paper."""

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from istar.drawing.page_tables import Entry, Sheet, numeric_entries
+from istar.drawing.terminal import format_duration
 from istar.records.metric_names import format_number, merit
 from istar.reports import paper
 from istar.reports.configurations import Cell, describe_hyperparameters, find_differing_keys, is_finite, row_dicts
@@ -17,7 +18,7 @@ from istar.reports.statistics import compare_paired
 EMPTY_CELL = "-"
 """Text of a table entry that has no value."""
 
-Row = Mapping[str, Any]
+TableRow = Mapping[str, Any]
 """A row of a table as values by the name of the column."""
 
 
@@ -46,7 +47,9 @@ def build_table1_sheet(cells: Sequence[Cell]) -> Sheet:
     )  # fmt: skip
 
 
-def _group_by_model(rows: Iterable[Row], format_row: Callable[[Row], list[Entry]]) -> dict[str, list[list[Entry]]]:
+def _group_by_model(
+    rows: Iterable[TableRow], format_row: Callable[[TableRow], list[Entry]]
+) -> dict[str, list[list[Entry]]]:
     """Return the formatted rows by model, in order of appearance."""
     rows_by_model: dict[str, list[list[Entry]]] = {}
     for row in rows:
@@ -123,7 +126,7 @@ def _build_table1_row(cell: Cell, base: Cell, metric: str) -> dict[str, Any]:
     return row
 
 
-def _format_table1_row(row: Row, common_hyperparameters: str) -> list[Entry]:
+def _format_table1_row(row: TableRow, common_hyperparameters: str) -> list[Entry]:
     """Return the entries of a row of Table 1.
 
     The remarks name the hyperparameters only if they differ from those that all rows have in common.
@@ -159,7 +162,7 @@ def _format_table1_row(row: Row, common_hyperparameters: str) -> list[Entry]:
     ]
 
 
-def _describe_unequal_tuning(row: Row) -> str:
+def _describe_unequal_tuning(row: TableRow) -> str:
     """Return the remark that Base is the best of another number of configurations than the method; empty if not."""
     num_configurations, num_base_configurations = row["configurations"], row["base_configurations"]
     is_unequal = num_configurations and num_base_configurations and num_configurations != num_base_configurations
@@ -192,7 +195,7 @@ def build_table2_sheet(cells: Sequence[Cell], all_runs: pd.DataFrame) -> Sheet:
     )
 
 
-def _mark_collapsed(text: str, row: Row) -> str:
+def _mark_collapsed(text: str, row: TableRow) -> str:
     """Return the text of a mean, with a remark if all of its runs have collapsed to constant predictions."""
     return f"{text} (collapsed)" if row["all_collapsed"] else text
 
@@ -225,7 +228,7 @@ def _build_table2_row(cell: Cell, num_pairs_tried: int) -> dict[str, Any]:
     }
 
 
-def _build_table2_average(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def _build_table2_average(rows: Sequence[TableRow]) -> list[dict[str, Any]]:
     """Return the row with the averages of lambda and zeta over the tasks of a model; no row for fewer than two tasks.
 
     Args:
@@ -242,7 +245,7 @@ def _build_table2_average(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [{"model": rows[0]["model"], "task": task, **fields_of_tasks, "all_collapsed": False, **averages}]
 
 
-def _format_table2_row(row: Row) -> list[Entry]:
+def _format_table2_row(row: TableRow) -> list[Entry]:
     best_pair, published_pair = (
         EMPTY_CELL
         if row[lambda_key] is None or row[zeta_key] is None
@@ -292,14 +295,14 @@ def build_cost_sheet(all_runs: pd.DataFrame, shrinkage_seconds_by_folder: Mappin
         caption="Seconds per finished run (of the process that finished it), mean ± standard deviation; Σ_S: seconds "
         "per run for the shrinkage covariance, and its share. The runs do not record their machine: compare only runs "
         "that ran on the same one.",
-        header=("task", "method", "runs", "seconds a run", "hours:minutes in all", "Σ_S seconds a run", "Σ_S share"),
+        header=("task", "method", "runs", "seconds a run", "duration in all", "Σ_S seconds a run", "Σ_S share"),
         rows_by_group=_group_by_model(row_dicts(costs_by_method), _format_cost_row),
         frame=costs_by_method,
-        notes=(f"All rows of a method together (hours:minutes): {', '.join(totals)}.",) if totals else (),
+        notes=(f"All rows of a method together: {', '.join(totals)}.",) if totals else (),
     )
 
 
-def _format_cost_row(row: Row) -> list[Entry]:
+def _format_cost_row(row: TableRow) -> list[Entry]:
     """Return the entries of a row of the table of run times."""
     has_shrinkage = row["shrinkage_seconds_mean"] > 0
     number_texts = (
@@ -360,12 +363,6 @@ def format_p_value(p_value: float | None) -> str:
     if p_value is None:
         return EMPTY_CELL
     return "<0.001" if p_value < 0.001 else f"{p_value:.4f}"
-
-
-def format_duration(seconds: float) -> str:
-    """Format seconds as hours and minutes: 3725 becomes `1:02`."""
-    minutes = round(seconds / 60)
-    return f"{minutes // 60}:{minutes % 60:02d}"
 
 
 def _finite_or_none(value: Any) -> float | None:

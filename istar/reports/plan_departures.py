@@ -33,7 +33,7 @@ def find_departures(plan: Plan, frame: pd.DataFrame) -> list[Departure]:
     one of its trials.
 
     Args:
-        plan: from `istar.reports.plan_file.read`.
+        plan: from `istar.reports.plan_file.read_plan`.
         frame: `istar.reports.run_frame.Runs.frame`, of runs with any status.
     """
     rows = frame.astype(object).where(frame.notna(), None).to_dict("records")

@@ -12,16 +12,16 @@ from typing import Literal, TypedDict
 
 import yaml
 
-from istar.drawing.plot import BASE
 from istar.errors import UserError
 from istar.files.outputs import Output
 from istar.files.parsing import read_record
+from istar.records.identity import BASE_LABEL
 from istar.records.plan_entries import PlannedRun, Repetitions
 from istar.statistics import power
 from istar.statistics.paired import smallest_sign_flip_p
 
 PLAN = "plan.yaml"
-FORMAT = 2
+PLAN_FORMAT = 2
 TestName = Literal["t", "sign-flip"]
 
 
@@ -56,7 +56,7 @@ class Plan:
     repetitions: list[Repetitions]
     replaces: list[str] = field(default_factory=list)  # hashes of the plans that this one has replaced
     sha256: str = ""  # hash of the other fields when the plan was written
-    format: int = FORMAT
+    format: int = PLAN_FORMAT
 
     @property
     def num_runs(self) -> int:
@@ -90,8 +90,8 @@ def plan_test(
     power.smallest_difference(1.0 if sd is None else sd, 2, alpha, target_power)
     methods = {(group["task"], group["model"], group["method"], group["grid"]) for group in repetitions}
     methods = methods or {(run["task"], run["model"], run["method"], "") for run in runs}
-    has_base = {(task, model) for task, model, method, _ in methods if method == BASE}
-    comparisons = sum((task, model) in has_base and method != BASE for task, model, method, _ in methods)
+    has_base = {(task, model) for task, model, method, _ in methods if method == BASE_LABEL}
+    comparisons = sum((task, model) in has_base and method != BASE_LABEL for task, model, method, _ in methods)
     seeds_by_method: dict[tuple[str, str, str], set[int]] = {}
     repeated_seeds = {seed for group in repetitions for seed in group["seeds"]}
     for run in runs:
@@ -130,10 +130,10 @@ def find_replaced_plan(folder: Path, force: bool) -> Plan | None:
             f"{folder / PLAN} exists; name another folder with --out, or write a new plan with --force, which keeps "
             "this one under another name"
         )
-    return read(folder / PLAN)
+    return read_plan(folder / PLAN)
 
 
-def write(plan: Plan, folder: Path, force: bool = False) -> Path:
+def write_plan(plan: Plan, folder: Path, force: bool = False) -> Path:
     """Write `plan.yaml` into a folder, and return its path.
 
     With `force`, an earlier plan is kept as `plan.old-<hash>.yaml`, and the new plan records its hash.
@@ -152,7 +152,7 @@ def write(plan: Plan, folder: Path, force: bool = False) -> Path:
     return folder / PLAN
 
 
-def read(path: Path) -> Plan:
+def read_plan(path: Path) -> Plan:
     """Read the plan of an experiment from its `plan.yaml`.
 
     Raises:
@@ -160,4 +160,4 @@ def read(path: Path) -> Plan:
     """
     if path.suffix != ".yaml":
         raise UserError(f"{path} is not a plan; expected the {PLAN} that istar plan writes")
-    return Plan(**read_record(path, Plan, "a plan", FORMAT))
+    return Plan(**read_record(path, Plan, "a plan", PLAN_FORMAT))

@@ -7,8 +7,9 @@ import numpy as np
 import pandas as pd
 
 from istar.drawing.page_tables import Entry, Sheet
-from istar.drawing.plot import BASE, Line, Panel, Plot
+from istar.drawing.plot import Line, Panel, Plot
 from istar.errors import UserError
+from istar.records.identity import BASE_LABEL
 from istar.records.metric_names import format_number, is_lower_better, merit
 from istar.reports.method_comparisons import ComparedMethods, Method, MethodComparison
 from istar.reports.paper_tables import EMPTY_CELL
@@ -40,7 +41,7 @@ class RankedMethods:
     critical_difference: float = 0.0  # Nemenyi's
     alpha: float = ALPHA  # significance level of both tests
     unranked_methods: tuple[str, ...] = ()  # methods that cannot be ranked with the others
-    reference: str = BASE  # name of the method with which the others are compared
+    reference: str = BASE_LABEL  # name of the method with which the others are compared
     reason: str = ""  # why the methods are not ranked, as a sentence; empty if they are
 
     @property
@@ -229,7 +230,7 @@ def build_rank_sheet(ranked: list[RankedMethods]) -> Sheet:
     rows_by_model: dict[str, list[list[Entry]]] = {}
     for row in rows:
         rows_by_model.setdefault(str(row["model"]), []).append(_format_row(row))
-    reference = ranked[0].reference if ranked else BASE
+    reference = ranked[0].reference if ranked else BASE_LABEL
     return Sheet(
         name="over_tasks",
         title="Methods over tasks",

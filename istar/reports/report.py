@@ -14,8 +14,9 @@ from istar.drawing import page_folder
 from istar.drawing.page import Page, Picture, Section
 from istar.drawing.page_folder import PageKind
 from istar.drawing.page_tables import Sheet
-from istar.drawing.plot import BASE, Plot
+from istar.drawing.plot import Plot
 from istar.errors import UserError
+from istar.records.identity import BASE_LABEL
 from istar.reports import (
     class_table,
     configurations,
@@ -56,7 +57,7 @@ def write_report(
     out: Path,
     console: Console | None = None,
     plan_path: Path | None = None,
-    reference: str = BASE,
+    reference: str = BASE_LABEL,
 ) -> WrittenReport:
     """Write the report of the runs below `root` to the folder `out`.
 
@@ -73,7 +74,7 @@ def write_report(
             holds files that are no report, or if it cannot be written.
     """
     page_folder.check(out, KIND, (root,) if plan_path is None else (root, plan_path))
-    plan = None if plan_path is None else plan_file.read(plan_path)
+    plan = None if plan_path is None else plan_file.read_plan(plan_path)
     progress_columns = TextColumn("{task.description}", markup=False), BarColumn()
     is_hidden = console is None or not console.is_terminal
     with Progress(*progress_columns, console=console, transient=True, disable=is_hidden) as progress:
@@ -201,7 +202,7 @@ def _build_page(contents: _ReportContents, pictures_by_plot: Mapping[str, list[P
     head = "Runs below", str(contents.root), f"read by istar {version('istar')}"
     command = f"istar report {shlex.quote(str(contents.root))} --out report"
     command += "" if contents.plan_path is None else f" --plan {shlex.quote(str(contents.plan_path))}"
-    has_base_as_reference = contents.reference == BASE
+    has_base_as_reference = contents.reference == BASE_LABEL
     command += "" if has_base_as_reference else f" --reference {shlex.quote(contents.reference)}"
     note = [] if has_base_as_reference else [f"Methods are compared with {contents.reference}, not with Base."]
     plot_by_name = {plot.name: plot for plot in contents.plots}

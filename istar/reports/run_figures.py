@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from istar.drawing.plot import BASE, Line, Panel, Plot
+from istar.drawing.plot import Line, Panel, Plot
+from istar.records.identity import BASE_LABEL
 from istar.records.metric_names import axis_label, displayed
 from istar.records.results import RunRecord
 from istar.reports import paper
@@ -548,13 +549,13 @@ def _get_table1_hash(runs: pd.DataFrame, varied: str, all_runs: pd.DataFrame) ->
 
 
 def _group_by_lambda_with_base(runs: pd.DataFrame, selected: pd.DataFrame) -> dict[Any, pd.DataFrame]:
-    """Return runs by lambda: first the runs of Base, under the key `BASE`, then the selected runs.
+    """Return runs by lambda: first the runs of Base, under the key `BASE_LABEL`, then the selected runs.
 
     The runs of Base are those among `runs` whose settings, except for the penalty, equal those of the selected runs.
     """
     has_same_settings = runs["hash_without_method"] == selected["hash_without_method"].iloc[0]
     base_runs = runs[(runs["family"] == "base") & has_same_settings]
-    return {**({} if base_runs.empty else {BASE: base_runs}), **_group_by_number(selected, "reg.lambda")}
+    return {**({} if base_runs.empty else {BASE_LABEL: base_runs}), **_group_by_number(selected, "reg.lambda")}
 
 
 def _group_by_number(runs: pd.DataFrame, column: str) -> dict[Any, pd.DataFrame]:

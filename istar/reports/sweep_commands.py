@@ -63,12 +63,12 @@ def describe_missing_runs(cells: list[Cell], all_runs: pd.DataFrame) -> tuple[st
     """
     num_incomplete = sum(len(set(cell.seeds)) < len(paper.SEEDS) for cell in cells)
     sentence = f"Of the {len(cells)} cells of Table 1, {num_incomplete} have fewer than {len(paper.SEEDS)} seeds."
-    paper_pairs = set(itertools.product(paper.MODELS, paper.TASKS))
+    paper_pairs = set(itertools.product(paper.MODELS, paper.PAPER_TASKS))
     missing_pairs = paper_pairs - set(zip(all_runs["model"], all_runs["task"], strict=True))
     if not missing_pairs:
         return sentence, ""
     missing_models, missing_tasks = {model for model, _ in missing_pairs}, {task for _, task in missing_pairs}
     model_options = ",".join(option for model, option in paper.MODELS.items() if model in missing_models)
-    tasks = ",".join(task for task in paper.TASKS if task in missing_tasks)
+    tasks = ",".join(task for task in paper.PAPER_TASKS if task in missing_tasks)
     sentence += f" {len(missing_pairs)} of the paper's {len(paper_pairs)} pairs of model and task have no run."
     return sentence, f"istar train -m +sweep=table1 task={tasks} model={model_options}"

@@ -12,7 +12,7 @@ import pandas as pd
 from istar.drawing.plot import Line, Panel, Plot
 from istar.errors import shorten
 from istar.records.metric_names import GEOMETRY_LABELS, geometry_key
-from istar.records.results import METRICS
+from istar.records.results import METRICS_FILE
 from istar.reports.configurations import list_models, list_tasks
 from istar.reports.method_comparisons import select_runs_by_method
 
@@ -62,7 +62,7 @@ def _read_metrics_by_method(runs: pd.DataFrame) -> dict[str, list[pd.DataFrame]]
 
 def _read_metrics(folder: Path) -> pd.DataFrame | None:
     """Read the metrics that a run logged during training; None if it measured no geometry or has no such file."""
-    path = folder / METRICS
+    path = folder / METRICS_FILE
     if not path.is_file():  # opening a FIFO would wait forever
         return None
     try:

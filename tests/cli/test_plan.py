@@ -35,7 +35,7 @@ def start(own_cache: Path) -> Iterator[Start]:
 
 def find_departures(folder: Path) -> dict[str, plan_departures.Departure]:
     """Return the departures by kind, except those that depend on the checkout or on chance in a short training."""
-    plan = plan_file.read(folder / "plan" / plan_file.PLAN)
+    plan = plan_file.read_plan(folder / "plan" / plan_file.PLAN)
     departures = plan_departures.find_departures(plan, load_runs(folder / "runs").frame)
     departure_by_kind = {departure.kind: departure for departure in departures}
     return {kind: departure_by_kind[kind] for kind in departure_by_kind.keys() - {"other code", "collapsed run"}}
@@ -47,7 +47,7 @@ def test_a_sweep_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert printed.out.splitlines() == [f"plan/{plan_file.PLAN}: 6 runs"]
     assert printed.err == ""
     assert not (tmp_path / "runs").exists()
-    plan = plan_file.read(tmp_path / "plan" / plan_file.PLAN)
+    plan = plan_file.read_plan(tmp_path / "plan" / plan_file.PLAN)
     assert plan.hypotheses == ["CosReg lowers the accuracy."]
     assert [(run["method"], run["seed"]) for run in plan.runs] == [("Base", 1), ("Base", 1)] + [("CosReg λ=1", 1)] * 2
     assert [(group["grid"], group["seeds"]) for group in plan.repetitions] == [("base", [2]), ("cosreg", [2])]
@@ -59,7 +59,7 @@ def test_a_sweep_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_each_grid_of_a_sweep_is_a_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = yaml.safe_load((sweep_folder() / "penalties.yaml").read_text(encoding="utf-8"))["sweep"]
     assert main(["plan", "sweep=penalties", "task=demo", "model=tiny", *SMALL]) == 0
-    plan = plan_file.read(tmp_path / "plan" / plan_file.PLAN)
+    plan = plan_file.read_plan(tmp_path / "plan" / plan_file.PLAN)
     assert [group["grid"] for group in plan.repetitions] == list(plan.overrides_by_grid) == list(sweep["grids"])
     assert (plan.test["comparisons"], plan.test["pairs"]) == (len(sweep["grids"]) - 1, len(sweep["seeds"]))
     num_runs = len(sweep["grids"]) * (3 + len(sweep["seeds"]) - 1)
@@ -96,7 +96,7 @@ def test_a_sweep_runs_as_planned(tmp_path: Path, start: Start) -> None:
 
 def test_a_sweep_without_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "reg=none,istar", "seed=1,2,3", *SMALL, "--out", "here"]) == 0
-    plan = plan_file.read(tmp_path / "here" / plan_file.PLAN)
+    plan = plan_file.read_plan(tmp_path / "here" / plan_file.PLAN)
     assert (plan.hypotheses, plan.repetitions, plan.trials) == ([], [], None)
     assert plan.test["name"] == TEST
     assert [run["seed"] for run in plan.runs] == [1, 2, 3] * 2
@@ -110,7 +110,7 @@ def test_a_search_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     search = ("reg=istar", "reg.lambda=interval(-1,1)", "sweep.search=optuna", "sweep.trials=7")
     assert main(["plan", *search, *SMALL, "--test", "sign-flip"]) == 0
     assert capsys.readouterr() == (f"plan/{plan_file.PLAN}: 7 runs\n", "")
-    plan = plan_file.read(tmp_path / "plan" / plan_file.PLAN)
+    plan = plan_file.read_plan(tmp_path / "plan" / plan_file.PLAN)
     assert (plan.trials, plan.runs, plan.test["comparisons"]) == (7, [], 0)
 
 

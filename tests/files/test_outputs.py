@@ -109,7 +109,7 @@ def _copy(output: Output, draft: Path) -> Path:
 
 def write_plan(root: Path, version: str) -> None:
     is_new = not (root / plan_file.PLAN).exists() and not list(root.glob("*old*"))
-    plan_file.write(make_plan([], istar_version=version), root, force=not is_new)
+    plan_file.write_plan(make_plan([], istar_version=version), root, force=not is_new)
 
 
 def write_runs(root: Path, version: str) -> None:
@@ -184,7 +184,7 @@ def test_a_plan_that_is_killed_at_any_step(tmp_path: Path, has_earlier: bool) ->
             assert (root / "plan.yaml").exists()
         if killed:
             write_plan(root, "2")
-        assert plan_file.read(root / "plan.yaml").istar_version == "2"
+        assert plan_file.read_plan(root / "plan.yaml").istar_version == "2"
         assert not [path for path in root.rglob(".*") if path.name != STATE_FOLDER]
         count += 1
     assert count > 5

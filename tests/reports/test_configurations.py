@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from istar.drawing.terminal import format_duration
 from istar.records.results import RunRecord
 from istar.reports import configurations, paper, paper_tables
 from istar.reports.run_frame import load_runs
@@ -223,7 +224,7 @@ PAPER_AVERAGES = {
 
 @pytest.mark.parametrize(("model", "average"), PAPER_AVERAGES.items())
 def test_the_averages_of_table_2(prepare: Prepare, model: str, average: str) -> None:
-    pairs = {task: paper.look_up_tuned_penalty(model.partition("/")[2], task) for task in paper.TASKS}
+    pairs = {task: paper.look_up_tuned_penalty(model.partition("/")[2], task) for task in paper.PAPER_TASKS}
     frame = prepare(*(record(task, model, istar(pair.weight, pair.zeta), 1) for task, pair in pairs.items() if pair))
     sheet = paper_tables.build_table2_sheet(configurations.select_cells(frame), frame)
     assert [entry.text for entry in sheet.rows[-1]] == [
@@ -325,7 +326,7 @@ def test_totals_do_not_repeat_a_column(prepare: Prepare) -> None:
     sheet = paper_tables.build_cost_sheet(prepare(*rte_records, record("cola", BERT, BASE, 7)), {})
     base_seconds = sheet.frame.set_index("method").loc["Base", "seconds_sum"]
     assert len(base_seconds) == 2
-    total = paper_tables.format_duration(base_seconds.sum())
+    total = format_duration(base_seconds.sum())
     assert sheet.notes == (f"All rows of a method together (hours:minutes): Base {total}.",)
 
 

@@ -26,7 +26,7 @@ def make_frame(runs: Sequence[RunRecord]) -> pd.DataFrame:
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
-    return plan_file.read(plan_file.write(make_plan(RUNS), tmp_path))
+    return plan_file.read_plan(plan_file.write_plan(make_plan(RUNS), tmp_path))
 
 
 def find_departures_by_kind(plan: Plan, runs: Sequence[RunRecord]) -> dict[str, Departure]:
@@ -157,7 +157,7 @@ class TestTheBestIsRepeated:
             )
             for method, grid, runs in (("Base", "", self.base_repetitions), ("I-STAR", "up", self.istar_repetitions))
         ]
-        return plan_file.read(plan_file.write(make_plan(self.tried_runs, repetitions), tmp_path))
+        return plan_file.read_plan(plan_file.write_plan(make_plan(self.tried_runs, repetitions), tmp_path))
 
     def test_as_planned(self, plan: Plan) -> None:
         runs = [*self.tried_runs, *self.base_repetitions[:2], *self.istar_repetitions[2:]]
@@ -179,7 +179,7 @@ class TestTheBestIsRepeated:
 
 
 def test_any_run_may_be_a_trial_of_a_search(tmp_path: Path) -> None:
-    plan = plan_file.read(plan_file.write(make_plan([], trials=2), tmp_path))
+    plan = plan_file.read_plan(plan_file.write_plan(make_plan([], trials=2), tmp_path))
     trials = [run("rte", istar(-5.0), 1), replace(run("rte", istar(4.9), 1), status="pruned")]
     assert find_departures(plan, make_frame(trials)) == []
     assert "their settings and number are not compared" in summarize_departures(plan, [])

@@ -8,7 +8,7 @@ from scipy import stats
 
 from istar.errors import UserError
 from istar.records.plan_entries import PlannedRun, Repetitions
-from istar.reports.plan_file import PLAN, Plan, PlannedTest, TestName, plan_test, read, write
+from istar.reports.plan_file import PLAN, Plan, PlannedTest, TestName, plan_test, read_plan, write_plan
 from tests.reports.plans import WRITTEN, make_plan, run
 from tests.reports.synthetic import BASE, istar
 
@@ -19,11 +19,11 @@ def plan() -> Plan:
 
 
 def test_what_is_written_is_read(plan: Plan, tmp_path: Path) -> None:
-    path = write(plan, tmp_path / "new" / "plan")
+    path = write_plan(plan, tmp_path / "new" / "plan")
     assert path == tmp_path / "new" / "plan" / PLAN
-    read_plan = read(path)
-    assert replace(read_plan, sha256="") == plan
-    assert read_plan.sha256 == read_plan.compute_hash()
+    written = read_plan(path)
+    assert replace(written, sha256="") == plan
+    assert written.sha256 == written.compute_hash()
 
 
 @pytest.mark.parametrize(
@@ -36,51 +36,51 @@ def test_what_is_written_is_read(plan: Plan, tmp_path: Path) -> None:
     ],
 )
 def test_an_edit_is_noticed(plan: Plan, tmp_path: Path, original_text: str, edited_text: str) -> None:
-    path = write(plan, tmp_path)
+    path = write_plan(plan, tmp_path)
     text = path.read_text(encoding="utf-8")
     assert original_text in text
     path.write_text(text.replace(original_text, edited_text), encoding="utf-8")
-    edited_plan = read(path)
+    edited_plan = read_plan(path)
     assert edited_plan.sha256 != edited_plan.compute_hash()
 
 
 def test_another_layout_is_no_edit(plan: Plan, tmp_path: Path) -> None:
-    path = write(plan, tmp_path)
-    written_plan = read(path)
+    path = write_plan(plan, tmp_path)
+    written_plan = read_plan(path)
     fields = yaml.safe_load(path.read_text(encoding="utf-8"))
     path.write_text("# a comment\n" + yaml.safe_dump(fields, sort_keys=True), encoding="utf-8")
-    assert read(path) == written_plan
+    assert read_plan(path) == written_plan
 
 
 def test_a_plan_is_replaced_by_force_and_kept(plan: Plan, tmp_path: Path) -> None:
-    first_content = write(plan, tmp_path).read_bytes()
+    first_content = write_plan(plan, tmp_path).read_bytes()
     with pytest.raises(UserError, match=r"plan\.yaml exists; .*--force"):
-        write(plan, tmp_path)
+        write_plan(plan, tmp_path)
     assert (tmp_path / PLAN).read_bytes() == first_content
-    hashes = [read(tmp_path / PLAN).sha256]
+    hashes = [read_plan(tmp_path / PLAN).sha256]
     for number in (1, 2):
-        write(replace(plan, hypotheses=[f"Number {number}"]), tmp_path, force=True)
-        assert read(tmp_path / PLAN).replaces == hashes
-        hashes.append(read(tmp_path / PLAN).sha256)
+        write_plan(replace(plan, hypotheses=[f"Number {number}"]), tmp_path, force=True)
+        assert read_plan(tmp_path / PLAN).replaces == hashes
+        hashes.append(read_plan(tmp_path / PLAN).sha256)
     kept_names = [f"plan.old-{digest[:8]}.yaml" for digest in hashes[:2]]
     assert {path.name for path in tmp_path.glob("plan*")} == {PLAN, *kept_names}
     assert (tmp_path / kept_names[0]).read_bytes() == first_content
-    assert read(tmp_path / kept_names[1]).hypotheses == ["Number 1"]
+    assert read_plan(tmp_path / kept_names[1]).hypotheses == ["Number 1"]
 
 
 def test_an_edited_plan_is_replaced_by_its_own_hash(plan: Plan, tmp_path: Path) -> None:
-    path = write(plan, tmp_path)
+    path = write_plan(plan, tmp_path)
     path.write_text(path.read_text(encoding="utf-8").replace("raises", "lowers"), encoding="utf-8")
-    edited_plan = read(path)
-    write(plan, tmp_path, force=True)
-    assert read(path).replaces == [edited_plan.compute_hash()]
-    assert read(tmp_path / f"plan.old-{edited_plan.compute_hash()[:8]}.yaml") == edited_plan
+    edited_plan = read_plan(path)
+    write_plan(plan, tmp_path, force=True)
+    assert read_plan(path).replaces == [edited_plan.compute_hash()]
+    assert read_plan(tmp_path / f"plan.old-{edited_plan.compute_hash()[:8]}.yaml") == edited_plan
 
 
 def test_a_file_is_no_folder_for_a_plan(plan: Plan, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="is not a folder"):
-        write(plan, tmp_path / "file", force=True)
+        write_plan(plan, tmp_path / "file", force=True)
 
 
 @pytest.mark.parametrize(
@@ -100,17 +100,17 @@ def test_what_is_no_plan_is_refused(tmp_path: Path, text: str | bytes | None, me
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError, match=message) as error:
-        read(path)
+        read_plan(path)
     assert len(str(error.value).splitlines()) == 1
     with pytest.raises(UserError, match=r"is not a plan; expected the plan\.yaml"):
-        read(tmp_path)
+        read_plan(tmp_path)
 
 
 @pytest.mark.parametrize("damage", [{"runs": [1]}, {"seeds_of_best": 1}, {"test": {"name": "u"}}, {"written": 2026}])
 def test_a_broken_field_is_refused(plan: Plan, tmp_path: Path, damage: dict) -> None:
-    path = write(replace(plan, **damage), tmp_path)
+    path = write_plan(replace(plan, **damage), tmp_path)
     with pytest.raises(UserError, match=f"is not a plan: its content.{next(iter(damage))}"):
-        read(path)
+        read_plan(path)
 
 
 def make_runs(methods: tuple[str, ...], seeds: tuple[int, ...], task: str = "rte") -> list[PlannedRun]:

@@ -320,7 +320,7 @@ def test_missing_runs_are_counted(tmp_path: Path) -> None:
     cells = configurations.select_cells(frame)
     sentence, _ = sweep_commands.describe_missing_runs(cells, frame)
     assert sentence.startswith("Of the 3 cells of Table 1, 2 have fewer than 5 seeds. 26 of the paper's 27 pairs")
-    pairs = [(model, task) for model in paper.MODELS for task in paper.TASKS]
+    pairs = [(model, task) for model in paper.MODELS for task in paper.PAPER_TASKS]
     _, command = sweep_commands.describe_missing_runs(cells, pd.DataFrame(pairs[1:], columns=["model", "task"]))
     assert command == "istar train -m +sweep=table1 task=sst2 model=albert"
     _, command = sweep_commands.describe_missing_runs(cells, pd.DataFrame(pairs, columns=["model", "task"]))
@@ -759,7 +759,7 @@ def test_departures_from_a_plan(
     monkeypatch.setattr(stability, "compute_stability_scores", lambda: quick_scores)
     monkeypatch.chdir(tmp_path)
     runs = [plans.run("rte", reg, seed) for reg in (BASE, istar()) for seed in (1, 2)]
-    plan = plan_file.write(plans.make_plan(runs), tmp_path / "my plan")
+    plan = plan_file.write_plan(plans.make_plan(runs), tmp_path / "my plan")
     for run in runs:
         save(run, tmp_path / "runs", geometry=False)
     assert main(["report", "runs", "--plan", str(plan)]) == 0

@@ -5,7 +5,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from istar.records.results import METRICS
+from istar.records.results import METRICS_FILE
 from istar.reports import configurations
 from istar.reports.run_frame import load_runs
 from istar.reports.training_figures import build_training_plots
@@ -20,7 +20,7 @@ def add_run(root: Path, reg: Mapping[str, Any], seed: int, level: float, model: 
     rows: list[dict[str, float]] = [{"step": step, "train/task_loss": 9 - step / 100} for step in range(400)]
     for step in STEPS:
         rows.append({"step": step, "geometry/layer_1/inter_sim": -1.0, "geometry/layer_2/inter_sim": level * step})
-    pd.DataFrame(rows).to_csv(folder / METRICS, index=False)
+    pd.DataFrame(rows).to_csv(folder / METRICS_FILE, index=False)
 
 
 def test_lines_are_means_over_the_seeds_of_each_method(tmp_path: Path) -> None:
@@ -52,5 +52,5 @@ def test_lines_are_means_over_the_seeds_of_each_method(tmp_path: Path) -> None:
 def test_broken_and_missing_files_show_nothing(tmp_path: Path) -> None:
     save(record("clm", "new", BASE, 1), tmp_path)
     broken_folder = save(record("clm", "new", BASE, 2), tmp_path)
-    (broken_folder / METRICS).write_bytes(b"\xff\xfe\x00")
+    (broken_folder / METRICS_FILE).write_bytes(b"\xff\xfe\x00")
     assert build_training_plots(configurations.add_selection_columns(load_runs(tmp_path, keep_records=True))) == []

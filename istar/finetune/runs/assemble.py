@@ -107,7 +107,7 @@ def assemble(prepared: PreparedRun, trial: str | None) -> Job:
         patience=config.trainer.inter_sim_patience,
     )
     history = History(spec.selection_metric, geometry, writes_checkpoints(config.trainer))
-    stop_signal, metrics_file = StopSignal(), MetricsFile(folder / results.METRICS)
+    stop_signal, metrics_file = StopSignal(), MetricsFile(folder / results.METRICS_FILE)
     covariance_callback = _make_covariance_callback(config, module, data_module, stop_signal)
     callbacks: list[L.Callback] = [stop_signal, geometry, history, *_make_pruning_callbacks(trial, history)]
     callbacks += [covariance_callback] if covariance_callback is not None else []

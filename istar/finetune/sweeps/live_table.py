@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from istar.drawing.terminal import format_duration
 from istar.errors import UserError
 from istar.files.parsing import read_record
 from istar.files.writing import write_text
@@ -22,11 +23,11 @@ from istar.finetune.sweeps.trials import Trial
 from istar.records import identity
 from istar.records.config.schema import to_dict
 from istar.records.metric_names import displayed, merit
-from istar.records.results import METRICS, RunRecord
+from istar.records.results import METRICS_FILE, RunRecord
 from istar.records.run_rows import record_to_row
 
 SWEEPS_FOLDER, STATE_FILE = "sweeps", "sweep.json"  # the state of a sweep is in `<run.root>/sweeps/<sweep>/sweep.json`
-FORMAT = 1
+STATE_FORMAT = 1
 _HEARTBEAT_SECONDS = 10.0
 _END_STATUSES = ("finished", "pruned", "failed", "stopped")
 
@@ -103,7 +104,7 @@ class SweepState:
     is_over: bool = False
     expected: float | None = None  # estimated seconds per run, used until a run has finished; None without an estimate
     entries: list[SweepEntry] = field(default_factory=list)
-    format: int = FORMAT
+    format: int = STATE_FORMAT
 
     def entries_with(self, *statuses: str) -> list[SweepEntry]:
         """Return the entries that have one of the given statuses."""
@@ -213,7 +214,7 @@ def read_state(path: Path) -> SweepState:
     Raises:
         UserError: if the file cannot be read or istar did not write it.
     """
-    content = read_record(path, SweepState, "a sweep", FORMAT)
+    content = read_record(path, SweepState, "a sweep", STATE_FORMAT)
     for entry in content["entries"]:
         entry |= {"overrides": tuple(entry["overrides"]), "epochs": tuple(entry["epochs"])}
     return SweepState(**content | {"entries": [SweepEntry(**entry) for entry in content["entries"]]})
@@ -221,7 +222,7 @@ def read_state(path: Path) -> SweepState:
 
 def count_validated_epochs(folder: Path) -> int:
     """Return the number of epochs that a run has validated, as its `metrics.csv` shows."""
-    path = folder / METRICS
+    path = folder / METRICS_FILE
     if not path.is_file():  # opening a FIFO would wait forever
         return 0
     try:
@@ -333,17 +334,3 @@ def format_status_line(state: SweepState) -> str:
     if not state.is_over and seconds is not None and num_left + count_by_status["running"]:
         parts.append(f"about {format_duration(seconds)} to go")
     return " · ".join(parts)
-
-
-def format_duration(seconds: float | None) -> str:
-    """Format a duration in the two largest units: 45 s, 12 min, 3 h 5 min, 2 d 4 h; `-` for None."""
-    if seconds is None:
-        return "-"
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 100:
-        return f"{minutes} min"
-    if minutes < 48 * 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return f"{minutes // 1440} d {minutes % 1440 // 60} h"

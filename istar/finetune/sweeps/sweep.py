@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import track
 
+from istar.drawing.terminal import format_duration
 from istar.errors import LockedError, StoppedError, UserError
 from istar.files.outputs import Output
 from istar.files.writing import is_locked
@@ -20,7 +21,7 @@ from istar.finetune.runs import extras
 from istar.finetune.runs.resolving import resolve_precision
 from istar.finetune.runs.run_folders import RunFolders, read_finished_run
 from istar.finetune.sweeps import comparison_figure, comparison_table, cost, live_table, pool, trials
-from istar.finetune.sweeps.live_table import Board, SweepEntry, SweepState, format_duration
+from istar.finetune.sweeps.live_table import Board, SweepEntry, SweepState
 from istar.finetune.sweeps.trials import Overrides, Trial
 from istar.records import results
 from istar.records.config import Config, SweepConfig, WandbConfig, schema

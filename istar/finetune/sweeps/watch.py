@@ -8,9 +8,10 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from istar.drawing.terminal import format_duration
 from istar.errors import UserError
 from istar.finetune.sweeps import live_table
-from istar.finetune.sweeps.live_table import STATE_FILE, SWEEPS_FOLDER, SweepState, format_duration
+from istar.finetune.sweeps.live_table import STATE_FILE, SWEEPS_FOLDER, SweepState
 
 _MAX_SILENT_SECONDS = 60.0
 """A sweep writes its state every ten seconds; after this time without an update, it has probably died."""

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from istar.cli.main import main
+from istar.drawing.terminal import format_duration
 from istar.errors import UserError
 from istar.finetune.sweeps import live_table, watch
 from istar.finetune.sweeps.live_table import (
@@ -20,7 +21,6 @@ from istar.finetune.sweeps.live_table import (
     SweepState,
     count_validated_epochs,
     estimate_seconds_left,
-    format_duration,
     format_result_line,
     read_state,
     render_sweep,
