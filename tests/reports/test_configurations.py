@@ -327,7 +327,7 @@ def test_totals_do_not_repeat_a_column(prepare: Prepare) -> None:
     base_seconds = sheet.frame.set_index("method").loc["Base", "seconds_sum"]
     assert len(base_seconds) == 2
     total = format_duration(base_seconds.sum())
-    assert sheet.notes == (f"All rows of a method together (hours:minutes): Base {total}.",)
+    assert sheet.notes == (f"All rows of a method together: Base {total}.",)
 
 
 @pytest.mark.parametrize(
