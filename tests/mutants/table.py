@@ -632,15 +632,15 @@ MUTATIONS = [
     Mutation(
         "Runs with different models have the same name.",
         "istar/records/identity.py",
-        '"data": data, "model": model}',
-        '"data": data, "model": ""}',
+        '"model": model,',
+        '"model": "",',
         "tests/records/test_results.py::test_what_changes_the_outcome_counts",
     ),
     Mutation(
         "Runs with different data have the same name.",
         "istar/records/identity.py",
-        '"data": data, "model": model}',
-        '"data": "", "model": model}',
+        '"data": data,',
+        '"data": "",',
         "tests/records/test_results.py::test_what_changes_the_outcome_counts",
     ),
     # ---- sweeps and reports
