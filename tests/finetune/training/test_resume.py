@@ -13,7 +13,8 @@ from istar.files import writing
 from istar.files.outputs import run_output
 from istar.finetune.runs import record as record_module
 from istar.finetune.runs.run import run
-from istar.finetune.training import FineTuner, ShrinkageCovariance, probe
+from istar.finetune.training import FineTuner, ShrinkageCovariance
+from istar.finetune.training.layer_geometry import GeometryProbe
 from istar.finetune.training.checkpoints import AtomicCheckpointIO
 from istar.inputs import pretrained
 from istar.records import results
@@ -229,9 +230,9 @@ OBSERVED = ("trainer.keep_models=log", "trainer.measure_every_n_steps=2", "train
     [
         pytest.param(FineTuner, "training_step", 9, id="second epoch, behind a checkpoint"),
         pytest.param(pretrained, "save", 5, id="model of step 8"),
-        pytest.param(probe, "measure_layers", 6, id="last probe, behind the last checkpoint"),
+        pytest.param(GeometryProbe, "_measure_and_log", 6, id="last probe, behind the last checkpoint"),
         pytest.param(pretrained, "save", 6, id="last model, behind the last checkpoint", marks=pytest.mark.slow),
-        pytest.param(probe, "measure_layers", 3, id="probe of step 4", marks=pytest.mark.slow),
+        pytest.param(GeometryProbe, "_measure_and_log", 3, id="probe of step 4", marks=pytest.mark.slow),
     ],
 )
 def test_kept_models_and_probes_are_neither_lost_nor_doubled(run_interrupted, run_uninterrupted, owner, name, count):
