@@ -14,8 +14,8 @@ from istar.files.outputs import run_output
 from istar.finetune.runs import record as record_module
 from istar.finetune.runs.run import run
 from istar.finetune.training import FineTuner, ShrinkageCovariance
-from istar.finetune.training.layer_geometry import GeometryProbe
 from istar.finetune.training.checkpoints import AtomicCheckpointIO
+from istar.finetune.training.layer_geometry import GeometryProbe
 from istar.inputs import pretrained
 from istar.records import results
 from istar.records.config import Config
