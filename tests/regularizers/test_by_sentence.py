@@ -1,12 +1,8 @@
-"""I-STAR with the score from pairs of points of different sentences: naive sums, packed documents, two processes."""
-
-import os
+"""I-STAR with the score from pairs of points of different sentences: naive sums and packed documents."""
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers as hf
-from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from istar.errors import UserError
@@ -15,7 +11,6 @@ from istar.measures import isoscore_by_sentence
 from istar.regularizers import IStar, Points, RandomDirection
 from istar.regularizers.points import Tokens
 from istar.regularizers.random_direction import random_rotation
-from tests.forks import run_in_processes
 from tests.oracles import stack
 from tests.regularizers.test_istar import mask, states, value_and_gradients
 
@@ -224,7 +219,7 @@ def test_attached_to_a_model_it_is_that_of_the_returned_hidden_states_packed_or_
     assert_close(compute_loss_and_gradients(model, packed_batch, points), actual, rtol=1e-6, atol=1e-8)
 
 
-# Processes ----------------------------------------------------------------------------------------------------
+# Calls --------------------------------------------------------------------------------------------------------
 
 
 class Tower(torch.nn.Module):
@@ -255,73 +250,6 @@ def test_positions_of_a_call_divide_a_padding_free_batch():
         model(packed_states[0], None)
         with pytest.warns(UserWarning, match="have no isoscore_by_sentence"):
             assert watch.loss() == 0
-
-
-SIZES = {"unequal": (4, 2), "few": (3, 1), "one is empty": (6, 0), "too few": (1, 2)}
-"""Numbers of sentences of both processes."""
-
-
-def make_shard(sizes, rank):
-    """Return the hidden states and the mask of a rank's sentences, or of all sentences if the rank is None."""
-    points = make_dependent_states((sum(sizes), 4, 5), layers=1)[0] + 2
-    attention_mask = mask(sum(sizes), 4)
-    if rank is None:
-        return points, attention_mask
-    rows = slice(0, sizes[0]) if rank == 0 else slice(sizes[0], None)
-    points, attention_mask = points[rows], attention_mask[rows]
-    return (points, attention_mask) if len(points) else (torch.ones(2, 3, 5).double(), torch.zeros(2, 3))
-
-
-def train(model, points, attention_mask, is_attached=False, sync=True):
-    """Plain SGD on the penalty alone; returns the losses and the parameters after the last step."""
-    penalty = make_penalty(0.7, layers="all", sync=sync)
-    module = model.module if isinstance(model, DistributedDataParallel) else model
-    watch = attach(model, penalty, list(module.layers)) if is_attached else None
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    losses = []
-    for _ in range(3):
-        hidden_states = model(points, attention_mask=attention_mask)
-        loss = penalty(hidden_states, attention_mask) if watch is None else watch.loss()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return torch.cat([torch.stack(losses), torch.nn.utils.parameters_to_vector(model.parameters()).detach()])
-
-
-def run_worker(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    results = {}
-    for name, sizes in SIZES.items():
-        for is_attached in (False, True):
-            results[name, is_attached] = train(DistributedDataParallel(Tower()), *make_shard(sizes, rank), is_attached)
-    points, attention_mask = make_shard((4, 5), rank)
-    results["no sync"] = make_penalty(sync=False)(Tower()(points, attention_mask), attention_mask).detach()
-    if rank == 1:
-        points[0, 0, 0] = torch.nan
-    results["nan"] = make_penalty()([points, points], attention_mask)
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.barrier()
-    # Skip the shutdown of the interpreter, in which the process group may abort.
-    os._exit(0)
-
-
-def test_two_processes_are_one_with_the_union(tmp_path):
-    run_in_processes(run_worker, (str(tmp_path),), 2)
-    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    for rank, result in enumerate(results):
-        for (name, is_attached), actual in ((key, value) for key, value in result.items() if isinstance(key, tuple)):
-            initial_parameters = torch.nn.utils.parameters_to_vector(Tower().parameters())
-            if name == "too few":
-                assert torch.equal(actual, torch.cat([torch.zeros(3).double(), initial_parameters]))
-                continue
-            expected = train(Tower(), *make_shard(SIZES[name], None), is_attached)
-            assert_close(actual, expected, **CLOSE)
-            assert (actual[3:] - initial_parameters).abs().max() > 1e-3
-        points, attention_mask = make_shard((4, 5), rank)
-        assert_close(result["no sync"], naive_penalty(Tower()(points, attention_mask), attention_mask), **CLOSE)
-        assert result["nan"].isnan()
 
 
 # Bad input ----------------------------------------------------------------------------------------------------

@@ -1,16 +1,13 @@
 """Micro-batches of points without a score: they add 0 to the loss, with gradient 0, and are counted."""
 
-import os
 import pickle
 import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers as hf
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from istar.hidden_states import attach
@@ -31,7 +28,6 @@ from istar.regularizers import (
     VicReg,
 )
 from istar.regularizers.undefined import UndefinedCount
-from tests.forks import run_in_processes
 from tests.regularizers.clouds import check_undefined, value_and_gradients
 
 WIDTH = 6
@@ -188,64 +184,3 @@ def test_the_count_is_copied_and_continues() -> None:
     resumed = UndefinedCount(5)
     resumed.add(torch.tensor(False), "gor")
     assert resumed.seen == resumed.total == 5
-
-
-# Two processes ------------------------------------------------------------------------------------------------
-
-COUNTS = {"one point": (1, 0), "no points": (0, 0), "one on each": (1, 1)}
-
-
-class Linear(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(WIDTH, WIDTH)
-        torch.nn.init.eye_(self.layer.weight)
-
-    def forward(self, points: Tensor) -> list[Tensor]:
-        return [points, self.layer(points)]
-
-
-def train(penalty: Penalty, states: Tensor, mask: Tensor) -> Tensor:
-    """Return the losses and the parameters of three SGD steps on the penalty, and the number of undefined losses."""
-    model = DistributedDataParallel(Linear()) if dist.is_initialized() else Linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(3):
-        loss = penalty(model(states), mask, LABELS)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    parameters = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-    return torch.cat([torch.stack(losses), parameters, penalty.undefined.total[None]])
-
-
-def run_worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    results = {}
-    for name, build in PENALTIES.items():
-        for case, counts in COUNTS.items():
-            states, mask = make_points(counts[rank])
-            results[name, case] = train(build(), states[0] + rank, mask)
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.barrier()
-    # Skip the shutdown of the interpreter, in which the process group may abort.
-    os._exit(0)
-
-
-@pytest.mark.filterwarnings("ignore:the points of a micro-batch")
-def test_all_processes_decide_alike(tmp_path) -> None:
-    run_in_processes(run_worker, (str(tmp_path),), 2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    needs_more = {"unbiased", "by sentence"}
-    for name, case in first:
-        result = first[name, case]
-        assert torch.equal(result, second[name, case]), (name, case)
-        assert result.isfinite().all(), (name, case)
-        defined = WITH_ONE_POINT if case == "one point" else set(PENALTIES) - needs_more - {"simctg"}
-        is_undefined = case == "no points" or name not in defined
-        assert result[-1] == 3 * is_undefined, (name, case)
-        if is_undefined:
-            assert not result[:3].any(), (name, case)

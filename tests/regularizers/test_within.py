@@ -1,13 +1,10 @@
-"""I-STAR within classes, against naive centering: derivatives, models of transformers, processes, and bad input."""
+"""I-STAR within classes, against naive centering: derivatives, models of transformers, and bad input."""
 
-import os
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers as hf
-from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from istar.errors import UserError
@@ -16,7 +13,6 @@ from istar.records.config import PENALTIES
 from istar.regularizers import IStar, Points, RandomDirection, SetPoint
 from istar.regularizers.points import Tokens
 from istar.regularizers.random_direction import random_rotation
-from tests.forks import run_in_processes
 from tests.oracles import steps_6_to_9
 from tests.penalties import gradients
 from tests.regularizers.clouds import CLOSE, MASK, states, value_and_gradients
@@ -183,86 +179,6 @@ def test_points_of_one_token_for_each_sequence():
     state = model(**inputs, output_hidden_states=True).hidden_states[-1]
     is_last = torch.tensor([[0, 0, 0, 1, 0], [0, 0, 1, 0, 0], [0, 0, 0, 0, 1]])
     assert_close(value, naive_penalty([state], is_last, inputs["labels"]), **CLOSE)
-
-
-# Processes ----------------------------------------------------------------------------------------------------
-
-
-class Tower(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2)).double()
-
-    def forward(self, hidden_state, attention_mask=None, labels=None):
-        for layer in self.layers:
-            hidden_state = torch.tanh(layer(hidden_state))
-        return hidden_state
-
-
-SHARDS = {
-    "equal": ((torch.tensor([0, 2, 0]), MASK), (torch.tensor([0, 1, 2]), MASK)),
-    # The second process has a class that the first one does not know, and none of the first one's.
-    "unlike": ((torch.tensor([0, 1, 1]), MASK), (torch.tensor([5, 5, 5]), MASK)),
-    "a shard of padding": ((torch.tensor([0, 1, 1]), MASK), (torch.tensor([3, 0, 0]), 0 * MASK)),
-}
-
-
-def make_points(rank):
-    return 2 * torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) + rank
-
-
-def train(model, layers, points, mask, labels, sync=True):
-    """Three steps of plain SGD on the penalty alone; returns its values and the parameters."""
-    penalty = IStar(0.7, 0.3, within="label", sync=sync)
-    watch = attach(model, penalty, layers)
-    optimizer, values = torch.optim.SGD(model.parameters(), lr=1.0), []
-    for _ in range(3):
-        watch.refresh([{"hidden_state": points, "attention_mask": mask, "labels": labels}])
-        model(points, mask, labels)
-        loss = watch.loss()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        values.append(loss.detach())
-    return torch.cat([torch.stack(values), torch.nn.utils.parameters_to_vector(model.parameters()).detach()])
-
-
-def run_worker(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    results = {}
-    for name, shards in SHARDS.items():
-        labels, mask = shards[rank]
-        model = DistributedDataParallel(Tower())
-        results[name] = train(model, model.module.layers, make_points(rank), mask, labels)
-    labels, mask = SHARDS["equal"][rank]
-    model = Tower()
-    results["alone"] = train(model, model.layers, make_points(rank), mask, labels, sync=False)
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.barrier()
-    # Skip the shutdown of the interpreter, in which the process group may abort.
-    os._exit(0)
-
-
-def test_two_processes_train_as_one_does_with_the_union(tmp_path):
-    run_in_processes(run_worker, (str(tmp_path),), 2)
-    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    all_points = torch.cat([make_points(0), make_points(1)])
-    initial_parameters = torch.nn.utils.parameters_to_vector(Tower().parameters())
-    for name, shards in SHARDS.items():
-        model = Tower()
-        masks, labels = (torch.cat([shard[i] for shard in shards]) for i in (1, 0))
-        expected = train(model, model.layers, all_points, masks, labels)
-        assert (expected[3:] - initial_parameters).abs().max() > 1e-3
-        for result in results:
-            # Sigma_S is float32.
-            assert_close(result[name], expected, rtol=1e-5, atol=1e-6)
-    for rank, result in enumerate(results):
-        labels, mask = SHARDS["equal"][rank]
-        model = Tower()
-        assert_close(result["alone"], train(model, model.layers, make_points(rank), mask, labels), **CLOSE)
-    assert not torch.allclose(results[0]["alone"], results[0]["equal"])
 
 
 # Bad input ----------------------------------------------------------------------------------------------------
