@@ -317,7 +317,7 @@ MUTATIONS = [
         "istar/regularizers/estimators.py",
         "return moments.all_reduce(group) if sync else moments",
         "return moments",
-        "tests/regularizers/test_processes.py::test_penalties_and_training_equal_one_process_with_the_union",
+        "tests/regularizers/test_processes.py::test_training_equals_one_process_with_the_union",
     ),
     Mutation(
         "The first tokens of sequences are their last ones.",

@@ -65,7 +65,6 @@ ARCHITECTURES = {
     "qwen3": decoder("Qwen3", num_key_value_heads=1, head_dim=8, attention_dropout=0.1),
     "bloom": decoder("Bloom", n_layer=LAYERS, n_head=2, hidden_dropout=0.1),
 }  # fmt: skip
-CASES = [(name, head) for name, architecture in ARCHITECTURES.items() for head in architecture.heads]
 
 
 @cache
@@ -121,18 +120,22 @@ def check_states_and_gradients(
     return list(outputs.hidden_states)
 
 
-@pytest.mark.parametrize("is_training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize(("name", "head"), CASES)
-def test_the_penalty_sees_what_the_model_returns_and_its_gradient_is_the_naive_one(name, head, is_training):
-    """Gradients are checked for all layers in train mode and with the embeddings in eval mode; states in both."""
-    model = build_model(name, head).train(is_training)
-    padding_sides = [False, True] if ARCHITECTURES[name].is_decoder and name != "bloom" else [False]
-    for is_left_padded in padding_sides:
-        inputs = make_batch(name, head, is_left_padded)
-        states = check_states_and_gradients(model, inputs, "all" if is_training else "with_embeddings")
-        assert len(states) == LAYERS + 1
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_gradient_is_the_naive_one_in_training_and_in_evaluation(name):
+    architecture = ARCHITECTURES[name]
+    is_padded_left = architecture.is_decoder and name != "bloom"
+    for head, is_training, layers in (("LM", True, "all"), ("Model", False, "with_embeddings")):
+        model = build_model(name, head).train(is_training)
+        inputs = make_batch(name, head, is_padded_left and is_training)
+        assert len(check_states_and_gradients(model, inputs, layers)) == LAYERS + 1
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_penalty_of_a_model_with_any_head_sees_what_the_model_returns(name):
+    for head in ARCHITECTURES[name].heads:
+        model, inputs = build_model(name, head).train(), make_batch(name, head)
+        states = seeded_pass(model, inputs, 1, output_hidden_states=True).hidden_states
         assert_equal(received(model, inputs, "with_embeddings", seed=1), states)
-        assert_equal(received(model, inputs, "all", seed=1), states[1:])
 
 
 def test_bloom_padded_on_the_left_is_seen_in_float32():
@@ -170,7 +173,7 @@ def find_executed_layers(model: hf.PreTrainedModel, inputs: dict[str, Tensor], s
 
 def test_with_layerdrop_the_penalty_sees_what_the_model_returns():
     model, inputs, state_counts = build_layerdrop_model(), make_batch("opt", "LM", is_left_padded=True), set()
-    for seed in range(8):
+    for seed in range(6):
         state_counts.add(
             len(check_states_and_gradients(model, inputs, "all", seed))
             if find_executed_layers(model, inputs, seed)
@@ -208,7 +211,7 @@ def test_a_pass_whose_layers_are_all_skipped_has_no_penalty():
     assert not loss.requires_grad
 
 
-@pytest.mark.parametrize("tokens", [5, 8, 11])
+@pytest.mark.parametrize("tokens", [5, 8])
 def test_longformer_returns_its_states_without_the_padding_of_its_windows(tokens):
     states = check_states_and_gradients(
         build_model("longformer", "LM").train(), make_batch("longformer", "LM", tokens=tokens), "with_embeddings"

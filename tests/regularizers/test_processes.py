@@ -196,10 +196,10 @@ def run_worker(rank, folder):
         model = make_sharded_tower()
         results[name, "sharded"] = train(model, build_penalty(name), *make_shard(rank), model.layers)
 
+    groups = {"union": {}, "alone": {"sync": False}, "group": {"group": single_process_group}}
+    refreshes = {**groups, "within": {"within": "label"}}
     for loader, sizes in LOADERS.items():
-        for case, arguments in {
-            "union": {}, "alone": {"sync": False}, "group": {"group": single_process_group}, "within": {"within": "label"}
-        }.items():  # fmt: skip
+        for case, arguments in refreshes.items():
             if case in ("union", "within") or sizes[rank]:
                 model = Tower()
                 results[loader, case] = shrinkage_covariance(

@@ -60,8 +60,10 @@ def naive_covariance(
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
-@pytest.mark.parametrize("padding", [False, True])
-@pytest.mark.parametrize(("layers", "numbers"), [("all", [1, 2, 3]), ("last", [3]), ("with_embeddings", [0, 1, 2, 3])])
+@pytest.mark.parametrize(
+    ("layers", "numbers", "padding"),
+    [("all", [1, 2, 3], True), ("last", [3], False), ("with_embeddings", [0, 1, 2, 3], False)],
+)
 def test_it_is_the_covariance_of_the_stacked_hidden_states(layers, numbers, padding):
     encoder = make_model()
     expected, points = naive_covariance(encoder, make_batches(), numbers, padding)
@@ -74,7 +76,7 @@ def test_it_is_the_covariance_of_the_stacked_hidden_states(layers, numbers, padd
     assert torch.equal(penalty.shrinkage_covariance, actual)
 
 
-@pytest.mark.parametrize("num_points", [2, 30, 31, 100, 10**6])
+@pytest.mark.parametrize("num_points", [2, 100, 10**6])
 def test_batches_are_taken_until_there_are_enough_points(num_points):
     encoder, data, num_batches, points = make_model(), make_batches(), 0, 0
     while points < num_points and num_batches < len(data):
@@ -96,7 +98,7 @@ def test_batches_are_taken_until_there_are_enough_points(num_points):
     assert num_batches <= len(loaded_indices) <= num_batches + 1
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize("momentum", [0.0, 0.3])
 def test_momentum_keeps_a_share_of_the_previous_one(momentum):
     encoder, penalty = make_model(), IStar(1.0, 0.2)
     first_covariance, second_covariance = (
@@ -182,12 +184,11 @@ def test_modes_and_random_numbers_are_as_they_were_after_an_error():
 
 
 @pytest.mark.parametrize("names", [("input_ids", "attention_mask"), ("input_ids", "attention_mask", "labels")])
-@pytest.mark.parametrize("zeta", [0.2, "auto"])
-def test_batches_without_names_are_refused_for_transformers_models(names, zeta):
+def test_batches_without_names_are_refused_for_transformers_models(names):
     """The third argument of BERT is the token types: labels would become token types without any message."""
     batches = [{**batch, "labels": torch.ones_like(batch["input_ids"])} for batch in make_batches()]
     data = TensorDataset(*(torch.cat([batch[name] for batch in batches[:1]]) for name in names))
-    encoder, penalty = make_model(), IStar(1.0, zeta)
+    encoder, penalty = make_model(), IStar(1.0, 0.2)
     message = (
         rf"has {len(names)} values without names; expected arguments of BertModel by name, such as \{{\"input_ids\""
     )
