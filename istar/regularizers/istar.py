@@ -78,7 +78,7 @@ class IStar(Penalty):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.zeta = parse_number("zeta", self.zeta, AUTO)
+        self.zeta = parse_zeta(self.zeta)
         self._check_options()
         self._estimator = self._make_estimator()
         self.measure = self._estimator.measure
@@ -108,12 +108,6 @@ class IStar(Penalty):
         return self.estimator != "shrinkage" or self.zeta == AUTO
 
     def _check_options(self) -> None:
-        """Raise `OptionError` for options outside of their ranges, and for options that exclude each other."""
-        if not isinstance(self.zeta, str) and not 0 <= self.zeta <= 1:
-            raise OptionError(
-                f"zeta={self.zeta:g} is outside [0, 1]; 0 means no shrinkage, 1 means the shrinkage covariance alone; "
-                "the paper uses 0.2 to 0.8"
-            )
         check_one_of("estimator", self.estimator, ESTIMATORS)
         if self.estimator != "shrinkage" and self.zeta != 0:
             raise OptionError(f"zeta={self.zeta} has no effect with estimator={self.estimator}; expected zeta=0")
@@ -172,6 +166,17 @@ class IStar(Penalty):
         score = estimate.score
         value = 1 - (score.clamp(max=1) if self._estimator.may_exceed_1 else score)
         return Terms(value, score, estimate.points, estimate.zeta, sums=estimate.sums)
+
+
+def parse_zeta(zeta: Any) -> float | str:
+    """Return zeta as a number from 0 to 1 or `auto`; raise `OptionError` for any other value."""
+    zeta = parse_number("zeta", zeta, AUTO)
+    if not isinstance(zeta, str) and not 0 <= zeta <= 1:
+        raise OptionError(
+            f"zeta={zeta:g} is outside [0, 1]; 0 means no shrinkage, 1 means the shrinkage covariance alone; "
+            "the paper uses 0.2 to 0.8"
+        )
+    return zeta
 
 
 def _resize_shrinkage_covariance(module: IStar, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -75,7 +75,7 @@ def check_layers(layers: Layers) -> None:
     """Raise `OptionError` unless `layers` is one of `NAMED_LAYERS` or a list of layer numbers."""
     if isinstance(layers, str):
         check_one_of("layers", layers, NAMED_LAYERS)
-    elif not (layers and all(type(layer) is int for layer in layers)):
+    elif not (isinstance(layers, Sequence) and layers and all(type(layer) is int for layer in layers)):
         raise OptionError(
             f"layers={layers} is neither one of {', '.join(NAMED_LAYERS)} nor a list of layer numbers like [1,2,12]"
         )

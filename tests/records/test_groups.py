@@ -336,7 +336,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["reg.zeta=-0.1"], ["reg.zeta=-0.1"]),
     (["reg.zeta=nan"], ["reg.zeta=nan"]),
     (["reg.zeta=3"], ["reg.zeta=3 is outside [0, 1]"]),
-    (["reg.zeta=high"], ["reg.zeta=high is neither a number in [0, 1] nor auto"]),
+    (["reg.zeta=high"], ["reg.zeta=high is neither a number nor auto"]),
     (["reg.zeta=null"], ["reg.zeta=None is neither a number"]),
     (["reg.zeta=[0.2]"], ["reg.zeta=[0.2] is neither a number"]),
     (["reg.zeta=true"], ["reg.zeta=True is neither a number"]),
@@ -574,7 +574,7 @@ def test_products_follow_the_trainers_precision(
 
 @pytest.mark.parametrize("override", ["reg.zeta=auto", "reg.estimator=unbiased", "reg.estimator=unbiased_by_sentence"])
 def test_fourth_powers_in_bfloat16_are_refused(composed: Callable[..., Config], override: str) -> None:
-    with pytest.raises(UserError, match=r"reg\.compute=bfloat16: .* need float32"):
+    with pytest.raises(UserError, match=r"reg\.compute=bfloat16 is too coarse .*; expected float32"):
         composed("task=rte", "reg=istar", "reg.compute=bfloat16", override)
 
 

@@ -30,6 +30,7 @@ from istar.regularizers import (
     layer_numbers,
 )
 from istar.regularizers.dropout import set_dropout
+from istar.regularizers.istar import parse_zeta
 from istar.regularizers.set_point import KEEP
 
 _KEYS = {"weight": "lambda", "which": "points", "score": "target_score", "batches": "target_batches"}
@@ -214,9 +215,9 @@ class IStarConfig(PenaltyConfig):
                 f"target={self.target} has no sentences; reg.estimator={self.estimator} needs "
                 f"reg.target={HIDDEN_STATES}"
             )
+        self.zeta = parse_zeta(self.zeta)
         if self.within is None and (self.estimator != "shrinkage" or self.target != HIDDEN_STATES):
             self.zeta = 0.0
-        self.zeta = parse_number("zeta", self.zeta, "auto")
         if self.zeta == 0:
             self.num_points, self.refresh_every_n_steps = PenaltySettings.num_points, None
 
