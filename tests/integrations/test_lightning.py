@@ -95,8 +95,7 @@ def make_loader(rows: list[dict[str, Tensor]], **settings: Any) -> DataLoader:
 @pytest.mark.parametrize(
     ("name", "accumulation", "is_checkpointed"),
     [
-        ("bert", 1, True), ("bert", 8, False), ("albert", 2, False), ("distilbert", 4, True), ("distilbert", 1, False),
-        ("gpt2", 2, True), ("gpt2", 8, False), ("llama", 4, True), ("llama", 1, False),
+        ("bert", 1, True), ("albert", 2, False), ("distilbert", 4, True), ("gpt2", 4, False), ("llama", 2, True),
     ],
 )  # fmt: skip
 def test_the_gradient_is_that_of_the_mean_over_micro_batches(name, accumulation, is_checkpointed):
@@ -153,10 +152,9 @@ def run_processes(world: int, folder: Path, sync: bool, accumulation: int) -> li
     return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
 
 
-@pytest.mark.parametrize(("world", "sync", "accumulation"), [(2, True, 2), (2, False, 2), (4, True, 1)])
-def test_over_processes_the_gradient_is_that_of_one_cloud_or_of_the_mean_of_their_clouds(
-    tmp_path, world, sync, accumulation
-):
+@pytest.mark.parametrize("sync", [True, False])
+def test_over_processes_the_gradient_is_that_of_one_cloud_or_of_the_mean_of_their_clouds(tmp_path, sync):
+    world, accumulation = 2, 2
     outcomes = run_processes(world, tmp_path, sync, accumulation)
 
     model = make_classifier("bert")
@@ -239,8 +237,9 @@ class RandomCollator:
         return collate(rows)
 
 
-@pytest.mark.parametrize("refresh", ["epoch", 2])
-@pytest.mark.parametrize("kind", ["global generator", "own generator", "persistent workers"])
+@pytest.mark.parametrize(
+    ("kind", "refresh"), [("global generator", "epoch"), ("own generator", 2), ("persistent workers", 2)]
+)
 def test_batches_and_random_numbers_are_the_same_with_and_without_refresh(kind, refresh):
     def train_and_read_draws(zeta: float) -> list[Any]:
         L.seed_everything(3, verbose=False)

@@ -143,9 +143,8 @@ def naive_points(base: nn.Module, columns: list[dict[str, Tensor]], on: str) -> 
 @pytest.mark.parametrize(
     ("kind", "on", "accumulation"),
     [
-        ("MultipleNegativesRankingLoss", "tokens", 1), ("MultipleNegativesRankingLoss", "pooled", 2),
-        ("MultipleNegativesRankingLoss", "tokens", 4), ("CosineSimilarityLoss", "tokens", 2),
-        ("CosineSimilarityLoss", "pooled", 4), ("CosineSimilarityLoss", "pooled", 1),
+        ("MultipleNegativesRankingLoss", "tokens", 2), ("CosineSimilarityLoss", "pooled", 1),
+        ("CosineSimilarityLoss", "tokens", 1),
     ],
 )  # fmt: skip
 def test_the_gradient_is_that_of_the_mean_over_micro_batches(bert_folder, tmp_path, kind, on, accumulation):

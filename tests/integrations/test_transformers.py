@@ -152,18 +152,11 @@ NORMALIZED_BY_TRAINER = ("bert question answering", "gpt2 language model", "llam
     ("name", "accumulation", "checkpointing"),
     [
         ("bert classification", 1, None),
-        ("bert classification", 4, {"use_reentrant": True}),
-        ("bert question answering", 4, None),
-        ("bert question answering", 8, {"use_reentrant": False}),
+        ("bert question answering", 4, {"use_reentrant": False}),
         ("albert classification", 2, None),
-        ("distilbert classification", 8, None),
-        ("distilbert classification", 2, {"use_reentrant": False}),
-        ("gpt2 language model", 1, {"use_reentrant": False}),
-        ("gpt2 language model", 2, None),
+        ("distilbert classification", 2, {"use_reentrant": True}),
         ("gpt2 language model", 4, {"use_reentrant": True}),
-        ("gpt2 classification", 2, None),
-        ("llama language model", 8, None),
-        ("llama language model", 2, {"use_reentrant": False}),
+        ("llama language model", 2, None),
         ("llama classification", 4, None),
     ],
 )
@@ -333,7 +326,7 @@ def copy_parameters(trainer):
     return [parameter.detach().clone() for parameter in trainer.model.parameters()]
 
 
-@pytest.mark.parametrize("refresh", [None, "epoch", 1, 3])
+@pytest.mark.parametrize("refresh", [None, 3])
 def test_a_penalty_of_weight_0_and_its_refreshes_change_nothing_bit_for_bit(refresh, tmp_path):
     arguments = {"max_steps": 7, "gradient_accumulation_steps": 2}
     trainer_without_penalty = make_trainer(tmp_path, None, Trainer, make_bert(0.2), **arguments)
@@ -351,13 +344,12 @@ def test_a_penalty_of_weight_0_and_its_refreshes_change_nothing_bit_for_bit(refr
 
 def test_the_training_uses_the_same_batches_with_and_without_a_penalty(tmp_path):
     batches = []
-    for penalty, refresh in ((make_penalty(), None), (make_penalty(-1.0), "epoch"), (make_penalty(-1.0), 2)):
+    for penalty, refresh in ((make_penalty(), None), (make_penalty(-1.0), 5)):
         trainer = make_trainer(tmp_path, penalty, refresh=refresh, num_points=60, num_train_epochs=2, max_steps=-1)
         trainer.train()
         batches.append([batch["input_ids"] for batch in trainer.batches])
     assert len(batches[0]) == 24
-    for other_batches in batches[1:]:
-        assert all(torch.equal(*pair) for pair in zip(other_batches, batches[0], strict=True))
+    assert all(torch.equal(*pair) for pair in zip(*batches, strict=True))
 
 
 class CovarianceRecorder(TrainerCallback):
@@ -384,7 +376,7 @@ def test_the_loader_of_the_training_stays_the_active_one_of_accelerate(tmp_path)
     assert is_active == [True] * 4
 
 
-@pytest.mark.parametrize(("refresh", "refreshed"), [("epoch", [0, 6]), (4, [0, 4, 6, 8]), (1, list(range(12)))])
+@pytest.mark.parametrize(("refresh", "refreshed"), [("epoch", [0, 6]), (4, [0, 4, 6, 8])])
 def test_the_shrinkage_covariance_is_computed_before_each_epoch_or_every_n_steps(refresh, refreshed, tmp_path):
     penalty = istar.IStar(1.0, ZETA)
     recorder = CovarianceRecorder(penalty)
@@ -570,7 +562,7 @@ def test_hooks_are_on_the_trained_model_only_while_it_trains(tmp_path):
 
 
 RESUME_SETTINGS = {
-    "max_steps": 14,
+    "max_steps": 10,
     "save_strategy": "steps",
     "save_steps": 2,
     "gradient_accumulation_steps": 2,
@@ -594,9 +586,7 @@ def train_uninterrupted(tmp_path_factory):
     return functools.cache(lambda *settings: train_resumed(tmp_path_factory.mktemp("whole"), *settings))
 
 
-@pytest.mark.parametrize(
-    ("refresh", "momentum", "step"), [("epoch", 0.0, 4), ("epoch", 0.5, 6), ("epoch", 0.5, 8), (3, 0.0, 4), (3, 0.0, 6)]
-)
+@pytest.mark.parametrize(("refresh", "momentum", "step"), [("epoch", 0.5, 6), ("epoch", 0.5, 8), (3, 0.0, 4)])
 def test_a_resumed_training_equals_one_without_an_interruption(train_uninterrupted, refresh, momentum, step, tmp_path):
     """An epoch has 6 steps. Trainer itself resumes exactly only if the collator draws no random numbers."""
     with pytest.raises(StopError):
@@ -639,7 +629,7 @@ def test_lambda_and_the_points_left_out_are_logged(tmp_path):
     assert sum(log["points_left_out"] for log in logs) > 0
 
 
-@pytest.mark.parametrize("refresh", ["epoch", 4, None])
+@pytest.mark.parametrize("refresh", ["epoch", None])
 def test_a_checkpoint_without_the_penaltys_state_gives_one_warning(refresh, tmp_path):
     make_trainer(tmp_path, None, Trainer, max_steps=2, save_strategy="steps", save_steps=2).train()
     folder = str(tmp_path / "checkpoint-2")
@@ -655,7 +645,7 @@ def test_a_checkpoint_without_the_penaltys_state_gives_one_warning(refresh, tmp_
     assert (trainer.penalty.shrinkage_covariance is None) == (refresh is None)
 
 
-@pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": True}, {"use_reentrant": False}], ids=str)
+@pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": True}], ids=str)
 def test_adapters_of_a_frozen_model_get_the_penaltys_gradient(checkpointing, tmp_path):
     peft = pytest.importorskip("peft")
     torch.manual_seed(6)

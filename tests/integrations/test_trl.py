@@ -96,7 +96,7 @@ def train_and_compute_changes(trainer):
     return {name: initial_parameters[name] - parameter.detach() for name, parameter in trainer.model.named_parameters()}
 
 
-@pytest.mark.parametrize(("name", "accumulation"), [("gpt2", 1), ("gpt2", 4), ("llama", 2)])
+@pytest.mark.parametrize(("name", "accumulation"), [("gpt2", 4), ("llama", 1)])
 def test_a_step_is_the_gradient_of_the_mean_of_task_loss_and_penalty(name, accumulation, tmp_path):
     arguments = {"gradient_accumulation_steps": accumulation, "per_device_train_batch_size": 4}
     trainer = make_trainer(tmp_path, make_model(name), make_penalty(), **arguments)

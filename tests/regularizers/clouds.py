@@ -78,7 +78,9 @@ def check_penalty(
             )
             assert_close(actual, expected, **CLOSE)
     inputs = [state.requires_grad_() for state in states()]
-    assert torch.autograd.gradcheck(lambda *layers: build_penalty(1.0, "with_embeddings")(layers, MASK), inputs)
+    assert torch.autograd.gradcheck(
+        lambda *layers: build_penalty(1.0, "with_embeddings")(layers, MASK), inputs, fast_mode=True
+    )
     # Penalize only the last layer, with NaN in the padding of all layers.
     padded_states = [state.detach().masked_fill(~MASK.bool()[..., None], torch.nan) for state in inputs]
     value, gradients = value_and_gradients(

@@ -87,8 +87,7 @@ OF_PEFT = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is depr
 
 
 @OF_PEFT
-@pytest.mark.parametrize("layers", ["all", "with_embeddings"])
-@pytest.mark.parametrize("make_model", [bert, llama])
+@pytest.mark.parametrize(("make_model", "layers"), [(bert, "all"), (llama, "with_embeddings")])
 def test_lora_on_a_frozen_model(make_model, layers):
     targets = ["query", "value"] if make_model is bert else ["q_proj", "v_proj"]
     config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, lora_dropout=0.1)
@@ -196,8 +195,7 @@ def test_a_model_within_another_module():
     check_states_and_gradients(Wrapper(bert()), INPUTS)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("layers", ["all", "with_embeddings", [2]])
+@pytest.mark.parametrize(("layers", "use_reentrant"), [("all", False), ("with_embeddings", True), ([2], True)])
 @pytest.mark.parametrize("make_model", [bert, llama])
 def test_gradient_checkpointing_counts_each_state_once(make_model, layers, use_reentrant):
     """The naive pass has no checkpointing, under which transformers returns states without a gradient."""
@@ -291,9 +289,10 @@ def naive_gradients(model: Tower, points: Tensor, mask: Tensor | None, layer_ind
     return gradients(model, WEIGHT * (1 - score) + states[-1].square().sum())
 
 
-@pytest.mark.parametrize("uses_checkpoint", [False, True])
-@pytest.mark.parametrize(("layers", "numbers"), [("all", [1, 2, 3]), ("last", [3]), ([1, -1], [1, 3])])
-@pytest.mark.parametrize("mask", [MASK, None], ids=["masked", "all"])
+@pytest.mark.parametrize(
+    ("layers", "numbers", "mask", "uses_checkpoint"),
+    [("all", [1, 2, 3], MASK, False), ("last", [3], None, True), ([1, -1], [1, 3], MASK, True)],
+)
 def test_any_module_whose_layers_are_named(mask, layers, numbers, uses_checkpoint):
     expected = naive_gradients(Tower(), POINTS, mask, numbers)
     model = Tower(uses_checkpoint)
@@ -608,6 +607,7 @@ def backend():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch itself warns while it traces
 def test_a_compiled_layer_and_its_hooks_have_the_value_and_gradient_of_eager_ones(backend):
     expected = naive_gradients(Tower(), POINTS, MASK, [1, 2, 3])

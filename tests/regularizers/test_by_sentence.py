@@ -60,7 +60,7 @@ LENGTHS = (torch.arange(4) < torch.tensor([1, 4, 2, 3, 0])[:, None]).long()
 
 
 @pytest.mark.parametrize("attention_mask", [None, LENGTHS], ids=["all", "masked"])
-@pytest.mark.parametrize("dim", [2, 6, 30])
+@pytest.mark.parametrize("dim", [2, 30])
 def test_value_and_gradient_are_those_of_all_tuples_of_points_of_different_sentences(dim, attention_mask):
     layers = make_dependent_states((5, 4, dim))
     penalty = make_penalty()
@@ -89,8 +89,10 @@ def test_it_is_the_measure_of_the_union_of_the_layers(attention_mask):
 def test_first_and_second_derivatives_are_those_of_finite_differences():
     layers = [state.requires_grad_() for state in make_dependent_states((4, 2, 3), layers=2)]
     attention_mask = torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1]])
-    assert torch.autograd.gradcheck(lambda *layers: -3 * make_penalty()(layers, attention_mask), layers)
-    assert torch.autograd.gradgradcheck(lambda *layers: -3 * make_penalty()(layers, attention_mask), layers)
+    assert torch.autograd.gradcheck(lambda *layers: -3 * make_penalty()(layers, attention_mask), layers, fast_mode=True)
+    assert torch.autograd.gradgradcheck(
+        lambda *layers: -3 * make_penalty()(layers, attention_mask), layers, fast_mode=True
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -74,7 +74,7 @@ def test_gradcheck(name):
         summary = watch.penalty.summarize_points(matrix, None)
         return watch.penalty.combine([summary])
 
-    assert torch.autograd.gradcheck(penalty_of_rows, initial_rows)
+    assert torch.autograd.gradcheck(penalty_of_rows, initial_rows, fast_mode=True)
 
 
 def test_tied_embeddings_are_one_matrix_and_both_uses_of_it_have_a_gradient():
@@ -143,11 +143,11 @@ def test_the_mean_over_samples_of_rows_is_the_penalty_of_pairs():
     model = llama()
     watch = embedding_penalty(model, CosReg(1.0), OUTPUT, rows=10)
     with torch.no_grad():
-        sampled_mean = torch.stack([watch.loss() for _ in range(4000)]).mean() * 10**2 / (10 * 9)
+        sampled_mean = torch.stack([watch.loss() for _ in range(600)]).mean() * 10**2 / (10 * 9)
         units = torch.nn.functional.normalize(model.lm_head.weight, dim=1)
         cosines = units @ units.T
         exact_mean = (cosines.sum() - cosines.trace()) / (VOCABULARY * (VOCABULARY - 1))
-    assert_close(sampled_mean, exact_mean, rtol=0, atol=3e-3)
+    assert_close(sampled_mean, exact_mean, rtol=0, atol=8e-3)
 
 
 def test_weight_0_is_skipped_and_nothing_is_refreshed():

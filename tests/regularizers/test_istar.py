@@ -64,10 +64,9 @@ def check_against_algorithm_1(hidden_states, attention_mask, shrinkage, zeta, sp
 # The paper's penalty ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spectrum", [torch.linalg.svdvals, torch.linalg.eigvalsh])
 @pytest.mark.parametrize("attention_mask", [None, mask()], ids=["all", "masked"])
-@pytest.mark.parametrize("zeta", [0.0, 0.2, 0.9])
-@pytest.mark.parametrize("ratio", [1, 1e4])
+@pytest.mark.parametrize("zeta", [0.0, 0.2])
+@pytest.mark.parametrize(("ratio", "spectrum"), [(1, torch.linalg.svdvals), (1e4, torch.linalg.eigvalsh)])
 def test_value_and_gradient_are_algorithm_1_on_the_stacked_layers(ratio, zeta, attention_mask, spectrum):
     _, gradients = check_against_algorithm_1(states(ratio=ratio), attention_mask, sigma(), zeta, spectrum)
     assert all(gradient.norm() > 1e-6 for gradient in gradients)
@@ -104,8 +103,8 @@ def test_first_and_second_derivatives_are_those_of_finite_differences(name, atte
     def function(*layers):
         return -3 * DIFFERENTIABLE[name](layers, attention_mask)
 
-    assert torch.autograd.gradcheck(function, hidden_states)
-    assert torch.autograd.gradgradcheck(function, hidden_states)
+    assert torch.autograd.gradcheck(function, hidden_states, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, hidden_states, fast_mode=True)
 
 
 def test_second_derivatives_with_zeta_auto_are_those_of_the_zeta_of_the_batch():
@@ -171,8 +170,9 @@ SCORES = pytest.mark.parametrize(
 
 
 @SCORES
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e300])
+@pytest.mark.parametrize(
+    ("garbage", "dtype"), [(math.nan, torch.bool), (math.inf, torch.int64), (1e300, torch.float32)]
+)
 def test_what_padding_holds_changes_nothing_bit_for_bit_and_gets_no_gradient(garbage, dtype, penalty):
     is_real = mask().bool()
     expected, expected_gradients = value_and_gradients(lambda layers: penalty(layers, mask()), states())
@@ -338,9 +338,8 @@ def collect_saved_tensors(penalty, hidden_states, attention_mask):
     return saved_tensors
 
 
-@pytest.mark.parametrize("zeta", [0, 0.2])
 @pytest.mark.parametrize("attention_mask", [None, mask(8, 64)], ids=["all", "masked"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("dtype", "zeta"), [(torch.bfloat16, 0), (torch.float32, 0.2)])
 def test_backward_keeps_the_hidden_states_themselves_and_nothing_else_of_their_size(dtype, attention_mask, zeta):
     hidden_states = [state.requires_grad_() for state in states((8, 64, DIM), dtype=dtype)]
     saved_tensors = collect_saved_tensors(make_penalty(zeta), hidden_states, attention_mask)
@@ -380,7 +379,7 @@ def test_autocast_changes_nothing_bit_for_bit(dtype, attention_mask):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("deviation", "ratio"), [(1.0, 0), (1.0, 30), (1000.0, 0), (1000.0, 30), (4e3, 0)])
+@pytest.mark.parametrize(("deviation", "ratio"), [(1.0, 0), (1000.0, 30), (4e3, 0)])
 def test_half_precision_is_the_score_of_the_rounded_states_in_full(dtype, deviation, ratio):
     """The value to float32's precision, the gradient to that of its own dtype."""
     hidden_states = [

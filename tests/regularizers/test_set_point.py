@@ -60,10 +60,10 @@ def naive_penalty(score, target, side):
 KINDS = ["istar", "auto", "unbiased", "cosreg"]
 
 
-@pytest.mark.parametrize("weight", [2.0, -2.0])
-@pytest.mark.parametrize("side", ["both", "above", "below"])
-@pytest.mark.parametrize("target", [0.05, 0.95])
-@pytest.mark.parametrize("kind", KINDS)
+SIDES = [("istar", target, side, -2.0) for target in (0.05, 0.95) for side in ("both", "above", "below")]
+
+
+@pytest.mark.parametrize(("kind", "target", "side", "weight"), [*SIDES, *((kind, 0.05, "both", 2.0) for kind in KINDS)])
 def test_value_and_gradient_are_those_of_the_squared_deviation(kind, target, side, weight):
     penalty = build_penalty(kind, weight, SetPoint(target, side))
     actual = value_and_gradients(lambda layers: penalty(layers, MASK), states())
@@ -78,10 +78,11 @@ def test_value_and_gradient_are_those_of_the_squared_deviation(kind, target, sid
 @pytest.mark.parametrize("kind", ["istar", "unbiased", "cosreg"])
 def test_gradient_is_that_of_finite_differences(kind):
     penalty = build_penalty(kind, 1.0, SetPoint(0.5))
-    assert torch.autograd.gradcheck(lambda *layers: penalty(layers, MASK), [s.requires_grad_() for s in states()])
+    hidden_states = [state.requires_grad_() for state in states()]
+    assert torch.autograd.gradcheck(lambda *layers: penalty(layers, MASK), hidden_states, fast_mode=True)
 
 
-@pytest.mark.parametrize("target", [0.2, 0.6])
+@pytest.mark.parametrize("target", [0.6])
 def test_gradient_descent_stops_at_the_target(target):
     penalty = build_penalty("istar", -1.0, SetPoint(target))
     hidden_states = [state.requires_grad_() for state in states()]
