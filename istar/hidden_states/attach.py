@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from istar.errors import OptionError, UserError
+from istar.errors import UserError
 from istar.hidden_states.attached_penalty import AttachedPenalty
 from istar.hidden_states.embedding_penalty import EmbeddingPenalty
 from istar.hidden_states.reader import HiddenStateReader
@@ -14,6 +14,7 @@ from istar.hidden_states.settings import HIDDEN_STATES, NUM_POINTS, PenaltySetti
 from istar.hidden_states.shrinkage import hidden_state_moments, to_covariance
 from istar.measures.processes import sum_over_processes
 from istar.regularizers.base import Penalty
+from istar.regularizers.istar import IStar
 from istar.regularizers.points import ALL_POINTS, Points
 
 DEFAULT_SETTINGS = PenaltySettings()
@@ -91,8 +92,7 @@ class HiddenStatePenalty(AttachedPenalty):
     ) -> None:
         super().__init__(penalty, settings)
         points = settings.points
-        if penalty.include_padding and not points.are_all:
-            raise OptionError("include_padding=true counts all tokens; it needs points=all and no max_norm_ratio")
+        points.check_include_padding(penalty.include_padding)
         self.needs_token_labels = points.need_labels
         self._model = model
         self._modules = modules
@@ -153,18 +153,15 @@ class HiddenStatePenalty(AttachedPenalty):
             return 0
         if not 0 <= momentum < 1:
             raise UserError(f"momentum is {momentum}; expected a number from 0 to below 1")
-        moments = hidden_state_moments(
-            self._model,
-            loader,
-            num_points,
-            penalty.layers,
-            penalty.include_padding,
-            penalty.sync,
-            penalty.group,
-            self._modules,
-            self.settings.points,
+        plain = IStar(
+            zeta=0,
+            layers=penalty.layers,
+            include_padding=penalty.include_padding,
+            sync=penalty.sync,
+            group=penalty.group,
             within="label" if penalty.needs_labels else None,
         )
+        moments = hidden_state_moments(self._model, loader, num_points, plain, self._modules, self.settings.points)
         covariance, previous = to_covariance(moments), penalty.shrinkage_covariance
         if momentum > 0 and previous is not None:
             covariance = torch.lerp(covariance, previous.to(covariance), momentum)
@@ -203,6 +200,5 @@ class HiddenStatePenalty(AttachedPenalty):
         self._reader.__dict__.update(reader_state)
 
     def _is_active(self) -> bool:
-        """Return whether forward passes are read: with gradients enabled and a weight other than 0."""
         # With weight 0 the penalty is skipped, because 0 times a NaN penalty would be NaN.
         return torch.is_grad_enabled() and self.penalty.weight != 0

@@ -111,11 +111,6 @@ class EmbeddingPenalty(AttachedPenalty):
 
 
 def _find_matrix(model: Any, target: str) -> Tensor:
-    """Return the embedding matrix `target` that a transformers model has now.
-
-    Raises:
-        UserError: if the model has no such matrix, or a sharded one.
-    """
     module = getattr(model, "get_input_embeddings" if target == INPUT_EMBEDDINGS else "get_output_embeddings")()
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor):
@@ -129,5 +124,4 @@ def _find_matrix(model: Any, target: str) -> Tensor:
 
 
 def _describe(target: str) -> str:
-    """Return the words for a target in messages, such as "output embeddings"."""
     return target.replace("_", " ")

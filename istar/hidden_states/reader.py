@@ -233,7 +233,6 @@ class HiddenStateReader:
             current.summaries += self._summarize_states(states, current.tokens)
 
     def _end_pass(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """End a pass, as a forward hook of the base model: summarize the remaining states, and store all summaries."""
         current, self._pass = self._pass, None
         # The output is None if the pass failed.
         if current is None or output is None:
@@ -259,7 +258,6 @@ class HiddenStateReader:
             current.layers_without_gradients.discard(self._layers.num_layers)
 
     def _summarize_states(self, states: list[tuple[int, Tensor]], tokens: Tokens) -> list[tuple[int, Any]]:
-        """Return the summaries of hidden states, with their layer numbers."""
         return [(layer, self._summarize(state, tokens)) for layer, state in states]
 
     def _check_all_layers_called(self, current: _Pass) -> None:
@@ -276,7 +274,6 @@ class HiddenStateReader:
             )
 
     def _select_returned_states(self, output: Any) -> list[tuple[int, Tensor]]:
-        """Return the selected hidden states from the output of a model with `output_hidden_states=True`."""
         states, num_expected = getattr(output, "hidden_states", None), self._layers.num_layers + 1
         if states is None or len(states) != num_expected:
             num_returned = "no" if states is None else len(states)
@@ -327,7 +324,6 @@ def _mask_of_states(arguments: dict[str, Any]) -> Any:
 
 
 def _read_argument_names(module: nn.Module) -> list[str]:
-    """Return the names of the arguments of a module's forward pass that can be given by position."""
     positional_kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(module.forward).parameters
     return [name for name, parameter in parameters.items() if parameter.kind in positional_kinds]

@@ -13,11 +13,12 @@ from istar.errors import UserError
 from istar.hidden_states.reader import HiddenStateReader
 from istar.hidden_states.settings import NUM_POINTS
 from istar.hidden_states.undisturbed import eval_mode, preserve_rng_states
-from istar.measures.classes import ClassMoments, class_means_and_scatter, merge_class_moments
+from istar.measures.classes import ClassMoments, merge_class_moments
 from istar.measures.isoscore import check_covariance
-from istar.measures.moments import Moments, mean_and_scatter, merge_moments
+from istar.measures.moments import Moments, merge_moments
 from istar.measures.processes import sum_over_processes, world_size
-from istar.regularizers.points import ALL_POINTS, Layers, Points, Tokens, check_within
+from istar.regularizers.istar import IStar
+from istar.regularizers.points import ALL_POINTS, Layers, Points
 
 LABEL_NAMES = ("labels", "label", "label_ids", "start_positions", "end_positions")
 """Names of model arguments that hold labels."""
@@ -64,9 +65,8 @@ def shrinkage_covariance(
         UserError: for fewer than 2 points, points that are not finite or all equal, layers of different widths, or
             batches that do not name the arguments of a transformers model.
     """
-    return to_covariance(
-        hidden_state_moments(model, loader, num_points, layers, include_padding, sync, group, modules, points, within)
-    )
+    penalty = IStar(zeta=0, layers=layers, include_padding=include_padding, sync=sync, group=group, within=within)
+    return to_covariance(hidden_state_moments(model, loader, num_points, penalty, modules, points))
 
 
 def to_covariance(moments: Moments | ClassMoments) -> Tensor:
@@ -87,41 +87,25 @@ def hidden_state_moments(
     model: nn.Module,
     loader: Iterable[Any],
     num_points: int | None,
-    layers: Layers,
-    include_padding: bool,
-    sync: bool,
-    group: dist.ProcessGroup | None,
+    penalty: IStar,
     modules: Sequence[nn.Module] | None,
     points: Points,
-    within: str | None = None,
 ) -> Moments | ClassMoments:
-    """Compute the moments of a model's hidden states over batches of data, by class if `within` is given.
-
-    Arguments are as in `shrinkage_covariance`.
+    """Compute the moments of the points that a penalty with zeta 0 has in batches of data; see `shrinkage_covariance`.
 
     With `sync`, all processes run the same number of forward passes, as sharded models require: a process whose loader
     is exhausted repeats its last batch, which is not counted again.
     """
     if num_points is not None and num_points < 2:
         raise UserError(f"num_points is {num_points}; expected at least 2")
-    if include_padding and not points.are_all:
-        raise UserError("include_padding counts all tokens; expected points='all' with it")
-    check_within(within)
-
-    def summarize(hidden_state: Tensor, tokens: Tokens) -> Any:
-        """Return the moments of the points of a layer, by class if `within` is given."""
-        labels_and_num_classes = None if within is None else tokens.classes_of(hidden_state)
-        tokens = Tokens() if include_padding else tokens
-        indices = tokens.indices_of(hidden_state)
-        if labels_and_num_classes is None:
-            return mean_and_scatter(hidden_state, indices=indices)
-        return class_means_and_scatter(hidden_state.flatten(0, -2), *labels_and_num_classes, indices=indices)
-
-    needs_labels = points.need_labels or within is not None
-    merge_layers: Any = merge_moments if within is None else merge_class_moments
-    moments_class: Any = Moments if within is None else ClassMoments
-    is_single_process = not sync or world_size(group) == 1
-    reader = HiddenStateReader(model, layers, summarize, lambda: True, modules, points, needs_labels)
+    points.check_include_padding(penalty.include_padding)
+    group, needs_labels = penalty.group, points.need_labels or penalty.needs_labels
+    merge_layers: Any = merge_class_moments if penalty.needs_labels else merge_moments
+    moments_class: Any = ClassMoments if penalty.needs_labels else Moments
+    is_single_process = not penalty.sync or world_size(group) == 1
+    reader = HiddenStateReader(
+        model, penalty.layers, penalty.summarize, lambda: True, modules, points, penalty.needs_labels
+    )
     device = next(model.parameters()).device
     called_module = _choose_module_to_call(model, reader.head_model if needs_labels else reader.base_model)
     ignored_names = () if needs_labels else LABEL_NAMES
@@ -174,7 +158,6 @@ def _choose_module_to_call(model: nn.Module, module: nn.Module) -> nn.Module:
 
 
 def _prepare_inputs(batch: Any, device: torch.device, ignored_names: Sequence[str]) -> Any:
-    """Return a batch with all tensors on the device, without the arguments with the names `ignored_names`."""
     if isinstance(batch, Mapping):
         return {
             name: _prepare_inputs(value, device, ignored_names)
@@ -187,11 +170,6 @@ def _prepare_inputs(batch: Any, device: torch.device, ignored_names: Sequence[st
 
 
 def _call_module(module: nn.Module, inputs: Any, accepts_sequences: bool) -> None:
-    """Call a module with a batch: a mapping of argument names, a list of arguments, or a single argument.
-
-    Raises:
-        UserError: if the batch does not fit the module's arguments, or is a list without `accepts_sequences`.
-    """
     named = inputs if isinstance(inputs, Mapping) else {}
     unnamed = inputs if isinstance(inputs, list) else [] if named else [inputs]
     # The order of a transformers model's arguments differs between models: labels could become token types.

@@ -168,30 +168,19 @@ class PenaltyCallback(L.Callback):
         return {} if attached is None else attached.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the penalty's state from a checkpoint.
-
-        Raises:
-            UserError: if the checkpoint has a state for each of another number of processes.
-        """
+        """Load the penalty's state from a checkpoint; see `istar.AttachedPenalty.load_state_dict`."""
         if self._attached is None:
             self._loaded_state = state_dict
         else:
             self._attached.load_state_dict(state_dict)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Remove the penalty's hooks from the model."""
         self._detach()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Remove the penalty's hooks from the model."""
         self._detach()
 
     def _find_model(self, pl_module: L.LightningModule) -> nn.Module:
-        """Return the model within the LightningModule that the penalty is attached to.
-
-        Raises:
-            UserError: if the LightningModule has no module of the given name.
-        """
         if not isinstance(self.model, str):
             return self.model(pl_module)
         try:
@@ -203,11 +192,6 @@ class PenaltyCallback(L.Callback):
             ) from error
 
     def _iterate_covariance_batches(self, trainer: L.Trainer) -> Iterator[Any]:
-        """Yield the batches for Sigma_S, converted to the precision of training.
-
-        Raises:
-            UserError: if there are several train dataloaders and `loader` does not choose one.
-        """
         loader = trainer.train_dataloader if self.loader is None else self.loader
         if self.loader is None and isinstance(loader, Mapping | list | tuple | CombinedLoader):
             raise UserError("there are several train dataloaders; name one for Sigma_S: PenaltyCallback(loader=...)")
@@ -215,7 +199,6 @@ class PenaltyCallback(L.Callback):
             yield trainer.precision_plugin.convert_input(batch)
 
     def _detach(self) -> None:
-        """Remove the hooks from the model, if there are any."""
         if self._attached is not None:
             self._attached.remove()
             self._attached, self._detached = None, self._attached

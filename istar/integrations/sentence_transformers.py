@@ -165,17 +165,14 @@ class PenaltyLoss(nn.Module):
             return attached.refresh(self._iterate_inputs_by_column(loader), num_points, momentum)
 
     def _should_collect(self) -> bool:
-        """Return whether the current forward pass belongs to a penalized loss, so that its points are collected."""
         return self._collects_points and torch.is_grad_enabled()
 
     def _request_hidden_states(self, module: Transformer, args: Any) -> None:
-        """Make the transformers model return its hidden states, as a hook before its forward pass."""
         self._previous_output_hidden_states = module.model.config.output_hidden_states
         if self._should_collect():
             module.model.config.output_hidden_states = True
 
     def _collect_hidden_states(self, module: Transformer, args: Any, output: dict[str, Any] | None) -> None:
-        """Collect the hidden states of the penalty's layers, as a hook after the transformers model's forward pass."""
         module.model.config.output_hidden_states = self._previous_output_hidden_states
         # The output is None if the pass failed.
         if not self._should_collect() or output is None:
@@ -188,12 +185,10 @@ class PenaltyLoss(nn.Module):
             self._add_summary(state, output.get("attention_mask"))
 
     def _collect_sentence_embeddings(self, module: nn.Module, args: Any, output: dict[str, Any]) -> None:
-        """Collect the sentence embeddings, as a hook after the forward pass of the model's last module."""
         if self._should_collect():
             self._add_summary(output["sentence_embedding"], None)
 
     def _add_summary(self, points: Tensor, mask: Tensor | None) -> None:
-        """Add the summary of points to the summaries of the current loss; without padding, if there is a mask."""
         # Append, because a loss may call the model once per column.
         self._point_summaries = [*(self._point_summaries or []), self.penalty.summarize(points, Tokens(mask))]
 
@@ -249,11 +244,9 @@ class _AttachedLoss(AttachedPenalty):
 
     @property
     def num_layers(self) -> int:
-        """Number of layers that a loss penalizes; not known here."""
         raise NotImplementedError
 
     def loss(self) -> Tensor:
-        """Do not use: `PenaltyLoss.forward` adds the penalty."""
         raise NotImplementedError
 
     def refresh(self, loader: Iterable[Any], num_points: int | None = NUM_POINTS, momentum: float = 0.0) -> int:
@@ -289,5 +282,4 @@ class PenaltyLossCallback(PenaltyCallback):
 
 
 def _checkpoint_folder(args: TrainingArguments, state: Any) -> Path:
-    """Return the folder of the checkpoint of the current step."""
     return Path(str(args.output_dir), f"checkpoint-{state.global_step}")

@@ -304,7 +304,6 @@ class PenaltyCallback(TrainerCallback):
         self._refresh_if_due(args, state, False, kwargs["train_dataloader"])
 
     def _refresh_if_due(self, args: TrainingArguments, state: Any, is_epoch_start: bool, loader: Any) -> None:
-        """Compute Sigma_S in the precision of training if it is due."""
         # The seed depends on the step, so that resuming gives the same batches as without the interruption.
         batches = iterate_in_new_order(loader, args.seed + state.global_step)
         dtype = torch.bfloat16 if args.bf16 else torch.float16

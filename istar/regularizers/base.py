@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from istar.errors import OptionError
 from istar.measures.moments import without_autocast
+from istar.measures.processes import sum_over_processes
 from istar.regularizers.points import Layers, Tokens, check_layers, select_layers
 from istar.regularizers.set_point import SetPoint
 from istar.regularizers.undefined import UndefinedCount
@@ -233,6 +234,11 @@ class Penalty(nn.Module, ABC):
         indices = tokens.indices_of(hidden_state)
         with without_autocast(hidden_state.device):
             return self.summarize_points(hidden_state.flatten(0, -2), indices)
+
+    def sum_over_layers(self, summaries: Sequence[Tensor]) -> Tensor:
+        """Return the sum of the sums of all layers, over all processes if `sync` is set."""
+        total = torch.stack(list(summaries)).sum(0)
+        return sum_over_processes(total, self.group) if self.sync else total
 
     @abstractmethod
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> Any:

@@ -18,11 +18,9 @@ class MomentsPenalty(Penalty):
     """
 
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> BatchMoments:
-        """Return the count, mean and scatter matrix of the points; see `Penalty.summarize_points`."""
         return mean_and_scatter(points, indices=indices)
 
     def score(self, summaries: Sequence[BatchMoments]) -> Terms:
-        """Compute the terms of the merged moments of all layers; see `Penalty.score`."""
         moments = merge_moments(summaries)
         if self.sync:
             moments = moments.all_reduce(self.group)

@@ -30,7 +30,7 @@ from istar.measures.moments import full_precision
 from istar.measures.processes import sum_over_processes
 from istar.measures.sentences import SentenceMoments, SentenceSums
 from istar.regularizers.estimators import Estimate, Estimator
-from istar.regularizers.points import Tokens
+from istar.regularizers.points import Tokens, check_same_width
 from istar.regularizers.undefined import is_rounding
 
 MIN_SENTENCES = 4
@@ -121,13 +121,11 @@ def sentence_moments(
     Raises:
         UserError: if the layers have different dimensions, or fewer than 2.
     """
-    widths = sorted({layer.rows.shape[1] for layer in layers})
-    if len(widths) > 1:
-        raise UserError(f"the layers have {widths} dimensions; expected the same in all, so choose other layers")
-    device = layers[0].rows.device
+    check_same_width(layer.rows.shape[1] for layer in layers)
+    device, width = layers[0].rows.device, layers[0].rows.shape[1]
     with full_precision(device):
         mean = _compute_mean(layers, sync, group)
-        moments = SentenceMoments(widths[0], mean, device)
+        moments = SentenceMoments(width, mean, device)
         for pass_layers in _group_by_pass(layers):
             moments.add(_sum_sentences(pass_layers, mean))
     return moments.all_reduce(group) if sync else moments
@@ -190,7 +188,6 @@ def _make_layout(layer: SentencePoints) -> _Layout:
 
 
 def _select_rows(rows: Tensor, indices: Tensor | None) -> Tensor:
-    """Return the rows with these indices; None selects all."""
     return rows if indices is None else rows.index_select(0, indices)
 
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.processes import sum_over_processes
 from istar.regularizers.base import Penalty, Terms
-from istar.regularizers.points import Tokens, unit_vectors
+from istar.regularizers.points import Tokens, check_same_width, unit_vectors
 
 
 class CosReg(Penalty):
@@ -35,14 +34,9 @@ class CosReg(Penalty):
         return torch.cat([units.sum(0), counts])
 
     def score(self, summaries: Sequence[Tensor]) -> Terms:
-        """Compute the penalty of the union of summarized layers; see `Penalty.score`."""
         # A summary holds d coordinates and two counts.
-        widths = sorted({len(summary) - 2 for summary in summaries})
-        if len(widths) > 1:
-            raise UserError(f"the layers have {widths} dimensions; expected the same in all, so choose other layers")
-        sums = torch.stack(list(summaries)).sum(0)
-        if self.sync:
-            sums = sum_over_processes(sums, self.group)
+        check_same_width(len(summary) - 2 for summary in summaries)
+        sums = self.sum_over_layers(summaries)
         total, num_nonzero, count = sums[:-2], sums[-2], sums[-1]
         # Without points, 0 / 0 gives NaN.
         value = (total.square().sum() - num_nonzero) / count.square()

@@ -10,17 +10,16 @@ With unit vectors u, their sum S and :math:`G = \sum_i u_i u_i^T`, the sums over
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from istar.measures.moments import BatchMoments, mean_and_scatter, merge_moments
-from istar.regularizers.base import Penalty, Terms
+from istar.measures.moments import BatchMoments, Moments, mean_and_scatter
+from istar.regularizers.batch_moments import MomentsPenalty
 from istar.regularizers.points import unit_vectors
 
 
-class Gor(Penalty):
+class Gor(MomentsPenalty):
     """Global orthogonal regularization of the union of the selected layers.
 
     The value, in [0, 2 - 1/d], is a mean over pairs: it depends neither on the scale of the hidden states nor on the
@@ -35,11 +34,7 @@ class Gor(Penalty):
         """Return the count, mean and scatter matrix of the unit vectors."""
         return mean_and_scatter(unit_vectors(points, indices))
 
-    def score(self, summaries: Sequence[BatchMoments]) -> Terms:
-        """Compute the penalty of the union of summarized layers; see `Penalty.score`."""
-        moments = merge_moments(summaries)
-        if self.sync:
-            moments = moments.all_reduce(self.group)
+    def value_and_score(self, moments: Moments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         n, total = moments.count, moments.count * moments.mean
         second_moment = moments.scatter + torch.outer(total, moments.mean)
         # The squared norms of the unit vectors add up to the number of nonzero points, which has no gradient.
@@ -49,5 +44,4 @@ class Gor(Penalty):
         mean_cosine = (total.square().sum() - num_nonzero) / num_pairs
         mean_square = (second_moment.square().sum() - num_nonzero) / num_pairs
         value = mean_cosine.square() + (mean_square - 1 / moments.dim).clamp(min=0)
-        value = value.to(summaries[0].scatter.dtype)
-        return Terms(value, value, n, sums=(moments.mean, moments.scatter))
+        return value, value

@@ -131,7 +131,6 @@ class IStar(Penalty):
             )
 
     def _make_estimator(self) -> Estimator:
-        """Return the estimator that the options name."""
         if self.estimator == BY_SENTENCE:
             return SentenceEstimator()
         if self.estimator == "unbiased":
@@ -143,13 +142,11 @@ class IStar(Penalty):
         return estimator_class(self.zeta, matmul_dtype)
 
     def reset(self, keep_shrinkage_covariance: bool = False) -> None:
-        """Forget what an earlier training has left; see `Penalty.reset`."""
         super().reset()
         if not keep_shrinkage_covariance:
             self.shrinkage_covariance = None
 
     def summarize(self, hidden_state: Tensor, tokens: Tokens) -> Any:
-        """Reduce the hidden state of a layer to the sums that the estimator needs; see `Penalty.summarize`."""
         if self.needs_shrinkage_covariance and self.shrinkage_covariance is None:
             raise UserError("the shrinkage covariance is not set; zeta > 0 needs it before the first step")
         indices = (Tokens() if self.include_padding else tokens).indices_of(hidden_state)
@@ -157,11 +154,9 @@ class IStar(Penalty):
             return self._estimator.summarize(hidden_state, indices, tokens)
 
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> Any:
-        """Reduce points `(n, d)` to the sums that the estimator needs; see `Penalty.summarize_points`."""
         return self._estimator.summarize(points, indices, Tokens())
 
     def score(self, summaries: Sequence[Any]) -> Terms:
-        """Compute the terms of the union of summarized layers; see `Penalty.score`."""
         estimate = self._estimator.estimate(summaries, self.shrinkage_covariance, self.sync, self.group)
         score = estimate.score
         value = 1 - (score.clamp(max=1) if self._estimator.may_exceed_1 else score)
@@ -170,13 +165,13 @@ class IStar(Penalty):
 
 def parse_zeta(zeta: Any) -> float | str:
     """Return zeta as a number from 0 to 1 or `auto`; raise `OptionError` for any other value."""
-    zeta = parse_number("zeta", zeta, AUTO)
-    if not isinstance(zeta, str) and not 0 <= zeta <= 1:
+    number: float | str = parse_number("zeta", zeta, AUTO)
+    if not isinstance(number, str) and not 0 <= number <= 1:
         raise OptionError(
-            f"zeta={zeta:g} is outside [0, 1]; 0 means no shrinkage, 1 means the shrinkage covariance alone; "
+            f"zeta={number:g} is outside [0, 1]; 0 means no shrinkage, 1 means the shrinkage covariance alone; "
             "the paper uses 0.2 to 0.8"
         )
-    return zeta
+    return number
 
 
 def _resize_shrinkage_covariance(module: IStar, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -59,7 +59,6 @@ class Kurtosis(Penalty):
         return torch.stack([*sizes, mean, *power_sums]), points.dtype
 
     def score(self, summaries: Sequence[tuple[Tensor, torch.dtype]]) -> Terms:
-        """Compute the kurtosis of the union of summarized layers; see `Penalty.score`."""
         layer_summaries = torch.stack([layer_sums for layer_sums, _ in summaries], 1)
         # Each of these tensors has one number for each layer.
         point_counts, coordinate_counts, means, second, third, fourth = layer_summaries

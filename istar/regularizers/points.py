@@ -1,6 +1,6 @@
 """Selection of the layers and of the tokens whose hidden states a penalty uses."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,11 @@ class Points:
         """Whether all tokens that are not padding are points."""
         return self.which == "all" and self.max_norm_ratio is None
 
+    def check_include_padding(self, include_padding: bool) -> None:
+        """Raise `OptionError` if all tokens are to count, although these points leave out some."""
+        if include_padding and not self.are_all:
+            raise OptionError("include_padding=true counts all tokens; it needs points=all and no max_norm_ratio")
+
     @property
     def need_labels(self) -> bool:
         """Whether the points depend on the labels."""
@@ -78,6 +83,15 @@ def check_layers(layers: Layers) -> None:
     elif not (isinstance(layers, Sequence) and layers and all(type(layer) is int for layer in layers)):
         raise OptionError(
             f"layers={layers} is neither one of {', '.join(NAMED_LAYERS)} nor a list of layer numbers like [1,2,12]"
+        )
+
+
+def check_same_width(widths: Iterable[int]) -> None:
+    """Raise `UserError` unless all layers have the same width."""
+    different_widths = sorted(set(widths))
+    if len(different_widths) > 1:
+        raise UserError(
+            f"the layers have {different_widths} dimensions; expected the same in all, so choose other layers"
         )
 
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from istar.errors import check_at_least
 from istar.measures.moments import full_precision
-from istar.measures.processes import sum_over_processes
 from istar.regularizers.base import Penalty, Terms
 
 BOUND, NUM_NODES = 5.0, 17
@@ -79,10 +78,7 @@ class SigReg(Penalty):
         return torch.cat([*sums, points.new_tensor([len(points)])])
 
     def score(self, summaries: Sequence[Tensor]) -> Terms:
-        """Compute the penalty of the union of summarized layers; see `Penalty.score`."""
-        sums = torch.stack(list(summaries)).sum(0)
-        if self.sync:
-            sums = sum_over_processes(sums, self.group)
+        sums = self.sum_over_layers(summaries)
         self.draws = self.draws + 1
         count = sums[-1]
         # Without points, 0 / 0 gives NaN.

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from istar.errors import OptionError, UserError
 from istar.measures.moments import full_precision, without_autocast
-from istar.measures.processes import sum_over_processes
 from istar.regularizers.base import Penalty, Terms
 from istar.regularizers.points import Tokens, unit_vectors
 
@@ -90,10 +89,7 @@ class SimCtg(Penalty):
         return self._summarize_sequences(selected[None], is_point)
 
     def score(self, summaries: Sequence[Tensor]) -> Terms:
-        """Compute the penalty of the union of summarized layers; see `Penalty.score`."""
-        sums = torch.stack(list(summaries)).sum(0)
-        if self.sync:
-            sums = sum_over_processes(sums, self.group)
+        sums = self.sum_over_layers(summaries)
         total, num_pairs, num_points = sums
         # Without pairs, 0 / 0 gives NaN.
         value = total / num_pairs

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from istar.errors import UserError, check_range
+from istar.errors import check_range
 from istar.measures.moments import full_precision
 from istar.measures.processes import gather_over_processes
 from istar.regularizers.base import Penalty, Terms
-from istar.regularizers.points import unit_vectors
+from istar.regularizers.points import check_same_width, unit_vectors
 
 
 @dataclass(eq=False, repr=False)
@@ -51,10 +51,7 @@ class Uniformity(Penalty):
         return unit_vectors(points, indices)
 
     def score(self, summaries: Sequence[Tensor]) -> Terms:
-        """Compute the penalty of the union of summarized layers; see `Penalty.score`."""
-        widths = sorted({units.shape[1] for units in summaries})
-        if len(widths) > 1:
-            raise UserError(f"the layers have {widths} dimensions; expected the same in all, so choose other layers")
+        check_same_width(units.shape[1] for units in summaries)
         units = torch.cat(list(summaries))
         if self.sync:
             units = gather_over_processes(units, self.group)

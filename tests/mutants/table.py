@@ -126,8 +126,8 @@ MUTATIONS = [
     Mutation(
         "Sigma_S is computed from all tokens, whatever the points of the penalty.",
         "istar/hidden_states/shrinkage.py",
-        "lambda: True, modules, points, needs_labels)",
-        "lambda: True, modules, needs_labels=needs_labels)",
+        "lambda: True, modules, points, penalty.needs_labels",
+        "lambda: True, modules, needs_labels=penalty.needs_labels",
         "tests/regularizers/test_tokens_chosen.py::test_sigma_s_is_computed_from_the_same_points",
     ),
     Mutation(
@@ -344,8 +344,8 @@ MUTATIONS = [
     Mutation(
         "Padding counts in Sigma_S, whatever the settings.",
         "istar/hidden_states/shrinkage.py",
-        "tokens = Tokens() if include_padding else tokens",
-        "tokens = Tokens()",
+        "include_padding=include_padding, sync=sync",
+        "include_padding=True, sync=sync",
         "tests/regularizers/test_shrinkage.py::test_it_is_the_covariance_of_the_stacked_hidden_states",
     ),
     Mutation(

@@ -87,7 +87,7 @@ def test_gradient_descent_stops_at_the_target(target):
     penalty = build_penalty("istar", -1.0, SetPoint(target))
     hidden_states = [state.requires_grad_() for state in states()]
     optimizer = torch.optim.SGD(hidden_states, lr=20.0)
-    for _ in range(300):
+    for _ in range(150):
         optimizer.zero_grad()
         penalty(hidden_states, MASK).backward()
         optimizer.step()

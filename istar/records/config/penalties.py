@@ -229,7 +229,6 @@ class IStarConfig(PenaltyConfig):
 
 
 def _penalty_options(penalty_class: type[Penalty]) -> "list[Field[Any]]":
-    """Return the fields of a penalty that are options of the config."""
     return [option for option in fields(penalty_class) if option.init and option.name not in ("group", "set_point")]
 
 
@@ -242,7 +241,6 @@ _COVARIANCE_SETTINGS = _select_fields(PenaltySettings, "refresh_every_n_steps", 
 
 
 def _make_config(name: str, penalty_class: type[Penalty], base: type[PenaltyConfig] = PenaltyConfig) -> Any:
-    """Return the dataclass of the options of a penalty, derived from the fields of the classes that they belong to."""
     set_point: Any = next(f.default for f in fields(penalty_class) if f.name == "set_point")
     options: list[tuple[Any, Field[Any]]] = [(penalty_class, option) for option in _penalty_options(penalty_class)]
     options += [(PenaltySettings, option) for option in _SETTINGS]
