@@ -30,12 +30,14 @@ def run(options: argparse.Namespace) -> None:
     """Compute the correlations, write them and a figure of the scores to the output folder, and print them."""
     from istar.geometry.correlation import correlate, correlation_tables
 
-    correlation_tables.make_output(options.out).check(correlation_tables.FILES, (options.geometry, options.scores))
+    correlation_tables.make_output(options.out).check(
+        correlation_tables.OUTPUT_FILES, (options.geometry, options.scores)
+    )
     selection = correlate.Selection(options.measure, options.task, options.omit, options.model)
     results = correlate.correlate(options.geometry, options.scores, selection)
     table = correlation_tables.make_table(results, has_selection=bool(options.measure))
     paths = correlation_tables.write_results(results, table, options.out)
     console = make_console()
-    console.print(correlation_tables.make_terminal_table(table))
+    console.print(correlation_tables.make_correlation_table(table))
     for line in (*correlation_tables.describe_undefined(table), *results.remarks, ", ".join(map(str, paths))):
         console.out(line, highlight=False)

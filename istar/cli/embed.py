@@ -45,8 +45,8 @@ def _parse_forms(text: str) -> tuple[str, ...]:
 
 def run(options: argparse.Namespace) -> None:
     """Measure the embedding matrices of all models, print the first two tables, and write a page about them."""
-    from istar.drawing import page_folder
-    from istar.embeddings import embed_models, embed_page, embed_tables, saved_matrix, token_counts
+    from istar.drawing import page_folder, page_tables
+    from istar.embeddings import embed_models, embed_page, saved_matrix, token_counts
     from istar.inputs import corpus
 
     for name in ("form", "save", "revision"):
@@ -57,17 +57,17 @@ def run(options: argparse.Namespace) -> None:
     settings = embed_models.EmbeddingSettings(options.matrix, forms, options.components, options.policy)
     sources = corpus.parse_sources(options.text)
     inputs = [model.config.name for model in models] + [*options.wordsim, *(source.path for source in sources)]
-    page_folder.check(options.out, embed_page.KIND, inputs)
+    page_folder.check(options.out, embed_page.EMBEDDINGS_KIND, inputs)
     benchmarks = embed_models.read_benchmarks(options.wordsim)
     console, progress_console = make_console(), make_console(stderr=True)
     measured_models = []
     for model in models:
         if len(models) > 1:
             progress_console.print(f"measuring {model.config.name}", highlight=False, soft_wrap=True, markup=False)
-        measured_models.append(embed_models.measure_model(model, settings, benchmarks, sources))
+        measured_models.append(embed_models.measure_embeddings(model, settings, benchmarks, sources))
     words = token_counts.count_words(sources)
     sheets = embed_page.make_tables(measured_models, words)
-    contents, draft = embed_page.make_contents(measured_models, sheets, words, options.typed), None
+    contents, drafts = embed_page.make_contents(measured_models, sheets, words, options.typed), {}
     if options.save:
         form = options.form or "raw"
         matrix, processed = saved_matrix.process_matrix(models[0], options.matrix, form, options.components)
@@ -75,14 +75,14 @@ def run(options: argparse.Namespace) -> None:
             settings_of_form = {"form": form, "components": options.components}
             contents |= saved_matrix.make_matrix_files(models[0], matrix, processed, settings_of_form)
         else:
-            output = page_folder.page_output(options.out, embed_page.KIND)
-            draft = saved_matrix.save_model(models[0], matrix, processed, output)
+            output = page_folder.page_output(options.out, embed_page.EMBEDDINGS_KIND)
+            drafts = {saved_matrix.MODEL_FOLDER: saved_matrix.save_model(models[0], matrix, processed, output)}
         if matrix.tied:
             console.out("the output embeddings are tied to the input embeddings: processing one processes both")
-    page_path = embed_page.write_page(contents, options.out, draft)
+    page_path = page_folder.write(options.out, contents, embed_page.EMBEDDINGS_KIND, drafts)
     for name in ("table1", "table2"):
         if name in sheets:
-            console.print(embed_tables.make_terminal_table(sheets[name]))
+            console.print(page_tables.to_terminal_table(sheets[name]))
             for note in sheets[name].notes:
                 console.print(note, highlight=False, soft_wrap=True, markup=False)
     console.out(f"{page_path}, and figures, tables, CSV files and {embed_page.JSON} next to it", highlight=False)

@@ -10,6 +10,7 @@ from istar.drawing.page import Page, Picture
 from istar.drawing.page_tables import Sheet
 from istar.drawing.plot import Plot
 from istar.files.outputs import Output
+from istar.files.writing import to_csv
 
 INDEX, TABLES, FIGURES = "index.html", "tables", "figures"
 _MAX_FILE_NAME = 150
@@ -32,7 +33,7 @@ def render_pictures(plot: Plot) -> list[Picture]:
     for model in models:
         model_plot = replace(plot, panels=tuple(panel for panel in plot.panels if panel.model == model))
         name = f"{plot.name}-{_make_unique_file_name(model, models)}" if model else plot.name
-        files = {**rendering.render(model_plot), "csv": rendering.to_csv(model_plot).encode()}
+        files = {**rendering.render(model_plot), "csv": to_csv(rendering.tabulate_points(model_plot)).encode()}
         pictures.append(Picture(name, model, rendering.describe(model_plot), model_plot.panels, files))
     return pictures
 
@@ -42,7 +43,7 @@ def page_files(content: Page, tables: Mapping[str, Sheet]) -> dict[str, bytes]:
     contents = {INDEX: page.render_html(content).encode()}
     for name, sheet in tables.items():
         texts = {
-            "csv": page_tables.to_csv(sheet),
+            "csv": to_csv(sheet.frame),
             "md": page_tables.to_markdown(sheet),
             "tex": page_tables.to_latex(sheet),
         }
@@ -67,20 +68,21 @@ def check(out: Path, kind: PageKind, inputs: Iterable[str | Path] = ()) -> None:
     page_output(out, kind).check((INDEX, *kind.extra_files, TABLES, FIGURES), inputs)
 
 
-def write(out: Path, contents: Mapping[str, bytes], kind: PageKind) -> Path:
+def write(out: Path, contents: Mapping[str, bytes], kind: PageKind, drafts: Mapping[str, Path] | None = None) -> Path:
     """Write the files of a page in place of an earlier page of this kind, and return the path of `index.html`.
 
     Args:
         out: the folder.
         contents: content of each file by its path in the folder.
         kind: kind of the page.
+        drafts: drafts of folders that belong to the page, by name; see `istar.files.outputs.Output.make_draft`.
 
     Raises:
         UserError: if a foreign or edited file would be replaced, or the folder cannot be written.
     """
     # The page itself is last, so that it never shows more than its files have.
     files = dict(sorted(contents.items(), key=lambda item: item[0] == INDEX))
-    page_output(out, kind).write(files, is_complete=True)
+    page_output(out, kind).write(files, drafts or {}, is_complete=True)
     return out / INDEX
 
 

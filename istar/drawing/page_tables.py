@@ -1,4 +1,4 @@
-"""Tables with captions, and their formats: CSV, Markdown and LaTeX."""
+"""Tables with captions, and their formats: Markdown, LaTeX and the terminal."""
 
 import math
 import re
@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pandas as pd
-
-from istar.files import writing
+from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -67,9 +66,21 @@ class Sheet:
         return [row for rows in self.rows_by_group.values() for row in rows]
 
 
-def to_csv(sheet: Sheet) -> str:
-    """Return the table as CSV, with unrounded numbers."""
-    return writing.to_csv(sheet.frame)
+def to_terminal_table(sheet: Sheet) -> Table:
+    """Return the table for the terminal; names of groups become the first column."""
+    has_groups = any(sheet.rows_by_group)
+    table = Table(title=sheet.title, title_justify="left", padding=(0, 0, 0, 1))
+    num_names = sheet.num_row_headers + has_groups
+    for index, header in enumerate((sheet.group_header, *sheet.header) if has_groups else sheet.header):
+        # Only the first names of a row, which may be long, are folded.
+        is_whole = index >= max(1, num_names - 1)
+        table.add_column(header, justify="left" if index < num_names else "right", overflow="fold", no_wrap=is_whole)
+    for group, rows in sheet.rows_by_group.items():
+        for index, row in enumerate(rows):
+            cells = [entry.text for entry in row]
+            is_last = index == len(rows) - 1
+            table.add_row(*([group if index == 0 else "", *cells] if has_groups else cells), end_section=is_last)
+    return table
 
 
 def to_markdown(sheet: Sheet) -> str:

@@ -110,7 +110,7 @@ class ModelEmbeddings:
     row_norms: dict[str, np.ndarray]  # norms of the rows `(n,)`, raw and centered
 
 
-def measure_model(
+def measure_embeddings(
     model: NamedModel,
     settings: EmbeddingSettings,
     benchmarks: Sequence[wordsim.Benchmark] = (),

@@ -3,8 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -12,13 +10,14 @@ from istar.drawing import page_folder
 from istar.drawing.page import Page, Section
 from istar.drawing.page_folder import PageKind
 from istar.drawing.page_tables import Sheet
+from istar.drawing.page_texts import read_texts
 from istar.embeddings import embed_figures, embed_tables
 from istar.embeddings.embed_models import ModelEmbeddings
 from istar.embeddings.saved_matrix import MATRIX_FILES, MODEL_FOLDER
 from istar.files.writing import to_csv
 
 JSON = "embeddings.json"
-KIND = PageKind(
+EMBEDDINGS_KIND = PageKind(
     "page of embedding matrices",
     "istar embed",
     (JSON, "embeddings.csv", "wordsim.csv", "unused.csv", "frequency.csv", "words.csv", *MATRIX_FILES, MODEL_FOLDER),
@@ -27,21 +26,6 @@ _ANISOTROPIC, _ISOTROPIC = 0.5, 0.9
 """A raw matrix with I(W) of at most the first value is flagged; with the second one or more after centering, only its
 mean makes it anisotropic."""
 _MAX_FLAGS = 4
-_NO_TEXTS = "Not computed, because no texts were given (--text)."
-_MISSING_REASONS = {
-    "table2": "Not computed, because no benchmarks were given (--wordsim), or no model has enough of their words.",
-    "figure1_projection": "Matrices of one dimension have no projection.",
-    "figure3_unused": "No model has unused tokens, or 2,000 tokens, of which the last 1,000 would stand for them.",
-    "figure4_frequencies": _NO_TEXTS,
-    "figure5_norms": "The rows of each matrix have equal norms.",
-    "figure6_centering": "The rows of each matrix have equal norms.",
-    "frequency_norms": _NO_TEXTS,
-}
-"""Reasons why tables and figures are missing, by their names."""
-_READING_NOTES = (
-    "The tables and figures are those of Too Much in Common (Biś et al., NAACL 2021), computed from these models. The "
-    "paper's numbers stand next to a model whose label, or the last part of whose name, is one of the paper's models.",
-)
 
 
 def make_contents(
@@ -98,7 +82,7 @@ def make_tables(models: Sequence[ModelEmbeddings], words: pd.DataFrame) -> dict[
     return {sheet.name: sheet for sheet in sheets}
 
 
-def find_flags(models: Sequence[ModelEmbeddings]) -> list[str]:
+def describe_anisotropy(models: Sequence[ModelEmbeddings]) -> list[str]:
     """Return at most five lines on unusually anisotropic matrices, the most anisotropic one first.
 
     I(W) is over both signs of the eigenvectors, so that matrices can be compared.
@@ -127,20 +111,17 @@ def _make_page(
     models: Sequence[ModelEmbeddings], sheets: Mapping[str, Sheet], words: pd.DataFrame, command: str
 ) -> Page:
     """Assemble the page of embedding matrices from its tables and plots."""
+    texts = read_texts("istar.embeddings")
     sections = [
-        Section("findings", "What stands out", find_flags(models)),
-        Section("reading", "How to read this", _READING_NOTES),
+        Section("findings", "What stands out", describe_anisotropy(models)),
+        Section("reading", "How to read this", list(texts["reading"].values())),
     ]
-    titles = {
-        "table1": "Table 1: isotropy and norms",
-        "table2": "Table 2: average word similarity",
-        "table3": "Table 3: word similarity by benchmark",
-    }
-    for name, title in titles.items():
-        empty_note = "" if name in sheets else _MISSING_REASONS["table2"]
-        sections.append(Section(name, title, (), sheets.get(name), empty_note=empty_note, is_wide=True))
+    for name in ("table1", "table2", "table3"):
+        table_texts = texts["tables"][name]
+        empty_note = "" if name in sheets else table_texts["missing"]
+        sections.append(Section(name, table_texts["title"], (), sheets.get(name), (), empty_note, is_wide=True))
     for plot in embed_figures.make_plots(models, words):
-        empty_note = "" if plot.panels else _MISSING_REASONS[plot.name]
+        empty_note = "" if plot.panels else texts["figures"][plot.name]["missing"]
         sheet = sheets.get("figure4_coverage") if plot.name == "figure4_frequencies" else None
         pictures = page_folder.render_pictures(plot)
         sections.append(Section(plot.name, plot.title, [plot.caption], sheet, pictures, empty_note))
@@ -152,25 +133,7 @@ def _make_page(
     return Page(
         title=f"Embedding matrices of {labels if len(models) <= 3 else f'{len(models)} models'}",
         subject_line=(noun.capitalize(), labels, f"measured by istar {version('istar')}"),
-        generator=KIND.generator,
+        generator=EMBEDDINGS_KIND.generator,
         summary=[(str(len(models)), noun), (f"{num_rows:,}", "embeddings")],
         sections=sections,
     )
-
-
-def write_page(contents: Mapping[str, bytes], out: Path, model_draft: Any = None) -> Path:
-    """Write the files of a page in place of an earlier page, and return the path of `index.html`.
-
-    Args:
-        contents: content of each file; see `make_contents`.
-        out: output folder.
-        model_draft: draft of the folder of a saved model; see `saved_matrix.save_model`. None for none.
-
-    Raises:
-        UserError: see `istar.files.outputs.Output.write`.
-    """
-    drafts = {} if model_draft is None else {MODEL_FOLDER: model_draft}
-    # The page itself is last, so that it never shows more than its files have.
-    files = dict(sorted(contents.items(), key=lambda item: item[0] == page_folder.INDEX))
-    page_folder.page_output(out, KIND).write(files, drafts, is_complete=True)
-    return out / page_folder.INDEX

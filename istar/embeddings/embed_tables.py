@@ -6,9 +6,9 @@ from typing import Any
 
 import pandas as pd
 import scipy.stats
-from rich.table import Table
 
 from istar.drawing.page_tables import Entry, Sheet
+from istar.drawing.page_texts import read_texts
 from istar.embeddings import published_embeddings, token_counts
 from istar.embeddings.embed_models import ModelEmbeddings
 from istar.embeddings.published_embeddings import BENCHMARK_TITLES
@@ -34,6 +34,8 @@ _NORM_MEASURES = {
 }
 """Measure of each other column of Table 1."""
 _SCORES = ("cosine", "inner_product")
+_TABLE_TEXTS = read_texts("istar.embeddings")["tables"]
+"""Title, caption and reason for absence of each table, by its name."""
 _HEADERS = {
     "isotropy_raw": "I(W)\nraw",
     "isotropy_centered": "I(W)\ncentered",
@@ -67,14 +69,7 @@ def make_table1(models: Sequence[ModelEmbeddings]) -> Sheet:
         if model.metadata["components"] is not None:
             published.pop("isotropy_post_processed", None)
         rows += _make_published_rows({"model": model.label}, measured, published)
-    caption = (
-        "I(W) of the embedding matrices raw, centered, and without the first principal components; average norm of the "
-        "rows, norm of their mean, and the ratio of the two. I(W) depends on the signs of the eigenvectors: the row "
-        "istar has them as computed, as the paper does, which depends on the eigensolver; compare models by the row "
-        "with both signs."
-    )
-    notes = _describe_norm_correlation(models)
-    return _make_sheet("table1", "Table 1: isotropy and norms", caption, pd.DataFrame(rows), "{:.3f}", notes)
+    return _make_embedding_sheet("table1", pd.DataFrame(rows), "{:.3f}", _describe_norm_correlation(models))
 
 
 def make_table2(models: Sequence[ModelEmbeddings]) -> Sheet:
@@ -104,14 +99,9 @@ def make_table2(models: Sequence[ModelEmbeddings]) -> Sheet:
     frame = frame[
         ["model", "form", "source", "cosine", "cosine_gain", "inner_product", "inner_product_gain", "benchmarks"]
     ]
-    caption = (
-        "Average over the benchmarks of Pearson's r with the ratings, times 100, and its difference to the raw matrix. "
-        "Bold: the best form of each model. The paper's averages are shown where all five of its benchmarks were given."
-    )
     best = frame[frame["source"] != "difference"].groupby(["model", "source"])[list(_SCORES)].transform("max")
     is_bold = frame[list(_SCORES)].eq(best)
-    notes = tuple(_describe_left_out(models))
-    return _make_sheet("table2", "Table 2: average word similarity", caption, frame, "{:.2f}", notes, is_bold)
+    return _make_embedding_sheet("table2", frame, "{:.2f}", _describe_left_out(models), is_bold)
 
 
 def average_similarity(model: ModelEmbeddings) -> dict[str, dict[str, float]]:
@@ -150,13 +140,8 @@ def make_table3(models: Sequence[ModelEmbeddings]) -> Sheet:
     ordered = [name for name in BENCHMARK_TITLES if name in benchmarks]
     ordered += sorted(benchmarks.difference(ordered))
     columns = [f"{name}/{score}" for name in ordered for score in ("inner_product", "cosine")]
-    caption = (
-        "Pearson's r with the ratings, times 100, on each benchmark. Pairs with a word that is not a single token are "
-        "left out, so that models with other tokenizers are not comparable. The paper's table has no centered form."
-    )
     frame = frame[["model", "form", "source", *columns]]
-    notes = tuple(_describe_kept_pairs(models))
-    return _make_sheet("table3", "Table 3: word similarity by benchmark", caption, frame, "{:.2f}", notes)
+    return _make_embedding_sheet("table3", frame, "{:.2f}", _describe_kept_pairs(models))
 
 
 def make_coverage_table(models: Sequence[ModelEmbeddings], words: pd.DataFrame) -> Sheet:
@@ -179,34 +164,10 @@ def make_coverage_table(models: Sequence[ModelEmbeddings], words: pd.DataFrame) 
         [Entry(str(unit)), *(Entry("" if math.isnan(count) else f"{count:,.0f}", number=True) for count in counts)]
         for unit, *counts in frame.itertuples(index=False)
     ]
-    header = (
-        "unit",
-        "different",
-        "occurrences",
-        *(f"for {share:.0%}\nof the text" for share in token_counts.TEXT_SHARES),
-    )
-    caption = (
-        "How many of the most frequent words or tokens make up 30%, 50% and 98% of the texts. The paper's last number "
-        "is approximate."
-    )
-    return Sheet("figure4_coverage", "Coverage of the texts", caption, header, {"": entries}, frame)
-
-
-def make_terminal_table(sheet: Sheet) -> Table:
-    """Return the terminal table of a sheet. The first column has the names of the groups, if the sheet has any."""
-    has_groups = any(sheet.rows_by_group)
-    table = Table(title=sheet.title, title_justify="left", padding=(0, 0, 0, 1))
-    for column_index, header in enumerate((sheet.group_header, *sheet.header) if has_groups else sheet.header):
-        is_text = column_index < sheet.num_row_headers + has_groups
-        table.add_column(
-            header, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text or header == "source"
-        )
-    for group, rows in sheet.rows_by_group.items():
-        for index, row in enumerate(rows):
-            cells = [entry.text for entry in row]
-            is_last = index == len(rows) - 1
-            table.add_row(*([group if index == 0 else "", *cells] if has_groups else cells), end_section=is_last)
-    return table
+    share_headers = [f"for {share:.0%}\nof the text" for share in token_counts.TEXT_SHARES]
+    header = ("unit", "different", "occurrences", *share_headers)
+    texts = _TABLE_TEXTS["figure4_coverage"]
+    return Sheet("figure4_coverage", texts["title"], texts["caption"], header, {"": entries}, frame)
 
 
 def _add_gains(scores: Mapping[str, float], raw_scores: Mapping[str, float]) -> dict[str, float]:
@@ -237,21 +198,21 @@ def _find_wordsim_paper_model(model: ModelEmbeddings, form: str) -> str:
     return "" if has_other_components or is_other_policy else _find_paper_model(model)
 
 
-def _describe_norm_correlation(models: Sequence[ModelEmbeddings]) -> tuple[str, ...]:
+def _describe_norm_correlation(models: Sequence[ModelEmbeddings]) -> list[str]:
     """Return a sentence on the correlation of average norm and I(W) over the models, as in appendix C of the paper.
 
-    The tuple is empty for fewer than three models, and if the norms or the isotropies are all equal.
+    The list is empty for fewer than three models, and if the norms or the isotropies are all equal.
     """
     raw_measures = [model.measures_by_form["raw"] for model in models]
     norms = [measures["average_norm"] for measures in raw_measures]
     isotropies = [measures["partition_isotropy_as_computed"] for measures in raw_measures]
     if len(models) < 3 or len(set(norms)) == 1 or len(set(isotropies)) == 1:
-        return ()
+        return []
     correlation = scipy.stats.pearsonr(norms, isotropies).statistic
-    return (
+    return [
         f"The correlation of average norm and raw I(W), with the signs as computed, over these {len(models)} models is "
-        f"{correlation:.2f}; the paper has {published_embeddings.NORM_CORRELATION} over its eight.",
-    )
+        f"{correlation:.2f}; the paper has {published_embeddings.NORM_CORRELATION} over its eight."
+    ]
 
 
 def _describe_left_out(models: Sequence[ModelEmbeddings]) -> list[str]:
@@ -279,21 +240,17 @@ def _describe_kept_pairs(models: Sequence[ModelEmbeddings]) -> list[str]:
     return sentences
 
 
-def _make_sheet(
+def _make_embedding_sheet(
     name: str,
-    title: str,
-    caption: str,
     frame: pd.DataFrame,
     number_format: str,
-    notes: tuple[str, ...],
+    notes: Sequence[str],
     is_bold: pd.DataFrame | None = None,
 ) -> Sheet:
     """Return a table with a group for each model; missing and undefined numbers are dashes.
 
     Args:
-        name: name of the table's files.
-        title: title of the table.
-        caption: caption of the table.
+        name: name of the table's files, and of its title and caption in `texts.toml`.
         frame: rows with `model`, in some tables `form`, `source`, and numbers.
         number_format: format of the numbers. Differences and gains also have a sign.
         notes: sentences below the table.
@@ -311,7 +268,10 @@ def _make_sheet(
             entries.append(Entry(text, bold=bold, number=True))
         rows_by_model.setdefault(row["model"], []).append(entries)
     header = (*names, *(_make_header(column) for column in columns))
-    return Sheet(name, title, caption, header, rows_by_model, frame, notes, num_row_headers=len(names))
+    texts = _TABLE_TEXTS[name]
+    return Sheet(
+        name, texts["title"], texts["caption"], header, rows_by_model, frame, tuple(notes), num_row_headers=len(names)
+    )
 
 
 def _make_header(column: str) -> str:

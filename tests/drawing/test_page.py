@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb
 
-from istar.drawing import page, page_folder, rendering
+from istar.drawing import line_styles, page, page_folder
 from istar.drawing.page import Page, Section
 from istar.drawing.page_tables import Entry, Sheet
 from istar.drawing.plot import Line, Panel, Plot
@@ -42,6 +42,12 @@ def write_page(tmp_path: Path, name: str = "name") -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def plain_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_page(tmp_path_factory.mktemp("page"))
+
+
+@pytest.mark.usefixtures("svg_only")
 def test_hostile_names_stay_texts(tmp_path: Path) -> None:
     path = write_page(tmp_path, HOSTILE)
     inline_parts(path)
@@ -52,9 +58,9 @@ def test_hostile_names_stay_texts(tmp_path: Path) -> None:
     assert [tag for tag, _ in reader.tags].count("b") == 2
 
 
-def test_figures_are_images_and_files_are_linked(tmp_path: Path) -> None:
+def test_figures_are_images_and_files_are_linked(plain_page: Path) -> None:
     """The SVG is as matplotlib wrote it, so that no id of one figure can meet one of another."""
-    path = write_page(tmp_path)
+    path = plain_page
     images = [attributes for tag, attributes in parsed(path).tags if tag == "img"]
     assert [image["alt"] for image in images] == [
         f"name, {model}: name by name: name from 0.1 at 1 to 0.5 at 2; other from 0.3 at 1 to 0.2 at 2."
@@ -68,8 +74,8 @@ def test_figures_are_images_and_files_are_linked(tmp_path: Path) -> None:
         assert target in targets
 
 
-def test_a_page_is_complete_without_its_script(tmp_path: Path) -> None:
-    reader = parsed(write_page(tmp_path))
+def test_a_page_is_complete_without_its_script(plain_page: Path) -> None:
+    reader = parsed(plain_page)
     buttons = [attributes for tag, attributes in reader.tags if tag == "button"]
     assert buttons == [{"type": "button", "id": "theme", "hidden": None}]
     [details, *_] = [attributes for tag, attributes in reader.tags if tag == "details"]
@@ -98,8 +104,8 @@ def contrast(first: Any, second: Any) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_texts_have_contrast_in_both_schemes(tmp_path: Path) -> None:
-    schemes = read_colour_schemes(inline_parts(write_page(tmp_path))["style"])
+def test_texts_have_contrast_in_both_schemes(plain_page: Path) -> None:
+    schemes = read_colour_schemes(inline_parts(plain_page)["style"])
     light, system_dark, dark = (
         schemes[key] for key in (":root", ':root:not([data-theme="light"])', ':root[data-theme="dark"]')
     )
@@ -120,17 +126,17 @@ def apply_dark_filter(colour: str) -> Any:
     return np.clip(2 * grey @ inverted - inverted, 0, 1)
 
 
-def test_lines_are_as_visible_in_the_dark(tmp_path: Path) -> None:
-    dark = read_colour_schemes(inline_parts(write_page(tmp_path))["style"])[':root[data-theme="dark"]']
+def test_lines_are_as_visible_in_the_dark(plain_page: Path) -> None:
+    dark = read_colour_schemes(inline_parts(plain_page)["style"])[':root[data-theme="dark"]']
     assert dark["figure"] == "invert(0.92) hue-rotate(180deg)"
-    paper = apply_dark_filter(rendering.PAPER)
+    paper = apply_dark_filter(line_styles.PAPER)
     # The paper of figures is that of the page.
     assert np.abs(paper - to_rgb(dark["paper"])).max() < 1 / 255
     labels = [f"{symbol} = {value}" for symbol in "λζ" for value in (-5, -3, -1, 0.2, 0.4, 0.6, 0.8, 1, 3, 5)]
-    scales = [rendering._choose_setting_colour(label) for label in labels]
-    for colour in filter(None, (rendering.INK, rendering.RED, *rendering.PALETTE, *rendering.SCALE, *scales)):
-        assert contrast(apply_dark_filter(colour), paper) >= min(3, contrast(to_rgb(colour), to_rgb(rendering.PAPER)))
-    text = rendering.INK
+    scales = [line_styles._choose_setting_colour(label) for label in labels]
+    for colour in filter(None, (line_styles.INK, line_styles.RED, *line_styles.PALETTE, *line_styles.SCALE, *scales)):
+        assert contrast(apply_dark_filter(colour), paper) >= min(3, contrast(to_rgb(colour), to_rgb(line_styles.PAPER)))
+    text = line_styles.INK
     assert contrast(apply_dark_filter(text), paper) >= 4.5
 
 

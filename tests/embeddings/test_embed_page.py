@@ -48,7 +48,7 @@ def measure(folder: Path, label: str = "tiny", kind: str = "bert", **settings: A
     benchmarks = embed_models.read_benchmarks([folder / "MEN.txt", folder / "SimLex.txt"])
     texts = corpus.parse_sources([str(folder / "text.txt")])
     model = NamedModel(label, ModelConfig(name=str(folder / kind)))
-    return embed_models.measure_model(model, embed_models.EmbeddingSettings(**settings), benchmarks, texts)
+    return embed_models.measure_embeddings(model, embed_models.EmbeddingSettings(**settings), benchmarks, texts)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_undefined_correlations_are_explained(folder: Path, tmp_path: Path) -> N
     (tmp_path / "rw.txt").write_text("unheard\twords\t3\t1\n")
     benchmarks = embed_models.read_benchmarks([tmp_path / "MEN.txt", tmp_path / "rw.txt"])
     model = NamedModel("m", ModelConfig(name=str(folder / "bert")))
-    measured = embed_models.measure_model(model, embed_models.EmbeddingSettings(forms=("raw",)), benchmarks)
+    measured = embed_models.measure_embeddings(model, embed_models.EmbeddingSettings(forms=("raw",)), benchmarks)
     sheet = embed_tables.make_table2([measured])
     assert sheet.notes == (
         "m: rw: 0 of 1 pairs have vectors for both words; a correlation needs at least 2",
@@ -185,16 +185,16 @@ def test_flags_are_on_anisotropic_matrices(tiny: ModelEmbeddings) -> None:
         return replace(model, measures_by_form=measures_by_form)
 
     usual = make_model("usual", 0.51, 0.2)
-    assert embed_page.find_flags([usual]) == [
+    assert embed_page.describe_anisotropy([usual]) == [
         "No matrix is unusually anisotropic: I(W) over both signs is above 0.5; 1 is isotropic."
     ]
-    assert embed_page.find_flags([make_model("also", 0.5, 0.9), usual, make_model("narrow", 0.1, 0.89)]) == [
+    assert embed_page.describe_anisotropy([make_model("also", 0.5, 0.9), usual, make_model("narrow", 0.1, 0.89)]) == [
         "narrow is anisotropic because of more than a common shift: I(W) over both signs is 0.100, and 0.890 after "
         "centering; 1 is isotropic.",
         "also is anisotropic because of a common shift: I(W) over both signs is 0.500, and 0.900 after centering; 1 is "
         "isotropic.",
     ]
-    flags = embed_page.find_flags([make_model(str(number), 0.1, 0.95) for number in range(7)])
+    flags = embed_page.describe_anisotropy([make_model(str(number), 0.1, 0.95) for number in range(7)])
     assert len(flags) == 5
     assert flags[-1] == "3 more in Table 1."
 

@@ -204,18 +204,6 @@ def test_labels_differ_and_are_short() -> None:
     assert labels[2:] == ["b c", "b c (4)", "text", " _d"]
 
 
-def test_colours_show_the_frequency_if_it_is_known() -> None:
-    rows: dict[str, Any] = {"ids": [0, 10, 20, 30], "counts": [0, 5, 9, 1]}
-    groups, caption = model_figures._group_by_colour(rows)
-    assert list(groups) == ["most frequent quarter", "second", "third", "rarest quarter", "not in the texts"]
-    assert groups["not in the texts"] == [0]
-    assert "frequency in these texts" in caption
-    for counts in ([0, 0, 0, 1], None):
-        groups, caption = model_figures._group_by_colour({**rows, "counts": counts})
-        assert sorted(index for indices in groups.values() for index in indices) == [0, 1, 2, 3]
-        assert "the colour is the id" in caption
-
-
 def test_differences_have_a_point_for_the_first_model() -> None:
     other = replace(make_measurements(), replicates={})
     plot = model_figures.plot_differences([make_model("a"), MeasuredModel("b", other)])

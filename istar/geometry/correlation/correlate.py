@@ -17,8 +17,7 @@ import scipy.stats
 
 from istar.errors import UserError, did_you_mean
 from istar.geometry.collect.trajectory import KEY_COLUMNS
-from istar.geometry.correlation.checkpoint_tables import read_table, to_long_format
-from istar.geometry.correlation.score_files import read_scores
+from istar.geometry.correlation.score_files import read_scores, read_table, to_long_format
 from istar.statistics.arguments import is_constant
 
 STATISTICS: dict[str, Any] = {

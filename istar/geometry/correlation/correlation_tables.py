@@ -17,7 +17,7 @@ from istar.geometry.correlation import score_figure
 from istar.geometry.correlation.correlate import NUM_RESAMPLES, STATISTICS, CorrelationResults
 from istar.inputs.corpus import COMBINED
 
-FILES = ("correlation.csv", "table.csv", *score_figure.FILES)
+OUTPUT_FILES = ("correlation.csv", "table.csv", *score_figure.SCORE_FILES)
 """All files that `istar correlate` may write."""
 _LAYER_MEASURES = ("isoscore", "inter_sim", "intra_sim")
 """Measures of the last layer in the table, if the user has selected no measures."""
@@ -101,7 +101,7 @@ def _normalize(task: str) -> str:
     return "".join(filter(str.isalnum, task.lower()))
 
 
-def make_terminal_table(rows: pd.DataFrame) -> Table:
+def make_correlation_table(rows: pd.DataFrame) -> Table:
     """Return the table of `make_table` for the terminal; each statistic has its 95% interval on a second line."""
     has_published = "paper_pearson" in rows
     title = f"Correlations over the checkpoints, with 95% intervals from {NUM_RESAMPLES} bootstrap resamples"

@@ -8,17 +8,19 @@ from istar.drawing.plot import Line, Panel, Plot
 from istar.drawing.spacing import are_log_spaced
 from istar.geometry.collect.intervals import NORMAL_QUANTILE
 
-FILES = tuple(f"{FIGURES}/scores.{suffix}" for suffix in rendering.SUFFIXES)
+SCORE_FILES = tuple(f"{FIGURES}/scores.{suffix}" for suffix in rendering.SUFFIXES)
 """Files of the figure."""
 
 
 def render_files(scores: pd.DataFrame) -> dict[str, bytes]:
     """Return the figure of task scores as SVG, PDF and PNG, by file name; empty if there are no scores."""
-    plot = make_plot(scores)
-    return {} if plot is None else dict(zip(FILES, rendering.render(plot).values(), strict=True))
+    plot = plot_scores(scores)
+    if plot is None:
+        return {}
+    return {f"{FIGURES}/scores.{suffix}": content for suffix, content in rendering.render(plot).items()}
 
 
-def make_plot(scores: pd.DataFrame) -> Plot | None:
+def plot_scores(scores: pd.DataFrame) -> Plot | None:
     """Return a plot of scores by step with a panel for each task and a line for each model, or None without scores.
 
     Args:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from istar.drawing.matrix_panels import make_panel
 from istar.drawing.plot import Line, Panel, Plot
 from istar.drawing.spacing import are_log_spaced, evenly_spaced
 from istar.geometry.collect.intervals import interval_half_width
@@ -23,7 +24,6 @@ from istar.geometry.show.model_figures import (
     FORM_TITLES,
     LAYER_MEASURES,
     make_measure_panel,
-    make_panel,
     make_plot,
     name_tap,
 )

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from istar.drawing.matrix_panels import make_panel, make_projection_panels, make_spectrum_line
 from istar.drawing.plot import Line, Panel, Plot
 from istar.drawing.spacing import evenly_spaced, need_log_axis
 from istar.geometry.collect.intervals import NORMAL_QUANTILE
@@ -59,28 +58,6 @@ def make_measure_panel(measure: Measure, lines: Sequence[Line], width: int, titl
     # An interval that reaches 0 has no place on a logarithmic axis.
     log_y = measure.log and need_log_axis(values) and not any(low_end <= 0 for low_end in low_ends)
     return replace(make_panel(measure.title, lines, title, y_bounds=bounds), log_y=log_y)
-
-
-def make_panel(
-    y_label: str,
-    lines: Sequence[Line],
-    title: str = "",
-    fixed_settings: str = "",
-    with_origin: bool = False,
-    y_bounds: tuple[float, float] | None = None,
-) -> Panel:
-    """Return a panel that belongs to no task and model; `with_origin` adds dashed lines that cross at the origin."""
-    origin = (0.0, "origin") if with_origin else None
-    return Panel(
-        "",
-        title,
-        tuple(lines),
-        fixed_settings,
-        y_label,
-        horizontal_line=origin,
-        vertical_line=origin,
-        y_bounds=y_bounds,
-    )
 
 
 def name_tap(tap: str) -> str:
@@ -181,13 +158,6 @@ def _make_bin_panels(states: Sequence[States], field_name: str) -> list[Panel]:
     return panels
 
 
-def make_spectrum_line(label: str, values: Sequence[float], rounding: float) -> Line:
-    """Return a line of singular values, without those below the fraction `rounding` of the largest."""
-    largest = max(values, default=0.0)
-    ys = tuple(value for value in values if value > rounding * largest)
-    return Line(label, tuple(range(1, len(ys) + 1)), ys)
-
-
 def plot_matrices(measured: Measurements) -> list[Plot]:
     """Return the figures of a model's embedding matrices: singular values, projections and norms of the rows."""
     spectra, projections, norms, explanation = [], [], [], ""
@@ -198,7 +168,7 @@ def plot_matrices(measured: Measurements) -> list[Plot]:
         ]
         spectra.append(make_panel("singular value", lines, f"{side} embeddings"))
     for side, rows in measured.rows.items():
-        panels, explanation = make_projection_panels(rows, f"{side} embeddings")
+        panels, explanation = make_projection_panels(rows, rows.get("counts"), f"{side} embeddings")
         projections += panels
         edges, counts = rows["norms"]["edges"], rows["norms"]["counts"]
         width = edges[1] - edges[0]
@@ -208,53 +178,9 @@ def plot_matrices(measured: Measurements) -> list[Plot]:
     projection = make_plot("projection", projections, "first direction", "scatter", ordered=True)
     return [
         make_plot("matrix_spectra", spectra, "number of the singular value", log_x=True, log_y=True, share_axes=True),
-        replace(projection, caption=f"{projection.caption} {explanation}"),
+        replace(projection, caption=f"{projection.caption} {explanation}."),
         make_plot("row_norms", norms, "norm", "histogram"),
     ]
-
-
-def make_projection_panels(rows: Mapping[str, Any], title: str) -> tuple[list[Panel], str]:
-    """Return scatter plots of the rows of one matrix, raw and centered, and an explanation of the colours.
-
-    `rows` is what `figure_data.summarize_rows` returns. For a matrix with one dimension, the plot has no panels.
-    """
-    panels = []
-    groups, explanation = _group_by_colour(rows)
-    for form in ("raw", "centered"):
-        if len(rows[form]) < 2:
-            continue
-        x, y = rows[form]
-        lines = [
-            Line(label, tuple(x[index] for index in indices), tuple(y[index] for index in indices))
-            for label, indices in groups.items()
-        ]
-        panels.append(make_panel("second direction", lines, f"{title}, {form}", with_origin=True))
-    return panels, explanation
-
-
-def _group_by_colour(rows: Mapping[str, Any]) -> tuple[dict[str, list[int]], str]:
-    """Group projected rows by their tokens' frequencies, or by ids if most of the tokens do not occur in the texts.
-
-    Returns:
-        Indices of the rows by the group's label, and an explanation of the colours for the caption.
-    """
-    ids, counts = rows["ids"], np.array(rows.get("counts") or [])
-    caption_start = f"{len(ids):,} rows, evenly spaced by token id; the colour is the"
-    num_occurring = np.count_nonzero(counts)
-    if len(counts) and num_occurring >= len(ids) / 2:
-        labels = ("most frequent quarter", "second", "third", "rarest quarter")
-        by_frequency = np.argsort(-counts, kind="stable")
-        quarters = np.array_split(by_frequency[:num_occurring], 4)
-        groups = {label: quarter.tolist() for label, quarter in zip(labels, quarters, strict=True)}
-        if num_occurring < len(ids):
-            groups["not in the texts"] = by_frequency[num_occurring:].tolist()
-        return groups, f"{caption_start} token's frequency in these texts."
-    fifths = [fifth.tolist() for fifth in np.array_split(np.arange(len(ids)), 5) if len(fifth)]
-    groups = {f"ids {ids[fifth[0]]:,} to {ids[fifth[-1]]:,}": fifth for fifth in fifths}
-    return groups, (
-        f"{caption_start} id, which stands for the rank by frequency: most tokenizers number tokens in the order in "
-        "which they learned them, frequent ones first."
-    )
 
 
 def plot_spheres() -> Plot:
@@ -266,7 +192,7 @@ def plot_spheres() -> Plot:
             f"{sphere.partition_as_computed:.3f} with signs as computed and {sphere.partition_both:.3f} with both"
         )
         line = Line("points", sphere.x, sphere.y)
-        panels.append(make_panel("second coordinate", [line], sphere.name, measures, with_origin=True))
+        panels.append(make_panel("second coordinate", [line], sphere.name, settings=measures, with_origin=True))
     return Plot(
         "spheres",
         "How the measures differ: a sphere, and the same sphere moved",

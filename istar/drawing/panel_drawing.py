@@ -1,0 +1,300 @@
+"""Drawing of one panel of a plot, of each kind, with matplotlib."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
+
+from istar.drawing.line_styles import COLOURS, INK, PAPER, RED
+from istar.drawing.plot import Line, Panel, Plot
+from istar.drawing.spacing import stack_ridges
+
+Styles = Mapping[str, Mapping[str, Any]]
+"""Matplotlib's keyword arguments for the lines of a plot, by label; see `line_styles.assign_line_styles`."""
+_BOUNDS = {
+    **dict.fromkeys(("IsoScore", "IsoScore*", "norm ratio", "CKA"), (0, 1)),
+    **dict.fromkeys(("I(W)", "I(W), both signs", "I(W), signs as computed"), (0, 1)),
+    **dict.fromkeys(("share of the variance", "variance share, top dimension", "R² of alpha-ReQ"), (0, 1)),
+    **dict.fromkeys(("InterSim", "IntraSim", "InterSim of the sample"), (-1, 1)),
+    "IntraSim - InterSim": (-2, 2),
+}
+"""Ranges of bounded measures, by the label of the y axis."""
+_MIN_SHARE_OF_BOUNDS = 1 / 3
+"""An axis shows the whole range of a bounded measure if the values span at least this share of it."""
+_ROUNDING = 1e-6
+"""Values that differ by at most this share of the largest one differ by rounding errors, which no axis shows."""
+_MAX_Y_LABEL = 32
+"""Most characters of the label of a y axis in one line."""
+_MAX_MARKERS = 40
+"""Most points of a line with markers of full size; more would hide the line, or one another. In a panel with a longer
+line, no line has markers."""
+_MAX_TICKS = 12
+
+
+def draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Styles) -> None:
+    """Draw a panel of any kind, with its title, its reference lines, and the scales and ranges of its axes."""
+    if plot.kind == "heatmap":
+        _draw_heatmap(axes, plot, panel)
+        return
+    if plot.kind == "ranks":
+        _draw_ranks(axes, plot, panel)
+        return
+    lines = sorted(panel.lines, key=lambda line: list(styles).index(line.label))
+    if plot.kind == "columns":
+        _draw_columns(axes, lines, styles, _are_columns_narrow(plot, panel))
+    elif plot.kind == "ridges":
+        _draw_ridges(axes, panel.lines, styles)
+    else:
+        has_markers = all(len(line.x) <= _MAX_MARKERS for line in lines)
+        for line in lines:
+            _draw_line(axes, plot.kind, line, dict(styles[line.label]), has_markers or len(line.x) == 1)
+    if plot.kind in ("points", "bars"):
+        _mark_incomplete_and_collapsed_points(axes, lines, styles)
+    if panel.horizontal_line is not None:
+        axes.axhline(panel.horizontal_line[0], color=RED, linestyle="--", linewidth=1.3, label=panel.horizontal_line[1])
+    if panel.vertical_line is not None:
+        axes.axvline(panel.vertical_line[0], color=RED, linestyle="--", linewidth=1.3, label=panel.vertical_line[1])
+    axes.set_title(panel.task)
+    axes.set_xlabel(plot.x_label)
+    axes.set_ylabel(panel.y_label)
+    _set_scales(axes, plot, panel)
+    _set_y_range(axes, plot, panel)
+    axes.margins(x=0.06 if plot.kind != "line" else 0.03)
+    if not (plot.log_y or panel.log_y or plot.kind == "ridges"):
+        axes.ticklabel_format(axis="y", useOffset=False)
+
+
+def _set_scales(axes: Axes, plot: Plot, panel: Panel) -> None:
+    """Set linear or logarithmic scales for both axes, and the positions and labels of the ticks."""
+    xs = sorted({x for line in panel.lines for x in line.x if math.isfinite(x)})
+    if plot.log_y or panel.log_y:
+        axes.set_yscale("log")
+        _label_decades(axes.yaxis, 2)
+    if panel.log_y:
+        _add_remark(axes, panel, "(logarithmic)")
+    if plot.kind == "scatter":
+        axes.set_aspect("equal", adjustable="datalim")
+    if plot.log_x and xs and xs[0] == 0:
+        # The axis is linear from 0 to the smallest positive value and logarithmic from there.
+        smallest_positive = next((x for x in xs if x > 0), 1.0)
+        axes.set_xscale("symlog", linthresh=smallest_positive, linscale=0.5)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.set_xlim(left=-0.2 * smallest_positive)
+    elif plot.log_x:
+        axes.set_xscale("log")
+        _label_decades(axes.xaxis, 1)
+    elif plot.x_names:
+        axes.set_xticks(list(plot.x_names), list(plot.x_names.values()))
+    elif plot.kind == "bars" and len(xs) <= _MAX_TICKS:
+        axes.set_xticks(xs)
+    elif all(x == round(x) for x in xs):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
+
+
+def _label_decades(axis: Axis, max_decades: int) -> None:
+    """Label powers of ten with plain numbers; on an axis of at most `max_decades` decades, also the ticks between."""
+    # matplotlib's default labels need the mathematical notation that `_STYLE` switches off.
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(_MinorFormatter(minor_thresholds=(max_decades, 0.5)))
+
+
+class _MinorFormatter(LogFormatter):
+    """Labels the minor ticks that LogFormatter chooses, with plain numbers."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        """Return the label of a tick; empty if LogFormatter would not label it."""
+        return f"{x:g}" if super().__call__(x, pos) else ""
+
+
+def _set_y_range(axes: Axes, plot: Plot, panel: Panel) -> None:
+    """Set the limits of the y axis for a bounded measure, and for one whose values differ by rounding errors only.
+
+    The axis shows the whole range of a bounded measure, unless the values span little of it. Then it shows the part
+    with the values, from 0 if the range begins at 0 and no value is negative, and the label of the axis says that it is
+    a part. The values of all panels with the same limits count, so that their labels agree.
+    """
+    bounds = panel.y_bounds or _BOUNDS.get(panel.y_label)
+    panels = find_panels_with_same_y_axis(plot, panel)
+    finite_ys = [y for other in panels for line in other.lines for y in line.y if math.isfinite(y)]
+    _hide_rounding_errors(axes, finite_ys)
+    if bounds is None or not finite_ys:
+        return
+    low, high = bounds
+    if high > 2 and all(y == round(y) for y in finite_ys):
+        # Numbers of dimensions have no fractions, not even on an axis where all of them are 0.
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes.set_ylim(top=max(1.05, axes.get_ylim()[1]))
+    margin = 0.03 * (high - low)
+    if max(finite_ys) - min(finite_ys) >= _MIN_SHARE_OF_BOUNDS * (high - low):
+        # The values above columns need room below the title, and more room if they are upright.
+        top = (8 if _are_columns_narrow(plot, panel) else 3) * margin if plot.kind == "columns" else margin
+        axes.set_ylim(min(low, min(finite_ys)) - margin, max(high, max(finite_ys)) + top)
+    else:
+        if low == 0 <= min(finite_ys):
+            axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.03)
+        _add_remark(axes, panel, f"(part of {low:g} to {high:g})")
+
+
+def _hide_rounding_errors(axes: Axes, ys: Sequence[float]) -> None:
+    """Widen the limits of a linear y axis to a tenth of the values on either side, if these differ by rounding only.
+
+    The limits stay as they are if they are wide already, as with intervals or a reference line.
+    """
+    low, high = axes.get_ylim()
+    size = max(map(abs, ys), default=0.0)
+    if size > 0 and axes.get_yscale() == "linear" and high - low <= 2 * _ROUNDING * size:
+        axes.set_ylim(min(ys) - 0.1 * size, max(ys) + 0.1 * size)
+
+
+def _add_remark(axes: Axes, panel: Panel, remark: str) -> None:
+    """Add a remark to the label of the y axis, in a line of its own if the label would be too long."""
+    separator = "\n" if len(panel.y_label) + len(remark) > _MAX_Y_LABEL else " "
+    axes.set_ylabel(f"{panel.y_label}{separator}{remark}")
+
+
+def find_panels_with_same_y_axis(plot: Plot, panel: Panel) -> list[Panel]:
+    """Return the panels whose y axis has the same limits as that of a panel, with the panel itself."""
+    if plot.share_axes or plot.share_y:
+        return list(plot.panels)
+    if plot.share_y_by_label:
+        return [other for other in plot.panels if other.y_label == panel.y_label]
+    return [panel]
+
+
+def _draw_line(axes: Axes, kind: str, line: Line, style: dict[str, Any], has_markers: bool) -> None:
+    """Draw a line of a panel.
+
+    Args:
+        axes: axes of the panel.
+        kind: kind of the `Plot`.
+        line: the line.
+        style: matplotlib's keyword arguments.
+        has_markers: whether a line of kind `line` has markers at its points.
+    """
+    if kind == "line":
+        style = {"linestyle": "-", **style, "marker": style["marker"] if has_markers else ""}
+        axes.plot(line.x, line.y, label=line.label, linewidth=1.6 if has_markers else 1.2, **style)
+        if any(line.y_error) and len(line.x) == 1:
+            axes.errorbar(line.x, line.y, line.y_error, fmt="none", ecolor=style["color"], capsize=3, elinewidth=1.1)
+        elif any(line.y_error):
+            low = [y - error for y, error in zip(line.y, line.y_error, strict=True)]
+            high = [y + error for y, error in zip(line.y, line.y_error, strict=True)]
+            axes.fill_between(line.x, low, high, color=style["color"], alpha=0.15, linewidth=0)
+    elif kind == "points":
+        overlap = len(line.x) > _MAX_MARKERS
+        style |= {"linestyle": "", "markersize": 4 if overlap else 7, "alpha": 0.6 if overlap else 1}
+        errors = (line.y_error or None, line.x_error or None)
+        axes.errorbar(line.x, line.y, *errors, label=line.label, capsize=3, elinewidth=1.1, **style)
+    elif kind == "bars":
+        style = {"linestyle": "-", **style}
+        axes.errorbar(line.x, line.y, line.y_error or None, label=line.label, capsize=3, elinewidth=1.1, **style)
+    elif kind == "histogram":
+        axes.step(line.x, line.y, where="mid", color=style["color"], linewidth=1.2, label=line.label)
+        axes.fill_between(line.x, line.y, step="mid", color=style["color"], alpha=0.15, linewidth=0)
+    else:
+        style |= {"linestyle": "", "marker": "o", "markersize": 2, "markeredgewidth": 0}
+        axes.plot(line.x, line.y, label=line.label, **style)
+
+
+def _mark_incomplete_and_collapsed_points(axes: Axes, lines: Sequence[Line], styles: Styles) -> None:
+    """Draw a hollow marker where another point has more seeds, and a cross where all runs have collapsed."""
+    max_seeds = max((num_seeds for line in lines for num_seeds in line.num_seeds), default=0)
+    for line in lines:
+        style = {**styles[line.label], "linestyle": "", "zorder": 4}
+        for x, y, num_seeds in zip(line.x, line.y, line.num_seeds, strict=False):
+            if num_seeds < max_seeds:
+                axes.plot([x], [y], **{**style, "markerfacecolor": PAPER})
+        for x, y, is_collapsed in zip(line.x, line.y, line.collapsed, strict=False):
+            if is_collapsed:
+                axes.plot([x], [y], **{**style, "marker": "x", "color": RED, "markersize": 9})
+
+
+def _are_columns_narrow(plot: Plot, panel: Panel) -> bool:
+    """Return whether the columns of a panel are too narrow for values beside each other."""
+    num_groups = len({x for line in panel.lines for x in line.x})
+    return num_groups * len(panel.lines) > (8 if len(plot.panels) > 1 else 14)
+
+
+def _draw_columns(axes: Axes, lines: Sequence[Line], styles: Styles, has_upright_values: bool) -> None:
+    """Draw the lines as groups of bars: at each x, the bars of all lines are side by side, with their values on top."""
+    width = 0.8 / len(lines)
+    for index, line in enumerate(lines):
+        centers = [x + (index - (len(lines) - 1) / 2) * width for x in line.x]
+        bars = axes.bar(centers, line.y, 0.92 * width, label=line.label, color=styles[line.label]["color"])
+        axes.bar_label(bars, fmt="{:.3g}", fontsize=8, padding=2, rotation=90 if has_upright_values else 0)
+    if has_upright_values:
+        axes.margins(y=0.2)
+
+
+def _draw_ridges(axes: Axes, lines: Sequence[Line], styles: Styles) -> None:
+    """Draw each line as a filled curve in its own row, and name the rows on the y axis."""
+    baselines = range(len(lines) - 1, -1, -1)
+    for line, baseline, ys in zip(lines, baselines, stack_ridges([line.y for line in lines]), strict=True):
+        color = styles[line.label]["color"]
+        axes.fill_between(line.x, ys, baseline, color=color, alpha=0.25, linewidth=0)
+        axes.plot(line.x, ys, color=color, linewidth=1.2)
+    axes.set_yticks(baselines, [line.label for line in lines])
+    axes.set_ylim(-0.05, len(lines))
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+
+
+def _draw_heatmap(axes: Axes, plot: Plot, panel: Panel) -> None:
+    """Draw the lines of a panel as rows of coloured cells, from the bottom up, with a colour bar from 0 to 1."""
+    cell_rows = [line.y for line in panel.lines]
+    cells = axes.pcolormesh(cell_rows, cmap="viridis", vmin=0, vmax=1)
+    axes.figure.colorbar(cells, ax=axes, shrink=0.9)
+    axes.set_aspect("equal")
+    axes.grid(visible=False)
+    row_names = [line.label for line in panel.lines]
+    for axis, labels in ((axes.xaxis, panel.column_names), (axes.yaxis, row_names)):
+        label_step = math.ceil(len(labels) / _MAX_TICKS)
+        axis.set_ticks([index + 0.5 for index in range(0, len(labels), label_step)], labels[::label_step])
+    axes.tick_params(axis="x", rotation=90)
+    axes.set_title(panel.task)
+    axes.set_xlabel(plot.x_label)
+    axes.set_ylabel(panel.y_label)
+
+
+def _draw_ranks(axes: Axes, plot: Plot, panel: Panel) -> None:
+    """Draw a critical-difference diagram: ranks on an axis on top, from which a line leads to each method's name.
+
+    The bars that join ranges are between the axis and the first row; the scale bar is below the last row.
+    """
+    # The y axis points down: the methods are in rows 1, 2, ..., and smaller y are above them.
+    num_methods = len(panel.lines)
+    bar_spacing = 0.4
+    top = 1 - bar_spacing * (len(panel.joined_ranges) + 1)
+    left = 1.0 - 0.06 * max(1, num_methods - 1)
+    for line in panel.lines:
+        color = INK if line.label == plot.reference_label else COLOURS[0]
+        [x], [y] = line.x, line.y
+        axes.plot([left, x, x], [y, y, top], color=color, linewidth=1.1)
+        axes.plot([x], [y], color=color, marker="o", markersize=5)
+    for index, (low, high) in enumerate(panel.joined_ranges):
+        y = top + bar_spacing * (index + 1)
+        margin = 0.008 * num_methods
+        axes.plot([low - margin, high + margin], [y, y], color=INK, linewidth=4, solid_capstyle="butt")
+    if panel.scale_bar is not None:
+        length, bar_label = panel.scale_bar
+        axes.errorbar([1 + length / 2], [num_methods + 1], xerr=[length / 2], color=RED, capsize=4, elinewidth=1.6)
+        bar_end = (1 + length, num_methods + 1)
+        axes.annotate(f"{bar_label} {length:.2f}", bar_end, (8, 0), textcoords="offset points", color=RED, va="center")
+    right = max(num_methods, 1 + (panel.scale_bar or (0.0, ""))[0])
+    axes.set_xlim(left, right + 0.06 * max(1, num_methods - 1))
+    axes.set_ylim(num_methods + 1.5, top)
+    axes.set_yticks([line.y[0] for line in panel.lines], [line.label for line in panel.lines])
+    axes.set_xticks(range(1, num_methods + 1))
+    axes.xaxis.tick_top()
+    axes.xaxis.set_label_position("top")
+    axes.set_xlabel(plot.x_label)
+    axes.spines["top"].set_visible(True)
+    axes.spines["left"].set_visible(False)
+    axes.spines["bottom"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
