@@ -49,13 +49,13 @@ def run(options: argparse.Namespace) -> None:
         return
     sources = corpus.parse_sources(options.text)
     inputs: list[str | Path] = [*(argument.name for argument in model_arguments), *(source.path for source in sources)]
-    page_folder.check(options.out, compare_page.KIND, inputs)
+    page_folder.check(options.out, compare_page.COMPARISON_KIND, inputs)
     console, progress_console = make_console(), make_console(stderr=True)
     measured_models = _measure_models(model_arguments, sources, options, progress_console)
     similarities = _compute_similarities(measured_models, sources, options, progress_console)
     page_path = compare_page.write_comparison(measured_models, options.out, similarities, options.typed)
-    console.print(compare.make_terminal_table(measured_models))
-    for sentence in compare.describe_differences(measured_models):
+    console.print(compare.make_comparison_table(measured_models))
+    for sentence in compare.describe_other_settings(measured_models):
         console.print(f"warning: {sentence}", highlight=False, soft_wrap=True, markup=False)
     console.out(f"{page_path}, and figures, tables, {compare_page.COMPARISON_FILE} beside it", highlight=False)
 
@@ -72,7 +72,7 @@ def _compare_trajectories(options: argparse.Namespace, model_arguments: Sequence
     page_path = compare_page.write_trainings(trajectories, options.out, options.typed)
     console = make_console()
     console.print(model_tables.make_training_table(trajectories))
-    for sentence in compare_page.describe_differences(trajectories):
+    for sentence in compare_page.describe_other_training_settings(trajectories):
         console.print(f"warning: {sentence}", highlight=False, soft_wrap=True, markup=False)
     console.out(f"{page_path}, and figures, tables, {compare_page.TRAININGS_FILE} beside it", highlight=False)
 

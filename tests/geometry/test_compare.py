@@ -14,7 +14,7 @@ from tests.geometry.synthetic import make_measurements
 
 def label(*models: tuple[str, str, str | None], given: str = "") -> list[str]:
     """Return the labels of models, each given by its folder of measures, its name and its revision."""
-    arguments = compare.parse_models([f"{given}={folder}" if given else folder for folder, _, _ in models])
+    arguments = compare.parse_compared_models([f"{given}={folder}" if given else folder for folder, _, _ in models])
     measurements = [make_measurements(model={"name": name, "revision": revision}) for _, name, revision in models]
     return [model.label for model in compare.label_models(arguments, measurements)]
 
@@ -37,10 +37,10 @@ def test_other_texts_and_settings_are_pointed_out_in_one_sentence_for_all_models
     # A file of another name with the same content is the same text, and the size of batches changes no measure.
     same = replace(first, settings={**settings, "texts": {"b": "b.txt"}, "batch_tokens": 64}, text_hashes={"b": "01"})
     models = [MeasuredModel("first", first), MeasuredModel("same", same)]
-    assert compare.describe_differences(models) == []
+    assert compare.describe_other_settings(models) == []
     other = replace(first, settings={**settings, "limit": 99}, text_hashes={"other": "23"})
     models += [MeasuredModel(name, other) for name in "abc"]
-    assert compare.describe_differences(models) == [
+    assert compare.describe_other_settings(models) == [
         "a, b and c were measured over other texts than first.",
         "a, b and c were measured with other settings than first: max_tokens 99 instead of None.",
     ]

@@ -8,7 +8,7 @@ import pytest
 import scipy.stats
 
 from istar.geometry.collect.measures_file import Measurements
-from istar.geometry.show import model_differences
+from istar.geometry.show import compare
 from istar.geometry.show.compare import MeasuredModel
 
 GROUPS = 10
@@ -60,9 +60,7 @@ def test_the_paired_error_is_that_of_the_mean_of_pseudo_values() -> None:
     random = np.random.default_rng(0)
     first, second = random.normal(size=(2, 7))
     replicates = [(values.sum() - values) / 6 for values in (first, second)]
-    difference = model_differences.paired_difference(
-        first.mean(), second.mean(), *(values.tolist() for values in replicates)
-    )
+    difference = compare.paired_difference(first.mean(), second.mean(), *(values.tolist() for values in replicates))
     t_test = scipy.stats.ttest_rel(second, first)
     low, high = t_test.confidence_interval(0.95)
     assert difference.value == pytest.approx(np.mean(second - first), rel=1e-12)
@@ -74,17 +72,15 @@ def test_the_paired_error_is_that_of_the_mean_of_pseudo_values() -> None:
 def test_the_paired_error_ignores_what_both_models_have_in_common() -> None:
     random = np.random.default_rng(1)
     first, second, common = random.normal(size=(3, 8))
-    difference = model_differences.paired_difference(0, 1, first.tolist(), second.tolist())
-    difference_with_common_part = model_differences.paired_difference(
-        0, 1, (first + common).tolist(), (second + common).tolist()
-    )
+    difference = compare.paired_difference(0, 1, first.tolist(), second.tolist())
+    difference_with_common_part = compare.paired_difference(0, 1, (first + common).tolist(), (second + common).tolist())
     assert difference_with_common_part.error == pytest.approx(difference.error, rel=1e-10)
-    difference_to_itself = model_differences.paired_difference(2.0, 2.0, first.tolist(), first.tolist())
+    difference_to_itself = compare.paired_difference(2.0, 2.0, first.tolist(), first.tolist())
     assert (difference_to_itself.value, difference_to_itself.error) == (0, 0)
 
 
 def test_independent_errors_add_as_squares_and_the_smaller_number_of_groups_counts() -> None:
-    difference = model_differences.independent_difference(1.0, 3.0, (0.3, 0.4), (10, 4))
+    difference = compare.independent_difference(1.0, 3.0, (0.3, 0.4), (10, 4))
     assert (difference.value, difference.error, difference.method) == (
         2.0,
         pytest.approx(0.5, rel=1e-12),
@@ -105,8 +101,8 @@ def test_intervals_of_paired_differences_cover_the_true_difference() -> None:
         first, second = group_means.mean(1)
         errors = tuple(map(float, scipy.stats.sem(group_means, axis=1)))
         for difference in (
-            model_differences.paired_difference(first, second, replicates[0].tolist(), replicates[1].tolist()),
-            model_differences.independent_difference(first, second, (errors[0], errors[1]), (GROUPS, GROUPS)),
+            compare.paired_difference(first, second, replicates[0].tolist(), replicates[1].tolist()),
+            compare.independent_difference(first, second, (errors[0], errors[1]), (GROUPS, GROUPS)),
         ):
             num_covered[difference.method] += abs(difference.value - 0.5) <= difference.half_width
     assert 0.93 <= num_covered["paired"] / num_rounds <= 0.97
@@ -115,7 +111,7 @@ def test_intervals_of_paired_differences_cover_the_true_difference() -> None:
 
 def test_rows_of_models_of_equal_depth_have_each_layer() -> None:
     first, other = make_model(), make_model("other", seed=1)
-    rows = list(model_differences.compute_differences(first, other))
+    rows = list(compare.compute_differences(first, other))
     assert [(row["layer"], row["measure"]) for row in rows] == [
         (tap, name) for tap in ("embeddings", "layer_1", "layer_2") for name in ("inter_sim", "isoscore")
     ]
@@ -140,12 +136,12 @@ def test_rows_of_models_of_equal_depth_have_each_layer() -> None:
 
 def test_models_of_other_depth_are_compared_at_the_last_layer_before_a_final_norm() -> None:
     other = make_model("other", ("embeddings", "layer_1", "final_norm"), seed=1)
-    rows = list(model_differences.compute_differences(make_model(), other))
+    rows = list(compare.compute_differences(make_model(), other))
     assert {(row["layer"], row["is_last"]) for row in rows} == {("layer_1", True)}
     assert rows[0]["value_of_first"] == make_model().last_layer_measures["inter_sim"]
     # If both models have a final normalization, they are compared there, too, but it is not the last layer.
     taps = ("embeddings", "layer_1", "final_norm")
-    rows = list(model_differences.compute_differences(make_model(taps=taps), other))
+    rows = list(compare.compute_differences(make_model(taps=taps), other))
     assert {row["layer"]: row["is_last"] for row in rows} == {
         "embeddings": False, "layer_1": True, "final_norm": False,
     }  # fmt: skip
@@ -168,9 +164,9 @@ def test_the_method_follows_from_documents_and_groups(
     first: dict[str, Any], other: dict[str, Any], method: str
 ) -> None:
     models = make_model(**first), make_model("other", seed=1, **other)
-    assert model_differences.explain_no_differences(*models) == ""
-    assert model_differences.choose_error_method(*models) == method
-    rows = list(model_differences.compute_differences(*models))
+    assert compare.explain_no_differences(*models) == ""
+    assert compare.choose_error_method(*models) == method
+    rows = list(compare.compute_differences(*models))
     assert {row["method"] for row in rows} == {method}
     if method == "independent":
         assert rows[-1]["error"] == pytest.approx(math.hypot(0.02, 0.02), rel=1e-12)
@@ -179,7 +175,7 @@ def test_the_method_follows_from_documents_and_groups(
 def test_with_a_limit_the_groups_must_have_the_same_tokens() -> None:
     first, other = make_model(limit=100), make_model("other", limit=100)
     other.measurements.replicates["text"]["embeddings"]["tokens"][3] += 1
-    assert model_differences.choose_error_method(first, other) == "independent"
+    assert compare.choose_error_method(first, other) == "independent"
 
 
 @pytest.mark.parametrize(
@@ -200,8 +196,5 @@ def test_with_a_limit_the_groups_must_have_the_same_tokens() -> None:
 )
 def test_without_errors_or_the_same_texts_there_is_a_sentence_and_no_number(other: dict[str, Any], reason: str) -> None:
     models = make_model(), make_model("other", **other)
-    assert (
-        model_differences.explain_no_differences(*models)
-        == f"Differences of other from first are not computed: {reason}"
-    )
-    assert list(model_differences.compute_differences(*models)) == []
+    assert compare.explain_no_differences(*models) == f"Differences of other from first are not computed: {reason}"
+    assert list(compare.compute_differences(*models)) == []

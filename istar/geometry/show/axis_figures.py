@@ -23,8 +23,8 @@ from istar.geometry.show.measured_training import MeasuredTraining
 from istar.geometry.show.model_figures import (
     FORM_TITLES,
     LAYER_MEASURES,
+    make_figure,
     make_measure_panel,
-    make_plot,
     name_tap,
 )
 from istar.inputs.corpus import COMBINED
@@ -219,8 +219,8 @@ def plot_parameters(models: Sequence[MeasuredModel], trainings: Sequence[Measure
     form_ticks = {float(position): form for position, form in enumerate(FORM_TITLES.values())}
     options = {"labels": axis.labels, "reference_label": ""}
     return [
-        make_plot("partition", partition, "", "columns", x_names=form_ticks, **options),
-        make_plot("final_norm", final_norm, "", "columns", x_names={0.0: "gain", 1.0: "bias"}, **options),
+        make_figure("partition", partition, "", "columns", x_names=form_ticks, **options),
+        make_figure("final_norm", final_norm, "", "columns", x_names={0.0: "gain", 1.0: "bias"}, **options),
     ]
 
 

@@ -6,7 +6,7 @@ depth or the steps, the figures of single layers, and further tables. A model is
 
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -31,12 +31,11 @@ from istar.geometry.show import (
     compare,
     findings,
     measured_training,
-    model_differences,
     model_figures,
     model_tables,
 )
 from istar.geometry.show.axis_figures import Axis
-from istar.geometry.show.compare import MeasuredModel, join_names, list_names
+from istar.geometry.show.compare import TEXTS, MeasuredModel, join_names, list_names
 from istar.geometry.show.measured_training import ASSUMED_GROUPS, MeasuredTraining
 from istar.inputs.saved_checkpoints import Checkpoint
 
@@ -46,47 +45,9 @@ if TYPE_CHECKING:
 COMPARISON_FILE, TRAININGS_FILE = "comparison.csv", "trajectories.csv"
 """Tables of all measures of several models, and of several trainings."""
 MODEL_KIND = PageKind("page of measures", "istar measure", (measures_file.JSON_FILE, measures_file.CSV_FILE))
-KIND = PageKind("comparison", "istar compare", (COMPARISON_FILE,))
+COMPARISON_KIND = PageKind("comparison", "istar compare", (COMPARISON_FILE,))
 TRAINING_KIND = trajectory.KIND
 TRAININGS_KIND = PageKind("comparison of trainings", "istar compare, over trainings", (TRAININGS_FILE,))
-_DOCUMENTS = {
-    "separate": "The model has read each document alone",
-    "packed": "The model has read blocks of several documents",
-}
-_SPECIAL_TOKENS = {
-    "include": "with special tokens and without padding",
-    "exclude": "without special tokens and padding",
-}
-_READING = (
-    "No single number captures isotropy. A cloud may have one common direction, which InterSim, I(W) and the norm "
-    "ratio detect, and yet spread evenly around its mean, which only IsoScore detects. A few dimensions may dominate "
-    "the cosine. IsoScore, TwoNN and the ranks depend on the number of tokens and on the width, and are too low with "
-    "fewer than about ten tokens per dimension: compare models over the same texts. docs/measures.md defines each "
-    "measure, cites its papers, and states its limits.",
-)
-_AXIS_NOTES = {
-    "layer": "Layers are places of the model: embeddings (the input of the first layer), the output of each layer, and "
-    "final norm (the output of the final normalization, if the model has one).",
-    "relative depth": "The layers of each model are at their relative depth: 0 is the output of the embeddings, 1 that "
-    "of the last layer. The states after a final normalization are a separate mark beyond it.",
-}
-_STEP_NOTE = (
-    "Each checkpoint is a point on the x axis. A logarithmic axis is linear from step 0 to the first other step. The "
-    "measures are over all texts together."
-)
-_ERROR_METHODS = {
-    "paired": "{others} and {first} read the same documents in the same groups, so the errors of their differences are "
-    "those of the paired jackknife, of the differences without each group. Such an interval can exclude 0 although the "
-    "intervals of both values overlap.",
-    "independent": "{others} and {first} do not have the same documents in the same groups, or their measures.json "
-    "does not hold the values without each group. The error of their differences is therefore the root of the sum of "
-    "the squares of both errors, which is rather too large than too small.",
-}
-"""How errors of differences are computed, by `model_differences.ErrorMethod`."""
-_NO_NORM = (
-    "This architecture has no final normalization with a gain. In BERT and similar models, for example, each layer "
-    "normalizes its own output."
-)
 
 
 @dataclass(frozen=True)
@@ -206,7 +167,7 @@ def write_comparison(
     tokens = sorted({int(model.last_layer_measures["tokens"]) for model in models})
     token_range = f"{tokens[0]:,}" + (f" to {tokens[-1]:,}" if len(tokens) > 1 else "")
     page = PageContent(
-        kind=KIND,
+        kind=COMPARISON_KIND,
         title=f"Geometry of {join_names(labels)}",
         subject=("Models", ", ".join(labels), f"compared by istar {version('istar')}"),
         axis=axis_figures.make_layer_axis(models),
@@ -215,7 +176,7 @@ def write_comparison(
         command=command,
         summary=[(str(len(labels)), "models"), (token_range, "tokens")],
         similarities=similarities,
-        notes=compare.describe_differences(models),
+        notes=compare.describe_other_settings(models),
     )
     frame = pd.DataFrame(compare.make_layer_rows(models))
     return _write(page, out, {COMPARISON_FILE: to_csv(frame).encode()})
@@ -248,11 +209,10 @@ def write_trainings(trainings: Sequence[MeasuredTraining], out: Path, command: s
     """
     labels = [training.label for training in trainings]
     without_folder = [training.label for training in trainings if not training.checkpoints]
-    notes = describe_differences(trainings)
+    notes = describe_other_training_settings(trainings)
     if without_folder:
         notes.append(
-            f"The first or last checkpoint of {list_names(without_folder)} has no measures.json any more, so that "
-            f"{ASSUMED_GROUPS} groups of documents are assumed for its intervals."
+            TEXTS["reading"]["assumed_groups"].format(labels=list_names(without_folder), groups=ASSUMED_GROUPS)
         )
     page = PageContent(
         kind=TRAININGS_KIND,
@@ -282,13 +242,13 @@ def _list_last_checkpoints(trainings: Sequence[MeasuredTraining]) -> list[Measur
     ]
 
 
-def describe_differences(trainings: Sequence[MeasuredTraining]) -> list[str]:
+def describe_other_training_settings(trainings: Sequence[MeasuredTraining]) -> list[str]:
     """Return a sentence for each training that was measured over other texts or with other settings than the first.
 
     Texts and settings are those of the last checkpoints. The list is empty if one of their folders has been deleted.
     """
     models = _list_last_checkpoints(trainings)
-    return compare.describe_differences(models) if len(models) == len(trainings) else []
+    return compare.describe_other_settings(models) if len(models) == len(trainings) else []
 
 
 def _count(number: int, noun: str) -> tuple[str, str]:
@@ -307,7 +267,7 @@ def _write(content: PageContent, out: Path, contents: Mapping[str, bytes]) -> Pa
 
 def _build_sheets(content: PageContent) -> list[Sheet]:
     """Return the tables of a page."""
-    models, sheets = content.models, []
+    models, detailed, sheets = content.models, content.detailed_models, []
     if len(content.trainings) > 1:
         sheets.append(model_tables.build_training_sheet(content.trainings))
     elif not content.is_single:
@@ -315,19 +275,11 @@ def _build_sheets(content: PageContent) -> list[Sheet]:
     if not content.trainings:
         sheets.append(model_tables.build_layer_sheet(models))
     if len(models) > 1:
-        sheets.append(model_tables.build_difference_sheet(content.detailed_models))
+        sheets.append(model_tables.build_difference_sheet(detailed))
     if content.similarities:
         sheets.append(model_tables.build_similarity_sheet(content.similarities))
-    builders: list[Callable[[Measurements], Sheet]] = [
-        model_tables.build_massive_sheet,
-        model_tables.build_extremes_sheet,
-        model_tables.build_matrix_sheet,
-        model_tables.build_final_norm_sheet,
-        model_tables.build_reading_sheet,
-        model_tables.build_settings_sheet,
-    ]
     if models:
-        sheets += [model_tables.join_sheets(content.detailed_models, build) for build in builders]
+        sheets += [model_tables.join_sheets(detailed, build) for build in model_tables.MODEL_SHEET_BUILDERS]
     if content.is_single:
         sheets.append(model_tables.build_sphere_sheet())
     return sheets
@@ -335,9 +287,8 @@ def _build_sheets(content: PageContent) -> list[Sheet]:
 
 def _make_plots(content: PageContent) -> list[Plot]:
     """Return the figures of a page in their order."""
-    models = content.models
+    models, detailed = content.models, content.detailed_models
     width = max((model.measurements.width for model in models), default=0)
-    detailed = content.detailed_models
     plots = [model_figures.plot_differences(detailed)] if len(models) > 1 else []
     plots += axis_figures.plot_measures(content.axis, width)
     plots += model_figures.plot_states(detailed, content.axis.ordered)
@@ -350,62 +301,39 @@ def _make_plots(content: PageContent) -> list[Plot]:
 
 
 def _make_sections(content: PageContent, sheets: Mapping[str, Sheet]) -> list[Section]:
-    """Return the sections of a page."""
+    """Return the sections of a page: the main tables, each figure with the table of its name, and the other tables."""
     remaining = dict(sheets)
     sections = [
         Section("findings", "What stands out", content.flags),
-        Section("reading", "How to read this", _explain(content)),
+        Section("reading", "How to read this", _explain_page(content)),
     ]
-
-    def add_table(name: str, empty_note: str = "") -> None:
-        if name in remaining:
-            sheet = remaining.pop(name)
-            is_empty = not sheet.rows
-            sections.append(
-                Section(
-                    f"table-{name}", sheet.title, (), sheet, empty_note=empty_note if is_empty else "", is_wide=True
-                )
-            )
-
-    add_table("models")
-    add_table("layers")
+    sections += [_make_table_section(remaining.pop(name)) for name in ("models", "layers") if name in remaining]
     for plot in _make_plots(content):
-        sheet = remaining.pop(_TABLES_OF_FIGURES.get(plot.name, ""), None)
-        note = _explain_missing(content, plot)
-        caption = (
-            [plot.caption, *_describe_error_methods(content.detailed_models)]
-            if plot.name == "differences"
-            else [plot.caption]
+        paragraphs = [plot.caption]
+        if plot.name == "differences":
+            paragraphs += _describe_error_methods(content.detailed_models)
+        # The table of the matrices has more measures than I(W), the figure of which it belongs to.
+        sheet = remaining.pop("matrices" if plot.name == "partition" else plot.name, None)
+        pictures = page_folder.render_pictures(plot)
+        sections.append(
+            Section(plot.name, plot.title, paragraphs, sheet, pictures, _explain_missing_panels(content, plot))
         )
-        sections.append(Section(plot.name, plot.title, caption, sheet, page_folder.render_pictures(plot), note))
-    for name in list(remaining):
-        add_table(name, _NO_NORM if name == "final_norm" else _EMPTY_TABLES.get(name, "Not measured."))
+    sections += map(_make_table_section, remaining.values())
     if content.command:
         sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[content.command]))
     return sections
 
 
-_TABLES_OF_FIGURES = {
-    "differences": "differences",
-    "partition": "matrices",
-    "final_norm": "final_norm",
-    "similarity": "similarity",
-    "spheres": "spheres",
-}
-"""Tables that are in the section of a figure, by the figure's name."""
-_EMPTY_TABLES = {
-    "massive": "No layer has massive activations, or they were not measured, which needs --measures all.",
-    "texts": "Not recorded.",
-}
-"""Reasons why a table has no rows, by its name."""
+def _make_table_section(sheet: Sheet) -> Section:
+    """Return the section of a table that belongs to no figure; an empty table has a sentence on why it is empty."""
+    empty_note = "" if sheet.rows else TEXTS["missing"].get(sheet.name, "Not measured.")
+    return Section(f"table-{sheet.name}", sheet.title, (), sheet, empty_note=empty_note, is_wide=True)
 
 
-def _explain_missing(content: PageContent, plot: Plot) -> str:
+def _explain_missing_panels(content: PageContent, plot: Plot) -> str:
     """Return a sentence on why a figure, or some of its panels, are missing; empty if none is."""
-    if plot.name == "similarity":
-        return "" if plot.panels else "Not computed, because no texts were given (--text)."
-    if plot.name == "final_norm":
-        return "" if plot.panels else _NO_NORM
+    if plot.name in ("similarity", "final_norm"):
+        return "" if plot.panels else str(TEXTS["missing"][plot.name])
     measured_all = all(model.measurements.settings.get("measures") == "all" for model in content.models)
     hint = "" if measured_all else " Some measures need --measures all."
     if missing := model_figures.find_missing_measures(plot):
@@ -413,20 +341,15 @@ def _explain_missing(content: PageContent, plot: Plot) -> str:
     return "" if plot.panels else f"Not measured, or not defined.{hint}"
 
 
-def _explain(content: PageContent) -> list[str]:
+def _explain_page(content: PageContent) -> list[str]:
     """Return the paragraphs on how to read a page."""
-    paragraphs = []
+    texts, paragraphs = TEXTS["reading"], []
     if content.models:
         settings = content.models[0].measurements.settings
-        documents, tokens = _DOCUMENTS[settings["documents"]], _SPECIAL_TOKENS[settings["special_tokens"]]
-        paragraphs.append(f"{documents}. The measures are over the hidden states of all tokens, {tokens}.")
-    return [
-        *paragraphs,
-        _AXIS_NOTES.get(content.axis.name, _STEP_NOTE),
-        *_READING,
-        _explain_intervals(content),
-        *content.notes,
-    ]
+        documents, tokens = settings["documents"], settings["special_tokens"]
+        paragraphs.append(f"{texts[f'documents_{documents}']} {texts[f'tokens_{tokens}']}")
+    axis_note = texts.get(content.axis.name.replace(" ", "_"), texts["step"])
+    return [*paragraphs, axis_note, texts["isotropy"], _explain_intervals(content), *content.notes]
 
 
 def _explain_intervals(content: PageContent) -> str:
@@ -438,20 +361,12 @@ def _explain_intervals(content: PageContent) -> str:
         for taps in model.measurements.sources.values()
     }
     if content.models and not any(has_error.values()):
-        return (
-            "There are no standard errors from groups of documents, which need --groups of at least 2 and as many "
-            "documents as groups. A band around TwoNN or Gride is its 95% interval for independent points."
-        )
+        return str(TEXTS["reading"]["no_intervals"])
     groups = {model.num_groups for model in content.models} - {0} or {ASSUMED_GROUPS}
     quantiles = list_names([f"{t_quantile(count - 1):.2f} for {count} groups" for count in sorted(groups)])
     without = [label for label, has in has_error.items() if not has]
     missing = f" {list_names(without)}: none, with fewer documents than groups." if without else ""
-    return (
-        "Bands in the figures, the bar of a single mark, and ± in the tables are 95% intervals of each value by "
-        f"itself: standard errors from the jackknife over groups of documents on either side, times {quantiles}. They "
-        "say how much a value would change over other documents of the same kind. Those of TwoNN and Gride are 1.96 "
-        f"errors for points that are independent of each other. A measure without a band has no error.{missing}"
-    )
+    return TEXTS["reading"]["intervals"].format(quantiles=quantiles) + missing
 
 
 def _describe_error_methods(models: Sequence[MeasuredModel]) -> list[str]:
@@ -460,11 +375,11 @@ def _describe_error_methods(models: Sequence[MeasuredModel]) -> list[str]:
     labels_by_method: dict[str, list[str]] = {}
     sentences = []
     for other in others:
-        if reason := model_differences.explain_no_differences(first, other):
+        if reason := compare.explain_no_differences(first, other):
             sentences.append(reason)
         else:
-            labels_by_method.setdefault(model_differences.choose_error_method(first, other), []).append(other.label)
+            labels_by_method.setdefault(compare.choose_error_method(first, other), []).append(other.label)
     return sentences + [
-        _ERROR_METHODS[method].format(others=list_names(labels), first=first.label)
+        TEXTS["reading"][method].format(others=list_names(labels), first=first.label)
         for method, labels in labels_by_method.items()
     ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from istar.geometry.collect.layer_outputs import FINAL_NORM
 from istar.geometry.collect.measures_file import Measurements
-from istar.geometry.show import model_differences
+from istar.geometry.show import compare
 from istar.geometry.show.compare import MeasuredModel, list_names
 from istar.geometry.show.measured_training import MeasuredTraining
 from istar.measures.catalogue import MEASURES, Measure
@@ -120,7 +120,7 @@ def describe_models(models: Sequence[MeasuredModel]) -> list[str]:
     They name the models with the largest and the smallest IsoScore and InterSim of the last layer among those that were
     measured over the same tokens as the first, the other models, and then the most unusual measures of each model.
     """
-    compared = [model for model in models if model_differences.have_same_tokens(models[0], model)]
+    compared = [model for model in models if compare.have_same_tokens(models[0], model)]
     lines = [line for measure in _COMPARED for line in _rank_models(compared, measure)]
     if left_out := [model.label for model in models if model not in compared]:
         lines.append(f"Not compared with {models[0].label}, because of other tokens: {list_names(left_out)}.")
@@ -137,7 +137,7 @@ def _rank_models(models: Sequence[MeasuredModel], measure: Measure) -> list[str]
     if len(defined) < 2 or defined[0][0] == defined[-1][0]:
         return []
     (low, low_model), (high, high_model) = defined[0], defined[-1]
-    row = model_differences.find_last_difference(low_model, high_model, measure.name)
+    row = compare.find_last_difference(low_model, high_model, measure.name)
     half_width = math.nan if row is None else (row["high"] - row["low"]) / 2
     return [
         f"{measure.title} of the last layer is largest in {high_model.label} ({high:.3g}) and smallest in "

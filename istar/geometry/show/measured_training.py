@@ -13,7 +13,7 @@ from istar.files.writing import unescape_cell
 from istar.geometry.collect import measures_file, trajectory
 from istar.geometry.collect.intervals import interval_half_width
 from istar.geometry.collect.measures_file import Measurements
-from istar.geometry.show import model_differences
+from istar.geometry.show import compare
 from istar.geometry.show.compare import MeasuredModel, ModelArgument
 from istar.inputs.corpus import COMBINED
 from istar.inputs.saved_checkpoints import Checkpoint
@@ -76,7 +76,7 @@ class MeasuredTraining:
         which is rather too large than too small, because both values are of the same documents.
         """
         if self.checkpoints:
-            row = model_differences.find_last_difference(self.checkpoints[0], self.checkpoints[-1], measure)
+            row = compare.find_last_difference(self.checkpoints[0], self.checkpoints[-1], measure)
             return math.nan if row is None else (row["high"] - row["low"]) / 2
         half_widths = self.half_widths_by_step(self.last_layer, measure)
         return math.hypot(half_widths[0], half_widths[-1])

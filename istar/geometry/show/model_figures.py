@@ -12,7 +12,7 @@ from istar.drawing.plot import Line, Panel, Plot
 from istar.drawing.spacing import evenly_spaced, need_log_axis
 from istar.geometry.collect.intervals import NORMAL_QUANTILE
 from istar.geometry.collect.measures_file import Measurements
-from istar.geometry.show import model_differences
+from istar.geometry.show import compare
 from istar.geometry.show.compare import SUMMARY_MEASURES, MeasuredModel
 from istar.geometry.show.spheres import NUM_POINTS, make_spheres
 from istar.measures.catalogue import FIGURES, MEASURES, Measure, find_measure
@@ -120,15 +120,17 @@ def plot_states(models: Sequence[MeasuredModel], ordered: bool = False) -> list[
     scale_panels = [make_panel("Gride dimension", scales)] if scales else []
     norm_panels = [make_panel("tokens, percent", norms)] if norms else []
     return [
-        make_plot("spectra", spectra, "number of the singular value", **options, log_y=True, share_axes=True),
-        make_plot("scales", scale_panels, "number n of the nearer neighbour", **options),
-        make_plot("state_norms", norm_panels, "norm", "ridges", **options),
-        make_plot("positions", _make_bin_panels(states, "by_position"), "position of the token", **options),
-        make_plot("frequency", _make_bin_panels(states, "by_frequency"), "occurrences of the token's type", **options),
+        make_figure("spectra", spectra, "number of the singular value", **options, log_y=True, share_axes=True),
+        make_figure("scales", scale_panels, "number n of the nearer neighbour", **options),
+        make_figure("state_norms", norm_panels, "norm", "ridges", **options),
+        make_figure("positions", _make_bin_panels(states, "by_position"), "position of the token", **options),
+        make_figure(
+            "frequency", _make_bin_panels(states, "by_frequency"), "occurrences of the token's type", **options
+        ),
     ]
 
 
-def make_plot(name: str, panels: Sequence[Panel], x_label: str, kind: str = "line", **options: Any) -> Plot:
+def make_figure(name: str, panels: Sequence[Panel], x_label: str, kind: str = "line", **options: Any) -> Plot:
     """Return a plot with the title and the caption of the table of measures."""
     figure = FIGURES[name]
     return Plot(name, figure.title, figure.caption, kind, x_label, tuple(panels), **options)
@@ -175,11 +177,11 @@ def plot_matrices(measured: Measurements) -> list[Plot]:
         # An empty bin on either side lets the line start and end at zero.
         middles = tuple(low + width / 2 for low in (edges[0] - width, *edges))
         norms.append(make_panel("rows", [Line("rows", middles, (0.0, *counts, 0.0))], f"{side} embeddings"))
-    projection = make_plot("projection", projections, "first direction", "scatter", ordered=True)
+    projection = make_figure("projection", projections, "first direction", "scatter", ordered=True)
     return [
-        make_plot("matrix_spectra", spectra, "number of the singular value", log_x=True, log_y=True, share_axes=True),
+        make_figure("matrix_spectra", spectra, "number of the singular value", log_x=True, log_y=True, share_axes=True),
         replace(projection, caption=f"{projection.caption} {explanation}."),
-        make_plot("row_norms", norms, "norm", "histogram"),
+        make_figure("row_norms", norms, "norm", "histogram"),
     ]
 
 
@@ -193,23 +195,14 @@ def plot_spheres() -> Plot:
         )
         line = Line("points", sphere.x, sphere.y)
         panels.append(make_panel("second coordinate", [line], sphere.name, settings=measures, with_origin=True))
-    return Plot(
-        "spheres",
-        "How the measures differ: a sphere, and the same sphere moved",
-        f"{NUM_POINTS} points on a unit sphere in three dimensions, around the origin and around another point. Moving "
-        "the sphere turns average cosine and I(W) from isotropic to anisotropic. IsoScore depends on the covariance "
-        "alone and does not change. The functions are those that measured the model.",
-        "scatter",
-        "first coordinate",
-        tuple(panels),
-        share_axes=True,
-    )
+    plot = make_figure("spheres", panels, "first coordinate", "scatter", share_axes=True)
+    return replace(plot, caption=plot.caption.format(points=NUM_POINTS))
 
 
 def plot_differences(models: Sequence[MeasuredModel]) -> Plot:
-    """Return a plot of the differences of each model's last layer from that of the first model, with 95% intervals."""
+    """Return a plot of the differences of each model's last layer from the first model, with 95% intervals."""
     first, *others = models
-    rows = filter(itemgetter("is_last"), model_differences.compute_all_differences(models))
+    rows = filter(itemgetter("is_last"), compare.compute_all_differences(models))
     row_by_key = {(row["model"], row["measure"]): row for row in rows}
     panels = []
     for name in SUMMARY_MEASURES:
@@ -222,20 +215,10 @@ def plot_differences(models: Sequence[MeasuredModel]) -> Plot:
         if len(lines) > 1:
             panel = make_panel(f"difference of {MEASURE_TITLES[name]}", lines)
             panels.append(replace(panel, horizontal_line=(0.0, "no difference")))
-    return Plot(
-        "differences",
-        f"Differences from {first.label}",
-        f"Measures of the last layer, before a final normalization, minus those of {first.label}, with 95% intervals "
-        "from groups of documents. The intervals say how much a difference would change over other documents of the "
-        "same kind, not over other training runs. Each is for itself: of many intervals, one in twenty misses the true "
-        "difference. Average norms have the units of the states, and ranks depend on the width.",
-        "points",
-        "",
-        tuple(panels),
-        x_names={float(position): "" for position in range(len(models))},
-        labels=tuple(model.label for model in models),
-        reference_label="",
-    )
+    no_ticks = dict.fromkeys(map(float, range(len(models))), "")
+    labels = tuple(model.label for model in models)
+    plot = make_figure("differences", panels, "", "points", x_names=no_ticks, labels=labels, reference_label="")
+    return replace(plot, title=plot.title.format(first=first.label), caption=plot.caption.format(first=first.label))
 
 
 def plot_similarity(similarities: Sequence["Similarity"]) -> Plot:
@@ -246,14 +229,6 @@ def plot_similarity(similarities: Sequence["Similarity"]) -> Plot:
         lines = [Line(name_tap(tap), tuple(map(float, range(len(values)))), values) for tap, values in rows]
         panel = make_panel(f"{similarity.first} (rows)", lines, f"{similarity.second} (columns)")
         panels.append(replace(panel, column_names=tuple(map(name_tap, similarity.second_taps))))
-    num_documents = f"{similarities[0].documents:,}" if similarities else "some"
-    return Plot(
-        "similarity",
-        "Similarity of the layers (CKA)",
-        f"Debiased linear CKA of the layers of two models: the mean states of {num_documents} documents at a place in "
-        "one model (rows) and in the other (columns, named in the title). 1: equal but for rotation, translation and "
-        "scale; 0: unrelated, and slightly negative by chance.",
-        "heatmap",
-        "",
-        tuple(panels),
-    )
+    plot = make_figure("similarity", panels, "", "heatmap")
+    documents = f"{similarities[0].documents:,}" if similarities else "some"
+    return replace(plot, caption=plot.caption.format(documents=documents))

@@ -16,8 +16,8 @@ from istar.drawing.page_tables import Entry, Sheet, number_entry
 from istar.geometry.collect import measures_file
 from istar.geometry.collect.intervals import interval_half_width, t_quantile
 from istar.geometry.collect.measures_file import Measurements
-from istar.geometry.show import compare, model_differences
-from istar.geometry.show.compare import MeasuredModel
+from istar.geometry.show import compare
+from istar.geometry.show.compare import TEXTS, MeasuredModel
 from istar.geometry.show.measured_training import MeasuredTraining
 from istar.geometry.show.model_figures import FORM_TITLES, MEASURE_TITLES, name_tap
 from istar.geometry.show.spheres import make_spheres
@@ -31,30 +31,12 @@ _MAX_ROWS = 80
 _MAX_TAPS_IN_FULL, _MAX_ROWS_OF_TAP = 14, 3
 """The tables of extreme dimensions and massive activations have at most three rows for each place of a model, and one
 if there are more than 14 places."""
-_HEADERS = {
-    "mean_by_typical_deviation": "mean / median\ndeviation",
-    "variance_share": "share of\nvariance",
-    "ratio": "times the\nmedian",
-    "text": "token",
-    "partition_isotropy_as_computed": "I(W), signs\nas computed",
-    "partition_isotropy_both": "I(W),\nboth signs",
-    "partition_as_computed": "I(W), signs\nas computed",
-    "partition_both": "I(W),\nboth signs",
-    "partition_raw": "I(W)\nraw",
-    "partition_centered": "I(W)\ncentered",
-    "partition_post_processed": "I(W)\npost-processed",
-    "forward_seconds": "seconds of\nforward passes",
-    "bytes_per_document": "bytes per\ndocument",
-    "gain": "final\ngain",
-    "bias": "final\nbias",
-}
-"""Headers of the columns whose header is not made of their name."""
 
 
 def column_header(name: str) -> str:
     """Return the header of a column: the title of a measure, or the name, with a line break where it may break."""
-    if name in _HEADERS:
-        return _HEADERS[name]
+    if name in TEXTS["headers"]:
+        return str(TEXTS["headers"][name])
     title = MEASURE_TITLES.get(name, name.replace("_", " "))
     for separator in (", ", " - ", " "):
         if separator in title:
@@ -85,10 +67,15 @@ def _make_integer_entry(value: int) -> Entry:
     return Entry(str(int(value)), number=True)
 
 
-def _make_sheet(name: str, title: str, caption: str, shown: pd.DataFrame, frame: pd.DataFrame) -> Sheet:
+def _make_sheet(name: str, shown: pd.DataFrame, frame: pd.DataFrame) -> Sheet:
     """Return a table that shows the data frame `shown`; its CSV file has the unrounded numbers of `frame`."""
     rows = [[_make_entry(value) for value in row] for row in shown.itertuples(index=False)]
-    return Sheet(name, title, caption, tuple(map(column_header, map(str, shown))), {"": rows}, frame)
+    return Sheet(name, *_get_texts(name), tuple(map(column_header, map(str, shown))), {"": rows}, frame)
+
+
+def _get_texts(name: str) -> tuple[str, str]:
+    """Return the title and the caption of a table."""
+    return TEXTS["tables"][name]["title"], TEXTS["tables"][name]["caption"]
 
 
 def join_sheets(models: Sequence[MeasuredModel], build: Callable[[Measurements], Sheet]) -> Sheet:
@@ -141,9 +128,7 @@ def build_layer_sheet(models: Sequence[MeasuredModel]) -> Sheet:
         rows_by_group = {"": next(iter(rows_by_group.values()))}
     return Sheet(
         "layers",
-        "All layers",
-        "Measures of the hidden states of each layer; a dash marks an undefined one, and ± a 95% interval. The CSV has "
-        "the standard errors, and docs/measures.md defines the measures.",
+        *_get_texts("layers"),
         ("layer", "tokens", *map(column_header, names)),
         rows_by_group,
         frame,
@@ -161,10 +146,6 @@ def build_model_sheet(models: Sequence[MeasuredModel]) -> Sheet:
         shown[name] = pd.Series(cells, dtype=object)
     return _make_sheet(
         "models",
-        "All models",
-        "Measures of the last layer over all texts, before a final normalization, with 95% intervals; I(W), with both "
-        "signs of the eigenvectors, and norm ratio of the embedding matrix nearest to the prediction; norms of the "
-        "final normalization's gain and bias. A dash marks what a model does not have.",
         shown,
         summary,
     )
@@ -205,15 +186,7 @@ def build_training_sheet(trainings: Sequence[MeasuredTraining]) -> Sheet:
             value = training.values_by_step(layer_name, name)[-1]
             cells.append(number_entry(value, training.half_widths_by_step(layer_name, name)[-1]))
         shown[header] = pd.Series(cells, dtype=object)
-    return _make_sheet(
-        "models",
-        "At the end of the training",
-        "Measures at the last checkpoint: of the last layer, over all texts, with 95% intervals; I(W) by both signs of "
-        "the embedding matrices; norms of the final normalization's gain and bias. A dash marks what a model does not "
-        "have.",
-        shown,
-        summary,
-    )
+    return replace(_make_sheet("trainings", shown, summary), name="models")
 
 
 def make_training_table(trainings: Sequence[MeasuredTraining]) -> Table:
@@ -226,7 +199,7 @@ def make_training_table(trainings: Sequence[MeasuredTraining]) -> Table:
 
 def build_difference_sheet(models: Sequence[MeasuredModel]) -> Sheet:
     """Return the table of differences from the first model: of the last layers, and in the CSV of all layers."""
-    rows = model_differences.compute_all_differences(models)
+    rows = compare.compute_all_differences(models)
     rows_by_model: dict[str, list[list[Entry]]] = {}
     for row in filter(itemgetter("is_last"), rows):
         numbers = [row[name] for name in ("value", "value_of_first", "difference", "low", "high")]
@@ -234,10 +207,7 @@ def build_difference_sheet(models: Sequence[MeasuredModel]) -> Sheet:
         rows_by_model.setdefault(row["model"], []).append(entries)
     return Sheet(
         "differences",
-        "Differences from the first model",
-        "Measures of the last layer: the model, the first model, their difference, the ends of its 95% interval, and "
-        "how its error was computed. The CSV also has the errors and, for models with the same number of layers, the "
-        "differences of each layer.",
+        *_get_texts("differences"),
         ("measure", "model", "first\nmodel", "difference", "95%\nfrom", "95%\nto", "error"),
         rows_by_model,
         pd.DataFrame(rows),
@@ -263,10 +233,6 @@ def build_similarity_sheet(similarities: Sequence["Similarity"]) -> Sheet:
             ]
     return _make_sheet(
         "similarity",
-        "Most similar layers",
-        "For each layer of a model, the layer of the other model with the largest CKA and its 95% interval over groups "
-        "of documents, which does not take into account that it is the largest of several. The CSV has all pairs, and "
-        "the standard errors of these.",
         pd.DataFrame(shown_rows),
         pd.DataFrame(rows),
     )
@@ -294,11 +260,6 @@ def build_massive_sheet(measured: Measurements) -> Sheet:
     shown = _keep_first_rows(frame, measured).drop(columns="token")
     return _make_sheet(
         "massive",
-        "Massive activations",
-        "Activations with a magnitude above 100 and above 1,000 times the median magnitude of all activations of the "
-        "layer: the largest of each layer, with the dimension, the magnitude divided by the median, and the token and "
-        "its position in the model's input, counted from 0. All texts together; the CSV has each text, and at most "
-        "100 activations of each layer.",
         shown.assign(
             dimension=shown["dimension"].map(_make_integer_entry),
             position=shown["position"].map(_make_integer_entry),
@@ -321,10 +282,6 @@ def build_extremes_sheet(measured: Measurements) -> Sheet:
     shown = _keep_first_rows(frame, measured)
     return _make_sheet(
         "extremes",
-        "The most extreme dimensions",
-        "Dimensions of each layer whose mean over the tokens is the farthest from 0: mean and standard deviation, the "
-        "mean divided by the median deviation of all dimensions (an outlier is above 5), and the share of the summed "
-        "variance. All texts together; the CSV has each text, with three dimensions of each layer.",
         shown.assign(dimension=shown["dimension"].map(_make_integer_entry)),
         frame,
     )
@@ -340,9 +297,6 @@ def build_matrix_sheet(measured: Measurements) -> Sheet:
     frame = pd.DataFrame(rows).drop(columns="singular_values")
     sheet = _make_sheet(
         "matrices",
-        "Embedding matrices",
-        "Measures of the embedding matrices raw, centered, and without their first components (all-but-the-top, a "
-        "hundredth of the dimensions). A model without output embeddings of its own has only input embeddings.",
         frame.assign(form=frame["form"].map(FORM_TITLES)),
         frame,
     )
@@ -361,8 +315,6 @@ def build_final_norm_sheet(measured: Measurements) -> Sheet:
     meanings = [measure.meaning for measure in measures]
     return _make_sheet(
         "final_norm",
-        "Parameters of the final normalization",
-        "Gain g and bias b of the normalization after the last layer, over d dimensions.",
         frame.assign(measure=titles, meaning=meanings),
         frame.assign(value=frame["value"].map(_format_value)),
     )
@@ -376,11 +328,6 @@ def build_reading_sheet(measured: Measurements) -> Sheet:
     frame.insert(5, "bytes_per_document", frame["bytes"].astype(float) / frame["documents"].astype(float))
     sheet = _make_sheet(
         "texts",
-        "Texts and time",
-        "Each text as far as it was read: documents, their sentences by a rule of thumb (a sentence ends at a line "
-        "break, or at a full stop or another end mark before a new beginning), their characters and their bytes in "
-        "UTF-8, the tokens that the measures include, and the time. With a maximum number of tokens, the last document "
-        "may be read in part and counts as a whole.",
         frame.rename(columns={"text": "name"}),
         frame,
     )
@@ -407,8 +354,6 @@ def build_settings_sheet(measured: Measurements) -> Sheet:
     value_entries = frame["value"].map(lambda text: Entry(text, code=True))
     return _make_sheet(
         "settings",
-        "Settings",
-        "Model, texts and settings of the pass. Equal weights have equal hashes.",
         frame.assign(setting=frame["setting"].str.replace("_", " "), value=value_entries),
         frame,
     )
@@ -418,4 +363,15 @@ def build_sphere_sheet() -> Sheet:
     """Return the table of the measures of the two example spheres."""
     frame = pd.DataFrame(make_spheres()).drop(columns=["x", "y"]).rename(columns={"name": "sphere"})
     shown = frame.rename(columns={"inter_sim": "average\ncosine", "isoscore": "IsoScore"})
-    return _make_sheet("spheres", "Two spheres", "Measures of the two spheres.", shown, frame)
+    return _make_sheet("spheres", shown, frame)
+
+
+MODEL_SHEET_BUILDERS: tuple[Callable[[Measurements], Sheet], ...] = (
+    build_massive_sheet,
+    build_extremes_sheet,
+    build_matrix_sheet,
+    build_final_norm_sheet,
+    build_reading_sheet,
+    build_settings_sheet,
+)
+"""Functions that build the detailed tables of one model, in their order on the page."""
