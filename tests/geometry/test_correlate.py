@@ -13,7 +13,7 @@ from istar.drawing.plot import Plot
 from istar.geometry.correlation import score_figure
 from istar.geometry.correlation.correlate import Selection, correlate, correlate_series, resample_correlations
 
-pytestmark = pytest.mark.usefixtures("svg_only")
+pytestmark = pytest.mark.usefixtures("blank_figures")
 
 GEOMETRY = "model,revision,step,weights,source,layer,isoscore,inter_sim\n"
 FUNCTIONS = {"pearson": scipy.stats.pearsonr, "spearman": scipy.stats.spearmanr, "kendall": scipy.stats.kendalltau}

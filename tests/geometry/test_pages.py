@@ -3,7 +3,6 @@
 import re
 import shutil
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ AXIS_FIGURES = {"isotropy", "directions", "dimension", "spectrum", "norms", "sin
 STATE_FIGURES = {"spectra", "scales", "state_norms", "positions", "frequency", "partition", "final_norm"}
 MATRIX_FIGURES = {"matrix_spectra", "projection", "row_norms", "spheres"}
 DETAIL_TABLES = {"massive", "extremes", "matrices", "final_norm", "texts", "settings"}
+pytestmark = pytest.mark.usefixtures("blank_figures")
 CHECKPOINTS = [Checkpoint(f"step{step}", "m", step=step) for step in (0, 1, 2, 4, 8)]
 
 
@@ -50,20 +50,10 @@ def write_training(out: Path) -> Path:
 
 
 RENDER = rendering.render
-BLANK = b'<svg xmlns="http://www.w3.org/2000/svg" width="1pt" height="1pt" viewBox="0 0 1 1"/>'
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _blank_figures() -> Iterator[None]:
-    """Leave the figures blank: what is in them is tested in test_axis_figures.py, and rendering in tests/drawing."""
-    with pytest.MonkeyPatch.context() as patch:
-        files = dict.fromkeys(rendering.SUFFIXES, BLANK)
-        patch.setattr(rendering, "render", lambda plot: files)
-        yield
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def pages(tmp_path_factory: pytest.TempPathFactory, blank_figures: None) -> dict[str, Path]:
     """Write the four pages, and return their folders by name."""
     folder = tmp_path_factory.mktemp("pages")
     compare_page.write_model(make_measurements(), folder / "model")

@@ -13,6 +13,8 @@ from istar.cli.main import main
 from istar.errors import UserError
 from istar.geometry.correlation.score_files import read_scores
 
+pytestmark = pytest.mark.usefixtures("blank_figures")
+
 
 def write_file(path: Path, content: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)

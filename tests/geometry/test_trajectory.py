@@ -20,7 +20,7 @@ from istar.inputs import saved_checkpoints, tiny
 from istar.inputs.saved_checkpoints import Checkpoint
 from tests.mock_hub import serving, set_offline, use
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("blank_figures")]
 
 WORDS = ["the", "cat", "dog", "house", "garden", "sees"]
 TOKENIZER = tiny.make_tokenizer(WORDS)
@@ -42,19 +42,27 @@ def save_checkpoint(folder: Path, seed: int, step: int | None = None) -> Path:
     return folder
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
+def write_text(folder: Path) -> Path:
+    path = folder / "text.txt"
     random = np.random.default_rng(0)
     path.write_text("\n".join(" ".join(random.choice(WORDS, 8)) for _ in range(40)))
     return path
 
 
+def save_checkpoints(folder: Path) -> Path:
+    for step in (1, 2, 10):
+        save_checkpoint(folder / f"step{step}", step)
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_text(tmp_path)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for step in (1, 2, 10):
-        save_checkpoint(tmp_path / "saved" / f"step{step}", step)
-    return tmp_path / "saved"
+    return save_checkpoints(tmp_path / "saved")
 
 
 def measure_checkpoints(tmp_path: Path, pattern: object, text: Path, *options: str) -> int:
@@ -65,6 +73,15 @@ def measure_checkpoints(tmp_path: Path, pattern: object, text: Path, *options: s
 def read_rows(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory, blank_figures: None) -> Path:
+    """Return a folder with three saved checkpoints, a text, and their measures in `out`."""
+    folder = tmp_path_factory.mktemp("measured")
+    save_checkpoints(folder / "saved")
+    assert measure_checkpoints(folder, folder / "saved" / "*", write_text(folder)) == 0
+    return folder
 
 
 @pytest.fixture
@@ -81,16 +98,16 @@ def measured_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return model_names
 
 
-def test_the_table_equals_separate_measurements(tmp_path: Path, folder: Path, text: Path) -> None:
-    assert measure_checkpoints(tmp_path, folder / "*", text) == 0
-    rows = read_rows(tmp_path / "out" / "trajectory.csv")
+def test_the_table_equals_separate_measurements(measured: Path, tmp_path: Path) -> None:
+    rows = read_rows(measured / "out" / "trajectory.csv")
     assert tuple(rows[0])[:6] == trajectory.KEY_COLUMNS
     # The checkpoints are sorted by step, not alphabetically.
     assert list(dict.fromkeys((row["model"], row["revision"], row["step"]) for row in rows)) == [
         ("tiny", "step1", "1"), ("tiny", "step2", "2"), ("tiny", "step10", "10")
     ]  # fmt: skip
     single_folder = tmp_path / "alone"
-    arguments = ["measure", str(folder / "step2"), "--text", str(text), "--length", "16", "--out", str(single_folder)]
+    model, text = measured / "saved" / "step2", measured / "text.txt"
+    arguments = ["measure", str(model), "--text", str(text), "--length", "16", "--out", str(single_folder)]
     assert main([*arguments, "--device", "cpu"]) == 0
     expected_row_by_layer = {row["layer"]: row for row in read_rows(single_folder / "measures.csv")}
     row_by_layer = {row["layer"]: row for row in rows if row["revision"] == "step2"}
@@ -101,9 +118,9 @@ def test_the_table_equals_separate_measurements(tmp_path: Path, folder: Path, te
                 assert float(row_by_layer[layer][name]) == pytest.approx(float(value), rel=1e-12), (layer, name)
 
 
-def test_matrices_and_final_norm(tmp_path: Path, folder: Path, text: Path) -> None:
-    assert measure_checkpoints(tmp_path, folder / "step2", text) == 0
-    row_by_layer = {row["layer"]: row for row in read_rows(tmp_path / "out" / "trajectory.csv")}
+def test_matrices_and_final_norm(measured: Path) -> None:
+    rows = read_rows(measured / "out" / "trajectory.csv")
+    row_by_layer = {row["layer"]: row for row in rows if row["step"] == "2"}
     for matrix_name, embedding in (
         ("input", make_model(2).get_input_embeddings()),
         ("output", make_model(2).get_output_embeddings()),
@@ -409,9 +426,10 @@ def test_different_models_are_refused_even_with_a_table(tmp_path: Path) -> None:
 
 
 def test_the_table_on_the_terminal_compares_by_both_signs(
-    tmp_path: Path, folder: Path, text: Path, capsys: pytest.CaptureFixture[str]
+    measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert measure_checkpoints(tmp_path, folder / "step2", text) == 0
+    shutil.copytree(measured / "out", tmp_path / "out")
+    assert measure_checkpoints(tmp_path, measured / "saved" / "step2", measured / "text.txt") == 0
     [row] = [row for row in read_rows(tmp_path / "out" / "trajectory.csv") if row["layer"] == "output_embeddings"]
     both_signs = float(row["partition_isotropy_both"])
     output = "".join(capsys.readouterr().out.split())
@@ -460,6 +478,6 @@ def test_a_trajectory_that_is_written_again_leaves_foreign_figures(tmp_path: Pat
     foreign_figure.unlink()
     assert measure_checkpoints(tmp_path, folder / "step1", text) == 0
     figure_names = {path.stem for path in (tmp_path / "out" / "figures").iterdir()}
-    assert figure_names == {"isotropy", "partition", "final_norm"}
+    assert {"isotropy", "directions", "partition", "final_norm"} <= figure_names
     # Measurements of other checkpoints of the same model are kept, so that they need not be taken again.
     assert (tmp_path / "out" / "step2" / "measures.json").is_file()

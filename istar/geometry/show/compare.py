@@ -54,6 +54,15 @@ class MeasuredModel:
         return [measures for tap, measures in self.measurements.all_texts.items() if tap != FINAL_NORM]
 
     @property
+    def last_layer(self) -> str:
+        """Name of the last layer, before a final normalization."""
+        return list(self.measurements.all_texts)[len(self.layer_measures) - 1]
+
+    def get_replicates(self, layer: str) -> Mapping[str, list[float]]:
+        """Return the values without each group of documents by measure, at a layer; empty if they are not stored."""
+        return self.measurements.replicates.get(self.measurements.combined_key, {}).get(layer, {})
+
+    @property
     def final_norm_measures(self) -> dict[str, float] | None:
         """Measures of the states after the final normalization, over all texts together; None if there is none."""
         return self.measurements.all_texts.get(FINAL_NORM)
@@ -136,8 +145,7 @@ def label_models(arguments: Sequence[ModelArgument], measurements: Sequence[Meas
         UserError: if two models have the same label.
     """
     labels = [
-        argument.label or _name_model(model_measurements)
-        for argument, model_measurements in zip(arguments, measurements, strict=True)
+        argument.label or _name_model(measured) for argument, measured in zip(arguments, measurements, strict=True)
     ]
     repeated_labels = _find_repeated(labels)
     for index, argument in enumerate(arguments):
@@ -145,9 +153,7 @@ def label_models(arguments: Sequence[ModelArgument], measurements: Sequence[Meas
             labels[index] = f"{labels[index]} ({PurePath(argument.name).name})"
     if remaining_duplicates := sorted(_find_repeated(labels)):
         raise UserError(f"several models are called {remaining_duplicates[0]}; give them names, as in first=<model>")
-    return [
-        MeasuredModel(label, model_measurements) for label, model_measurements in zip(labels, measurements, strict=True)
-    ]
+    return [MeasuredModel(label, measured) for label, measured in zip(labels, measurements, strict=True)]
 
 
 def _find_repeated(names: Iterable[str]) -> set[str]:
@@ -350,7 +356,9 @@ def choose_error_method(first: MeasuredModel, other: MeasuredModel) -> ErrorMeth
     if first.num_groups != other.num_groups or settings.get("documents") != "separate":
         return "independent"
     # Numbers of tokens without each group.
-    first_tokens, other_tokens = (_get_replicates_at(model, 0).get("tokens", []) for model in (first, other))
+    first_tokens, other_tokens = (
+        model.get_replicates(next(iter(model.measurements.all_texts))).get("tokens", []) for model in (first, other)
+    )
     has_replicates = bool(first_tokens and other_tokens)
     if not has_replicates or (settings.get("limit") is not None and first_tokens != other_tokens):
         return "independent"
@@ -367,32 +375,40 @@ def compute_differences(first: MeasuredModel, other: MeasuredModel) -> Iterator[
     if explain_no_differences(first, other):
         return
     error_method = choose_error_method(first, other)
-    layer_names = list(other.measurements.all_texts)
-    last_index = len(other.layer_measures) - 1
+    layer_pairs = [(first.last_layer, other.last_layer)]
     if len(first.layer_measures) == len(other.layer_measures):
         # The final normalization follows the layers.
-        index_pairs = [(index, index) for index in range(min(len(first.measurements.all_texts), len(layer_names)))]
-    else:
-        index_pairs = [(len(first.layer_measures) - 1, last_index)]
-    for first_index, other_index in index_pairs:
+        layer_pairs = list(zip(first.measurements.all_texts, other.measurements.all_texts, strict=False))
+    for first_layer, other_layer in layer_pairs:
+        first_measures, measures = first.measurements.all_texts[first_layer], other.measurements.all_texts[other_layer]
         for name in JACKKNIFE_MEASURES:
-            difference = _compare_measure(first, other, first_index, other_index, name, error_method)
-            if difference is None:
-                continue
-            yield {
-                "model": other.label,
-                "first": first.label,
-                "layer": layer_names[other_index],
-                "is_last": other_index == last_index,
-                "measure": name,
-                "value": _get_measures_at(other, other_index)[name],
-                "value_of_first": _get_measures_at(first, first_index)[name],
-                "difference": difference.value,
-                "error": difference.error,
-                "low": difference.value - difference.half_width,
-                "high": difference.value + difference.half_width,
-                "method": difference.method,
-            }
+            values = first_measures.get(name, math.nan), measures.get(name, math.nan)
+            if error_method == "paired":
+                replicates = [
+                    model.get_replicates(layer).get(name, [])
+                    for model, layer in ((first, first_layer), (other, other_layer))
+                ]
+                if not all(replicates):
+                    continue
+                difference = paired_difference(*values, *replicates)
+            else:
+                errors = first_measures.get(f"{name}_error", math.nan), measures.get(f"{name}_error", math.nan)
+                difference = independent_difference(*values, errors, (first.num_groups, other.num_groups))
+            if math.isfinite(difference.value) and math.isfinite(difference.half_width):
+                yield {
+                    "model": other.label,
+                    "first": first.label,
+                    "layer": other_layer,
+                    "is_last": other_layer == other.last_layer,
+                    "measure": name,
+                    "value": values[1],
+                    "value_of_first": values[0],
+                    "difference": difference.value,
+                    "error": difference.error,
+                    "low": difference.value - difference.half_width,
+                    "high": difference.value + difference.half_width,
+                    "method": difference.method,
+                }
 
 
 def find_last_difference(first: MeasuredModel, other: MeasuredModel, measure: str) -> dict[str, Any] | None:
@@ -408,37 +424,3 @@ def compute_all_differences(models: Sequence[MeasuredModel]) -> list[dict[str, A
     """Return the differences of each other model from the first one, as rows of `compute_differences`."""
     first, *others = models
     return [row for other in others for row in compute_differences(first, other)]
-
-
-def _compare_measure(
-    first: MeasuredModel, other: MeasuredModel, first_index: int, other_index: int, name: str, error_method: ErrorMethod
-) -> Difference | None:
-    """Return a measure at a layer of `other` minus that at a layer of `first`, or None if it or its error is undefined.
-
-    The indices count the embeddings, the layers and the final normalization of each model.
-    """
-    first_measures, other_measures = _get_measures_at(first, first_index), _get_measures_at(other, other_index)
-    values = first_measures.get(name, math.nan), other_measures.get(name, math.nan)
-    if error_method == "paired":
-        replicates = (
-            _get_replicates_at(first, first_index).get(name, []),
-            _get_replicates_at(other, other_index).get(name, []),
-        )
-        difference = paired_difference(*values, *replicates) if all(replicates) else None
-    else:
-        errors = first_measures.get(f"{name}_error", math.nan), other_measures.get(f"{name}_error", math.nan)
-        difference = independent_difference(*values, errors, (first.num_groups, other.num_groups))
-    if difference is None or not (math.isfinite(difference.value) and math.isfinite(difference.half_width)):
-        return None
-    return difference
-
-
-def _get_measures_at(model: MeasuredModel, index: int) -> Mapping[str, float]:
-    """Return the measures at one layer of a model, over all texts together, by the index of the layer."""
-    return list(model.measurements.all_texts.values())[index]
-
-
-def _get_replicates_at(model: MeasuredModel, index: int) -> Mapping[str, list[float]]:
-    """Return the values without each group by measure, at the layer with this index; empty if they are not stored."""
-    replicates_by_layer = model.measurements.replicates.get(model.measurements.combined_key, {})
-    return replicates_by_layer.get(list(model.measurements.all_texts)[index], {})

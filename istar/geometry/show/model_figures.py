@@ -84,11 +84,7 @@ def _choose_states(models: Sequence[MeasuredModel]) -> list[States]:
     if len(models) == 1:
         measured = models[0].measurements
         return [States(name_tap(tap), measured, tap) for tap in evenly_spaced(list(measured.all_texts))]
-    states = []
-    for model in models:
-        tap = list(model.measurements.all_texts)[len(model.layer_measures) - 1]
-        states.append(States(model.label, model.measurements, tap))
-    return states
+    return [States(model.label, model.measurements, model.last_layer) for model in models]
 
 
 def plot_states(models: Sequence[MeasuredModel], ordered: bool = False) -> list[Plot]:

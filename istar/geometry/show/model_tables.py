@@ -62,11 +62,6 @@ def _make_entry(value: Any) -> Entry:
     return number_entry(value)
 
 
-def _make_integer_entry(value: int) -> Entry:
-    """Return a table cell with an integer without thousands separators, such as the index of a dimension."""
-    return Entry(str(int(value)), number=True)
-
-
 def _make_sheet(name: str, shown: pd.DataFrame, frame: pd.DataFrame) -> Sheet:
     """Return a table that shows the data frame `shown`; its CSV file has the unrounded numbers of `frame`."""
     rows = [[_make_entry(value) for value in row] for row in shown.itertuples(index=False)]
@@ -238,53 +233,42 @@ def build_similarity_sheet(similarities: Sequence["Similarity"]) -> Sheet:
     )
 
 
-def _keep_first_rows(frame: pd.DataFrame, measured: Measurements) -> pd.DataFrame:
-    """Return the first rows of each layer over all texts together, with the layer's name as on pages."""
-    shown = frame[frame["source"] == measured.combined_key].drop(columns="source")
+def _build_dimension_sheet(
+    name: str, measured: Measurements, rows_by_source: Mapping[str, Mapping[str, Sequence[Any]]], columns: Sequence[str]
+) -> Sheet:
+    """Return a table of single dimensions: the first ones of each layer over all texts together; the CSV has all."""
+    rows = [
+        {"source": source, "layer": tap, **row}
+        for source, taps in rows_by_source.items()
+        for tap, tap_rows in taps.items()
+        for row in tap_rows
+    ]
+    frame = pd.DataFrame(rows, columns=["source", "layer", *columns])
+    if "ratio" in frame:
+        # There is no ratio to a median of 0.
+        frame = frame.astype({"ratio": float})
+    shown = frame[frame["source"] == measured.combined_key].drop(columns=["source", "token"], errors="ignore")
     num_rows = _MAX_ROWS_OF_TAP if shown["layer"].nunique() <= _MAX_TAPS_IN_FULL else 1
     shown = shown.groupby("layer", sort=False).head(num_rows)
-    return shown.assign(layer=shown["layer"].map(name_tap))
+    shown = shown.assign(layer=shown["layer"].map(name_tap))
+    for column in shown.columns.intersection(["dimension", "position"]):
+        # Indices have no thousands separators.
+        shown[column] = [Entry(str(int(index)), number=True) for index in shown[column]]
+    if "text" in shown:
+        shown["text"] = [Entry(text, code=True) for text in shown["text"]]
+    return _make_sheet(name, shown, frame)
 
 
 def build_massive_sheet(measured: Measurements) -> Sheet:
     """Return the table of massive activations, which shows the largest of each layer over all texts together."""
-    columns = ["source", "layer", "dimension", "value", "ratio", "token", "position", "text"]
-    rows = [
-        {"source": source, "layer": tap, **activation}
-        for source, taps in measured.massive.items()
-        for tap, activations in taps.items()
-        for activation in activations
-    ]
-    # There is no ratio to a median of 0.
-    frame = pd.DataFrame(rows, columns=columns).astype({"ratio": float})
-    shown = _keep_first_rows(frame, measured).drop(columns="token")
-    return _make_sheet(
-        "massive",
-        shown.assign(
-            dimension=shown["dimension"].map(_make_integer_entry),
-            position=shown["position"].map(_make_integer_entry),
-            text=shown["text"].map(lambda text: Entry(text, code=True)),
-        ),
-        frame,
-    )
+    columns = ("dimension", "value", "ratio", "token", "position", "text")
+    return _build_dimension_sheet("massive", measured, measured.massive, columns)
 
 
 def build_extremes_sheet(measured: Measurements) -> Sheet:
     """Return the table of the dimensions whose mean is farthest from 0, over all texts together."""
-    columns = ["source", "layer", "dimension", "mean", "deviation", "mean_by_typical_deviation", "variance_share"]
-    rows = [
-        {"source": source, "layer": tap, **extreme}
-        for source, taps in measured.extremes.items()
-        for tap, extremes in taps.items()
-        for extreme in extremes
-    ]
-    frame = pd.DataFrame(rows, columns=columns)
-    shown = _keep_first_rows(frame, measured)
-    return _make_sheet(
-        "extremes",
-        shown.assign(dimension=shown["dimension"].map(_make_integer_entry)),
-        frame,
-    )
+    columns = ("dimension", "mean", "deviation", "mean_by_typical_deviation", "variance_share")
+    return _build_dimension_sheet("extremes", measured, measured.extremes, columns)
 
 
 def build_matrix_sheet(measured: Measurements) -> Sheet:
