@@ -101,6 +101,17 @@ def svg_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendering, "render", lambda plot, suffixes=("svg",): render(plot, suffixes))
 
 
+@pytest.fixture(scope="module")
+def blank_figures() -> Iterator[None]:
+    """Leave the figures of pages blank, for the tests of a module that do not look at them."""
+    from istar.drawing import rendering
+
+    blank = b'<svg xmlns="http://www.w3.org/2000/svg" width="1pt" height="1pt" viewBox="0 0 1 1"/>'
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendering, "render", lambda plot: dict.fromkeys(rendering.SUFFIXES, blank))
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def registered() -> None:
     schema.register()

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
     from istar.geometry.collect.measures_file import Measurements
     from istar.geometry.collect.similarity import Similarity
-    from istar.geometry.show.compare import MeasuredModel, ModelArgument
+    from istar.geometry.show.compare import MeasuredModel
     from istar.inputs.corpus import Source
+    from istar.inputs.model_arguments import ModelArgument
 
 
 def add_parser(commands: Any) -> None:
@@ -44,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
     from istar.inputs import corpus
 
     model_arguments = compare.parse_compared_models(options.models)
-    if any(argument.has_trajectory for argument in model_arguments):
+    if any(compare.has_trajectory(argument) for argument in model_arguments):
         _compare_trajectories(options, model_arguments)
         return
     sources = corpus.parse_sources(options.text)
@@ -88,14 +89,14 @@ def _measure_models(
     from istar.geometry.show import compare
 
     file_name = measures_file.JSON_FILE
-    unmeasured_models = [argument for argument in model_arguments if not argument.is_measured]
+    unmeasured_models = [argument for argument in model_arguments if not compare.is_measured(argument)]
     if unmeasured_models and not sources:
         raise UserError(
             f"{unmeasured_models[0].name} holds no {file_name}; give a folder of istar measure, or --text to measure it"
         )
     measurements = [
         measures_file.read(Path(argument.name) / file_name)
-        if argument.is_measured
+        if compare.is_measured(argument)
         else _measure_model(argument, sources, options, progress_console)
         for argument in model_arguments
     ]

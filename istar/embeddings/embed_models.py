@@ -3,8 +3,8 @@
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path, PurePath
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from istar.errors import UserError
 from istar.inputs import pretrained
 from istar.inputs.corpus import Source
 from istar.inputs.embedding_matrix import Matrix, Side, read_matrix
+from istar.inputs.model_arguments import parse_model_argument
 from istar.measures import all_but_the_top, centered, scaled_centered
 from istar.measures.input_checks import row_norms, upcast_blocks
 from istar.measures.matrix_summary import measure_matrix, project_rows
@@ -78,16 +79,10 @@ def parse_named_models(arguments: Sequence[str], revision: str | None = None) ->
         UserError: if two models have the same label.
     """
     models = []
-    for argument in arguments:
-        label, _, name = argument.rpartition("=")
-        model_revision = revision
-        if not Path(name).exists():
-            name, _, revision_in_name = name.partition("@")
-            model_revision = revision_in_name or revision
-        label = label or "-".join(filter(None, (PurePath(name).name, model_revision)))
-        model_folder = Path(name) / "model"
-        name = str(model_folder) if (model_folder / "config.json").is_file() else name
-        models.append(NamedModel(label, ModelConfig(name=name, revision=model_revision)))
+    for argument in map(parse_model_argument, arguments):
+        named = replace(argument, revision=argument.revision or revision)
+        config = ModelConfig(name=named.model_name, revision=named.revision)
+        models.append(NamedModel(named.default_label, config))
     label, count = Counter(model.label for model in models).most_common(1)[0]
     if count > 1:
         raise UserError(f"{count} models are called {label}; give each model once, with a name, as in first=<model>")

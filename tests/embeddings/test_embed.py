@@ -14,7 +14,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from istar.cli.main import main
-from istar.drawing import rendering
 from istar.embeddings import unused_tokens
 from istar.embeddings.embed_models import NamedModel, parse_named_models
 from istar.embeddings.saved_matrix import process_matrix
@@ -22,6 +21,7 @@ from istar.inputs import tiny
 from istar.inputs.embedding_matrix import read_matrix
 from istar.records.config import ModelConfig
 
+pytestmark = pytest.mark.usefixtures("blank_figures")
 UNUSED = [f"[unused{number}]" for number in range(5)]
 TOKENIZER = tiny.make_tokenizer([*UNUSED, *["the", "cat", "dog", "house", "garden", "sees"]])
 ROWS, WIDTH = len(TOKENIZER) + 3, 24
@@ -94,16 +94,13 @@ def compute_forms(matrix: np.ndarray) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(tmp_path_factory: pytest.TempPathFactory, blank_figures: None) -> Path:
     """Return the page of two models with benchmarks and a text, in bins of three tokens."""
     folder = tmp_path_factory.mktemp("page")
     models = [str(save_model(folder / "gpt2")), f"mine={save_model(folder / 'other', 'neox')}"]
     options = [*write_files(folder), "--text", str(folder / "text.txt"), "--out", str(folder / "out")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(unused_tokens, "BIN_SIZE", 3)
-        # tests/drawing renders the other formats.
-        render = rendering.render
-        patch.setattr(rendering, "render", lambda plot: render(plot, ["svg"]))
         assert main(["embed", *models, *options]) == 0
     return folder / "out"
 
@@ -119,7 +116,7 @@ def test_the_page_and_its_files(page: Path) -> None:
         "figure2_singular_values", "figure3_unused", "figure4_frequencies", "figure5_norms", "figure6_centering",
         "frequency_norms",
     ):  # fmt: skip
-        assert {path.suffix for path in (page / "figures").glob(f"{name}.*")} == {".svg", ".csv"}
+        assert {path.suffix for path in (page / "figures").glob(f"{name}.*")} >= {".svg", ".pdf", ".png"}
     for name in ("embeddings", "wordsim", "unused", "frequency"):
         assert {row["label"] for row in read_rows(page / f"{name}.csv")} == {"gpt2", "mine"}
     assert [row["word"] for row in read_rows(page / "words.csv")][:2] == ["the", "cat"]
@@ -194,7 +191,6 @@ def test_which_tokens_are_unused() -> None:
 # ---- the processed matrix
 
 
-@pytest.mark.usefixtures("svg_only")
 def test_the_processed_matrix_and_model_are_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, out = save_model(tmp_path / "model"), tmp_path / "out"
     command = ["embed", str(folder), "--out", str(out)]
@@ -220,7 +216,6 @@ def test_the_processed_matrix_and_model_are_saved(tmp_path: Path, capsys: pytest
     assert hf.AutoTokenizer.from_pretrained(out / "model")("the cat")["input_ids"]
 
 
-@pytest.mark.usefixtures("svg_only")
 def test_back_into_an_untied_model(tmp_path: Path) -> None:
     folder, out = save_model(tmp_path / "model", "neox"), tmp_path / "out"
     options = ["--matrix", "output", "--form", "centered", "--save", "model"]

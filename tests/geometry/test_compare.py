@@ -53,7 +53,7 @@ def test_models_on_the_command_line(tmp_path: Path) -> None:
     run_folder, folder_with_at_sign, hub_model, labelled_model = compare.parse_compared_models(
         [str(tmp_path / "run"), str(tmp_path / "a@b"), "EleutherAI/pythia-70m@step10", "mine=bert-base-cased"]
     )
-    assert (run_folder.model_name, run_folder.is_measured) == (str(tmp_path / "run" / "model"), False)
+    assert (run_folder.model_name, compare.is_measured(run_folder)) == (str(tmp_path / "run" / "model"), False)
     assert (folder_with_at_sign.name, folder_with_at_sign.revision) == (str(tmp_path / "a@b"), None)
     assert (hub_model.name, hub_model.revision, hub_model.default_label) == (
         "EleutherAI/pythia-70m",

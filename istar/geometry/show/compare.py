@@ -16,6 +16,7 @@ from istar.geometry.collect import measures_file
 from istar.geometry.collect.intervals import JACKKNIFE_MEASURES, t_quantile
 from istar.geometry.collect.layer_outputs import FINAL_NORM
 from istar.geometry.collect.measures_file import Measurements
+from istar.inputs.model_arguments import ModelArgument, parse_model_argument
 from istar.measures import jackknife_error
 from istar.measures.catalogue import MEASURES
 
@@ -84,34 +85,14 @@ class MeasuredModel:
         return "output" if "output" in self.measurements.matrices else "input"
 
 
-@dataclass(frozen=True)
-class ModelArgument:
-    """A model that the command line names: a finished folder of `istar measure`, a model, or a run."""
+def is_measured(argument: ModelArgument) -> bool:
+    """Return whether a model is a folder that `istar measure` has finished."""
+    return (Path(argument.name) / measures_file.JSON_FILE).is_file()
 
-    label: str  # label given on the command line; empty for none
-    name: str  # folder or hub id
-    revision: str | None = None  # revision on the hub
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether this is a folder that `istar measure` has finished."""
-        return (Path(self.name) / measures_file.JSON_FILE).is_file()
-
-    @property
-    def has_trajectory(self) -> bool:
-        """Whether this is a folder that `istar measure` has written for the checkpoints or revisions of a training."""
-        return (Path(self.name) / measures_file.TRAJECTORY_FILE).is_file()
-
-    @property
-    def model_name(self) -> str:
-        """Hub id or folder of the model; for a run of train.py, its folder `model`."""
-        model_folder = Path(self.name) / "model"
-        return str(model_folder) if (model_folder / "config.json").is_file() else self.name
-
-    @property
-    def default_label(self) -> str:
-        """The given label, or else the last part of the name with the revision, which can also name a folder."""
-        return self.label or "-".join(filter(None, (PurePath(self.name).name, self.revision)))
+def has_trajectory(argument: ModelArgument) -> bool:
+    """Return whether a model is a folder of `istar measure` for the checkpoints or revisions of a training."""
+    return (Path(argument.name) / measures_file.TRAJECTORY_FILE).is_file()
 
 
 def parse_compared_models(arguments: Sequence[str]) -> list[ModelArgument]:
@@ -122,13 +103,7 @@ def parse_compared_models(arguments: Sequence[str]) -> list[ModelArgument]:
     """
     if len(arguments) < 2:
         raise UserError("a comparison needs two models or more; give their names, or folders of istar measure")
-    models: list[ModelArgument] = []
-    for argument in arguments:
-        label, _, name = argument.rpartition("=")
-        revision = None
-        if not Path(name).exists():
-            name, _, revision = name.partition("@")
-        models.append(ModelArgument(label, name, revision or None))
+    models = [parse_model_argument(argument) for argument in arguments]
     for index, model in enumerate(models):
         if (model.name, model.revision) in [(other.name, other.revision) for other in models[:index]]:
             raise UserError(f"{arguments[index]} is given twice; give each model once")

@@ -14,8 +14,9 @@ from istar.geometry.collect import measures_file, trajectory
 from istar.geometry.collect.intervals import interval_half_width
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.show import compare
-from istar.geometry.show.compare import MeasuredModel, ModelArgument
+from istar.geometry.show.compare import MeasuredModel
 from istar.inputs.corpus import COMBINED
+from istar.inputs.model_arguments import ModelArgument
 from istar.inputs.saved_checkpoints import Checkpoint
 
 ASSUMED_GROUPS = 10
