@@ -253,9 +253,9 @@ def _build_dimension_sheet(
     shown = shown.assign(layer=shown["layer"].map(name_tap))
     for column in shown.columns.intersection(["dimension", "position"]):
         # Indices have no thousands separators.
-        shown[column] = [Entry(str(int(index)), number=True) for index in shown[column]]
+        shown[column] = shown[column].map(lambda index: Entry(str(int(index)), number=True))
     if "text" in shown:
-        shown["text"] = [Entry(text, code=True) for text in shown["text"]]
+        shown["text"] = shown["text"].map(lambda text: Entry(text, code=True))
     return _make_sheet(name, shown, frame)
 
 
