@@ -245,7 +245,6 @@ class Output:
         return draft
 
     def _remove_file(self, name: str) -> None:
-        """Remove a file, and the folders that have become empty."""
         path = self.folder / name
         path.unlink(missing_ok=True)
         for parent in path.parents[: len(Path(name).parts) - 1]:
@@ -293,7 +292,6 @@ def run_output(folder: Path) -> Output:
 
 
 def _is_within_folder(name: str) -> bool:
-    """Return whether the name of a file, relative to a folder, stands for a file in it."""
     return not Path(name).is_absolute() and ".." not in Path(name).parts
 
 

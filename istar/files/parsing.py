@@ -118,7 +118,6 @@ def parse_json(text: str, location: str) -> Any:
 
 
 def _read_text(path: Path) -> str:
-    """Return the content of a UTF-8 file."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # reading a FIFO would wait forever
@@ -204,12 +203,10 @@ def find_mismatch(value: Any, expected: Any, name: str) -> str:
 
 
 def _find_first(checks: Iterable[tuple[Any, Any, str]]) -> str:
-    """Return the first mismatch of several values with their annotations, given as arguments of `find_mismatch`."""
     return next(filter(None, (find_mismatch(*arguments) for arguments in checks)), "")
 
 
 def _find_field_mismatch(value: Any, expected: Any, name: str) -> str:
-    """Return the first mismatch of a dictionary with the fields of a dataclass or a `TypedDict`."""
     if not isinstance(value, dict):
         return f"{name} is {shorten(repr(value), 60)}; expected named values"
     types, required = _list_fields(expected)
@@ -231,7 +228,6 @@ def _list_fields(expected: Any) -> tuple[dict[str, Any], frozenset[str]]:
 
 
 def _is_scalar_of(value: Any, expected: Any) -> bool:
-    """Return whether a value belongs to a type without parts; see `find_mismatch`."""
     if type(value) is str and _CONTROL_CHARACTER.search(value):
         return False
     return type(value) is (expected or NoneType) or (expected is float and type(value) is int)

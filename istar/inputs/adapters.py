@@ -136,7 +136,6 @@ def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def _import_peft(feature: str) -> Any:
-    """Import peft; raise a `UserError` that names the extra if it is not installed."""
     try:
         import peft
     except ImportError as error:
@@ -146,7 +145,6 @@ def _import_peft(feature: str) -> Any:
 
 @contextmanager
 def _suppress_peft_warnings() -> Iterator[None]:
-    """Suppress warnings, raised by peft or because of it, about issues that peft handles itself."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # GPT-2's weights are transposed
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")

@@ -119,17 +119,7 @@ def override_config(config: PreTrainedConfig, values: Mapping[str, Any], label: 
 def _build_config(
     config_class: Any, base_values: Mapping[str, Any], values: Mapping[str, Any], label: str
 ) -> PreTrainedConfig:
-    """Build a configuration from `base_values`, of which the user's `values` replace some.
-
-    Args:
-        config_class: class of the configuration.
-        base_values: values as in the class's constructor.
-        values: values from the config key `model.config`, which may have the other names of `attribute_map`.
-        label: name of the model for error messages.
-
-    Raises:
-        UserError: if one of `values` is unknown or not allowed.
-    """
+    """Build a configuration from `base_values`, of which the user's `values` replace some."""
     try:
         known_names = {*config_class().to_dict(), *config_class.attribute_map} - _SET_BY_ISTAR
         for name in values:

@@ -111,7 +111,6 @@ def _make_random_documents(model: PreTrainedModel, device: torch.device) -> tupl
 
 
 def _compute_states(base_model: Any, token_ids: Tensor, other_inputs: dict[str, Tensor]) -> Tensor:
-    """Return the last hidden states of a model for token ids and further inputs, (batch, tokens, d)."""
     states: Tensor = base_model(input_ids=token_ids, **other_inputs).last_hidden_state
     return states
 
@@ -124,7 +123,6 @@ def are_close(states: Tensor, reference_states: Tensor) -> bool:
 
 @contextmanager
 def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put all modules into eval mode, and restore the mode of each module at the end of the block."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

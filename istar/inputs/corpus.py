@@ -154,7 +154,6 @@ class Blocks:
         sizes: deque[tuple[int, int, int]] = deque()
 
         def record_sizes() -> Iterator[str]:
-            """Yield the texts, and append the sizes of each to `sizes`."""
             for text in texts:
                 sizes.append((len(text), count_sentences(text), len(text.encode())))
                 yield text
@@ -168,7 +167,6 @@ class Blocks:
             yield Block(token_ids, [False] * len(token_ids), document_index)
 
     def _cut(self, documents: Iterable[Block]) -> Iterator[Block]:
-        """Cut each document into pieces that fit into a block."""
         for tokens, is_special, document_index, _ in documents:
             for piece_index, start in enumerate(range(0, len(tokens), self._text_length)):
                 piece = slice(start, start + self._text_length)

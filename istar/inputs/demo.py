@@ -121,7 +121,6 @@ def _expand(rng: random.Random, template: str, **values: str) -> str:
     """Return a template's sentence, with each symbol replaced by its value in `values` or by a random expansion."""
 
     def expand_symbol(match: re.Match[str]) -> str:
-        """Return the expansion of a symbol, whose own symbols are expanded too."""
         symbol = match[1]
         return _SYMBOL.sub(expand_symbol, values[symbol] if symbol in values else rng.choice(GRAMMAR[symbol]))
 

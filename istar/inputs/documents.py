@@ -3,18 +3,15 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
-from datasets import Dataset, load_from_disk
+from datasets import Dataset
 
 from istar.errors import UserError, shorten
-from istar.files.parsing import parse_json
-from istar.files.writing import atomic_write, refuse_special_file
-from istar.inputs.readers import RawSplit, iterate_csv, numbered_lines, read_json_objects, read_text
+from istar.files.writing import atomic_write
+from istar.inputs.readers import READERS, Table, make_table, numbered_lines, read_saved_dataset
 from istar.inputs.tokenizing import chunks
 
 TEXT_COLUMN = "text"
@@ -24,10 +21,10 @@ _BATCH_ROWS = 1_000
 
 
 def read_documents(path: Path) -> Iterator[str]:
-    """Yield the documents of a text file, data file or folder one at a time, so that they need not fit into memory.
+    """Return an iterator over the documents of a text file, data file or folder, which need not fit into memory.
 
     - `.jsonl`, `.ndjson`: each line is a JSON object with a document under `text`;
-    - `.json`: the same, or one array of such objects; read as a whole, as are the next two;
+    - `.json`: the same, or one array of such objects; read as a whole, as are `.csv` files;
     - `.csv`, `.tsv`: a header with the column `text`, and a document in each row; in `.tsv`, quotes are plain text;
     - `.parquet`: a column `text` with a document in each row;
     - a folder that `Dataset.save_to_disk` wrote: a column `text` with a document in each row;
@@ -41,26 +38,29 @@ def read_documents(path: Path) -> Iterator[str]:
     Raises:
         UserError: if the path cannot be read, is no such file or folder, or text is not UTF-8; the line names the file.
     """
+    suffix = path.suffix.lower()
+    documents: Iterator[str]
     if (path / "state.json").is_file():
-        yield from _drop_blank_documents(_read_saved_dataset(path))
+        documents = _iterate_column(read_saved_dataset(path))
     elif path.is_dir():
         # A `.json` file in a folder usually describes the others.
         files = sorted(file for file in path.iterdir() if is_corpus_file(file) and file.suffix.lower() != ".json")
         if not files:
             raise UserError(f"{path} holds no text: expected .txt, .jsonl or .parquet files, or a saved data set")
-        for file in files:
-            yield from read_documents(file)
+        documents = (document for file in files for document in read_documents(file))
+    elif suffix in READERS:
+        documents = _iterate_column(READERS[suffix](path))
+    elif suffix in _TEXT_SUFFIXES:
+        documents = _iterate_lines(path)
     else:
-        reader = _READERS.get(path.suffix.lower(), _read_lines if path.suffix.lower() in _TEXT_SUFFIXES else None)
-        if reader is None:
-            accepted = ", ".join(("plain text as .txt", *_READERS))
-            raise UserError(f"{path}: files of the kind {path.suffix} are not read as text; expected {accepted}")
-        yield from _drop_blank_documents(reader(path))
+        accepted = ", ".join(("plain text as .txt", *READERS))
+        raise UserError(f"{path}: files of the kind {path.suffix} are not read as text; expected {accepted}")
+    return (document for document in documents if document and not document.isspace())
 
 
 def is_corpus_file(path: Path) -> bool:
     """Return whether a file in a folder is part of a corpus by its suffix."""
-    return path.suffix.lower() in (".txt", *_READERS)
+    return path.suffix.lower() in (".txt", *READERS)
 
 
 def cache_documents(documents: Iterable[str], folder: Path, digest: str) -> Dataset:
@@ -101,14 +101,33 @@ def compute_content_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _drop_blank_documents(documents: Iterator[str]) -> Iterator[str]:
-    """Yield the documents that contain more than white space."""
-    return (document for document in documents if document and not document.isspace())
+def iterate_texts(dataset: Dataset, source: str) -> Iterator[str]:
+    """Yield the values of a data set's column `text`. `source` names the data set in error messages.
+
+    Raises:
+        UserError: if there is no such column, or a value in it is not a string.
+    """
+    return _iterate_column(make_table(dataset, source))
 
 
-def _read_lines(path: Path) -> Iterator[str]:
+def _iterate_column(table: Table) -> Iterator[str]:
+    """Yield the values in the column `text`, without the missing ones of data sets."""
+    if TEXT_COLUMN not in table.columns:
+        names = ", ".join(map(repr, table.columns)) or "none"
+        raise UserError(f"{table.source}: there is no column {TEXT_COLUMN!r}; found: {names}")
+    for number, values in table.read_rows([TEXT_COLUMN]):
+        if values is None:
+            raise UserError(f"{table.location(number)}: expected {len(table.columns)} fields as in the header")
+        [text] = values
+        if isinstance(text, str):
+            yield text
+        elif text is not None:
+            raise UserError(f"{table.location(number)}: {TEXT_COLUMN} is {shorten(repr(text), 60)}; expected a string")
+
+
+def _iterate_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a text file without the white space around them; refuse JSON lines under another suffix."""
-    lines = (line.strip() for line in _read_raw_lines(path))
+    lines = (text.strip() for _, text in numbered_lines(path))
     first_line = next(filter(None, lines), "")
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(json.loads(first_line), dict):
@@ -117,116 +136,5 @@ def _read_lines(path: Path) -> Iterator[str]:
     yield from lines
 
 
-def _read_json_lines(path: Path) -> Iterator[str]:
-    """Yield the field `text` of the JSON object in each line that is not blank."""
-    for number, line in enumerate(_read_raw_lines(path), start=1):
-        if not line.isspace():
-            yield _get_text(parse_json(line, f"{path}, line {number}"), f"{path}, line {number}")
-
-
-def _read_json(path: Path) -> Iterator[str]:
-    """Yield the field `text` of each object in a file of JSON lines or of one JSON array."""
-    records, lines = read_json_objects(path)
-    location = RawSplit(str(path), {}, lines).location
-    return (_get_text(record, location(row)) for row, record in enumerate(records))
-
-
-def _get_text(record: Any, location: str) -> str:
-    """Return the document of a JSON object; raise a `UserError` that names its location if it has none."""
-    if not isinstance(record, dict) or TEXT_COLUMN not in record:
-        raise UserError(f'{location}: expected a JSON object with a text, such as {{"text": "..."}}')
-    text = record[TEXT_COLUMN]
-    if not isinstance(text, str):
-        raise UserError(f"{location}: text is {shorten(repr(text), 60)}; expected a string")
-    return text
-
-
-def _read_table(path: Path, records: Iterator[tuple[int, list[str]]]) -> Iterator[str]:
-    """Yield the field `text` of the records of a table, given by line number and fields; the first is a header."""
-    _, header = next(records, (0, []))
-    _check_text_column(path, header)
-    for line, fields in records:
-        if len(fields) != len(header):
-            raise UserError(f"{path}, line {line}: {len(fields)} fields; expected {len(header)} as in the header")
-        yield fields[header.index(TEXT_COLUMN)]
-
-
-def _read_tsv(path: Path) -> Iterator[str]:
-    """Yield the field `text` of tab-separated values."""
-    return _read_table(path, ((line, text.split("\t")) for line, text in numbered_lines(path)))
-
-
-def _read_raw_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file with their line ends."""
-    try:
-        refuse_special_file(path)
-        with path.open(encoding="utf-8-sig") as file:
-            for line in file:
-                if "\0" in line:
-                    read_text(path)  # raises the error that names the line
-                yield line
-    except UnicodeDecodeError:
-        read_text(path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {shorten(error)}; expected a text file") from error
-
-
-def _read_parquet(path: Path) -> Iterator[str]:
-    """Yield the column `text` of a Parquet file."""
-    try:
-        with pq.ParquetFile(path) as file:
-            _check_text_column(path, file.schema_arrow.names)
-            for batch in file.iter_batches(_BATCH_ROWS, columns=[TEXT_COLUMN]):
-                yield from _iterate_strings(path, batch[TEXT_COLUMN])
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path}: not a readable Parquet file: {shorten(error)}") from error
-
-
-def _read_saved_dataset(path: Path) -> Iterator[str]:
-    """Yield the column `text` of a data set that `Dataset.save_to_disk` wrote to a folder."""
-    try:
-        dataset = load_from_disk(str(path))
-    except Exception as error:  # pyarrow, json and datasets raise many types for damaged folders
-        raise UserError(f"{path}: not a readable saved data set: {shorten(error)}") from error
-    return iterate_texts(dataset, str(path))
-
-
-def iterate_texts(dataset: Dataset, source: str) -> Iterator[str]:
-    """Yield the values of a data set's column `text`. `source` names the data set in error messages.
-
-    Raises:
-        UserError: if there is no such column, or a value in it is not a string.
-    """
-    _check_text_column(source, dataset.column_names)
-    for table in dataset.select_columns([TEXT_COLUMN]).with_format("arrow").iter(batch_size=_BATCH_ROWS):
-        yield from _iterate_strings(source, table[TEXT_COLUMN])
-
-
-def _check_text_column(source: object, columns: list[str]) -> None:
-    """Raise a `UserError` if there is no column `text`."""
-    if TEXT_COLUMN not in columns:
-        names = ", ".join(map(repr, columns)) or "none"
-        raise UserError(f"{source}: there is no column {TEXT_COLUMN!r}; found: {names}")
-
-
-def _iterate_strings(source: object, column: "pa.Array | pa.ChunkedArray") -> Iterator[str]:
-    """Return an iterator over the strings of an Arrow column without nulls; raise a `UserError` for another type."""
-    if not pa.types.is_string(column.type) and not pa.types.is_large_string(column.type):
-        raise UserError(f"{source}: the column {TEXT_COLUMN!r} holds {column.type}; expected strings")
-    try:
-        return (text for text in column.to_pylist() if text is not None)
-    except UnicodeDecodeError as error:  # Arrow does not check what others wrote
-        raise UserError(f"{source}: a text in the column {TEXT_COLUMN!r} is not UTF-8: {shorten(error)}") from error
-
-
-_READERS: Mapping[str, Callable[[Path], Iterator[str]]] = {
-    ".jsonl": _read_json_lines,
-    ".ndjson": _read_json_lines,
-    ".json": _read_json,
-    ".csv": lambda path: _read_table(path, iterate_csv(path)),
-    ".tsv": _read_tsv,
-    ".parquet": _read_parquet,
-}
-"""Readers by file suffix."""
 _TEXT_SUFFIXES = ("", ".txt", ".text", ".md", ".raw", ".tokens")
 """Suffixes of plain text."""

@@ -86,11 +86,6 @@ def _list_stored_names(names: list[str], base_prefix: str) -> list[str]:
 
 
 def _read_tensor(config: ModelConfig, names: list[str]) -> tuple[Tensor, str, Path] | None:
-    """Read the first of the named tensors that a model's safetensors files have.
-
-    Returns:
-        The tensor, its name and its file; None if no file has any of them.
-    """
     index_path = pretrained.find_file(config, INDEX)
     if index_path is None:
         path = pretrained.find_file(config, WEIGHTS)
@@ -113,5 +108,4 @@ def _read_tensor(config: ModelConfig, names: list[str]) -> tuple[Tensor, str, Pa
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Read the index of a sharded model, and return the name of the file of each tensor by tensor name."""
     return dict(read_record(path, _Index, "an index of weights")["weight_map"])

@@ -154,7 +154,6 @@ def _call_with_timeout(function: Callable[[], T], timeout: float) -> T:
     future: Future[T] = Future()
 
     def run() -> None:
-        """Call the function and store its result or its exception in the future."""
         try:
             future.set_result(function())
         except Exception as error:

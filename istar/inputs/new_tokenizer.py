@@ -67,7 +67,6 @@ def _train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast
 
 
 def _train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train an uncased WordPiece tokenizer."""
     texts = list(texts) if isinstance(texts, Iterator) else texts
     tokenizer = _build_wordpiece({token: index for index, token in enumerate(ENCODER_TOKENS)})
     characters = _find_most_frequent_characters(texts, tokenizer.normalizer, min(_MAX_ALPHABET_SIZE, vocab_size // 4))

@@ -170,7 +170,6 @@ def _make_architecture_config(config: ModelConfig) -> Any:
 
 
 def _set_tokenizer_values(config: ModelConfig, model_config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Set vocabulary size and ids of special tokens in `model_config`, except for values that `config.config` sets."""
     values = {"vocab_size": max(tokenizer.get_vocab().values()) + 1}
     values |= {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     for name, value in values.items():
@@ -378,7 +377,6 @@ def _enable_key_value_cache(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _make_hub_options(config: ModelConfig) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that control access to the hub."""
     # The retries of an unreachable hub would take a minute. Without `trust_remote_code`, transformers would ask at the
     # terminal whether to run code of the repository.
     uses_local_files = _is_folder(config.name) or bool(find_hub_problem())
@@ -465,13 +463,6 @@ def load_weights(config: ModelConfig, auto_class: Any, /, **options: Any) -> Pre
 
 
 def _write_merged_model(config: ModelConfig, folder: Path, dtype: torch.dtype) -> None:
-    """Merge adapters into their base model and write the result, with the head of the adapters, to a folder.
-
-    Args:
-        config: the model, whose name is the folder with the adapters.
-        folder: output folder.
-        dtype: data type of the weights.
-    """
     adapted_config = load_pretrained(config, AutoConfig)
     adapted_class = get_checkpoint_class(adapted_config)
     if adapted_class is None:
@@ -482,17 +473,7 @@ def _write_merged_model(config: ModelConfig, folder: Path, dtype: torch.dtype) -
 
 
 def _check_outputs(label: str, model: Any, tokenizer: PreTrainedTokenizerBase, inputs: Any) -> None:
-    """Check that tokenizer and model belong together, and that the model computes finite outputs for the inputs.
-
-    Args:
-        label: name of the model for error messages.
-        model: the model.
-        tokenizer: its tokenizer.
-        inputs: output of the tokenizer for a short text.
-
-    Raises:
-        UserError: if a check fails.
-    """
+    """Check that tokenizer and model belong together, and that the model computes finite outputs for the inputs."""
     embedding = get_embedding_weight(model, "input")
     if embedding is None or model.main_input_name != "input_ids":
         raise UserError(
@@ -516,7 +497,6 @@ def _check_outputs(label: str, model: Any, tokenizer: PreTrainedTokenizerBase, i
 
 
 def _explain_nonfinite_outputs(model: Any) -> str:
-    """Return why a model computes numbers that are not finite: its dtype is too narrow, or its weights are damaged."""
     if any(parameter.isnan().any() for parameter in model.parameters()):
         return "its weights are damaged: some are NaN"
     dtype = str(model.dtype).removeprefix("torch.")
@@ -528,7 +508,6 @@ def _explain_nonfinite_outputs(model: Any) -> str:
 
 
 def _check_json_files(folder: Path) -> None:
-    """Raise a `UserError` that names the file if a JSON file of a model does not contain an object."""
     for path in (folder / name for name in ("config.json", "tokenizer_config.json", "tokenizer.json")):
         if path.exists() and not isinstance(read_json(path), dict):
             raise UserError(f"{path}: a JSON object was expected, as save_pretrained writes it")
@@ -539,14 +518,6 @@ def _check_loaded_weights(label: str, model: PreTrainedModel, loading_info: dict
 
     The head is new for each task, and many models are pretrained without a pooler. A warning is logged if a head for
     language modelling is new, because such a head needs long training.
-
-    Args:
-        label: name of the model for messages.
-        model: the loaded model.
-        loading_info: the loading info that `from_pretrained` returns.
-
-    Raises:
-        UserError: if other weights are missing, or have a shape that differs from the configuration.
     """
     # In a model without a head, the names of the weights have no prefix.
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
@@ -578,12 +549,7 @@ def _check_loaded_weights(label: str, model: PreTrainedModel, loading_info: dict
 
 @contextmanager
 def _convert_to_user_errors(config: ModelConfig, key: str = "model.name") -> Iterator[None]:
-    """Convert every error in this block to a `UserError`, because transformers raises many types for damaged folders.
-
-    Args:
-        config: the model or the tokenizer that is loaded.
-        key: config key that holds its name, for the message.
-    """
+    """Convert every error in the block to a `UserError`; transformers raises many types for damaged folders."""
     try:
         yield
     except Exception as error:
@@ -593,7 +559,6 @@ def _convert_to_user_errors(config: ModelConfig, key: str = "model.name") -> Ite
 
 
 def _make_load_error_message(key: str, name: str, error: Exception) -> str:
-    """Return one line that says why a model or a tokenizer cannot be loaded, and what to do."""
     if _is_folder(name):
         return f"{key}={name} is not a model folder that can be loaded: {_describe_error(error)}"
     if not is_hub_id(name):
@@ -605,7 +570,6 @@ def _make_load_error_message(key: str, name: str, error: Exception) -> str:
 
 
 def _describe_error(error: Exception) -> str:
-    """Return the reason of an error that transformers raised as one line."""
     if isinstance(error, pickle.UnpicklingError | EOFError):
         return "its pickled weights hold more than tensors, or are damaged; look for a model.safetensors"
     # The message of transformers recommends running the code of the checkpoint.
@@ -616,7 +580,6 @@ def _describe_error(error: Exception) -> str:
 
 
 def _is_folder(name: str) -> bool:
-    """Return whether the name of a model is the path of an existing folder."""
     return os.path.isdir(name)  # noqa: PTH112  Path.is_dir raises an error if the name is too long
 
 

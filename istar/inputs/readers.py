@@ -1,95 +1,63 @@
-"""Readers of TSV, CSV, JSON, Parquet and saved data sets.
-
-Each reader is a function `(path, spec, split) -> RawSplit`. It returns the columns under their names on the hub, with
-values as they are in the file; `istar.finetune.tasks.loading` validates and converts them.
-"""
+"""The one road from a file to rows: tables in CSV, TSV, JSON and Parquet files and in saved data sets."""
 
 import csv
 import io
-import logging
-import re
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import ClassLabel, Dataset, load_from_disk
+from datasets import ClassLabel, Dataset, Features, load_from_disk
 
 from istar.errors import UserError, shorten
 from istar.files.parsing import parse_json
 from istar.files.writing import refuse_special_file
-from istar.records.task_specs import TaskSpec
-
-_log = logging.getLogger(__name__)
 
 # The default limit of a field, 131,072 characters, guards against an unclosed quote, which `strict` refuses anyway.
 csv.field_size_limit(2**31 - 1)
 
-MAX_MALFORMED_SHARE = 0.01
-"""Largest share of malformed rows to skip with a warning. A file with more is damaged or has another format."""
+_BATCH_ROWS = 1_000
+
+Row = tuple[int, Sequence[Any] | None]
+"""Number of a row, and its values in the order of the requested columns; None if its number of fields is wrong."""
 
 
 @dataclass(frozen=True)
-class RawSplit:
-    """Columns of a split as they are in a file or another source, before they are validated.
+class Table:
+    """The rows of a file or a data set.
 
     Attributes:
         source: file or other origin, for error messages.
-        columns: values of each column by its name on the hub.
-        lines: line number of each row, for error messages; empty if unknown.
+        columns: names of the columns; none for an empty file.
+        read_rows: function that yields the rows, with the values of the named columns.
+        unit: what the numbers of the rows count: `line`, or `row`, both from 1.
     """
 
     source: str
-    columns: Mapping[str, Sequence[Any]]
-    lines: Sequence[int] = ()
+    columns: Sequence[str]
+    read_rows: Callable[[Sequence[str]], Iterator[Row]]
+    unit: str = "line"
 
-    def location(self, row: int) -> str:
-        """Return the source and the line or row number of a row, counted from 1, for error messages."""
-        return f"{self.source}, line {self.lines[row]}" if self.lines else f"{self.source}, row {row + 1}"
-
-
-def find_source_columns(
-    spec: TaskSpec, split: str, available: Sequence[str], source: str, renamed: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """Return the names in a source of the columns that a split needs, by their names on the hub.
-
-    Args:
-        spec: specification of the task.
-        split: name of the split. A test set does not need labels.
-        available: names of the columns in the source.
-        source: file or other origin, for error messages.
-        renamed: names in the source, by names on the hub, where they differ.
-
-    Raises:
-        UserError: if a column is missing.
-    """
-    ids = ("id",) if spec.kind == "span" else ()
-    columns = {name: (renamed or {}).get(name, name) for name in (*ids, *spec.text_columns, spec.label_column)}
-    if spec.is_test(split) and columns[spec.label_column] not in available:
-        del columns[spec.label_column]
-    for name in columns.values():
-        if name not in available:
-            names = ", ".join(map(repr, available)) or "none"
-            raise UserError(f"{source}: column {name!r}, which task {spec.name} needs, is missing; found: {names}")
-    return columns
+    def location(self, number: int) -> str:
+        """Return the source and a row's number, for error messages."""
+        return f"{self.source}, {self.unit} {number}"
 
 
-def read_tsv(path: Path, spec: TaskSpec, split: str) -> RawSplit:
-    """Read a tab-separated file of the GLUE benchmark, in which quotes, `NA` and `null` are plain text."""
+def read_csv(path: Path) -> Table:
+    """Open comma-separated values with a header."""
+    return _make_delimited_table(path, _iterate_csv(path))
+
+
+def read_tsv(path: Path, header: Sequence[str] = ()) -> Table:
+    """Open tab-separated values, in which quotes are plain text. Without `header`, the first line has the names."""
     records = ((line, text.split("\t")) for line, text in numbered_lines(path))
-    header = () if spec.is_test(split) else spec.tsv_header
-    return _read_table(path, spec, split, records, header, spec.tsv_columns)
+    return _make_delimited_table(path, records, header)
 
 
-def read_csv(path: Path, spec: TaskSpec, split: str) -> RawSplit:
-    """Read a file of comma-separated values with a header of the hub's column names."""
-    return _read_table(path, spec, split, iterate_csv(path))
-
-
-def iterate_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line number and the fields of each record of comma-separated values, the header included."""
+def _iterate_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
     # Without `strict`, an unclosed quote would silently absorb the rest of the file.
     reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
     line = 1
@@ -102,135 +70,131 @@ def iterate_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
         raise UserError(f"{path}, line {line}: not CSV: {error}") from error
 
 
-def _read_table(
-    path: Path,
-    spec: TaskSpec,
-    split: str,
-    records: Iterator[tuple[int, list[str]]],
-    header: Sequence[str] = (),
-    renamed: Mapping[str, str] | None = None,
-) -> RawSplit:
-    """Select the columns of a split from the records of a table, and skip a few records of wrong length with a warning.
-
-    Test sets must be complete, because a submission must have a prediction for each row.
-
-    Args:
-        path: file of the table.
-        spec: specification of the task.
-        split: name of the split.
-        records: line number and fields of each record.
-        header: names of the fields; by default the first record.
-        renamed: see `find_source_columns`.
-
-    Raises:
-        UserError: if a column is missing, or too many records have a wrong length.
-    """
+def _make_delimited_table(path: Path, records: Iterator[tuple[int, list[str]]], header: Sequence[str] = ()) -> Table:
     header = header or next(records, (0, []))[1]
-    if not header:
-        return RawSplit(str(path), {})
-    source_names = find_source_columns(spec, split, header, str(path), renamed)
-    field_indices = [header.index(source_name) for source_name in source_names.values()]
-    columns: dict[str, list[str]] = {name: [] for name in source_names}
-    columns_with_indices = list(zip(columns.values(), field_indices, strict=True))
-    lines, malformed_lines = [], []
-    for line, fields in records:
-        if len(fields) == len(header):
-            for column_values, field_index in columns_with_indices:
-                column_values.append(fields[field_index])
-            lines.append(line)
-        else:
-            malformed_lines.append(line)
-    if malformed_lines:
-        num_records = len(lines) + len(malformed_lines)
-        problem = (
-            f"{len(malformed_lines)} of {num_records} rows do not have {len(header)} fields, the first on line "
-            f"{malformed_lines[0]}"
-        )
-        max_share = 0.0 if spec.is_test(split) else MAX_MALFORMED_SHARE
-        if len(malformed_lines) > max_share * num_records:
-            raise UserError(f"{path}: {problem}; at most {max_share:.0%} of the rows of this split may be malformed")
-        _log.warning("%s: %s; these rows are skipped", path, problem)
-    return RawSplit(str(path), columns, lines)
+
+    def read_rows(names: Sequence[str]) -> Iterator[Row]:
+        indices = [header.index(name) for name in names]
+        for line, fields in records:
+            yield line, [fields[index] for index in indices] if len(fields) == len(header) else None
+
+    return Table(str(path), header, read_rows)
 
 
-def read_json_split(path: Path, spec: TaskSpec, split: str) -> RawSplit:
-    """Read a file of JSON lines, or of one JSON array of objects, with the hub's column names as keys."""
-    if spec.files == "squad" and re.match(r'\s*\{\s*"(data|version)"', read_text(path)):
-        raise UserError(f"{path}: SQuAD's own JSON was expected as train-v1.1.json and dev-v1.1.json; rename the files")
-    records, lines = read_json_objects(path)
-    if not records:
-        return RawSplit(str(path), {})
-    columns = find_source_columns(spec, split, list(records[0]), str(path))
-    location = RawSplit(str(path), {}, lines).location
-    for row, record in enumerate(records):
-        for key in columns:
-            if key not in record:
-                raise UserError(f"{location(row)}: key {key!r} is missing")
-    return RawSplit(str(path), {key: [record[key] for record in records] for key in columns}, lines)
+def read_json(path: Path) -> Table:
+    """Open JSON lines, or in a `.json` file also one array, of objects with the column names as keys."""
+    is_array = path.suffix.lower() == ".json" and read_text(path).lstrip().startswith("[")
+    unit = "row" if is_array else "line"
+    objects = _iterate_objects(path, is_array, unit)
+    first = next(objects, None)
+    if first is None:
+        return Table(str(path), (), lambda names: iter(()))
+
+    def read_rows(names: Sequence[str]) -> Iterator[Row]:
+        for number, values in itertools.chain([first], objects):
+            for key in names:
+                if key not in values:
+                    raise UserError(f"{path}, {unit} {number}: key {key!r} is missing")
+            yield number, [values[key] for key in names]
+
+    return Table(str(path), list(first[1]), read_rows, unit)
 
 
-def read_json_objects(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """Return the objects in a file of JSON lines, or of one JSON array, and their lines; none for an array."""
-    text = read_text(path)
-    if text.lstrip().startswith("["):
-        lines, records = [], parse_json(text, str(path))
+def _iterate_objects(path: Path, is_array: bool, unit: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    numbered_values: Iterable[tuple[int, Any]]
+    if is_array:
+        numbered_values = enumerate(parse_json(read_text(path), str(path)), start=1)
     else:
-        text_by_line = {line: text for line, text in enumerate(text.split("\n"), start=1) if text.strip()}
-        lines = list(text_by_line)
-        records = [parse_json(text, f"{path}, line {line}") for line, text in text_by_line.items()]
-    location = RawSplit(str(path), {}, lines).location
-    for row, record in enumerate(records):
-        if not isinstance(record, dict):
-            raise UserError(f"{location(row)}: a JSON object was expected, not {shorten(repr(record))}")
-    return records, lines
+        lines = ((line, text) for line, text in numbered_lines(path) if not text.isspace())
+        numbered_values = ((line, parse_json(text, f"{path}, line {line}")) for line, text in lines)
+    for number, value in numbered_values:
+        if not isinstance(value, dict):
+            raise UserError(f"{path}, {unit} {number}: a JSON object was expected, not {shorten(repr(value))}")
+        yield number, value
 
 
-def read_parquet(path: Path, spec: TaskSpec, split: str) -> RawSplit:
-    """Read a Parquet file with the hub's column names. Class ids become the class names stored in its schema."""
+def read_parquet(path: Path) -> Table:
+    """Open a Parquet file. Class ids become the class names stored in its schema."""
     try:
-        with pq.ParquetFile(path) as file:
-            columns = find_source_columns(spec, split, file.schema_arrow.names, str(path))
-            table = file.read(columns=list(columns))
+        schema = pq.read_schema(path)
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path}: not a readable Parquet file: {shorten(str(error))}") from error
-    return read_dataset(Dataset(table), spec, split, str(path))
+        raise UserError(f"{path}: not a readable Parquet file: {shorten(error)}") from error
+
+    def read_batches(names: Sequence[str]) -> Iterator[Any]:
+        try:
+            with pq.ParquetFile(path) as file:
+                yield from file.iter_batches(_BATCH_ROWS, columns=list(names))
+        except (pa.ArrowException, OSError) as error:
+            raise UserError(f"{path}: not a readable Parquet file: {shorten(error)}") from error
+
+    return _make_arrow_table(str(path), Features.from_arrow_schema(schema), read_batches)
 
 
-def read_saved_dataset(state_path: Path, spec: TaskSpec, split: str) -> RawSplit:
-    """Read one split of a folder that `DatasetDict.save_to_disk` wrote, given the path of its `state.json`."""
+def read_saved_dataset(folder: Path) -> Table:
+    """Open one split of a data set that `save_to_disk` wrote to a folder."""
     try:
-        dataset = load_from_disk(str(state_path.parent))
+        dataset = load_from_disk(str(folder))
     except Exception as error:  # pyarrow, json and datasets raise many types for damaged folders
-        raise UserError(f"{state_path.parent}: not a readable saved data set: {shorten(str(error))}") from error
-    return read_dataset(dataset, spec, split, str(state_path.parent))
+        raise UserError(f"{folder}: not a readable saved data set: {shorten(error)}") from error
+    return make_table(dataset, str(folder))
 
 
-def read_dataset(dataset: Dataset, spec: TaskSpec, split: str, source: str) -> RawSplit:
-    """Select the columns of a split from a data set.
+def make_table(dataset: Dataset, source: str) -> Table:
+    """Return a data set as a table. Class ids become class names, because a task may order the classes differently."""
 
-    Class ids of a `ClassLabel` column become class names, because the spec may order the classes differently.
-    """
-    names = list(find_source_columns(spec, split, dataset.column_names, source))
-    try:
-        columns = dataset.select_columns(names).with_format("arrow")[:].to_pydict()
-    except UnicodeDecodeError as error:  # Arrow does not check what others wrote
-        raise UserError(f"{source}: a text is not UTF-8: {shorten(error)}") from error
-    for name, column_values in columns.items():
-        feature = dataset.features[name]
-        if isinstance(feature, ClassLabel):
-            class_name_by_id = dict(enumerate(feature.names))
-            columns[name] = [class_name_by_id.get(value, value) for value in column_values]
-    return RawSplit(source, columns)
+    def read_batches(names: Sequence[str]) -> Iterable[Any]:
+        return dataset.select_columns(list(names)).with_format("arrow").iter(batch_size=_BATCH_ROWS)
+
+    return _make_arrow_table(source, dataset.features, read_batches)
+
+
+def _make_arrow_table(source: str, features: Features, read_batches: Callable[[Sequence[str]], Iterable[Any]]) -> Table:
+    def read_rows(names: Sequence[str]) -> Iterator[Row]:
+        first_number = 1
+        for batch in read_batches(names):
+            try:
+                columns = [batch[name].to_pylist() for name in names]
+            except UnicodeDecodeError as error:  # Arrow does not check what others wrote
+                raise UserError(f"{source}: a text is not UTF-8: {shorten(error)}") from error
+            for index, name in enumerate(names):
+                if isinstance(feature := features[name], ClassLabel):
+                    class_name_by_id = dict(enumerate(feature.names))
+                    columns[index] = [class_name_by_id.get(value, value) for value in columns[index]]
+            yield from enumerate(zip(*columns, strict=True), start=first_number)
+            first_number += len(batch)
+
+    return Table(source, list(features), read_rows, "row")
+
+
+READERS: Mapping[str, Callable[[Path], Table]] = {
+    ".jsonl": read_json,
+    ".ndjson": read_json,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".tsv": read_tsv,
+    ".parquet": read_parquet,
+}
+"""Readers by file suffix."""
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the number and the text of each line of a UTF-8 file that is not empty, without the line end.
 
-    Only a line feed ends a line, because texts may contain other Unicode line separators.
+    The file is read line by line. Only a line feed ends a line, because texts may contain other line separators.
+
+    Raises:
+        UserError: as `read_text`.
     """
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
-        if text := line.removesuffix("\r"):
-            yield number, text
+    try:
+        refuse_special_file(path)
+        with path.open(encoding="utf-8-sig", newline="\n") as file:
+            for number, line in enumerate(file, start=1):
+                if "\0" in line:
+                    read_text(path)  # raises the error that names the line
+                if text := line.removesuffix("\n").removesuffix("\r"):
+                    yield number, text
+    except (UnicodeDecodeError, OSError):
+        read_text(path)
 
 
 def read_text(path: Path) -> str:

@@ -174,9 +174,6 @@ def _match_steps(steps: Mapping[str, int], labels: Sequence[str], paths: Sequenc
     """Return the step of each checkpoint by its label.
 
     The keys of `steps` name the checkpoints by label, path or last part of the path.
-
-    Raises:
-        UserError: if a name matches no checkpoint or several, or if a checkpoint has no step.
     """
     aliases = {
         label: (label, path, Path(path).name, Path(path).stem) for label, path in zip(labels, paths, strict=True)
@@ -205,7 +202,6 @@ def _find_models_in(folder: Path) -> list[Path]:
 
 
 def _find_model_subfolders(folder: Path) -> list[Path]:
-    """Return the subfolders that hold a model, sorted by name."""
     # Folders whose names begin with a dot are still being written.
     return [path.parent for path in sorted(folder.glob("[!.]*/config.json"))]
 
@@ -238,7 +234,6 @@ def _inspect_path(path: Path) -> _FoundCheckpoint | None:
 
 
 def _is_kept_by_run(path: Path) -> bool:
-    """Return whether this is a model that a run of train.py has kept, in a folder whose name alone states the step."""
     is_in_run = any((path.parent.parent / name).is_file() for name in (_RESULT_FILE, _CONFIG_FILE))
     return is_in_run and path.parent.name == KEPT_MODELS and re.fullmatch(r"step-\d+", path.name) is not None
 
@@ -265,17 +260,11 @@ def _read_json(path: Path) -> Any:
 
 
 def _get_step(record: Any, key: str) -> int | None:
-    """Return the step under a key of a record that was read from a file, or None if it is missing or damaged."""
     step = record.get(key) if isinstance(record, Mapping) else None
     return step if isinstance(step, int) else None
 
 
 def _check_same_training(pattern: str, checkpoints: Sequence[_FoundCheckpoint]) -> None:
-    """Check that checkpoints are of one training and that, if there are several, each records its step.
-
-    Raises:
-        UserError: if the checkpoints, which match the glob pattern, are of several trainings or lack a step.
-    """
     trainings = [str(training) for training in dict.fromkeys(checkpoint.training for checkpoint in checkpoints)]
     if len(trainings) > 1:
         raise UserError(
@@ -294,11 +283,6 @@ def _check_same_training(pattern: str, checkpoints: Sequence[_FoundCheckpoint]) 
 
 
 def _check_same_shape(pattern: str, checkpoints: Sequence[_FoundCheckpoint]) -> None:
-    """Check that the models of checkpoints have the same type and size.
-
-    Raises:
-        UserError: if the models of the checkpoints, which match the glob pattern, differ.
-    """
     path_by_shape: dict[str, Path] = {}
     for checkpoint in checkpoints:
         model_folder = checkpoint.model if checkpoint.model.is_dir() else checkpoint.training / "model"
@@ -315,16 +299,10 @@ def _check_same_shape(pattern: str, checkpoints: Sequence[_FoundCheckpoint]) -> 
 
 
 def _join_first(names: Sequence[str]) -> str:
-    """Join the first three names with commas, and add the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _check_folder_names(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-    """Return the checkpoints if their labels can name distinct folders for their measures.
-
-    Raises:
-        UserError: if two labels stand for the same folder, or a label is the name of another file in the output folder.
-    """
     folders = [checkpoint.folder for checkpoint in checkpoints]
     for checkpoint in checkpoints:
         if folders.count(checkpoint.folder) > 1 or checkpoint.folder in _RESERVED_NAMES:

@@ -53,7 +53,6 @@ def describe_hardware(device: torch.device, num_processes: int) -> dict[str, Any
 
 
 def _run_git(folder: Path, *arguments: str) -> str | None:
-    """Return the output of a git command in a folder, or None if it fails."""
     # A git hook sets GIT_DIR and the like to its repository, which may be another one.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
@@ -71,7 +70,6 @@ def _run_git(folder: Path, *arguments: str) -> str | None:
 
 
 def _get_cpu_name() -> str:
-    """Return the model name of the CPU, or its architecture if the name is unknown."""
     try:
         match = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:

@@ -85,15 +85,7 @@ class TaskSpec:
 def _make_glue_spec(
     name: str, folder: str, text_columns: Mapping[str, str], label: str = "label", **settings: Any
 ) -> TaskSpec:
-    """Return the specification of a GLUE task.
-
-    Args:
-        name: name of the task on the hub.
-        folder: folder of its TSV files, from which the submission file has its name.
-        text_columns: names of the text columns in the TSV files, by their names on the hub.
-        label: name of the label column in the TSV files.
-        settings: further fields of `TaskSpec`.
-    """
+    """Return the specification of a GLUE task."""
     settings.setdefault("test", (Split("test", submission=f"{folder}.tsv"),))
     return TaskSpec(
         name=name,

@@ -108,7 +108,7 @@ def test_half_a_surrogate_pair_is_refused_with_file_and_line(tmp_path: Path, nam
 
 def test_a_row_of_another_length_is_refused_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('text,n\n"two\nlines",1\nthree\n')
-    assert "a.csv, line 4: 1 fields; expected 2" in get_read_error(tmp_path / "a.csv")
+    assert "a.csv, line 4: expected 2 fields" in get_read_error(tmp_path / "a.csv")
     (tmp_path / "b.csv").write_text("sentence\none\n")
     assert "b.csv: there is no column 'text'; found: 'sentence'" in get_read_error(tmp_path / "b.csv")
 
@@ -144,7 +144,7 @@ def test_what_holds_no_text_is_refused_in_one_line(tmp_path: Path) -> None:
     pq.write_table(pa.table({"content": ["a"]}), tmp_path / "b.parquet")
     assert "there is no column 'text'; found: 'content'" in get_read_error(tmp_path / "b.parquet")
     pq.write_table(pa.table({"text": [3]}), tmp_path / "c.parquet")
-    assert "holds int64; expected strings" in get_read_error(tmp_path / "c.parquet")
+    assert "c.parquet, row 1: text is 3; expected a string" in get_read_error(tmp_path / "c.parquet")
     (tmp_path / "empty").mkdir()
     assert "holds no text" in get_read_error(tmp_path / "empty")
     (tmp_path / "broken").mkdir()

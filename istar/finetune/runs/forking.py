@@ -83,7 +83,6 @@ class ForkedProcess:
 
 @contextmanager
 def _environment(environment: Mapping[str, str]) -> Iterator[None]:
-    """Replace the environment variables of this process during the `with` block."""
     previous_environment = dict(os.environ)
     _replace_environment(environment)
     try:
@@ -98,13 +97,7 @@ def _replace_environment(environment: Mapping[str, str]) -> None:
 
 
 def _run_in_child(arguments: Sequence[str], environment: Mapping[str, str], log_path: Path | None) -> None:
-    """Execute a run in a forked process, with the session, output, environment, rank and threads of a new interpreter.
-
-    Args:
-        arguments: arguments of `launch.execute_process`.
-        environment: environment variables of the run.
-        log_path: file for stdout and stderr; `None` keeps those of the server.
-    """
+    """Execute a run in a fork with session, output, environment, rank and threads as in a new interpreter."""
     import numpy as np
     import torch
     from lightning.fabric.utilities.rank_zero import rank_zero_only

@@ -69,7 +69,6 @@ def identify(config: Config) -> RunIdentity:
 
 
 def _check_penalty_fits_task(config: Config, spec: TaskSpec) -> None:
-    """Raise a `UserError` if the penalty is computed within classes, but the task has no classes."""
     within_classes = getattr(config.reg, "within", None)
     if within_classes is not None and spec.kind != "classification":
         kind = "language modelling" if spec.is_language_modelling else f"a {spec.kind} task"

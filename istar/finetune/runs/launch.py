@@ -93,7 +93,6 @@ def processes_to_start(settings: TrainerConfig) -> int:
 
 
 def _check_process_count(settings: TrainerConfig) -> None:
-    """Raise a `UserError` if the external launcher has started more or fewer processes than the settings expect."""
     num_started = os.environ.get("WORLD_SIZE" if "TORCHELASTIC_RUN_ID" in os.environ else "SLURM_STEP_NUM_TASKS")
     num_expected = settings.devices * settings.num_nodes if isinstance(settings.devices, int) else -1
     if num_expected > 0 and str(num_expected) != num_started:
@@ -334,12 +333,6 @@ def _make_run_error(
 
     A `UserError` of any process takes precedence, then the signal that killed a process, then an unexpected exception.
     The order matters because the failure of one process makes the others fail, too.
-
-    Args:
-        folder: folder to which each failed process may have written `error-<rank>.json`.
-        exit_code_by_rank: exit codes of the processes that failed, by rank.
-        num_processes: number of processes of the run, for the message.
-        signals: numbers of the signals that were sent to the run.
     """
     error_by_rank = {
         rank: read_json(path) for rank in exit_code_by_rank if (path := folder / f"error-{rank}.json").exists()
@@ -362,7 +355,6 @@ def _make_run_error(
 
 
 def _describe_exit_code(exit_code: int) -> str:
-    """Describe how a process ended, given its exit code, which is negative for a signal as in `subprocess`."""
     return f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
 
@@ -414,7 +406,6 @@ def blocked_signals() -> Iterator[None]:
 
 
 def _terminate_with_parent(is_parent_alive: Callable[[], bool]) -> None:
-    """Start a thread that sends SIGTERM to this process when its parent has died."""
 
     def terminate_when_parent_ends() -> None:
         while is_parent_alive():

@@ -143,14 +143,12 @@ def _make_isolation_function(
 
 
 def _is_causal(spec: TaskSpec) -> bool:
-    """Return whether the task is causal language modelling, where each token is predicted from those before it."""
     return spec.kind == "causal_lm"
 
 
 def _prepare_documents(
     spec: TaskSpec, config: Config, examples: Examples, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> PreparedData:
-    """Tokenize the documents of a language modelling task and cut them into blocks of `max_length` tokens."""
     cache_dir = cache_folder(config.data.cache_dir)
     masking = None if _is_causal(spec) else Masking(tokenizer, config.task.whole_word)
     document_sets = (examples.train, *examples.validation)
@@ -170,7 +168,6 @@ def _prepare_documents(
 def _prepare_labelled(
     spec: TaskSpec, config: Config, examples: Examples, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> PreparedData:
-    """Tokenize the texts of a task with labels or answers."""
     tokenize = partial(
         featurize,
         spec,
@@ -224,9 +221,6 @@ def _take_first_features(examples: Dataset, features: Dataset, max_features: int
     """Return as many of the first examples as have at most `max_features` features in total, and these features.
 
     An example has one feature or, for questions with answer spans, one for each window of its text.
-
-    Raises:
-        UserError: if the first example alone has more features.
     """
     if len(features) <= max_features:
         return examples, features

@@ -81,7 +81,6 @@ def load_examples(spec: TaskSpec, config: TaskConfig, cache_dir: str | None = No
 
 
 def _hold_out_documents(spec: TaskSpec, documents: Dataset, config: TaskConfig) -> dict[str, Dataset]:
-    """Split the documents of a corpus into training and validation set at random, and log a warning about it."""
     train, validation = hold_out(spec, documents, _VALIDATION_SHARE)
     log.warning(
         "task.data_dir=%s has no validation data such as validation.txt; %d of its %d documents, chosen at random, are "
@@ -159,7 +158,6 @@ def _normalize_config(config: Config) -> dict[str, Any]:
 
 
 def _count_devices(settings: TrainerConfig) -> int:
-    """Return the number of devices that `trainer.devices` stands for on this machine."""
     if type(settings.devices) is int and settings.devices > 0:
         return settings.devices
     # `auto`, -1 or a list depend on the hardware; imported here because the import takes seconds.

@@ -165,11 +165,6 @@ def cut_separate_blocks(
 
 
 def _count_text_tokens(corpus: Corpus, length: int, prefix: Sequence[int], suffix: Sequence[int]) -> int:
-    """Return how many tokens of a block are not special tokens.
-
-    Raises:
-        UserError: if there are none, or the corpus has no token.
-    """
     text_length = length - len(prefix) - len(suffix)
     if text_length < 1:
         raise UserError(

@@ -83,11 +83,6 @@ class Evaluator:
         return Evaluation(scores, predictions, _is_collapsed(self.spec, predicted_values, references))
 
     def _sort_logits_by_row(self, outputs: Mapping[int, NDArray[Any]]) -> list[NDArray[np.float64]]:
-        """Return the logits in the order of the features, in float64.
-
-        Raises:
-            ValueError: if the feature ids of the outputs are not those of the features.
-        """
         ids = self.features["feature_id"][:]
         missing, unknown = set(ids) - set(outputs), set(outputs) - set(ids)
         if missing or unknown:
@@ -98,11 +93,6 @@ class Evaluator:
         return [np.asarray(outputs[id_], dtype=np.float64) for id_ in ids]
 
     def _group_rows_by_example(self) -> list[list[int]]:
-        """Return the feature rows of each example, in order; for tasks other than spans, each example has one.
-
-        Raises:
-            ValueError: if a feature belongs to no example, or an example has no feature.
-        """
         rows_by_example: list[list[int]] = [[] for _ in range(len(self.examples))]
         for row_index, example_index in enumerate(self.features["example_id"][:]):
             if example_index >= len(rows_by_example):
@@ -117,11 +107,6 @@ class Evaluator:
     def _stack_vectors(
         self, logits: list[NDArray[np.float64]], rows_by_example: list[list[int]]
     ) -> NDArray[np.float64]:
-        """Return the logits of all examples, (examples, classes), or (examples, 1) for regression.
-
-        Raises:
-            ValueError: if the logits have the wrong shape or are not finite.
-        """
         num_logits = len(self.spec.labels) or 1
         shapes = {row_logits.shape for row_logits in logits}
         if shapes != {(num_logits,)}:
@@ -130,11 +115,6 @@ class Evaluator:
         return np.stack([logits[rows[0]] for rows in rows_by_example])
 
     def _decode_spans(self, logits: list[NDArray[np.float64]], rows_by_example: list[list[int]]) -> list[Any]:
-        """Return the best answer text of each example, given the logits of all windows.
-
-        Raises:
-            ValueError: if the logits have the wrong shape or are not finite.
-        """
         offsets_by_row = _read_offsets(self.features)
         unpadded_logits = []
         for window_logits, offsets, left_padded in zip(
@@ -161,7 +141,6 @@ class Evaluator:
         ]
 
     def _to_readable(self, value: Any) -> Any:
-        """Return the class name of a class id; return numbers and answers unchanged."""
         return self.spec.labels[value] if self.spec.kind == "classification" else value
 
 
@@ -191,7 +170,6 @@ def write_submission(spec: TaskSpec, split: Split, predictions: Sequence[Mapping
         raise UserError(f"task {spec.name}: {split.name} is not a test set of the GLUE benchmark")
 
     def format_prediction(prediction: Any) -> str:
-        """Return a prediction as GLUE expects it: a clipped score, a class name or a class id."""
         if spec.kind == "regression":
             return f"{np.clip(prediction, 0, 5):.3f}"  # STS-B, GLUE's only regression task, has scores from 0 to 5
         uses_names = spec.submit_labels or spec.kind == "span"
@@ -204,7 +182,6 @@ def write_submission(spec: TaskSpec, split: Split, predictions: Sequence[Mapping
 
 
 def _read_references(spec: TaskSpec, examples: datasets.Dataset) -> list[Any] | None:
-    """Return the labels of examples as the metrics expect them, or None if the examples have no labels."""
     if spec.label_column not in examples.column_names:
         return None
     labels = examples[spec.label_column][:]
@@ -225,7 +202,6 @@ def _is_collapsed(spec: TaskSpec, values: Sequence[Any], references: Sequence[An
 
 
 def _check_finite(logits: list[NDArray[np.float64]]) -> None:
-    """Raise a `ValueError` if any logits are NaN or infinite."""
     bad_rows = [row_index for row_index, row_logits in enumerate(logits) if not np.isfinite(row_logits).all()]
     if bad_rows:
         raise ValueError(

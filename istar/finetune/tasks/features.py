@@ -233,17 +233,12 @@ def make_position_ids(attention_mask: torch.Tensor) -> torch.Tensor:
 
 
 def _check_max_length(max_length: int) -> None:
-    """Raise a `UserError` if a maximum length is below `MIN_LENGTH`."""
     if max_length < MIN_LENGTH:
         raise UserError(f"max_length={max_length} is too short for a text; set it to at least {MIN_LENGTH} tokens")
 
 
 def _list_used_columns(spec: TaskSpec, dataset: datasets.Dataset, training: bool) -> list[str]:
-    """Return the names of the columns that determine the features, and whose content is part of the cache key.
-
-    Raises:
-        UserError: if one of them is missing.
-    """
+    """Return the names of the columns that determine the features, and whose content is part of the cache key."""
     columns = list(spec.text_columns)
     if spec.kind == "span":
         columns += [spec.label_column, "id"] if training else []
@@ -334,7 +329,6 @@ def _check_labels(spec: TaskSpec, labels: Sequence[Any], first_row: int) -> None
 def _compute_cache_key(
     rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, parameters: Mapping[str, Any]
 ) -> str:
-    """Return the SHA-256 digest of the rows, the tokenizer, the parameters and the versions of the libraries."""
     description = {
         "format": _CACHE_VERSION,
         "versions": [library.__version__ for library in (transformers, tokenizers, datasets)],
@@ -376,7 +370,6 @@ def _load_or_build(folder: Path, build: Callable[[], datasets.Dataset]) -> datas
 
 
 def _is_intact(data_path: Path, checksum_path: Path) -> bool:
-    """Return whether a file of the cache exists and matches its checksum; warn if it does not match."""
     if not checksum_path.exists():
         return False
     try:
@@ -389,6 +382,5 @@ def _is_intact(data_path: Path, checksum_path: Path) -> bool:
 
 
 def _compute_sha256(path: Path) -> str:
-    """Return the SHA-256 digest of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

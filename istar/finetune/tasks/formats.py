@@ -1,18 +1,111 @@
-"""Readers of SST-5's Penn Treebank trees and of SQuAD's JSON."""
+"""Readers of the files of a split: tables, GLUE's TSV, SST-5's Penn Treebank trees and SQuAD's JSON."""
 
+import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from istar.errors import UserError, shorten
 from istar.files.parsing import parse_json
-from istar.inputs.readers import RawSplit, numbered_lines, read_text
+from istar.inputs.readers import READERS, Table, numbered_lines, read_saved_dataset, read_text, read_tsv
 from istar.records.task_specs import TaskSpec
+
+_log = logging.getLogger(__name__)
+
+MAX_MALFORMED_SHARE = 0.01
+"""Largest share of malformed rows to skip with a warning. A file with more is damaged or has another format."""
 
 _TREE_TOKEN = re.compile(r"\(\d+(?= )|[()]|[^ ()]+")
 _PTB_ESCAPES = {"-LRB-": "(", "-RRB-": ")", r"\/": "/", r"\*": "*"}
 _PTB_ESCAPE = re.compile("|".join(map(re.escape, _PTB_ESCAPES)))
+
+
+@dataclass(frozen=True)
+class RawSplit:
+    """Columns of a split as they are in a file or another source, before they are validated.
+
+    Attributes:
+        source: file or other origin, for error messages.
+        columns: values of each column by its name on the hub.
+        lines: line number of each row, for error messages; empty if unknown.
+    """
+
+    source: str
+    columns: Mapping[str, Sequence[Any]]
+    lines: Sequence[int] = ()
+
+    def location(self, row: int) -> str:
+        """Return the source and the line or row number of a row, counted from 1, for error messages."""
+        return f"{self.source}, line {self.lines[row]}" if self.lines else f"{self.source}, row {row + 1}"
+
+
+def select_columns(table: Table, spec: TaskSpec, split: str, renamed: Mapping[str, str] | None = None) -> RawSplit:
+    """Select the columns that a split needs, and skip a few rows with a wrong number of fields with a warning.
+
+    Test sets must be complete, because a submission must have a prediction for each row. They need no labels.
+
+    Args:
+        table: rows of the split.
+        spec: specification of the task.
+        split: name of the split.
+        renamed: names in the table, by names on the hub, where they differ.
+
+    Raises:
+        UserError: if a column is missing, or too many rows are malformed.
+    """
+    if not table.columns:
+        return RawSplit(table.source, {})
+    ids = ("id",) if spec.kind == "span" else ()
+    names = {name: (renamed or {}).get(name, name) for name in (*ids, *spec.text_columns, spec.label_column)}
+    if spec.is_test(split) and names[spec.label_column] not in table.columns:
+        del names[spec.label_column]
+    for name in names.values():
+        if name not in table.columns:
+            found = ", ".join(map(repr, table.columns))
+            raise UserError(
+                f"{table.source}: column {name!r}, which task {spec.name} needs, is missing; found: {found}"
+            )
+    rows, numbers, malformed_numbers = [], [], []
+    for number, values in table.read_rows(list(names.values())):
+        if values is None:
+            malformed_numbers.append(number)
+        else:
+            rows.append(values)
+            numbers.append(number)
+    if malformed_numbers:
+        num_rows = len(rows) + len(malformed_numbers)
+        problem = (
+            f"{len(malformed_numbers)} of {num_rows} rows do not have {len(table.columns)} fields, the first on line "
+            f"{malformed_numbers[0]}"
+        )
+        max_share = 0.0 if spec.is_test(split) else MAX_MALFORMED_SHARE
+        if len(malformed_numbers) > max_share * num_rows:
+            raise UserError(
+                f"{table.source}: {problem}; at most {max_share:.0%} of the rows of this split may be malformed"
+            )
+        _log.warning("%s: %s; these rows are skipped", table.source, problem)
+    columns = dict(zip(names, zip(*rows, strict=True), strict=True)) if rows else {}
+    return RawSplit(table.source, columns, numbers if table.unit == "line" else ())
+
+
+def read_table(path: Path, spec: TaskSpec, split: str) -> RawSplit:
+    """Read a table with the hub's column names."""
+    if spec.files == "squad" and path.suffix == ".json" and re.match(r'\s*\{\s*"(data|version)"', read_text(path)):
+        raise UserError(f"{path}: SQuAD's own JSON was expected as train-v1.1.json and dev-v1.1.json; rename the files")
+    return select_columns(READERS[path.suffix](path), spec, split)
+
+
+def read_saved_split(state_path: Path, spec: TaskSpec, split: str) -> RawSplit:
+    """Read a split of a folder that `DatasetDict.save_to_disk` wrote, given the path of its `state.json`."""
+    return select_columns(read_saved_dataset(state_path.parent), spec, split)
+
+
+def read_glue(path: Path, spec: TaskSpec, split: str) -> RawSplit:
+    """Read a TSV file of the GLUE benchmark, in which quotes, `NA` and `null` are plain text."""
+    table = read_tsv(path, () if spec.is_test(split) else spec.tsv_header)
+    return select_columns(table, spec, split, spec.tsv_columns)
 
 
 def read_trees(path: Path, spec: TaskSpec, split: str) -> RawSplit:

@@ -138,7 +138,6 @@ class BlockRows:
         return self._make_row(index, (self.seed, epoch, index))
 
     def _make_row(self, index: int, mask_seed: tuple[int, ...]) -> dict[str, Any]:
-        """Return the row of a block, with labels for masked or causal language modelling."""
         input_ids = self.blocks.input_ids(index)
         if self.masking is not None:
             input_ids, labels = self.masking(input_ids, mask_seed)
@@ -237,7 +236,6 @@ class LanguageModelEvaluator:
         return Evaluation(self._select_metrics(loss_sum / num_tokens, num_correct / num_tokens), [], collapsed=False)
 
     def _select_metrics(self, loss: float, accuracy: float) -> dict[str, float]:
-        """Return the task's metrics by name, given the mean loss in nats and the accuracy."""
         value_by_metric = {"perplexity": perplexity(loss), "loss": loss, "accuracy": accuracy}
         return {name: value_by_metric[name] for name in self.spec.metrics}
 

@@ -20,8 +20,8 @@ from datasets.table import InMemoryTable
 from istar.errors import UserError, shorten
 from istar.files.writing import cache_folder
 from istar.finetune.tasks import sources
+from istar.finetune.tasks.formats import RawSplit
 from istar.finetune.tasks.sources import ExampleSource
-from istar.inputs.readers import RawSplit
 from istar.records.task_specs import Kind, TaskSpec
 
 _HASH_BATCH_ROWS = 10_000
@@ -131,9 +131,6 @@ def _validate_split(raw: RawSplit | Dataset, spec: TaskSpec, split: str) -> Data
     """Check the texts of a split, convert its labels, and return it as a data set.
 
     A text corpus, which is a data set already, is returned unchanged, because its documents were checked when read.
-
-    Raises:
-        UserError: if the split is empty, or a text or label is invalid.
     """
     if isinstance(raw, Dataset):
         return raw
@@ -154,11 +151,6 @@ def _validate_split(raw: RawSplit | Dataset, spec: TaskSpec, split: str) -> Data
 
 
 def _convert_class_labels(raw: RawSplit, spec: TaskSpec) -> list[int]:
-    """Return the class ids of the labels, which are class names or ids: numbers, or strings such as `1` or `1.0`.
-
-    Raises:
-        UserError: if a label is not one of the task's classes.
-    """
     id_by_label = {key: id_ for id_, name in enumerate(spec.labels) for key in (name, str(id_), f"{id_}.0")}
     labels = raw.columns[spec.label_column]
     for row, label in enumerate(labels):
@@ -171,7 +163,6 @@ def _convert_class_labels(raw: RawSplit, spec: TaskSpec) -> list[int]:
 
 
 def _convert_scores(raw: RawSplit, spec: TaskSpec) -> list[float]:
-    """Return the labels as floats, or raise a `UserError` if one is not a finite number."""
     scores = []
     for row, value in enumerate(raw.columns[spec.label_column]):
         try:
@@ -187,7 +178,6 @@ def _convert_scores(raw: RawSplit, spec: TaskSpec) -> list[float]:
 
 
 def _convert_answers(raw: RawSplit, spec: TaskSpec) -> list[dict[str, list[Any]]]:
-    """Return the texts and positions of the answers, or raise a `UserError` if an answer is malformed or ids repeat."""
     id_, count = Counter(raw.columns["id"]).most_common(1)[0]
     if count > 1:
         raise UserError(
@@ -203,7 +193,6 @@ def _convert_answers(raw: RawSplit, spec: TaskSpec) -> list[dict[str, list[Any]]
 
 
 def _is_answer(answer: Any) -> bool:
-    """Return whether a value has the form `{"text": [texts], "answer_start": [numbers]}`, with at least one answer."""
     match answer:
         case {"text": [_, *_] as texts, "answer_start": [*starts]} if len(texts) == len(starts):
             are_positions = all(isinstance(start, int) and 0 <= start < 2**63 for start in starts)

@@ -11,30 +11,26 @@ from datasets import Dataset
 
 from istar.errors import UserError, shorten
 from istar.finetune.tasks import formats
+from istar.finetune.tasks.formats import RawSplit
 from istar.finetune.tasks.texts import drop_blank_rows, find_text_splits, read_texts
-from istar.inputs import demo, readers
+from istar.inputs import demo
 from istar.inputs.hub import COMMIT_PATTERN, LOCAL_COPY_HINTS, explain_refusal, find_commit, find_hub_problem
-from istar.inputs.readers import RawSplit
+from istar.inputs.readers import make_table
 from istar.records.task_specs import Files, TaskSpec
 
 Reader = Callable[[Path, TaskSpec, str], RawSplit]
 Layout = Mapping[str, Reader]
 """Readers by file name pattern, in which `{}` stands for the name of the split; `dev` may stand for `validation`."""
 
-_SAVED_LAYOUT: Layout = {"{}/state.json": readers.read_saved_dataset}
+_SAVED_LAYOUT: Layout = {"{}/state.json": formats.read_saved_split}
 _BENCHMARK_LAYOUTS: Mapping[Files, Layout] = {
     "": {},
-    "tsv": {"{}.tsv": readers.read_tsv},
+    "tsv": {"{}.tsv": formats.read_glue},
     "trees": {"{}.txt": formats.read_trees},
     "squad": {"{}-v1.1.json": formats.read_squad},
     "text": {},
 }
-_TABLE_LAYOUT: Layout = {
-    "{}.csv": readers.read_csv,
-    "{}.jsonl": readers.read_json_split,
-    "{}.json": readers.read_json_split,
-    "{}.parquet": readers.read_parquet,
-}
+_TABLE_LAYOUT: Layout = {f"{{}}{suffix}": formats.read_table for suffix in (".csv", ".jsonl", ".json", ".parquet")}
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,6 @@ def make_folder_source(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) ->
     candidates = itertools.product([data_dir, *(data_dir / name for name in subfolders)], layouts)
 
     def count_splits(candidate: tuple[Path, Layout]) -> tuple[int, int]:
-        """Return how many requested splits and how many splits in total a folder with a layout contains."""
         available_splits = {split for split in {*splits, *spec.splits} if _find_file(spec, *candidate, split)}
         return len(available_splits & set(splits)), len(available_splits)
 
@@ -85,7 +80,6 @@ def make_folder_source(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) ->
         raise UserError(f"{option} holds no data of task {spec.name}: no {names} in it or in {places}")
 
     def read_split(split: str) -> RawSplit:
-        """Read a split with the reader of its file."""
         file_and_reader = _find_file(spec, folder, layout, split)
         if file_and_reader is None:
             names = " or ".join(name for pattern in layout for name in _list_file_names(spec, pattern, split))
@@ -117,7 +111,6 @@ def make_hub_source(spec: TaskSpec) -> ExampleSource:
     commit = None if problem else find_commit(name, None, "dataset")
 
     def load_configuration(configuration: str | None) -> datasets.DatasetDict:
-        """Load all splits of a configuration of the data set."""
         try:
             with _restrict_to_cache() if problem else contextlib.nullcontext():
                 return datasets.load_dataset(name, configuration, revision=commit)
@@ -132,7 +125,6 @@ def make_hub_source(spec: TaskSpec) -> ExampleSource:
     hub_location_by_split = {split.name: split.hub for split in spec.test if split.hub is not None}
 
     def read_split(split: str) -> RawSplit | Dataset:
-        """Return a split, from a configuration of its own if the hub has it separately."""
         splits, name_on_hub = (
             (load_configuration(hub_location_by_split[split][0]), hub_location_by_split[split][1])
             if split in hub_location_by_split
@@ -143,7 +135,7 @@ def make_hub_source(spec: TaskSpec) -> ExampleSource:
         split_source = f"{source_name}, split {split}"
         if spec.is_language_modelling:
             return drop_blank_rows(splits[name_on_hub], split_source)
-        return readers.read_dataset(splits[name_on_hub], spec, split, split_source)
+        return formats.select_columns(make_table(splits[name_on_hub], split_source), spec, split)
 
     return ExampleSource(
         read_split,
@@ -169,13 +161,12 @@ def make_demo_source(spec: TaskSpec) -> ExampleSource:
         generated = demo.generate(spec.name, split)
         if spec.is_language_modelling:
             return generated
-        return readers.read_dataset(generated, spec, split, f"generated {split} of {spec.name}")
+        return formats.select_columns(make_table(generated, f"generated {split} of {spec.name}"), spec, split)
 
     return ExampleSource(read_split, lambda split: True)
 
 
 def _find_file(spec: TaskSpec, folder: Path, layout: Layout, split: str) -> tuple[Path, Reader] | None:
-    """Return the first existing file of a split in a folder and its reader, or None if there is no file."""
     for pattern, reader in layout.items():
         for name in _list_file_names(spec, pattern, split):
             if (folder / name).is_file():
@@ -184,7 +175,6 @@ def _find_file(spec: TaskSpec, folder: Path, layout: Layout, split: str) -> tupl
 
 
 def _list_file_names(spec: TaskSpec, pattern: str, split: str) -> list[str]:
-    """Return the possible names of a split's file, given a file name pattern of a `Layout`."""
     return [pattern.format(stem) for stem in spec.stems(split)]
 
 

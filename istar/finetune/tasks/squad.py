@@ -173,11 +173,6 @@ def best_span(
 
 
 def _find_answer_range(context: str, answer: Mapping[str, Sequence[Any]], id_: str) -> tuple[int, int]:
-    """Return the characters [start, end) of the first gold answer, without surrounding white space; (0, 0) if none.
-
-    Raises:
-        UserError: if the answer does not occur at its `answer_start` in the context.
-    """
     if not answer["text"]:
         return 0, 0
     text, start = answer["text"][0], answer["answer_start"][0]
@@ -191,7 +186,6 @@ def _find_answer_range(context: str, answer: Mapping[str, Sequence[Any]], id_: s
 
 
 def _truncate_questions(questions: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[str]:
-    """Return the questions without surrounding white space, each cut to at most `max_tokens` tokens."""
     # Some of SQuAD's questions start with so much white space that its byte-level tokens would fill a window.
     stripped_questions = [question.strip() for question in questions]
     encoded = tokenizer(stripped_questions, add_special_tokens=False, return_offsets_mapping=True, verbose=False)

@@ -150,7 +150,6 @@ class ModelConfig:
         return self.tokenizer == TRAIN
 
     def _check_architecture(self) -> None:
-        """Raise a `UserError` if a key that describes a new model is invalid or does not fit the other keys."""
         if not isinstance(self.config, dict):
             raise UserError(f"model.config={self.config} is not a mapping, e.g. {{hidden_size: 256}}")
         if self.is_tiny and (self.architecture is not None or self.config or self.tokenizer is not None):
@@ -185,7 +184,6 @@ class ModelConfig:
             )
 
     def _check_adapters(self) -> None:
-        """Raise a `UserError` if a key that describes adapters is invalid or does not fit the other keys."""
         check_at_least(1, "model.lora_r", self.lora_r)
         if not 0 < self.lora_alpha < math.inf:
             raise UserError(f"model.lora_alpha={self.lora_alpha:g} must be above 0")

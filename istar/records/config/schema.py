@@ -177,7 +177,6 @@ def _explain_unknown_key(key: str) -> str:
 
 
 def _list_known_keys() -> list[str]:
-    """Return the keys of all groups, including those of options that are not selected."""
     classes_by_group = [
         *_GROUPS.items(),
         ("sweep", SweepConfig),
@@ -204,7 +203,6 @@ _NODE_CLASSES: dict[Any, type] = {str: StringNode, int: IntegerNode, float: Floa
 
 
 def _make_schema_node(config_class: Any) -> DictConfig:
-    """Return an OmegaConf node with the typed keys of a dataclass; it accepts other keys if a field holds them."""
     further_field = _find_further_keys_field(config_class)
     node = OmegaConf.create(
         {_get_cli_key(f): _make_value_node(f) for f in fields(config_class) if f.name != further_field}
@@ -214,7 +212,6 @@ def _make_schema_node(config_class: Any) -> DictConfig:
 
 
 def _find_further_keys_field(config_class: Any) -> str | None:
-    """Return the name of the field of a config dataclass that holds the keys without a field; None if there is none."""
     return next((f.name for f in fields(config_class) if f.metadata.get("further_keys")), None)
 
 
@@ -235,11 +232,6 @@ def _make_value_node(field: "Field[Any]") -> Any:
 
 
 def _to_plain_data(config: DictConfig) -> dict[str, Any]:
-    """Convert a config to plain data with resolved interpolations.
-
-    Raises:
-        UserError: if a value is not set, or an interpolation refers to an unknown key.
-    """
     try:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
@@ -252,14 +244,12 @@ def _to_plain_data(config: DictConfig) -> dict[str, Any]:
 
 
 def _select_class(group: str, class_by_name: dict[str, Any], values: dict[str, Any]) -> Any:
-    """Return the dataclass of the selected option of a group, whose name is the value of `<group>.name`."""
     name = values[group]["name"]
     check_one_of(f"{group}.name", name, tuple(class_by_name))
     return class_by_name[name]
 
 
 def _check_known_keys(prefix: str, keys: Iterable[str], known: Iterable[str]) -> None:
-    """Raise a UserError if a key is unknown; the message names it with the prefix."""
     unknown_keys = sorted(set(keys) - set(known))
     if unknown_keys:
         raise UserError(_explain_unknown_key(prefix + unknown_keys[0]))
