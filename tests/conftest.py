@@ -160,20 +160,21 @@ def compose_in(folder: Path, *overrides: str) -> DictConfig:
         return compose("config", overrides=list(overrides))
 
 
-def compose_fast(folder: Path, *overrides: str) -> DictConfig:
-    """Return the config of `compose_in` faster: options of groups are composed once, and values merged into a copy.
-
-    If an override fails, Hydra itself composes the config, so that tests see its error message.
-    """
+def merge_values(folder: Path, *overrides: str) -> DictConfig:
+    """Return the config of `compose_in` faster: options of groups are composed once, and values merged into a copy."""
     is_value = [re.match(r"[a-z_]+\.[^=]+=", override) is not None for override in overrides]
     config = copy.deepcopy(compose_in(folder, *compress(overrides, map(not_, is_value))))
+    for override in OverridesParser.create().parse_overrides(list(compress(overrides, is_value))):
+        OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
+    return config
+
+
+def compose_fast(folder: Path, *overrides: str) -> DictConfig:
+    """Return the config of `merge_values`. If an override fails, Hydra composes the config and raises its error."""
     try:
-        values = OverridesParser.create().parse_overrides(list(compress(overrides, is_value)))
-        for override in values:
-            OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
+        return merge_values(folder, *overrides)
     except (HydraException, OmegaConfBaseException):
         return compose_in(folder, *overrides)
-    return config
 
 
 @pytest.fixture(scope="session")

@@ -25,8 +25,8 @@ _CHECKPOINT_FOLDER = "checkpoints"
 """Folder of a run of train.py with its `.ckpt` files."""
 _TRAINER_STATE_FILE = "trainer_state.json"
 """File in which the Trainer of transformers records the step of a checkpoint."""
-_RESULT_FILE, _CONFIG_FILE = "result.json", "config.yaml"
-"""Record and configuration of a run of train.py."""
+_RESULT_FILE = "result.json"
+"""Record of a run of train.py."""
 _STEP_PATTERN = re.compile(r"(?<![A-Za-z])step[-_]?(\d+)(?!\d)")
 _SHAPE_KEYS = ("model_type", "hidden_size", "n_embd", "d_model", "dim", "num_hidden_layers", "n_layer", "n_layers")
 """Keys of a model's configuration that must be equal for all checkpoints of a training; models have only some."""
@@ -228,14 +228,7 @@ def _inspect_path(path: Path) -> _FoundCheckpoint | None:
         step = _get_step(_read_json(path / _TRAINER_STATE_FILE), "global_step")
         # The output folder of a Trainer has a state too, and is a training of its own.
         return _FoundCheckpoint(path, path, path.parent if path.name == f"checkpoint-{step}" else path, step)
-    if _is_kept_by_run(path):
-        return _FoundCheckpoint(path, path, path.parent.parent, int(path.name.removeprefix("step-")))
     return _FoundCheckpoint(path, path, path.parent, None)
-
-
-def _is_kept_by_run(path: Path) -> bool:
-    is_in_run = any((path.parent.parent / name).is_file() for name in (_RESULT_FILE, _CONFIG_FILE))
-    return is_in_run and path.parent.name == KEPT_MODELS and re.fullmatch(r"step-\d+", path.name) is not None
 
 
 def _read_best_step(run: Path) -> int | None:

@@ -344,17 +344,6 @@ def test_a_run_stands_for_the_models_that_it_has_kept(tmp_path: Path) -> None:
         assert saved_checkpoints.common_name(saved_checkpoints.find_checkpoints(str(pattern))) == run.name
 
 
-def test_models_that_an_earlier_version_has_kept(tmp_path: Path) -> None:
-    """Their folders are named by the step, which is trusted only inside the folder of a run."""
-    run = tmp_path / "run"
-    for step in (0, 8):
-        write_model_folder(run / "models" / f"step-{step}")
-    with pytest.raises(UserError, match="no training step is recorded"):
-        saved_checkpoints.find_checkpoints(str(run))
-    (run / "config.yaml").write_text("seed: 1")
-    assert find_steps(run) == {"step-0": 0, "step-8": 8}
-
-
 def test_checkpoints_of_transformers_trainer(tmp_path: Path) -> None:
     """The order and the steps follow `trainer_state.json`, whatever numbers the path contains."""
     for step in (1000, 200):

@@ -15,7 +15,7 @@ MODULES_BY_EXTRA = {
     "lora": ("peft",),
     "sweep": ("optuna",),
     "tensorboard": ("tensorboard",),
-    "train": ("transformers", *_REPORT_MODULES, "datasets", "evaluate", "huggingface_hub", "hydra", "lightning",
+    "train": ("transformers", *_REPORT_MODULES, "datasets", "huggingface_hub", "hydra", "lightning",
               "safetensors", "sklearn", "tokenizers", "wandb"),
 }  # fmt: skip
 """The modules that istar imports from each extra; pyproject.toml has their versions."""

@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import datasets
-import evaluate
 import numpy as np
 import scipy.stats
 import sklearn.metrics
@@ -128,30 +126,3 @@ def compute(names: Iterable[str], predictions: Sequence[Any], references: Sequen
             raise ValueError(f"unknown metric {name!r}; choose one of {', '.join(METRICS)}")
         values |= METRICS[name](predictions, references)
     return values
-
-
-class EvaluateMetric(evaluate.Metric):
-    """A metric of `METRICS` as an `evaluate.Metric`, for libraries and loops that need `add_batch`.
-
-    Args:
-        name: key of `METRICS`.
-        options: further arguments of `evaluate.Metric`. By default, data stay in memory.
-    """
-
-    def __init__(self, name: str, **options: Any) -> None:
-        super().__init__(config_name=name, **{"keep_in_memory": True, **options})
-
-    def _info(self) -> evaluate.MetricInfo:
-        """Return the description of the metric and the types of its inputs."""
-        types = {"pearson": "float64", "spearman": "float64", "squad": "string"}
-        value = datasets.Value(types.get(self.config_name, "int64"))
-        reference = datasets.List(value) if self.config_name == "squad" else value
-        return evaluate.MetricInfo(
-            description=METRICS[self.config_name].__doc__ or "",
-            citation="",
-            inputs_description="",
-            features=datasets.Features({"predictions": value, "references": reference}),
-        )
-
-    def _compute(self, predictions: Sequence[Any], references: Sequence[Any]) -> dict[str, float]:
-        return METRICS[self.config_name](predictions, references)

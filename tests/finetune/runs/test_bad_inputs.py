@@ -1,14 +1,10 @@
-"""train.py refuses bad inputs with one line that says what is wrong, and leaves no files behind.
-
-train.py runs in this process, since starting Python for each input would take minutes.
-"""
+"""Bad inputs are refused with one line that says what is wrong, and leave no files behind; odd ones work."""
 
 import gzip
 import io
 import json
 import logging
 import os
-import pickle
 import runpy
 import sys
 from collections.abc import Callable
@@ -20,12 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
 from safetensors.torch import load_file, save_file
 from transformers import BertForSequenceClassification
 
-import istar.finetune.runs.run  # noqa: F401  so that the loggers of the libraries exist before their streams are replaced
+from istar.errors import UserError
+from istar.finetune.runs.run import run
 from istar.inputs import demo, pretrained, tiny
-from istar.records import results
+from istar.records.config import Config, schema
 from tests.permissions import ignores_permissions
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -260,35 +258,17 @@ def case(arguments: str, message: str, prepare: Prepare = nothing, *, id: str = 
 
 
 CONFIGS = [
-    case("reg.lamda=1", "did you mean reg.lambda?"),
     case("learning_rate=1e-3", "learning_rate: there is no such key"),
-    case("+task.foo=1", "task.foo: there is no such key"),
-    case("reg=none reg.lambda=1", "reg.lambda belongs to reg=cosreg or istar"),
-    case("task=rtee", "did you mean rte?"),
-    case("task.name=rtee", "did you mean rte?"),
-    case("hydra/launcher=joblib", "hydra/launcher=joblib: there is no such option"),
-    case("model=auto", "model.name is not set"),
-    case("optim.lr=fast", "optim.lr: Value 'fast'"),
-    case("optim.lr=nan", "optim.lr=nan is not a positive number"),
-    case("optim.lr=${nowhere}", "optim.lr: Interpolation key 'nowhere' not found"),
-    case("trainer.max_epochs=1.5", "trainer.max_epochs: Value '1.5'"),
-    case("reg.zeta=2", "reg.zeta=2 is outside [0, 1]"),
     case("reg.within=label task=demo_regression", "needs a classification task; demo_regression is a regression task"),
     case("reg.within=label task=clm", "needs a classification task; clm is language modelling"),
-    case("reg.within=label reg.estimator=unbiased", "reg.within=label needs reg.estimator=shrinkage"),
     case("reg.estimator=unbiased_by_sentence data.batch_size=3", "3 sequences with points=all in 2 layers has no"),
     case("reg.points=first reg.layers=last data.batch_size=1", "1 sequences with points=first in 1 layers has no iso"),
     case("reg=cosreg +reg.within=label", "reg.within belongs to reg=istar or random_direction, which is not selected"),
-    case("seed=-1", "seed=-1 is not a whole number"),
-    case("task.limit_train=0", "task.limit_train=0 is too small"),
     case("reg.layers=last_two", "reg.layers=last_two is not known"),
     case("reg.layers=[1,9]", "layer 9 does not exist"),
     case("reg.layers=[-7]", "layer -7 does not exist"),
-    case("task.max_length=5", "max_length=5 is too short"),
     case("reg.layers=[1", "reg.layers=[1: not understood; expected key=value"),
     case("task.data_dir=~/glue_data", "needs its own quotes"),
-    case("seed", "seed: not understood; expected key=value"),
-    case("trainer.accelerator=abacus", "refuses its settings"),
     case("run.root=runs", "run.root", a_file_at("runs")),
     case("run.root=runs/mine", "run.root", a_file_at("runs"), id="run.root below a file"),
     case(f"run.root={'x' * 300}", "run.root", id="run.root too long"),
@@ -298,103 +278,47 @@ CONFIGS = [
 
 DATA = [
     # folders and files
-    case(RTE, "task.data_dir=data does not exist", id="no folder"),
-    case(RTE, "task.data_dir=data is not a folder", a_file_at("data"), id="a file for a folder"),
     case(f"{RTE} task.data_dir={'x' * 300}", "cannot be read (File name too long)", id="too long a name"),
     case(RTE, "task.data_dir=data cannot be read", without_permission("data", a_folder_at("data")),
         id="a closed folder", marks=not_root),
-    case(RTE, "holds no data of task rte", a_folder_at("data"), id="an empty folder"),
-    case(RTE, "holds no data of task rte", put(train_tsv_gz=gzip.compress(rte(8).encode())[:40]), id="cut gzip"),
-    case(RTE, "split 'validation' of task rte is missing", put(train_tsv=rte(8)), id="no dev.tsv"),
-    case(RTE, "split 'validation' of task rte is missing", a_folder_at("data/dev.tsv", put(train_tsv=rte(8))),
-        id="a folder for a file"),
     case(RTE, "data/dev.tsv: cannot be read: Permission denied", without_permission("data/dev.tsv", put_tsv(rte(4))),
         id="an unreadable file", marks=not_root),
-    case(RTE, "data/dev.tsv: no examples", put_tsv(""), id="an empty file"),
-    case(RTE, "data/train.tsv: no examples", put_tsv(rte(4), train=HEADER), id="a header alone"),
     # encodings
-    case(RTE, "data/dev.tsv, line 6: not UTF-8: byte 5 is 0xef",
-        put(train_tsv=rte(8), dev_tsv=f"{rte(4)}9\tnaïve\tnaïve\tentailment\n".encode("latin-1")), id="latin-1"),
-    case(RTE, "data/dev.tsv, line 1: not UTF-8", put(train_tsv=rte(8), dev_tsv=rte(4).encode("utf-16")), id="utf-16"),
     case(RTE, "data/dev.tsv, line 1: not UTF-8 text: it holds null bytes",
         put(train_tsv=rte(8), dev_tsv=rte(4).encode("utf-16-le")), id="utf-16 without a mark"),
-    case(RTE, "data/dev.tsv, line 5: not UTF-8 text: it holds null bytes", put_tsv(rte(4)[:-9] + "\0" * 9),
-        id="null bytes"),
     case(RTE, "data/dev.tsv, line 1: not UTF-8: byte 2 is 0x8b",
         put(train_tsv=rte(8), dev_tsv=gzip.compress(rte(4).encode())), id="gzip by another name"),
     # columns and rows
-    case(RTE, "column 'sentence2', which task rte needs, is missing", put_tsv(rte(4).replace("sentence2", "text2")),
-        id="no column"),
-    case(RTE, "column 'label', which task rte needs, is missing", put_tsv(rte(4), train="sentence1\tsentence2\nA\tB\n"),
-        id="no labels"),
     case(RTE, "1 of 9 rows do not have 4 fields, the first on line 10", put_tsv(rte(4), train=rte(8) + "9\tA lamp\n"),
         id="a short row"),
-    case(RTE, "data/train.csv, line 2: not CSV",
-        put(train_csv='sentence1,sentence2,label\n"A,B,0\n', dev_csv="sentence1,sentence2,label\nA,B,0\n"),
-        id="CSV quote"),
-    case(RTE, "data/train.parquet: not a readable Parquet file",
-        put(train_parquet=parquet()[:300], dev_parquet=parquet()),
-        id="cut Parquet"),
     case(RTE, "data/dev.parquet, row 1: sentence2 is not a text but 3",
         put(train_parquet=parquet(), dev_parquet=parquet(sentence2=[3] * 8)), id="numbers for texts"),
-    case(RTE, "data/train.jsonl, line 8: not JSON", put(train_jsonl=jsonl()[:-9], dev_jsonl=jsonl()),
-        id="cut JSON lines"),
     case(RTE, "data/dev.json: not JSON", put(train_jsonl=jsonl(), dev_json="[" * 100_000), id="deep JSON"),
     case(RTE, "data/dev.jsonl, line 8: not JSON",
         put(train_jsonl=jsonl(), dev_jsonl=jsonl()[:-3] + "1" * 5000 + "}"), id="endless digits"),
     case(RTE, "data/dev.json: column 'sentence1', which task rte needs, is missing; found: 'data'",
         put(train_jsonl=jsonl(), dev_json='{"data": []}'), id="another JSON"),
     # labels
-    case(RTE, "data/dev.tsv, line 6: label 'maybe' is none of task rte's", put_tsv(rte(4) + "9\tA\tB\tmaybe\n"),
-        id="maybe"),
-    case(RTE, "data/dev.tsv, line 6: label '' is none of task rte's", put_tsv(rte(4) + "9\tA\tB\t\n"),
-        id="an empty label"),
     case(RTE, "data/dev.parquet, row 2: label None is none of task rte's",
         put(train_parquet=parquet(), dev_parquet=parquet(label=[0, None] * 4)), id="a null label"),
-    *(case(STSB, f"data/dev.tsv, line 4: label '{score}' is not a finite number",
-          put_tsv(sts(1, 2, score), sts(1, 2, 3)), id=f"score {score}") for score in ("high", "nan", "1e400", "")),
+    case(STSB, "data/dev.tsv, line 4: label '1e400' is not a finite number",
+        put_tsv(sts(1, 2, "1e400"), sts(1, 2, 3)), id="score 1e400"),
     case(STSB, "data/dev.jsonl, line 8: not JSON: a number of",
         put(train_jsonl=jsonl(), dev_jsonl=jsonl()[:-3] + "1" * 400 + "}"), id="a score beyond all floats"),
     # SQuAD
-    case(SQUAD, "question q1: the answer 'Anna' is not at character 3",
-        put(train_v1_1_json=squad(ANNA, ("Anna", 3)), dev_v1_1_json=squad(ANNA, id="d")), id="answer elsewhere"),
     case(SQUAD, "question q1: the answer 'Anna' is not at character 3000",
         put(train_v1_1_json=squad(ANNA, ("Anna", 3000)), dev_v1_1_json=squad(ANNA)), id="answer behind the context"),
     *(case(SQUAD, "row 2: answers is", put(train_v1_1_json=squad(ANNA), dev_v1_1_json=squad(ANNA, ("Anna", start))),
           id=f"answer at {start!r}") for start in (-1, "0", 10**30)),
-    case(SQUAD, "row 1: answers is", put(train_v1_1_json=squad(ANNA), dev_v1_1_json=squad(ANNA, answers=[])),
-        id="no answer"),
-    case(SQUAD, "this is SQuAD v2", put(train_v1_1_json=squad(ANNA, is_impossible=False), dev_v1_1_json=squad(ANNA)),
-        id="SQuAD v2"),
-    case(SQUAD, "id 'x' occurs 2 times", put(train_v1_1_json=squad(ANNA), dev_v1_1_json=squad(ANNA, ANNA, id="x")),
-        id="an id twice"),
-    case(SQUAD, "data/train-v1.1.json: not JSON", put(train_v1_1_json=squad(ANNA)[:-9], dev_v1_1_json=squad(ANNA)),
-        id="cut JSON"),
-    case(SQUAD, "data/train-v1.1.json: no examples", put(train_v1_1_json='{"data": []}', dev_v1_1_json=squad(ANNA)),
-        id="no articles"),
-    # trees
-    *(case(SST5, f"data/train.txt, line 3: {problem}", put(train_txt=f"{TREES}{tree}\n", dev_txt=TREES), id=tree)
-      for tree, problem in {
-          "(3 (2 Good) (2 lamp)": "malformed tree: a bracket is not closed",
-          "(3 (2 Good) (2 lamp)))": "malformed tree: ) follows the end of the tree",
-          "((2 Good) (2 lamp))": "malformed tree: a node has no label",
-          "(7 (2 Good) (2 lamp))": "label '7' is none of task sst5's",
-      }.items()),
 ]  # fmt: skip
 
 MODELS = [
     case("model=auto model.name=model", "model.name=model is a file", a_file_at("model"), id="a file for a folder"),
-    case("model=auto model.name=./model", "there is no such folder", id="no folder"),
     case("model=auto model.name=nobody/bert", "not in the local cache", id="not on this machine"),
     case(f"model=auto model.name={'x' * 300}", "model xxx", id="too long a name"),
-    case(MODEL, "is not a model folder", a_folder_at("model"), id="an empty folder"),
     case(MODEL, "has no vocabulary", model(without("tokenizer.json")), id="no tokenizer"),
-    case(MODEL, "model_type", model(without("config.json")), id="no config"),
-    case(MODEL, "no file named model.safetensors", model(without("model.safetensors")), id="no weights"),
-    case(MODEL, "model/config.json: not JSON", model(cut("config.json", 40)), id="cut config"),
     case(MODEL, "model/config.json: a JSON object was expected", model(with_text("config.json", "[]")),
         id="a list as config"),
-    case(MODEL, "model/tokenizer.json: not JSON", model(cut("tokenizer.json", 400)), id="cut tokenizer"),
     case(MODEL, "Field 'hidden_size' expected int", model(with_settings(hidden_size="big")), id="a word as size"),
     case(MODEL, "clip models are not text encoders", model(with_text("config.json", '{"model_type": "clip"}')),
         id="another kind of model"),
@@ -402,14 +326,8 @@ MODELS = [
         id="an encoder-decoder"),
     case(MODEL, "is not a model folder", model(with_settings(quantization_config={"quant_method": "awq"})),
         id="quantized"),
-    *(case(MODEL, "is not a model folder that can be loaded: SafetensorError", model(cut("model.safetensors", size)),
-          id=f"weights cut at {size}") for size in (0, 300, 50_000)),
-    case(MODEL, "in the weights and", model(with_settings(hidden_size=32)), id="weights of other shapes"),
-    case(MODEL, "lacks 16 of the encoder's weights",
-        model(with_weights(lambda name, tensor: None if "layer.1" in name else tensor)), id="weights missing"),
     case(MODEL, "its weights are damaged", model(with_weights(lambda name, tensor: tensor * torch.nan)),
         id="nan weights"),
-    case(MODEL, "its embedding has only 256 rows", model(a_larger_vocabulary), id="larger vocabulary"),
     case(MODEL, "its tokenizer has 5001 tokens", model(an_id_beyond_the_embedding), id="an id beyond the embedding"),
     case(MODEL, "cannot process the output of", model(type_vocab_size=1), id="token types it does not know"),
     case(MODEL, "has no padding token", model(with_settings("tokenizer_config.json", pad_token=None)),
@@ -418,8 +336,6 @@ MODELS = [
     case(MODEL, "needs code from its repository", model(code_of_its_own(model_type="own")), id="code of its own"),
     case(MODEL, "its pickled weights hold more than tensors", model(a_pickle(torch.save)),
         id="pickled code in torch's file"),
-    case(MODEL, "its pickled weights hold more than tensors",
-        model(a_pickle(lambda value, path: path.write_bytes(pickle.dumps(value)))), id="pickled code"),
     case(MODEL, "model.safetensors", model(lambda folder: (without("model.safetensors")(folder),
         (folder / "model.safetensors").mkdir())),
         id="a folder for weights"),
@@ -427,7 +343,33 @@ MODELS = [
 
 
 @pytest.mark.parametrize(("arguments", "message", "prepare"), [*CONFIGS, *DATA, *MODELS])
-def test_refused_in_one_line(train: Train, tmp_path: Path, arguments: str, message: str, prepare: Prepare) -> None:
+def test_refused_in_one_line(
+    composed: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str,
+    prepare: Prepare,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    prepare(tmp_path)
+    files_before = read_files(tmp_path)
+    with pytest.raises((UserError, HydraException)) as error:
+        run(composed(*SMALL, *arguments.split()))
+    explanation = str(error.value) if isinstance(error.value, UserError) else schema.explain(error.value)
+    assert message in explanation
+    assert "\n" not in explanation
+    assert read_files(tmp_path) == files_before
+
+
+TO_TRAIN_PY = [
+    case("reg.lamda=1", "did you mean reg.lambda?"),
+    case("seed", "seed: not understood; expected key=value"),
+    case("hydra/launcher=joblib", "hydra/launcher=joblib: there is no such option"),
+    case(RTE, "data/dev.tsv, line 6: not UTF-8: byte 5 is 0xef",
+        put(train_tsv=rte(8), dev_tsv=f"{rte(4)}9\tnaïve\tnaïve\tentailment\n".encode("latin-1")), id="data"),
+    case(MODEL, "model/tokenizer.json: not JSON", model(cut("tokenizer.json", 400)), id="model"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "message", "prepare"), TO_TRAIN_PY)
+def test_train_py_prints_one_line(train: Train, tmp_path: Path, arguments: str, message: str, prepare: Prepare) -> None:
     prepare(tmp_path)
     files_before = read_files(tmp_path)
     code, stdout, stderr = train(arguments)
@@ -444,35 +386,29 @@ def test_refused_in_one_line(train: Train, tmp_path: Path, arguments: str, messa
 # ---- unusual inputs that work
 
 ODD = [
-    case(RTE, "", put_tsv(rte(1, "clock"), train=rte(1)), id="one example each"),
     case(STSB, "", put_tsv(sts(2), train=sts(1)), id="one score each"),
     case(SQUAD, "", put(train_v1_1_json=squad(ANNA), dev_v1_1_json=squad(ANNA)), id="one question each"),
     case(RTE, "", put_tsv(f"{HEADER}0\t\t\tentailment\n", train=f"{HEADER}0\t\t\tentailment\n"), id="empty texts"),
-    case(RTE + "task.max_length=100000", "", put_tsv(rte(4)), id="longer than the model"),
     case("task=demo_span model=auto model.name=model", "", model(max_position_embeddings=12), id="few positions"),
-    case(
-        RTE + "data.cache_dir=data/dev.tsv/cache", "features stay in memory", put_tsv(rte(4)), id="no place for a cache"
-    ),
-    case(
-        RTE,
-        "1 of 200 rows do not have 4 fields",
-        put_tsv(rte(4), train=rte(199) + "A lamp\n"),
-        id="one short row of many",
-    ),
+    case(f"{RTE} task.max_length=100000 data.cache_dir=data/dev.tsv/cache", "features stay in memory", put_tsv(rte(4)),
+        id="longer than the model, and no place for a cache"),
+    case(RTE, "1 of 200 rows do not have 4 fields", put_tsv(rte(4), train=rte(199) + "A lamp\n"),
+        id="one short row of many"),
     case(MODEL, "", model(code_of_its_own(model_type="bert")), id="code that is not needed"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "message", "prepare"), ODD)
-def test_odd_inputs_that_work(train: Train, tmp_path: Path, arguments: str, message: str, prepare: Prepare) -> None:
+def test_odd_inputs_that_work(
+    composed: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    arguments: str, message: str, prepare: Prepare,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
     prepare(tmp_path)
     files_before = read_files(tmp_path)
-    code, stdout, stderr = train(arguments)
-    assert (code, stderr) == (0, "")
-    assert message in stdout
-    assert message or "warning" not in stdout.lower()
-    [result] = (tmp_path / "runs").rglob(results.RESULT)
-    assert results.read(result.parent).status == "finished"
+    config = composed(*SMALL, "run.geometry=false", "run.isotropy_zeta=null", *arguments.split())
+    assert run(config).status == "finished"
+    assert message in caplog.text
     files_after = read_files(tmp_path)
     assert {name: files_after[name] for name in files_before} == files_before
     assert {name.split("/")[0] for name in set(files_after) - set(files_before)} == {"runs"}

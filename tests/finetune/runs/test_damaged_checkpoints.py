@@ -18,7 +18,6 @@ from tests.finetune.runs.faults import (
     Build,
     break_at,
     only_folder,
-    refused_in_one_line,
     warnings_in,
 )
 from tests.outcomes import assert_same
@@ -75,7 +74,7 @@ def are_equal(first: Any, second: Any) -> bool:
     return type(first) is type(second) and (first == second or (first != first and second != second))
 
 
-@pytest.mark.parametrize("part", range(20))
+@pytest.mark.parametrize("part", range(0, 20, 3))
 def test_a_truncated_checkpoint(checkpoints: Path, good_checkpoint: Path, caplog: Any, part: int) -> None:
     data = good_checkpoint.read_bytes()
     (checkpoints / "step-2.ckpt").write_bytes(data[: part * len(data) // 20])
@@ -88,13 +87,13 @@ def test_a_checkpoint_without_its_last_byte(checkpoints: Path, good_checkpoint: 
 
 
 def test_flipped_bits(checkpoints: Path, good_checkpoint: Path, caplog: Any) -> None:
-    """Thirty flipped bits anywhere and thirty in the directory of the archive; each is refused or harmless."""
+    """Fifteen flipped bits anywhere and fifteen in the directory of the archive; each is refused or harmless."""
     data, original = good_checkpoint.read_bytes(), read_checkpoint(good_checkpoint)
     generator = random.Random(7)
     newer = checkpoints / "step-2.ckpt"
     directory_start = data.index(b"PK\x01\x02")
-    positions = [generator.randrange(len(data)) for _ in range(30)]
-    positions += [generator.randrange(directory_start, len(data)) for _ in range(30)]
+    positions = [generator.randrange(len(data)) for _ in range(15)]
+    positions += [generator.randrange(directory_start, len(data)) for _ in range(15)]
     refused_count = 0
     for position in positions:
         damaged = bytearray(data)
@@ -112,7 +111,7 @@ def test_flipped_bits(checkpoints: Path, good_checkpoint: Path, caplog: Any) -> 
             [warning] = warnings_in(caplog)
             assert str(newer) in warning
             assert "\n" not in warning
-    assert refused_count > 20
+    assert refused_count > 10
 
 
 def edit_checkpoint(checkpoint: Path, edit: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -236,8 +235,7 @@ def damage(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("failing_step", [4, 7])
-@pytest.mark.parametrize("selection", ["the newest", "all"])
+@pytest.mark.parametrize(("selection", "failing_step"), [("the newest", 4), ("all", 7)])
 def test_a_run_with_damaged_checkpoints_ends_as_the_undisturbed_one(
     small: Build, undisturbed_run: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, selection: str, failing_step: int
 ) -> None:
@@ -279,19 +277,3 @@ def test_a_run_with_damaged_best_weights_ends(small: Build, monkeypatch: pytest.
     else:
         damage(best_weights)
     assert run(config).headline["epoch"] == 1
-
-
-def test_a_run_refuses_a_checkpoint_of_two_processes(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = small(*EPOCHS)
-    restore_step = break_at(monkeypatch, 3, Broken())
-    with pytest.raises(Broken):
-        run(config)
-    restore_step()
-    newest = only_folder(config) / "checkpoints" / "step-2.ckpt"
-    torch.save(
-        edit_checkpoint(
-            newest, lambda content: callback_state(content).update(random=callback_state(content)["random"] * 2)
-        ),
-        newest,
-    )
-    assert "2 processes" in refused_in_one_line(config)

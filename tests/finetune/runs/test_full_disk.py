@@ -59,7 +59,7 @@ def limit_writes(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, size: i
 
 @pytest.mark.parametrize(
     ("size", "after", "last_checkpoint"),
-    [(0, 0, None), (100_000, 0, None), (100_000, 3, "step-3.ckpt"), (0, 4, "step-3.ckpt"), (1000, 5, "step-4.ckpt")],
+    [(0, 0, None), (100_000, 3, "step-3.ckpt"), (1000, 5, "step-4.ckpt")],
 )
 def test_a_checkpoint_that_the_disk_does_not_take(
     small: Build,
@@ -92,8 +92,7 @@ def test_a_checkpoint_that_the_disk_does_not_take(
 
 @pytest.mark.parametrize(
     ("name", "after"),
-    [(r"step-\d+\.ckpt", 2), (r"best-epoch-\d+\.ckpt", 0), (r"metrics\.csv", 0), (r"metrics\.csv", 5),
-     (r"predictions\.jsonl", 0), (r"result\.json", 0), (r"manifest\.json", 0)],
+    [(r"best-epoch-\d+\.ckpt", 0), (r"metrics\.csv", 5), (r"predictions\.jsonl", 0), (r"result\.json", 0)],
 )  # fmt: skip
 def test_a_file_that_the_disk_does_not_take(
     small: Build, undisturbed_run: Path, monkeypatch: pytest.MonkeyPatch, name: str, after: int
@@ -109,12 +108,11 @@ def test_a_file_that_the_disk_does_not_take(
     assert_same(folder, undisturbed_run)
 
 
-@pytest.mark.parametrize("size", [0, 10_000, 100_000])
 def test_a_model_that_the_disk_does_not_take(
-    small: Build, undisturbed_run: Path, monkeypatch: pytest.MonkeyPatch, size: int
+    small: Build, undisturbed_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = small(*EPOCHS)
-    restore_disk = limit_writes(monkeypatch, pretrained, "save", size, 0)
+    restore_disk = limit_writes(monkeypatch, pretrained, "save", 10_000, 0)
     message = refused_in_one_line(config)
     restore_disk()
     folder = only_folder(config)

@@ -10,9 +10,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from istar.errors import UserError
 from istar.finetune.runs.run import run
+from istar.finetune.runs.run_folders import Examples, load_examples
 from istar.finetune.training import FineTuner
 from istar.inputs import demo, tiny
 from istar.records.config import Config
+from istar.records.task_specs import TASKS
 from tests.outcomes import assert_same, only_run
 
 Build = Callable[..., Config]
@@ -38,7 +40,11 @@ def make_overrides(task: str, decoder: Path) -> tuple[str, ...]:
 
 @pytest.mark.parametrize(("task", "epochs"), [("clm", 1), pytest.param("mlm", 3, marks=pytest.mark.slow)])
 def test_perplexity_falls_below_that_of_single_words(small: Build, decoder: Path, task: str, epochs: int) -> None:
-    record = run(small(*make_overrides(task, decoder), "task.limit_train=600", f"trainer.max_epochs={epochs}"))
+    record = run(
+        small(
+            *make_overrides(task, decoder), "task.limit_train=600", "run.geometry=false", f"trainer.max_epochs={epochs}"
+        )
+    )
     before, after = record.metrics_before["perplexity"], record.metrics["perplexity"]
     assert after < record.baseline["perplexity"] < before
     assert record.headline["metric"] == "perplexity"
@@ -83,14 +89,20 @@ def test_a_broken_run_goes_on_exactly(
     assert_same(only_run(tmp_path / "broken"), only_run(tmp_path / "whole"))
 
 
+def load_text_examples(small: Build, path: Path) -> Examples:
+    """Return the documents of `task=mlm` from a file or folder."""
+    config = small("task=mlm", "task.limit_train=null", "task.limit_validation=null", f"task.data_dir={path}")
+    return load_examples(TASKS["mlm"], config.task)
+
+
 def test_a_text_file_holds_out_some_of_its_documents(
     small: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     documents = demo.generate("mlm", "train")["text"][:100]
     (tmp_path / "letters.txt").write_text("\n".join(documents), encoding="utf-8")
-    record = run(small("task=mlm", "task.max_length=32", f"task.data_dir={tmp_path / 'letters.txt'}"))
+    examples = load_text_examples(small, tmp_path / "letters.txt")
     assert "5 of its 100 documents, chosen at random, are held out for validation" in caplog.text
-    assert record.data["validation"] == {"validation": 5}
+    assert (len(examples.train), [len(split) for split in examples.validation]) == (95, [5])
 
 
 def test_names_of_files_say_which_split_they_are(small: Build, tmp_path: Path) -> None:
@@ -99,8 +111,8 @@ def test_names_of_files_say_which_split_they_are(small: Build, tmp_path: Path) -
     rows = [json.dumps({"text": text}) for text in documents[32:48]]
     (tmp_path / "books-dev.jsonl").write_text("\n".join(rows), encoding="utf-8")
     (tmp_path / "notes.txt").write_text("\n".join(documents[48:]), encoding="utf-8")
-    record = run(small("task=mlm", "task.max_length=32", f"task.data_dir={tmp_path}"))
-    assert (record.data["train"], record.data["validation"]) == (32, {"validation": 16})
+    examples = load_text_examples(small, tmp_path)
+    assert (len(examples.train), [len(split) for split in examples.validation]) == (32, [16])
 
 
 @pytest.mark.parametrize(

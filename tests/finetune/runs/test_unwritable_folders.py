@@ -65,8 +65,7 @@ def forbid_drafts(monkeypatch: pytest.MonkeyPatch, name: str, after: int) -> Cal
 
 @pytest.mark.parametrize(
     ("name", "after"),
-    [("manifest.json", 0), (r"step-\d+.ckpt", 0), (r"step-\d+.ckpt", 3), ("metrics.csv", 2), ("predictions.jsonl", 0),
-     ("geometry.json", 0), ("result.json", 0)],
+    [("manifest.json", 0), (r"step-\d+.ckpt", 3), ("geometry.json", 0)],
 )  # fmt: skip
 def test_a_folder_that_cannot_be_written_any_more(
     small: Build, undisturbed_run: Path, monkeypatch: pytest.MonkeyPatch, name: str, after: int

@@ -136,24 +136,6 @@ def test_rows_are_numbered_over_batches(monkeypatch):
     assert are_equal(expected, featurize(SQUAD, questions(), make_tokenizer(), 48, training=False, cache_dir=None))
 
 
-@pytest.mark.parametrize(
-    ("spec", "data", "max_length", "message"),
-    [
-        (RTE, pairs(), 7, "max_length=7"),
-        (RTE, pairs().select([]), 24, "no rows"),
-        (RTE, pairs().remove_columns("sentence2"), 24, "sentence2"),
-        (RTE, pairs(label=[0, 1, 0, -1, 0, 0, 0]), 24, "row 3 .* -1"),
-        (RTE, pairs(label=[0, 1, 0, 2, 0, 0, 0]), 24, "row 3"),
-        (RTE, pairs(label=[0, 1, 0, None, 0, 0, 0]), 24, "row 3"),
-        (STSB, pairs(label=[0.0, 1, 0, 2, float("nan"), 0, 0]), 24, "row 4"),
-        (SQUAD, questions().remove_columns("answers"), 48, "answers"),
-    ],
-)
-def test_bad_data_are_refused(spec, data, max_length, message):
-    with pytest.raises(UserError, match=message):
-        featurize(spec, data, make_tokenizer(), max_length, training=True, cache_dir=None)
-
-
 def test_short_work_is_quiet_and_leaves_the_bars_as_they_were(tmp_path, capfd):
     was_enabled = datasets.is_progress_bar_enabled()
     featurize(RTE, pairs(), make_tokenizer(), 24, training=True, cache_dir=tmp_path)

@@ -1,6 +1,3 @@
-import socket
-
-import evaluate
 import numpy as np
 import pytest
 import scipy.stats
@@ -10,7 +7,7 @@ import torchmetrics.functional as oracle
 import torchmetrics.functional.text as text_oracle
 
 from istar.finetune.tasks.language_modelling import LanguageModelEvaluator
-from istar.finetune.tasks.metrics import METRICS, EvaluateMetric, compute, exact_match, normalize_answer, token_f1
+from istar.finetune.tasks.metrics import compute, exact_match, normalize_answer, token_f1
 from istar.records.task_specs import TASKS
 
 
@@ -137,33 +134,6 @@ def test_squad_takes_the_best_gold_and_agrees_with_torchmetrics():
 def test_nonsense_is_refused(names, predictions, references):
     with pytest.raises(ValueError):
         compute(names, predictions, references)
-
-
-def test_neither_network_nor_cache(monkeypatch, tmp_path):
-    def refuse(*_):
-        raise AssertionError("a metric went to the network")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    cache_folder = tmp_path / "no" / "such"
-    monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", str(cache_folder))
-    assert compute(["accuracy"], [1, 0], [1, 1]) == {"accuracy": 0.5}
-    assert not cache_folder.exists()
-
-
-@pytest.mark.parametrize("keep_in_memory", [True, False])
-@pytest.mark.parametrize("name", METRICS)
-def test_evaluate_s_metrics_give_the_same_values(tmp_path, name, keep_in_memory):
-    random = np.random.default_rng(3)
-    predictions, references = random.integers(0, 2, (2, 40)).tolist()
-    if name in ("pearson", "spearman"):
-        predictions, references = random.normal(size=(2, 40)).tolist()
-    elif name == "squad":
-        predictions, references = [f"cat {row}" for row in predictions], [["a cat", f"cat {row}"] for row in references]
-    metric = EvaluateMetric(name, keep_in_memory=keep_in_memory, cache_dir=str(tmp_path))
-    assert isinstance(metric, evaluate.Metric)
-    for first, last in ((0, 25), (25, 40)):
-        metric.add_batch(predictions=predictions[first:last], references=references[first:last])
-    assert metric.compute() == compute([name], predictions, references)
 
 
 def test_every_task_s_metrics_exist_and_hold_its_headline():
