@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from istar.geometry.collect.stream import Pass
     from istar.inputs.corpus import Source
 
-_DTYPES = ("float32", "float64", "bfloat16", "float16")
+_DTYPES = ("float32", "float64", "bf16", "float16")
 
 
 def add_parser(commands: Any) -> None:

@@ -501,7 +501,7 @@ def _explain_nonfinite_outputs(model: Any) -> str:
         return "its weights are damaged: some are NaN"
     dtype = str(model.dtype).removeprefix("torch.")
     if dtype == "float16":
-        return "they overflow float16, which ends at 65,504: choose float32 or bfloat16"
+        return "they overflow float16, which ends at 65,504: choose float32 or bf16"
     if all(parameter.isfinite().all() for parameter in model.parameters()):
         return f"its weights are finite, but what it computes overflows {dtype}: look for very large weights"
     return "its weights are damaged: some are infinite"

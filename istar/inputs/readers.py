@@ -48,7 +48,7 @@ class Table:
 
 def read_csv(path: Path) -> Table:
     """Open comma-separated values with a header."""
-    return _make_delimited_table(path, _iterate_csv(path))
+    return _make_delimited_table(path, iterate_csv(path))
 
 
 def read_tsv(path: Path, header: Sequence[str] = ()) -> Table:
@@ -57,7 +57,8 @@ def read_tsv(path: Path, header: Sequence[str] = ()) -> Table:
     return _make_delimited_table(path, records, header)
 
 
-def _iterate_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
+def iterate_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield the line number and the fields of each record of comma-separated values, the header included."""
     # Without `strict`, an unclosed quote would silently absorb the rest of the file.
     reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
     line = 1

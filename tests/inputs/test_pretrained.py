@@ -102,7 +102,7 @@ def test_families_and_heads(tmp_path: Path, family: str, task: str) -> None:
         torch.testing.assert_close(loaded[name], encoder[name], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("family", "task"), zip(FAMILIES, itertools.cycle(["demo", "demo_span"]), strict=False))
+@pytest.mark.parametrize(("family", "task"), [*zip(FAMILIES, itertools.cycle(["demo", "demo_span"]), strict=False)])
 def test_a_run_with_each_family(small: Build, tmp_path: Path, family: str, task: str) -> None:
     folder = save_encoder(tmp_path / "saved", family)
     config = small(
@@ -229,7 +229,7 @@ def test_overflow_of_float16_is_not_called_damage(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     config = ModelConfig(name=str(tmp_path))
     tokenizer = pretrained.load_tokenizer(config)
-    with pytest.raises(UserError, match=r"they overflow float16, which ends at 65,504: choose float32 or bfloat16"):
+    with pytest.raises(UserError, match=r"they overflow float16, which ends at 65,504: choose float32 or bf16"):
         pretrained.load_encoder(config, tokenizer, torch.float16)
     assert pretrained.load_encoder(config, tokenizer, torch.bfloat16).dtype == torch.bfloat16
     weights["encoder.layer.2.output.LayerNorm.bias"].fill_(torch.nan)

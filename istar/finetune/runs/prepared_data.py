@@ -177,17 +177,14 @@ def _prepare_labelled(
         cache_dir=cache_folder(config.data.cache_dir),
     )
     train = tokenize(examples.train, training=True)
-    validation = [(dataset, tokenize(dataset, training=False)) for dataset in examples.validation]
-    validation = [
-        _take_first_features(dataset, features, _count_evaluated_rows(config, len(features)))
-        for dataset, features in validation
-    ]
-    test = [(dataset, tokenize(dataset, training=False)) for dataset in examples.test]
-    if config.trainer.fast_dev_run:
-        test = [
-            _take_first_features(dataset, features, _count_evaluated_rows(config, len(features)))
-            for dataset, features in test
-        ]
+
+    def tokenize_evaluation_set(dataset: Dataset, is_cut: bool) -> tuple[Dataset, Dataset]:
+        features = tokenize(dataset, training=False)
+        max_features = _count_evaluated_rows(config, len(features)) if is_cut else len(features)
+        return _take_first_features(dataset, features, max_features)
+
+    validation = [tokenize_evaluation_set(dataset, is_cut=True) for dataset in examples.validation]
+    test = [tokenize_evaluation_set(dataset, is_cut=config.trainer.fast_dev_run) for dataset in examples.test]
     examples = replace(
         examples, validation=[dataset for dataset, _ in validation], test=[dataset for dataset, _ in test]
     )

@@ -5,7 +5,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +154,7 @@ class BlockRows:
 
     def take_first(self, count: int) -> "BlockRows":
         """Return only the first `count` rows."""
-        blocks = TokenBlocks(self.blocks.corpus, self.blocks.spans[:count], self.blocks.prefix, self.blocks.suffix)
-        return BlockRows(blocks, self.masking, self.seed)
+        return replace(self, blocks=replace(self.blocks, spans=self.blocks.spans[:count]))
 
 
 class BlockCollator:

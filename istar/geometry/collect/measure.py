@@ -35,7 +35,7 @@ from istar.measures.memory import keep_freed_memory
 from istar.measures.norms import norm_parameters
 from istar.records.config import ModelConfig
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "float16": torch.float16}
 _MAX_DEFAULT_LENGTH = 512
 _INTEGER_COLUMNS = ("first", "last", "tokens")
 """Columns of `Layer.summarize_by_position` and `Layer.summarize_by_frequency` that hold whole numbers."""
@@ -137,7 +137,7 @@ def measure_model(
     except NonFiniteError as error:
         if dtype != "float16":
             raise
-        raise NonFiniteError(f"{error}; float16 ends at 65,504: choose --dtype float32 or bfloat16") from error
+        raise NonFiniteError(f"{error}; float16 ends at 65,504: choose --dtype float32 or bf16") from error
     norm = reader.taps.norm
     gain_and_bias = None if norm is None else norm_parameters(norm, model.config.get_text_config().hidden_size)
     matrix_by_side = {"input": model.get_input_embeddings().weight.detach()}

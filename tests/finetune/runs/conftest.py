@@ -57,6 +57,7 @@ def cached_run(
                 "trainer.log_every_n_steps=1",
                 "trainer.progress_bar=false",
                 "trainer.accelerator=cpu",
+                "run.isotropy_zeta=null",
                 f"run.root={tmp_path_factory.mktemp('done')}",
                 *overrides,
             )
