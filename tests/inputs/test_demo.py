@@ -11,7 +11,6 @@ from datasets import Dataset, Value
 from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegression
 
-from istar.errors import UserError
 from istar.inputs import demo
 from istar.records.task_specs import TASKS, TaskSpec
 
@@ -124,9 +123,3 @@ def test_sentences_read_as_sentences() -> None:
                 assert re.fullmatch(r"[A-Z][A-Za-z ,.]+[.?]", text), text
                 assert "  " not in text
                 assert " ." not in text
-
-
-@pytest.mark.parametrize(("name", "split"), [("mnli", "train"), ("demo", "dev"), ("demo_span", "test"), ("", "")])
-def test_unknown_names_are_refused(name: str, split: str) -> None:
-    with pytest.raises(UserError, match="choose one of"):
-        demo.generate(name, split)

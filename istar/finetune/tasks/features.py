@@ -81,7 +81,7 @@ def featurize(
         pads on the left.
 
     Raises:
-        UserError: if a gold answer is not where it should be, or `max_length` has no room for question and context.
+        UserError: if a gold answer is not where it should be.
     """
     rows = dataset.with_format(None).select_columns(_list_used_columns(spec, dataset, training))
     encode_batch = partial(_encode_batch, spec, tokenizer, max_length, doc_stride, training)

@@ -11,33 +11,27 @@ from istar.errors import UserError
 IGNORED_LABEL = -100
 """Label of a token that is not to be predicted; the losses of torch and transformers ignore it."""
 
+_CHOICE_PROBABILITY = 0.15
 _MASK_SHARE, _RANDOM_SHARE = 0.8, 0.1  # shares of the chosen tokens; the rest stays unchanged
 
 
 class Masking:
     """Choose and replace the tokens that a masked language model has to predict, as in BERT's pre-training.
 
-    Each token is chosen with a probability of 15% by default. Of the chosen tokens, 80% become the mask token, 10%
+    Each token is chosen with a probability of 15%. Of the chosen tokens, 80% become the mask token, 10%
     become a random token, and 10% stay unchanged. Special tokens are never chosen. At least one token of a text is
     chosen, because a mean loss over no token is undefined.
 
     Args:
         tokenizer: a fast tokenizer with a mask token.
         whole_word: whether to choose either all tokens of a word or none.
-        probability: probability with which a token, or a whole word, is chosen, above 0 and at most 1.
 
     Raises:
-        UserError: if the tokenizer has no mask token, or does not mark where words begin although `whole_word` is True.
+        UserError: if the tokenizer does not mark where words begin although `whole_word` is True.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, whole_word: bool = False, probability: float = 0.15) -> None:
-        if tokenizer.mask_token_id is None:
-            raise UserError(
-                f"{type(tokenizer).__name__} has no mask token, which task=mlm needs; choose an encoder such as BERT, "
-                "or task=clm"
-            )
-        self.mask_id = int(tokenizer.mask_token_id)
-        self.probability = probability
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, whole_word: bool = False) -> None:
+        self.mask_id: Any = tokenizer.mask_token_id
         tokens: Any = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
         special_ids = set(tokenizer.all_special_ids)
         self._is_special = np.array([token_id in special_ids for token_id in range(len(tokens))])
@@ -53,7 +47,7 @@ class Masking:
         is_ordinary = ~self._is_special[input_ids]
         # The index of the word to which each token belongs; without `whole_word`, each token is a word.
         word_index = np.cumsum(~self._continues_word[input_ids] | ~is_ordinary) - 1
-        is_chosen = is_ordinary & (rng.random(len(input_ids)) < self.probability)[word_index]
+        is_chosen = is_ordinary & (rng.random(len(input_ids)) < _CHOICE_PROBABILITY)[word_index]
         if not is_chosen.any() and is_ordinary.any():
             is_chosen = is_ordinary & (word_index == rng.choice(word_index[is_ordinary]))
         draws, replacements = rng.random(len(input_ids)), rng.choice(self._ordinary_ids, len(input_ids))

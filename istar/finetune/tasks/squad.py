@@ -74,18 +74,8 @@ def tokenize_windows(
     Returns:
         Lists of equal length with one entry per window: the tokenizer's outputs, `offset_mapping` (arrays of shape
         (tokens, 2)) and `example_id`, the index of the example. The windows of an example are consecutive and in order.
-
-    Raises:
-        UserError: if the tokenizer is slow, or `max_length` is too small for a question and a context.
     """
-    if not tokenizer.is_fast:
-        raise UserError(
-            f"{type(tokenizer).__name__} is a slow tokenizer, which cannot return offsets; "
-            "choose a model with a fast one (a tokenizer.json)"
-        )
     max_text_tokens = max_length - tokenizer.num_special_tokens_to_add(pair=True)
-    if max_text_tokens < 2:
-        raise UserError(f"max_length={max_length} is too small for a question and a context; increase it")
     max_question_tokens = max_text_tokens // 2
     encoded = tokenizer(
         _truncate_questions(questions, tokenizer, max_question_tokens),

@@ -126,7 +126,6 @@ def test_squad_takes_the_best_gold_and_agrees_with_torchmetrics():
     [
         (["accuracy"], [], []),
         (["accuracy"], [1, 0], [1]),
-        (["bleu"], [1], [1]),
         (["pearson"], [1.0, float("nan")], [1.0, 2.0]),
         (["squad"], ["x"], [[]]),
     ],

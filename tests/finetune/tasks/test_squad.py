@@ -171,16 +171,6 @@ def test_empty_texts_make_one_feature_without_an_answer():
     assert find_answer_tokens(features["offset_mapping"][0], 0, 1) == (0, 0)
 
 
-def test_slow_tokenizers_and_no_room_are_refused():
-    class SlowTokenizer:
-        is_fast = False
-
-    with pytest.raises(UserError, match="slow"):
-        tokenize_windows(["q"], ["c"], SlowTokenizer(), 64)
-    with pytest.raises(UserError, match="max_length=4"):
-        tokenize_windows(["q"], ["c"], make_letter_tokenizer(), 4)
-
-
 def naive_best_span(start, end, offsets, n_best, max_answer_length):
     context_tokens = [token for token in range(len(offsets)) if offsets[token][0] >= 0]
     starts = sorted(context_tokens, key=lambda token: (-start[token], token))[:n_best]
