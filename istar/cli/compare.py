@@ -95,7 +95,7 @@ def _measure_models(
             f"{unmeasured_models[0].name} holds no {file_name}; give a folder of istar measure, or --text to measure it"
         )
     measurements = [
-        measures_file.read(Path(argument.name) / file_name)
+        measures_file.read_measurement(Path(argument.name) / file_name)
         if compare.is_measured(argument)
         else _measure_model(argument, sources, options, progress_console)
         for argument in model_arguments

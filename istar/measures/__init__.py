@@ -17,7 +17,6 @@ from istar.measures.catalogue import Measure, find_measure
 from istar.measures.classes import ClassIsotropy, ClassMoments, class_isotropy
 from istar.measures.contributions import (
     CosineContributions,
-    cosine_contributions,
     cosine_without_dimensions,
     standardized_cosine,
 )
@@ -93,7 +92,6 @@ __all__ = [
     "cka",
     "cka_with_error",
     "class_isotropy",
-    "cosine_contributions",
     "cosine_without_dimensions",
     "effective_rank",
     "find_measure",

@@ -130,16 +130,3 @@ def find_measure(name: str, subject: Subject = "layers") -> Measure:
             return measure
     names = [measure.name for measure in MEASURES if measure.subject == subject]
     raise UserError(f"{subject} have no measure {name!r}{did_you_mean(name, names)}; istar measure --list shows all")
-
-
-def markdown_table() -> str:
-    """Return the table of measures for the documentation, without the standard errors."""
-    lines = ["| measure | of | what it is | range | computed by | blind to |", "| --- | --- | --- | --- | --- | --- |"]
-    subjects = {"layers": "a layer", "matrices": "an embedding matrix", "final_norm": "the final normalization"}
-    for measure in MEASURES:
-        if not measure.name.endswith("_error"):
-            function = f"`{measure.function.rpartition('.')[2]}`"
-            cells = [subjects[measure.subject], measure.formula, measure.range, function, measure.blind_to]
-            escaped_cells = [cell.replace("|", "\\|") for cell in (measure.title, *cells)]
-            lines.append(f"| {' | '.join(escaped_cells)} |")
-    return "\n".join(lines)

@@ -21,23 +21,6 @@ from istar.measures.input_checks import select_rows, upcast_blocks
 from istar.measures.spectrum import DimensionMoments
 
 
-def cosine_contributions(points: Tensor, mask: Tensor | None = None) -> Tensor:
-    r"""Compute the contribution of each dimension to the average cosine, `(d,)`; see `CosineContributions`.
-
-    Args:
-        points: `(..., d)` of any floating dtype; blocks of points are converted to float64 one after the other.
-        mask: `(...)`, bool or 0/1; points where the mask is 0 are ignored.
-
-    Raises:
-        UserError: for fewer than 2 points other than zero, or values that are not finite.
-
-    >>> cosine_contributions(torch.tensor([[1.0, 1.0], [5.0, 5.0]])).round(decimals=6).tolist()
-    [0.5, 0.5]
-    """
-    rows = select_rows(points, mask)
-    return CosineContributions(rows.shape[1], rows.device).update(rows).contributions()
-
-
 def cosine_without_dimensions(points: Tensor, dimensions: Sequence[int] | Tensor, mask: Tensor | None = None) -> Tensor:
     """Compute the average cosine over all pairs of points without some dimensions, usually the rogue ones.
 
@@ -45,16 +28,17 @@ def cosine_without_dimensions(points: Tensor, dimensions: Sequence[int] | Tensor
     many dimensions is not removed with a few of them. Not centered.
 
     Args:
-        points: as in `cosine_contributions`.
+        points: `(..., d)` of any floating dtype; blocks of points are converted to float64 one after the other.
         dimensions: distinct indices of the dimensions to leave out, fewer than d; may be empty. See
             `CosineContributions.top_dimensions`.
-        mask: as in `cosine_contributions`.
+        mask: `(...)`, bool or 0/1; points where the mask is 0 are ignored.
 
     Returns:
         0-d float64 (float32 on MPS), in [-1 / (n - 1), 1].
 
     Raises:
-        UserError: as `cosine_contributions`, or if the dimensions are not distinct indices that leave one dimension.
+        UserError: for fewer than 2 points other than zero, values that are not finite, or dimensions that are not
+            distinct indices or leave none.
 
     >>> cosine_without_dimensions(torch.tensor([[9.0, 1.0, 0.0], [9.0, 0.0, 1.0]]), [0]).item()
     0.0
@@ -81,14 +65,14 @@ def standardized_cosine(points: Tensor, mask: Tensor | None = None) -> Tensor:
     similarity tasks, are then comparable.
 
     Args:
-        points: as in `cosine_contributions`.
-        mask: as in `cosine_contributions`.
+        points: as in `cosine_without_dimensions`.
+        mask: as in `cosine_without_dimensions`.
 
     Returns:
         0-d float64 (float32 on MPS), in [-1 / (n - 1), 1]; near 0 for most clouds, because they are then centered.
 
     Raises:
-        UserError: as `cosine_contributions`, and if all points are equal.
+        UserError: for fewer than 2 points other than zero, values that are not finite, or points that are all equal.
 
     >>> shifted = torch.tensor([[101.0, 1.0], [102.0, 1.0], [101.0, 2.0], [102.0, 2.0]])
     >>> round(standardized_cosine(shifted).item(), 6)

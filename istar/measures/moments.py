@@ -58,15 +58,15 @@ class BatchMoments(NamedTuple):
     """Moments of one batch of points; `third` and `fourth` are None if only mean and scatter were computed."""
 
     size: Tensor
-    """Number of points or sum of their weights, 0-d."""
+    """Number of points, 0-d."""
     mean: Tensor
-    """Weighted mean m, `(d,)`."""
+    """Mean m, `(d,)`."""
     scatter: Tensor
     """Scatter matrix about the mean, `(d, d)`."""
     third: Tensor | None = None
-    """Sum of w |x - m|^2 (x - m), `(d,)`."""
+    """Sum of |x - m|^2 (x - m), `(d,)`."""
     fourth: Tensor | None = None
-    """Sum of w |x - m|^4, 0-d."""
+    """Sum of |x - m|^4, 0-d."""
 
 
 def mask_to_indices(mask: Tensor | None) -> Tensor | None:
@@ -84,31 +84,28 @@ def mask_to_indices(mask: Tensor | None) -> Tensor | None:
 def mean_and_scatter(
     points: Tensor,
     mask: Tensor | None = None,
-    weights: Tensor | None = None,
     matmul_dtype: torch.dtype | None = None,
     indices: Tensor | None = None,
 ) -> BatchMoments:
-    r"""Compute the mean :math:`m = \sum w_i x_i / n`, with :math:`n = \sum w_i`, and the scatter matrix
-    :math:`M = \sum w_i (x_i - m)(x_i - m)^T` of one batch of points.
+    r"""Compute the mean :math:`m = \sum x_i / n` and the scatter :math:`M = \sum (x_i - m)(x_i - m)^T` of n points.
 
     Differentiable in the points, any number of times. Let :math:`g = \partial L / \partial m` and
     :math:`G = \partial L / \partial M` be the incoming gradients. The gradient with respect to a point is
 
     .. math::
-        \frac{\partial L}{\partial x_i} = w_i \left(\frac{g}{n} + (G + G^T)(x_i - m)\right)
+        \frac{\partial L}{\partial x_i} = \frac{g}{n} + (G + G^T)(x_i - m)
 
     The dependence of M on :math:`x_i` through the mean contributes nothing, because
-    :math:`\sum w_i (x_i - m) = 0`. The backward pass is therefore one matrix product.
+    :math:`\sum (x_i - m) = 0`. The backward pass is therefore one matrix product.
 
     Args:
         points: `(..., d)`, any floating dtype.
         mask: `(...)`, bool or 0/1. Points where the mask is 0 are ignored, even if they are NaN; their gradient is 0.
-        weights: `(...)`, non-negative; 1 for every point by default. Points of weight 0 are ignored like masked ones.
         matmul_dtype: dtype of the factors in the two large matrix products: M in the forward pass and
             :math:`(x_i - m)(G + G^T)` in the backward pass. None uses the dtype of M. With bfloat16, the products are
             two to three times as fast on hardware that supports it, IsoScore has a relative error of about 1e-5, and
             there is no second derivative.
-        indices: result of `mask_to_indices`, in place of a mask. Cannot be combined with weights.
+        indices: result of `mask_to_indices`, in place of a mask.
 
     Returns:
         n and m in float64 (float32 on MPS); M in float32, or in float64 for float64 points. All are on the points'
@@ -117,37 +114,18 @@ def mean_and_scatter(
     Raises:
         UserError: in a second backward pass, if `matmul_dtype` is narrower than the dtype of M.
     """
-    points, indices, weights = _flatten_points(points, mask, weights, indices)
-    count_dtype = accumulation_dtype(points.device)
-    # Avoid 0 / 0: the mean of an empty batch is 0. A divisor that is a number and not a tensor saves many small
-    # operations, which take longer than the arithmetic where a layer has few points.
-    divisor: Tensor | int
-    if weights is None:
-        num_points = len(points) if indices is None else len(indices)
-        count = torch.full((), num_points, dtype=count_dtype, device=points.device)
-        divisor = max(num_points, 1)
-    else:
-        count = weights.sum(dtype=count_dtype)
-        divisor = torch.where(count > 0, count, 1)
-    mean, scatter = _MeanAndScatter.apply(points, indices, weights, divisor, matmul_dtype)
+    points, indices = _flatten_points(points, mask, indices)
+    num_points = len(points) if indices is None else len(indices)
+    count = torch.full((), num_points, dtype=accumulation_dtype(points.device), device=points.device)
+    mean, scatter = _MeanAndScatter.apply(points, indices, matmul_dtype)
     return BatchMoments(count, mean, scatter)
 
 
-def _flatten_points(
-    points: Tensor, mask: Tensor | None, weights: Tensor | None, indices: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return all points as `(n, d)`, the row indices of the k points that count, and their weights as `(k, 1)`.
-
-    The indices are None if all points count, and the weights are None if all are 1.
-    """
+def _flatten_points(points: Tensor, mask: Tensor | None, indices: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return all points as `(n, d)`, and the row indices of those that count, or None if all count."""
     if points.dim() != 2:  # `reshape` would add an operation to the autograd graph in any case.
         points = points.reshape(-1, points.shape[-1])
-    if weights is None:
-        return points, mask_to_indices(mask) if indices is None else indices, None
-    is_positive = weights > 0
-    indices = mask_to_indices(is_positive if mask is None else is_positive & mask.bool())
-    weights = weights.reshape(-1, 1).to(torch.promote_types(points.dtype, torch.float32))
-    return points, indices, _select_rows(weights, indices)
+    return points, mask_to_indices(mask) if indices is None else indices
 
 
 class _MeanAndScatter(torch.autograd.Function):
@@ -160,38 +138,32 @@ class _MeanAndScatter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        points: Tensor,
-        indices: Tensor | None,
-        weights: Tensor | None,
-        divisor: Tensor | int,
-        matmul_dtype: torch.dtype | None,
+        ctx: Any, points: Tensor, indices: Tensor | None, matmul_dtype: torch.dtype | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the mean and the scatter matrix; `divisor` is the sum of the weights, or 1 for an empty batch."""
         with full_precision(points.device):
             selected = _select_rows(points, indices)
             dtype = torch.promote_types(points.dtype, torch.float32)
-            shift = _apply_weights(selected, weights).sum(0, dtype=dtype) / divisor
+            divisor = max(len(selected), 1)  # The mean of an empty batch is 0.
+            shift = selected.sum(0, dtype=dtype) / divisor
             centered = selected - shift
             factors = centered if matmul_dtype is None else centered.to(matmul_dtype)
-            scatter = _matmul(_apply_weights(factors, weights).T, factors, dtype)
+            scatter = _matmul(factors.T, factors, dtype)
             # `shift` equals the mean only up to rounding; correct the mean and the scatter for the difference.
-            residual = _apply_weights(centered, weights).sum(0)
+            residual = centered.sum(0)
             offset = residual / divisor
             mean = shift.to(accumulation_dtype(points.device)) + offset
             scatter.addr_(residual, offset, alpha=-1)
         ctx.is_rounded = factors.dtype != dtype
         # Rounded factors take half the memory of float32 points, which a model under autocast does not keep itself.
-        ctx.save_for_backward(factors if ctx.is_rounded else points, indices, weights, mean)
+        ctx.save_for_backward(factors if ctx.is_rounded else points, indices, mean)
         ctx.shape, ctx.dtype, ctx.divisor = points.shape, points.dtype, divisor
         return mean, scatter
 
     @staticmethod
     def backward(ctx: Any, grad_mean: Tensor, grad_scatter: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the points by the formula of `mean_and_scatter`."""
         if ctx.is_rounded and torch.is_grad_enabled():
             raise UserError("products in bfloat16 have no second derivative; use compute='float32'")
-        points, indices, weights, mean = ctx.saved_tensors
+        points, indices, mean = ctx.saved_tensors
         dtype = torch.promote_types(ctx.dtype, torch.float32)
         with full_precision(points.device):
             factors = points if ctx.is_rounded else _select_rows(points, indices) - mean.to(dtype)
@@ -201,20 +173,14 @@ class _MeanAndScatter(torch.autograd.Function):
                 gradient = _matmul(factors, symmetric_grad.to(factors.dtype), dtype).add_(mean_term)
             else:
                 gradient = torch.addmm(mean_term, factors, symmetric_grad)
-            gradient = _apply_weights(gradient, weights).to(ctx.dtype)
+            gradient = gradient.to(ctx.dtype)
             if indices is not None:
                 gradient = gradient.new_zeros(ctx.shape).index_copy(0, indices, gradient)
-        return gradient, None, None, None, None
+        return gradient, None, None
 
 
 def _select_rows(points: Tensor, indices: Tensor | None) -> Tensor:
-    """Return the rows of the points with these indices; None selects all."""
     return points if indices is None else points.index_select(0, indices)
-
-
-def _apply_weights(points: Tensor, weights: Tensor | None) -> Tensor:
-    """Multiply each point `(n, d)` by its weight `(n, 1)`; None returns the points."""
-    return points if weights is None else points * weights.to(points.dtype)
 
 
 def _matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
@@ -226,35 +192,32 @@ def _matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return (left @ right).to(dtype)
 
 
-def fourth_moments(
-    points: Tensor, mask: Tensor | None = None, weights: Tensor | None = None, indices: Tensor | None = None
-) -> BatchMoments:
-    r"""Compute `mean_and_scatter` and the sums :math:`t = \sum w_i \lVert x_i - m \rVert^2 (x_i - m)` and
-    :math:`F = \sum w_i \lVert x_i - m \rVert^4`.
+def fourth_moments(points: Tensor, mask: Tensor | None = None, indices: Tensor | None = None) -> BatchMoments:
+    r"""Compute `mean_and_scatter` and the sums :math:`t = \sum \lVert x_i - m \rVert^2 (x_i - m)` and
+    :math:`F = \sum \lVert x_i - m \rVert^4`.
 
     Returns the result of `mean_and_scatter` with t `(d,)` as `third` and F (0-d) as `fourth`, both in float64 (float32
     on MPS). The gradients of t and F are those of plain autograd, which saves copies of the points.
     """
-    count, mean, scatter = mean_and_scatter(points, mask, weights, indices=indices)[:3]
-    points, indices, weights = _flatten_points(points, mask, weights, indices)
+    count, mean, scatter = mean_and_scatter(points, mask, indices=indices)[:3]
+    points, indices = _flatten_points(points, mask, indices)
     with full_precision(points.device):
         centered = _select_rows(points, indices) - mean.to(torch.promote_types(points.dtype, torch.float32))
-        weights = None if weights is None else weights.squeeze(1)
-        third, fourth = _sum_third_and_fourth_powers(centered, weights, mean.dtype)
+        third, fourth = _sum_third_and_fourth_powers(centered, mean.dtype)
     return BatchMoments(count, mean, scatter, third, fourth)
 
 
-def _sum_third_and_fourth_powers(centered: Tensor, weights: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the sums of w |y|^2 y, `(d,)`, and of w |y|^4, 0-d, over centered points y with weights w, in `dtype`."""
+def _sum_third_and_fourth_powers(centered: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the sums of |y|^2 y, `(d,)`, and of |y|^4, 0-d, over centered points y, in `dtype`."""
     squares = centered.square().sum(-1)
     # Divide by the largest square, because fourth powers can overflow float32 where the scatter does not.
     # The smallest positive number stands in for the largest square if all points are equal or there are none.
     largest_square = torch.cat([squares.detach(), squares.new_full((1,), torch.finfo(squares.dtype).tiny)]).max()
     relative_squares = squares / largest_square
-    weighted_squares = relative_squares if weights is None else relative_squares * weights.to(relative_squares.dtype)
     largest_square = largest_square.to(dtype)
-    third = (centered.T @ weighted_squares).to(dtype) * largest_square
-    fourth = weighted_squares.to(dtype) @ relative_squares.to(dtype) * largest_square.square()
+    third = (centered.T @ relative_squares).to(dtype) * largest_square
+    wide_squares = relative_squares.to(dtype)
+    fourth = wide_squares @ wide_squares * largest_square.square()
     return third, fourth
 
 
@@ -297,11 +260,8 @@ def add_matrices(total: Tensor, matrices: Sequence[Tensor]) -> Tensor:
 
 
 class _AddMatrices(torch.autograd.Function):
-    """Autograd function behind `add_matrices`."""
-
     @staticmethod
     def forward(ctx: Any, total: Tensor, *matrices: Tensor) -> Tensor:
-        """Return the sum."""
         ctx.dtypes = [matrix.dtype for matrix in matrices]
         total = total.clone()
         for matrix in matrices:
@@ -310,14 +270,13 @@ class _AddMatrices(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradient of the sum for each term, in its dtype."""
         gradients = {dtype: gradient.to(dtype) for dtype in set(ctx.dtypes)}
         return gradient, *(gradients[dtype] for dtype in ctx.dtypes)
 
 
 class Moments(Accumulator):
-    r"""Accumulates the count :math:`n = \sum w_i`, the mean :math:`m = \sum w_i x_i / n` and the scatter matrix
-    :math:`M = \sum w_i (x_i - m)(x_i - m)^T` of a stream of batches.
+    r"""Accumulates the count n, the mean :math:`m = \sum x_i / n` and the scatter matrix
+    :math:`M = \sum (x_i - m)(x_i - m)^T` of a stream of batches.
 
     Each batch is summed about its own mean, in float32 or in the points' own dtype if that is wider. The sums are then
     merged into float64 accumulators by the parallel formula of Chan, Golub and LeVeque (1979). This keeps precision
@@ -349,35 +308,31 @@ class Moments(Accumulator):
         self.add_state("epsilon", zeros.new_zeros(()), "max")
 
     @classmethod
-    def of(cls, points: Tensor, mask: Tensor | None = None, weights: Tensor | None = None) -> Self:
+    def of(cls, points: Tensor, mask: Tensor | None = None) -> Self:
         """Create an accumulator from one batch; see `update`."""
         if points.dim() < 2:
             raise UserError(f"points have shape {tuple(points.shape)}; expected (n, d)")
-        return cls(points.shape[-1], points.device).update(points, mask, weights)
+        return cls(points.shape[-1], points.device).update(points, mask)
 
     @property
     def dim(self) -> int:
         """The number of dimensions d."""
         return self.mean.shape[0]
 
-    def update(self, points: Tensor, mask: Tensor | None = None, weights: Tensor | None = None) -> Self:
+    def update(self, points: Tensor, mask: Tensor | None = None) -> Self:
         """Add a batch of points. Returns this accumulator.
 
         Args:
             points: `(..., d)`, any floating dtype.
             mask: `(...)`, bool or 0/1; points where the mask is 0 are ignored, even if they are NaN.
-            weights: `(...)`, non-negative; a point of weight 2 counts twice, and a point of weight 0 is ignored.
 
         Raises:
-            UserError: if shapes do not match, the points are not floating, or a weight is negative.
+            UserError: if shapes do not match, or the points are not floating.
         """
         check_points(points, self.dim)
         check_one_per_point(mask, "mask", points)
-        check_one_per_point(weights, "weights", points)
-        if weights is not None and not (weights >= 0).all():
-            raise UserError("some weights are negative or NaN; expected how often each point counts")
         if points.numel() > 0:
-            self.add_batch(self._compute_batch_moments(points, mask, weights))
+            self.add_batch(self._compute_batch_moments(points, mask))
         return self
 
     def covariance(self, correction: int = 1) -> Tensor:
@@ -396,8 +351,8 @@ class Moments(Accumulator):
         delta = self.mean - mean
         return {"scatter": torch.addr(self.scatter, self.count * delta, delta)}
 
-    def _compute_batch_moments(self, points: Tensor, mask: Tensor | None, weights: Tensor | None) -> BatchMoments:
-        return mean_and_scatter(points, mask, weights)
+    def _compute_batch_moments(self, points: Tensor, mask: Tensor | None) -> BatchMoments:
+        return mean_and_scatter(points, mask)
 
     def add_batch(self, batch: BatchMoments) -> None:
         """Add the points of a batch by their moments, as `mean_and_scatter` returns them for points on this device."""
@@ -413,15 +368,15 @@ class Moments(Accumulator):
 
 
 class FourthMoments(Moments):
-    r"""Accumulates, in addition to `Moments`, the fourth moment :math:`F = \sum w_i \lVert x_i - m \rVert^4`.
+    r"""Accumulates, in addition to `Moments`, the fourth moment :math:`F = \sum \lVert x_i - m \rVert^4`.
 
     F gives the variance of the sample covariance. When two batches are merged, the mean moves by some
     :math:`\delta`, and with y = x - m for each point x, F becomes
 
     .. math::
-        \sum w \lVert y + \delta \rVert^4 = F + 4 \delta^T t + 4 \delta^T M \delta
+        \sum \lVert y + \delta \rVert^4 = F + 4 \delta^T t + 4 \delta^T M \delta
         + 2 \lVert \delta \rVert^2 \operatorname{tr} M + n \lVert \delta \rVert^4,
-        \qquad t = \sum w \lVert y \rVert^2 y.
+        \qquad t = \sum \lVert y \rVert^2 y.
 
     The accumulator therefore also keeps t. Merging is exact and needs d + 1 more numbers than `Moments`.
 
@@ -443,9 +398,9 @@ class FourthMoments(Moments):
     def about_mean(cls, origin: Tensor, sums: Sequence[Tensor], epsilon: Tensor) -> Self:
         r"""Create an accumulator from sums over points about an origin instead of about their mean.
 
-        With the differences y = x - o from the origin, the shift :math:`\delta = \sum w y / n` of the mean, and the
-        sums :math:`M' = \sum w y y^T`, :math:`t' = \sum w \lVert y \rVert^2 y` and
-        :math:`F' = \sum w \lVert y \rVert^4`, the moments about the mean are
+        With the differences y = x - o from the origin, the shift :math:`\delta = \sum y / n` of the mean, and the
+        sums :math:`M' = \sum y y^T`, :math:`t' = \sum \lVert y \rVert^2 y` and
+        :math:`F' = \sum \lVert y \rVert^4`, the moments about the mean are
 
         .. math::
             M &= M' - n \delta \delta^T, \qquad
@@ -457,7 +412,7 @@ class FourthMoments(Moments):
 
         Args:
             origin: o, `(d,)`.
-            sums: n, :math:`\sum w y`, M', t' and F', in the dtype of the accumulators.
+            sums: n, :math:`\sum y`, M', t' and F', in the dtype of the accumulators.
             epsilon: machine epsilon of the narrowest dtype in which a batch was summed, 0-d.
         """
         count, total, scatter, third, fourth = sums
@@ -477,8 +432,8 @@ class FourthMoments(Moments):
         third, fourth = _recenter(BatchMoments(self.count, self.mean, self.scatter, self.third, self.fourth), mean)
         return {**super().recenter(mean), "third": third, "fourth": fourth}
 
-    def _compute_batch_moments(self, points: Tensor, mask: Tensor | None, weights: Tensor | None) -> BatchMoments:
-        return fourth_moments(points, mask, weights)
+    def _compute_batch_moments(self, points: Tensor, mask: Tensor | None) -> BatchMoments:
+        return fourth_moments(points, mask)
 
     def add_batch(self, batch: BatchMoments) -> None:
         """Add the points of a batch by their moments, as `fourth_moments` returns them for points on this device."""

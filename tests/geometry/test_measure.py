@@ -99,7 +99,7 @@ def test_undefined_numbers_are_null_in_the_file(measurements: Measurements, tmp_
         raise AssertionError(f"{constant} is not JSON")
 
     assert json.loads(text, parse_constant=refuse)["sources"]["a"]["layer_1"]["two_nn"] is None
-    reread = measures_file.read(tmp_path / measures_file.JSON_FILE)
+    reread = measures_file.read_measurement(tmp_path / measures_file.JSON_FILE)
     assert math.isnan(reread.sources["a"]["layer_1"]["two_nn"])
     assert reread.model["revision"] is None
     assert reread.settings["limit"] is None
@@ -111,14 +111,14 @@ def test_a_list_with_undefined_numbers_is_on_one_line(measurements: Measurements
     spectra = {"a": {"layer_1": {"raw": [1.5, math.nan, -2e-7, math.inf]}}}
     write_measures(replace(measurements, spectra=spectra), tmp_path)
     assert "[ 1.5, null, -2e-07, null ]" in (tmp_path / measures_file.JSON_FILE).read_text()
-    spectrum = measures_file.read(tmp_path / measures_file.JSON_FILE).spectra["a"]["layer_1"]["raw"]
+    spectrum = measures_file.read_measurement(tmp_path / measures_file.JSON_FILE).spectra["a"]["layer_1"]["raw"]
     assert spectrum == pytest.approx([1.5, math.nan, -2e-7, math.nan], nan_ok=True)
 
 
 def test_a_file_of_an_earlier_version_is_refused(measurements: Measurements, tmp_path: Path) -> None:
     write_measures(replace(measurements, format=1), tmp_path)
     with pytest.raises(UserError, match=r"has format 1; this version reads 2; delete the file and"):
-        measures_file.read(tmp_path / measures_file.JSON_FILE)
+        measures_file.read_measurement(tmp_path / measures_file.JSON_FILE)
 
 
 @pytest.mark.slow
@@ -168,7 +168,7 @@ def complete_measurements(folder: Path) -> Measurements:
 
 def test_tables_have_fields_of_their_own(complete_measurements: Measurements, tmp_path: Path) -> None:
     write_measures(complete_measurements, tmp_path)
-    reread = measures_file.read(tmp_path / measures_file.JSON_FILE)
+    reread = measures_file.read_measurement(tmp_path / measures_file.JSON_FILE)
     assert measures_file.file_contents(reread) == measures_file.file_contents(complete_measurements)
     assert (reread.settings["groups"], reread.settings["measures"]) == (3, "all")
     for tap, measures in reread.sources["a"].items():
@@ -213,7 +213,7 @@ def test_a_file_without_the_later_fields_is_read(complete_measurements: Measurem
     for name in ("by_position", "by_frequency", "massive", "gride", "replicates", "text_hashes"):
         del values[name]
     (tmp_path / measures_file.JSON_FILE).write_text(json.dumps(values))
-    assert measures_file.read(tmp_path / measures_file.JSON_FILE).by_position == {}
+    assert measures_file.read_measurement(tmp_path / measures_file.JSON_FILE).by_position == {}
 
 
 def test_names_of_layers_stay_on_one_line() -> None:

@@ -160,7 +160,7 @@ def check_matrices(folder: Path, merged: Any) -> None:
         assert measured.matrices[side]["raw"]["average_norm"] == expected
         assert main(["embed", str(folder), "--matrix", side, "--out", str(folder / side)]) == 0
         embedded = json.loads((folder / side / "embeddings.json").read_text())
-        assert embedded["figures"]["raw"]["average_norm"] == expected
+        assert embedded["models"][0]["figures"]["raw"]["average_norm"] == expected
 
 
 def test_a_plain_folder_of_adapters_is_measured_with_its_base(adapters: Any, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_the_page_of_a_model(pages: dict[str, Path]) -> None:
     assert "Geometry of model" in text
     assert "istar measure x" in text
     assert "Everything took 3.0 seconds on cpu: also" in text
-    saved = measures_file.read(pages["model"] / "measures.json")
+    saved = measures_file.read_measurement(pages["model"] / "measures.json")
     assert measures_file.file_contents(saved) == measures_file.file_contents(make_measurements())
     frame = pd.read_csv(pages["model"] / "tables" / "layers.csv").set_index(["source", "layer"])
     assert frame.loc[("talk", "layer_1"), "isoscore"] == make_measurements().sources["talk"]["layer_1"]["isoscore"]
@@ -188,7 +188,7 @@ def test_what_is_missing_is_explained(tmp_path: Path) -> None:
     compare_page.write_model(make_measurements(), out)
     assert (out / "figures" / "directions.svg").is_file()
     contents_before = contents(out)
-    compare_page.write_model(measures_file.read(out / "measures.json"), out)
+    compare_page.write_model(measures_file.read_measurement(out / "measures.json"), out)
     assert contents(out) == contents_before
 
 
@@ -242,7 +242,7 @@ def test_measures_are_saved_even_if_the_page_fails(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(compare_page, "_make_plots", fail)
     with pytest.raises(RuntimeError):
         compare_page.write_model(make_measurements(), tmp_path / "out")
-    saved = measures_file.read(tmp_path / "out" / "measures.json")
+    saved = measures_file.read_measurement(tmp_path / "out" / "measures.json")
     assert measures_file.file_contents(saved) == measures_file.file_contents(make_measurements())
 
 

@@ -25,7 +25,7 @@ from istar.finetune.training.metrics_file import MetricsFile
 from istar.finetune.training.module import all_gather_object
 from istar.finetune.training.signals import StopSignal
 
-FORMAT_VERSION = 4
+CHECKPOINT_FORMAT = 4
 """Version of the checkpoint format; checkpoints of other versions are refused."""
 NUM_KEPT_CHECKPOINTS = 2
 """Number of checkpoints to keep, so that the previous one can be used if the newest is damaged."""
@@ -177,7 +177,7 @@ class Checkpoints(Checkpoint):
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint stores besides Lightning's own state."""
         return {
-            "format": FORMAT_VERSION,
+            "format": CHECKPOINT_FORMAT,
             "run": self.run_name,
             # One state per process, because each process draws its own dropout masks.
             "random": all_gather_object(get_random_state()),
@@ -266,8 +266,8 @@ def _inspect_checkpoint(path: Path, run_name: str) -> tuple[int, int]:
         num_epochs, num_processes = len(history["epochs"]), len(state["random"])
     except (KeyError, TypeError, IndexError) as error:
         raise UserError(f"{path} is not a checkpoint that istar wrote") from error
-    if file_format != FORMAT_VERSION:
-        raise UserError(f"{path} has format {file_format}; this version reads {FORMAT_VERSION}")
+    if file_format != CHECKPOINT_FORMAT:
+        raise UserError(f"{path} has format {file_format}; this version reads {CHECKPOINT_FORMAT}")
     if stored_run_name != run_name:
         raise UserError(f"{path} belongs to another run, {stored_run_name}")
     if best_epoch:

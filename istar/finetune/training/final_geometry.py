@@ -138,7 +138,7 @@ def compute_isoscore_star_by_layer(
             layers = layers or [Moments(states.shape[-1], states.device) for states in states_by_layer]
             for moments, states in zip(layers, states_by_layer, strict=True):
                 moments.update(states, mask)
-        return [merge_layers(layers), *layers]
+        return [unite_layers(layers), *layers]
 
     union_and_layers = accumulate(validation, sort_longest_first(validation))
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
@@ -157,7 +157,7 @@ def compute_isoscore_star_by_layer(
     }
 
 
-def merge_layers(layers: Sequence[Moments]) -> Moments:
+def unite_layers(layers: Sequence[Moments]) -> Moments:
     """Return the moments of the union of layers 1 to L. The first of `layers`, the embedding output, is left out.
 
     Raises:

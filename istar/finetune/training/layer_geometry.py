@@ -20,7 +20,7 @@ from istar.finetune.training.final_geometry import (
     first_token_positions,
     iterate_states,
     last_token_positions,
-    merge_layers,
+    unite_layers,
 )
 from istar.finetune.training.module import FineTuner, log_immediately
 from istar.hidden_states.undisturbed import preserve_rng_states
@@ -168,7 +168,7 @@ class ValidationGeometry(L.Callback):
         self.num_points = int(moments_by_layer[0].count)
         with naming_step("validation", trainer):
             self.scores = {str(layer): isoscore(moments).item() for layer, moments in enumerate(moments_by_layer)}
-            self.scores["union"] = isoscore(merge_layers(moments_by_layer)).item()
+            self.scores["union"] = isoscore(unite_layers(moments_by_layer)).item()
             self.class_scores = {
                 str(layer): compute_class_scores(moments) for layer, moments in enumerate(class_moments)
             }

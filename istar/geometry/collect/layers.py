@@ -80,36 +80,6 @@ class LayerSettings:
         return self.measures == "all" and self.has_separate_documents
 
 
-class _PowerSums(Accumulator):
-    """Accumulates the sums of powers of the differences of points from an origin, in each dimension.
-
-    Args:
-        origin: `(d,)`, in the dtype of the sums.
-
-    Attributes:
-        count: number of points, 0-d.
-        sums: sums of the first to the fourth powers, `(4, d)`.
-    """
-
-    origin: Tensor
-    count: Tensor
-    sums: Tensor
-
-    def __init__(self, origin: Tensor) -> None:
-        self.add_state("origin", origin, "equal")
-        self.add_state("count", origin.new_zeros(()), "sum")
-        self.add_state("sums", origin.new_zeros(4, len(origin)), "sum")
-
-    def add(self, count: int, sums: Tensor) -> None:
-        """Add points by their number and the sums over them."""
-        self.count = self.count + count
-        self.sums = self.sums + sums
-
-    def compute(self) -> DimensionMoments:
-        """Return the moments of each dimension."""
-        return DimensionMoments.about_mean(self.origin, self.count, self.sums)
-
-
 class Layer(Accumulator):
     """Accumulates the streaming measures of the hidden states of one layer.
 
@@ -129,6 +99,8 @@ class Layer(Accumulator):
         positions: norms and directions by `log2_bins` of the position.
     """
 
+    power_sums: Tensor
+
     def __init__(self, vocabulary_size: int, origin: Tensor, settings: LayerSettings | None = None) -> None:
         self.settings = settings or LayerSettings()
         # The same number in float32 and in float64, so that sums in both are about the same point.
@@ -139,7 +111,8 @@ class Layer(Accumulator):
         self._groups = GroupedPoints(num_groups, dim, device) if num_groups else None
         self.cosine = CosineContributions(dim, device)
         self.norms = Norms(dim, _NORM_EDGES, device)
-        self._power_sums = _PowerSums(self._origin)
+        # Sums of the first to the fourth powers of the differences from the origin in each dimension, `(4, d)`.
+        self.add_state("power_sums", self._origin.new_zeros(4, dim), "sum")
         self.types = GroupedPoints(vocabulary_size, dim, device) if vocabulary_size else None
         self.positions = GroupedPoints(NUM_LOG2_BINS, dim, device)
         has_all_measures = self.settings.measures == "all"
@@ -180,7 +153,7 @@ class Layer(Accumulator):
             small = (deviations < _FLOAT32_RANGE[0]).nonzero().squeeze(1)
             if len(small):  # as in layers of pretrained models whose normalization has gains of nearly 0
                 sums.powers[:, small] = _sum_powers(points[:, small].to(self._origin) - self._origin[small])
-        self._power_sums.add(len(points), sums.powers)
+        self.power_sums = self.power_sums + sums.powers
         self._moments.update(sums.centered, sums.squared_distances, batch)
         wide_norms, wide_inverse_norms = norms.to(self._origin), inverse_norms.to(self._origin)
         self.norms.add_norms(wide_norms, sums.powers[0] + len(points) * self._origin)
@@ -222,7 +195,7 @@ class Layer(Accumulator):
     @property
     def dimensions(self) -> DimensionMoments:
         """Moments of each dimension, computed at each access."""
-        return self._power_sums.compute()
+        return DimensionMoments.about_mean(self._origin, self._moments.counts.sum(), self.power_sums)
 
     def compute_spectra(self) -> dict[str, Tensor]:
         """Compute the singular values of the hidden states, `raw` and `centered`, `(d,)` each, descending."""

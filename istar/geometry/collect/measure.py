@@ -35,7 +35,13 @@ from istar.measures.memory import keep_freed_memory
 from istar.measures.norms import norm_parameters
 from istar.records.config import ModelConfig
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "float16": torch.float16}
+WEIGHT_DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""Dtypes of the weights by their names on the command line."""
 _MAX_DEFAULT_LENGTH = 512
 _INTEGER_COLUMNS = ("first", "last", "tokens")
 """Columns of `Layer.summarize_by_position` and `Layer.summarize_by_frequency` that hold whole numbers."""
@@ -108,7 +114,7 @@ def measure_model(
             the model takes inputs of any length.
         out: folder for the state of the pass.
         revision: branch, tag or commit on the hub.
-        dtype: dtype of the weights, a key of `DTYPES`. Statistics are at least float32.
+        dtype: dtype of the weights, a key of `WEIGHT_DTYPES`. Statistics are at least float32.
         device: name of a device, such as cpu, cuda, cuda:1 or mps; auto is the GPU if there is one, else the CPU.
         console: console for a progress bar; None shows none.
         command: command line to record in the measures.
@@ -119,7 +125,7 @@ def measure_model(
     start = time.monotonic()
     config = ModelConfig(name=name, revision=revision)
     tokenizer = load_tokenizer(config)
-    model: Any = load_encoder(config, tokenizer, DTYPES[dtype])
+    model: Any = load_encoder(config, tokenizer, WEIGHT_DTYPES[dtype])
     model = model.to(_find_device(device))
     if model.device.type == "cpu":
         keep_freed_memory()

@@ -18,7 +18,7 @@ from istar.inputs.corpus import COMBINED
 
 T = TypeVar("T")
 BySourceAndTap = dict[str, dict[str, T]]
-FORMAT_VERSION = 2
+MEASUREMENT_FORMAT = 2
 """Version of `measures.json`. In version 1, texts were always packed, and special tokens were in the statistics."""
 JSON_FILE, CSV_FILE = "measures.json", "measures.csv"
 TRAJECTORY_FILE = "trajectory.csv"
@@ -75,7 +75,7 @@ class Measurements:
     seconds: float | None = None
     processes: int = 1  # number of processes that shared the pass
     command: str = ""  # command line that took these measures
-    format: int = FORMAT_VERSION
+    format: int = MEASUREMENT_FORMAT
 
     @property
     def combined_key(self) -> str:
@@ -136,14 +136,14 @@ def _replace_nested(value: Any, is_replaced: Callable[[Any], bool], substitute: 
     return substitute if is_replaced(value) else value
 
 
-def read(path: Path) -> Measurements:
+def read_measurement(path: Path) -> Measurements:
     """Read the measures of a model from `measures.json`. Undefined numbers, which the file holds as null, become NaN.
 
     Raises:
         UserError: if the file cannot be read, is damaged, or has another version of the format.
     """
     try:
-        contents = read_record(path, dict[str, Any], "a file of measures", FORMAT_VERSION)
+        contents = read_record(path, dict[str, Any], "a file of measures", MEASUREMENT_FORMAT)
         for name in _NUMBER_FIELDS:
             if contents.get(name) is not None:
                 contents[name] = _replace_nested(contents[name], lambda value: value is None, math.nan)

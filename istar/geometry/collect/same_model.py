@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from istar.errors import UserError
-from istar.geometry.collect.measure import DTYPES, hash_weights
+from istar.geometry.collect.measure import WEIGHT_DTYPES, hash_weights
 from istar.inputs.pretrained import load_encoder, load_tokenizer
 from istar.records.config import ModelConfig
 
@@ -46,10 +46,10 @@ def load_and_hash_weights(model: ModelName, dtype: str) -> str:
 
     Args:
         model: model to load.
-        dtype: dtype of the weights, a key of `DTYPES`; the hash depends on it.
+        dtype: dtype of the weights, a key of `WEIGHT_DTYPES`; the hash depends on it.
 
     Raises:
         UserError: if the model cannot be loaded.
     """
     config = ModelConfig(name=model.name, revision=model.revision)
-    return hash_weights(load_encoder(config, load_tokenizer(config), DTYPES[dtype]))
+    return hash_weights(load_encoder(config, load_tokenizer(config), WEIGHT_DTYPES[dtype]))

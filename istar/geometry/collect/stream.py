@@ -58,7 +58,7 @@ UPDATE_BYTES = 2**28
 """Maximum memory of these hidden states in float32, over all taps, unless a batch has more."""
 ORIGIN_BLOCKS = 4
 """Number of blocks from the beginning of each source whose mean hidden state is the origin of the sums of a layer."""
-_STATE_FORMAT = 4
+_STATE_FORMAT = 5
 """Number of the layout of a state file, increased when the layout changes. Files with another number are ignored."""
 
 T = TypeVar("T")

@@ -114,7 +114,7 @@ def refuse_other_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpo
             refuse_other_model(plan.out, ModelName(model), ModelName(plan.model), lambda: False)
     for checkpoint in checkpoints:
         try:
-            earlier = measures_file.read(plan.out / checkpoint.folder / measures_file.JSON_FILE)
+            earlier = measures_file.read_measurement(plan.out / checkpoint.folder / measures_file.JSON_FILE)
         except UserError:  # missing or damaged
             continue
         earlier_name = _make_model_name(earlier.model["name"], earlier.model["revision"])
@@ -180,7 +180,7 @@ def _read_cached(folder: Path, fingerprint: str) -> Measurements | None:
     try:
         json_path = folder / measures_file.JSON_FILE
         is_same = (folder / _FINGERPRINT_FILE).read_text(encoding="utf-8") == _seal(fingerprint, json_path.read_bytes())
-        return measures_file.read(json_path) if is_same else None
+        return measures_file.read_measurement(json_path) if is_same else None
     except (OSError, ValueError, UserError):  # missing or damaged
         return None
 

@@ -91,7 +91,7 @@ def _refuse_other_model(out: Path, model: ModelName, weights: str = "") -> None:
     """Raise an error if a folder holds the measures of another model. The hash of the weights is computed if needed."""
     if not (out / measures_file.JSON_FILE).exists():
         return
-    earlier = measures_file.read(out / measures_file.JSON_FILE)
+    earlier = measures_file.read_measurement(out / measures_file.JSON_FILE)
 
     def has_same_weights() -> bool:
         return weights == earlier.weights or load_and_hash_weights(model, earlier.model["dtype"]) == earlier.weights

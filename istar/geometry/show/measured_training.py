@@ -138,7 +138,7 @@ def _read_checkpoint(folder: Path, row: pd.Series) -> MeasuredModel | None:
     """Read the measurements of the checkpoint in a row of the table; return None if they cannot be read."""
     checkpoint = Checkpoint(str(row["revision"]), name="")
     try:
-        measured = measures_file.read(folder / checkpoint.folder / measures_file.JSON_FILE)
+        measured = measures_file.read_measurement(folder / checkpoint.folder / measures_file.JSON_FILE)
     except UserError:
         return None
     return MeasuredModel(f"step {int(row['step']):,}", measured)

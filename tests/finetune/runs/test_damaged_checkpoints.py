@@ -11,7 +11,7 @@ import torch
 
 from istar.errors import UserError
 from istar.finetune.runs.run import run
-from istar.finetune.training.checkpoints import FORMAT_VERSION, find_resumable_checkpoint, read_checkpoint
+from istar.finetune.training.checkpoints import CHECKPOINT_FORMAT, find_resumable_checkpoint, read_checkpoint
 from tests.finetune.runs.faults import (
     EPOCHS,
     Broken,
@@ -157,7 +157,7 @@ FOREIGN = {
         path, lambda content: callback_state(content).update(run="demo-tiny-none-0")
     ),
     "another format": lambda path: edit_checkpoint(
-        path, lambda content: callback_state(content).update(format=FORMAT_VERSION + 1)
+        path, lambda content: callback_state(content).update(format=CHECKPOINT_FORMAT + 1)
     ),
     "no format": lambda path: edit_checkpoint(path, lambda content: callback_state(content).pop("format")),
 }

@@ -143,7 +143,7 @@ def test_the_states_of_a_validation_begin_with_the_embeddings_even_if_the_model_
         assert_close(embeddings.double(), model.get_input_embeddings()(batch["input_ids"]), rtol=1e-6, atol=1e-7)
         assert_close(module.hidden_states(batch)[0], embeddings, rtol=0, atol=0)
         expected = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        assert_close(model.lm_head(last.double()), expected.double(), rtol=1e-6, atol=1e-7)
+        assert_close(model.lm_head(model.backbone.norm_f(last).double()), expected.double(), rtol=1e-6, atol=1e-7)
 
 
 def test_a_batch_without_a_token_to_predict_has_the_loss_zero() -> None:
