@@ -145,7 +145,6 @@ class Accumulator:
         return children
 
     def _check_alike(self, other: Self) -> None:
-        """Raise `UserError` unless another accumulator can be merged into this one."""
         children, other_children = self._find_children(), other._find_children()
         if type(other) is not type(self) or children.keys() != other_children.keys():
             raise UserError(f"cannot merge {type(other).__name__} into {type(self).__name__}; expected the same class")

@@ -89,7 +89,6 @@ def _read_measures(subject: Subject) -> list[Measure]:
 
 
 def _describe_error(measure: Measure) -> Measure:
-    """Return the row of a measure's standard error."""
     return Measure(
         name=f"{measure.name}_error",
         subject=measure.subject,

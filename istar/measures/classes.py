@@ -245,7 +245,6 @@ class ClassMoments(Accumulator):
         return super().all_reduce(group)
 
     def _add_classes(self, num_classes: int) -> Self:
-        """Append empty classes until there are `num_classes`."""
         self.counts, self.means = (_pad_with_zeros(rows, num_classes) for rows in (self.counts, self.means))
         return self
 

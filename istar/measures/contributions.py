@@ -132,7 +132,6 @@ class CosineContributions(AverageCosine):
         return self
 
     def _add_units(self, units: Tensor, is_nonzero: Tensor) -> None:
-        """Add the unit vectors `(n, d)` of points, and a mask `(n,)` that is false where a point is zero."""
         super()._add_units(units, is_nonzero)
         self.squares = self.squares + units.square().sum(0)
 

@@ -214,7 +214,6 @@ class AverageCosine(Accumulator):
         return norm / self.count
 
     def _check_sums(self, min_count: int) -> None:
-        """Raise `UserError` for fewer than `min_count` nonzero points, or for points that are not finite."""
         if self.count < min_count:
             raise UserError(
                 f"{self.count:g} points other than zero have no average cosine or direction; "

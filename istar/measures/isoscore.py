@@ -261,7 +261,6 @@ def _to_moments(points: Tensor | MomentsT, mask: Tensor | None, moments_class: t
 
 
 def _check_same_shape(covariance: Tensor, shrinkage_covariance: Tensor) -> None:
-    """Raise `UserError` unless the shrinkage covariance has the shape of the covariance."""
     if covariance.shape != shrinkage_covariance.shape:
         raise UserError(
             f"the shrinkage covariance has shape {tuple(shrinkage_covariance.shape)}; expected "

@@ -179,7 +179,6 @@ class Norms(Accumulator):
         )
 
     def _count_by_bin(self, norms: Tensor) -> Tensor:
-        """Return the number of norms below the first edge, in each bin, and above the last edge."""
         bin_indices = torch.bucketize(norms, self.edges, right=True)
         # The last bin includes its upper edge, as in numpy.histogram.
         bin_indices[norms == self.edges[-1]] -= 1

@@ -102,7 +102,6 @@ def all_but_the_top(embeddings: Tensor, components: int | None = None, variant: 
 
 
 def _compute_mean_row(embeddings: Tensor) -> Tensor:
-    """Return the mean of the rows, `(d,)`, in float64 (float32 on MPS)."""
     # The weighted means of the blocks do not overflow where the sum of all rows would.
     return torch.stack([block.mean(0) * (len(block) / len(embeddings)) for block in upcast_blocks(embeddings)]).sum(0)
 

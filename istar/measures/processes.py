@@ -30,7 +30,6 @@ class _SumOverProcesses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        """Return the sum of the tensors of all processes."""
         ctx.group = group
         total = tensor.clone()
         dist.all_reduce(total, group=group)
@@ -38,7 +37,6 @@ class _SumOverProcesses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Return the sum of the gradients of all processes."""
         return sum_over_processes(grad, ctx.group), None
 
 

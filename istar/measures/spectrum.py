@@ -505,7 +505,6 @@ class DimensionMoments(Accumulator):
         return self.count * self.m4 / self.m2.square() - (3 if excess else 0)
 
     def _check_sums(self, min_count: int) -> None:
-        """Raise `UserError` for fewer than `min_count` points, or for points that are not finite."""
         if self.count < min_count:
             raise UserError(f"{self.count:g} points have no such moment; expected at least {min_count}")
         check_finite(torch.stack([self.mean, self.m4]), "the points, or their fourth powers,")

@@ -183,7 +183,9 @@ def test_equal_weights_give_a_warning(
     assert [{**row, "revision": "", "step": ""} for row in rows_of_step2] == [
         {**row, "revision": "", "step": ""} for row in rows_of_step5
     ]
-    assert measures_file.read_measurement(tmp_path / "out" / "step5" / "measures.json").model["name"] == str(folder / "step5")
+    assert measures_file.read_measurement(tmp_path / "out" / "step5" / "measures.json").model["name"] == str(
+        folder / "step5"
+    )
 
 
 def test_a_failure_does_not_stop_the_other_checkpoints(

@@ -176,7 +176,7 @@ def test_intra_sim_is_the_average_over_types_of_the_mean_over_pairs(types, min_c
     assert by_occurrences.item() == pytest.approx(np.average(values, weights=counts), rel=0, abs=1e-12)
 
 
-def test_per_type_knows_which_types_have_no_pair():
+def test_inter_sim_by_type_knows_which_types_have_no_pair():
     points, tokens = cloud(), labels(types=25)
     values = IntraSim(30, 5).update(points, tokens).by_type.inter_sim()
     expected = naive_intra_sim_by_type(points, tokens)

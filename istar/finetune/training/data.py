@@ -60,11 +60,9 @@ class LengthGroupedSampler(Sampler[int]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Return the number of examples of this process in a complete epoch."""
         return count_examples_per_process(len(self.lengths), self.world_size)
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the example indices of this process in the current epoch."""
         order = self._global_order()
         padded_order = order[torch.arange(len(self) * self.world_size) % len(order)]
         shard = padded_order[self.rank :: self.world_size].tolist()
@@ -133,7 +131,6 @@ class TrainingRows:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return the features of a row in the current epoch."""
         return self.rows.training_row(index, self.sampler.epoch)
 
 

@@ -41,7 +41,6 @@ class History(L.Callback):
     pruned: bool = field(default=False, init=False)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Record the metrics and the isotropy of this validation, and update the best epoch."""
         assert isinstance(pl_module, FineTuner)
         # The trainer's copies of the logged metrics are float32; the module's are exact.
         metrics = dict(pl_module.metrics)

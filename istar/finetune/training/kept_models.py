@@ -72,14 +72,12 @@ class KeptModels(L.Callback):
             self._save(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *arguments: Any) -> None:
-        """Save the model if an optimizer step of the schedule has just been completed."""
         is_optimizer_step = trainer.global_step > self._step
         self._step = trainer.global_step
         if is_optimizer_step and is_kept(self._step, self.schedule):
             self._save(trainer, pl_module)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save the model after the last step unless it exists."""
         # Unlike on_train_end, this is also called if a resumed training has no step left.
         if not model_folder_of_step(self.folder, trainer.global_step).exists():
             self._save(trainer, pl_module)

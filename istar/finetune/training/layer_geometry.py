@@ -128,7 +128,6 @@ class ValidationGeometry(L.Callback):
         self._was_below, self._num_above = False, 0
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Discard the sums of the previous validation."""
         self._sums: list[Any] = []
         self._class_moments: list[ClassMoments] = []
 
@@ -227,13 +226,11 @@ class GeometryProbe(L.Callback):
         self.sample = sorted(order[: self.num_examples].tolist())
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Measure the model before the first step."""
         self._step = trainer.global_step
         if self._step == 0:
             self._measure_and_log(trainer, pl_module, trainer.current_epoch)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *arguments: Any) -> None:
-        """Measure the model if the n-th optimizer step has just been completed."""
         is_optimizer_step = trainer.global_step > self._step
         self._step = trainer.global_step
         if is_optimizer_step and self._step % self.every_n_steps == 0:

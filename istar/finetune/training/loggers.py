@@ -290,7 +290,6 @@ def _find_server_problem() -> str:
 
 
 def _fall_back_to_offline(reason: str, folder: Path) -> str:
-    """Warn that the run is logged offline for a reason, and return the W&B mode `offline`."""
     log.warning(
         "Weights & Biases cannot be used now (%s); this run is logged offline; send it later with: wandb sync %s",
         reason,

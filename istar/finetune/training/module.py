@@ -138,7 +138,6 @@ class FineTuner(L.LightningModule):
             self.penalty.penalty.to(self.device)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        """Set the penalty's weight for this optimizer step."""
         if self.penalty is not None:
             self.penalty.set_weight(self.trainer.global_step, self._total_steps)
 
@@ -160,7 +159,6 @@ class FineTuner(L.LightningModule):
             )
 
     def on_validation_epoch_start(self) -> None:
-        """Discard the outputs of the previous validation."""
         self._outputs = [{} for _ in self.evaluators]
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:

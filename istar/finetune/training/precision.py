@@ -84,7 +84,6 @@ def _resolve_device_type(accelerator: str) -> str:
 
 @cache
 def _warn_about_emulation(ratio: float) -> None:
-    """Warn, once in each process, that bf16-mixed is slow on this machine."""
     log.warning(
         "trainer.precision=bf16-mixed: this machine only emulates bfloat16, in which a matrix product takes %.0f times "
         "as long as in float32; trainer.precision=auto chooses what is fast",

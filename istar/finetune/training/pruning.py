@@ -72,11 +72,9 @@ class PruningCallback(L.Callback):
     _reported_epochs: set[int] = field(default_factory=set, init=False)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stop a resumed run that the pruner has decided to prune."""
         self._stop_if_pruned(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Report the epoch, and stop the training if the pruner decides to prune it."""
         if trainer.state.fn == "fit":
             self._stop_if_pruned(trainer)
 

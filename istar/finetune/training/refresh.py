@@ -53,13 +53,11 @@ class ShrinkageCovariance(L.Callback):
     _has_warned: bool = field(default=False, init=False)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refresh the shrinkage covariance for this epoch."""
         self._refresh_if_due(trainer, is_epoch_start=True)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Refresh the shrinkage covariance if it is due within an epoch."""
         self._refresh_if_due(trainer, is_epoch_start=False)
 
     def _refresh_if_due(self, trainer: L.Trainer, is_epoch_start: bool) -> None:

@@ -48,17 +48,14 @@ class StopSignal(L.Callback):
         self._first_received_at: dict[int, float] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Install the signal handlers."""
         self._install_handlers(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Install the signal handlers."""
         self._install_handlers(trainer)
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Stop the run if a signal was received."""
         self.raise_if_signaled()
 
     def raise_if_signaled(self) -> None:

@@ -46,21 +46,18 @@ class TokenRate(L.Callback):
     _training_start: float = field(default=0.0, init=False)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start the clock of the training."""
         self._first_step, self._training_start = trainer.global_step, time.perf_counter()
         self._num_tokens, self._interval_start = None, None
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Count the tokens of the batch."""
         # The first interval starts here, because the first epoch may start with a refresh of the shrinkage covariance.
         self._interval_start = time.perf_counter() if self._interval_start is None else self._interval_start
         num_tokens = token_mask(batch).sum()
         self._num_tokens = num_tokens if self._num_tokens is None else self._num_tokens + num_tokens
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start the clock of this validation."""
         self._validation_start = time.perf_counter()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -395,7 +395,6 @@ def _compute_covariance_measures(moments: FourthMoments, centered_spectrum: Tens
 
 
 def _compute_sentence_score(moments: SentenceMoments) -> float:
-    """Return IsoScore by sentence, or NaN if there are too few sentences."""
     try:
         return moments.score().item()
     except UserError:

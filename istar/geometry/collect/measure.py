@@ -202,12 +202,10 @@ def _measure_forms(matrix: Tensor) -> dict[str, dict[str, Any]]:
 
 
 def _round_columns(columns: Mapping[str, list[float]]) -> dict[str, list[float]]:
-    """Round the columns of a table to significant digits, except those of whole numbers."""
     return {name: values if name in _INTEGER_COLUMNS else round_digits(values) for name, values in columns.items()}
 
 
 def _add_ratios(summary: MassiveActivationsSummary) -> list[dict[str, Any]]:
-    """Return the largest massive activations with `ratio`, their magnitude divided by the median magnitude."""
     return [
         {**activation._asdict(), "ratio": abs(activation.value) / summary.median if summary.median else math.inf}
         for activation in summary.top

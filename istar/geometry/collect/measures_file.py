@@ -123,7 +123,6 @@ _NUMBER_FIELDS = (
 
 
 def _is_undefined(value: Any) -> bool:
-    """Return whether a value is NaN or infinite."""
     return isinstance(value, float) and not math.isfinite(value)
 
 

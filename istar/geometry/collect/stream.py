@@ -339,7 +339,6 @@ class Stream:
         return len(block.tokens) if self.settings.special_tokens == "include" else block.num_text_tokens
 
     def _merge_ranks(self, source_index: int, statistics: Statistics) -> None:
-        """Merge the statistics of all ranks into those of rank 0, through their state files."""
         dist.barrier()
         if self._rank == 0:
             for rank in range(1, self._world_size):
@@ -430,7 +429,6 @@ class Stream:
         return {tap: tap_points[:num_tokens] for tap, tap_points in points.items()}
 
     def _read_synchronized_time(self) -> float:
-        """Wait until the device has finished its work, and return the time in seconds."""
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
         return time.monotonic()
@@ -462,7 +460,6 @@ class Stream:
         return self.settings.layer_settings(self._model.config.get_text_config().hidden_size, len(self.taps.names))
 
     def _warn_of_missing_measures(self, console: Console | None) -> None:
-        """Print a warning if the standard errors of some measures need too much memory, or a measure is left out."""
         if console is None:
             return
         settings, warnings = self._layer_settings, []
@@ -482,7 +479,6 @@ class Stream:
             console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
 
     def _create_statistics(self) -> Statistics:
-        """Return empty statistics for this pass."""
         return Statistics(self._model, self.taps.names, self.settings, self._origins)
 
     def _get_state_path(self, source_index: int, rank: int) -> Path:

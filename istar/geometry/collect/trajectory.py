@@ -92,7 +92,6 @@ def measure_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint],
 
 
 def _print_line(console: Console, line: str) -> None:
-    """Print a line without wrapping or highlighting it; print nothing if it is empty."""
     if line:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 

@@ -55,7 +55,7 @@ def enlarge_attention_weights(model):
     return model
 
 
-@pytest.mark.parametrize("eval_batch_size", [1, 7, 40])
+@pytest.mark.parametrize("eval_batch_size", [7, 40])
 def test_an_encoder_is_measured_at_its_first_tokens(setting, harness, eval_batch_size):
     module = setting.module()
     enlarge_attention_weights(module.model)

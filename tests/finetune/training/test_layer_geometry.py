@@ -117,7 +117,8 @@ def test_the_training_ends(small: Build) -> None:
     """A negative CosReg weight raises InterSim beyond the threshold during training."""
     settings = ("reg=cosreg", "reg.lambda=-5", "reg.layers=all", "trainer.max_epochs=8", "optim.lr=3e-3")
     full_config = small(*settings, "trainer.monitor_isotropy=true")
-    inter_sims = read_column(get_run_folder(full_config, run(full_config).name), "isotropy/inter_sim")
+    full_record = run(full_config)
+    inter_sims = read_column(get_run_folder(full_config, full_record.name), "isotropy/inter_sim")
     assert len(inter_sims) == 9
     assert inter_sims[0] < inter_sims[-1]
     threshold = (inter_sims[0] + max(inter_sims)) / 2
@@ -129,7 +130,7 @@ def test_the_training_ends(small: Build) -> None:
     record = run(stop_config)
     assert len(record.epochs) == stop_epoch
     assert read_column(get_run_folder(stop_config, record.name), "isotropy/inter_sim") == inter_sims[: stop_epoch + 1]
-    assert record.name != run(full_config).name
+    assert record.name != full_record.name
 
 
 @pytest.mark.parametrize(

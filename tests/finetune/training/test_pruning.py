@@ -12,7 +12,7 @@ from istar.finetune.sweeps.trials import make_search_spaces
 from istar.records import results
 from istar.records.config import Config, SweepConfig
 
-EPOCHS = 3
+EPOCHS = 2
 
 
 @pytest.mark.parametrize(

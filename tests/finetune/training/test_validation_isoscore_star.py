@@ -94,7 +94,6 @@ def read_geometry(config: Any) -> dict[str, Any]:
     [
         # The best epoch is not the last one.
         ("trainer.max_epochs=4", "optim.lr=0.02"),
-        ("task=demo_span",),
         ("task=clm", "model=small_decoder", "task.max_length=16"),
     ],
 )
