@@ -79,10 +79,10 @@ class ShrinkageEstimator(Estimator):
         matmul_dtype: dtype of the factors in the products with the points; None for the points' own, at least float32.
     """
 
-    measure = "isoscore_star"
-
     def __init__(self, zeta: float, matmul_dtype: torch.dtype | None) -> None:
         self.zeta = zeta
+        # Without Sigma_S, the score is IsoScore.
+        self.measure = "isoscore_star" if zeta > 0 else "isoscore"
         self.matmul_dtype = matmul_dtype
 
     def summarize(self, hidden_state: Tensor, indices: Tensor | None, tokens: Tokens) -> Any:

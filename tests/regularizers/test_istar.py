@@ -657,3 +657,8 @@ def test_what_has_no_penalty_is_refused_in_one_line(call, message):
     with pytest.raises(UserError, match=message) as error:
         call()
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("zeta", "name"), [(0, "isoscore"), (0.4, "isoscore_star"), ("auto", "isoscore_star")])
+def test_the_log_says_isoscore_star_only_where_sigma_is_used(zeta, name):
+    assert IStar(1.0, zeta).measure == name

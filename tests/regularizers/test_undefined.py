@@ -152,7 +152,7 @@ def test_a_set_point_does_not_take_the_score_of_undefined_batches(set_point: Set
 def test_second_derivatives_are_0() -> None:
     states, mask = make_points(1)
     points = states[1].clone().requires_grad_()
-    with pytest.warns(UserWarning, match="have no isoscore_star"):
+    with pytest.warns(UserWarning, match="have no isoscore"):
         loss = IStar(1.0, 0.0, layers="last")([points, points], mask)
     (gradient,) = torch.autograd.grad(loss, points, create_graph=True)
     (second,) = torch.autograd.grad(gradient.sum(), points)
@@ -167,7 +167,7 @@ def test_without_any_label_completions_add_nothing() -> None:
     penalty = IStar(1.0, 0.0)
     with attach(model, penalty, points=Points("completion")) as watch:
         model(input_ids=ids, labels=torch.full_like(ids, -100))
-        with pytest.warns(UserWarning, match="have no isoscore_star"):
+        with pytest.warns(UserWarning, match="have no isoscore"):
             loss = watch.loss()
         loss.backward()
         assert loss == 0

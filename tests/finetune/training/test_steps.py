@@ -122,7 +122,7 @@ def test_negative_lambda_lowers_and_positive_lambda_raises_the_score_of_the_batc
 
     class ScoreRecorder(L.Callback):
         def on_train_batch_end(self, trainer, *args):
-            scores.append(trainer.callback_metrics["train/isoscore_star"].item())
+            scores.append(trainer.callback_metrics["train/isoscore"].item())
 
     regularizer = IStar(weight, 0.0)
     harness.trainer(ScoreRecorder(), log_every_n_steps=1).fit(setting.module(regularizer), datamodule=setting.data())
@@ -222,7 +222,7 @@ def test_logged_figures_are_means_over_the_micro_batches_of_a_step(setting, harn
     assert [metrics["train/loss"] for metrics in logged] == pytest.approx(means, rel=1e-5)
     for metrics in logged:
         assert metrics["train/loss"] == pytest.approx(metrics["train/task_loss"] + metrics["train/penalty"], rel=1e-5)
-        assert metrics["train/penalty"] == pytest.approx(-(1 - metrics["train/isoscore_star"]), rel=1e-5)
+        assert metrics["train/penalty"] == pytest.approx(-(1 - metrics["train/isoscore"]), rel=1e-5)
     tokens = [int(batch["attention_mask"].sum()) for batch in read_first_batches(setting, 8)]
     points = [2 * sum(tokens[start : start + 4]) / 4 for start in (0, 4)]
     assert [metrics["train/points"] for metrics in logged] == pytest.approx(points)
