@@ -47,6 +47,19 @@ class Links(HTMLParser):
             self.loaded.append(values["href"])
 
 
+def test_the_walks_through_the_commands_name_files_and_functions_that_exist() -> None:
+    page = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
+    walks = page.partition("## Where to begin reading")[2].partition("## Decisions")[0].split("```")[1]
+    modules: dict[str, str] = {}
+    for path in (REPOSITORY / "istar").rglob("*.py"):
+        modules[path.name] = modules.get(path.name, "") + path.read_text(encoding="utf-8")
+    named = re.findall(r"(\w+\.py)(?: +([a-z]+_[a-z_]+|[A-Z]\w+|run|identify|prepare|assemble|train)\b)?", walks)
+    assert len(named) > 30
+    for file, function in named:
+        assert file in modules
+        assert not function or re.search(rf"^(def|class) {function}\b", modules[file], re.MULTILINE), (file, function)
+
+
 def test_the_architecture_has_the_docstring_of_every_package() -> None:
     page = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
     packages = [path for path in (REPOSITORY / "istar").rglob("__init__.py") if path.parent.name != "istar"]
