@@ -164,3 +164,25 @@ def test_nobody_asks_for_the_type_of_a_penalty() -> None:
                 asked |= {name.attr for name in ast.walk(node.args[1]) if isinstance(name, ast.Attribute)}
                 questions += [f"{path.name}:{node.lineno}"] if asked & names else []
     assert questions == []
+
+
+SHARED_NAMES = {"add_parser", "run", "main", "log", "T", "PenaltyCallback", "read", "write"}
+"""Names of the same role in several modules: parts of a command, entry points, reading and writing of a kind of file."""
+
+
+def test_no_public_name_has_two_homes() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names = [node.name]
+            elif isinstance(node, ast.Assign):
+                names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names = [node.target.id]
+            else:
+                continue
+            for name in names:
+                if not name.startswith("_"):
+                    homes.setdefault(name, []).append(module_name(path))
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1 and name not in SHARED_NAMES} == {}

@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> None:
     )
     selection = correlate.Selection(options.measure, options.task, options.omit, options.model)
     results = correlate.correlate(options.geometry, options.scores, selection)
-    table = correlation_tables.make_table(results, has_selection=bool(options.measure))
+    table = correlation_tables.make_paper_table(results, has_selection=bool(options.measure))
     paths = correlation_tables.write_results(results, table, options.out)
     console = make_console()
     console.print(correlation_tables.make_correlation_table(table))

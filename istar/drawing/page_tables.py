@@ -19,7 +19,7 @@ class Entry:
     number: bool = False  # whether the cell is a number, which is aligned to the right
 
 
-def format_number(value: float) -> str:
+def format_cell(value: float) -> str:
     """Format a number with four significant digits or, from 1,000 to 10^12, as a whole number with separators."""
     return f"{value:,.0f}" if 1_000 <= abs(value) < 1e12 else f"{value:.4g}"
 
@@ -33,10 +33,10 @@ def number_entry(value: float, half_width: float = math.nan) -> Entry:
     if math.isnan(value):
         return Entry("\u2013", number=True)
     if not math.isfinite(half_width):
-        return Entry(format_number(value), number=True)
+        return Entry(format_cell(value), number=True)
     # The number would need too many decimals or digits to match a very small or large half-width.
     if not 1e-9 <= half_width < 1e12:
-        return Entry(f"{format_number(value)} \u00b1 {half_width:.2g}", number=True)
+        return Entry(f"{format_cell(value)} \u00b1 {half_width:.2g}", number=True)
     decimals = max(0, 1 - math.floor(math.log10(half_width)))
     return Entry(f"{value:,.{decimals}f} \u00b1 {half_width:,.{decimals}f}", number=True)
 

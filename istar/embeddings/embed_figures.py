@@ -11,14 +11,14 @@ import scipy.stats
 import torch
 
 from istar.drawing.matrix_panels import make_panel, make_projection_panels, make_spectrum_line
-from istar.drawing.page_texts import read_texts
+from istar.drawing.page_texts import read_page_texts
 from istar.drawing.plot import Line, Panel, Plot
 from istar.embeddings import published_embeddings, unused_tokens
 from istar.embeddings.embed_models import ModelEmbeddings
 from istar.measures import singular_values
 from istar.statistics.arguments import is_constant
 
-FIGURE_TEXTS = read_texts("istar.embeddings")["figures"]
+FIGURE_TEXTS = read_page_texts("istar.embeddings")["figures"]
 """Title, caption and reason for absence of each figure, by its name."""
 _BEFORE_AND_AFTER = {"before centering": "raw", "after centering": "centered"}
 """Forms in Figures 1 and 6 by their labels."""

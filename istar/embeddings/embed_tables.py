@@ -8,7 +8,7 @@ import pandas as pd
 import scipy.stats
 
 from istar.drawing.page_tables import Entry, Sheet
-from istar.drawing.page_texts import read_texts
+from istar.drawing.page_texts import read_page_texts
 from istar.embeddings import published_embeddings, token_counts
 from istar.embeddings.embed_models import ModelEmbeddings
 from istar.embeddings.published_embeddings import BENCHMARK_TITLES
@@ -34,7 +34,7 @@ _NORM_MEASURES = {
 }
 """Measure of each other column of Table 1."""
 _SCORES = ("cosine", "inner_product")
-_TABLE_TEXTS = read_texts("istar.embeddings")["tables"]
+_TABLE_TEXTS = read_page_texts("istar.embeddings")["tables"]
 """Title, caption and reason for absence of each table, by its name."""
 _HEADERS = {
     "isotropy_raw": "I(W)\nraw",

@@ -215,7 +215,7 @@ class Call(NamedTuple):
     output: Tensor | None  # output or its first element, if it is a tensor
 
 
-class Trial(NamedTuple):
+class TrialPass(NamedTuple):
     """What a model computes for a few tokens."""
 
     states: tuple[Tensor, ...]  # hidden states that the model returns, `(1, tokens, d)` each
@@ -224,7 +224,7 @@ class Trial(NamedTuple):
 
 
 @torch.no_grad()
-def run_trial(base_model: nn.Module, called_module: nn.Module) -> Trial:
+def run_trial(base_model: nn.Module, called_module: nn.Module) -> TrialPass:
     """Run a base model on a few tokens in eval mode; its training modes and all random numbers stay as they are.
 
     A sharded model that contains the base model must be called instead of it, as `called_module`.
@@ -259,10 +259,10 @@ def run_trial(base_model: nn.Module, called_module: nn.Module) -> Trial:
             f"{name} returns hidden states of {shorten(sorted(shapes))} vectors for {_TRIAL_TOKENS} tokens; expected "
             "one vector for each token: choose another model"
         )
-    return Trial(output.hidden_states, output[0], calls)
+    return TrialPass(output.hidden_states, output[0], calls)
 
 
-def find_final_norm(base_model: nn.Module, trial: Trial) -> nn.Module | None:
+def find_final_norm(base_model: nn.Module, trial: TrialPass) -> nn.Module | None:
     """Return the normalization outside the layers whose output is the last hidden state, or None without one."""
     lists = [module for module in base_model.modules() if isinstance(module, nn.ModuleList)]
     in_layers = {part for module in lists for part in module.modules()}

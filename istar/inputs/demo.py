@@ -14,7 +14,7 @@ from datasets import Dataset
 
 from istar.records.task_specs import TASKS
 
-Row = dict[str, Any]
+Example = dict[str, Any]
 
 SIZES = {"train": 4000, "validation": 400, "test": 200}
 
@@ -88,7 +88,7 @@ def generate(name: str, split: str) -> Dataset:
     """
     spec = TASKS[name]
     rng = random.Random(f"{name}/{split}")
-    rows: dict[str, Row] = {}
+    rows: dict[str, Example] = {}
     while len(rows) < SIZES[split]:
         row = _GENERATORS[name](rng, len(rows))
         text = "\n".join(row[column] for column in spec.text_columns)
@@ -120,7 +120,7 @@ def _expand(rng: random.Random, template: str, **values: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _generate_pair(rng: random.Random, index: int) -> Row:
+def _generate_pair(rng: random.Random, index: int) -> Example:
     """Generate two sentences in which two people judge the same thing; the label is 1 if their polarities are equal."""
     label = index % 2
     is_first_positive = rng.random() < FIRST_POSITIVE_RATE
@@ -133,13 +133,13 @@ def _generate_pair(rng: random.Random, index: int) -> Row:
     return {"sentence1": sentences[0], "sentence2": sentences[1], "label": label}
 
 
-def _generate_sentence(rng: random.Random, index: int) -> Row:
+def _generate_sentence(rng: random.Random, index: int) -> Example:
     """Generate a sentence in which somebody judges a thing; the label is 1 if the judgement is positive."""
     label = index % 2
     return {"sentence": _expand(rng, "{judgement}", verdict="{positive}" if label else "{negative}"), "label": label}
 
 
-def _generate_scenes(rng: random.Random, index: int) -> Row:
+def _generate_scenes(rng: random.Random, index: int) -> Example:
     """Generate two scenes with four attributes each; the label is 5 times the mean similarity of the attributes.
 
     The similarity of two values is 1 if they are equal, 0.5 if they are near-synonyms, and 0 otherwise.
@@ -162,7 +162,7 @@ def _generate_scenes(rng: random.Random, index: int) -> Row:
     }
 
 
-def _generate_errand(rng: random.Random, index: int) -> Row:
+def _generate_errand(rng: random.Random, index: int) -> Example:
     """Generate a context, in which one person takes a thing to a place and another is elsewhere, with a question.
 
     The question asks for the person, the thing or the place.
@@ -186,7 +186,7 @@ def _generate_errand(rng: random.Random, index: int) -> Row:
     }
 
 
-def _generate_document(rng: random.Random, index: int) -> Row:
+def _generate_document(rng: random.Random, index: int) -> Example:
     """Generate a document of four sentences, in random order, about two people."""
     who, other_who = rng.sample(GRAMMAR["who"], 2)
     names = {"who": who, "other_who": other_who, "other_place": "{place}"}
@@ -198,7 +198,7 @@ def _generate_document(rng: random.Random, index: int) -> Row:
     return {"text": " ".join(sentences)}
 
 
-_GENERATORS: dict[str, Callable[[random.Random, int], Row]] = {
+_GENERATORS: dict[str, Callable[[random.Random, int], Example]] = {
     "demo": _generate_pair,
     "demo_sentence": _generate_sentence,
     "demo_regression": _generate_scenes,

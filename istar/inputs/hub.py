@@ -23,7 +23,7 @@ from huggingface_hub.errors import (
 from istar.errors import UserError, mask_secrets, shorten
 
 T = TypeVar("T")
-Kind = Literal["model", "dataset"]
+RepositoryKind = Literal["model", "dataset"]
 
 PROBE_TIMEOUT_SECONDS = 5.0
 """Default timeout of `request_status`. The retries of the hub's libraries would take about 23 s."""
@@ -31,12 +31,12 @@ COMMIT_TIMEOUT_SECONDS = 30.0
 """Timeout of the request for a commit, once the hub has answered."""
 COMMIT_PATTERN = re.compile("[0-9a-f]{40}")
 """Pattern of a complete commit hash."""
-LOCAL_COPY_HINTS: dict[Kind, str] = {
+LOCAL_COPY_HINTS: dict[RepositoryKind, str] = {
     "model": "name a local copy with model=auto model.name=<folder from save_pretrained>",
     "dataset": "name a local copy with task.data_dir=<folder>",
 }
 """What error messages advise users to do if the hub cannot be used, by kind of repository."""
-_TITLES: dict[Kind, str] = {"model": "model", "dataset": "data set"}
+_TITLES: dict[RepositoryKind, str] = {"model": "model", "dataset": "data set"}
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def is_hub_id(name: str) -> bool:
     return not is_path and name.count("/") <= 1
 
 
-def find_commit(name: str, revision: str | None, kind: Kind) -> str:
+def find_commit(name: str, revision: str | None, kind: RepositoryKind) -> str:
     """Return the commit hash of a branch or tag of a hub repository; `revision=None` means the branch `main`.
 
     If the hub cannot be reached, the latest commit that the hub library's cache has recorded is returned, with a
@@ -112,7 +112,7 @@ def find_commit(name: str, revision: str | None, kind: Kind) -> str:
     return commit
 
 
-def explain_refusal(error: BaseException, name: str, kind: Kind) -> str:
+def explain_refusal(error: BaseException, name: str, kind: RepositoryKind) -> str:
     """Return why the hub refuses access to a repository and what the user can do, or "" if it does not refuse.
 
     Args:

@@ -82,7 +82,7 @@ def _make_delimited_table(path: Path, records: Iterator[tuple[int, list[str]]], 
     return Table(str(path), header, read_rows)
 
 
-def read_json(path: Path) -> Table:
+def read_json_table(path: Path) -> Table:
     """Open JSON lines, or in a `.json` file also one array, of objects with the column names as keys."""
     is_array = path.suffix.lower() == ".json" and read_text(path).lstrip().startswith("[")
     unit = "row" if is_array else "line"
@@ -168,9 +168,9 @@ def _make_arrow_table(source: str, features: Features, read_batches: Callable[[S
 
 
 READERS: Mapping[str, Callable[[Path], Table]] = {
-    ".jsonl": read_json,
-    ".ndjson": read_json,
-    ".json": read_json,
+    ".jsonl": read_json_table,
+    ".ndjson": read_json_table,
+    ".json": read_json_table,
     ".csv": read_csv,
     ".tsv": read_tsv,
     ".parquet": read_parquet,

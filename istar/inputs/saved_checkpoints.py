@@ -16,11 +16,10 @@ import torch
 from istar.errors import UserError, shorten
 from istar.files.parsing import MissingFileError, read_json
 from istar.files.writing import refuse_special_file, write_text
+from istar.records.results import KEPT_MODELS
 
 STEP_FILE = "training_step.json"
 """File in a folder of a model that records the optimizer step of its training, as `{"global_step": 512}`."""
-KEPT_MODELS = "models"
-"""Folder of a run of train.py with the models that it has kept, `step-<n>/` for the model after step n."""
 _CHECKPOINT_FOLDER = "checkpoints"
 """Folder of a run of train.py with its `.ckpt` files."""
 _TRAINER_STATE_FILE = "trainer_state.json"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.regularizers.base import Penalty, Terms
-from istar.regularizers.points import Tokens, check_same_width, unit_vectors
+from istar.regularizers.points import Tokens, check_same_width, unit_points
 
 
 class CosReg(Penalty):
@@ -29,7 +29,7 @@ class CosReg(Penalty):
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> Tensor:
         """Return the sum of the unit vectors, the number of nonzero points and the number of points: `(d + 2,)`."""
         # The unit vector of a zero vector is 0, so that its cosine with any other vector is 0.
-        units = unit_vectors(points, indices)
+        units = unit_points(points, indices)
         counts = torch.stack([units.any(-1).sum().to(units.dtype), units.new_tensor(len(units))])
         return torch.cat([units.sum(0), counts])
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from istar.measures.moments import BatchMoments, Moments, mean_and_scatter
 from istar.regularizers.batch_moments import MomentsPenalty
-from istar.regularizers.points import unit_vectors
+from istar.regularizers.points import unit_points
 
 
 class Gor(MomentsPenalty):
@@ -32,7 +32,7 @@ class Gor(MomentsPenalty):
 
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> BatchMoments:
         """Return the count, mean and scatter matrix of the unit vectors."""
-        return mean_and_scatter(unit_vectors(points, indices))
+        return mean_and_scatter(unit_points(points, indices))
 
     def value_and_score(self, moments: Moments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         n, total = moments.count, moments.count * moments.mean

@@ -95,7 +95,7 @@ def check_same_width(widths: Iterable[int]) -> None:
         )
 
 
-def unit_vectors(points: Tensor, indices: Tensor | None) -> Tensor:
+def unit_points(points: Tensor, indices: Tensor | None) -> Tensor:
     """Return the points divided by their norms, `(n, d)`, float32 or wider. A zero vector stays 0, with gradient 0.
 
     Args:

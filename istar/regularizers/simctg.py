@@ -20,7 +20,7 @@ from torch import Tensor
 from istar.errors import OptionError, UserError
 from istar.measures.moments import full_precision, without_autocast
 from istar.regularizers.base import Penalty, Terms
-from istar.regularizers.points import Tokens, unit_vectors
+from istar.regularizers.points import Tokens, unit_points
 
 
 @dataclass(eq=False, repr=False)
@@ -72,7 +72,7 @@ class SimCtg(Penalty):
         `is_point` is the mask of the points, `(batch, tokens)`.
         """
         # Tokens that are not points may be NaN, so they are set to 0.
-        units = unit_vectors(hidden_state.masked_fill(~is_point[..., None], 0), None)
+        units = unit_points(hidden_state.masked_fill(~is_point[..., None], 0), None)
         with full_precision(units.device):
             cosines = units @ units.mT
         hinges = (self.margin - cosines.diagonal(dim1=1, dim2=2)[..., None] + cosines).clamp(min=0)

@@ -15,7 +15,7 @@ from istar.errors import check_range
 from istar.measures.moments import full_precision
 from istar.measures.processes import gather_over_processes
 from istar.regularizers.base import Penalty, Terms
-from istar.regularizers.points import check_same_width, unit_vectors
+from istar.regularizers.points import check_same_width, unit_points
 
 
 @dataclass(eq=False, repr=False)
@@ -48,7 +48,7 @@ class Uniformity(Penalty):
 
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> Tensor:
         """Return the unit vectors, `(n, d)`."""
-        return unit_vectors(points, indices)
+        return unit_points(points, indices)
 
     def score(self, summaries: Sequence[Tensor]) -> Terms:
         check_same_width(units.shape[1] for units in summaries)

@@ -40,7 +40,7 @@ from istar.reports.rank_figure import RankedMethods
 from istar.reports.run_frame import Runs, load_runs
 from istar.statistics import conclusions, defaults
 
-KIND = PageKind("report", "istar report")
+REPORT_KIND = PageKind("report", "istar report")
 _MAX_ROWS = 300  # rows that the page shows of an ungrouped table; the files have all rows
 
 
@@ -73,7 +73,7 @@ def write_report(
         UserError: if `plan_path` is no plan, if there are no runs, if no method or several are the reference, if `out`
             holds files that are no report, or if it cannot be written.
     """
-    page_folder.check(out, KIND, (root,) if plan_path is None else (root, plan_path))
+    page_folder.check(out, REPORT_KIND, (root,) if plan_path is None else (root, plan_path))
     plan = None if plan_path is None else plan_file.read_plan(plan_path)
     progress_columns = TextColumn("{task.description}", markup=False), BarColumn()
     is_hidden = console is None or not console.is_terminal
@@ -96,7 +96,7 @@ def write_report(
             pictures_by_plot[plot.name] = page_folder.render_pictures(plot)
         progress.update(progress_task, description="writing", advance=1)
         files = page_folder.page_files(_build_page(contents, pictures_by_plot), contents.sheets)
-        page_path = page_folder.write(out, files, KIND)
+        page_path = page_folder.write(out, files, REPORT_KIND)
     return WrittenReport(page_path, len(runs.frame))
 
 
@@ -222,7 +222,7 @@ def _build_page(contents: _ReportContents, pictures_by_plot: Mapping[str, list[P
         _build_table_section(contents, "left_out"),
         Section("reproduce", "This page", ("This command writes the page and its files:",), commands=[command]),
     ]
-    return Page("Isotropy and fine-tuning: report", head, KIND.generator, summary, sections)
+    return Page("Isotropy and fine-tuning: report", head, REPORT_KIND.generator, summary, sections)
 
 
 _READING_GUIDE = (

@@ -75,7 +75,7 @@ def check_positive(value: float, name: str) -> None:
         raise UserError(f"{name} is {value}; expected a finite number above 0")
 
 
-def check_at_least(value: int, minimum: int, name: str) -> None:
+def require_at_least(value: int, minimum: int, name: str) -> None:
     """Raise a `UserError` if a whole number is smaller than its minimum."""
     if value < minimum:
         raise UserError(f"{name} is {value}; expected {minimum} or more")

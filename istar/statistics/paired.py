@@ -16,9 +16,9 @@ from scipy import stats
 
 from istar.statistics.arguments import (
     Vector,
-    check_at_least,
     check_not_constant,
     check_probability,
+    require_at_least,
     to_finite_vector,
 )
 
@@ -73,7 +73,7 @@ def sign_flip_test(differences: ArrayLike, resamples: int = 99_999, seed: int = 
     0.25
     """
     values = to_finite_vector(differences, "paired differences", 1)
-    check_at_least(resamples, 1, "the number of resamples")
+    require_at_least(resamples, 1, "the number of resamples")
     # Lowered by a tolerance, so that sums that differ only by rounding errors count as equal.
     observed_sum = abs(values.sum()) - 1e-12 * np.abs(values).sum()
     if len(values) <= MAX_EXACT_PAIRS:
@@ -108,7 +108,7 @@ def smallest_sign_flip_p(pairs: int) -> float:
     >>> smallest_sign_flip_p(5), smallest_sign_flip_p(6)
     (0.0625, 0.03125)
     """
-    check_at_least(pairs, 1, "the number of pairs")
+    require_at_least(pairs, 1, "the number of pairs")
     return 2.0 ** (1 - pairs)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from scipy import optimize, stats
 
 from istar.errors import UserError
-from istar.statistics.arguments import check_at_least, check_positive, check_probability
+from istar.statistics.arguments import check_positive, check_probability, require_at_least
 from istar.statistics.paired import Interval, smallest_sign_flip_p
 
 MAX_PAIRS = 1_000_000
@@ -122,7 +122,7 @@ def sd_interval(sd: float, pairs: int, level: float = 0.95) -> Interval:
         UserError: if `sd` is not positive, there are fewer than 2 pairs, or `level` is not in (0, 1).
     """
     check_positive(sd, "the standard deviation of the differences")
-    check_at_least(pairs, 2, "the number of pairs")
+    require_at_least(pairs, 2, "the number of pairs")
     check_probability(level, "the confidence level")
     low, high = (
         sd * math.sqrt((pairs - 1) / stats.chi2.ppf(tail, pairs - 1)) for tail in ((1 + level) / 2, (1 - level) / 2)
@@ -167,7 +167,7 @@ def _describe_test(sd: float, alpha: float) -> str:
 def _check_test_arguments(sd: float, pairs: int, alpha: float) -> None:
     """Raise a `UserError` if an argument of the paired t-test is out of range."""
     check_positive(sd, "the standard deviation of the differences")
-    check_at_least(pairs, 2, "the number of pairs")
+    require_at_least(pairs, 2, "the number of pairs")
     check_probability(alpha, "alpha")
 
 

@@ -14,9 +14,9 @@ from scipy import stats
 from istar.errors import UserError
 from istar.statistics.arguments import (
     Vector,
-    check_at_least,
     check_not_constant,
     check_probability,
+    require_at_least,
     to_finite_array,
     to_finite_vector,
 )
@@ -51,8 +51,8 @@ def task_ranks(scores: ArrayLike, lower_is_better: bool = False) -> NDArray[np.f
         raise UserError(
             f"the scores have the shape {score_table.shape}; expected a row for each task, a column for each method"
         )
-    check_at_least(score_table.shape[0], 1, "the number of tasks")
-    check_at_least(score_table.shape[1], 2, "the number of methods")
+    require_at_least(score_table.shape[0], 1, "the number of tasks")
+    require_at_least(score_table.shape[1], 2, "the number of methods")
     ranks: NDArray[np.float64] = stats.rankdata(score_table if lower_is_better else -score_table, axis=1)
     return ranks
 
@@ -83,7 +83,7 @@ def friedman(scores: ArrayLike, lower_is_better: bool = False) -> Friedman:
     """
     ranks = task_ranks(scores, lower_is_better)
     num_tasks, num_methods = ranks.shape
-    check_at_least(num_tasks, 2, "the number of tasks")
+    require_at_least(num_tasks, 2, "the number of tasks")
     average_ranks = ranks.mean(axis=0)
     sum_of_squares, sum_for_equal_ranks = np.sum(average_ranks**2), num_methods * (num_methods + 1) ** 2 / 4
     chi_square = 12 * num_tasks / (num_methods * (num_methods + 1)) * (sum_of_squares - sum_for_equal_ranks)
@@ -125,8 +125,8 @@ def nemenyi_critical_difference(methods: int, tasks: int, alpha: float = 0.05) -
     >>> round(nemenyi_critical_difference(4, 14), 2)
     1.25
     """
-    check_at_least(methods, 2, "the number of methods")
-    check_at_least(tasks, 2, "the number of tasks")
+    require_at_least(methods, 2, "the number of methods")
+    require_at_least(tasks, 2, "the number of tasks")
     check_probability(alpha, "alpha")
     quantile = stats.studentized_range.ppf(1 - alpha, methods, np.inf) / np.sqrt(2)
     return float(quantile * np.sqrt(methods * (methods + 1) / (6 * tasks)))
@@ -151,7 +151,7 @@ def t_interval_over_tasks(differences: Sequence[ArrayLike], level: float = 0.95)
         UserError: for fewer than 2 tasks, a task without a difference, values that are not finite, equal means on all
             tasks, or a level that is not in (0, 1).
     """
-    check_at_least(len(differences), 2, "the number of tasks")
+    require_at_least(len(differences), 2, "the number of tasks")
     means = np.array([to_finite_vector(values, "differences of a task", 1).mean() for values in differences])
     check_not_constant(means, "mean differences of the tasks")
     return t_interval(means, level)

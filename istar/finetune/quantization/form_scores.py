@@ -36,7 +36,7 @@ from istar.records.metric_names import displayed, is_lower_better
 from istar.records.results import RunRecord
 from istar.records.task_specs import TASKS
 
-MODEL_FOLDER = "model"
+_RUN_MODEL_FOLDER = "model"
 """Name of the folder of the saved model within the folder of a run."""
 MAX_EXAMPLES = 1_000
 """Maximum number of validation rows whose activations are measured."""
@@ -72,7 +72,7 @@ def explain_exclusion(folder: Path, record: RunRecord) -> str:
         return "its score is not finite"
     if task is None or task.is_language_modelling:
         return "language models are not supported; expected classification, regression or question answering"
-    if not (folder / MODEL_FOLDER).is_dir():
+    if not (folder / _RUN_MODEL_FOLDER).is_dir():
         return "the run has saved no model (run.save_model=false)"
     return ""
 
@@ -122,7 +122,7 @@ def _load_config(folder: Path, data_dir: Path | None) -> Config:
     task = replace(config.task, submission=False)
     if data_dir is not None:
         task = replace(task, data_dir=str(data_dir))
-    return replace(config, task=task, model=ModelConfig(name=str(folder / MODEL_FOLDER)))
+    return replace(config, task=task, model=ModelConfig(name=str(folder / _RUN_MODEL_FOLDER)))
 
 
 def score_model(saved: SavedModel, forms: Sequence[Form]) -> dict[str, Any]:

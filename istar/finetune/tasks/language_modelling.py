@@ -31,10 +31,11 @@ from istar.finetune.tasks.blocks import (
 from istar.finetune.tasks.evaluation import Evaluation
 from istar.finetune.tasks.features import describe_tokenizer
 from istar.finetune.tasks.loading import fingerprint
-from istar.finetune.tasks.masking import IGNORED_LABEL, Masking
+from istar.finetune.tasks.masking import Masking
 from istar.inputs.documents import iterate_texts
 from istar.inputs.tokenizing import find_separator_id, special_tokens, tokenize
 from istar.records.task_specs import TaskSpec
+from istar.regularizers.points import IGNORED_LABEL
 
 _VALIDATION_SEED = 0
 _PROGRESS_MIN_DOCUMENTS = 20_000  # smaller corpora are tokenized too quickly for a progress bar

@@ -7,9 +7,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from istar.errors import UserError
-
-IGNORED_LABEL = -100
-"""Label of a token that is not to be predicted; the losses of torch and transformers ignore it."""
+from istar.regularizers.points import IGNORED_LABEL
 
 _CHOICE_PROBABILITY = 0.15
 _MASK_SHARE, _RANDOM_SHARE = 0.8, 0.1  # shares of the chosen tokens; the rest stays unchanged

@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from istar.finetune.tasks.language_modelling import LanguageModelEvaluator
-from istar.finetune.tasks.masking import IGNORED_LABEL
 from istar.finetune.training.module import Batch, FineTuner, inputs_with_labels, token_mask
 from istar.hidden_states import AttachedPenalty
 from istar.measures.processes import sum_over_processes, world_size
 from istar.records.config import OptimConfig
+from istar.regularizers.points import IGNORED_LABEL
 
 
 class LanguageModelTuner(FineTuner):

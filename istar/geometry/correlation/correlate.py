@@ -17,7 +17,7 @@ import scipy.stats
 
 from istar.errors import UserError, did_you_mean
 from istar.geometry.collect.trajectory import KEY_COLUMNS
-from istar.geometry.correlation.score_files import read_scores, read_table, to_long_format
+from istar.geometry.correlation.score_files import read_checkpoint_table, read_scores, to_long_format
 from istar.statistics.arguments import is_constant
 
 STATISTICS: dict[str, Any] = {
@@ -72,7 +72,7 @@ def correlate(measures_path: Path, scores_path: Path, selection: Selection) -> C
     Raises:
         UserError: if a file cannot be read or lacks these columns, or if the files have no checkpoint in common.
     """
-    measures = read_table(measures_path)
+    measures = read_checkpoint_table(measures_path)
     measures = measures.assign(**{name: "" for name in KEY_COLUMNS if name not in measures})
     measures = to_long_format(measures, KEY_COLUMNS, "measure", "value")
     scores, remarks = read_scores(scores_path)

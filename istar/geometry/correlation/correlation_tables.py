@@ -31,7 +31,7 @@ def make_output(out: Path) -> Output:
 
 
 def write_results(results: CorrelationResults, table: pd.DataFrame, out: Path) -> list[Path]:
-    """Write all correlations, the `table` of `make_table` and a figure of the scores, and return the paths.
+    """Write all correlations, the `table` of `make_paper_table` and a figure of the scores, and return the paths.
 
     Raises:
         UserError: see `istar.files.outputs.Output.write`.
@@ -45,7 +45,7 @@ def write_results(results: CorrelationResults, table: pd.DataFrame, out: Path) -
     return [out / name for name in contents]
 
 
-def make_table(results: CorrelationResults, has_selection: bool) -> pd.DataFrame:
+def make_paper_table(results: CorrelationResults, has_selection: bool) -> pd.DataFrame:
     """Return the rows of the paper's Table 1, with the paper's correlations and the differences from them.
 
     Args:
@@ -102,7 +102,7 @@ def _normalize(task: str) -> str:
 
 
 def make_correlation_table(rows: pd.DataFrame) -> Table:
-    """Return the table of `make_table` for the terminal; each statistic has its 95% interval on a second line."""
+    """Return the rows of `make_paper_table` for the terminal; each statistic has its 95% interval on a second line."""
     has_published = "paper_pearson" in rows
     title = f"Correlations over the checkpoints, with 95% intervals from {NUM_RESAMPLES} bootstrap resamples"
     if has_published:

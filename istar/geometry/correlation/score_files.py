@@ -39,7 +39,7 @@ def read_scores(path: Path) -> tuple[pd.DataFrame, list[str]]:
     - A `.json` file is a result file; see `parse_harness_scores` and `parse_mteb_scores`.
     - A folder stands for all `.json` files in it and in its subfolders.
     - Any other file is a CSV file with a column for each task, or with the columns `task` and `score` and, optionally,
-      `standard_error`; see `read_table`.
+      `standard_error`; see `read_checkpoint_table`.
 
     If no result file states a revision, each file is of another checkpoint of the same model, and the last part of the
     model's name is its revision. Otherwise a file without a revision is of revision `main`.
@@ -72,7 +72,7 @@ def read_scores(path: Path) -> tuple[pd.DataFrame, list[str]]:
 
 def _read_csv_scores(path: Path) -> pd.DataFrame:
     """Return the scores of a CSV file in long format."""
-    table = read_table(path)
+    table = read_checkpoint_table(path)
     if not {"task", "score"} <= set(table):
         return to_long_format(table, CHECKPOINT_COLUMNS, "task", "score").assign(standard_error=math.nan)
     errors = table.get("standard_error", pd.Series("", table.index))
@@ -165,7 +165,7 @@ def _is_finite_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def read_table(path: Path) -> pd.DataFrame:
+def read_checkpoint_table(path: Path) -> pd.DataFrame:
     """Read a CSV file as stripped text, with all `CHECKPOINT_COLUMNS`; columns that the file lacks are empty.
 
     The index says where each row is, for error messages. A model is named by the last part of its name: a folder and a
@@ -191,7 +191,7 @@ def read_table(path: Path) -> pd.DataFrame:
 
 
 def _complete_checkpoint_columns(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a table with all `CHECKPOINT_COLUMNS`, short names of models, and steps as numbers; see `read_table`."""
+    """Return a table with all `CHECKPOINT_COLUMNS`, short names of models, and steps as numbers."""
     table = table.assign(**{name: "" for name in CHECKPOINT_COLUMNS if name not in table})
     table["model"] = [PurePath(name).name for name in table["model"]]
     table["step"] = [

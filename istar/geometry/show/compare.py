@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pandas as pd
 from rich.table import Table
 
-from istar.drawing.page_texts import read_texts
+from istar.drawing.page_texts import read_page_texts
 from istar.errors import UserError
 from istar.geometry.collect import measures_file
 from istar.geometry.collect.intervals import JACKKNIFE_MEASURES, t_quantile
@@ -20,7 +20,7 @@ from istar.inputs.model_arguments import ModelArgument, parse_model_argument
 from istar.measures import jackknife_error
 from istar.measures.catalogue import MEASURES
 
-TEXTS = read_texts("istar.geometry.show")
+TEXTS = read_page_texts("istar.geometry.show")
 """Titles, captions and explanations of the pages; see `texts.toml`."""
 SUMMARY_MEASURES = tuple(measure.name for measure in MEASURES if measure.summary)
 """Measures of the last layer that the table of all models shows."""

@@ -21,9 +21,10 @@ from istar.finetune.tasks.language_modelling import (
     load_or_tokenize_corpus,
     perplexity,
 )
-from istar.finetune.tasks.masking import IGNORED_LABEL, Masking
+from istar.finetune.tasks.masking import Masking
 from istar.inputs import tiny
 from istar.records.task_specs import TASKS
+from istar.regularizers.points import IGNORED_LABEL
 
 TEXTS = ["The cat sat on a mat.", "It was raining.", "A dog barked at the cat again and again."]
 CLM, MLM = TASKS["clm"], TASKS["mlm"]

@@ -5,8 +5,9 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from istar.errors import UserError
-from istar.finetune.tasks.masking import IGNORED_LABEL, Masking, find_word_continuations
+from istar.finetune.tasks.masking import Masking, find_word_continuations
 from istar.inputs import tiny
+from istar.regularizers.points import IGNORED_LABEL
 
 WORDS = [f"w{number}" for number in range(300)]
 

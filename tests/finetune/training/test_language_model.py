@@ -21,11 +21,11 @@ from transformers import (
 )
 
 from istar.finetune.tasks.language_modelling import LanguageModelEvaluator
-from istar.finetune.tasks.masking import IGNORED_LABEL
 from istar.finetune.training.language_model import LanguageModelTuner, restrict_head_to
 from istar.inputs import tiny
 from istar.records.config import OptimConfig
 from istar.records.task_specs import TASKS
+from istar.regularizers.points import IGNORED_LABEL
 
 VOCABULARY = 30
 SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
