@@ -167,7 +167,7 @@ def test_nobody_asks_for_the_type_of_a_penalty() -> None:
 
 
 SHARED_NAMES = {"add_parser", "run", "main", "log", "T", "PenaltyCallback", "read", "write"}
-"""Names of the same role in several modules: parts of a command, entry points, reading and writing of a kind of file."""
+"""Names of one role in several modules: parts of a command, entry points, reading and writing of a kind of file."""
 
 
 def test_no_public_name_has_two_homes() -> None:
