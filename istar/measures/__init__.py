@@ -31,14 +31,13 @@ from istar.measures.isoscore import (
     shrink,
     shrinkage_intensity,
 )
-from istar.measures.jackknife import jackknife_error
+from istar.measures.jackknife import ValueWithError, jackknife_error
 from istar.measures.moments import FourthMoments, Moments
 from istar.measures.norms import LayerNormSummary, Norms, NormSummary, layer_norm_summary, norm_summary
 from istar.measures.partition import PartitionIsotropy, partition_isotropy
 from istar.measures.point_groups import GroupedPoints, GroupSummary, log2_bin_range, log2_bins
 from istar.measures.postprocess import all_but_the_top, centered, scaled_centered
 from istar.measures.sentences import (
-    ScoreWithError,
     SentenceMoments,
     isoscore_by_sentence,
     isoscore_by_sentence_with_error,
@@ -80,10 +79,10 @@ __all__ = [
     "PartitionIsotropy",
     "PowerLaw",
     "ScaleDimension",
-    "ScoreWithError",
     "SentenceMoments",
     "TokenKurtosis",
     "TokenKurtosisSummary",
+    "ValueWithError",
     "adjusted_intra_sim",
     "all_but_the_top",
     "alpha_req",

@@ -18,14 +18,12 @@ representations. With zero diagonals, :math:`\tilde K = K - \mathrm{diag}(K)` an
 Its three terms are functions of sums over points, which need :math:`O(d_x d_y)` memory instead of :math:`O(n^2)`.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.input_checks import accumulation_dtype, check_finite, select_rows
-from istar.measures.jackknife import jackknife_error
+from istar.measures.jackknife import ValueWithError, jackknife_error
 
 
 def cka(first: Tensor, second: Tensor) -> float:
@@ -77,14 +75,7 @@ _RELATIVE_ROUNDING_ERROR = 1e-12
 """Largest rounding error of an HSIC, relative to the size of its terms."""
 
 
-class CkaWithError(NamedTuple):
-    """A CKA and its standard error."""
-
-    value: float
-    error: float
-
-
-def cka_with_error(first: Tensor, second: Tensor, groups: int = 10) -> CkaWithError:
+def cka_with_error(first: Tensor, second: Tensor, groups: int = 10) -> ValueWithError:
     """Compute `cka` of two representations, and its standard error by the jackknife.
 
     The error is `istar.measures.jackknife_error` of the CKA without each group of points. The points are assumed to be
@@ -111,7 +102,7 @@ def cka_with_error(first: Tensor, second: Tensor, groups: int = 10) -> CkaWithEr
     values_without_group = [
         cka(first[group_of_point != group], second[group_of_point != group]) for group in range(groups)
     ]
-    return CkaWithError(value, jackknife_error(values_without_group))
+    return ValueWithError(value, jackknife_error(values_without_group))
 
 
 def _center_points(points: Tensor) -> Tensor:

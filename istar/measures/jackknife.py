@@ -2,6 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class ValueWithError(NamedTuple):
+    """The value of a measure and its standard error."""
+
+    value: float
+    error: float
 
 
 def jackknife_error(estimates: Sequence[float]) -> float:

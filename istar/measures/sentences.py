@@ -16,7 +16,7 @@ from torch import Tensor
 from istar.errors import UserError
 from istar.measures.accumulator import Accumulator
 from istar.measures.input_checks import accumulation_dtype, check_finite, check_one_per_point, zero_vector
-from istar.measures.jackknife import jackknife_error
+from istar.measures.jackknife import ValueWithError, jackknife_error
 
 
 def isoscore_by_sentence(points: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -43,16 +43,9 @@ def isoscore_by_sentence(points: Tensor, mask: Tensor | None = None) -> Tensor:
     return _make_empty_moments(points, mask).update(points, mask).score()
 
 
-class ScoreWithError(NamedTuple):
-    """A score and its standard error."""
-
-    value: float
-    error: float
-
-
 def isoscore_by_sentence_with_error(
     points: Tensor, mask: Tensor | None = None, groups: int | None = None
-) -> ScoreWithError:
+) -> ValueWithError:
     r"""Compute `isoscore_by_sentence` and its standard error by the jackknife.
 
     The error is `istar.measures.jackknife_error` of the scores without each group of sentences. It needs no assumption
@@ -89,7 +82,7 @@ def isoscore_by_sentence_with_error(
         group_moments.update(points[group_sentences], mask[group_sentences])
         # `subtract` replaces the tensors of the copy, so that `moments` keeps its own.
         estimates.append(copy.copy(moments).subtract(group_moments).score().item())
-    return ScoreWithError(score.item(), jackknife_error(estimates))
+    return ValueWithError(score.item(), jackknife_error(estimates))
 
 
 def _make_empty_moments(points: Tensor, mask: Tensor | None) -> "SentenceMoments":

@@ -152,7 +152,7 @@ def adapters(tmp_path: Path) -> Any:
     return adapted.merge_and_unload()
 
 
-def check_matrices(folder: Path, merged: Any, embedded_side: str) -> None:
+def check_matrices(folder: Path, merged: Any, embedded_side: str | None = None) -> None:
     """Check the norms of the embedding matrices that the commands measure against those of the merged model."""
     measured = measure(folder)
     for side, layer in (("input", merged.get_input_embeddings()), ("output", merged.get_output_embeddings())):
@@ -173,7 +173,7 @@ def test_adapters_with_a_configuration_are_measured_and_saved_as_a_whole_model(a
     folder = tmp_path / "plain"
     adapters.config.save_pretrained(folder)
     train_tokenizer(TEXTS, 300, "bpe").save_pretrained(folder)
-    check_matrices(folder, adapters, "input")
+    check_matrices(folder, adapters)
     assert main(["embed", str(folder), "--form", "centered", "--save", "model", "--out", str(tmp_path / "saved")]) == 0
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved" / "model")
     weight = adapters.get_input_embeddings().weight.detach()
