@@ -109,11 +109,12 @@ def _run_in_child(arguments: Sequence[str], environment: Mapping[str, str], log_
         with log_path.open("ab") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-    _replace_environment(environment)
     # Lightning and torch have read these variables on import, from the server's environment.
     rank_zero_only.rank = next((int(environment[key]) for key in RANK_VARIABLE_ORDER if key in environment), 0)  # type: ignore[attr-defined]
-    if "OMP_NUM_THREADS" in environment:
-        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    num_threads = environment.get("OMP_NUM_THREADS")
+    if num_threads is not None and num_threads != os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(num_threads))
+    _replace_environment(environment)
     # Python reseeds its own generator in a forked process, but not NumPy's.
     np.random.seed()
     sweep, server_pid = multiprocessing.parent_process(), os.getppid()
