@@ -89,7 +89,7 @@ def test_an_error_of_the_machine_anywhere_in_a_command_is_one_line(
         raise error
 
     folder = save_model(tmp_path / "model")
-    monkeypatch.setattr(embed_models, "measure_model", fail)
+    monkeypatch.setattr(embed_models, "measure_embeddings", fail)
     assert main(["embed", str(folder), "--out", str(tmp_path / "out")]) == 2
     assert_one_line(capsys, part)
 
@@ -105,7 +105,7 @@ def test_a_mistake_of_the_program_keeps_its_trace(tmp_path: Path, monkeypatch: p
         raise RuntimeError("shapes do not match")
 
     folder = save_model(tmp_path / "model")
-    monkeypatch.setattr(embed_models, "measure_model", fail)
+    monkeypatch.setattr(embed_models, "measure_embeddings", fail)
     with pytest.raises(RuntimeError, match="shapes"):
         main(["embed", str(folder), "--out", str(tmp_path / "out")])
 

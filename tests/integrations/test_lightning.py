@@ -331,7 +331,7 @@ def test_a_batch_without_a_score_adds_nothing_and_is_logged():
     callback = PenaltyCallback(istar.IStar(1.0, 0.0, layers="last"), make_settings(points=istar.Points("first")))
     module = Classifier(make_classifier("bert"), callback)
     trainer = make_trainer(callback, max_epochs=2, precision="64-true")
-    with pytest.warns(UserWarning, match="have no isoscore_star, because they are too few or all equal"):
+    with pytest.warns(UserWarning, match="have no isoscore, because they are too few or all equal"):
         trainer.fit(module, make_loader(make_examples("classification", 2 * BATCH_SIZE + 1)))
     assert trainer.callback_metrics["train/undefined"] == 2
     assert trainer.callback_metrics["train/penalty"] == 0

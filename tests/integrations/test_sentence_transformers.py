@@ -367,7 +367,7 @@ def test_a_batch_of_one_embedding_adds_nothing(bert_folder, tmp_path):
     model = make_encoder(bert_folder)
     data = Dataset.from_dict({"text": make_pairs(9)["anchor"], "label": [0, 0, 1, 1, 0, 1, 0, 1, 0]})
     loss = PenaltyLoss(model, losses.BatchAllTripletLoss(model), istar.IStar(1.0, 0.0), on="pooled")
-    with pytest.warns(UserWarning, match="have no isoscore_star, because they are too few or all equal"):
+    with pytest.warns(UserWarning, match="have no isoscore, because they are too few or all equal"):
         make_trainer(tmp_path, model, loss, data, num_train_epochs=2).train()
     assert loss.penalty.undefined.seen == 2
     assert all(parameter.isfinite().all() for parameter in model.parameters())

@@ -437,13 +437,13 @@ def test_a_batch_without_a_score_adds_nothing_and_is_logged(tmp_path):
     settings = {"points": istar.Points("first"), "num_train_epochs": 2, "max_steps": -1, "logging_steps": 6}
     trainer = make_trainer(tmp_path, penalty, Scores, per_device_train_batch_size=4, **settings)
     trainer.train_dataset = trainer.train_dataset[:9]
-    with pytest.warns(UserWarning, match="have no isoscore_star, because they are too few or all equal"):
+    with pytest.warns(UserWarning, match="have no isoscore, because they are too few or all equal"):
         trainer.train()
     [log] = [log for log in trainer.state.log_history if "loss" in log]
     assert log["undefined"] == 2 == penalty.undefined.seen
     expected_scores = np.array(scores)
     assert np.isnan(expected_scores).tolist() == [False, False, True] * 2
-    assert log["isoscore_star"] == pytest.approx(np.nanmean(expected_scores), rel=1e-5)
+    assert log["isoscore"] == pytest.approx(np.nanmean(expected_scores), rel=1e-5)
     assert log["penalty"] == pytest.approx(np.nan_to_num(1 - expected_scores).mean(), rel=1e-5)
     assert log["points"] == pytest.approx(3)
     assert all(value.isfinite().all() for value in copy_parameters(trainer))
@@ -477,7 +477,7 @@ def test_a_batch_size_without_any_score_is_refused_before_training(tmp_path):
     settings = {"points": istar.Points("last"), "per_device_train_batch_size": 1, "max_steps": 1}
     trainer = make_trainer(tmp_path / "one", istar.IStar(1.0, 0.0, layers="last"), **settings)
     before = copy_parameters(trainer)
-    with pytest.raises(UserError, match=r"^a micro-batch of 1 sequences with points=last in 1 layers has no isoscore_"):
+    with pytest.raises(UserError, match=r"^a micro-batch of 1 sequences with points=last in 1 layers has no isoscore:"):
         trainer.train()
     assert count_hooks(trainer.model) == 0
     assert all(map(torch.equal, copy_parameters(trainer), before))

@@ -132,7 +132,7 @@ def test_batches_without_a_score_add_nothing_and_are_counted(cached_run: Callabl
     """The second of two micro-batches has one example, and so one point."""
     settings = ["reg.points=first", "reg.layers=last", "reg.zeta=0", "task.limit_train=9", "data.batch_size=8"]
     settings += [f"trainer.accumulate_grad_batches={accumulate}", "trainer.log_every_n_steps=1"]
-    with pytest.warns(UserWarning, match="have no isoscore_star, because they are too few or all equal"):
+    with pytest.warns(UserWarning, match="have no isoscore, because they are too few or all equal"):
         _, record, folder = cached_run("task=demo", "reg=istar", *settings)
     assert record.status == "finished"
     steps = pd.read_csv(folder / "metrics.csv")
@@ -142,9 +142,9 @@ def test_batches_without_a_score_add_nothing_and_are_counted(cached_run: Callabl
     assert undefined == ([1, 2] if accumulate == 2 else [0, 1, 1, 2])
     if accumulate == 2:
         # The penalty is a mean of two micro-batches, and the score is that of the first.
-        assert steps["train/penalty"].tolist() == pytest.approx(((steps["train/isoscore_star"] - 1) / 2).tolist())
+        assert steps["train/penalty"].tolist() == pytest.approx(((steps["train/isoscore"] - 1) / 2).tolist())
     else:
-        assert steps["train/isoscore_star"].isna().tolist() == [False, True, False, True]
+        assert steps["train/isoscore"].isna().tolist() == [False, True, False, True]
         assert (steps["train/penalty"] == 0).tolist() == [False, True, False, True]
 
 
