@@ -66,11 +66,11 @@ def test_it_does_not_depend_on_rotation_translation_and_scale():
 def test_unrelated_representations_average_to_zero():
     """The biased estimator gives about 0.8 for 20 points in 100 dimensions."""
     scores = []
-    for seed in range(100):
+    for seed in range(200):
         generator = torch.Generator().manual_seed(seed)
         scores.append(cka(*torch.randn(2, 20, 100, generator=generator, dtype=torch.float64)))
     error = np.std(scores, ddof=1) / np.sqrt(len(scores))
-    assert abs(np.mean(scores)) < 4 * error < 0.07
+    assert abs(np.mean(scores)) < 4 * error < 0.05
 
 
 @pytest.mark.parametrize("groups", [2, 7, 30])
@@ -90,13 +90,13 @@ def test_error_is_the_spread_over_samples():
     # With one map to both representations, all samples have the same expected CKA.
     weights = torch.randn(3, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     results = []
-    for seed in range(50):
+    for seed in range(200):
         random = np.random.default_rng(seed)
         points = torch.from_numpy(random.normal(size=(100, 3))) @ weights
         points += torch.from_numpy(random.normal(size=points.shape))
-        results.append(cka_with_error(points[:, :4], points[:, 4:], groups=5))
+        results.append(cka_with_error(points[:, :4], points[:, 4:]))
     values, errors = np.array(results).T
-    assert np.sqrt(np.mean(errors**2)) == pytest.approx(values.std(ddof=1), rel=0.3)
+    assert np.sqrt(np.mean(errors**2)) == pytest.approx(values.std(ddof=1), rel=0.2)
 
 
 def test_narrow_dtypes_are_summed_in_float64():

@@ -187,9 +187,9 @@ def test_the_oracle_is_exact_where_the_answer_is_known():
 
 def test_the_error_is_that_of_other_samples() -> None:
     generator = torch.Generator().manual_seed(0)
-    estimates = [two_nn_with_error(torch.randn(500, 6, generator=generator)) for _ in range(20)]
+    estimates = [two_nn_with_error(torch.randn(500, 6, generator=generator)) for _ in range(40)]
     spread = torch.tensor([estimate.value for estimate in estimates]).std().item()
-    assert sum(estimate.error for estimate in estimates) / len(estimates) == pytest.approx(spread, rel=0.4)
+    assert sum(estimate.error for estimate in estimates) / len(estimates) == pytest.approx(spread, rel=0.35)
     points = torch.randn(500, 6, generator=generator)
     assert two_nn_with_error(points).value == two_nn(points)
     assert two_nn_with_error(points) == two_nn_with_error(points)

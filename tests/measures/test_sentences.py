@@ -80,31 +80,31 @@ def make_dependent_sentences(seed):
 
 def test_dependent_tokens_have_the_score_of_the_cloud_within_the_standard_error():
     true_score = ((VARIANCES.sum() ** 2 / VARIANCES.square().sum()).item() - 1) / 767
-    results = [isoscore_by_sentence_with_error(make_dependent_sentences(seed), groups=5) for seed in range(16)]
+    results = [isoscore_by_sentence_with_error(make_dependent_sentences(seed), groups=10) for seed in range(40)]
     scores = [result.value for result in results]
     spread = np.std(scores, ddof=1)
     assert true_score == pytest.approx(0.867, abs=1e-3)
-    assert abs(np.mean(scores) - true_score) < 3 * spread / np.sqrt(len(scores)) < 0.05
+    assert abs(np.mean(scores) - true_score) < 3 * spread / np.sqrt(len(scores)) < 0.03
     # With 30 sentences in 768 dimensions, the jackknife counts a part of the variance twice.
     reported_error = np.sqrt(np.mean([result.error**2 for result in results]))
     assert 0.75 * spread < reported_error < 1.6 * spread
-    interval_covers_truth = [abs(result.value - true_score) < 2.78 * result.error for result in results]
+    interval_covers_truth = [abs(result.value - true_score) < 2.26 * result.error for result in results]
     assert np.mean(interval_covers_truth) > 0.9
-    assert max(isoscore_unbiased(make_dependent_sentences(seed)).item() for seed in range(2)) < 0.2
+    assert max(isoscore_unbiased(make_dependent_sentences(seed)).item() for seed in range(5)) < 0.2
 
 
 def test_the_standard_error_is_the_spread_for_more_sentences_than_dimensions():
     results = []
-    for seed in range(50):
+    for seed in range(100):
         generator = torch.Generator().manual_seed(seed)
         sentence_parts, token_parts = (
             torch.randn(100, tokens, 3, generator=generator, dtype=torch.float64) for tokens in (1, 4)
         )
         points = (sentence_parts + token_parts) * torch.tensor([2.0, 1.0, 1.0])
-        results.append(isoscore_by_sentence_with_error(points, groups=10))
+        results.append(isoscore_by_sentence_with_error(points, groups=25))
     spread = np.std([result.value for result in results], ddof=1)
-    # The standard error of a spread of 50 replications is 10%.
-    assert np.sqrt(np.mean([result.error**2 for result in results])) == pytest.approx(spread, rel=0.3)
+    # The standard error of a spread of 100 replications is 7%.
+    assert np.sqrt(np.mean([result.error**2 for result in results])) == pytest.approx(spread, rel=0.2)
 
 
 def test_the_standard_error_is_that_of_the_scores_without_each_group():
