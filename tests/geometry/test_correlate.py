@@ -67,14 +67,14 @@ def test_intervals_cover_the_true_correlation() -> None:
     """About 95% of the intervals cover the true value; percentile intervals are slightly too narrow."""
     true_values = {"pearson": 0.6, "spearman": 6 / math.pi * math.asin(0.3), "kendall": 2 / math.pi * math.asin(0.6)}
     random = np.random.default_rng(0)
-    num_covered, num_rounds = dict.fromkeys(true_values, 0), 150
+    num_covered, num_rounds = dict.fromkeys(true_values, 0), 300
     for _ in range(num_rounds):
         x = random.normal(size=40)
         results = correlate_series(x, 0.6 * x + 0.8 * random.normal(size=40))
         for name, value in true_values.items():
             num_covered[name] += results[f"{name}_low"] <= value <= results[f"{name}_high"]
     for name, count in num_covered.items():
-        assert 0.87 < count / num_rounds < 0.99, (name, count / num_rounds)
+        assert 0.88 < count / num_rounds < 0.985, (name, count / num_rounds)
 
 
 def test_constant_and_short_series_are_undefined() -> None:
