@@ -139,7 +139,8 @@ def _compute_neighbour_ratios(points: Tensor) -> Tensor:
 
     Candidates for the two neighbours are the points with the smallest squared distances by a matrix product in float64,
     |x|^2 + |y|^2 - 2xy, which is fast but loses the smallest distances by cancellation. The distances of the candidates
-    are then computed from the differences x - y.
+    are then computed from the differences x - y. A group of more than 16 points whose distances vanish in the product,
+    at about 1e-8 of the cloud's size, may therefore get neighbours that are not the nearest.
     """
     # Distances do not depend on the origin; about the mean, the product loses fewer digits.
     centered = points - points.mean(0)

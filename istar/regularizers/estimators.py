@@ -105,17 +105,21 @@ class ShrinkageEstimator(Estimator):
         return unchecked_isoscore((1 - self.zeta) * covariance + self.zeta * shrinkage)
 
 
-class AutomaticShrinkageEstimator(Estimator):
+class FourthMomentEstimator(Estimator):
+    """An estimator that needs the fourth moment of the points, too."""
+
+    def summarize(self, hidden_state: Tensor, indices: Tensor | None, tokens: Tokens) -> BatchMoments:
+        """Return the count, mean, scatter matrix and fourth moment of the points."""
+        return fourth_moments(hidden_state.flatten(0, -2), indices=indices)
+
+
+class AutomaticShrinkageEstimator(FourthMomentEstimator):
     r"""IsoScore\* with a zeta that is estimated from each batch by `istar.measures.shrinkage_intensity`.
 
     Zeta is a constant in the gradient.
     """
 
     measure = "isoscore_star"
-
-    def summarize(self, hidden_state: Tensor, indices: Tensor | None, tokens: Tokens) -> BatchMoments:
-        """Return the count, mean, scatter matrix and fourth moment of the points."""
-        return fourth_moments(hidden_state.flatten(0, -2), indices=indices)
 
     def estimate(
         self, summaries: Sequence[BatchMoments], shrinkage: Tensor | None, sync: bool, group: dist.ProcessGroup | None
@@ -130,16 +134,12 @@ class AutomaticShrinkageEstimator(Estimator):
         return Estimate(score, moments.count, (moments.scatter, moments.fourth), zeta)
 
 
-class UnbiasedEstimator(Estimator):
+class UnbiasedEstimator(FourthMomentEstimator):
     """The unbiased IsoScore of independent points, `istar.measures.isoscore_unbiased`."""
 
     measure = "isoscore_unbiased"
     min_points = 4
     may_exceed_1 = True
-
-    def summarize(self, hidden_state: Tensor, indices: Tensor | None, tokens: Tokens) -> BatchMoments:
-        """Return the count, mean, scatter matrix and fourth moment of the points."""
-        return fourth_moments(hidden_state.flatten(0, -2), indices=indices)
 
     def estimate(
         self, summaries: Sequence[BatchMoments], shrinkage: Tensor | None, sync: bool, group: dist.ProcessGroup | None
