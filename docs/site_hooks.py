@@ -39,6 +39,7 @@ REPOSITORY_PAGES = {
     "benchmarks/SCALING.md": "benchmarks_scaling.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "README.md": "index.md",
 }
 """Pages of the site that are files of the repository outside docs/."""
 LINK = re.compile(r"\]\(([\w./-]+\.(?:md|ipynb))(#[\w-]+)?\)(?!\{)")
@@ -76,7 +77,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             name = name.removesuffix(".ipynb") + ".md"
         return f"]({posixpath.relpath(name, folder or '.')}{link[2] or ''})"
 
-    return LINK.sub(to_page, markdown)
+    return LINK.sub(to_page, markdown).replace('"docs/images/', '"images/').replace("(docs/images/", "(images/")
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
