@@ -2,7 +2,7 @@
 
     --dry-run   print the workspace as JSON and ask no server
 
-Needs the extra `dashboards`. The panels read what istar logs: see docs/dashboards.md.
+Needs the extra `dashboards`. The panels read what istar logs: see docs/training.md.
 """
 
 import argparse

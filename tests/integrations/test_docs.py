@@ -1,8 +1,10 @@
-"""Every Python block of `docs/your_own_training.md` runs, section by section."""
+"""Every example of `docs/your_own_training.md` runs, section by section, with a tiny model and few examples."""
 
 import importlib.util
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,17 +12,135 @@ import transformers
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = REPOSITORY / "docs" / "your_own_training.md"
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-IMPORT = re.compile(r"^(?:import|from) ([\w.]+)", re.MULTILINE)
+BLOCK = re.compile(r"^```(?:python|diff)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+IMPORT = re.compile(r"^[+ ]?(?:import|from) ([\w.]+)", re.MULTILINE)
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "dog", "sat", "ran", "away"]
+
+Names = dict[str, Any]
+
+
+def apply_difference(block: str) -> str:
+    """Return the script after the changes of a block with a difference; a block without one is returned as it is.
+
+    >>> apply_difference("+import istar\\n-loss = 1\\n+loss = 2\\n if loss:\\n     print(loss)\\n")
+    'import istar\\nloss = 2\\nif loss:\\n    print(loss)\\n'
+    """
+    lines = block.splitlines(keepends=True)
+    if not any(line.startswith("+") for line in lines):
+        return block
+    return "".join(line if line == "\n" else line[1:] for line in lines if not line.startswith("-"))
 
 
 def read_sections() -> dict[str, list[str]]:
-    """Return the Python blocks of each section of the page that has some."""
+    """Return the examples of each section of the page that has some."""
     titles_and_texts = re.split(r"^## (.+)$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     blocks = {
         title: BLOCK.findall(text) for title, text in zip(titles_and_texts[1::2], titles_and_texts[2::2], strict=True)
     }
     return {title: title_blocks for title, title_blocks in blocks.items() if title_blocks}
+
+
+def make_classifier() -> Names:
+    """Return a model and its data, as a script for classification has them."""
+    config = transformers.BertConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=50
+    )
+    model = transformers.BertForSequenceClassification(config)
+    dataset = [{"input_ids": torch.randint(50, (12,)), "labels": torch.tensor(i % 2)} for i in range(16)]
+    return {
+        "model": model,
+        "dataset": dataset,
+        "loader": torch.utils.data.DataLoader(dataset, batch_size=4, shuffle=True),
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3),
+        "num_epochs": 2,
+    }
+
+
+def make_accelerated() -> Names:
+    import accelerate
+
+    return make_classifier() | {"accelerator": accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)}
+
+
+def make_trainer_script() -> Names:
+    args = transformers.TrainingArguments(
+        "out", max_steps=2, per_device_train_batch_size=4, use_cpu=True, report_to="none"
+    )
+    return make_classifier() | {"args": args, "Trainer": transformers.Trainer}
+
+
+def make_sft_script() -> Names:
+    import datasets
+    import trl
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", eos_token="[SEP]")
+    config = transformers.LlamaConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=len(WORDS),
+        pad_token_id=0, eos_token_id=3, bos_token_id=3,
+    )  # fmt: skip
+    args = trl.SFTConfig(
+        "out", max_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to="none", bf16=False,
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    return {
+        "model": transformers.LlamaForCausalLM(config),
+        "args": args,
+        "dataset": datasets.Dataset.from_dict({"text": ["the cat sat", "the dog ran away"] * 4}),
+        "tokenizer": tokenizer,
+    }
+
+
+def make_sentence_script() -> Names:
+    import datasets
+    import sentence_transformers
+    from sentence_transformers.sentence_transformer import losses, modules
+
+    config = transformers.BertConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=len(WORDS)
+    )
+    transformers.BertTokenizer(vocab={word: i for i, word in enumerate(WORDS)}).save_pretrained("encoder")
+    transformers.BertModel(config).save_pretrained("encoder")
+    parts = [modules.Transformer("encoder"), modules.Pooling(16)]
+    args = sentence_transformers.SentenceTransformerTrainingArguments(
+        "out", max_steps=2, per_device_train_batch_size=4, use_cpu=True, report_to="none"
+    )
+    pairs = {"anchor": ["the cat sat", "the dog ran"] * 4, "positive": ["the cat", "away"] * 4}
+    return {
+        "model": sentence_transformers.SentenceTransformer(modules=parts, device="cpu"),
+        "args": args,
+        "dataset": datasets.Dataset.from_dict(pairs),
+        "MultipleNegativesRankingLoss": losses.MultipleNegativesRankingLoss,
+        "SentenceTransformerTrainer": sentence_transformers.SentenceTransformerTrainer,
+    }
+
+
+def make_lightning_script() -> Names:
+    import lightning
+
+    return make_classifier() | {"lightning": lightning, "torch": torch}
+
+
+def make_decoder() -> Names:
+    config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=2000, bos_token_id=0, eos_token_id=0)
+    batch = {"input_ids": torch.randint(50, (4, 10)), "labels": torch.randint(50, (4, 10))}
+    tokenizer = transformers.BertTokenizer(vocab={word: i for i, word in enumerate(WORDS)})
+    return {"model": transformers.GPT2LMHeadModel(config), "batch": batch, "tokenizer": tokenizer}
+
+
+SCRIPTS: dict[str, tuple[str, Callable[[], Names]]] = {
+    "A plain loop": ("torch", make_classifier),
+    "accelerate": ("accelerate", make_accelerated),
+    "transformers": ("accelerate", make_trainer_script),
+    "trl": ("trl", make_sft_script),
+    "sentence-transformers": ("sentence_transformers", make_sentence_script),
+    "Lightning": ("lightning", make_lightning_script),
+    "Which tokens": ("torch", make_decoder),
+    "Embedding matrices": ("torch", make_decoder),
+}
+"""By section, the library that it needs, and the names that its example takes from the usual script."""
 
 
 def is_missing(module: str) -> bool:
@@ -30,10 +150,8 @@ def is_missing(module: str) -> bool:
         return True
 
 
-def test_the_page_has_blocks_for_every_library():
-    assert {"A plain loop", "accelerate", "transformers", "trl", "sentence-transformers", "Lightning"} <= set(
-        read_sections()
-    )
+def test_the_page_has_examples_for_every_library():
+    assert set(read_sections()) >= set(SCRIPTS)
 
 
 # The page is about the penalty; warnings of libraries about so small a training do not matter.
@@ -42,12 +160,13 @@ def test_the_page_has_blocks_for_every_library():
 def test_each_section_runs(title, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = read_sections()[title]
-    missing = sorted({module for block in blocks for module in IMPORT.findall(block) if is_missing(module)})
-    if missing:
+    library, make_names = SCRIPTS.get(title, ("torch", dict))
+    modules = {library, *(module for block in blocks for module in IMPORT.findall(block))}
+    if missing := sorted(filter(is_missing, modules)):
         pytest.skip(f"not installed: {', '.join(missing)}")
-    namespace: dict[str, object] = {"__name__": "__main__"}
+    namespace: Names = {"__name__": "__main__", **make_names()}
     for block in blocks:
-        exec(compile(block, f"{PAGE.name}: {title}", "exec"), namespace)
+        exec(compile(apply_difference(block), f"{PAGE.name}: {title}", "exec"), namespace)
 
 
 def test_the_lines_of_the_readme_run_on_a_random_decoder():
