@@ -27,6 +27,8 @@ FORMATS = {
     "wordsim_similarity_goldstandard.txt": "{}\t{}\t{}\n",
     "wordsim_relatedness_goldstandard.txt": "{}\t{}\t{}\n",
 }
+OTHER_FORMATS = {"figures": (".pdf", ".png"), "tables": (".md", ".tex")}
+"""Formats of the figures and tables in which the page does not name their files."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,9 @@ def test_the_commands_of_the_third_paper_make_their_files(tmp_path: Path, monkey
         [command] = row.commands
         output_folder = tmp_path / _make_parser().parse_args(shlex.split(command)[1:]).out
         for name in row.files:
-            assert (output_folder / name).stat().st_size > 0, (row.artefact, name)
+            path = output_folder / name
+            for file in (path, *(path.with_suffix(suffix) for suffix in OTHER_FORMATS.get(path.parent.name, ()))):
+                assert file.stat().st_size > 0, (row.artefact, file.name)
     # Each table has the paper's numbers next to those of the models.
     for folder_name, table, model_count in (("embeddings", 1, 8), ("word-similarity", 2, 6), ("word-similarity", 3, 6)):
         frame = pd.read_csv(tmp_path / folder_name / "tables" / f"table{table}.csv")
