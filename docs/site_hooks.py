@@ -36,7 +36,6 @@ from docstring_extension import to_markdown  # noqa: E402
 REPOSITORY_PAGES = {
     "benchmarks/README.md": "benchmarks.md",
     "benchmarks/NOTES.md": "benchmarks_notes.md",
-    "benchmarks/SCALING.md": "benchmarks_scaling.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "README.md": "index.md",
