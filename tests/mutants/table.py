@@ -493,7 +493,7 @@ MUTATIONS = [
     ),
     Mutation(
         "A step whose gradient is NaN is taken.",
-        "istar/finetune/training/nonfinite.py",
+        "istar/finetune/training/module.py",
         "if gradient_norm is None or torch.isfinite(gradient_norm):",
         "if gradient_norm is None or gradient_norm is not None:",
         "tests/finetune/training/test_nonfinite.py::test_a_skipped_step_leaves_no_trace",

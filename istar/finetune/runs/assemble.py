@@ -22,10 +22,10 @@ from istar.finetune.training import (
 )
 from istar.finetune.training.checkpoints import Checkpoints
 from istar.finetune.training.data import count_examples_per_process
+from istar.finetune.training.history import MetricsFile
 from istar.finetune.training.kept_models import KeptModels
 from istar.finetune.training.language_model import LanguageModelTuner
 from istar.finetune.training.layer_geometry import GeometryProbe
-from istar.finetune.training.metrics_file import MetricsFile
 from istar.finetune.training.signals import StopSignal
 from istar.finetune.training.trainer import (
     build_trainer,

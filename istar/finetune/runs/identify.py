@@ -15,7 +15,7 @@ from istar.finetune.runs.run_folders import (
     run_folder_path,
 )
 from istar.finetune.tasks.loading import fingerprint
-from istar.finetune.training.trainer import check_precision_support
+from istar.finetune.training.precision import check_precision_support
 from istar.records.config import Config, TensorBoardConfig
 from istar.records.results import RunRecord
 from istar.records.task_specs import TaskSpec

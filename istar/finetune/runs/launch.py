@@ -28,7 +28,7 @@ from istar.drawing.terminal import make_console, replace_unencodable_characters
 from istar.errors import SHOW_TRACE, LockedError, StoppedError, UserError, mask_secrets, shorten
 from istar.files.parsing import read_json, read_yaml
 from istar.files.writing import write_text
-from istar.finetune.runs.importing import fast_imports
+from istar.finetune.runs.extras import fast_imports
 from istar.finetune.runs.resolving import resolve_config
 from istar.records import results
 from istar.records.config import Config, TrainerConfig, schema

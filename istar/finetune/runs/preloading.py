@@ -3,7 +3,7 @@
 from importlib import import_module
 
 from istar.finetune.runs import extras
-from istar.finetune.runs.importing import fast_imports
+from istar.finetune.runs.extras import fast_imports
 
 MODULES = ["istar.finetune.runs.run", "wandb", "transformers.models.bert.modeling_bert"]
 if extras.is_installed("optuna"):

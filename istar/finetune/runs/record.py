@@ -8,8 +8,7 @@ from typing import Any
 from istar.files.outputs import run_output
 from istar.files.writing import atomic_write, write_text
 from istar.finetune.runs.assemble import CHECKPOINTS_FOLDER, Job
-from istar.finetune.runs.geometry_picture import render_geometry_plot
-from istar.finetune.runs.run_picture import render_isotropy_plot
+from istar.finetune.runs.run_summary import render_geometry_plot, render_isotropy_plot
 from istar.finetune.tasks.evaluation import write_submission
 from istar.finetune.tasks.loading import count_overlap
 from istar.finetune.training import merge_outputs

@@ -28,7 +28,7 @@ from istar.finetune.runs.assemble import CHECKPOINTS_FOLDER, Job, assemble
 from istar.finetune.runs.identify import identify
 from istar.finetune.runs.prepare import prepare
 from istar.finetune.runs.record import ISOTROPY_PICTURE, record_results, start_record
-from istar.finetune.runs.run_table import build_run_table
+from istar.finetune.runs.run_summary import build_run_table
 from istar.finetune.runs.train import add_advice, train
 from istar.finetune.training.checkpoints import find_resumable_checkpoint
 from istar.finetune.training.loggers import attach_loggers, log_result_to_sweep_agent

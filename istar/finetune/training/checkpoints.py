@@ -20,8 +20,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from istar.errors import UserError, shorten
 from istar.files.writing import atomic_write
-from istar.finetune.training.history import History
-from istar.finetune.training.metrics_file import MetricsFile
+from istar.finetune.training.history import History, MetricsFile
 from istar.finetune.training.module import all_gather_object
 from istar.finetune.training.signals import StopSignal
 

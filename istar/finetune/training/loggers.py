@@ -25,7 +25,7 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
 from istar.errors import UserError, shorten
 from istar.files.writing import write_text
-from istar.finetune.training.metrics_file import MetricsFile
+from istar.finetune.training.history import MetricsFile
 from istar.inputs.hub import PROBE_TIMEOUT_SECONDS, request_status
 from istar.records.config import Config, TensorBoardConfig, WandbConfig
 from istar.records.config.schema import to_dict

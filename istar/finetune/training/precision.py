@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 
+from istar.errors import UserError
 from istar.records.config import TrainerConfig
 
 _MATRIX_SIZE = {"cpu": 256, "cuda": 4096}
@@ -40,6 +41,13 @@ def choose_precision(settings: TrainerConfig) -> TrainerConfig:
     if EMULATION_RATIO <= ratio < float("inf"):
         _warn_about_emulation(ratio)
     return settings
+
+
+def check_precision_support(settings: TrainerConfig) -> None:
+    """Raise a `UserError` for precision 16-mixed without a CUDA device; Lightning would replace it by bf16-mixed."""
+    uses_cuda = torch.cuda.is_available() and settings.accelerator in ("auto", "gpu", "cuda")
+    if settings.precision == "16-mixed" and not uses_cuda:
+        raise UserError("trainer.precision=16-mixed needs a CUDA device; use bf16-mixed or 32-true on this machine")
 
 
 @cache

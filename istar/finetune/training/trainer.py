@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping
@@ -138,13 +137,6 @@ def count_devices(settings: TrainerConfig) -> int:
     The setting is a number, a list, `auto` or -1.
     """
     return build_bare_trainer(settings).num_devices
-
-
-def check_precision_support(settings: TrainerConfig) -> None:
-    """Raise a `UserError` for precision 16-mixed without a CUDA device; Lightning would replace it by bf16-mixed."""
-    uses_cuda = torch.cuda.is_available() and settings.accelerator in ("auto", "gpu", "cuda")
-    if settings.precision == "16-mixed" and not uses_cuda:
-        raise UserError("trainer.precision=16-mixed needs a CUDA device; use bf16-mixed or 32-true on this machine")
 
 
 def writes_checkpoints(settings: TrainerConfig) -> bool:

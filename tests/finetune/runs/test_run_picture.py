@@ -1,6 +1,6 @@
 """The picture in the folder of a run: IsoScore of every layer before and after training."""
 
-from istar.finetune.runs.run_picture import build_isotropy_plot, render_isotropy_plot
+from istar.finetune.runs.run_summary import build_isotropy_plot, render_isotropy_plot
 from tests.reports.synthetic import istar, record
 
 

@@ -11,7 +11,7 @@ import yaml
 from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer
 
 from istar.finetune.runs.run import run
-from istar.finetune.runs.run_table import build_run_table
+from istar.finetune.runs.run_summary import build_run_table
 from istar.finetune.tasks.loading import sample_examples
 from istar.finetune.tasks.metrics import compute
 from istar.finetune.tasks.squad import best_answer

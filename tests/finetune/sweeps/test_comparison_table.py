@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from istar.finetune.runs.run_table import build_run_table
+from istar.finetune.runs.run_summary import build_run_table
 from istar.finetune.sweeps.comparison_table import (
     build_comparison_row,
     build_comparison_table,

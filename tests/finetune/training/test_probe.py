@@ -13,8 +13,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from istar.errors import NonFiniteError, UserError
 from istar.finetune.runs import run as run_module
-from istar.finetune.runs.geometry_picture import build_geometry_plot
 from istar.finetune.runs.run import run
+from istar.finetune.runs.run_summary import build_geometry_plot
 from istar.finetune.tasks.features import FeatureRows
 from istar.finetune.tasks.loading import load_splits, sample_examples
 from istar.finetune.training import FineTuner
