@@ -486,7 +486,7 @@ MUTATIONS = [
     ),
     Mutation(
         "task.limit_train is ignored.",
-        "istar/finetune/runs/run_folders.py",
+        "istar/finetune/runs/examples.py",
         "sample_examples(splits[spec.train], config.limit_train)",
         "splits[spec.train]",
         "tests/finetune/runs/test_run_data.py::test_limits_take_a_random_sample",

@@ -10,9 +10,7 @@ from transformers import PreTrainedModel
 
 from istar.errors import UserError
 from istar.finetune.runs.identify import RunIdentity
-from istar.finetune.runs.prepare import PreparedRun
-from istar.finetune.runs.prepared_data import PreparedData, make_collator
-from istar.finetune.runs.private_names import load_trial
+from istar.finetune.runs.prepare import PreparedData, PreparedRun, make_collator
 from istar.finetune.training import (
     FineTuner,
     FineTuningData,
@@ -184,7 +182,7 @@ def _make_pruning_callbacks(trial: str | None, history: History) -> list[L.Callb
         return []
     from istar.finetune.training.pruning import PruningCallback, TrialReference
 
-    return [PruningCallback(TrialReference.parse(trial), history, load_trial)]
+    return [PruningCallback(TrialReference.parse(trial), history)]
 
 
 def _make_covariance_callback(

@@ -4,6 +4,7 @@ The imports take seconds, which each run would otherwise spend again. The server
 executes a run itself, so every run starts from the state after the imports.
 """
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -18,6 +19,9 @@ from istar.finetune.runs import launch
 
 RANK_VARIABLE_ORDER = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 """Environment variables from which Lightning reads the rank on import, in this order."""
+PRELOADED_MODULES = ["istar.finetune.runs.run", "istar.finetune.training.pruning", "wandb",
+                     "transformers.models.bert.modeling_bert"]  # fmt: skip
+"""Modules that the server imports; it passes over one that cannot be imported."""
 
 
 def is_supported() -> bool:
@@ -34,7 +38,7 @@ def start_server(environment: Mapping[str, str]) -> None:
     Stop signals are blocked in the server, which ends together with the last of the processes that use it.
     """
     with launch.blocked_signals(), _environment(environment):
-        multiprocessing.get_context("forkserver").set_forkserver_preload(["istar.finetune.runs.preloading"])
+        multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED_MODULES)
         forkserver.ensure_running()
 
 
@@ -102,6 +106,8 @@ def _run_in_child(arguments: Sequence[str], environment: Mapping[str, str], log_
     import torch
     from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+    # The garbage collector need not traverse the objects of the libraries.
+    gc.freeze()
     # A forked process would otherwise start its own processes, such as data loaders', through the server.
     multiprocessing.set_start_method(None, force=True)
     os.setsid()

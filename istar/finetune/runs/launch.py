@@ -29,7 +29,7 @@ from istar.errors import SHOW_TRACE, LockedError, StoppedError, UserError, mask_
 from istar.files.parsing import read_json, read_yaml
 from istar.files.writing import write_text
 from istar.finetune.runs.extras import fast_imports
-from istar.finetune.runs.resolving import resolve_config
+from istar.finetune.runs.identify import resolve_config
 from istar.records import results
 from istar.records.config import Config, TrainerConfig, schema
 from istar.records.results import RunRecord

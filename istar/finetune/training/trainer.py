@@ -131,14 +131,6 @@ def count_processes_to_start(trainer: L.Trainer) -> int:
     return 1 if environment is None or environment.creates_processes_externally else trainer.num_devices
 
 
-def count_devices(settings: TrainerConfig) -> int:
-    """Return the number of devices on this machine that the setting `trainer.devices` selects.
-
-    The setting is a number, a list, `auto` or -1.
-    """
-    return build_bare_trainer(settings).num_devices
-
-
 def writes_checkpoints(settings: TrainerConfig) -> bool:
     """Return whether the run writes checkpoints, from which the weights of the best epoch can be restored."""
     return settings.checkpoints and not settings.fast_dev_run

@@ -11,8 +11,9 @@ from datasets import Dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from istar.errors import UserError
+from istar.finetune.runs.examples import load_examples
+from istar.finetune.runs.identify import find_task_spec
 from istar.finetune.runs.run import run
-from istar.finetune.runs.run_folders import find_task_spec, load_examples
 from istar.finetune.tasks.loading import load_splits, sample_examples
 from istar.inputs import demo
 from istar.records.config import TaskConfig

@@ -13,8 +13,9 @@ from rich.console import Console
 
 from istar.errors import UserError
 from istar.finetune.runs import run as run_module
+from istar.finetune.runs.finished_runs import read_finished_run
+from istar.finetune.runs.identify import RunFolders, identify_model, run_folder_path
 from istar.finetune.runs.run import run
-from istar.finetune.runs.run_folders import RunFolders, identify_model, read_finished_run, run_folder_path
 from istar.finetune.training import precision
 from istar.records import results
 from istar.records.results import RunRecord

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from istar.finetune.runs.identify import RunFolders
 from istar.finetune.runs.run import run
-from istar.finetune.runs.run_folders import RunFolders
 from istar.finetune.tasks import metrics
 from istar.finetune.tasks.loading import sample_examples
 from istar.inputs import demo

@@ -9,8 +9,8 @@ import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from istar.errors import UserError
+from istar.finetune.runs.examples import Examples, load_examples
 from istar.finetune.runs.run import run
-from istar.finetune.runs.run_folders import Examples, load_examples
 from istar.finetune.training import FineTuner
 from istar.inputs import demo, tiny
 from istar.records.config import Config

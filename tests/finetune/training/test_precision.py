@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from istar.finetune.runs.resolving import resolve_config
+from istar.finetune.runs.identify import resolve_config
 from istar.finetune.tasks.features import FeatureRows
 from istar.finetune.training import ShrinkageCovariance, ValidationGeometry
 from istar.finetune.training import precision as precision_module
