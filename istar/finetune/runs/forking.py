@@ -43,7 +43,7 @@ def start_server(environment: Mapping[str, str]) -> None:
 
 
 class ForkedProcess:
-    """A fork of the server that executes a run; it is created like `launch.spawn`, and is a `launch.Process`.
+    """A fork of the server that executes a run; a `launch.Spawn` that is a `launch.Process`.
 
     Raises:
         UserError: if the server cannot fork, for example because an import has ended it.
@@ -63,24 +63,19 @@ class ForkedProcess:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, which is negative for a signal, or None while the process runs."""
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """Return the exit code as `returncode` does."""
         return self._process.exitcode
 
     def send_signal(self, signal_number: int) -> None:
-        """Send a signal to the process unless it has ended."""
         if self._process.exitcode is None and self._process.pid is not None:
             os.kill(self._process.pid, signal_number)
 
     def kill(self) -> None:
-        """Send SIGKILL to the process unless it has ended."""
         self.send_signal(signal.SIGKILL)
 
     def wait(self) -> int | None:
-        """Wait until the process has ended, and return its exit code."""
         self._process.join()
         return self._process.exitcode
 

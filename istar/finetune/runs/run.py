@@ -123,17 +123,7 @@ def _call_on_rank_zero(trainer: L.Trainer, compute: Callable[[], T]) -> T:
 
 
 def _train_and_record(job: Job, checkpoint: Path | None, start_time: float) -> RunRecord:
-    """Train the model and record the results; if this fails, write a record of the failure.
-
-    Args:
-        job: the assembled run.
-        checkpoint: checkpoint to resume from; `None` starts a new training.
-        start_time: value of `time.perf_counter()` at the start of the run.
-
-    Raises:
-        UserError: if the run fails for a known reason; the message says how to continue.
-        StoppedError: if a signal has stopped the run.
-    """
+    """Train, from a checkpoint if there is one, and record the results; on failure, write a record of the failure."""
     record = start_record(job)
     try:
         with suppress_lightning_messages(), attach_loggers(job.trainer, job.metrics_file, job.config, job.folder):

@@ -110,7 +110,6 @@ class MetricsFile(Logger):
 
     @property
     def name(self) -> str:
-        """Name of the folder that contains the file."""
         return self.path.parent.name
 
     @property
@@ -133,7 +132,7 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: `config.yaml` already stores the hyperparameters."""
+        """Do nothing: `config.yaml` has them."""
 
     @rank_zero_only
     def save(self) -> None:

@@ -21,8 +21,7 @@ class LanguageModelTuner(FineTuner):
     """Train a causal or masked language model on its token loss plus a weighted penalty on its hidden states.
 
     The loss of a step is the mean over the predicted tokens of all processes together. In validation, losses are summed
-    in float64 for each block of text, and the metrics are computed from all predicted tokens at once. The arguments
-    that are not listed are as in `FineTuner`.
+    in float64 for each block of text. The arguments that are not listed are as in `FineTuner`.
 
     Args:
         model: causal or masked language model.

@@ -122,12 +122,11 @@ class FineTuner(L.LightningModule):
         self._outputs: list[Outputs] = []
 
     def task_loss(self, batch: Batch) -> Tensor:
-        """Return the loss of a batch of the task, a scalar."""
         loss: Tensor = self.model(**inputs_with_labels(batch)).loss
         return loss
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the task loss plus the weighted penalty, and record both for the log."""
+        """Return the task loss plus the weighted penalty."""
         loss = self.task_loss(batch)
         logged_metrics = {"train/task_loss": loss.detach()}
         self.step_guard.record("task loss", loss)
@@ -135,7 +134,7 @@ class FineTuner(L.LightningModule):
             weight = self.penalty.penalty.weight
             if self.penalty.settings.has_schedule:
                 logged_metrics["train/lambda"] = torch.tensor(weight, dtype=torch.float64, device=loss.device)
-            # With weight 0, the loss is bit for bit that without a penalty.
+            # With weight 0, the loss equals the task loss bit for bit.
             if weight != 0:
                 weighted_penalty = self.penalty.loss()
                 self.step_guard.record("penalty", weighted_penalty)
@@ -194,7 +193,6 @@ class FineTuner(L.LightningModule):
             self.penalty.set_weight(self.trainer.global_step, self._total_steps)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the state of the penalty and the number of skipped steps to a checkpoint."""
         checkpoint["skipped_steps"] = self.step_guard.num_skipped
         if self.penalty is not None:
             checkpoint["penalty"] = self.penalty.state_dict()
@@ -238,7 +236,6 @@ class FineTuner(L.LightningModule):
         self._outputs = []
 
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Outputs:
-        """Return the logits of a batch by feature id."""
         return logits_by_feature(batch, self.model(**inputs_with_labels(batch)))
 
     def sort_states(self, returned_states: Sequence[Tensor] | None) -> tuple[Tensor, ...] | None:

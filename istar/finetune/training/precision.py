@@ -60,10 +60,7 @@ def measure_bfloat16_ratio(device: str) -> float:
 
 
 def _time_matrix_product(device: str, dtype: torch.dtype) -> float:
-    """Return the shortest of several durations of a matrix product, in seconds.
-
-    On a CPU, it is the processor time of one thread, which does not depend on how busy the machine is.
-    """
+    """Return the shortest of several durations in seconds; on a CPU, of one thread's processor time."""
     matrix = torch.ones(_MATRIX_SIZE[device], _MATRIX_SIZE[device], device=device, dtype=dtype)
     clock = time.perf_counter if device == "cuda" else time.thread_time
     num_threads, durations = torch.get_num_threads(), []

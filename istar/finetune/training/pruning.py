@@ -66,7 +66,7 @@ class PruningCallback(L.Callback):
     that are not yet in the study's database.
 
     Attributes:
-        reference: reference to the trial to which the run belongs.
+        reference: the trial to which the run belongs.
         history: callback that records the epochs. It must precede this callback.
     """
 

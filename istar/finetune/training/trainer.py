@@ -30,7 +30,6 @@ class StopAtMaxSteps(L.Callback):
         self.max_steps = max_steps
 
     def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
-        """Request the stop after the last step."""
         if trainer.global_step >= self.max_steps:
             trainer.should_stop = True
 
@@ -43,7 +42,6 @@ class StopAfterLastBatch(L.Callback):
     """
 
     def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
-        """Request the stop after the last batch, if Lightning does not validate at the end of each epoch."""
         is_last_epoch = trainer.max_epochs is not None and trainer.current_epoch + 1 >= trainer.max_epochs
         if trainer.check_val_every_n_epoch is None and trainer.is_last_batch and is_last_epoch:
             trainer.should_stop = True
@@ -165,11 +163,6 @@ _SUPPRESSED_WARNINGS = (
 
 
 def _construct_trainer(settings: TrainerConfig, **arguments: Any) -> L.Trainer:
-    """Return a `lightning.Trainer` with further arguments on the configured hardware.
-
-    Raises:
-        UserError: if Lightning rejects the settings.
-    """
     plugins: list[Any] = [AtomicCheckpointIO()]
     if SLURMEnvironment.detect():
         # With auto_requeue, Lightning would react to SLURM's signals with another checkpoint and a requeue.

@@ -18,7 +18,7 @@ from istar.records.task_specs import TASKS
 from tests.outcomes import assert_same, only_run
 
 Build = Callable[..., Config]
-TEXT = ("task.limit_train=60", "task.limit_validation=20", "task.max_length=32", "run.geometry=true")
+TEXT = ("task.limit_train=60", "task.limit_validation=20", "task.max_length=32")
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +52,8 @@ def test_perplexity_falls_below_that_of_single_words(small: Build, decoder: Path
     assert set(record.isotropy["after"]) == {"0", "1", "2", "union"}
 
 
-@pytest.mark.parametrize(
-    ("task", "reg"),
-    [
-        ("mlm", "reg=istar"),
-        pytest.param("clm", "reg=cosreg", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "reg"), [("mlm", "reg=istar"), ("clm", "reg=cosreg")])
 def test_a_broken_run_goes_on_exactly(
     small: Build, decoder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, task: str, reg: str
 ) -> None:
