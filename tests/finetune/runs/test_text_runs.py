@@ -42,7 +42,11 @@ def make_overrides(task: str, decoder: Path) -> tuple[str, ...]:
 def test_perplexity_falls_below_that_of_single_words(small: Build, decoder: Path, task: str, epochs: int) -> None:
     record = run(
         small(
-            *make_overrides(task, decoder), "task.limit_train=600", "run.geometry=false", f"trainer.max_epochs={epochs}"
+            *make_overrides(task, decoder),
+            "task.limit_train=300",
+            "optim.lr=1e-2",
+            "run.geometry=false",
+            f"trainer.max_epochs={epochs}",
         )
     )
     before, after = record.metrics_before["perplexity"], record.metrics["perplexity"]

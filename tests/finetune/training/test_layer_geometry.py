@@ -109,6 +109,7 @@ def test_layers_of_gpt2_are_those_of_istar_measure(setting, harness) -> None:
     assert geometry.scores["2"] == pytest.approx(isoscore(torch.cat(points)).item(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_training_ends(small: Build) -> None:
     """A negative CosReg weight raises InterSim beyond the threshold during training."""
     settings = ("reg=cosreg", "reg.lambda=-5", "reg.layers=all", "trainer.max_epochs=8", "optim.lr=3e-3")

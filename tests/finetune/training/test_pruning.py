@@ -19,8 +19,8 @@ EPOCHS = 2
     ("pruner", "trials", "value", "epochs"),
     [
         ("median", 6, 1.0, 1),
-        ("median", 6, 0.0, EPOCHS),
-        ("asha", 1, 1.0, 1),
+        pytest.param("median", 6, 0.0, EPOCHS, marks=pytest.mark.slow),
+        pytest.param("asha", 1, 1.0, 1, marks=pytest.mark.slow),
         pytest.param("none", 6, 1.0, EPOCHS, marks=pytest.mark.slow),
     ],
 )
