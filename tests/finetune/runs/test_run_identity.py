@@ -107,7 +107,8 @@ def test_a_finished_run_must_have_measured_the_requested_steps(small: Build, tmp
 
 def test_a_finished_run_must_have_kept_the_requested_models(small: Build, tmp_path: Path) -> None:
     accepted = ("run.geometry=false", "run.save_model=false")
-    results.write(make_finished_record("finished", small(*accepted), epochs=[{"step": 4}]), tmp_path)
+    epoch = {"epoch": 1, "step": 4, "metrics": {"accuracy": 0.5}, "isotropy": {"union": 0.2}}
+    results.write(make_finished_record("finished", small(*accepted), epochs=[epoch]), tmp_path)
     for step in (0, 2, 4):
         (tmp_path / "models" / f"step-{step}").mkdir(parents=True)
 
