@@ -6,8 +6,10 @@ tokens: their layers are the modules whose outputs they return as hidden states.
 outputs of all layers and then that of the final norm, but no embeddings.
 """
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +19,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from istar.errors import UserError, shorten
-from istar.hidden_states.undisturbed import eval_mode, preserve_rng_states
 from istar.measures.norms import norm_parameters
 
 _TRIAL_TOKENS = 5
@@ -282,3 +283,36 @@ def make_trial_ids(base_model: Any) -> Tensor:
 
 def _are_equal(tensor: Tensor | None, state: Tensor) -> bool:
     return tensor is not None and torch.equal(tensor, state)
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Switch all modules to eval mode, and restore the mode of each module at the end."""
+    training_modules = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training_modules:
+            module.training = True
+
+
+@contextmanager
+def preserve_rng_states(device: torch.device) -> Iterator[None]:
+    """Restore the states of the global random number generators at the end of the context.
+
+    The generators are those of `random`, numpy and torch, from which loaders and collators may draw.
+    """
+    python_state = random.getstate()
+    # If numpy is not imported, its generator cannot have been used.
+    numpy: Any = sys.modules.get("numpy")
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    # On CPUs, fork_rng ignores the device type, which only has to exist.
+    devices, device_type = ([], "cuda") if device.type == "cpu" else ([device], device.type)
+    with torch.random.fork_rng(devices, device_type=device_type):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)

@@ -16,7 +16,7 @@ from istar.errors import UserError
 from istar.files.writing import atomic_write
 from istar.hidden_states import AttachedPenalty, PenaltySettings, attach_with_settings
 from istar.hidden_states.attach import DEFAULT_SETTINGS
-from istar.hidden_states.undisturbed import eval_mode, preserve_rng_states
+from istar.hidden_states.model_layers import eval_mode, preserve_rng_states
 from istar.integrations.loaders import check_first_batch, iterate_in_new_order
 from istar.regularizers import Penalty
 

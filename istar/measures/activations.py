@@ -9,7 +9,7 @@ from torch import Tensor
 
 from istar.errors import NonFiniteError, UserError
 from istar.measures.accumulator import Accumulator
-from istar.measures.input_checks import (
+from istar.measures.numerics import (
     accumulation_dtype,
     block_length,
     check_finite,

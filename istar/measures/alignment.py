@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.input_checks import accumulation_dtype, check_finite, select_rows
 from istar.measures.jackknife import ValueWithError, jackknife_error
+from istar.measures.numerics import accumulation_dtype, check_finite, select_rows
 
 
 def cka(first: Tensor, second: Tensor) -> float:

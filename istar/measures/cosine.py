@@ -15,7 +15,7 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.accumulator import Accumulator
-from istar.measures.input_checks import (
+from istar.measures.numerics import (
     check_finite,
     check_one_per_point,
     check_points,

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from istar.errors import NonFiniteError, UserError
-from istar.measures.input_checks import accumulation_dtype
 from istar.measures.moments import FourthMoments, Moments
+from istar.measures.numerics import accumulation_dtype
 
 MomentsT = TypeVar("MomentsT", bound=Moments)
 

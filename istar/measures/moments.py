@@ -1,7 +1,6 @@
 """Count, mean and scatter matrix of point clouds, for single batches and for streams of batches."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -9,49 +8,13 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.accumulator import Accumulator
-from istar.measures.input_checks import accumulation_dtype, check_one_per_point, check_points, zero_vector
-
-_FULL_PRECISION_SETTINGS = {"none", "ieee"}
-"""Settings of torch's backends with which float32 products are computed in float32."""
-_BACKENDS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv)  # type: ignore[attr-defined]
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which autocast is off. Where it is off already, entering the context costs nothing."""
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
-
-
-def full_precision(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context that computes matrix products in the dtype of their inputs: without autocast, TF32 or bfloat16.
-
-    The previous settings are restored at the end of the context. A training step enters it twice per layer, so that the
-    usual case, in which there is nothing to change, is fast.
-    """
-    for backend in _BACKENDS:
-        if backend.fp32_precision not in _FULL_PRECISION_SETTINGS:
-            return _set_full_precision(device)
-    return without_autocast(device)
-
-
-@contextmanager
-def _set_full_precision(device: torch.device) -> Iterator[None]:
-    previous_precisions = [backend.fp32_precision for backend in _BACKENDS]
-    try:
-        global_precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # The program has set the precision per backend; torch refuses to mix both interfaces.
-        global_precision = None
-    try:
-        if global_precision is not None:
-            torch.set_float32_matmul_precision("highest")
-        for backend in _BACKENDS:
-            backend.fp32_precision = "ieee"
-        with without_autocast(device):
-            yield
-    finally:
-        if global_precision is not None:
-            torch.set_float32_matmul_precision(global_precision)
-        for backend, precision in zip(_BACKENDS, previous_precisions, strict=True):
-            backend.fp32_precision = precision
+from istar.measures.numerics import (
+    accumulation_dtype,
+    check_one_per_point,
+    check_points,
+    full_precision,
+    zero_vector,
+)
 
 
 class BatchMoments(NamedTuple):

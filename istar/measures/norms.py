@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from istar.errors import UserError
 from istar.measures.accumulator import Accumulator
-from istar.measures.input_checks import check_finite, row_norms, select_rows, upcast_blocks, upcast_vector, zero_vector
-from istar.measures.spectrum import outlier_dimensions
+from istar.measures.dimension_moments import outlier_dimensions
+from istar.measures.numerics import check_finite, row_norms, select_rows, upcast_blocks, upcast_vector, zero_vector
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from istar.errors import UserError
 from istar.measures.accumulator import Accumulator
-from istar.measures.input_checks import (
+from istar.measures.numerics import (
     block_length,
     check_finite,
     check_one_per_point,

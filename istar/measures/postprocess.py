@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.input_checks import (
+from istar.measures.numerics import (
     accumulation_dtype,
     check_matrix,
+    full_precision,
     row_norms,
     split_rows,
     unit_vectors,
     upcast_blocks,
 )
-from istar.measures.moments import full_precision
 
 Variant = Literal["corrected", "published"]
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.accumulator import Accumulator
-from istar.measures.input_checks import accumulation_dtype, check_finite, check_one_per_point, zero_vector
 from istar.measures.jackknife import ValueWithError, jackknife_error
+from istar.measures.numerics import accumulation_dtype, check_finite, check_one_per_point, zero_vector
 
 
 def isoscore_by_sentence(points: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -9,9 +9,8 @@ from istar.regularizers.decorrelation import Decorrelation
 from istar.regularizers.gor import Gor
 from istar.regularizers.istar import IStar
 from istar.regularizers.kurtosis import Kurtosis
+from istar.regularizers.placebos import RandomDirection
 from istar.regularizers.points import Points, layer_numbers, select_layers, special_ids
-from istar.regularizers.random_direction import RandomDirection
-from istar.regularizers.schedule import weight_at
 from istar.regularizers.set_point import SetPoint
 from istar.regularizers.sigreg import SigReg
 from istar.regularizers.simctg import SimCtg
@@ -39,5 +38,4 @@ __all__ = [
     "layer_numbers",
     "select_layers",
     "special_ids",
-    "weight_at",
 ]

@@ -25,13 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.input_checks import accumulation_dtype
-from istar.measures.moments import full_precision
-from istar.measures.processes import sum_over_processes
+from istar.measures.accumulator import sum_over_processes
+from istar.measures.numerics import accumulation_dtype, full_precision
 from istar.measures.sentences import SentenceMoments, SentenceSums
+from istar.regularizers.base import is_rounding
 from istar.regularizers.estimators import Estimate, Estimator
 from istar.regularizers.points import Tokens, check_same_width
-from istar.regularizers.undefined import is_rounding
 
 MIN_SENTENCES = 4
 """Fewest sentences that have a score: its estimate uses points of four different ones."""

@@ -1,6 +1,6 @@
 r"""Estimators of IsoScore from one point cloud, for `IStar`: the paper's IsoScore\*, and the unbiased score.
 
-`istar.regularizers.by_sentence` and `istar.regularizers.within_classes` have the same interface. An estimator computes
+`istar.regularizers.by_sentence` and `istar.regularizers.estimators` have the same interface. An estimator computes
 the score in two steps. First, each layer is reduced to sums over its points, such as the mean and the scatter matrix by
 `istar.measures.moments.mean_and_scatter`, an autograd function whose backward pass is one matrix product. Second, the
 sums of the layers are merged and scored by ordinary autograd operations on a few matrices `(d, d)`.
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from istar.errors import UserError
+from istar.measures.classes import class_means_and_scatter, merge_class_moments
 from istar.measures.isoscore import (
     covariance_or_nan,
     unchecked_isoscore,
@@ -22,8 +23,8 @@ from istar.measures.isoscore import (
     unchecked_shrinkage_intensity,
 )
 from istar.measures.moments import BatchMoments, Moments, fourth_moments, mean_and_scatter, merge_moments
+from istar.regularizers.base import is_rounding
 from istar.regularizers.points import Tokens
-from istar.regularizers.undefined import is_rounding
 
 
 class Estimate(NamedTuple):
@@ -103,6 +104,31 @@ class ShrinkageEstimator(Estimator):
             return torch.where(has_variance, unchecked_isoscore(covariance), torch.nan)
         shrinkage = convert_shrinkage(shrinkage, covariance)
         return unchecked_isoscore((1 - self.zeta) * covariance + self.zeta * shrinkage)
+
+
+class ClassEstimator(ShrinkageEstimator):
+    r"""IsoScore\* of the covariance within classes. Arguments are as in `ShrinkageEstimator`."""
+
+    def summarize(self, hidden_state: Tensor, indices: Tensor | None, tokens: Tokens) -> Any:
+        """Return the count and mean of each class, and the scatter matrix within classes."""
+        labels, num_classes = tokens.classes_of(hidden_state)
+        return class_means_and_scatter(hidden_state.flatten(0, -2), labels, num_classes, self.matmul_dtype, indices)
+
+    def estimate(
+        self,
+        summaries: Sequence[Any],
+        shrinkage: Tensor | None,
+        sync: bool,
+        group: dist.ProcessGroup | None,
+    ) -> Estimate:
+        """Estimate the score within classes of the union of the layers."""
+        moments = merge_class_moments(summaries)
+        check_width(moments.dim)
+        moments = moments.all_reduce(group) if sync else moments
+        squared_means = (moments.counts * moments.means.square().sum(1)).sum()
+        has_variance = ~is_rounding(moments.scatter.trace(), squared_means)
+        score = self.score_covariance(moments.within_covariance_or_nan(), has_variance, shrinkage)
+        return Estimate(score.to(summaries[0].scatter.dtype), moments.count, (moments.scatter,))
 
 
 class FourthMomentEstimator(Estimator):

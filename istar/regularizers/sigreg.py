@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import check_at_least
-from istar.measures.moments import full_precision
+from istar.measures.numerics import full_precision
 from istar.regularizers.base import Penalty, Terms
 
 BOUND, NUM_NODES = 5.0, 17

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import OptionError, UserError
-from istar.measures.moments import full_precision, without_autocast
+from istar.measures.numerics import full_precision, without_autocast
 from istar.regularizers.base import Penalty, Terms
 from istar.regularizers.points import Tokens, unit_points
 

@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from istar.errors import UserError
 from istar.measures import FourthMoments, Moments, isoscore
-from istar.measures.moments import fourth_moments, full_precision, mean_and_scatter, merge_moments
+from istar.measures.moments import fourth_moments, mean_and_scatter, merge_moments
+from istar.measures.numerics import full_precision
 from tests.oracles import algorithm_1, steps_6_to_9, streamed_about_the_origin, third_and_fourth
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}

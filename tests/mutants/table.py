@@ -380,8 +380,8 @@ MUTATIONS = [
     Mutation(
         "TwoNN takes the second and the third neighbour.",
         "istar/measures/dimension.py",
-        "torch.stack(differences).topk(2, dim=0, largest=False).values",
-        "torch.stack(differences).topk(3, dim=0, largest=False).values[1:]",
+        "ratios = distances[:, 1] / distances[:, 0]",
+        "ratios = distances[:, 2] / distances[:, 1]",
         "tests/measures/test_dimension.py::test_it_is_the_papers_steps",
     ),
     # ---- istar measure

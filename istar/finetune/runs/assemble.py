@@ -33,7 +33,7 @@ from istar.finetune.training.trainer import (
 )
 from istar.hidden_states import AttachedPenalty
 from istar.inputs import pretrained
-from istar.measures.memory import keep_freed_memory
+from istar.measures.numerics import keep_freed_memory
 from istar.records import results
 from istar.records.config import Config
 from istar.records.task_specs import TaskSpec

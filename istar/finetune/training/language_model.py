@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from istar.finetune.tasks.language_modelling import LanguageModelEvaluator
 from istar.finetune.training.module import Batch, FineTuner, inputs_with_labels, token_mask
 from istar.hidden_states import AttachedPenalty
-from istar.measures.processes import sum_over_processes, world_size
+from istar.measures.accumulator import sum_over_processes, world_size
 from istar.records.config import OptimConfig
 from istar.regularizers.points import IGNORED_LABEL
 

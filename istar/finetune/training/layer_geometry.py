@@ -23,7 +23,7 @@ from istar.finetune.training.final_geometry import (
     unite_layers,
 )
 from istar.finetune.training.module import FineTuner, log_immediately
-from istar.hidden_states.undisturbed import preserve_rng_states
+from istar.hidden_states.model_layers import preserve_rng_states
 from istar.inputs.architectures import is_decoder
 from istar.measures import (
     Accumulator,

@@ -19,7 +19,7 @@ from istar.errors import NonFiniteError, UserError
 from istar.finetune.tasks.evaluation import Evaluation
 from istar.hidden_states import AttachedPenalty
 from istar.hidden_states.model_layers import ReturnedStates
-from istar.measures.processes import sum_over_processes, world_size
+from istar.measures.accumulator import sum_over_processes, world_size
 from istar.records.config import OptimConfig
 
 Batch = dict[str, Tensor]

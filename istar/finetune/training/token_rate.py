@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 from torch import Tensor
 
 from istar.finetune.training.module import log_immediately, token_mask
-from istar.measures.processes import sum_over_processes
+from istar.measures.accumulator import sum_over_processes
 
 TOKENS_PER_SECOND_KEY = "train/tokens_per_second"
 

@@ -17,10 +17,10 @@ from istar.finetune.training import FineTuner, ShrinkageCovariance
 from istar.finetune.training.checkpoints import AtomicCheckpointIO
 from istar.finetune.training.kept_models import KeptModels
 from istar.finetune.training.layer_geometry import GeometryProbe
+from istar.hidden_states.attached_penalty import weight_at
 from istar.inputs import pretrained
 from istar.records import results
 from istar.records.config import Config
-from istar.regularizers import weight_at
 from istar.reports.run_frame import load_runs
 from tests.outcomes import assert_same, only_run, outcome
 

@@ -16,9 +16,10 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from istar.measures.moments import full_precision
+from istar.errors import UserError
+from istar.measures.numerics import full_precision
 from istar.regularizers.istar import IStar
 from istar.regularizers.points import Tokens
 
@@ -75,3 +76,16 @@ class _RotateGradient(torch.autograd.Function):
         (rotation,) = ctx.saved_tensors
         with full_precision(gradient.device):
             return (gradient.to(rotation.dtype) @ rotation.T).to(gradient.dtype), None
+
+
+def set_dropout(model: nn.Module, probability: float) -> None:
+    """Set the probability of all dropout modules of a model, also of those in its attention and its head.
+
+    Raises:
+        UserError: if the model has no dropout modules, as Llama has none.
+    """
+    modules = [module for module in model.modules() if isinstance(module, nn.Dropout)]
+    if not modules:
+        raise UserError(f"reg=dropout: {type(model).__name__} has no dropout modules; choose another penalty")
+    for module in modules:
+        module.p = probability
