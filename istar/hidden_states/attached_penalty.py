@@ -208,7 +208,7 @@ class AttachedPenalty(ABC):
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state to resume from exactly, for checkpoints: tensors on the CPU.
 
-        The keys are `process<rank>.<name>`. If all processes have the same state, it is that of process 0; otherwise
+        The keys are `process<rank>.<name>`. If all processes have the same state, rank is 0; otherwise
         all processes must call this method together.
         """
         state = {f"penalty.{name}": value for name, value in self.penalty.state_dict().items()}

@@ -65,7 +65,7 @@ class PenaltyMixin(_TrainerBase):
     Args:
         penalty: `istar.IStar`, `istar.CosReg` or any other `Penalty`.
         settings: what is penalized, lambda's schedule, and when Sigma_S is computed; see `istar.PenaltySettings`. The
-            seed of sampled rows is that of the trainer.
+            seed of sampled rows is the trainer's.
 
     All other arguments are passed to the trainer.
 

@@ -46,11 +46,11 @@ class Accumulator:
         setattr(self, name, initial)
 
     def recenter(self, mean: Tensor) -> dict[str, Tensor]:
-        """Return the "central" states by name, as sums about a given mean instead of that of this accumulator."""
+        """Return the "central" states by name, as sums about a given mean instead of the mean of this accumulator."""
         raise NotImplementedError
 
     def merge_custom(self, other: Self) -> None:
-        """Merge the "custom" states of another accumulator into those of this one."""
+        """Merge the "custom" states of another accumulator into the own ones."""
         raise NotImplementedError
 
     def finish_sums(self) -> None:

@@ -40,7 +40,7 @@ class ScaleDimension(NamedTuple):
 def two_nn(points: Tensor, discard: float = 0.1) -> float:
     r"""Estimate the intrinsic dimension of a point cloud from distances between nearest neighbours.
 
-    The method is that of *Estimating the intrinsic dimension of datasets by a minimal neighborhood information* (Facco
+    The method is from *Estimating the intrinsic dimension of datasets by a minimal neighborhood information* (Facco
     et al., 2017). If the density is nearly constant up to the second neighbour, the ratio of the two distances,
     :math:`\mu = r_2 / r_1`, has the distribution function :math:`F(\mu) = 1 - \mu^{-d}`. Then d is the slope of
     :math:`-\log(1 - F(\mu))` over :math:`\log\mu`. This function fits the slope by least squares through the origin,
@@ -89,7 +89,7 @@ def two_nn_with_error(points: Tensor, discard: float = 0.1, resamples: int = 200
     n = len(log_ratios)
     # Random numbers come from the CPU, so that they are equal on all devices.
     samples = torch.randint(n, (resamples, n), generator=generator).to(log_ratios.device)
-    # The ratios are in ascending order, so those of a sample are too if its indices are.
+    # The ratios are in ascending order, and so is a sample with ascending indices.
     slopes = _fit_slope(log_ratios[samples.sort(dim=1).values], discard)
     return Dimension(float(_fit_slope(log_ratios, discard)), float(slopes.std()))
 
@@ -146,7 +146,7 @@ def gride(points: Tensor, n1: int = 1, n2: int | None = None) -> Dimension:
 
     Larger :math:`n_1` measure the cloud at a larger scale, which is less affected by noise and near duplicates, but
     over which the density varies more. In high dimensions, the estimate is too small, because far more points would be
-    needed, like that of `two_nn`. It does not change if the cloud is rotated, translated or scaled.
+    needed, as is `two_nn`. It does not change if the cloud is rotated, translated or scaled.
 
     Duplicates of a point are dropped. Points whose two distances are equal have no likelihood and are left out.
 
@@ -284,7 +284,7 @@ def _fit_dimension(near: Tensor, far: Tensor, n1: int, n2: int) -> Dimension:
         low /= 2
     while likelihood_slope(high) > 0:
         high *= 2
-    # Stop at the precision of float64, also if no number is left between the two.
+    # Stop at the precision of float64, or if no number is left between the two.
     while high / low > 1 + 1e-14 and low < (middle := math.sqrt(low * high)) < high:
         low, high = (middle, high) if likelihood_slope(middle) > 0 else (low, middle)
     value = math.sqrt(low * high)

@@ -85,18 +85,16 @@ def mean_and_scatter(
 
 
 def _flatten_points(points: Tensor, mask: Tensor | None, indices: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return all points as `(n, d)`, and the row indices of those that count, or None if all count."""
     if points.dim() != 2:  # `reshape` would add an operation to the autograd graph in any case.
         points = points.reshape(-1, points.shape[-1])
     return points, mask_to_indices(mask) if indices is None else indices
 
 
 class _MeanAndScatter(torch.autograd.Function):
-    """Autograd function behind `mean_and_scatter`, for points `(n, d)` and the indices of those that count.
+    """Autograd function of `mean_and_scatter`, for points `(n, d)` and the indices of those that count.
 
-    Plain autograd would need two products in the backward pass, one for each factor of the scatter matrix, and would
-    save a centered copy of the points. This function needs one product and saves only the points, which the model
-    keeps anyway.
+    Plain autograd would need two products in the backward pass, and would save a centered copy of the points. This
+    function needs one product, and saves only the points, which the model keeps anyway.
     """
 
     @staticmethod
@@ -160,7 +158,7 @@ def fourth_moments(points: Tensor, mask: Tensor | None = None, indices: Tensor |
     :math:`F = \sum \lVert x_i - m \rVert^4`.
 
     Returns the result of `mean_and_scatter` with t `(d,)` as `third` and F (0-d) as `fourth`, both in float64 (float32
-    on MPS). The gradients of t and F are those of plain autograd, which saves copies of the points.
+    on MPS). Plain autograd computes the gradients of t and F, and saves copies of the points.
     """
     count, mean, scatter = mean_and_scatter(points, mask, indices=indices)[:3]
     points, indices = _flatten_points(points, mask, indices)
@@ -187,8 +185,7 @@ def _sum_third_and_fourth_powers(centered: Tensor, dtype: torch.dtype) -> tuple[
 def merge_moments(batches: Sequence[BatchMoments]) -> "Moments":
     """Return the moments of the union of at least one batch: `FourthMoments` if the batches have a fourth moment.
 
-    The result equals merging the batches one after the other, but needs one pass over each scatter matrix. Batches of
-    different dimensions raise `UserError`.
+    It needs one pass over each scatter matrix. Batches of different dimensions raise `UserError`.
     """
     widths = sorted({batch.mean.shape[0] for batch in batches})
     if len(widths) > 1:
@@ -318,7 +315,7 @@ class Moments(Accumulator):
         return mean_and_scatter(points, mask)
 
     def add_batch(self, batch: BatchMoments) -> None:
-        """Add the points of a batch by their moments, as `mean_and_scatter` returns them for points on this device."""
+        """Add the points of a batch by their moments, the result of `mean_and_scatter`."""
         count, mean, scatter = batch[:3]
         total = self.count + count
         share = count / total.clamp(min=torch.finfo(total.dtype).tiny)
@@ -399,7 +396,7 @@ class FourthMoments(Moments):
         return fourth_moments(points, mask)
 
     def add_batch(self, batch: BatchMoments) -> None:
-        """Add the points of a batch by their moments, as `fourth_moments` returns them for points on this device."""
+        """Add the points of a batch by their moments, the result of `fourth_moments`."""
         previous = BatchMoments(self.count, self.mean, self.scatter, self.third, self.fourth)
         super().add_batch(batch)
         (third, fourth), (batch_third, batch_fourth) = _recenter(previous, self.mean), _recenter(batch, self.mean)

@@ -107,12 +107,19 @@ def check_matrix(points: Tensor, name: str) -> None:
     check_finite(points, name)
 
 
+def check_integers(values: Tensor, name: str) -> None:
+    """Raise `UserError` unless the values have an integer dtype. The message names them by `name`, a plural."""
+    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+        raise UserError(f"{name} are {values.dtype}; expected integers")
+
+
 def upcast_vector(values: Tensor, name: str) -> Tensor:
-    """Convert floating values `(d,)` to float64 (float32 on MPS); raise `UserError` for other shapes or dtypes."""
+    """Convert finite floating values `(d,)` to float64 (float32 on MPS); raise `UserError` for all others."""
     if values.dim() != 1 or not len(values):
         raise UserError(f"{name} has shape {tuple(values.shape)}; expected (d,)")
     if not values.is_floating_point():
         raise UserError(f"{name} is {values.dtype}; expected a floating dtype")
+    check_finite(values, f"the values of {name}")
     return values.to(accumulation_dtype(values.device))
 
 
@@ -141,10 +148,10 @@ def block_length(rows: Tensor) -> int:
     return max(1, block_size // max(1, rows.shape[1:].numel()))
 
 
-def upcast_blocks(rows: Tensor, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
-    """Yield blocks of rows one after the other, converted to `dtype`, by default float64 (float32 on MPS)."""
+def upcast_blocks(rows: Tensor) -> Iterator[Tensor]:
+    """Yield blocks of rows one after the other, converted to float64 (float32 on MPS)."""
     for block in split_rows(rows):
-        yield block.to(dtype or accumulation_dtype(rows.device))
+        yield block.to(accumulation_dtype(rows.device))
 
 
 def unit_vectors(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,9 +41,7 @@ class PartitionIsotropy:
 
 
 @torch.no_grad()
-def partition_isotropy(
-    embeddings: Tensor, signs: Signs = "as_computed", dtype: torch.dtype = torch.float64
-) -> PartitionIsotropy:
+def partition_isotropy(embeddings: Tensor, signs: Signs = "as_computed") -> PartitionIsotropy:
     r"""Compute I(W) of an embedding matrix with log-sum-exp, so that no exponential overflows.
 
     An eigenvector is defined up to its sign, but Z(c) and Z(-c) differ unless the mean of the rows is zero. The papers
@@ -56,8 +54,6 @@ def partition_isotropy(
     Args:
         embeddings: W, `(n, d)`, one row per word, any floating dtype and device.
         signs: "as_computed", the papers' convention, or "both": minimum and maximum over c and -c.
-        dtype: dtype of the products with W; float32 gives four correct digits. Sums, eigenvectors and logarithms are
-            float64 in any case (float32 on MPS).
 
     Returns:
         The value in [0, 1], 1 if Z is constant, with its convention and the logarithms of the two extremes.
@@ -72,19 +68,15 @@ def partition_isotropy(
     """
     if signs not in get_args(Signs):
         raise UserError(f"signs is {signs!r}; expected one of {', '.join(get_args(Signs))}")
-    if dtype not in (torch.float32, torch.float64):
-        raise UserError(f"dtype is {dtype}; expected torch.float32 or torch.float64")
     check_matrix(embeddings, "embeddings")
-    if embeddings.device.type == "mps":
-        dtype = torch.float32
     with full_precision(embeddings.device):
-        eigenvectors = _compute_gram_eigenvectors(embeddings, dtype)
-        log_z = _compute_log_partition_function(embeddings, eigenvectors.to(dtype), both_signs=signs == "both")
+        eigenvectors = _compute_gram_eigenvectors(embeddings)
+        log_z = _compute_log_partition_function(embeddings, eigenvectors, both_signs=signs == "both")
     log_z_min, log_z_max = log_z.min().item(), log_z.max().item()
     return PartitionIsotropy(math.exp(log_z_min - log_z_max), signs, log_z_min, log_z_max)
 
 
-def _compute_gram_eigenvectors(embeddings: Tensor, dtype: torch.dtype) -> Tensor:
+def _compute_gram_eigenvectors(embeddings: Tensor) -> Tensor:
     """Return the unit eigenvectors of W^T W as the columns of a matrix `(d, d)`."""
     # Scaling keeps the squares of very large or small numbers in range; a power of two adds no rounding error.
     largest = max(block.abs().amax().item() for block in upcast_blocks(embeddings))
@@ -92,7 +84,7 @@ def _compute_gram_eigenvectors(embeddings: Tensor, dtype: torch.dtype) -> Tensor
     dim = embeddings.shape[1]
     gram = embeddings.new_zeros(dim, dim, dtype=accumulation_dtype(embeddings.device))
     for block in upcast_blocks(embeddings):
-        scaled = (block * scale).to(dtype)
+        scaled = block * scale
         gram += scaled.T @ scaled
     vectors: Tensor = torch.linalg.eigh(gram).eigenvectors
     return vectors
@@ -100,12 +92,9 @@ def _compute_gram_eigenvectors(embeddings: Tensor, dtype: torch.dtype) -> Tensor
 
 def _compute_log_partition_function(embeddings: Tensor, directions: Tensor, both_signs: bool) -> Tensor:
     """Return log Z(c) for each column c of `directions`, `(d,)`; `both_signs` appends log Z(-c), `(2 d,)`."""
-    sums_dtype = accumulation_dtype(embeddings.device)
-    log_z = torch.full(
-        (directions.shape[1] * (2 if both_signs else 1),), -math.inf, dtype=sums_dtype, device=embeddings.device
-    )
-    for block in upcast_blocks(embeddings, directions.dtype):
-        inner_products = (block @ directions).to(sums_dtype)
+    log_z = directions.new_full((directions.shape[1] * (2 if both_signs else 1),), -math.inf)
+    for block in upcast_blocks(embeddings):
+        inner_products = block @ directions
         block_log_z = inner_products.logsumexp(0)
         if both_signs:
             block_log_z = torch.cat([block_log_z, (-inner_products).logsumexp(0)])

@@ -192,7 +192,7 @@ def nesum(variances: Tensor) -> Tensor:
 
     :math:`\sum_i \lambda_i / \lambda_1`, with the eigenvalues of the covariance in descending order (He and Ozay,
     *Exploring the Gap between Collapsed and Whitened Features in Self-Supervised Learning*, ICML 2022). The covariance
-    is that of centered points. NESum is the inverse of the share of the largest principal component, and the stable
+    belongs to centered points. NESum is the inverse of the share of the largest principal component, and the stable
     rank of the centered points. It depends on the other variances through their sum alone, so that it does not
     distinguish a flat spectrum from one that decays. It is at most the participation ratio.
 
@@ -272,7 +272,7 @@ def top_share(values: Tensor, k: int = 1) -> Tensor:
     r"""Compute the share of the k largest values in the sum of all values.
 
     For the variances of the dimensions (`DimensionMoments.variance`), this is the share of the variance in the k
-    dimensions of the largest variance; for the eigenvalues of a covariance, that of the first k principal components;
+    dimensions of the largest variance; for the eigenvalues of a covariance, the share of the first k components;
     for `CosineContributions.contributions`, the share of the average cosine that k dimensions contribute (Timkey and
     van Schijndel, *All Bark and No Bite*, EMNLP 2021).
 
@@ -292,7 +292,6 @@ def top_share(values: Tensor, k: int = 1) -> Tensor:
     0.8
     """
     values = upcast_vector(values, "the vector")
-    check_finite(values, "the values")
     if not 1 <= k <= len(values):
         raise UserError(f"k is {k}; expected 1 to {len(values)}, the number of values")
     # Scaling first keeps the sum of very large numbers in range.
@@ -312,7 +311,6 @@ def variance_shares(variances: Tensor) -> Tensor:
         UserError: as `effective_rank`.
     """
     variances = upcast_vector(variances, "the vector")
-    check_finite(variances, "the values")
     if (variances < 0).any():
         raise UserError(f"the smallest value is {variances.min():g}; expected none below 0")
     largest = variances.detach().amax()

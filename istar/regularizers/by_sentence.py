@@ -7,8 +7,8 @@ of points, the sum :math:`m_s` and the scatter :math:`G_s = X_s^T X_s` of each s
 The gradient is computed in two steps, as in `istar.regularizers.istar`. An autograd function computes all
 :math:`m_s` and :math:`G_s`; with the incoming gradients :math:`g_s` and :math:`H_s`, the gradient with respect to a
 point is :math:`g_s + (H_s + H_s^T)(x - \bar x)`. Both passes are batched matrix products, with as many operations as
-those of the scatter matrix of all points. The rest are ordinary autograd operations on s matrices `(d, d)`, so that the
-memory is O(s d^2) beyond that of the hidden states.
+the scatter matrix of all points. The rest are ordinary autograd operations on s matrices `(d, d)`, so that the
+memory is O(s d^2) beyond the hidden states.
 
 >>> import torch
 >>> from istar.regularizers import IStar

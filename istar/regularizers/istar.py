@@ -2,9 +2,8 @@ r"""The I-STAR penalty, :math:`\lambda \, (1 - \mathrm{IsoScore}^*(\bigcup_l X_l
 
 *Stable Anisotropic Regularization* (Rudman and Eickhoff, ICLR 2024), equation (2). Training with a positive weight
 increases isotropy, and with a negative weight decreases it. The options that are not in the paper are other estimators
-of the score: `istar.regularizers.estimators` has those of one point cloud, `istar.regularizers.by_sentence` that for
-tokens that depend on the others of their sentence, and `istar.regularizers.estimators` that for points about the
-mean of their class.
+of the score: of one point cloud or of points about the mean of their class, in `istar.regularizers.estimators`, and of
+tokens that depend on the others of their sentence, in `istar.regularizers.by_sentence`.
 """
 
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from istar.regularizers.estimators import (
     ShrinkageEstimator,
     UnbiasedEstimator,
 )
-from istar.regularizers.points import Layers, Tokens, check_within
+from istar.regularizers.points import Layers, Tokens
 
 AUTO = "auto"
 BY_SENTENCE = "unbiased_by_sentence"
@@ -123,12 +122,13 @@ class IStar(Penalty):
                 "compute=bf16 is too coarse for the fourth powers of the unbiased estimators and of zeta=auto; "
                 "expected float32"
             )
-        check_within(self.within)
-        if self.within is not None and self.needs_float32:
-            raise OptionError(
-                f"within={self.within} needs estimator=shrinkage and a number as zeta; these are {self.estimator} and "
-                f"{self.zeta}, which assume one cloud"
-            )
+        if self.within is not None:
+            check_one_of("within", self.within, ("label",))
+            if self.needs_float32:
+                raise OptionError(
+                    f"within={self.within} needs estimator=shrinkage and a number as zeta; these are {self.estimator} "
+                    f"and {self.zeta}, which assume one cloud"
+                )
 
     def _make_estimator(self) -> Estimator:
         if self.estimator == BY_SENTENCE:

@@ -5,11 +5,11 @@ This penalty separates the two. Let :math:`g_i` be the gradient of the I-STAR pe
 :math:`x_i`. The point gets the gradient :math:`Q g_i` instead, where Q is one random rotation `(d, d)`, drawn from the
 uniform (Haar) distribution with a seed and fixed for the whole training.
 
-The norm of each point's gradient is that of I-STAR at the same hidden states, and so are the inner products of the
-gradients of different points and steps: the force is as large, as low in rank and as persistent, but has no relation to
-the directions of the hidden states. Its expected cosine with the gradient of I-STAR is 0, with a standard deviation of
-about :math:`1 / \sqrt d` or less. The gradients of the parameters need not have the same norm. This definition is not
-from a paper.
+Norms of the points' gradients, and inner products of the gradients of different points and steps, are as with I-STAR
+at the same hidden states: the force is as large, as low in rank and as persistent, but unrelated to the directions of
+the hidden states. Its expected cosine with the gradient of I-STAR is 0, with a standard deviation of about
+:math:`1 / \sqrt d` or less. The gradients of the parameters need not have the same norm. This definition is not from a
+paper.
 """
 
 from dataclasses import KW_ONLY, dataclass
@@ -28,7 +28,7 @@ from istar.regularizers.points import Tokens
 class RandomDirection(IStar):
     """A placebo: I-STAR with the gradient of each point rotated at random, with the same norm.
 
-    The value, the score, Sigma_S and the options are those of `IStar`. Only the gradient differs, so that it is not the
+    The value, the score, Sigma_S and the options are as in `IStar`. Only the gradient differs, so that it is not the
     gradient of the value.
     """
 

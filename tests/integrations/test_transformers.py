@@ -584,7 +584,13 @@ def train_uninterrupted(tmp_path_factory):
     return functools.cache(lambda *settings: train_resumed(tmp_path_factory.mktemp("whole"), *settings))
 
 
-@pytest.mark.parametrize(("refresh", "momentum", "step"), [("epoch", 0.5, 6), ("epoch", 0.5, 8), (3, 0.0, 4)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("refresh", "momentum", "step"),
+    [("epoch", 0.5, 8), pytest.param("epoch", 0.5, 6, marks=SLOW), pytest.param(3, 0.0, 4, marks=SLOW)],
+)
 def test_a_resumed_training_equals_one_without_an_interruption(train_uninterrupted, refresh, momentum, step, tmp_path):
     """An epoch has 6 steps. Trainer itself resumes exactly only if the collator draws no random numbers."""
     with pytest.raises(StopError):

@@ -202,6 +202,7 @@ def test_the_oracle_is_exact_where_the_answer_is_known():
     assert two_nn(torch.from_numpy(points)) == pytest.approx(x @ y / (x @ x))
 
 
+@pytest.mark.slow
 def test_the_error_is_that_of_other_samples() -> None:
     generator = torch.Generator().manual_seed(0)
     estimates = [two_nn_with_error(torch.randn(500, 6, generator=generator)) for _ in range(40)]
@@ -325,6 +326,7 @@ def test_scales_are_single_estimates_with_their_distance():
     assert [scale.n1 for scale in gride_scales(points, 1000)] == [1, 2, 4, 8, 16]
 
 
+@pytest.mark.slow
 def test_the_error_of_gride_is_that_of_other_samples():
     estimates = [gride(gaussian(300, 3, seed)) for seed in range(60)]
     spread = np.std([estimate.value for estimate in estimates], ddof=1)

@@ -40,7 +40,7 @@ def test_a_batch_gives_its_sample_mean_and_covariance(shape, correction):
     assert_close(moments.covariance(correction).numpy(), expected, **CLOSE)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_batches_of_any_size_in_any_order_give_the_moments_of_the_whole(seed):
     points = cloud()
     generator = torch.Generator().manual_seed(seed)
@@ -296,7 +296,7 @@ def test_merging_has_the_derivatives_of_finite_differences(function):
         union = merge_moments([function(part) for part in parts])
         return (union.mean, union.scatter) if function is mean_and_scatter else (union.third, union.fourth)
 
-    parts = [cloud(n=3 + i, d=3, seed=i).requires_grad_() for i in range(3)]
+    parts = [cloud(n=2 + i, d=2, seed=i).requires_grad_() for i in range(2)]
     assert torch.autograd.gradcheck(statistics, parts)
     assert torch.autograd.gradgradcheck(statistics, parts)
 

@@ -73,6 +73,7 @@ def gaussian(n, generator):
     return torch.randn(n, 768, generator=generator) * FIGURE_2.sqrt()
 
 
+@pytest.mark.slow
 def test_figure_2_of_the_paper_from_300_points():
     generator = torch.Generator().manual_seed(0)
     sigma = torch.diag(FIGURE_2.double())
@@ -88,6 +89,7 @@ def test_figure_2_of_the_paper_from_300_points():
     assert means["star"] < TRUE_SCORE - 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [8, 30])
 def test_heavy_tails_do_not_bias_it(n):
     """Points whose lengths vary tenfold; IsoScore of the mixture's covariance, a multiple of the identity, is 1."""
@@ -200,6 +202,7 @@ def test_the_intensities_tested_lie_within_the_range_and_at_its_end():
     assert sum(0.01 < zeta < 0.99 for zeta in zetas) >= 4
 
 
+@pytest.mark.slow
 def test_it_has_the_least_squared_error_of_all_zetas():
     """Over many samples of a known covariance: nearly that of the best fixed zeta."""
     generator = torch.Generator().manual_seed(0)

@@ -29,9 +29,9 @@ from istar.regularizers import (
     VicReg,
     layer_numbers,
 )
+from istar.regularizers.base import KEEP
 from istar.regularizers.istar import parse_zeta
 from istar.regularizers.placebos import set_dropout
-from istar.regularizers.set_point import KEEP
 
 _KEYS = {"weight": "lambda", "which": "points", "score": "target_score", "batches": "target_batches"}
 """The key on the command line of those fields that have another name in their class."""
