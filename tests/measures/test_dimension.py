@@ -48,7 +48,7 @@ CLOUDS = {
 @pytest.mark.parametrize("discard", [0.1, 0.5])
 @pytest.mark.parametrize("make_points", CLOUDS.values(), ids=CLOUDS)
 def test_it_is_the_papers_steps(make_points, discard):
-    points = make_points(150)
+    points = make_points(80)
     assert two_nn(points, discard) == pytest.approx(oracles.two_nn(points.numpy(), discard), rel=1e-10)
 
 
@@ -88,9 +88,9 @@ def test_what_does_not_change_it(change, factor):
         assert scale.distance == pytest.approx(factor * expected.distance, rel=1e-9)
 
 
-@pytest.mark.parametrize("num_rows", [1, 7, 299])
+@pytest.mark.parametrize("num_rows", [1, 7, 69])
 def test_blocks_do_not_change_it(monkeypatch, num_rows):
-    points = gaussian(300, 5)
+    points = gaussian(70, 5)
     expected, expected_scales = two_nn(points), gride_scales(points, 16)
     monkeypatch.setattr(dimension, "_DISTANCES_PER_BLOCK", num_rows * len(points))
     assert two_nn(points) == expected
@@ -140,7 +140,7 @@ def test_neighbours_are_those_of_all_distances(monkeypatch, points, num_rows):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_narrow_points_are_measured_in_float64(dtype):
     """Far from the origin, distances keep their precision, which matrix products of narrow points would lose."""
-    points = (gaussian(300, 5) + 8).to(dtype)
+    points = (gaussian(100, 5) + 8).to(dtype)
     assert two_nn(points) == two_nn(points.double())
     assert gride(points, 2) == gride(points.double(), 2)
     distinct_points = points.double().unique(dim=0)

@@ -110,14 +110,14 @@ def test_a_mean_many_times_the_deviation_costs_no_precision_in_float32(ratio):
 
 
 def test_gradients_flow_through_update_merge_and_mask():
-    mask = torch.arange(8) % 3 > 0
+    mask = torch.arange(6) % 3 > 0
 
     def statistics(points):
-        moments = FourthMoments(3).update(points[:5]).merge(FourthMoments.of(points[5:]))
+        moments = FourthMoments(2).update(points[:4]).merge(FourthMoments.of(points[4:]))
         moments.update(points.square(), mask)
         return moments.mean, moments.covariance(), moments.third, moments.fourth
 
-    points = (cloud(8, 3) / 10).requires_grad_()
+    points = (cloud(6, 2) / 10).requires_grad_()
     assert torch.autograd.gradcheck(statistics, points)
     assert torch.autograd.gradgradcheck(lambda points: statistics(points)[:2], points)
 

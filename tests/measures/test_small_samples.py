@@ -122,9 +122,8 @@ def test_many_points_have_the_plain_score():
     assert abs(isoscore_unbiased(points) - isoscore(points)) < 1e-3
 
 
-@pytest.mark.parametrize("d", [3, 6])
-def test_gradient_is_that_of_finite_differences(d):
-    points = cloud(6, d).requires_grad_()
+def test_gradient_is_that_of_finite_differences():
+    points = cloud(5, 3).requires_grad_()
     assert torch.autograd.gradcheck(isoscore_unbiased, points)
     assert torch.autograd.gradgradcheck(isoscore_unbiased, points)
 
