@@ -145,6 +145,7 @@ def check_changes(changes, expected, expected_without_penalty):
 
 
 # Models for which Trainer uses the mean task loss; it multiplies that of others by the number of micro-batches.
+SLOW = pytest.mark.slow
 NORMALIZED_BY_TRAINER = ("bert question answering", "gpt2 language model", "llama language model")
 
 
@@ -153,11 +154,11 @@ NORMALIZED_BY_TRAINER = ("bert question answering", "gpt2 language model", "llam
     [
         ("bert classification", 1, None),
         ("bert question answering", 4, {"use_reentrant": False}),
-        ("albert classification", 2, None),
+        pytest.param("albert classification", 2, None, marks=SLOW),
         ("distilbert classification", 2, {"use_reentrant": True}),
-        ("gpt2 language model", 4, {"use_reentrant": True}),
+        pytest.param("gpt2 language model", 4, {"use_reentrant": True}, marks=SLOW),
         ("llama language model", 2, None),
-        ("llama classification", 4, None),
+        pytest.param("llama classification", 4, None, marks=SLOW),
     ],
 )
 def test_a_step_is_the_gradient_of_the_mean_of_task_loss_and_penalty(name, accumulation, checkpointing, tmp_path):
@@ -582,9 +583,6 @@ def train_resumed(folder, refresh, momentum, stop=None, **arguments):
 def train_uninterrupted(tmp_path_factory):
     """Return a function that returns the trainer after a training without an interruption."""
     return functools.cache(lambda *settings: train_resumed(tmp_path_factory.mktemp("whole"), *settings))
-
-
-SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
