@@ -1,19 +1,29 @@
 """Drawing of one panel of a plot, of each kind, with matplotlib."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.colors import to_hex
 from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
 
-from istar.drawing.line_styles import COLOURS, INK, PAPER, RED
 from istar.drawing.plot import Line, Panel, Plot
-from istar.drawing.spacing import stack_ridges
 
+INK, PAPER, RED = "#101418", "#ffffff", "#c2260c"
+SCALE = ("#221150", "#5c2a8c", "#a0357f", "#d9564a", "#e98b1e")
+"""Colour scale from dark to light, so that the order is visible without colours too."""
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+"""The palette of Okabe and Ito, which colour-blind readers can tell apart."""
+PALETTE = tuple(colour.lower() for colour in (*COLOURS[:6], COLOURS[7]))
+_MARKERS = "osD^vPX*"
+_LARGEST_WEIGHT = 5.0
+"""Absolute value of lambda at the ends of its colour scale; larger ones have the same colour."""
 Styles = Mapping[str, Mapping[str, Any]]
-"""Matplotlib's keyword arguments for the lines of a plot, by label; see `line_styles.assign_line_styles`."""
+"""Matplotlib's keyword arguments for the lines of a plot, by label; see `assign_line_styles`."""
 _BOUNDS = {
     **dict.fromkeys(("IsoScore", "IsoScore*", "norm ratio", "CKA"), (0, 1)),
     **dict.fromkeys(("I(W)", "I(W), both signs", "I(W), signs as computed"), (0, 1)),
@@ -32,6 +42,61 @@ _MAX_MARKERS = 40
 """Most points of a line with markers of full size; more would hide the line, or one another. In a panel with a longer
 line, no line has markers."""
 _MAX_TICKS = 12
+
+
+def assign_line_styles(plot: Plot) -> dict[str, dict[str, Any]]:
+    """Return the colour, marker and line style of each label as matplotlib's keyword arguments, by label.
+
+    A label has the same style in all panels. The line of `plot.reference_label` is black. Labels of settings, such as
+    `λ = -1`, come first, by their values, and the others follow in the given order.
+    """
+    drawn_labels = [line.label for panel in plot.panels for line in panel.lines]
+    labels = list(dict.fromkeys([*plot.labels, *drawn_labels]))
+    if plot.ordered:
+        last_index = max(len(labels) - 1, 1)
+        colours = [SCALE[round(index * (len(SCALE) - 1) / last_index)] for index in range(len(labels))]
+        return {label: {"color": colour, "marker": "o"} for label, colour in zip(labels, colours, strict=True)}
+    styles: dict[str, dict[str, Any]] = {}
+    markers = _MARKERS
+    if plot.reference_label in labels:
+        labels.remove(plot.reference_label)
+        styles[plot.reference_label] = {"color": INK, "marker": "s"}
+        # No other line has the marker of the reference.
+        markers = markers.replace("s", "")
+    for index, label in enumerate(sorted(labels, key=_parse_setting_value)):
+        styles[label] = {
+            "color": _choose_setting_colour(label) or PALETTE[index % len(PALETTE)],
+            "marker": markers[index % len(markers)],
+            "linestyle": ("-", "--", ":")[index // len(PALETTE) % 3],
+        }
+    return styles
+
+
+def _choose_setting_colour(label: str) -> str | None:
+    """Return the colour of a label `λ = <number>` or `ζ = <number>`, or None for any other label.
+
+    A value has the same colour in every figure. The colour scale of λ diverges from 0: red for negative weights, blue
+    for positive ones. That of ζ is sequential.
+    """
+    symbol = label.partition(" = ")[0]
+    value = _parse_setting_value(label)
+    if symbol not in ("λ", "ζ") or not math.isfinite(value):
+        return None
+    if symbol == "ζ":
+        # The brightest part of the map is not visible on white.
+        return to_hex(matplotlib.colormaps["viridis"](0.88 * min(max(value, 0.0), 1.0)))
+    share = min(abs(value) / _LARGEST_WEIGHT, 1.0)
+    # The map is white in the middle.
+    return to_hex(matplotlib.colormaps["RdBu"](0.5 + math.copysign(0.2 + 0.3 * share, value)))
+
+
+def _parse_setting_value(label: str) -> float:
+    """Return the number of a label `<symbol> = <number>`, or infinity for other labels, so that they are sorted last.
+
+    The number at the end of a name, such as that of a model `gpt2`, is no setting.
+    """
+    match = re.search(r" = (-?\d+(\.\d+)?(e-?\d+)?)$", label)
+    return float(match[1]) if match else math.inf
 
 
 def draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Styles) -> None:
@@ -242,6 +307,20 @@ def _draw_ridges(axes: Axes, lines: Sequence[Line], styles: Styles) -> None:
     axes.set_ylim(-0.05, len(lines))
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
+
+
+def stack_ridges(curves: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Scale and shift curves for a ridgeline plot: each has its own row, the first curve on top.
+
+    The row of curve i of n begins at height n - 1 - i, and the curve's maximum is 0.85 above. Values are at least 0, or
+    NaN.
+    """
+    rows = []
+    for index, curve in enumerate(curves):
+        highest = max((value for value in curve if math.isfinite(value)), default=0.0)
+        scale = 0.85 / highest if highest > 0 else 0.0
+        rows.append([len(curves) - 1 - index + scale * value for value in curve])
+    return rows
 
 
 def _draw_heatmap(axes: Axes, plot: Plot, panel: Panel) -> None:

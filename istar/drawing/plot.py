@@ -1,7 +1,20 @@
 """Plots as numbers: panels of lines, bars or points, which `istar.drawing.rendering` renders."""
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+MAX_ITEMS = 5
+"""Most layers in a figure."""
+_NUM_FIRST_STEPS, _MIN_GROWTH = 4, 1.9
+"""Number of steps that decide about a logarithmic axis, and the least ratio of two of them; 512 to 1000 is 1.95."""
+_MAX_LINEAR_RATIO = 10.0
+"""Largest ratio of two values on a linear axis; with a larger one, the smaller values would look alike."""
 
 
 @dataclass(frozen=True)
@@ -73,3 +86,113 @@ class Plot:
     # Labels in the order in which they get colours; may include labels without a line, so that several plots use the
     # same colours. If empty, the labels of the lines are used.
     labels: tuple[str, ...] = ()
+
+
+def evenly_spaced(items: Sequence[T], count: int = MAX_ITEMS) -> list[T]:
+    """Return at most `count` items, evenly spaced from the first to the last.
+
+    Of n items, item i of the result, counted from 0, is that at index i (n - 1) / (count - 1), rounded to the nearest
+    integer and up at a half. The arithmetic is exact.
+    """
+    if len(items) <= count:
+        return list(items)
+    num_gaps = count - 1
+    return [items[(2 * index * (len(items) - 1) + num_gaps) // (2 * num_gaps)] for index in range(count)]
+
+
+def are_log_spaced(steps: Sequence[int]) -> bool:
+    """Return whether training steps suit a logarithmic axis: each of the first four above 0 about doubles or more.
+
+    Steps at equal distances n, 2n, 3n, 4n do not suit one. Only the first four count, because a logarithmic schedule
+    may continue at equal distances, as that of Pythia does after step 1000.
+    """
+    first_steps = sorted(step for step in steps if step > 0)[:_NUM_FIRST_STEPS]
+    is_complete = len(first_steps) == _NUM_FIRST_STEPS
+    return is_complete and all(step >= _MIN_GROWTH * previous for previous, step in itertools.pairwise(first_steps))
+
+
+def need_log_axis(values: Iterable[float]) -> bool:
+    """Return whether values need a logarithmic axis: all are positive, and the largest is above 10 times the smallest.
+
+    Values that are not finite do not count.
+    """
+    finite_values = [value for value in values if math.isfinite(value)]
+    return bool(finite_values) and 0 < _MAX_LINEAR_RATIO * min(finite_values) < max(finite_values)
+
+
+def make_panel(
+    y_label: str,
+    lines: Sequence[Line],
+    title: str = "",
+    model: str = "",
+    settings: str = "",
+    with_origin: bool = False,
+    y_bounds: tuple[float, float] | None = None,
+) -> Panel:
+    """Return a panel; `with_origin` adds dashed lines that cross at the origin."""
+    origin = (0.0, "origin") if with_origin else None
+    return Panel(
+        model,
+        title,
+        tuple(lines),
+        settings,
+        y_label,
+        horizontal_line=origin,
+        vertical_line=origin,
+        y_bounds=y_bounds,
+    )
+
+
+def make_spectrum_line(label: str, values: Sequence[float], rounding: float) -> Line:
+    """Return a line of singular values, without those below the fraction `rounding` of the largest."""
+    largest = max(values, default=0.0)
+    ys = tuple(value for value in values if value > rounding * largest)
+    return Line(label, tuple(range(1, len(ys) + 1)), ys)
+
+
+def make_projection_panels(
+    rows: Mapping[str, Any], counts: Sequence[float] | np.ndarray | None, title: str, model: str = ""
+) -> tuple[list[Panel], str]:
+    """Return scatter plots of the rows of a matrix, raw and centered, and an explanation of the colours.
+
+    For a matrix with one dimension, there are no panels.
+
+    Args:
+        rows: what `istar.measures.partition.project_rows` returns: `ids`, and coordinates `raw` and `centered`.
+        counts: occurrences of each row's token in texts; None or empty if unknown.
+        title: title of the panels, to which the form is added.
+        model: model of the panels; empty for none.
+    """
+    panels = []
+    groups, explanation = group_rows(rows["ids"], counts)
+    for form in ("raw", "centered"):
+        if len(rows[form]) == 2:
+            x, y = (np.array(axis) for axis in rows[form])
+            lines = [
+                Line(label, tuple(x[indices].tolist()), tuple(y[indices].tolist())) for label, indices in groups.items()
+            ]
+            panels.append(make_panel("second direction", lines, f"{title}, {form}", model, with_origin=True))
+    return panels, explanation
+
+
+def group_rows(ids: Sequence[int], counts: Sequence[float] | np.ndarray | None) -> tuple[dict[str, np.ndarray], str]:
+    """Group rows by their tokens' frequencies, or by ids if most of the tokens do not occur in the texts.
+
+    Returns:
+        Indices of the rows by the group's label, and an explanation of the colours.
+    """
+    explanation = f"{len(ids):,} rows, evenly spaced by token id; the colour is the"
+    frequencies = np.array(counts if counts is not None else [])
+    num_occurring = np.count_nonzero(frequencies)
+    if len(frequencies) and num_occurring >= len(ids) / 2:
+        by_frequency = np.argsort(-frequencies, kind="stable")
+        labels = ("most frequent quarter", "second", "third", "rarest quarter")
+        groups = dict(zip(labels, np.array_split(by_frequency[:num_occurring], 4), strict=True))
+        if num_occurring < len(ids):
+            groups["not in the texts"] = by_frequency[num_occurring:]
+        return groups, f"{explanation} token's frequency in these texts"
+    fifths = [fifth for fifth in np.array_split(np.arange(len(ids)), 5) if len(fifth)]
+    return {f"ids {ids[fifth[0]]:,} to {ids[fifth[-1]]:,}": fifth for fifth in fifths}, (
+        f"{explanation} id, which stands for the rank by frequency: most tokenizers number tokens in the order in "
+        "which they learned them, frequent ones first"
+    )

@@ -17,8 +17,14 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
-from istar.drawing.line_styles import COLOURS, INK, PAPER, assign_line_styles
-from istar.drawing.panel_drawing import draw_panel, find_panels_with_same_y_axis
+from istar.drawing.panel_drawing import (
+    COLOURS,
+    INK,
+    PAPER,
+    assign_line_styles,
+    draw_panel,
+    find_panels_with_same_y_axis,
+)
 from istar.drawing.plot import Line, Plot
 
 __all__ = ["COLOURS", "PNG_DPI", "SUFFIXES", "describe", "render", "tabulate_points"]

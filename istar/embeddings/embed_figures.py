@@ -10,9 +10,8 @@ import pandas as pd
 import scipy.stats
 import torch
 
-from istar.drawing.matrix_panels import make_panel, make_projection_panels, make_spectrum_line
-from istar.drawing.page_texts import read_page_texts
-from istar.drawing.plot import Line, Panel, Plot
+from istar.drawing.page_folder import read_page_texts
+from istar.drawing.plot import Line, Panel, Plot, make_panel, make_projection_panels, make_spectrum_line
 from istar.embeddings import published_embeddings, unused_tokens
 from istar.embeddings.embed_models import ModelEmbeddings
 from istar.measures import singular_values

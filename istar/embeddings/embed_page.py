@@ -7,10 +7,8 @@ from importlib.metadata import version
 import pandas as pd
 
 from istar.drawing import page_folder
-from istar.drawing.page import Page, Section
-from istar.drawing.page_folder import PageKind
+from istar.drawing.page_folder import Page, PageKind, Section, read_page_texts
 from istar.drawing.page_tables import Sheet
-from istar.drawing.page_texts import read_page_texts
 from istar.embeddings import embed_figures, embed_tables
 from istar.embeddings.embed_models import ModelEmbeddings
 from istar.embeddings.saved_matrix import MATRIX_FILES, MODEL_FOLDER

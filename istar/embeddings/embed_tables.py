@@ -7,8 +7,8 @@ from typing import Any
 import pandas as pd
 import scipy.stats
 
+from istar.drawing.page_folder import read_page_texts
 from istar.drawing.page_tables import Entry, Sheet
-from istar.drawing.page_texts import read_page_texts
 from istar.embeddings import published_embeddings, token_counts
 from istar.embeddings.embed_models import ModelEmbeddings
 from istar.embeddings.published_embeddings import BENCHMARK_TITLES

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from istar.drawing import page_folder
-from istar.drawing.page import Page, Picture, Section
-from istar.drawing.page_folder import PageKind
+from istar.drawing.page_folder import Page, PageKind, Picture, Section
 from istar.drawing.page_tables import Sheet
 from istar.drawing.plot import Plot
 from istar.errors import UserError

@@ -13,7 +13,7 @@ from matplotlib.colors import to_hex
 from matplotlib.container import ErrorbarContainer
 from PIL import Image
 
-from istar.drawing import line_styles, rendering
+from istar.drawing import panel_drawing, rendering
 from istar.drawing.plot import Line, Panel, Plot
 from istar.drawing.rendering import render
 
@@ -61,26 +61,27 @@ def test_the_formats_have_the_same_colours(files: dict[str, bytes]) -> None:
         "#" + "".join(f"{component:02x}" for component in pixel[:3])
         for _, pixel in Image.open(io.BytesIO(files["png"])).getcolors(1 << 24)
     }  # type: ignore[union-attr,index]
-    for colour in line_styles.PALETTE[:2]:
+    for colour in panel_drawing.PALETTE[:2]:
         assert colour in svg & pdf & pixels
 
 
 def test_points_with_fewer_seeds_are_hollow_and_collapsed_ones_crossed() -> None:
     line = Line("mean", (1, 2, 3), (0.1, 0.5, 0.2), num_seeds=(5, 1, 5), collapsed=(False, False, True))
     [axes] = rendering._draw_figure(make_plot(line, kind="bars")).axes
-    hollow = [mark for mark in axes.lines if mark.get_markerfacecolor() == line_styles.PAPER]
+    hollow = [mark for mark in axes.lines if mark.get_markerfacecolor() == panel_drawing.PAPER]
     assert [list(mark.get_xdata()) for mark in hollow] == [[2]]
     crossed = [mark for mark in axes.lines if mark.get_marker() == "x"]
     assert [list(mark.get_xdata()) for mark in crossed] == [[3]]
     # No point is marked if all points have the same number of seeds.
     [axes] = rendering._draw_figure(make_plot(Line("mean", (1, 2), (0.1, 0.5), num_seeds=(2, 2)), kind="bars")).axes
-    assert not [mark for mark in axes.lines if mark.get_markerfacecolor() == line_styles.PAPER]
+    assert not [mark for mark in axes.lines if mark.get_markerfacecolor() == panel_drawing.PAPER]
 
 
 def assign_colours(*labels: str) -> dict[str, str]:
     plot = make_plot(*(Line(label, (1.0,), (0.5,)) for label in labels))
     return {
-        label: matplotlib.colors.to_hex(style["color"]) for label, style in line_styles.assign_line_styles(plot).items()
+        label: matplotlib.colors.to_hex(style["color"])
+        for label, style in panel_drawing.assign_line_styles(plot).items()
     }
 
 
@@ -90,7 +91,7 @@ def test_a_weight_has_the_same_colour_in_every_figure() -> None:
         assign_colours("λ = -5", "λ = -1", "λ = 0.5", "λ = 3", "λ = 5", "Base"),
     )
     assert all(colours_of_six[label] == colour for label, colour in colours_of_three.items())
-    assert colours_of_six["Base"] == line_styles.INK
+    assert colours_of_six["Base"] == panel_drawing.INK
     assert len(set(colours_of_six.values())) == 6
     # Negative weights are red and positive ones blue; the colours are darker the farther the weights are from 0.
     rgb = {label: matplotlib.colors.to_rgb(colour) for label, colour in colours_of_six.items()}
@@ -186,7 +187,7 @@ def test_numbers_in_names_do_not_change_the_order_of_the_colours() -> None:
 
 def test_no_line_has_the_marker_of_the_reference() -> None:
     lines = [Line(label, (1.0,), (0.5,)) for label in ("Base", "λ = -1", "λ = 1")]
-    markers = [style["marker"] for style in line_styles.assign_line_styles(make_plot(*lines)).values()]
+    markers = [style["marker"] for style in panel_drawing.assign_line_styles(make_plot(*lines)).values()]
     assert len(set(markers)) == 3
 
 

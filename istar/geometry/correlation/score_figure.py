@@ -4,8 +4,7 @@ import pandas as pd
 
 from istar.drawing import rendering
 from istar.drawing.page_folder import FIGURES
-from istar.drawing.plot import Line, Panel, Plot
-from istar.drawing.spacing import are_log_spaced
+from istar.drawing.plot import Line, Panel, Plot, are_log_spaced
 from istar.geometry.collect.intervals import NORMAL_QUANTILE
 
 SCORE_FILES = tuple(f"{FIGURES}/scores.{suffix}" for suffix in rendering.SUFFIXES)

@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from istar.drawing.matrix_panels import make_panel
-from istar.drawing.plot import Line, Panel, Plot
-from istar.drawing.spacing import are_log_spaced, evenly_spaced
+from istar.drawing.plot import Line, Panel, Plot, are_log_spaced, evenly_spaced, make_panel
 from istar.geometry.collect.intervals import interval_half_width
 from istar.geometry.collect.layer_outputs import FINAL_NORM
 from istar.geometry.show.compare import MeasuredModel

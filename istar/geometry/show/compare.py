@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pandas as pd
 from rich.table import Table
 
-from istar.drawing.page_texts import read_page_texts
+from istar.drawing.page_folder import read_page_texts
 from istar.errors import UserError
 from istar.geometry.collect import measures_file
 from istar.geometry.collect.intervals import JACKKNIFE_MEASURES, t_quantile

@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from istar.drawing import page_folder
-from istar.drawing.page import Page, Section
-from istar.drawing.page_folder import PageKind
+from istar.drawing.page_folder import Page, PageKind, Section
 from istar.drawing.page_tables import Sheet
-from istar.drawing.plot import Plot
-from istar.drawing.spacing import evenly_spaced
+from istar.drawing.plot import Plot, evenly_spaced
 from istar.files.writing import to_csv
 from istar.geometry.collect import measures_file, trajectory
 from istar.geometry.collect.intervals import JACKKNIFE_MEASURES, t_quantile

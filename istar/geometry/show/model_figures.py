@@ -7,9 +7,16 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from istar.drawing.matrix_panels import make_panel, make_projection_panels, make_spectrum_line
-from istar.drawing.plot import Line, Panel, Plot
-from istar.drawing.spacing import evenly_spaced, need_log_axis
+from istar.drawing.plot import (
+    Line,
+    Panel,
+    Plot,
+    evenly_spaced,
+    make_panel,
+    make_projection_panels,
+    make_spectrum_line,
+    need_log_axis,
+)
 from istar.geometry.collect.intervals import NORMAL_QUANTILE
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.show import compare

@@ -1,4 +1,4 @@
-"""Evenly spaced layers, which include the first and the last one, logarithmic axes, and the rows of ridgelines."""
+"""Evenly spaced layers, logarithmic axes, and panels on the rows of a matrix."""
 
 import itertools
 import math
@@ -6,7 +6,8 @@ from fractions import Fraction
 
 import pytest
 
-from istar.drawing.spacing import evenly_spaced, need_log_axis, stack_ridges
+from istar.drawing.panel_drawing import stack_ridges
+from istar.drawing.plot import evenly_spaced, group_rows, make_projection_panels, make_spectrum_line, need_log_axis
 
 
 @pytest.mark.parametrize("count", range(1, 101))
@@ -50,3 +51,25 @@ def test_each_ridge_has_a_row_and_fills_it() -> None:
     assert rows[0] == pytest.approx([2, 2.85, 2.425])
     assert rows[1] == pytest.approx([1, math.nan, 1.85], nan_ok=True)
     assert rows[2] == [0, 0, 0]
+
+
+def test_colours_show_the_frequency_if_it_is_known() -> None:
+    ids = [0, 10, 20, 30]
+    groups, explanation = group_rows(ids, [0, 5, 9, 1])
+    assert list(groups) == ["most frequent quarter", "second", "third", "rarest quarter", "not in the texts"]
+    assert groups["not in the texts"].tolist() == [0]
+    assert "frequency in these texts" in explanation
+    for counts in ([0, 0, 0, 1], None):
+        groups, explanation = group_rows(ids, counts)
+        assert sorted(index for indices in groups.values() for index in indices) == [0, 1, 2, 3]
+        assert "the colour is the id" in explanation
+
+
+def test_a_matrix_of_one_dimension_has_no_projection() -> None:
+    rows = {"ids": [0, 1], "raw": [[1.0, 2.0]], "centered": [[-0.5, 0.5]]}
+    assert make_projection_panels(rows, None, "input")[0] == []
+
+
+def test_singular_values_that_are_rounding_errors_are_left_out() -> None:
+    line = make_spectrum_line("raw", [2.0, 1.0, 1e-9], 1e-6)
+    assert (line.x, line.y) == ((1, 2), pytest.approx((2.0, 1.0)))
