@@ -113,7 +113,7 @@ FORBIDDEN_LIBRARIES = {
     "istar.statistics.conclusions": "torch lightning transformers datasets hydra matplotlib pandas",
     "istar.statistics.tasks": "torch lightning transformers datasets hydra matplotlib pandas",
     "istar.records.results": "torch lightning transformers datasets hydra matplotlib",
-    "istar.reports.run_tables": "torch lightning transformers datasets hydra",
+    "istar.reports.run_frame": "torch lightning transformers datasets hydra",
     "istar.records.config.schema": "lightning transformers datasets evaluate",
 }
 """By module: the libraries that its import must not import."""

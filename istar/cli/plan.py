@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from istar import __version__
 from istar.drawing.terminal import make_console
 from istar.errors import UserError, mask_secrets
-from istar.statistics.defaults import ALPHA, POWER, TEST
+from istar.statistics import ALPHA, POWER, TEST
 
 if TYPE_CHECKING:
     from istar.finetune.sweeps.sweep import SweepRequest

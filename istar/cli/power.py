@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from istar.drawing.terminal import make_console
 from istar.errors import UserError
-from istar.statistics.defaults import ALPHA, POWER
+from istar.statistics import ALPHA, POWER
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -1,7 +1,6 @@
 """Drawing of one panel of a plot, of each kind, with matplotlib."""
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,8 +19,6 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 """The palette of Okabe and Ito, which colour-blind readers can tell apart."""
 PALETTE = tuple(colour.lower() for colour in (*COLOURS[:6], COLOURS[7]))
 _MARKERS = "osD^vPX*"
-_LARGEST_WEIGHT = 5.0
-"""Absolute value of lambda at the ends of its colour scale; larger ones have the same colour."""
 Styles = Mapping[str, Mapping[str, Any]]
 """Matplotlib's keyword arguments for the lines of a plot, by label; see `assign_line_styles`."""
 _BOUNDS = {
@@ -47,11 +44,11 @@ _MAX_TICKS = 12
 def assign_line_styles(plot: Plot) -> dict[str, dict[str, Any]]:
     """Return the colour, marker and line style of each label as matplotlib's keyword arguments, by label.
 
-    A label has the same style in all panels. The line of `plot.reference_label` is black. Labels of settings, such as
-    `λ = -1`, come first, by their values, and the others follow in the given order.
+    A label has the same style in all panels. The line of `plot.reference_label` is black and comes first. Lines with a
+    colour scale follow by their positions on it, and then the others in the given order.
     """
-    drawn_labels = [line.label for panel in plot.panels for line in panel.lines]
-    labels = list(dict.fromkeys([*plot.labels, *drawn_labels]))
+    line_by_label = {line.label: line for panel in plot.panels for line in panel.lines}
+    labels = list(dict.fromkeys([*plot.labels, *line_by_label]))
     if plot.ordered:
         last_index = max(len(labels) - 1, 1)
         colours = [SCALE[round(index * (len(SCALE) - 1) / last_index)] for index in range(len(labels))]
@@ -63,40 +60,29 @@ def assign_line_styles(plot: Plot) -> dict[str, dict[str, Any]]:
         styles[plot.reference_label] = {"color": INK, "marker": "s"}
         # No other line has the marker of the reference.
         markers = markers.replace("s", "")
-    for index, label in enumerate(sorted(labels, key=_parse_setting_value)):
+    labels.sort(key=lambda label: line_by_label[label].scale_position if label in line_by_label else math.inf)
+    for index, label in enumerate(labels):
+        line = line_by_label.get(label)
+        scale_colour = choose_scale_colour(line) if line is not None and line.colour_scale else ""
         styles[label] = {
-            "color": _choose_setting_colour(label) or PALETTE[index % len(PALETTE)],
+            "color": scale_colour or PALETTE[index % len(PALETTE)],
             "marker": markers[index % len(markers)],
             "linestyle": ("-", "--", ":")[index // len(PALETTE) % 3],
         }
     return styles
 
 
-def _choose_setting_colour(label: str) -> str | None:
-    """Return the colour of a label `λ = <number>` or `ζ = <number>`, or None for any other label.
+def choose_scale_colour(line: Line) -> str:
+    """Return the colour of a line with a colour scale; positions beyond an end of the scale have the colour there.
 
-    A value has the same colour in every figure. The colour scale of λ diverges from 0: red for negative weights, blue
-    for positive ones. That of ζ is sequential.
+    The diverging scale is red below 0 and blue above, the darker the farther from 0.
     """
-    symbol = label.partition(" = ")[0]
-    value = _parse_setting_value(label)
-    if symbol not in ("λ", "ζ") or not math.isfinite(value):
-        return None
-    if symbol == "ζ":
+    if line.colour_scale == "sequential":
         # The brightest part of the map is not visible on white.
-        return to_hex(matplotlib.colormaps["viridis"](0.88 * min(max(value, 0.0), 1.0)))
-    share = min(abs(value) / _LARGEST_WEIGHT, 1.0)
+        return to_hex(matplotlib.colormaps["viridis"](0.88 * min(max(line.scale_position, 0.0), 1.0)))
+    share = min(abs(line.scale_position), 1.0)
     # The map is white in the middle.
-    return to_hex(matplotlib.colormaps["RdBu"](0.5 + math.copysign(0.2 + 0.3 * share, value)))
-
-
-def _parse_setting_value(label: str) -> float:
-    """Return the number of a label `<symbol> = <number>`, or infinity for other labels, so that they are sorted last.
-
-    The number at the end of a name, such as that of a model `gpt2`, is no setting.
-    """
-    match = re.search(r" = (-?\d+(\.\d+)?(e-?\d+)?)$", label)
-    return float(match[1]) if match else math.inf
+    return to_hex(matplotlib.colormaps["RdBu"](0.5 + math.copysign(0.2 + 0.3 * share, line.scale_position)))
 
 
 def draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Styles) -> None:
@@ -117,12 +103,12 @@ def draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Styles) -> None:
         for line in lines:
             _draw_line(axes, plot.kind, line, dict(styles[line.label]), has_markers or len(line.x) == 1)
     if plot.kind in ("points", "bars"):
-        _mark_incomplete_and_collapsed_points(axes, lines, styles)
+        _mark_points(axes, lines, styles)
     if panel.horizontal_line is not None:
         axes.axhline(panel.horizontal_line[0], color=RED, linestyle="--", linewidth=1.3, label=panel.horizontal_line[1])
     if panel.vertical_line is not None:
         axes.axvline(panel.vertical_line[0], color=RED, linestyle="--", linewidth=1.3, label=panel.vertical_line[1])
-    axes.set_title(panel.task)
+    axes.set_title(panel.title)
     axes.set_xlabel(plot.x_label)
     axes.set_ylabel(panel.y_label)
     _set_scales(axes, plot, panel)
@@ -266,16 +252,15 @@ def _draw_line(axes: Axes, kind: str, line: Line, style: dict[str, Any], has_mar
         axes.plot(line.x, line.y, label=line.label, **style)
 
 
-def _mark_incomplete_and_collapsed_points(axes: Axes, lines: Sequence[Line], styles: Styles) -> None:
-    """Draw a hollow marker where another point has more seeds, and a cross where all runs have collapsed."""
-    max_seeds = max((num_seeds for line in lines for num_seeds in line.num_seeds), default=0)
+def _mark_points(axes: Axes, lines: Sequence[Line], styles: Styles) -> None:
+    """Draw the hollow markers and the crosses of lines."""
     for line in lines:
         style = {**styles[line.label], "linestyle": "", "zorder": 4}
-        for x, y, num_seeds in zip(line.x, line.y, line.num_seeds, strict=False):
-            if num_seeds < max_seeds:
+        for x, y, is_hollow in zip(line.x, line.y, line.hollow, strict=False):
+            if is_hollow:
                 axes.plot([x], [y], **{**style, "markerfacecolor": PAPER})
-        for x, y, is_collapsed in zip(line.x, line.y, line.collapsed, strict=False):
-            if is_collapsed:
+        for x, y, is_crossed in zip(line.x, line.y, line.crossed, strict=False):
+            if is_crossed:
                 axes.plot([x], [y], **{**style, "marker": "x", "color": RED, "markersize": 9})
 
 
@@ -335,7 +320,7 @@ def _draw_heatmap(axes: Axes, plot: Plot, panel: Panel) -> None:
         label_step = math.ceil(len(labels) / _MAX_TICKS)
         axis.set_ticks([index + 0.5 for index in range(0, len(labels), label_step)], labels[::label_step])
     axes.tick_params(axis="x", rotation=90)
-    axes.set_title(panel.task)
+    axes.set_title(panel.title)
     axes.set_xlabel(plot.x_label)
     axes.set_ylabel(panel.y_label)
 

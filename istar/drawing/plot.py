@@ -24,22 +24,22 @@ class Line:
     label: str  # name in the legend
     x: tuple[float, ...]
     y: tuple[float, ...]
-    x_error: tuple[float, ...] = ()  # standard deviations of `x` over seeds; empty if unknown
-    # Standard deviations of `y` over seeds or, on pages of geometry, half-widths of 95% intervals; empty if unknown.
-    y_error: tuple[float, ...] = ()
-    seeds: tuple[int, ...] = ()  # seeds that the line is a mean over
-    num_seeds: tuple[int, ...] = ()  # number of seeds of each point; empty if unknown
-    collapsed: tuple[bool, ...] = ()  # whether all runs of a point predict a constant; empty if unknown
+    x_error: tuple[float, ...] = ()  # half-widths of the error bars of `x`; empty for none
+    y_error: tuple[float, ...] = ()  # half-widths of the error bars or of the band of `y`; empty for none
+    hollow: tuple[bool, ...] = ()  # whether the marker of each point is hollow; empty if none is
+    crossed: tuple[bool, ...] = ()  # whether each point has a red cross; empty if none has
+    colour_scale: str = ""  # `diverging`, `sequential`, or empty for a colour of the palette
+    scale_position: float = math.inf  # on the colour scale, whose ends are -1 or 0, and 1; it also orders the lines
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes with its lines, usually for one task and model."""
+    """One pair of axes with its lines."""
 
     model: str  # model that the panel shows; empty for none
-    task: str  # title of the panel, usually its task; empty for none
+    title: str  # empty for none
     lines: tuple[Line, ...]
-    fixed_settings: str  # settings that all runs share, in words
+    fixed_settings: str  # what all lines have in common, in words
     y_label: str  # label of the y axis, with the unit
     horizontal_line: tuple[float, str] | None = None  # y and label of a dashed reference line
     vertical_line: tuple[float, str] | None = None  # x and label of a dashed reference line
@@ -49,7 +49,6 @@ class Panel:
     # Smallest and largest possible y; None for the bounds that `drawing` knows for `y_label`, if any.
     y_bounds: tuple[float, float] | None = None
     log_y: bool = False  # whether the y axis of this panel is logarithmic; see also `Plot.log_y`
-    runs: tuple[str, ...] = ()  # folders of the runs that are drawn; empty if unknown
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,7 @@ class Plot:
     The kinds are:
 
     - `line`: lines with error bands; a line of a single point has an error bar.
-    - `points`: markers with error bars. `bars`: the same, connected by a line. In both, a marker is hollow if another
-      point of the panel has more seeds, and a cross if all runs predict a constant.
+    - `points`: markers with error bars. `bars`: the same, connected by a line. Points of both may be hollow or crossed.
     - `columns`: bars side by side. `histogram`: a step plot over the centers of the bins. `scatter`: points.
     - `ridges`: distributions, each on a row with its name and scaled to its own maximum.
     - `heatmap`: each line is a row with its label as the name; `Panel.column_names` name the columns. The colour scale
@@ -82,7 +80,7 @@ class Plot:
     share_axes: bool = False  # whether all panels have the same limits of both axes
     share_y: bool = False  # whether all panels have the same limits of the y axis, because they show the same quantity
     share_y_by_label: bool = False  # whether panels with the same label of the y axis have the same limits of it
-    reference_label: str = "Base"  # label of the line that is drawn in black
+    reference_label: str = ""  # label of the line that is drawn in black; empty for none
     # Labels in the order in which they get colours; may include labels without a line, so that several plots use the
     # same colours. If empty, the labels of the lines are used.
     labels: tuple[str, ...] = ()

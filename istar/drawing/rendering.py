@@ -101,7 +101,7 @@ def tabulate_points(plot: Plot) -> pd.DataFrame:
             errors = line.y_error or (math.nan,) * len(line.y)
             names = panel.column_names or [plot.x_names.get(x, "").replace("\n", " ") for x in line.x]
             for x, name, y, error in zip(line.x, names, line.y, errors, strict=True):
-                panel_name = " ".join(filter(None, (panel.task, panel.model)))
+                panel_name = " ".join(filter(None, (panel.title, panel.model)))
                 keys = {"panel": panel_name, "quantity": panel.y_label, "line": line.label}
                 rows.append({**keys, "x": x, "x_name": name, "y": y, "y_error": error})
     return pd.DataFrame(rows)
@@ -116,7 +116,7 @@ def describe(plot: Plot) -> str:
         marks = [f"; {name} at {position:g}" for position, name in reference_lines]
         marks += [f"; {name} {size:.2f}" for size, name in filter(None, (panel.scale_bar,))]
         marks += [f"; a bar joins {low:.2f} to {high:.2f}" for low, high in panel.joined_ranges]
-        subject = ", ".join(name for name in (panel.task, panel.model) if name)
+        subject = ", ".join(name for name in (panel.title, panel.model) if name)
         prefix = f"{subject}: " if subject else ""
         quantity = plot.x_label if plot.kind == "ranks" else f"{panel.y_label} by {plot.x_label}"
         sentences.append(f"{prefix}{quantity}: {lines}{''.join(marks)}.")

@@ -11,9 +11,9 @@ from istar.cli.main import main
 from istar.finetune.runs.run import run
 from istar.records.config import Config
 from istar.records.config.schema import sweep_folder
-from istar.reports import plan_departures, plan_file
+from istar.reports import plan_file
 from istar.reports.run_frame import load_runs
-from istar.statistics.defaults import TEST
+from istar.statistics import TEST
 from tests.jobs import Start, starting
 
 SMALL = ("task.limit_train=32", "task.limit_validation=9", "data.batch_size=8", "trainer.max_epochs=1",
@@ -33,10 +33,10 @@ def start(own_cache: Path) -> Iterator[Start]:
         yield start
 
 
-def find_departures(folder: Path) -> dict[str, plan_departures.Departure]:
+def find_departures(folder: Path) -> dict[str, plan_file.Departure]:
     """Return the departures by kind, except those that depend on the checkout or on chance in a short training."""
     plan = plan_file.read_plan(folder / "plan" / plan_file.PLAN)
-    departures = plan_departures.find_departures(plan, load_runs(folder / "runs").frame)
+    departures = plan_file.find_departures(plan, load_runs(folder / "runs").frame)
     departure_by_kind = {departure.kind: departure for departure in departures}
     return {kind: departure_by_kind[kind] for kind in departure_by_kind.keys() - {"other code", "collapsed run"}}
 

@@ -132,8 +132,11 @@ def test_lines_are_as_visible_in_the_dark(plain_page: Path) -> None:
     paper = apply_dark_filter(panel_drawing.PAPER)
     # The paper of figures is that of the page.
     assert np.abs(paper - to_rgb(dark["paper"])).max() < 1 / 255
-    labels = [f"{symbol} = {value}" for symbol in "λζ" for value in (-5, -3, -1, 0.2, 0.4, 0.6, 0.8, 1, 3, 5)]
-    scales = [panel_drawing._choose_setting_colour(label) for label in labels]
+    scales = [
+        panel_drawing.choose_scale_colour(Line("", (), (), colour_scale=scale, scale_position=position))
+        for scale in ("diverging", "sequential")
+        for position in (-1, -0.6, -0.2, 0.2, 0.4, 0.6, 0.8, 1)
+    ]
     for colour in filter(
         None, (panel_drawing.INK, panel_drawing.RED, *panel_drawing.PALETTE, *panel_drawing.SCALE, *scales)
     ):

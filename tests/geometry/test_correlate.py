@@ -220,7 +220,7 @@ def test_a_panel_for_each_task_and_a_line_for_each_model(tmp_path: Path) -> None
     """Scores of checkpoints without measures are drawn too; models without measures are left out."""
     plot = make_plot(tmp_path, MEASURED, SCORED)
     assert plot is not None
-    line_by_task_and_model = {(panel.task, line.label): line for panel in plot.panels for line in panel.lines}
+    line_by_task_and_model = {(panel.title, line.label): line for panel in plot.panels for line in panel.lines}
     assert set(line_by_task_and_model) == {("sciq", "small"), ("sciq", "large"), ("lambada", "large")}
     small_line = line_by_task_and_model["sciq", "small"]
     assert (small_line.x, small_line.y) == ((512, 1000, 2000), (0.3, 0.4, 0.5))

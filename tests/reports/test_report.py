@@ -27,12 +27,13 @@ from istar.reports import (
     configurations,
     geometry_file,
     paper,
+    paper_figures,
     paper_tables,
     plan_file,
     report,
-    run_figures,
     stability,
     sweep_commands,
+    training_figures,
 )
 from istar.reports import run_frame as run_folders
 from istar.reports.run_frame import load_runs
@@ -345,9 +346,8 @@ def test_lines_differ_in_nothing_but_what_they_vary(tmp_path: Path) -> None:
         save(record("rte", BERT, BASE, seed, 0.55), tmp_path)
         save(record("rte", BERT, BASE, seed, 0.95, optim__lr=1e-5), tmp_path)
     _, frame = load_frame(tmp_path)
-    [panel] = run_figures.build_isotropy_performance_plot(frame, {}).panels
+    [panel] = paper_figures.build_isotropy_performance_plot(frame, {}).panels
     assert {line.label: line.y[0] for line in panel.lines} == pytest.approx({"Base": 55, "λ = -1": 40, "λ = 1": 60})
-    assert all(line.seeds == (1, 2) for line in panel.lines)
     assert (
         panel.fixed_settings
         == "ζ = 0.4, lr 3e-05, batch 32, accumulated 2, epochs 3, 32-true; 6 runs, 2 other configurations not shown, "
@@ -361,7 +361,7 @@ def test_points_have_both_deviations(tmp_path: Path) -> None:
     for run in runs:
         save(run, tmp_path)
     _, frame = load_frame(tmp_path)
-    [panel] = run_figures.build_isotropy_performance_plot(frame, {}).panels
+    [panel] = paper_figures.build_isotropy_performance_plot(frame, {}).panels
     [line] = panel.lines
     scores = [run.isotropy["after"]["union"] for run in runs]
     assert line.x[0] == pytest.approx(np.mean(scores), rel=1e-12)
@@ -386,12 +386,12 @@ def test_ablations(tmp_path: Path) -> None:
     [cell] = [cell for cell in configurations.select_cells(frame) if cell.family == "istar"]
     assert (cell.num_configurations, cell.score_by_seed("accuracy")[1]) == (3, pytest.approx(71))
     assert len(paper_tables.collect_tried_pairs(frame, cell)) == 3
-    [panel] = run_figures.build_zeta_ablation_plot(frame).panels
+    [panel] = paper_figures.build_zeta_ablation_plot(frame).panels
     assert panel.lines[0].x == (0, 0.4, 1)
     assert panel.lines[0].y == pytest.approx((51.5, 71.5, 61.5))
     assert panel.lines[0].y_error == pytest.approx([np.std([1, 2], ddof=1)] * 3)
     assert panel.vertical_line == (0.4, "best ζ")
-    [panel] = run_figures.build_layer_ablation_plot(frame).panels
+    [panel] = paper_figures.build_layer_ablation_plot(frame).panels
     assert (panel.lines[0].x, panel.lines[0].y) == ((1, 3), pytest.approx((61, 63)))
     assert panel.horizontal_line == (pytest.approx(71.5), "all layers")
 
@@ -409,16 +409,16 @@ def test_figures_and_tables_choose_the_same_cells(tmp_path: Path) -> None:
     _, frame = load_frame(tmp_path)
     [row] = paper_tables.build_table2_sheet(configurations.select_cells(frame), frame).rows
     assert row[1].text == "-1 | 0.4"
-    [panel] = run_figures.build_zeta_ablation_plot(frame).panels
+    [panel] = paper_figures.build_zeta_ablation_plot(frame).panels
     [line] = panel.lines
     assert panel.vertical_line == (0.4, "best ζ")
-    assert (line.x, line.num_seeds) == ((0.2, 0.4, 0.6), (1, 5, 5))
+    assert (line.x, line.hollow) == ((0.2, 0.4, 0.6), (True, False, False))
     assert panel.fixed_settings == (
         "λ = -1, lr 3e-05, batch 32, accumulated 2, epochs 3, 32-true; 11 runs, 1 other configuration not shown; "
         "fewer than 5 seeds: 1 at ζ = 0.2"
     )
-    [panel] = run_figures.build_isotropy_performance_plot(frame, {}).panels
-    assert {line.label: line.num_seeds for line in panel.lines} == {"λ = -1": (5,), "λ = 3": (3,)}
+    [panel] = paper_figures.build_isotropy_performance_plot(frame, {}).panels
+    assert {line.label: line.hollow for line in panel.lines} == {"λ = -1": (False,), "λ = 3": (True,)}
 
 
 def test_a_collapsed_mean_is_marked_and_not_the_best(tmp_path: Path) -> None:
@@ -427,9 +427,9 @@ def test_a_collapsed_mean_is_marked_and_not_the_best(tmp_path: Path) -> None:
         save(record("rte", BERT, istar(-1, 0.4), seed, 0.5, changes=constant), tmp_path)
         save(record("rte", BERT, istar(-1, 0.8), seed, 0.45), tmp_path)
     _, frame = load_frame(tmp_path)
-    [panel] = run_figures.build_zeta_ablation_plot(frame).panels
+    [panel] = paper_figures.build_zeta_ablation_plot(frame).panels
     assert panel.vertical_line is None
-    assert panel.lines[0].collapsed == (True, False)
+    assert panel.lines[0].crossed == (True, False)
 
 
 def test_layers_and_dimensions_are_means_over_seeds(tmp_path: Path) -> None:
@@ -439,26 +439,26 @@ def test_layers_and_dimensions_are_means_over_seeds(tmp_path: Path) -> None:
     loaded, frame = load_frame(tmp_path)
     results_by_folder = {folder: geometry_file.read_geometry(Path(folder)) for folder in frame["folder"]}
     geometry_by_folder = {folder: geometry for folder, geometry in results_by_folder.items() if geometry is not None}
-    plot = run_figures.build_mean_activation_plot(frame, geometry_by_folder)
+    plot = paper_figures.build_mean_activation_plot(frame, geometry_by_folder)
     assert "the tokens of 50 validation texts" in plot.caption
     [panel] = plot.panels
     assert [line.label for line in panel.lines] == ["Base", "λ = 1"]
     means = np.mean([make_geometry(run)["mean_activation"] for run in runs[2:4]], axis=0)
     assert panel.lines[1].y == pytest.approx(means, rel=1e-12)
-    [folder, *_] = panel.runs
+    [folder] = frame[(frame["family"] == "cosreg") & (frame["seed"] == 1)]["folder"]
     with_more_texts = geometry_by_folder | {folder: replace(geometry_by_folder[folder], num_examples=5_463)}
-    plot = run_figures.build_mean_activation_plot(frame, with_more_texts)
+    plot = paper_figures.build_mean_activation_plot(frame, with_more_texts)
     assert "the tokens of 50 to 5,463 validation texts" in plot.caption
-    [panel] = run_figures.build_intrinsic_dimension_plot(frame, geometry_by_folder).panels
+    [panel] = paper_figures.build_intrinsic_dimension_plot(frame, geometry_by_folder).panels
     assert panel.lines[1].label == "λ = -1"
     assert np.isnan(panel.lines[1].y[0])
     assert panel.lines[1].y[1:] == pytest.approx(make_geometry(runs[4])["two_nn"][1:])
-    [panel] = run_figures.build_layer_isotropy_plot(frame, loaded.records, geometry_by_folder).panels
+    [panel] = paper_figures.build_layer_isotropy_plot(frame, loaded.records, geometry_by_folder).panels
     after = [[run.isotropy["after"][str(layer)] for layer in range(5)] for run in runs[4:]]
     assert panel.lines[1].y == pytest.approx(np.mean(after, axis=0), rel=1e-12)
     assert panel.lines[1].y_error == pytest.approx(np.std(after, axis=0, ddof=1), rel=1e-9, abs=1e-15)
     # Without `geometry.json` there is no line.
-    assert run_figures.build_mean_activation_plot(frame, {}).panels == ()
+    assert paper_figures.build_mean_activation_plot(frame, {}).panels == ()
 
 
 def add_isoscore_star(run: RunRecord, root: Path, zeta: float = 0.2) -> dict[str, float]:
@@ -477,8 +477,8 @@ def build_isotropy_plots(root: Path) -> tuple[Plot, Plot]:
     results_by_folder = {folder: geometry_file.read_geometry(Path(folder)) for folder in frame["folder"]}
     geometry_by_folder = {folder: geometry for folder, geometry in results_by_folder.items() if geometry is not None}
     return (
-        run_figures.build_isotropy_performance_plot(frame, geometry_by_folder),
-        run_figures.build_layer_isotropy_plot(frame, loaded.records, geometry_by_folder),
+        paper_figures.build_isotropy_performance_plot(frame, geometry_by_folder),
+        paper_figures.build_layer_isotropy_plot(frame, loaded.records, geometry_by_folder),
     )
 
 
@@ -545,7 +545,7 @@ def test_curves_follow_the_runs_of_table1(tmp_path: Path) -> None:
     for run in (*runs, record("rte", BERT, BASE, 1, 0.9, optim__lr=1e-5)):
         save(run, tmp_path)
     loaded, frame = load_frame(tmp_path)
-    losses, metrics = run_figures.build_learning_curve_plots(configurations.select_cells(frame), loaded.records)
+    losses, metrics = training_figures.build_learning_curve_plots(configurations.select_cells(frame), loaded.records)
     [[line]] = [panel.lines for panel in losses.panels]
     expected = [np.mean([run.epochs[epoch]["metrics"]["loss"] for run in runs]) for epoch in range(3)]
     assert line.y == pytest.approx(expected, rel=1e-12)
@@ -566,7 +566,7 @@ def test_stability(quick_scores: Any) -> None:
             quick_scores.auto_zeta_scores, quick_scores.scores_by_zeta[0.0], strict=True
         )
     )
-    [panel] = run_figures.build_minibatch_stability_plot(quick_scores).panels
+    [panel] = stability.build_minibatch_stability_plot(quick_scores).panels
     assert [line.label for line in panel.lines] == ["ζ = 0", "ζ = 1", "ζ = auto", "unbiased"]
     assert panel.lines[3].y == tuple(score.mean for score in quick_scores.unbiased_scores)
 

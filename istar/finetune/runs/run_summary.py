@@ -109,7 +109,7 @@ def build_geometry_plot(rows: Sequence[Mapping[str, float]]) -> Plot:
             )
             for layer in evenly_spaced(layer_indices)
         ]
-        panels.append(Panel(model="", task="", lines=tuple(lines), fixed_settings="", y_label=label))
+        panels.append(Panel(model="", title="", lines=tuple(lines), fixed_settings="", y_label=label))
     return Plot(
         name="geometry_over_steps",
         title="Geometry of the layers during training",
