@@ -10,8 +10,7 @@ from istar.drawing import page_folder
 from istar.drawing.page_folder import Page, PageKind, Section, read_page_texts
 from istar.drawing.page_tables import Sheet
 from istar.embeddings import embed_figures, embed_tables
-from istar.embeddings.embed_models import ModelEmbeddings
-from istar.embeddings.saved_matrix import MATRIX_FILES, MODEL_FOLDER
+from istar.embeddings.embed_models import MATRIX_FILES, MODEL_FOLDER, ModelEmbeddings
 from istar.files.writing import to_csv
 
 JSON = "embeddings.json"

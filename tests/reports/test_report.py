@@ -44,21 +44,29 @@ BERT = "google-bert/bert-base-cased"
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
 
+RENDER = rendering.render
+
+
+@pytest.fixture(autouse=True)
+def blank_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the figures blank; the tests that look at them restore `RENDER`."""
+    svg = b'<svg xmlns="http://www.w3.org/2000/svg" width="1pt" height="1pt" viewBox="0 0 1 1"/>'
+    monkeypatch.setattr(rendering, "render", lambda plot: dict.fromkeys(rendering.SUFFIXES, svg))
+
+
 @pytest.fixture(scope="module")
 def quick_scores() -> Any:
-    """Return stability scores that are quick to compute; `report_folder` uses the real batch sizes."""
+    """Return stability scores that are quick to compute."""
     return stability.compute_stability_scores((10, 50), (0.0, 1.0), num_draws=2, num_shrinkage_points=800)
 
 
 @pytest.fixture(scope="module")
-def report_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def report_folder(tmp_path_factory: pytest.TempPathFactory, quick_scores: Any) -> Path:
     folder = tmp_path_factory.mktemp("fifty")
     write_fifty_runs(folder / "runs")
-    cloud = stability.compute_stability_scores(num_draws=2, num_shrinkage_points=5_000)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stability, "compute_stability_scores", lambda: cloud)
-        render = rendering.render
-        patch.setattr(rendering, "render", lambda plot, suffixes=("svg",): render(plot, suffixes))
+        patch.setattr(stability, "compute_stability_scores", lambda: quick_scores)
+        patch.setattr(rendering, "render", lambda plot: RENDER(plot, ["svg"]))
         summary = report.write_report(folder / "runs", folder / "report")
     assert summary.page_path == folder / "report" / "index.html"
     assert summary.num_runs == 50
@@ -253,9 +261,9 @@ def balanced(tex: str) -> None:
 NASTY = r"""<script>alert('x')</script> & "q" _a% #1 ~ ^ $x$ {y} \z | `t` λ ± <img src=//evil>"""
 
 
-@pytest.mark.usefixtures("svg_only")
 def test_hostile_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_scores: Any) -> None:
     monkeypatch.setattr(stability, "compute_stability_scores", lambda: quick_scores)
+    monkeypatch.setattr(rendering, "render", lambda plot: RENDER(plot, ["svg"]))
     model = 'mine/<b onclick="x()">$a_1$ & 100%\'s'
     for seed in (1, 2):
         save(record("rte", model, BASE, seed, 0.5), tmp_path / "runs")
@@ -608,8 +616,6 @@ def test_every_run_is_read_once_and_every_picture_drawn_once(one_run: Path, monk
     """Reading, computing and drawing take nearly all of a report's time. The same runs give the same files."""
     for seed in (2, 3):
         save(record("rte", BERT, istar(), seed), one_run / "runs")
-    report.write_report(one_run / "runs", one_run / "report")
-    first_contents = contents(one_run / "report")
     calls: Counter[str] = Counter()
 
     def count_calls_of(owner: Any, name: str) -> None:
@@ -621,28 +627,31 @@ def test_every_run_is_read_once_and_every_picture_drawn_once(one_run: Path, monk
 
         monkeypatch.setattr(owner, name, counting_call)
 
-    for owner, name in (
-        (run_folders, "read"),
-        (stability, "compute_stability_scores"),
-        (rendering, "render"),
-    ):
-        count_calls_of(owner, name)
+    count_calls_of(run_folders, "read")
+    count_calls_of(stability, "compute_stability_scores")
+    count_calls_of(rendering, "render")
     report.write_report(one_run / "runs", one_run / "report")
-    assert contents(one_run / "report") == first_contents
-    assert sorted(path.name for path in one_run.iterdir()) == ["report", "runs"]
-    files = [target for _, target in parsed(one_run / "report" / "index.html").references if target[0] != "#"]
-    assert {Path(file).suffix for file in files} >= {".svg", ".pdf", ".png", ".csv", ".md", ".tex"}
-    assert all((one_run / "report" / file).is_file() for file in files)
     pictures = list((one_run / "report" / "figures").glob("*.png"))
     assert len(pictures) > 3
     assert calls == {"read": 3, "compute_stability_scores": 1, "render": len(pictures)}
+    files = [target for _, target in parsed(one_run / "report" / "index.html").references if target[0] != "#"]
+    assert {Path(file).suffix for file in files} >= {".svg", ".pdf", ".png", ".csv", ".md", ".tex"}
+    assert all((one_run / "report" / file).is_file() for file in files)
+    first_contents = contents(one_run / "report")
+    report.write_report(one_run / "runs", one_run / "report")
+    assert contents(one_run / "report") == first_contents
+    assert sorted(path.name for path in one_run.iterdir()) == ["report", "runs"]
 
 
-@pytest.mark.usefixtures("svg_only")
-def test_a_report_below_its_runs_is_no_trouble(one_run: Path) -> None:
+def test_a_report_below_its_runs_is_replaced_unless_it_has_other_files(one_run: Path) -> None:
+    out = one_run / "runs" / "report"
     for _ in range(2):
-        report.write_report(one_run / "runs", one_run / "runs" / "report")
-    assert "not read" not in (one_run / "runs" / "report" / "tables" / "left_out.csv").read_text()
+        report.write_report(one_run / "runs", out)
+    assert "not read" not in (out / "tables" / "left_out.csv").read_text()
+    (out / "figures" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"holds figures/notes\.txt, which is no part of a report"):
+        report.write_report(one_run / "runs", out)
+    assert (out / "figures" / "notes.txt").read_text() == "mine"
 
 
 def write_foreign_files(folder: Path, kind: str) -> None:
@@ -657,7 +666,6 @@ def write_foreign_files(folder: Path, kind: str) -> None:
         (folder / "tables" / "mine.csv").write_text("1")
 
 
-@pytest.mark.usefixtures("svg_only")
 @pytest.mark.parametrize("kind", ["a file", "someone's page", "someone's tables"])
 def test_nobody_loses_files(one_run: Path, kind: str, capsys: Any) -> None:
     out = one_run / "report"
@@ -669,17 +677,6 @@ def test_nobody_loses_files(one_run: Path, kind: str, capsys: Any) -> None:
     assert (contents(out) if out.is_dir() else out.read_text()) == contents_before
 
 
-@pytest.mark.usefixtures("svg_only")
-def test_a_file_put_beside_a_report_is_kept(one_run: Path) -> None:
-    out = one_run / "report"
-    report.write_report(one_run / "runs", out)
-    (out / "figures" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"holds figures/notes\.txt, which is no part of a report"):
-        report.write_report(one_run / "runs", out)
-    assert (out / "figures" / "notes.txt").read_text() == "mine"
-
-
-@pytest.mark.usefixtures("svg_only")
 def test_an_interrupted_report_leaves_the_old_one(one_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = one_run / "report"
     report.write_report(one_run / "runs", out)
@@ -713,19 +710,17 @@ def test_nothing_to_report(tmp_path: Path, capsys: Any) -> None:
     assert not (tmp_path / "report").exists()
 
 
-@pytest.mark.usefixtures("svg_only")
 @pytest.mark.parametrize(
     "runs",
     [
         [record("rte", BERT, BASE, 1, status="failed")],
-        [record("rte", BERT, BASE, 1, status="unfinished")],
-        [record("rte", BERT, BASE, 1, status="pruned")],
+        [record("rte", BERT, BASE, 1, status=status) for status in ("unfinished", "pruned")],
         [record("rte", BERT, cosreg(), 1)],
         [record("demo", "tiny", istar(-0.2), 1, changes={"collapsed": {}, "timing": {"total": 5.0}})],
         [record("rte", BERT, istar(-1, layers=[1]), 1)],
         [record("rte", BERT, istar(), 1, changes={"isotropy": {}}), record("rte", BERT, BASE, 1)],
     ],
-    ids=["failed", "unfinished", "pruned", "cosreg", "demo", "layer", "flawed"],
+    ids=["failed", "unfinished and pruned", "cosreg", "demo", "layer", "flawed"],
 )
 def test_whatever_there_is_makes_a_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_scores: Any, runs: list[RunRecord]
@@ -737,7 +732,6 @@ def test_whatever_there_is_makes_a_page(
     parsed(tmp_path / "report" / "index.html")
 
 
-@pytest.mark.usefixtures("svg_only")
 def test_the_command(one_run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(one_run)
     (one_run / "runs" / "sweeps" / "a").mkdir(parents=True)
@@ -751,7 +745,6 @@ def test_the_command(one_run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
     assert paper_tables.EMPTY_CELL not in table1.columns
 
 
-@pytest.mark.usefixtures("svg_only")
 @pytest.mark.slow
 def test_departures_from_a_plan(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, quick_scores: Any
