@@ -98,7 +98,6 @@ def _build_security_policy(style: str, script: str) -> str:
 
 
 def _compute_policy_hash(text: str) -> str:
-    """Return the SHA-256 hash of a style or script as a source of a Content-Security-Policy."""
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
 

@@ -218,15 +218,7 @@ def find_panels_with_same_y_axis(plot: Plot, panel: Panel) -> list[Panel]:
 
 
 def _draw_line(axes: Axes, kind: str, line: Line, style: dict[str, Any], has_markers: bool) -> None:
-    """Draw a line of a panel.
-
-    Args:
-        axes: axes of the panel.
-        kind: kind of the `Plot`.
-        line: the line.
-        style: matplotlib's keyword arguments.
-        has_markers: whether a line of kind `line` has markers at its points.
-    """
+    """Draw a line of a panel; `has_markers` is whether a line of kind `line` has markers at its points."""
     if kind == "line":
         style = {"linestyle": "-", **style, "marker": style["marker"] if has_markers else ""}
         axes.plot(line.x, line.y, label=line.label, linewidth=1.6 if has_markers else 1.2, **style)
@@ -253,7 +245,6 @@ def _draw_line(axes: Axes, kind: str, line: Line, style: dict[str, Any], has_mar
 
 
 def _mark_points(axes: Axes, lines: Sequence[Line], styles: Styles) -> None:
-    """Draw the hollow markers and the crosses of lines."""
     for line in lines:
         style = {**styles[line.label], "linestyle": "", "zorder": 4}
         for x, y, is_hollow in zip(line.x, line.y, line.hollow, strict=False):

@@ -175,12 +175,11 @@ def _draw_figure(plot: Plot) -> Figure:
     panel_axes = figure.axes[: len(plot.panels)]
     for panel in plot.panels:
         same = find_panels_with_same_y_axis(plot, panel)
-        if len(same) == 1:
-            continue
-        same_axes = [axes for axes, other in zip(panel_axes, plot.panels, strict=True) if other in same]
-        low_ends, high_ends = zip(*(axes.get_ylim() for axes in same_axes), strict=True)
-        for axes in same_axes:
-            axes.set_ylim(min(low_ends), max(high_ends))
+        if len(same) > 1:
+            same_axes = [axes for axes, other in zip(panel_axes, plot.panels, strict=True) if other in same]
+            low_ends, high_ends = zip(*(axes.get_ylim() for axes in same_axes), strict=True)
+            for axes in same_axes:
+                axes.set_ylim(min(low_ends), max(high_ends))
     if panel_axes and (plot.share_axes or plot.x_names):
         low_ends, high_ends = zip(*(axes.get_xlim() for axes in panel_axes), strict=True)
         for axes in panel_axes:

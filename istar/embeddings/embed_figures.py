@@ -53,7 +53,6 @@ def make_plots(models: Sequence[ModelEmbeddings], words: pd.DataFrame) -> list[P
 
 
 def _make_embedding_plot(name: str, panels: Sequence[Panel], x_label: str, kind: str = "line", **options: Any) -> Plot:
-    """Return a plot with its title and caption."""
     texts = FIGURE_TEXTS[name]
     return Plot(name, texts["title"], texts["caption"], kind, x_label, tuple(panels), **options)
 

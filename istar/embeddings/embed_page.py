@@ -107,7 +107,6 @@ def describe_anisotropy(models: Sequence[ModelEmbeddings]) -> list[str]:
 def _make_page(
     models: Sequence[ModelEmbeddings], sheets: Mapping[str, Sheet], words: pd.DataFrame, command: str
 ) -> Page:
-    """Assemble the page of embedding matrices from its tables and plots."""
     texts = read_page_texts("istar.embeddings")
     sections = [
         Section("findings", "What stands out", describe_anisotropy(models)),

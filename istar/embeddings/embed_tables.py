@@ -197,7 +197,6 @@ def make_coverage_table(models: Sequence[ModelEmbeddings], words: pd.DataFrame) 
 
 
 def _add_gains(scores: Mapping[str, float], raw_scores: Mapping[str, float]) -> dict[str, float]:
-    """Return scores together with their differences from the scores of the raw matrix."""
     return {**scores, **{f"{score}_gain": value - raw_scores[score] for score, value in scores.items()}}
 
 
@@ -225,10 +224,7 @@ def _find_wordsim_paper_model(model: ModelEmbeddings, form: str) -> str:
 
 
 def _describe_norm_correlation(models: Sequence[ModelEmbeddings]) -> list[str]:
-    """Return a sentence on the correlation of average norm and I(W) over the models, as in appendix C of the paper.
-
-    The list is empty for fewer than three models, and if the norms or the isotropies are all equal.
-    """
+    """Return a sentence on the correlation of norm and I(W), as in appendix C; none for fewer than three models."""
     raw_measures = [model.measures_by_form["raw"] for model in models]
     norms = [measures["average_norm"] for measures in raw_measures]
     isotropies = [measures["partition_isotropy_as_computed"] for measures in raw_measures]

@@ -296,7 +296,6 @@ def _get_column(runs: pd.DataFrame, name: str) -> pd.Series:
 
 
 def _to_float(value: Any) -> float:
-    """Return a finite number as a float, and anything else as NaN."""
     return float(value) if is_finite(value) else math.nan
 
 

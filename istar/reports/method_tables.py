@@ -115,11 +115,7 @@ def _describe_holm_correction(compared_methods: ComparedMethods) -> str:
 def _build_row(
     method: Method, comparison: MethodComparison | None, compared_methods: ComparedMethods
 ) -> dict[str, Any]:
-    """Return the row of a method, with its comparison with the reference.
-
-    The reference itself has no comparison: `comparison` is None, and the columns on the comparison are empty. The
-    significance levels are those of `compared_methods`.
-    """
+    """Return the row of a method; without a comparison, as of the reference itself, its columns are empty."""
     runs = method.runs
     first_run = row_dicts(runs.head(1))[0]
     scores = mean_and_std(list(method.score_by_seed.values()))

@@ -53,10 +53,7 @@ def build_table1_sheet(cells: Sequence[Cell]) -> Sheet:
 
 
 def _build_table1_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Return the rows of Table 1 for the cells of one model and task, one for each metric and method.
-
-    Without any finished run, there is a row per method whose metric is empty.
-    """
+    """Return the rows of one model and task, one for each metric and method (without finished runs, each method)."""
     base = next(cell for cell in cells if cell.family == "base")
     rows = []
     # The longest list of metrics, because cells without a finished run have none.
@@ -121,10 +118,7 @@ def _build_table1_row(cell: Cell, base: Cell, metric: str) -> dict[str, Any]:
 
 
 def _format_table1_row(row: TableRow, common_hyperparameters: str) -> list[Entry]:
-    """Return the entries of a row of Table 1.
-
-    The remarks name the hyperparameters only if they differ from those that all rows have in common.
-    """
+    """Return the entries of a row; remarks name hyperparameters only where they differ from the common ones."""
     remarks = [
         "" if row["seeds"] else "no finished run",
         f"{row['seeds']} of {row['most_seeds']} seeds" if 0 < row["seeds"] < row["most_seeds"] else "",
@@ -340,7 +334,6 @@ _REASON_BY_KIND = {
 
 
 def _finite_or_none(value: Any) -> float | None:
-    """Return a finite number as a float, and anything else as None."""
     return float(value) if is_finite(value) else None
 
 

@@ -109,7 +109,6 @@ def rank_methods(compared_methods: ComparedMethods) -> list[RankedMethods]:
 def _rank_methods_of_model(
     model: str, comparisons: list[MethodComparison], reference: str, alpha: float
 ) -> RankedMethods:
-    """Return the ranks of a model's methods over its tasks, or the reason why they are not ranked."""
     reference_by_task = {
         comparison.method.task: comparison.reference for comparison in comparisons if comparison.reference is not None
     }
@@ -168,10 +167,7 @@ def _compute_mean_merit(method: Method) -> float:
 
 
 def _compute_average_difference(comparisons: list[MethodComparison]) -> AverageDifference:
-    """Return the difference of a method from the reference, averaged over the comparisons of its tasks.
-
-    The result has neither a mean nor an interval for losses and perplexities, which have no common unit over tasks.
-    """
+    """Return the difference from the reference, averaged over tasks; empty for losses, which have no common unit."""
     if any(is_lower_better(comparison.method.metric) for comparison in comparisons):
         return AverageDifference()
     differences_by_task = [list(comparison.difference_by_seed.values()) for comparison in comparisons]

@@ -172,7 +172,6 @@ def _compute_contents(
 
 
 def _build_page(contents: _ReportContents, pictures_by_plot: Mapping[str, list[Picture]]) -> Page:
-    """Return the page of the report: its head, the counts of runs, and all sections in order."""
     counts = {"runs": len(contents.all_runs), **contents.all_runs["status"].value_counts()}
     counts |= {"collapsed": contents.all_runs["collapsed"].eq(True).sum(), "folders not read": contents.num_unreadable}
     summary = [(str(count), str(label)) for label, count in counts.items() if count]
@@ -238,11 +237,11 @@ _TEXT_OF_EMPTY_TABLE = {
     "cost": "No run has finished.",
     "class_isotropy": "No run has finished on a classification task yet.",
     "conclusions": "There are no two methods with finished runs to compare.",
+    "departures": "",
 }
 
 
 def _build_table_section(contents: _ReportContents, name: str) -> Section:
-    """Return the section of a table, with the commands of its sweep if it has one."""
     sheet = contents.sheets[name]
     empty_note = "" if sheet.rows else _TEXT_OF_EMPTY_TABLE.get(name, "Nothing to show yet.")
     commands = contents.commands_by_artefact.get(name, [])

@@ -117,10 +117,7 @@ _WRITERS: dict[str, Callable[[pd.DataFrame], bytes]] = {
 
 
 def _find_run_folders(root: Path, read_errors: dict[str, str]) -> Iterator[Path]:
-    """Yield the folders below `root` that hold a result or a config, without descending into them.
-
-    Folders that cannot be listed are added to `read_errors`.
-    """
+    """Yield the folders with a result or a config; folders that cannot be listed are added to `read_errors`."""
 
     def record_error(error: OSError) -> None:
         read_errors[str(error.filename)] = f"{error.filename}: cannot be read: {error.strerror}"

@@ -99,10 +99,7 @@ def build_training_plots(all_runs: pd.DataFrame) -> list[Plot]:
 
 
 def _read_metrics_by_method(runs: pd.DataFrame) -> dict[str, list[pd.DataFrame]]:
-    """Return the metrics that runs logged during training, as a table for each run, by method; Base is first.
-
-    A method's runs are those that `select_runs_by_method` selects. Runs that measured no geometry are left out.
-    """
+    """Return the logged metrics of each run that measured its geometry, by method; Base is first."""
     tables_by_method = {}
     for method, method_runs in select_runs_by_method(runs).items():
         tables = [table for folder in method_runs["folder"] if (table := _read_metrics(Path(folder))) is not None]
@@ -148,7 +145,6 @@ def _build_task_plot(task: str, panels: Sequence[Panel]) -> Plot:
 
 
 def _build_model_panels(model: str, runs: pd.DataFrame) -> list[Panel]:
-    """Return the panels of a model; an empty list if none of its runs measured its geometry."""
     tables_by_method = _read_metrics_by_method(runs)
     panels = [_build_panel(model, "training loss", tables_by_method, _get_binned_loss)]
     for measure, label in GEOMETRY_LABELS.items():

@@ -215,7 +215,6 @@ def compare_paired(method: Mapping[int, float], reference: Mapping[int, float]) 
 
 
 def _run_sign_flip_test(differences: np.ndarray) -> TestResult:
-    """Return the result of the exact permutation test that flips the signs of the differences."""
     if len(differences) > MAX_EXACT_PAIRS:
         return TestResult(None, f"no exact sign-flip test: more than {MAX_EXACT_PAIRS} pairs")
     if not differences.any():
