@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from istar.drawing.rendering import render
 from istar.errors import UserError
 from istar.records import results
 from istar.reports import configurations, method_tables
@@ -191,4 +190,3 @@ def test_a_point_for_each_method_in_the_settings_of_the_table(tmp_path: Path) ->
         assert line.hollow == (False,)
     # A single seed has no standard deviation.
     assert [line.y_error for line in plot.panels[1].lines] == [(0.0,), (0.0,)]
-    assert set(render(plot)) == {"svg", "pdf", "png"}
