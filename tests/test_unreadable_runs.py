@@ -316,7 +316,7 @@ def test_random_damage(tmp_path: Path, caplog: Any, capsys: Any) -> None:
     assert min(len(loaded.frame), len(loaded.read_errors)) > 50
     assert main(["results", str(tmp_path / "runs"), "--out", str(tmp_path / "runs.parquet")]) == 0
     assert main(["power", "--runs", str(tmp_path / "runs")]) == 0
-    contents = report._compute_contents(loaded, tmp_path / "runs", None, "Base")
+    contents = report._compute_contents(loaded, tmp_path / "runs", None, None, "Base")
     assert len(contents.all_runs) == len(loaded.frame)
     cost.estimate_duration([], cost.read_finished_runs(tmp_path / "runs"))
 
