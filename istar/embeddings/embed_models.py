@@ -105,7 +105,7 @@ class ModelEmbeddings:
     notes: list[str]  # why benchmarks are left out, one line each
     unused_similarity: pd.DataFrame  # mean cosines with unused tokens by bin; see `token_frequencies.make_bins`
     token_frequencies: pd.DataFrame  # tokens of the texts, the most frequent first, with the norm of their row
-    projection: dict[str, Any]  # projection onto two singular directions; see `matrix_summary.project_rows`
+    projection: dict[str, Any]  # projection onto two singular directions; see `partition.project_rows`
     projection_counts: np.ndarray | None  # occurrences of the projected rows' tokens in the texts; None without texts
     row_norms: dict[str, np.ndarray]  # norms of the rows `(n,)`, raw and centered
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from istar.drawing.plot import Line, Panel, Plot
+from istar.drawing.plot import Line, Panel, Plot, evenly_spaced
 from istar.drawing.rendering import render
-from istar.drawing.plot import evenly_spaced
 from istar.records.identity import label_method
 from istar.records.metric_names import GEOMETRY_LABELS, displayed, format_metric, geometry_key, is_lower_better
 from istar.records.results import RunRecord
