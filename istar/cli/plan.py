@@ -13,7 +13,7 @@ from istar.errors import UserError, mask_secrets
 from istar.statistics.defaults import ALPHA, POWER, TEST
 
 if TYPE_CHECKING:
-    from istar.finetune.sweeps.sweep import SweepRequest
+    from istar.finetune.sweeps.planned_runs import SweepRequest
 
 
 def add_parser(commands: Any) -> None:

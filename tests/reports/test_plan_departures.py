@@ -6,9 +6,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from istar.records.plan_entries import Repetitions
 from istar.records.results import RunRecord
-from istar.records.run_rows import record_to_row
+from istar.records.run_rows import Repetitions, record_to_row
 from istar.reports import plan_file
 from istar.reports.plan_departures import Departure, build_departures_sheet, find_departures, summarize_departures
 from istar.reports.plan_file import Plan

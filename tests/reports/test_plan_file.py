@@ -7,7 +7,7 @@ import yaml
 from scipy import stats
 
 from istar.errors import UserError
-from istar.records.plan_entries import PlannedRun, Repetitions
+from istar.records.run_rows import PlannedRun, Repetitions
 from istar.reports.plan_file import PLAN, Plan, PlannedTest, TestName, plan_test, read_plan, write_plan
 from tests.reports.plans import WRITTEN, make_plan, run
 from tests.reports.synthetic import BASE, istar

@@ -14,7 +14,7 @@ from hydra.types import HydraContext
 from rich.console import Console
 
 from hydra_plugins.istar_sweeper import IstarSweeper
-from istar.finetune.sweeps.sweep import SweepRequest, SweepRuns
+from istar.finetune.sweeps.planned_runs import SweepRequest, SweepRuns
 from istar.records.config import schema
 
 CONF = Path(__file__).resolve().parents[3] / "conf"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from istar.finetune.sweeps.cost import estimate_duration, read_finished_runs
+from istar.finetune.sweeps.sweep import estimate_duration, read_finished_runs
 from istar.records import results
 from istar.records.results import RunRecord
 from tests.finished_runs import make_finished_record
@@ -28,33 +28,29 @@ def test_the_most_alike_count(composed: Any) -> None:
         make_record(mrpc, 999999),
     ]
     # The median of RTE is 40 s for 2 x 100: 0.2 s per example and epoch. Without a penalty it is 8 s for 4 x 100.
-    assert estimate_duration([(rte, 50), (base, 200)], finished_runs).seconds == pytest.approx(
-        0.2 * 2 * 50 + 0.02 * 4 * 200
-    )
-    assert (
-        estimate_duration([(rte, 50)], finished_runs).basis == "by 3 finished runs of the same model, task and method"
-    )
+    assert estimate_duration([(rte, 50), (base, 200)], finished_runs)[0] == pytest.approx(0.2 * 2 * 50 + 0.02 * 4 * 200)
+    assert estimate_duration([(rte, 50)], finished_runs)[1] == "by 3 finished runs of the same model, task and method"
     # There is no run with CosReg, so the estimate uses the runs of the task with other methods.
     cosreg = composed("task=rte", "reg=cosreg", "trainer.max_epochs=1")
     rates = sorted([0.1, 0.2, 5.0, 0.02])
     cosreg_estimate = estimate_duration([(cosreg, 10)], finished_runs)
-    assert cosreg_estimate.seconds == pytest.approx(10 * (rates[1] + rates[2]) / 2)
-    assert cosreg_estimate.basis == "by 4 finished runs of the same model and task"
+    assert cosreg_estimate[0] == pytest.approx(10 * (rates[1] + rates[2]) / 2)
+    assert cosreg_estimate[1] == "by 4 finished runs of the same model and task"
     cola_estimate = estimate_duration([(composed("task=cola"), 10)], finished_runs)
-    assert cola_estimate.basis == "by 5 finished runs of the same model"
+    assert cola_estimate[1] == "by 5 finished runs of the same model"
 
 
 def test_a_run_is_counted_once(composed: Any) -> None:
     rte, base = composed("task=rte"), composed("task=rte", "reg=none")
     estimate = estimate_duration([(rte, 10), (base, 10)], [make_record(rte, 20)])
-    assert estimate.basis == "by 1 finished run of the same model and task"
+    assert estimate[1] == "by 1 finished run of the same model and task"
 
 
 def test_nothing_known(composed: Any) -> None:
     rte = composed("task=rte")
-    assert estimate_duration([(rte, 10)], []).seconds is None
-    assert estimate_duration([(rte, 10)], [make_record(composed("task=rte", "model=albert"), 5)]).seconds is None
-    assert estimate_duration([], []).seconds == 0
+    assert estimate_duration([(rte, 10)], [])[0] is None
+    assert estimate_duration([(rte, 10)], [make_record(composed("task=rte", "model=albert"), 5)])[0] is None
+    assert estimate_duration([], [])[0] == 0
 
 
 def test_only_finished_runs_are_known(composed: Any, tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ import pytest
 from rich.console import Console
 
 from istar.errors import UserError
-from istar.finetune.sweeps.planned_runs import describe_sweep
-from istar.finetune.sweeps.sweep import SweepRuns
+from istar.finetune.sweeps.planned_runs import SweepRuns, describe_sweep
 from istar.finetune.sweeps.trials import replace_seed
 from tests.finetune.sweeps.conftest import TINY, with_all_runs, with_grids
 

@@ -14,7 +14,8 @@ from istar.errors import LockedError, StoppedError, UserError
 from istar.files.writing import lock_folder
 from istar.finetune.sweeps import pool, sweep
 from istar.finetune.sweeps.live_table import Board
-from istar.finetune.sweeps.sweep import SweepRuns, TrialQueue, run_queue, select_best_configurations
+from istar.finetune.sweeps.planned_runs import SweepRuns
+from istar.finetune.sweeps.sweep import TrialQueue, run_queue, select_best_configurations
 from istar.records import results
 from istar.records.config import Config
 from istar.records.results import RunRecord

@@ -9,7 +9,7 @@ import optuna
 import pytest
 
 from istar.errors import UserError
-from istar.finetune.sweeps.study import Study, count_combinations, get_combination
+from istar.finetune.sweeps.study import Study, list_parameters
 from istar.finetune.sweeps.trials import list_combinations, make_search_spaces
 from istar.finetune.training.pruning import TrialReference
 from istar.records.config import SweepConfig
@@ -223,19 +223,20 @@ def test_a_grid_of_one_run_beside_one_with_an_interval(tmp_path: Path) -> None:
     assert len(set(started)) == len(started) == 6
 
 
-def test_combinations_have_indices(tmp_path: Path) -> None:
+def test_all_combinations_of_discrete_spaces_are_listed() -> None:
     grids = {"base": {"reg": "none"}, "istar": {"reg": "istar", "reg.lambda": "-1,1", "data.batch_size": "range(8,11)"}}
     space_by_grid = make_search_spaces(["seed=1,2"], {}, grids, [])
-    num_combinations = count_combinations(space_by_grid)
-    assert num_combinations == 2 + 2 * 3 * 2
-    combinations = [get_combination(space_by_grid, index) for index in range(num_combinations)]
+    combinations = list_parameters(space_by_grid)
+    assert combinations is not None
+    assert len(combinations) == 2 + 2 * 3 * 2
     assert {overrides for _, overrides in combinations} == {
         expected_overrides for space in space_by_grid.values() for expected_overrides in list_combinations(space)
     }
     parameters = {"grid": "istar", "reg.lambda": "1", "data.batch_size": "9", "seed": "2"}
     overrides = ("reg=istar", "reg.lambda=1", "data.batch_size=9", "seed=2")
     assert (parameters, overrides) in combinations
-    assert count_combinations(make_search_spaces(["reg.lambda=interval(0,1)"], {}, {}, [])) is None
+    for arguments in (["reg.lambda=interval(0,1)"], ["seed=int(interval(1,200))", "data.batch_size=range(1,101)"]):
+        assert list_parameters(make_search_spaces(arguments, {}, {}, [])) is None
 
 
 @pytest.mark.parametrize("storage", ["nonsense", "sqlite:////no/such/folder/x.db"])
