@@ -240,8 +240,9 @@ def test_files() -> None:
 
 
 def draw_figure(monkeypatch: pytest.MonkeyPatch, records: list[RunRecord]) -> Any:
-    """Draw the comparison of records and return the figure, which is captured when it is closed."""
+    """Draw the comparison of records and return the figure, which is captured when it is closed and is not saved."""
     figures: list[Any] = []
+    monkeypatch.setattr(comparison.plt.Figure, "savefig", lambda *arguments, **options: None)
     monkeypatch.setattr(comparison.plt, "close", figures.append)
     comparison.draw_comparison(records)
     monkeypatch.undo()
