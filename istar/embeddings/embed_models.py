@@ -18,7 +18,7 @@ from istar.errors import UserError
 from istar.inputs import pretrained
 from istar.inputs.corpus import Source
 from istar.inputs.embedding_matrix import Matrix, Side, read_matrix
-from istar.inputs.model_arguments import parse_model_argument
+from istar.inputs.saved_checkpoints import parse_model_argument
 from istar.measures import all_but_the_top, centered, scaled_centered
 from istar.measures.input_checks import row_norms, upcast_blocks
 from istar.measures.matrix_summary import measure_matrix, project_rows

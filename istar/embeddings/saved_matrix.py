@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from istar.embeddings.embed_models import FORM_FUNCTIONS, NamedModel, list_tokens, make_metadata
 from istar.errors import UserError, shorten
 from istar.files.outputs import Output
-from istar.inputs import pretrained
+from istar.inputs import model_files, pretrained
 from istar.inputs.embedding_matrix import Matrix, Side, read_matrix
 
 MATRIX_FILES = ("embeddings.safetensors", "tokens.txt")
@@ -54,8 +54,8 @@ def save_model(model: NamedModel, matrix: Matrix, processed: Tensor, output: Out
     Raises:
         UserError: if the folder cannot be written.
     """
-    model_class = type(pretrained.build_meta_model(pretrained.load_pretrained(model.config, AutoConfig)))
-    loaded_model: Any = pretrained.load_weights(model.config, model_class, dtype="auto")
+    model_class = type(model_files.build_meta_model(model_files.load_pretrained(model.config, AutoConfig)))
+    loaded_model: Any = model_files.load_weights(model.config, model_class, dtype="auto")
     is_input = matrix.side == "input"
     layer = loaded_model.get_input_embeddings() if is_input else loaded_model.get_output_embeddings()
     with torch.no_grad():

@@ -24,7 +24,7 @@ from istar.errors import UserError
 from istar.finetune.runs.run import run
 from istar.finetune.runs.run_folders import identify_model
 from istar.finetune.training import FineTuner
-from istar.inputs import demo, pretrained, tiny
+from istar.inputs import demo, model_files, pretrained, tiny
 from istar.records.config import Config, ModelConfig
 from istar.records.task_specs import TASKS
 
@@ -361,7 +361,7 @@ def test_no_such_folder() -> None:
 
 
 def test_a_hub_model_that_is_not_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pretrained, "find_hub_problem", lambda: "the hub cannot be reached")
+    monkeypatch.setattr(model_files, "find_hub_problem", lambda: "the hub cannot be reached")
     message = get_load_error("nobody/no-such-model")
     assert "the hub cannot be reached" in message
     assert "model=auto model.name=<folder from save_pretrained>" in message

@@ -5,40 +5,20 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from istar.errors import LockedError, StoppedError, UserError
 from istar.finetune.runs.forking import ForkedProcess, is_supported
 from istar.finetune.runs.launch import RunProcesses, Spawn, blocked_signals, forward_signals, processes_to_start, spawn
 from istar.finetune.sweeps.trials import Trial
 from istar.records.config import SweepConfig, TrainerConfig
-from istar.records.results import RunRecord
 
-
-class TrialSource(Protocol):
-    """Supplies trials and receives their results; see `istar.finetune.sweeps.sweep.TrialQueue`."""
-
-    def next_trial(self) -> Trial | None:
-        """Return the next trial to start, or None if there is none at the moment."""
-
-    def is_waiting(self) -> bool:
-        """Return whether other processes execute trials, so that `next_trial` may return another one later."""
-
-    def on_started(self, trial: Trial, log_path: Path) -> None:
-        """Record that a trial has started, with its output in the file `log_path`."""
-
-    def on_ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
-        """Record the outcome of a trial; `status` is given if it does not follow from the outcome."""
-
-    def set_aside(self, trial: Trial) -> None:
-        """Record that another process executes a trial."""
-
-    def tick(self) -> None:
-        """Do periodic work; called many times a second while trials are running or waited for."""
+if TYPE_CHECKING:
+    from istar.finetune.sweeps.sweep import TrialQueue
 
 
 def run_trials(
-    source: TrialSource, settings: SweepConfig, log_folder: Path, environment: Mapping[str, str] | None = None
+    source: "TrialQueue", settings: SweepConfig, log_folder: Path, environment: Mapping[str, str] | None = None
 ) -> None:
     """Execute trials, `settings.jobs` of them in parallel, until the source has no more and all have ended.
 
@@ -70,7 +50,7 @@ class _TrialPool:
 
     def __init__(
         self,
-        source: TrialSource,
+        source: "TrialQueue",
         settings: SweepConfig,
         log_folder: Path,
         environment: Mapping[str, str],

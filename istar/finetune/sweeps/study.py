@@ -265,7 +265,7 @@ def list_parameters(space_by_grid: Mapping[str, SearchSpace]) -> list[tuple[dict
                 else override.input_line or ""
                 for override in space.values()
             )  # fmt: skip
-            combinations.append((grid | value_by_key, overrides))
+            combinations.append(({**grid, **value_by_key}, overrides))
     return combinations
 
 

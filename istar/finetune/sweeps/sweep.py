@@ -65,7 +65,7 @@ def run_sweep(request: SweepRequest, console: Console) -> int:
 
 
 class TrialQueue:
-    """Supplies the waiting runs in their order and reports their results to the board, as a `pool.TrialSource`.
+    """Supplies the waiting runs in their order and reports their results to the board.
 
     A run whose folder another process has locked has the status `elsewhere` until the lock is free. Then the result of
     the other process is taken over or, if the other process has not finished the run, it is executed here.
@@ -86,9 +86,11 @@ class TrialQueue:
         return None
 
     def is_waiting(self) -> bool:
+        """Return whether other processes execute trials, so that `next_trial` may return another one later."""
         return bool(self.runs.state.entries_with("elsewhere"))
 
     def set_aside(self, trial: Trial) -> None:
+        """Record that another process executes a trial."""
         self.board.set_status(self.runs.entry_by_name[trial.name], "elsewhere")
 
     def _is_elsewhere(self, entry: SweepEntry) -> bool:
@@ -104,9 +106,11 @@ class TrialQueue:
         return outcome is not None
 
     def on_started(self, trial: Trial, log_path: Path | None) -> None:
+        """Record that a trial has started, with its output in the file `log_path`."""
         self.board.record_start(self.runs.entry_by_name[trial.name], log_path)
 
     def on_ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
+        """Record the outcome of a trial; `status` is given if it does not follow from the outcome."""
         self.board.record_end(self.runs.entry_by_name[trial.name], outcome, status)
 
     def tick(self) -> None:
