@@ -227,7 +227,9 @@ def test_the_command_line_wins_in_any_order(composed: Callable[..., Config], ord
     assert composed("task=demo", "model=bert").optim.lr == 3e-5
 
 
-@pytest.mark.parametrize(("experiment", "prefix"), [("methods", "istar"), ("demo", "scratch")])
+@pytest.mark.parametrize(
+    ("experiment", "prefix"), [("methods", "istar"), pytest.param("demo", "scratch", marks=pytest.mark.slow)]
+)
 def test_experiments_of_four_methods(composed: Callable[..., Config], experiment: str, prefix: str) -> None:
     sweep_values = OmegaConf.load(CONF / "experiment" / f"{experiment}.yaml").hydra.sweeper.params["+experiment/method"]
     variants = sweep_values.split(",")
