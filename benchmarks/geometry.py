@@ -37,7 +37,7 @@ from istar.geometry.collect.stream import Pass, Statistics, Stream
 from istar.inputs import tiny
 from istar.inputs.corpus import Blocks, Source, pad_batch, sorted_windows, split_into_batches
 from istar.inputs.documents import read_documents
-from istar.measures.memory import keep_freed_memory
+from istar.measures.numerics import keep_freed_memory
 
 PEER = "bare forward"
 

@@ -46,7 +46,7 @@ def make_projection_panels(
     For a matrix with one dimension, there are no panels.
 
     Args:
-        rows: what `istar.measures.matrix_summary.project_rows` returns: `ids`, and coordinates `raw` and `centered`.
+        rows: what `istar.measures.partition.project_rows` returns: `ids`, and coordinates `raw` and `centered`.
         counts: occurrences of each row's token in texts; None or empty if unknown.
         title: title of the panels, to which the form is added.
         model: model of the panels; empty for none.

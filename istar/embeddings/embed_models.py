@@ -20,8 +20,8 @@ from istar.inputs.corpus import Source
 from istar.inputs.embedding_matrix import Matrix, Side, read_matrix
 from istar.inputs.saved_checkpoints import parse_model_argument
 from istar.measures import all_but_the_top, centered, scaled_centered
-from istar.measures.input_checks import row_norms, upcast_blocks
-from istar.measures.matrix_summary import measure_matrix, project_rows
+from istar.measures.numerics import row_norms, upcast_blocks
+from istar.measures.partition import measure_matrix, project_rows
 from istar.records.config import ModelConfig
 
 FORM_FUNCTIONS: dict[str, Callable[[Tensor, int | None], Tensor]] = {

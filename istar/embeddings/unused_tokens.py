@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from istar.embeddings.token_counts import sort_by_frequency
-from istar.measures.input_checks import unit_vectors, upcast_blocks
+from istar.measures.numerics import unit_vectors, upcast_blocks
 
 BIN_SIZE = 1_000
 """Number of tokens in a bin, as in Figure 3 of *Too Much in Common*."""

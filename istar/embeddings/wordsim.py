@@ -19,7 +19,7 @@ from torch import Tensor
 
 from istar.errors import UserError, shorten
 from istar.inputs.readers import numbered_lines
-from istar.measures.input_checks import accumulation_dtype, check_matrix, unit_vectors
+from istar.measures.numerics import accumulation_dtype, check_matrix, unit_vectors
 from istar.statistics.arguments import is_constant
 
 if TYPE_CHECKING:

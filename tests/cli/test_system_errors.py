@@ -18,7 +18,7 @@ from istar.cli.main import main
 from istar.embeddings import embed_models
 from istar.errors import UserError, explain_system_error
 from istar.files import writing
-from istar.finetune.training.metrics_file import MetricsFile
+from istar.finetune.training.history import MetricsFile
 from istar.inputs import adapters
 from istar.records.config import schema
 from tests.cli.test_foreign_files import ARGUMENTS, call, world

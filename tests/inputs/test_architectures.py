@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from istar.errors import UserError
+from istar.finetune.runs.identify import identify_model
 from istar.finetune.runs.run import run
-from istar.finetune.runs.run_folders import identify_model
 from istar.inputs import demo, pretrained, tiny
 from istar.inputs.architectures import is_decoder, make_config, override_config
 from istar.inputs.tokenizing import find_max_input_length

@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from istar.errors import UserError
+from istar.finetune.runs.identify import identify_model
 from istar.finetune.runs.run import run
-from istar.finetune.runs.run_folders import identify_model
 from istar.finetune.training import FineTuner
 from istar.inputs import demo, model_files, pretrained, tiny
 from istar.records.config import Config, ModelConfig

@@ -380,8 +380,8 @@ MUTATIONS = [
     Mutation(
         "TwoNN takes the second and the third neighbour.",
         "istar/measures/dimension.py",
-        "torch.stack(differences).topk(2, dim=0, largest=False).values",
-        "torch.stack(differences).topk(3, dim=0, largest=False).values[1:]",
+        "ratios = distances[:, 1] / distances[:, 0]",
+        "ratios = distances[:, 2] / distances[:, 1]",
         "tests/measures/test_dimension.py::test_it_is_the_papers_steps",
     ),
     # ---- istar measure
@@ -486,14 +486,14 @@ MUTATIONS = [
     ),
     Mutation(
         "task.limit_train is ignored.",
-        "istar/finetune/runs/run_folders.py",
+        "istar/finetune/runs/examples.py",
         "sample_examples(splits[spec.train], config.limit_train)",
         "splits[spec.train]",
         "tests/finetune/runs/test_run_data.py::test_limits_take_a_random_sample",
     ),
     Mutation(
         "A step whose gradient is NaN is taken.",
-        "istar/finetune/training/nonfinite.py",
+        "istar/finetune/training/module.py",
         "if gradient_norm is None or torch.isfinite(gradient_norm):",
         "if gradient_norm is None or gradient_norm is not None:",
         "tests/finetune/training/test_nonfinite.py::test_a_skipped_step_leaves_no_trace",

@@ -512,10 +512,10 @@ def test_rules_hold_without_hydra() -> None:
     ("overrides", "expected"),
     [
         ((), "float32"),
-        (("trainer.precision=bf16-mixed",), "bfloat16"),
+        (("trainer.precision=bf16-mixed",), "bf16"),
         (("trainer.precision=16-mixed",), "float32"),
         (("trainer.precision=bf16-mixed", "reg.compute=float32"), "float32"),
-        (("reg.compute=bfloat16",), "bfloat16"),
+        (("reg.compute=bf16",), "bf16"),
         (("trainer.precision=bf16-mixed", "reg.zeta=auto"), "float32"),
         (("trainer.precision=bf16-mixed", "reg.estimator=unbiased"), "float32"),
         (("trainer.precision=bf16-mixed", "reg.estimator=unbiased_by_sentence"), "float32"),
@@ -529,8 +529,8 @@ def test_products_follow_the_trainers_precision(
 
 @pytest.mark.parametrize("override", ["reg.zeta=auto", "reg.estimator=unbiased", "reg.estimator=unbiased_by_sentence"])
 def test_fourth_powers_in_bfloat16_are_refused(composed: Callable[..., Config], override: str) -> None:
-    with pytest.raises(UserError, match=r"reg\.compute=bfloat16 is too coarse .*; expected float32"):
-        composed("task=rte", "reg=istar", "reg.compute=bfloat16", override)
+    with pytest.raises(UserError, match=r"reg\.compute=bf16 is too coarse .*; expected float32"):
+        composed("task=rte", "reg=istar", "reg.compute=bf16", override)
 
 
 def test_the_name_of_a_run_tells_products_in_bfloat16_from_others(composed: Callable[..., Config]) -> None:
@@ -538,11 +538,11 @@ def test_the_name_of_a_run_tells_products_in_bfloat16_from_others(composed: Call
         return identity_hash(to_dict(composed("task=rte", "reg=istar", *overrides)), "data", "model")
 
     assert run_hash() == run_hash("reg.compute=float32")
-    assert run_hash() != run_hash("reg.compute=bfloat16")
+    assert run_hash() != run_hash("reg.compute=bf16")
     bfloat16_training = "trainer.precision=bf16-mixed"
     assert (
         run_hash(bfloat16_training)
-        == run_hash(bfloat16_training, "reg.compute=bfloat16")
+        == run_hash(bfloat16_training, "reg.compute=bf16")
         != run_hash(bfloat16_training, "reg.compute=float32")
     )
 

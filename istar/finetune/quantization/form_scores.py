@@ -23,8 +23,9 @@ from istar.finetune.quantization.linear_layers import (
     forward_observed,
     quantize_layers,
 )
-from istar.finetune.runs.prepared_data import make_collator, prepare_data
-from istar.finetune.runs.run_folders import find_task_spec, load_examples
+from istar.finetune.runs.examples import load_examples
+from istar.finetune.runs.identify import find_task_spec
+from istar.finetune.runs.prepare import make_collator, prepare_data
 from istar.finetune.tasks.evaluation import Evaluation, Evaluator
 from istar.finetune.tasks.features import TokenizedRows
 from istar.finetune.tasks.loading import fingerprint

@@ -13,8 +13,8 @@ from rich.progress import track
 from istar.errors import UserError, mask_secrets
 from istar.files.outputs import Output
 from istar.finetune.runs import extras
-from istar.finetune.runs.resolving import resolve_precision
-from istar.finetune.runs.run_folders import RunFolders, read_finished_run
+from istar.finetune.runs.finished_runs import read_finished_run
+from istar.finetune.runs.identify import RunFolders, resolve_precision
 from istar.finetune.sweeps import live_table, trials
 from istar.finetune.sweeps.live_table import SweepEntry, SweepState
 from istar.finetune.sweeps.trials import Overrides, Trial
@@ -157,7 +157,7 @@ class SweepRuns:
         Raises:
             UserError: if the folder holds a result that cannot be used.
         """
-        return None if trial.config.run.overwrite else read_finished_run(self.request.root / trial.name, trial.config)
+        return read_finished_run(self.request.root / trial.name, trial.config)
 
     def compose_sample_config(self) -> Config:
         """Compose a config with only the overrides that are not swept over, as an example of the runs of a search.

@@ -18,9 +18,8 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from optuna.trial import FrozenTrial, TrialState
 
 from istar.errors import UserError, shorten
-from istar.finetune.runs.private_names import load_trial
 from istar.finetune.sweeps.trials import Overrides, SearchSpace
-from istar.finetune.training.pruning import PRUNER_ATTRIBUTE, TrialReference
+from istar.finetune.training.pruning import PRUNER_ATTRIBUTE, TrialReference, load_trial
 from istar.records.config import SweepConfig
 from istar.records.results import RunRecord
 
@@ -69,8 +68,9 @@ class Study:
         self._folder, self._run_name = folder, run_name
         self._worker_id = uuid.uuid4().hex
         try:
+            self._optuna_storage = optuna.storages.get_storage(self.storage)
             self._study = optuna.create_study(
-                study_name=self.name, storage=self.storage, direction="maximize", load_if_exists=True
+                study_name=self.name, storage=self._optuna_storage, direction="maximize", load_if_exists=True
             )
             self._study.set_user_attr(PRUNER_ATTRIBUTE, settings.pruner)
         except Exception as error:
@@ -122,7 +122,7 @@ class Study:
                 if trial.number not in self._running_trials and (
                     worker_id == self._worker_id or not self._is_worker_alive(worker_id)
                 ):
-                    abandoned_trial = load_trial(self._study, trial.number)
+                    abandoned_trial = load_trial(self._study, self._optuna_storage, trial.number)
                     if (suggestion := self._start_trial(abandoned_trial, trial.user_attrs.get(_OVERRIDES))) is not None:
                         return suggestion
             if self._num_new_trials_allowed < 1 or self.num_trials_left() < 1:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from istar.geometry.collect.layers import Layer
-from istar.measures.input_checks import row_norms, upcast_blocks
-from istar.measures.matrix_summary import MAX_ROWS, project_rows, round_digits
+from istar.measures.numerics import row_norms, upcast_blocks
+from istar.measures.partition import MAX_ROWS, project_rows, round_digits
 
 
 @torch.no_grad()

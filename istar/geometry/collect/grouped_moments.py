@@ -8,7 +8,7 @@ from torch import Tensor
 
 from istar.geometry.collect.token_batch import Sentences, TokenBatch
 from istar.measures import Accumulator, FourthMoments, SentenceMoments
-from istar.measures.input_checks import zero_vector
+from istar.measures.numerics import zero_vector
 from istar.measures.sentences import SentenceSums
 
 MAX_RECENT_POINTS = 2_048

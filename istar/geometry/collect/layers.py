@@ -37,8 +37,7 @@ from istar.measures import (
     top_share,
 )
 from istar.measures.activations import row_kurtosis
-from istar.measures.input_checks import accumulation_dtype, block_length, inverse_or_zero, row_norms
-from istar.measures.moments import full_precision
+from istar.measures.numerics import accumulation_dtype, block_length, full_precision, inverse_or_zero, row_norms
 from istar.measures.point_groups import NUM_LOG2_BINS
 
 MeasureSet = Literal["basic", "all"]

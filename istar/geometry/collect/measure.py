@@ -30,9 +30,9 @@ from istar.measures import (
     centered,
     layer_norm_summary,
 )
-from istar.measures.matrix_summary import measure_matrix, round_digits
-from istar.measures.memory import keep_freed_memory
 from istar.measures.norms import norm_parameters
+from istar.measures.numerics import keep_freed_memory
+from istar.measures.partition import measure_matrix, round_digits
 from istar.records.config import ModelConfig
 
 WEIGHT_DTYPES = {

@@ -17,7 +17,7 @@ from istar.inputs.corpus import Block, Blocks, pad_batch, split_into_batches
 from istar.inputs.documents import read_documents
 from istar.inputs.pretrained import load_encoder, load_tokenizer
 from istar.measures.alignment import cka, cka_with_error
-from istar.measures.moments import full_precision
+from istar.measures.numerics import full_precision
 from istar.records.config import ModelConfig
 
 _MIN_DOCUMENTS = 4

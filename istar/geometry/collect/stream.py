@@ -43,8 +43,7 @@ from istar.inputs.corpus import (
 )
 from istar.inputs.documents import read_documents
 from istar.measures import Accumulator, ScaleDimension
-from istar.measures.input_checks import accumulation_dtype
-from istar.measures.moments import full_precision
+from istar.measures.numerics import accumulation_dtype, full_precision
 
 SECONDS_BETWEEN_SAVES = 300.0
 MAX_GROUP_BYTES = 2**30

@@ -9,7 +9,7 @@ import pytest
 from matplotlib import pyplot as plt
 from rich.console import Console
 
-from istar.finetune.runs.run_table import build_run_table
+from istar.finetune.runs.run_summary import build_run_table
 from istar.finetune.sweeps import comparison
 from istar.finetune.sweeps.comparison import (
     build_comparison_row,

@@ -5,20 +5,21 @@ This penalty separates the two. Let :math:`g_i` be the gradient of the I-STAR pe
 :math:`x_i`. The point gets the gradient :math:`Q g_i` instead, where Q is one random rotation `(d, d)`, drawn from the
 uniform (Haar) distribution with a seed and fixed for the whole training.
 
-The norm of each point's gradient is that of I-STAR at the same hidden states, and so are the inner products of the
-gradients of different points and steps: the force is as large, as low in rank and as persistent, but has no relation to
-the directions of the hidden states. Its expected cosine with the gradient of I-STAR is 0, with a standard deviation of
-about :math:`1 / \sqrt d` or less. The gradients of the parameters need not have the same norm. This definition is not
-from a paper.
+Norms of the points' gradients, and inner products of the gradients of different points and steps, are as with I-STAR
+at the same hidden states: the force is as large, as low in rank and as persistent, but unrelated to the directions of
+the hidden states. Its expected cosine with the gradient of I-STAR is 0, with a standard deviation of about
+:math:`1 / \sqrt d` or less. The gradients of the parameters need not have the same norm. This definition is not from a
+paper.
 """
 
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from istar.measures.moments import full_precision
+from istar.errors import UserError
+from istar.measures.numerics import full_precision
 from istar.regularizers.istar import IStar
 from istar.regularizers.points import Tokens
 
@@ -27,7 +28,7 @@ from istar.regularizers.points import Tokens
 class RandomDirection(IStar):
     """A placebo: I-STAR with the gradient of each point rotated at random, with the same norm.
 
-    The value, the score, Sigma_S and the options are those of `IStar`. Only the gradient differs, so that it is not the
+    The value, the score, Sigma_S and the options are as in `IStar`. Only the gradient differs, so that it is not the
     gradient of the value.
     """
 
@@ -75,3 +76,16 @@ class _RotateGradient(torch.autograd.Function):
         (rotation,) = ctx.saved_tensors
         with full_precision(gradient.device):
             return (gradient.to(rotation.dtype) @ rotation.T).to(gradient.dtype), None
+
+
+def set_dropout(model: nn.Module, probability: float) -> None:
+    """Set the probability of all dropout modules of a model, also of those in its attention and its head.
+
+    Raises:
+        UserError: if the model has no dropout modules, as Llama has none.
+    """
+    modules = [module for module in model.modules() if isinstance(module, nn.Dropout)]
+    if not modules:
+        raise UserError(f"reg=dropout: {type(model).__name__} has no dropout modules; choose another penalty")
+    for module in modules:
+        module.p = probability

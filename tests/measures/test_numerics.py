@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from istar.measures import memory
-from istar.measures.memory import keep_freed_memory
+from istar.measures.numerics import keep_freed_memory
 from tests.forks import run_in_processes
 
 
@@ -40,5 +39,5 @@ def test_another_allocator_is_left_alone(monkeypatch: pytest.MonkeyPatch, error:
     def raise_error(name: str) -> None:
         raise error
 
-    monkeypatch.setattr(memory.ctypes, "CDLL", raise_error)
+    monkeypatch.setattr(ctypes, "CDLL", raise_error)
     assert not keep_freed_memory()

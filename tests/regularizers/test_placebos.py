@@ -4,7 +4,7 @@ from torch.testing import assert_close
 
 import istar
 from istar.regularizers import IStar, RandomDirection, SetPoint
-from istar.regularizers.random_direction import random_rotation
+from istar.regularizers.placebos import random_rotation
 from tests import oracles
 from tests.regularizers.clouds import CLOSE, MASK, states, value_and_gradients
 
@@ -32,7 +32,7 @@ def test_the_gradient_is_that_of_algorithm_1_rotated(mask):
 
 
 def test_everything_but_the_gradient_is_i_star_s():
-    placebo, penalty = make_placebo_and_penalty(set_point=SetPoint(0.2), compute="bfloat16")
+    placebo, penalty = make_placebo_and_penalty(set_point=SetPoint(0.2), compute="bf16")
     assert placebo(states(), MASK) == penalty(states(), MASK)
     assert placebo.last == penalty.last
     assert list(placebo.state_dict()) == list(penalty.state_dict())

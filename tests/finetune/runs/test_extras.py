@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from istar.finetune.runs.importing import fast_imports
+from istar.finetune.runs.extras import fast_imports
 
 
 @pytest.fixture
