@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from istar.geometry.collect.similarity import Similarity
     from istar.geometry.show.compare import MeasuredModel
     from istar.inputs.corpus import Source
-    from istar.inputs.model_arguments import ModelArgument
+    from istar.inputs.saved_checkpoints import ModelArgument
 
 
 def add_parser(commands: Any) -> None:

@@ -13,7 +13,7 @@ from istar.errors import UserError, mask_secrets
 from istar.statistics import ALPHA, POWER, TEST
 
 if TYPE_CHECKING:
-    from istar.finetune.sweeps.sweep import SweepRequest
+    from istar.finetune.sweeps.planned_runs import SweepRequest
 
 
 def add_parser(commands: Any) -> None:
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
     from datetime import UTC, datetime
 
     from istar.finetune.sweeps.planned_runs import describe_sweep
-    from istar.records.provenance import describe_code
+    from istar.records.results import describe_code
     from istar.reports import plan_file
 
     plan_file.find_replaced_plan(options.out, options.force)

@@ -18,6 +18,6 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Show the live table until the sweeps are over or, with `--once`, show it once."""
-    from istar.finetune.sweeps.watch import watch_sweeps
+    from istar.finetune.sweeps.live_table import watch_sweeps
 
     watch_sweeps(options.folder, make_console(), options.sweep, options.once)

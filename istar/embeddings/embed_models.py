@@ -18,10 +18,10 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from istar.embeddings import token_frequencies, wordsim
 from istar.errors import UserError, shorten
 from istar.files.outputs import Output
-from istar.inputs import pretrained
+from istar.inputs import model_files, pretrained
 from istar.inputs.corpus import Source
 from istar.inputs.embedding_matrix import Matrix, Side, read_matrix
-from istar.inputs.model_arguments import parse_model_argument
+from istar.inputs.saved_checkpoints import parse_model_argument
 from istar.measures import all_but_the_top, centered, scaled_centered
 from istar.measures.numerics import row_norms, upcast_blocks
 from istar.measures.partition import measure_matrix, project_rows
@@ -272,8 +272,8 @@ def save_model(model: NamedModel, matrix: Matrix, processed: Tensor, output: Out
     Raises:
         UserError: if the folder cannot be written.
     """
-    model_class = type(pretrained.build_meta_model(pretrained.load_pretrained(model.config, AutoConfig)))
-    loaded_model: Any = pretrained.load_weights(model.config, model_class, dtype="auto")
+    model_class = type(model_files.build_meta_model(model_files.load_pretrained(model.config, AutoConfig)))
+    loaded_model: Any = model_files.load_weights(model.config, model_class, dtype="auto")
     is_input = matrix.side == "input"
     layer = loaded_model.get_input_embeddings() if is_input else loaded_model.get_output_embeddings()
     with torch.no_grad():

@@ -20,7 +20,7 @@ from istar.errors import UserError
 from istar.files.outputs import Output
 from istar.files.parsing import read_record
 from istar.records.identity import BASE_LABEL
-from istar.records.plan_entries import PlannedRun, Repetitions
+from istar.records.run_rows import PlannedRun, Repetitions
 from istar.statistics import power
 from istar.statistics.paired import smallest_sign_flip_p
 

@@ -89,7 +89,7 @@ def test_a_new_language_model(architecture: str, tmp_path: Path) -> None:
         assert is_decoder(config)
 
 
-FAST_CASES = {("demo", "bert"), ("demo_regression", "llama"), ("demo_span", "gpt_neox")}
+FAST_CASES = {("demo_regression", "llama"), ("demo_span", "gpt_neox")}
 
 
 @pytest.mark.parametrize(

@@ -768,7 +768,7 @@ MUTATIONS = [
     Mutation(
         "The names of repetitions are those of the runs that they repeat.",
         "istar/finetune/sweeps/planned_runs.py",
-        "runs.compose_config(replace_seed(tuple(entry.overrides), seed))",
+        "runs.compose_config(trials.replace_seed(tuple(entry.overrides), seed))",
         "runs.compose_config(tuple(entry.overrides))",
         "tests/finetune/sweeps/test_planned_runs.py",
     ),

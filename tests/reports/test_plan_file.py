@@ -10,9 +10,8 @@ import yaml
 from scipy import stats
 
 from istar.errors import UserError
-from istar.records.plan_entries import PlannedRun, Repetitions
 from istar.records.results import RunRecord
-from istar.records.run_rows import record_to_row
+from istar.records.run_rows import PlannedRun, Repetitions, record_to_row
 from istar.reports import plan_file
 from istar.reports.plan_file import (
     PLAN,

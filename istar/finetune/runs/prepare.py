@@ -19,17 +19,16 @@ from istar.errors import UserError, shorten
 from istar.files.writing import atomic_folder, cache_folder
 from istar.finetune.runs.examples import Examples
 from istar.finetune.runs.identify import RunIdentity
-from istar.finetune.tasks.blocks import Corpus
+from istar.finetune.tasks.blocks import Corpus, load_or_tokenize_corpus
 from istar.finetune.tasks.evaluation import Evaluator, constant_baseline
 from istar.finetune.tasks.features import Collator, FeatureRows, TokenizedRows, featurize, limit_max_length
 from istar.finetune.tasks.language_modelling import (
     BlockCollator,
     BlockRows,
     LanguageModelEvaluator,
+    Masking,
     cut_into_blocks,
-    load_or_tokenize_corpus,
 )
-from istar.finetune.tasks.masking import Masking
 from istar.finetune.training.data import Collate, build_evaluation_loader
 from istar.inputs import attention, pretrained
 from istar.records.config import Config

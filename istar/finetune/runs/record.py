@@ -23,8 +23,7 @@ from istar.finetune.training.module import all_gather_object
 from istar.inputs import pretrained
 from istar.records import results
 from istar.records.config.schema import to_dict
-from istar.records.provenance import describe_code, describe_hardware
-from istar.records.results import RunRecord
+from istar.records.results import RunRecord, describe_code, describe_hardware
 
 ISOTROPY_PICTURE = "isotropy.png"
 GEOMETRY_PICTURE = "geometry_over_steps.png"

@@ -16,7 +16,7 @@ from istar.geometry.collect import measures_file
 from istar.geometry.collect.intervals import JACKKNIFE_MEASURES, t_quantile
 from istar.geometry.collect.layer_outputs import FINAL_NORM
 from istar.geometry.collect.measures_file import Measurements
-from istar.inputs.model_arguments import ModelArgument, parse_model_argument
+from istar.inputs.saved_checkpoints import ModelArgument, parse_model_argument
 from istar.measures import jackknife_error
 from istar.measures.catalogue import MEASURES
 

@@ -16,8 +16,7 @@ from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.show import compare
 from istar.geometry.show.compare import MeasuredModel
 from istar.inputs.corpus import COMBINED
-from istar.inputs.model_arguments import ModelArgument
-from istar.inputs.saved_checkpoints import Checkpoint
+from istar.inputs.saved_checkpoints import Checkpoint, ModelArgument
 
 ASSUMED_GROUPS = 10
 """Number of groups of documents for errors of a training whose settings are gone: the default of `istar measure`."""
