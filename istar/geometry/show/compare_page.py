@@ -22,9 +22,8 @@ from istar.drawing.plot import Plot
 from istar.drawing.spacing import evenly_spaced
 from istar.files.writing import to_csv
 from istar.geometry.collect import measures_file, trajectory
-from istar.geometry.collect.intervals import JACKKNIFE_MEASURES, t_quantile
-from istar.geometry.collect.measures_file import Measurements
-from istar.geometry.collect.same_model import ModelName, load_and_hash_weights, refuse_other_model
+from istar.geometry.collect.measure import ModelName, load_and_hash_weights, refuse_other_model
+from istar.geometry.collect.measures_file import JACKKNIFE_MEASURES, Measurements, t_quantile
 from istar.geometry.collect.trajectory import CHECKPOINT_FILES, Trajectory, TrajectoryPlan, checkpoint_output
 from istar.geometry.show import (
     axis_figures,

@@ -49,11 +49,11 @@ def _check_measure(measure: Measure, measured: Measurements) -> Flag | None:
     if not values:
         return None
     if measure.flag_at_most is not None:
-        place = min(values, key=lambda place: values[place])
+        place = min(values, key=values.__getitem__)
         excess = measure.flag_at_most / max(values[place], _SMALLEST)
     else:
         assert measure.flag_at_least is not None
-        place = max(values, key=lambda place: values[place])
+        place = max(values, key=values.__getitem__)
         excess = values[place] / measure.flag_at_least
     if excess < 1:
         return None

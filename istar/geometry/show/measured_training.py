@@ -11,8 +11,7 @@ import pandas as pd
 from istar.errors import UserError, shorten
 from istar.files.writing import unescape_cell
 from istar.geometry.collect import measures_file, trajectory
-from istar.geometry.collect.intervals import interval_half_width
-from istar.geometry.collect.measures_file import Measurements
+from istar.geometry.collect.measures_file import Measurements, interval_half_width
 from istar.geometry.show import compare
 from istar.geometry.show.compare import MeasuredModel
 from istar.inputs.corpus import COMBINED
@@ -127,10 +126,7 @@ def read_trainings(arguments: Sequence[ModelArgument]) -> list[MeasuredTraining]
         ends = [_read_checkpoint(folder, table.iloc[index]) for index in (0, -1)]
         checkpoints = [end for end in ends if end is not None] if None not in ends else []
         trainings.append(MeasuredTraining(argument.label or default_label, table, checkpoints))
-    labels = [training.label for training in trainings]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise UserError(f"several trainings are called {label}; give them names, as in first=<folder>")
+    compare.check_distinct_labels([training.label for training in trainings], "trainings")
     return trainings
 
 
