@@ -14,6 +14,8 @@ from istar.records.config import Config
 from tests.embeddings.test_embed import save_model
 from tests.files.test_outputs import Tree, read_tree
 
+pytestmark = pytest.mark.usefixtures("blank_figures")
+
 CASES: dict[str, list[str]] = {
     "measure": [
         "{model} --text {text} --device cpu --out {out}",

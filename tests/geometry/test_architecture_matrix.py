@@ -308,8 +308,10 @@ POSITIONS_AFTER_PADDING = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*POSITIONS_AFTER_PADDING, "bert", "gpt2", "opt", "bart"])
-@pytest.mark.parametrize("padding_id", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "padding_id"),
+    [(name, 1) for name in (*POSITIONS_AFTER_PADDING, "bert", "gpt2", "opt", "bart")] + [("roberta", 0), ("mpnet", 0)],
+)
 def test_the_longest_input_is_the_longest_that_a_model_with_learned_positions_takes(name: str, padding_id: int) -> None:
     model = build(name, pad_token_id=padding_id)
     length = find_max_input_length(model.config)

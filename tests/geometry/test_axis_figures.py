@@ -213,7 +213,7 @@ def test_differences_have_a_point_for_the_first_model() -> None:
 
 
 def test_measures_of_the_spheres() -> None:
-    centered, moved = model_figures.make_spheres().to_dict("records")
+    centered, moved = model_figures.make_spheres()
     assert centered["inter_sim"] == pytest.approx(-1 / 499)
     assert centered["isoscore"] == pytest.approx(moved["isoscore"], abs=1e-9)
     assert centered["isoscore"] > 0.95

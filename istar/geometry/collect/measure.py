@@ -4,7 +4,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,7 +114,9 @@ def measure_model(
         matrix_by_side["output"] = output_matrix.values.to(model.device)
     # The last summary is that of all texts together.
     token_counts = list(summaries.values())[-1]["token_counts"] if summaries else None
-    by_source = {field: {source: summary[field] for source, summary in summaries.items()} for field in SOURCE_FIELDS}
+    by_source: dict[str, Any] = {
+        field: {source: summary[field] for source, summary in summaries.items()} for field in SOURCE_FIELDS
+    }
     measurements = Measurements(
         model={
             "name": name,
@@ -314,32 +316,18 @@ def compute_identity(*parts: object) -> str:
     return digest.hexdigest()
 
 
-def refuse_other_model(out: Path, earlier: ModelName, new: ModelName, has_same_weights: Callable[[], bool]) -> None:
-    """Raise an error if the measures in a folder are of another model than those that would replace them.
+def make_other_model_error(out: Path, earlier: ModelName, new: ModelName) -> UserError:
+    """Return the error for an output folder with the measures of another model than those that would replace them.
 
     Two models are the same if their names and revisions are equal, or else if their weights are.
-
-    Args:
-        out: folder with the earlier measures.
-        earlier: model of the earlier measures.
-        new: model of the new measures.
-        has_same_weights: returns whether the weights are equal; called only if the names or revisions differ.
-
-    Raises:
-        UserError: if the models differ.
     """
-    if earlier != new and not has_same_weights():
-        raise UserError(
-            f"--out {out} holds the measures of {earlier}, not of {new}; expected another folder: --out <folder>"
-        )
+    return UserError(
+        f"--out {out} holds the measures of {earlier}, not of {new}; expected another folder: --out <folder>"
+    )
 
 
 def load_and_hash_weights(model: ModelName, dtype: str) -> str:
-    """Load a model without its head, and return the hash of its weights.
-
-    Args:
-        model: model to load.
-        dtype: dtype of the weights, a key of `WEIGHT_DTYPES`; the hash depends on it.
+    """Load a model without its head, and return the hash of its weights, which depends on the dtype.
 
     Raises:
         UserError: if the model cannot be loaded.

@@ -20,7 +20,7 @@ from istar.files.outputs import Output
 from istar.files.writing import to_csv, unescape_cell
 from istar.geometry.collect import measure, measures_file
 from istar.geometry.collect.corpus_statistics import MeasureSettings
-from istar.geometry.collect.measure import ModelName
+from istar.geometry.collect.measure import ModelName, load_and_hash_weights, make_other_model_error
 from istar.geometry.collect.measures_file import Measurements
 from istar.inputs.corpus import Source
 from istar.inputs.saved_checkpoints import Checkpoint
@@ -107,7 +107,8 @@ def refuse_other_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpo
         except (OSError, ValueError) as error:
             raise UserError(f"{path} is no trajectory: {shorten(error)}; name a new folder with --out") from error
         for model in models:
-            measure.refuse_other_model(plan.out, ModelName(model), ModelName(plan.model), lambda: False)
+            if model != plan.model:
+                raise make_other_model_error(plan.out, ModelName(model), ModelName(plan.model))
     for checkpoint in checkpoints:
         try:
             earlier = measures_file.read_measurement(plan.out / checkpoint.folder / measures_file.JSON_FILE)
@@ -115,7 +116,8 @@ def refuse_other_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpo
             continue
         earlier_name = _make_model_name(earlier.model["name"], earlier.model["revision"])
         name = _make_model_name(checkpoint.name, checkpoint.revision)
-        measure.refuse_other_model(plan.out, earlier_name, name, lambda: _has_same_weights(checkpoint, plan, earlier))  # noqa: B023
+        if name != earlier_name and not _has_same_weights(checkpoint, plan, earlier):
+            raise make_other_model_error(plan.out, earlier_name, name)
 
 
 def _make_model_name(name: str, revision: str | None) -> ModelName:
@@ -127,7 +129,7 @@ def _has_same_weights(checkpoint: Checkpoint, plan: TrajectoryPlan, earlier: Mea
     """Return whether a checkpoint has the weights that earlier measurements are of; True if it cannot be loaded."""
     try:
         with _prepare_model(checkpoint, checkpoint_output(plan, checkpoint)) as name:
-            weights = measure.load_and_hash_weights(ModelName(name, checkpoint.revision), earlier.model["dtype"])
+            weights = load_and_hash_weights(ModelName(name, checkpoint.revision), earlier.model["dtype"])
     except (UserError, OSError, RuntimeError):  # the error is reported when the checkpoint is measured
         return True
     return weights == earlier.weights
@@ -145,17 +147,16 @@ def _measure_checkpoint(
         The measurements, and a message for the user, which may be empty.
     """
     folder, output = plan.out / checkpoint.folder, checkpoint_output(plan, checkpoint)
+    message = ""
     with _prepare_model(checkpoint, output) as name:
-        weights = measure.load_and_hash_weights(ModelName(name, checkpoint.revision), plan.dtype)
-        labels_with_same_weights = (label for label, other in earlier.measurements.items() if other.weights == weights)
-        duplicate_label = next(labels_with_same_weights, None)
-        message = (
-            "" if duplicate_label is None else f"warning: {checkpoint.label} has the same weights as {duplicate_label}"
-        )
+        weights = load_and_hash_weights(ModelName(name, checkpoint.revision), plan.dtype)
+        labels = (label for label, other in earlier.measurements.items() if other.weights == weights)
+        if duplicate_label := next(labels, ""):
+            message = f"warning: {checkpoint.label} has the same weights as {duplicate_label}"
         cached_measurements = _read_cached(folder, fingerprint)
         if cached_measurements is not None and cached_measurements.weights == weights:
             return cached_measurements, message or "measured before"
-        if duplicate_label is not None:
+        if duplicate_label:
             measured, message = earlier.measurements[duplicate_label], f"{message}; its figures are copied"
         else:
             progress = make_console(stderr=True)

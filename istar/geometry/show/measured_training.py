@@ -107,6 +107,15 @@ def make_training(
     return MeasuredTraining(label, pd.DataFrame(rows), models, has_steps)
 
 
+def list_last_checkpoints(trainings: Sequence[MeasuredTraining]) -> list[MeasuredModel]:
+    """Return the last checkpoints whose folders are there, each with the label of its training."""
+    return [
+        MeasuredModel(training.label, training.checkpoints[-1].measurements)
+        for training in trainings
+        if training.checkpoints
+    ]
+
+
 def read_trainings(arguments: Sequence[ModelArgument]) -> list[MeasuredTraining]:
     """Read the measures of several trainings from the folders that the command line names.
 

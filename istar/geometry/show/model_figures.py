@@ -8,7 +8,6 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 import torch
 
 from istar.drawing.matrix_panels import make_panel, make_projection_panels, make_spectrum_line
@@ -185,11 +184,11 @@ def plot_matrices(measured: Measurements) -> list[Plot]:
     ]
 
 
-def make_spheres() -> pd.DataFrame:
+def make_spheres() -> list[dict[str, Any]]:
     """Return a toy example that shows how the measures differ: a sphere around the origin, and the same sphere moved.
 
     Returns:
-        A row for each sphere: its `sphere` as a name, its `points` `(n, 3)`, and its measures.
+        For each sphere its name `sphere`, its `points` `(n, 3)`, and its measures.
     """
     # Each point has an opposite one, so that the mean is exactly the origin.
     half_of_points = np.random.Generator(np.random.Philox(0)).standard_normal((_SPHERE_POINTS // 2, 3))
@@ -207,20 +206,20 @@ def make_spheres() -> pd.DataFrame:
                 "partition_both": partition_isotropy(points, "both").value,
             }
         )
-    return pd.DataFrame(rows)
+    return rows
 
 
 def plot_spheres() -> Plot:
     """Return a plot of the two spheres of `make_spheres` with their measures."""
     panels = []
-    for sphere in make_spheres().itertuples():
+    for sphere in make_spheres():
         measures = (
-            f"average cosine {sphere.inter_sim:.3f}, IsoScore {sphere.isoscore:.3f}, I(W) "
-            f"{sphere.partition_as_computed:.3f} with signs as computed and {sphere.partition_both:.3f} with both"
+            f"average cosine {sphere['inter_sim']:.3f}, IsoScore {sphere['isoscore']:.3f}, I(W) "
+            f"{sphere['partition_as_computed']:.3f} with signs as computed and {sphere['partition_both']:.3f} with both"
         )
-        x, y, _ = sphere.points.T.tolist()
+        x, y, _ = sphere["points"].T.tolist()
         line = Line("points", tuple(x), tuple(y))
-        panels.append(make_panel("second coordinate", [line], sphere.sphere, settings=measures, with_origin=True))
+        panels.append(make_panel("second coordinate", [line], sphere["sphere"], settings=measures, with_origin=True))
     plot = make_figure("spheres", panels, "first coordinate", "scatter", share_axes=True)
     return replace(plot, caption=plot.caption.format(points=_SPHERE_POINTS))
 

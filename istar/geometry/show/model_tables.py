@@ -309,7 +309,8 @@ def build_settings_sheet(measured: Measurements) -> Sheet:
 
 def build_sphere_sheet() -> Sheet:
     """Return the table of the measures of the two example spheres."""
-    frame = make_spheres().drop(columns="points")
+    rows = [{name: value for name, value in sphere.items() if name != "points"} for sphere in make_spheres()]
+    frame = pd.DataFrame(rows)
     shown = frame.rename(columns={"inter_sim": "average\ncosine", "isoscore": "IsoScore"})
     return _make_sheet("spheres", shown, frame)
 

@@ -49,7 +49,7 @@ def number_table(
     label_header: str,
     headers: Iterable[str],
     rows: Mapping[str, Iterable[float]],
-    caption: str = "",
+    caption: str | None = None,
 ) -> Table:
     """Return a terminal table of numbers with a labelled row for each item of `rows`; NaN is shown as a dash.
 
