@@ -21,11 +21,11 @@ from istar.files import writing
 from istar.finetune.training.history import MetricsFile
 from istar.inputs import adapters
 from istar.records.config import schema
-from tests.cli.test_foreign_files import ARGUMENTS, call, world
+from tests.cli.test_foreign_files import ARGUMENTS, call, inputs, world
 from tests.embeddings.test_embed import save_model
 from tests.files.test_outputs import read_tree
 
-__all__ = ["world"]  # a fixture
+__all__ = ["inputs", "world"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("blank_figures")
 

@@ -19,6 +19,8 @@ from istar.inputs.corpus import Source
 from istar.inputs.new_tokenizer import train_tokenizer
 from tests.geometry.test_architecture_matrix import CASES, SHAPE
 
+pytestmark = pytest.mark.usefixtures("blank_figures")
+
 TEXTS = ["the cat sat on the mat", "a dog barked at the cat and it ran", "hello world", "the quick brown fox"] * 3
 VISION = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "image_size": 8,

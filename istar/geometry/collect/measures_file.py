@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from istar.inputs.corpus import COMBINED
 T = TypeVar("T")
 BySourceAndTap = dict[str, dict[str, T]]
 MEASUREMENT_FORMAT = 2
-"""Version of `measures.json`. In version 1, texts were always packed, and special tokens were in the statistics."""
+"""Version of `measures.json`; files of other versions are refused."""
 JSON_FILE, CSV_FILE = "measures.json", "measures.csv"
 TRAJECTORY_FILE = "trajectory.csv"
 """Table of the measures at all checkpoints of a training."""
@@ -67,10 +67,9 @@ class Measurements:
     text_hashes: dict[str, str] = field(default_factory=dict)  # hash of each text's content by its name
     # `measure.summarize_rows` of each embedding matrix.
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # How much of each text, and of `combined`, was read and how long that took: fields of `corpus.Reading`. Empty in
-    # files of earlier versions.
+    # How much of each text, and of `combined`, was read and how long that took: fields of `corpus.Reading`.
     readings: dict[str, dict[str, float]] = field(default_factory=dict)
-    # Time from loading the model to the last measure, including interrupted calls; None in files of earlier versions.
+    # Time from loading the model to the last measure, including interrupted calls; None for unknown.
     seconds: float | None = None
     processes: int = 1  # number of processes that shared the pass
     command: str = ""  # command line that took these measures
@@ -157,20 +156,10 @@ def t_quantile(degrees: int) -> float:
     return float(special.stdtrit(degrees, 0.975)) if degrees >= 1 else math.nan
 
 
-def interval_half_width(measures: Mapping[str, float], name: str, num_groups: int) -> float:
-    """Return the half-width of the 95% interval of a measure, in the units of the measure.
+def interval_half_width(name: str, error: float, num_groups: int) -> float:
+    """Return the half-width of the 95% interval of a measure from its standard error; NaN if the error is NaN.
 
-    It is the standard error times a quantile. For errors of the jackknife, this is the quantile of Student's t
-    distribution with `num_groups - 1` degrees of freedom; for other errors, such as that of TwoNN, it is that of the
-    normal distribution.
-
-    Args:
-        measures: measures of a layer by name, with their standard errors as `<name>_error`.
-        name: name of the measure.
-        num_groups: number of groups of documents of the jackknife.
-
-    Returns:
-        The half-width; NaN if the measure has no error.
+    It is the error times a quantile. For errors of the jackknife, this is the quantile of Student's t distribution with
+    `num_groups - 1` degrees of freedom; for other errors, such as that of TwoNN, it is that of the normal distribution.
     """
-    quantile = t_quantile(num_groups - 1) if name in JACKKNIFE_MEASURES else NORMAL_QUANTILE
-    return quantile * measures.get(f"{name}_error", math.nan)
+    return error * (t_quantile(num_groups - 1) if name in JACKKNIFE_MEASURES else NORMAL_QUANTILE)

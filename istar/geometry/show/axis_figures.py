@@ -152,8 +152,7 @@ def _make_lines(points: pd.DataFrame, name: str, needs_inter_sim: float | None =
             values = values.where(inter_sims >= needs_inter_sim)
         errors = rows.get(f"{name}_error", pd.Series(math.nan, rows.index))
         half_widths = [
-            interval_half_width({f"{name}_error": error}, name, groups)
-            for error, groups in zip(errors, rows["groups"], strict=True)
+            interval_half_width(name, error, groups) for error, groups in zip(errors, rows["groups"], strict=True)
         ]
         if np.isfinite(values).any():
             y_error = tuple(half_widths) if np.isfinite(half_widths).any() else ()

@@ -153,11 +153,7 @@ def write_comparison(
 ) -> Path:
     """Write the page that compares models, with its figures, tables and `comparison.csv`, and return the page's path.
 
-    Args:
-        models: the compared models. Differences are relative to the first.
-        out: output folder; an earlier result in it is replaced.
-        similarities: layer similarities between pairs of models.
-        command: command line, to show on the page.
+    Differences are from the first model. An earlier result in the folder is replaced.
 
     Raises:
         UserError: see `istar.drawing.page_folder.write`.

@@ -65,9 +65,8 @@ class MeasuredTraining:
 
     def half_widths_by_step(self, layer: str, measure: str) -> list[float]:
         """Return the half-widths of the 95% intervals of a measure of a layer at each step; NaN where there is none."""
-        name = f"{measure}_error"
-        errors = self.values_by_step(layer, name)
-        return [interval_half_width({name: error}, measure, self.num_groups) for error in errors]
+        errors = self.values_by_step(layer, f"{measure}_error")
+        return [interval_half_width(measure, error, self.num_groups) for error in errors]
 
     def half_width_of_change(self, measure: str) -> float:
         """Return half the length of the 95% interval of the change of the last layer from the first to the last step.

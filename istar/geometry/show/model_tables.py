@@ -82,7 +82,8 @@ def join_sheets(models: Sequence[MeasuredModel], build: Callable[[Measurements],
 
 
 def _number_with_interval(measures: Mapping[str, float], name: str, num_groups: int) -> Entry:
-    return number_entry(measures.get(name, math.nan), interval_half_width(measures, name, num_groups))
+    error = measures.get(f"{name}_error", math.nan)
+    return number_entry(measures.get(name, math.nan), interval_half_width(name, error, num_groups))
 
 
 def build_layer_sheet(models: Sequence[MeasuredModel]) -> Sheet:
