@@ -26,10 +26,9 @@ from istar.inputs.embedding_matrix import read_untied_output
 from istar.inputs.pretrained import load_encoder, load_tokenizer
 from istar.inputs.tokenizing import find_max_input_length
 from istar.measures import MassiveActivationsSummary, all_but_the_top, centered, layer_norm_summary
-from istar.measures.matrix_summary import MAX_ROWS, measure_matrix, project_rows, round_digits
 from istar.measures.norms import norm_parameters
 from istar.measures.numerics import keep_freed_memory, row_norms, upcast_blocks
-from istar.measures.partition import measure_matrix, round_digits
+from istar.measures.partition import MAX_ROWS, measure_matrix, project_rows, round_digits
 from istar.records.config import ModelConfig
 
 WEIGHT_DTYPES = {
