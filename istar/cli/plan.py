@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command `istar plan` to `commands`, the subparsers of the parser of `istar`."""
+    """Register `istar plan`."""
     parser = commands.add_parser(
         "plan",
         help="write the plan of an experiment before its runs: istar plan sweep=table1 task=rte model=bert --out plan",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command `istar power` to `commands`, the subparsers of the parser of `istar`."""
+    """Register `istar power`."""
     parser = commands.add_parser(
         "power",
         help="how many seeds a comparison needs: istar power --sd 2.1 --difference 1.0",

@@ -4,7 +4,6 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from istar.cli.console import check_minima
 from istar.drawing.terminal import make_console
 from istar.errors import UserError
 
@@ -35,7 +34,7 @@ def add_parser(commands: Any) -> None:
     add("--calibration", type=int, default=256, help=calibration_help)
     add("--seed", type=int, default=0, help="seed of the choice of these examples (default: 0)")
     add("--data-dir", type=Path, help="folder of the task's data, if it is not where the runs had it")
-    parser.set_defaults(command=run, extra="train")
+    parser.set_defaults(command=run, extra="train", minima={"calibration": 1, "seed": 0})
 
 
 def run(options: argparse.Namespace) -> None:
@@ -47,7 +46,6 @@ def run(options: argparse.Namespace) -> None:
     from istar.finetune.quantization.linear_layers import parse_form
     from istar.reports.run_frame import load_runs
 
-    check_minima(options, calibration=1, seed=0)
     names = [name.strip() for name in options.forms.split(",")]
     forms = tuple(parse_form(name, options.weights, options.activations) for name in names)
     settings = form_scores.QuantizationSettings(forms, options.calibration, options.seed, options.data_dir)

@@ -9,7 +9,7 @@ from istar.errors import UserError, did_you_mean
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command `istar results` to `commands`, the subparsers of the parser of `istar`."""
+    """Register `istar results`."""
     parser = commands.add_parser("results", help="show the runs in a folder as a table")
     parser.add_argument("folder", type=Path, help="folder that holds the runs, as run.root")
     parser.add_argument("--out", type=Path, help="also write all columns to a .csv, .parquet or .json file")

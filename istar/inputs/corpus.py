@@ -26,7 +26,7 @@ BATCH_TOKENS = 2_048
 BATCH_TOKENS_ON_DEVICES = 16_384
 """Default number of tokens of a batch on other devices, where small batches leave the device idle."""
 RUN_LENGTH = 4
-"""Number of consecutive blocks of packed documents that count as one document; see `Pass.groups` in `stream`."""
+"""Number of consecutive blocks of packed documents that count as one document; see `MeasureSettings.groups`."""
 
 T = TypeVar("T")
 _SENTENCE_END = re.compile(r"""[.!?…]["'”’)\]]*\s+(?=["'“‘(\[]*[^\W_a-z])|[。！？]|\n""")  # noqa: RUF001

@@ -10,7 +10,7 @@ import scipy.stats
 
 from istar.cli.main import main
 from istar.drawing.plot import Plot
-from istar.geometry.correlation import score_figure
+from istar.geometry.correlation import correlation_tables
 from istar.geometry.correlation.correlate import Selection, correlate, correlate_series, resample_correlations
 
 pytestmark = pytest.mark.usefixtures("blank_figures")
@@ -213,7 +213,7 @@ other,step1000,sciq,0.9,0.01
 def make_plot(folder: Path, geometry: str, scores: str) -> Plot | None:
     (folder / "geometry.csv").write_text(geometry)
     (folder / "scores.csv").write_text(scores)
-    return score_figure.plot_scores(correlate(folder / "geometry.csv", folder / "scores.csv", Selection()).scores)
+    return correlation_tables.plot_scores(correlate(folder / "geometry.csv", folder / "scores.csv", Selection()).scores)
 
 
 def test_a_panel_for_each_task_and_a_line_for_each_model(tmp_path: Path) -> None:

@@ -387,7 +387,7 @@ MUTATIONS = [
     # ---- istar measure
     Mutation(
         "The states of special tokens are in the statistics.",
-        "istar/geometry/collect/stream.py",
+        "istar/geometry/collect/layer_outputs.py",
         "padding_value=True)\n",
         "padding_value=True) & False\n",
         "tests/geometry/test_stream.py::test_every_figure_of_every_tap",
