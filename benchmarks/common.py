@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
 from istar.finetune.training.precision import EMULATION_RATIO, measure_bfloat16_ratio
-from istar.measures.memory import keep_freed_memory
+from istar.measures.numerics import keep_freed_memory
 from istar.records.config import PENALTIES, PenaltyConfig
 from istar.regularizers import IStar, Penalty, select_layers
 
@@ -115,7 +115,7 @@ def make_penalties(width: int, device: torch.device, names: Sequence[str]) -> di
         "published": PublishedIsoScore(covariance, 0.4),
         "closed form, autograd": PublishedIsoScore(covariance, 0.4, spectrum=False),
     }
-    for compute in ("float32", "bfloat16"):
+    for compute in ("float32", "bf16"):
         istar = IStar(-1.0, 0.4, compute=compute)
         istar.shrinkage_covariance = covariance
         penalty_by_name[f"istar, {compute}"] = istar

@@ -33,11 +33,12 @@ from benchmarks.common import (
     positive_int,
     time_in_rotation,
 )
-from istar.geometry.collect.stream import Pass, Statistics, Stream
+from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
+from istar.geometry.collect.stream import Stream
 from istar.inputs import tiny
 from istar.inputs.corpus import Blocks, Source, pad_batch, sorted_windows, split_into_batches
 from istar.inputs.documents import read_documents
-from istar.measures.memory import keep_freed_memory
+from istar.measures.numerics import keep_freed_memory
 
 PEER = "bare forward"
 
@@ -50,7 +51,9 @@ def main() -> None:
     words = [f"word{rank}" for rank in range(1, options.vocabulary - num_pieces + 1)]
     tokenizer = tiny.make_tokenizer(words)
     model = random_model(options.layers, options.width, options.vocabulary)
-    settings = Pass(options.length, intra=not options.no_intra, documents=options.documents, measures=options.measures)
+    settings = MeasureSettings(
+        options.length, intra=not options.no_intra, documents=options.documents, measures=options.measures
+    )
     with tempfile.TemporaryDirectory() as folder:
         source = write_random_text(Path(folder) / "text.txt", words, options.tokens)
         blocks = Blocks(tokenizer, settings.length, settings.documents)(read_documents(source.path))
@@ -67,7 +70,7 @@ def main() -> None:
         streaming_only = replace(settings, groups=0, sample=0)
         for name, pass_settings in (("istar measure", settings), ("streaming measures only", streaming_only)):
             stream = Stream(model, tokenizer, pass_settings)
-            calls[name] = partial(stream, [source], Statistics.compute_measures)
+            calls[name] = partial(stream, [source], CorpusStatistics.compute_measures)
         seconds = time_in_rotation(calls, options.rounds, cpu)
     tokens = sum(int(inputs["attention_mask"].sum()) for inputs in batches)
     columns = ("seconds (median)", "lowest", "highest", f"ratio to the {PEER}")

@@ -127,8 +127,9 @@ def make_config(settings: argparse.Namespace) -> Any:
 
 def prepare_data(config: Any) -> tuple[Any, Any, Any]:
     """Return the rows of the training data, the model, and the function that makes a batch of rows for it."""
-    from istar.finetune.runs.prepared_data import load_or_train_tokenizer, make_collator, prepare_data
-    from istar.finetune.runs.run_folders import find_task_spec, load_examples
+    from istar.finetune.runs.examples import load_examples
+    from istar.finetune.runs.identify import find_task_spec
+    from istar.finetune.runs.prepare import load_or_train_tokenizer, make_collator, prepare_data
     from istar.finetune.tasks.loading import fingerprint
     from istar.inputs import pretrained
 

@@ -43,7 +43,7 @@ from benchmarks.common import (
 from istar.regularizers import IStar, Penalty
 
 PEER = "published"
-METHODS = (PEER, "closed form, autograd", "istar, float32", "istar, bfloat16")
+METHODS = (PEER, "closed form, autograd", "istar, float32", "istar, bf16")
 
 
 class HiddenStates:

@@ -59,7 +59,7 @@ class Refresh:
         settings = TrainerConfig(precision=PRECISIONS[precision], accelerator=accelerator, devices=1)
         self.trainer: L.Trainer = build_bare_trainer(settings)
         self.device = device
-        compute = "bfloat16" if precision == "bf16" else "float32"
+        compute = "bf16" if precision == "bf16" else "float32"
         self.model = shape.make_model().to(device).eval()  # type: ignore[arg-type]
         self.penalty = IStar(-1.0, 0.4, compute=compute)
         attached = HiddenStatePenalty(self.model, self.penalty, PenaltySettings(num_points=points))

@@ -7,7 +7,7 @@ penalties of other papers, with the defaults of `reg`. The order of the contende
 memory of each is the peak of two steps in a new process, above that of the process without a penalty.
 
     python -m benchmarks.step                      both models in both precisions; half an hour on two idle cores
-    python -m benchmarks.step --shape minilm-32x64 --precision bf16 --rounds 50 --no-memory --only "istar, bfloat16"
+    python -m benchmarks.step --shape minilm-32x64 --precision bf16 --rounds 50 --no-memory --only "istar, bf16"
     python -m benchmarks.step --real 0.25          three quarters of the batch are padding
 
 A step without a penalty takes about 1 s for MiniLM 32 x 64 and 17 s for BERT-base 32 x 128 in float32 on two cores, and
@@ -51,7 +51,7 @@ from istar.integrations.transformers import PenaltyTrainer
 from istar.regularizers import IStar, Penalty, Points, Uniformity
 
 PEER = "no penalty"
-METHODS = ("published", "closed form, autograd", "istar, float32", "istar, bfloat16")
+METHODS = ("published", "closed form, autograd", "istar, float32", "istar, bf16")
 TRAINER = "PenaltyTrainer, "
 """Prefix of a method of istar: the same penalty in a training step of transformers' Trainer."""
 TRAINER_METHODS = tuple(f"{TRAINER}{name}" for name in METHODS if name.startswith("istar"))
@@ -145,7 +145,7 @@ def main() -> None:
     if options.peak_of:
         print(json.dumps(measure_peak_mb(options.shape[0], options.precision[0], options)))
         return
-    if "bf16" in options.precision or any("bfloat16" in name for name in options.only):
+    if "bf16" in options.precision or any("bf16" in name for name in options.only):
         note_emulated_bfloat16(options.device.type)
     for shape in options.shape:
         for precision in options.precision:

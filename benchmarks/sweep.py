@@ -35,8 +35,8 @@ from rich.table import Table
 
 from benchmarks.common import comparison_table, paired_ratio, positive_int, run_in_rotation
 from istar.finetune.runs.forking import ForkedProcess
+from istar.finetune.runs.identify import RunFolders
 from istar.finetune.runs.launch import RunProcesses, Spawn, blocked_signals, spawn
-from istar.finetune.runs.run_folders import RunFolders
 from istar.records import results
 from istar.records.config import Config, schema
 

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 if TYPE_CHECKING:
-    from istar.finetune.sweeps.sweep import SweepRequest
+    from istar.finetune.sweeps.planned_runs import SweepRequest
 
 
 class IstarSweeper(Sweeper):
@@ -73,7 +73,7 @@ class IstarSweeper(Sweeper):
         Raises:
             UserError: if a key of `sweep` is unknown or has a value that is not allowed.
         """
-        from istar.finetune.sweeps.sweep import SweepRequest
+        from istar.finetune.sweeps.planned_runs import SweepRequest
         from istar.records.config import schema
 
         return SweepRequest(

@@ -41,7 +41,7 @@ SLOWEST_FILES = (
     "tests/geometry/test_stream.py",
     "tests/finetune/sweeps/test_sweep.py",
     "tests/finetune/sweeps/test_trials.py",
-    "tests/finetune/runs/test_wandb_failures.py",
+    "tests/finetune/runs/test_wandb.py",
     "tests/cli/test_train.py",
     "tests/finetune/runs/test_run_training.py",
     "tests/inputs/test_pretrained.py",

@@ -26,14 +26,14 @@ from torch.multiprocessing import start_processes
 import istar
 from istar.cli.main import train_main
 from istar.finetune.runs import launch
-from istar.finetune.runs.forking import RANK_VARIABLE_ORDER, is_supported
+from istar.finetune.runs.forking import PRELOADED_MODULES, RANK_VARIABLE_ORDER, is_supported
 from istar.finetune.sweeps import pool
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 METHOD = "forkserver" if is_supported() else "spawn"
 """The start method of `multiprocessing`. Only on Linux can a process that has loaded the libraries be forked."""
 MODULES = [
-    "istar.finetune.runs.preloading",
+    *PRELOADED_MODULES,
     "istar.cli.train",
     "istar.integrations.transformers",
     "tests.forks",

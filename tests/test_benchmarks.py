@@ -10,7 +10,8 @@ import torch
 from scipy.stats import binom
 
 from benchmarks import common, finetune, sweep
-from istar.finetune.runs.run_folders import RunFolders, read_finished_run
+from istar.finetune.runs.finished_runs import read_finished_run
+from istar.finetune.runs.identify import RunFolders
 from istar.records import results
 from tests.finished_runs import make_finished_record
 

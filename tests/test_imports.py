@@ -109,11 +109,11 @@ FORBIDDEN_LIBRARIES = {
     "istar.finetune.quantization.linear_layers": (
         "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas"
     ),
-    "istar.finetune.runs.run_folders": "lightning transformers hydra_plugins optuna matplotlib",
+    "istar.finetune.runs.identify": "lightning transformers hydra_plugins optuna matplotlib",
     "istar.statistics.conclusions": "torch lightning transformers datasets hydra matplotlib pandas",
     "istar.statistics.tasks": "torch lightning transformers datasets hydra matplotlib pandas",
     "istar.records.results": "torch lightning transformers datasets hydra matplotlib",
-    "istar.reports.run_tables": "torch lightning transformers datasets hydra",
+    "istar.reports.run_frame": "torch lightning transformers datasets hydra",
     "istar.records.config.schema": "lightning transformers datasets evaluate",
 }
 """By module: the libraries that its import must not import."""

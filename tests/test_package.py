@@ -15,7 +15,7 @@ import pytest
 
 from istar import __version__
 from istar.cli.main import main
-from istar.finetune.runs import extras, preloading
+from istar.finetune.runs import extras
 from istar.records import results
 from tests.waiting import SECONDS
 
@@ -180,7 +180,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def imported_libraries() -> set[str]:
     """Return the libraries that istar imports, at the top of a module or within a function."""
-    names = {name.partition(".")[0] for name in preloading.MODULES}
+    names: set[str] = set()
     for folder in ("istar", "hydra_plugins"):
         for path in (REPOSITORY / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -16,8 +16,8 @@ import yaml
 from istar.cli.main import main
 from istar.errors import UserError
 from istar.files.parsing import MAX_DEPTH, parse_json, read_json, read_yaml
-from istar.finetune.runs.run_folders import read_finished_run
-from istar.finetune.sweeps import cost, live_table, watch
+from istar.finetune.runs.finished_runs import read_finished_run
+from istar.finetune.sweeps import live_table, sweep
 from istar.inputs.saved_checkpoints import find_checkpoints
 from istar.records.results import CONFIG, RESULT, RunRecord
 from istar.reports import report
@@ -165,7 +165,7 @@ def test_quantize(root: Path, caplog: Any, capsys: Any, tmp_path: Path) -> None:
 
 
 def test_the_cost_of_a_sweep(root: Path, caplog: Any) -> None:
-    assert len(cost.read_finished_runs(root)) == 4
+    assert len(sweep.read_finished_runs(root)) == 4
     lines_about([path.parent for path in root.glob(f"bad*/{RESULT}") if path.exists()], caplog)
 
 
@@ -247,7 +247,7 @@ def test_watch(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(lines) == len(SWEEPS)
     assert all(any(str(tmp_path / "sweeps" / name) in line for line in lines) for name in SWEEPS)
     assert "good-123456" in output
-    assert watch.find_sweeps(tmp_path, "no jobs")[0] == []
+    assert live_table.find_sweeps(tmp_path, "no jobs")[0] == []
 
 
 @pytest.mark.parametrize("text", ["", "val/accuracy,step\n0.5,1\n" + "x" * 200_000, "val/a\n\0\n", b"\xff"])
@@ -316,9 +316,9 @@ def test_random_damage(tmp_path: Path, caplog: Any, capsys: Any) -> None:
     assert min(len(loaded.frame), len(loaded.read_errors)) > 50
     assert main(["results", str(tmp_path / "runs"), "--out", str(tmp_path / "runs.parquet")]) == 0
     assert main(["power", "--runs", str(tmp_path / "runs")]) == 0
-    contents = report._compute_contents(loaded, tmp_path / "runs", None, "Base")
+    contents = report._compute_contents(loaded, tmp_path / "runs", None, None, "Base")
     assert len(contents.all_runs) == len(loaded.frame)
-    cost.estimate_duration([], cost.read_finished_runs(tmp_path / "runs"))
+    sweep.estimate_duration([], sweep.read_finished_runs(tmp_path / "runs"))
 
 
 def test_the_good_record_is_good() -> None:

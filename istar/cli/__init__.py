@@ -1,1 +1,1 @@
-"""The command `istar`: `main` parses the arguments, and every other module but `console` implements one command."""
+"""The command `istar`: `main` parses the arguments, and every other module implements one command."""

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from istar.cli.console import check_minima
 from istar.drawing.terminal import make_console
 from istar.errors import UserError
 
@@ -16,11 +15,11 @@ if TYPE_CHECKING:
     from istar.geometry.collect.similarity import Similarity
     from istar.geometry.show.compare import MeasuredModel
     from istar.inputs.corpus import Source
-    from istar.inputs.model_arguments import ModelArgument
+    from istar.inputs.saved_checkpoints import ModelArgument
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command `istar compare` to `commands`, the subparsers of the parser of `istar`."""
+    """Register `istar compare`."""
     parser = commands.add_parser("compare", help="compare the geometry of several models on one page")
     add = parser.add_argument
     models_help = (
@@ -34,14 +33,13 @@ def add_parser(commands: Any) -> None:
     add("--max-tokens", type=int, help="maximum number of tokens of each text")
     add("--documents", type=int, default=1_000, help="documents for CKA; 0 leaves CKA out (default: 1000)")
     add("--out", type=Path, default=Path("comparison"), help="output folder (default: comparison)")
-    parser.set_defaults(command=run, extra="train")
+    parser.set_defaults(command=run, extra="train", minima={"documents": 0, "length": 1, "max_tokens": 1})
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure the models that are not measured yet, print a table that compares all models, and write the page."""
-    check_minima(options, documents=0, length=1, max_tokens=1)
     from istar.drawing import page_folder
-    from istar.geometry.show import compare, compare_page
+    from istar.geometry.show import compare, compare_page, terminal_tables
     from istar.inputs import corpus
 
     model_arguments = compare.parse_compared_models(options.models)
@@ -55,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
     measured_models = _measure_models(model_arguments, sources, options, progress_console)
     similarities = _compute_similarities(measured_models, sources, options, progress_console)
     page_path = compare_page.write_comparison(measured_models, options.out, similarities, options.typed)
-    console.print(compare.make_comparison_table(measured_models))
+    console.print(terminal_tables.make_comparison_table(measured_models))
     for sentence in compare.describe_other_settings(measured_models):
         console.print(f"warning: {sentence}", highlight=False, soft_wrap=True, markup=False)
     console.out(f"{page_path}, and figures, tables, {compare_page.COMPARISON_FILE} beside it", highlight=False)
@@ -64,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
 def _compare_trajectories(options: argparse.Namespace, model_arguments: Sequence["ModelArgument"]) -> None:
     """Compare models over their training: print the table of their trajectories, and write the page."""
     from istar.drawing import page_folder
-    from istar.geometry.show import compare_page, measured_training, model_tables
+    from istar.geometry.show import compare_page, measured_training, terminal_tables
 
     if options.text:
         raise UserError("--text does not go with folders of trainings, which are measured already; leave it out")
@@ -72,7 +70,7 @@ def _compare_trajectories(options: argparse.Namespace, model_arguments: Sequence
     trajectories = measured_training.read_trainings(model_arguments)
     page_path = compare_page.write_trainings(trajectories, options.out, options.typed)
     console = make_console()
-    console.print(model_tables.make_training_table(trajectories))
+    console.print(terminal_tables.make_training_table(trajectories))
     for sentence in compare_page.describe_other_training_settings(trajectories):
         console.print(f"warning: {sentence}", highlight=False, soft_wrap=True, markup=False)
     console.out(f"{page_path}, and figures, tables, {compare_page.TRAININGS_FILE} beside it", highlight=False)
@@ -112,14 +110,14 @@ def _measure_model(
     """Measure a model, write its page into a folder beside `--out`, and return its measurements."""
     # These need transformers, which takes seconds to import, and finished folders do not need them.
     from istar.geometry.collect import measure
-    from istar.geometry.collect.stream import Pass
+    from istar.geometry.collect.corpus_statistics import MeasureSettings
     from istar.geometry.show import compare_page
 
     out = options.out.with_name(f"{options.out.name}-measures") / model_argument.default_label
     texts = [source.path for source in sources]
     compare_page.check_model_folder(out, model_argument.model_name, model_argument.revision, texts)
     progress_console.print(f"measuring {model_argument.model_name}", highlight=False, soft_wrap=True, markup=False)
-    settings = Pass(options.length, limit=options.max_tokens)
+    settings = MeasureSettings(options.length, limit=options.max_tokens)
     measurements = measure.measure_model(
         model_argument.model_name,
         sources,

@@ -46,7 +46,7 @@ def _parse_forms(text: str) -> tuple[str, ...]:
 def run(options: argparse.Namespace) -> None:
     """Measure the embedding matrices of all models, print the first two tables, and write a page about them."""
     from istar.drawing import page_folder, page_tables
-    from istar.embeddings import embed_models, embed_page, saved_matrix, token_counts
+    from istar.embeddings import embed_models, embed_page, token_frequencies
     from istar.inputs import corpus
 
     for name in ("form", "save", "revision"):
@@ -65,18 +65,18 @@ def run(options: argparse.Namespace) -> None:
         if len(models) > 1:
             progress_console.print(f"measuring {model.config.name}", highlight=False, soft_wrap=True, markup=False)
         measured_models.append(embed_models.measure_embeddings(model, settings, benchmarks, sources))
-    words = token_counts.count_words(sources)
+    words = token_frequencies.count_words(sources)
     sheets = embed_page.make_tables(measured_models, words)
     contents, drafts = embed_page.make_contents(measured_models, sheets, words, options.typed), {}
     if options.save:
         form = options.form or "raw"
-        matrix, processed = saved_matrix.process_matrix(models[0], options.matrix, form, options.components)
+        matrix, processed = embed_models.process_matrix(models[0], options.matrix, form, options.components)
         if options.save == "matrix":
             settings_of_form = {"form": form, "components": options.components}
-            contents |= saved_matrix.make_matrix_files(models[0], matrix, processed, settings_of_form)
+            contents |= embed_models.make_matrix_files(models[0], matrix, processed, settings_of_form)
         else:
             output = page_folder.page_output(options.out, embed_page.EMBEDDINGS_KIND)
-            drafts = {saved_matrix.MODEL_FOLDER: saved_matrix.save_model(models[0], matrix, processed, output)}
+            drafts = {embed_models.MODEL_FOLDER: embed_models.save_model(models[0], matrix, processed, output)}
         if matrix.tied:
             console.out("the output embeddings are tied to the input embeddings: processing one processes both")
     page_path = page_folder.write(options.out, contents, embed_page.EMBEDDINGS_KIND, drafts)

@@ -27,6 +27,7 @@ def _run_command(arguments: list[str]) -> int:
     options.typed = mask_secrets(shlex.join(["istar", *arguments]))
     try:
         extras.require(f"istar {options.name}", options.extra)
+        _check_minima(options)
         options.command(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -37,6 +38,14 @@ def _run_command(arguments: list[str]) -> int:
         print(f"error: {explain_system_error(error)}", file=sys.stderr)
         return UserError.exit_code
     return 0
+
+
+def _check_minima(options: argparse.Namespace) -> None:
+    """Raise a `UserError` if an option is below the minimum that its command declares in `minima`."""
+    for name, minimum in options.minima.items():
+        value = getattr(options, name)
+        if value is not None and value < minimum:
+            raise UserError(f"--{name.replace('_', '-')} {value} is too small; expected {minimum} or more")
 
 
 def train_main(arguments: Sequence[str] | None = None, command: str = "istar train") -> int:
@@ -64,6 +73,7 @@ def _make_parser() -> argparse.ArgumentParser:
         prog="istar", description="Train models, measure their geometry, and compare and report runs."
     )
     parser.add_argument("--version", action="version", version=f"istar {__version__}")
+    parser.set_defaults(minima={})
     subparsers = parser.add_subparsers(required=True, metavar="command", dest="name")
     subparsers.add_parser("train", help="train or fine-tune a model: istar train task=rte reg=istar reg.lambda=-1")
     for subcommand_module in (results, report, watch, measure, compare, embed, correlate, power, plan, quantize):

@@ -6,19 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from istar.cli.console import check_minima
 from istar.drawing.terminal import make_console
 from istar.errors import UserError
 
 if TYPE_CHECKING:
-    from istar.geometry.collect.stream import Pass
+    from istar.geometry.collect.corpus_statistics import MeasureSettings
     from istar.inputs.corpus import Source
 
 _DTYPES = ("float32", "float64", "bf16", "float16")
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command `istar measure` to `commands`, the subparsers of the parser of `istar`."""
+    """Register `istar measure`."""
     parser = commands.add_parser("measure", help="measure the geometry of a model's layers on texts")
     add = parser.add_argument
     add("model", nargs="?", help="hub id, or a folder that save_pretrained wrote")
@@ -54,7 +53,8 @@ def add_parser(commands: Any) -> None:
     add("--dtype", choices=_DTYPES, default="float32", help="data type of the weights (default: float32)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1 ... (default: auto)")
     add("--list", action="store_true", help="print a table of all measures instead; needs no model and no text")
-    parser.set_defaults(command=run, extra="train")
+    minima = {"length": 0, "batch_tokens": 1, "sample": 0, "seed": 0, "max_tokens": 1, "groups": 0}
+    parser.set_defaults(command=run, extra="train", minima=minima)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -64,11 +64,13 @@ def run(options: argparse.Namespace) -> None:
         return
     if not options.text:
         raise UserError("--text is missing; expected a file or folder of text, or --list to see the measures")
-    check_minima(options, length=0, batch_tokens=1, sample=0, seed=0, max_tokens=1, groups=0)
-    from istar.geometry.collect import stream
+    if options.groups == 1:
+        raise UserError("--groups 1 gives no standard errors; expected at least 2, or 0 to compute none")
+    from istar.geometry.collect.corpus_statistics import MeasureSettings
+    from istar.geometry.collect.stream import join_process_group
     from istar.inputs import corpus
 
-    settings = stream.Pass(
+    settings = MeasureSettings(
         length=options.length,
         batch_tokens=options.batch_tokens,
         sample=options.sample,
@@ -80,10 +82,8 @@ def run(options: argparse.Namespace) -> None:
         measures=options.measures,
         groups=options.groups,
     )
-    if settings.groups == 1:
-        raise UserError("--groups 1 gives no standard errors; expected at least 2, or 0 to compute none")
     sources = corpus.parse_sources(options.text)
-    with stream.join_process_group() as rank:
+    with join_process_group() as rank:
         if options.revisions is None and options.checkpoints is None:
             _measure_model(options, sources, settings, rank)
         elif rank == 0 and "WORLD_SIZE" not in os.environ:
@@ -125,10 +125,12 @@ def _list_measures() -> None:
         make_console().print(table)
 
 
-def _measure_model(options: argparse.Namespace, sources: Sequence["Source"], settings: "Pass", rank: int) -> None:
+def _measure_model(
+    options: argparse.Namespace, sources: Sequence["Source"], settings: "MeasureSettings", rank: int
+) -> None:
     """Measure one model; on rank 0, print the table of its layers and write its page."""
     from istar.geometry.collect import measure, measures_file, stream
-    from istar.geometry.show import compare_page
+    from istar.geometry.show import compare_page, terminal_tables
 
     if options.model is None:
         raise UserError("model is missing; expected a hub id or a folder, or --checkpoints")
@@ -144,7 +146,7 @@ def _measure_model(options: argparse.Namespace, sources: Sequence["Source"], set
     if rank > 0:
         return
     console = make_console()
-    console.print(measures_file.terminal_table(measurements))
+    console.print(terminal_tables.make_model_table(measurements))
     page_path = compare_page.write_model(measurements, options.out)
     console.out(
         f"{page_path}, and figures, tables, {measures_file.CSV_FILE} and {measures_file.JSON_FILE} beside it",
@@ -152,10 +154,10 @@ def _measure_model(options: argparse.Namespace, sources: Sequence["Source"], set
     )
 
 
-def _measure_trajectory(options: argparse.Namespace, sources: Sequence["Source"], settings: "Pass") -> None:
+def _measure_trajectory(options: argparse.Namespace, sources: Sequence["Source"], settings: "MeasureSettings") -> None:
     """Measure several checkpoints of a training, print their table and write their page."""
     from istar.geometry.collect import measures_file, trajectory
-    from istar.geometry.show import compare_page
+    from istar.geometry.show import compare_page, terminal_tables
     from istar.inputs import saved_checkpoints
 
     given_options = [name for name in ("revision", "revisions", "checkpoints") if getattr(options, name) is not None]
@@ -176,7 +178,7 @@ def _measure_trajectory(options: argparse.Namespace, sources: Sequence["Source"]
     measured_trajectory = trajectory.measure_checkpoints(plan, checkpoints, make_console(stderr=True))
     if measured_trajectory.measurements:
         console = make_console()
-        console.print(trajectory.make_terminal_table(plan, checkpoints, measured_trajectory))
+        console.print(terminal_tables.make_checkpoint_table(plan, checkpoints, measured_trajectory))
         page_path = compare_page.write_training(plan, checkpoints, measured_trajectory)
         console.out(f"{page_path}, and figures, {measures_file.TRAJECTORY_FILE} beside it", highlight=False)
     trajectory.raise_on_failures(measured_trajectory)

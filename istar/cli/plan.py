@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from istar import __version__
 from istar.drawing.terminal import make_console
 from istar.errors import UserError, mask_secrets
-from istar.statistics.defaults import ALPHA, POWER, TEST
+from istar.statistics import ALPHA, POWER, TEST
 
 if TYPE_CHECKING:
-    from istar.finetune.sweeps.sweep import SweepRequest
+    from istar.finetune.sweeps.planned_runs import SweepRequest
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command `istar plan` to `commands`, the subparsers of the parser of `istar`."""
+    """Register `istar plan`."""
     parser = commands.add_parser(
         "plan",
         help="write the plan of an experiment before its runs: istar plan sweep=table1 task=rte model=bert --out plan",
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
     from datetime import UTC, datetime
 
     from istar.finetune.sweeps.planned_runs import describe_sweep
-    from istar.records.provenance import describe_code
+    from istar.records.results import describe_code
     from istar.reports import plan_file
 
     plan_file.find_replaced_plan(options.out, options.force)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from istar.drawing.terminal import make_console
 from istar.errors import UserError
-from istar.statistics.defaults import ALPHA, POWER
+from istar.statistics import ALPHA, POWER
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command `istar power` to `commands`, the subparsers of the parser of `istar`."""
+    """Register `istar power`."""
     parser = commands.add_parser(
         "power",
         help="how many seeds a comparison needs: istar power --sd 2.1 --difference 1.0",

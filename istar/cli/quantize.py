@@ -4,7 +4,6 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from istar.cli.console import check_minima
 from istar.drawing.terminal import make_console
 from istar.errors import UserError
 
@@ -35,7 +34,7 @@ def add_parser(commands: Any) -> None:
     add("--calibration", type=int, default=256, help=calibration_help)
     add("--seed", type=int, default=0, help="seed of the choice of these examples (default: 0)")
     add("--data-dir", type=Path, help="folder of the task's data, if it is not where the runs had it")
-    parser.set_defaults(command=run, extra="train")
+    parser.set_defaults(command=run, extra="train", minima={"calibration": 1, "seed": 0})
 
 
 def run(options: argparse.Namespace) -> None:
@@ -43,14 +42,13 @@ def run(options: argparse.Namespace) -> None:
     # Imported here so that `istar --help` does not wait for the libraries.
     from istar.files.outputs import Output
     from istar.files.writing import to_csv
-    from istar.finetune.quantization import form_table
+    from istar.finetune.quantization import form_scores
     from istar.finetune.quantization.linear_layers import parse_form
     from istar.reports.run_frame import load_runs
 
-    check_minima(options, calibration=1, seed=0)
     names = [name.strip() for name in options.forms.split(",")]
     forms = tuple(parse_form(name, options.weights, options.activations) for name in names)
-    settings = form_table.QuantizationSettings(forms, options.calibration, options.seed, options.data_dir)
+    settings = form_scores.QuantizationSettings(forms, options.calibration, options.seed, options.data_dir)
     output = Output(options.out, "table of quantized runs")
     output.check(("quantization.csv", "quantization.tex"), options.runs)
     records: dict[Path, RunRecord] = {}
@@ -60,10 +58,10 @@ def run(options: argparse.Namespace) -> None:
             raise UserError(f"{folder} holds no runs of train.py; name the folder of a run, or one that holds runs")
         records |= {Path(path): record for path, record in runs.records.items()}
     progress = make_console(stderr=True)
-    scores = form_table.score_runs(records, settings, lambda line: progress.out(line, highlight=False))
-    summary = form_table.summarize_configurations(scores, forms)
-    files = {"quantization.csv": to_csv(scores), "quantization.tex": form_table.format_latex(summary)}
+    scores = form_scores.score_runs(records, settings, lambda line: progress.out(line, highlight=False))
+    summary = form_scores.summarize_configurations(scores, forms)
+    files = {"quantization.csv": to_csv(scores), "quantization.tex": form_scores.format_latex(summary)}
     output.write({name: text.encode() for name, text in files.items()}, is_complete=True)
     console = make_console()
-    console.print(form_table.build_terminal_table(summary))
+    console.print(form_scores.build_terminal_table(summary))
     console.out(f"{options.out / 'quantization.csv'} and .tex", highlight=False)

@@ -8,7 +8,7 @@ from istar.drawing.terminal import make_console
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command `istar report` to `commands`, the subparsers of the parser of `istar`."""
+    """Register `istar report`."""
     parser = commands.add_parser("report", help="make a page with the papers' tables and figures from runs")
     parser.add_argument("folder", type=Path, help="folder that holds the runs, as run.root")
     parser.add_argument("--out", type=Path, default=Path("report"), help="output folder (default: report)")

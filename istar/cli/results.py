@@ -9,7 +9,7 @@ from istar.errors import UserError, did_you_mean
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command `istar results` to `commands`, the subparsers of the parser of `istar`."""
+    """Register `istar results`."""
     parser = commands.add_parser("results", help="show the runs in a folder as a table")
     parser.add_argument("folder", type=Path, help="folder that holds the runs, as run.root")
     parser.add_argument("--out", type=Path, help="also write all columns to a .csv, .parquet or .json file")
@@ -20,7 +20,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print the table of runs, and write it to a file with `--out`."""
     # Imported here so that `istar --help` does not wait for pandas.
-    from istar.reports import run_frame, run_tables
+    from istar.reports import run_frame
 
     if options.out is not None:
         run_frame.check_export(options.out)
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> None:
     is_numeric = runs.frame[options.sort].dtype.kind in "if"
     sorted_frame = runs.frame.sort_values(options.sort, ascending=not is_numeric, na_position="last", kind="stable")
     console = make_console()
-    console.print(run_tables.build_runs_table(sorted_frame))
+    console.print(run_frame.build_runs_table(sorted_frame))
     if options.out is not None:
         run_frame.export_frame(sorted_frame, options.out)
         console.out(str(options.out), highlight=False)

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from istar.drawing.terminal import make_console
 from istar.errors import SHOW_TRACE, StoppedError, UserError, explain_system_error
 from istar.finetune.runs import extras, launch
-from istar.finetune.runs.importing import fast_imports
+from istar.finetune.runs.extras import fast_imports
 from istar.records.config import Config, schema
 
 DRY_RUN_OPTION = "--dry-run"

@@ -8,7 +8,7 @@ from istar.drawing.terminal import make_console
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command `istar watch` to `commands`, the subparsers of the parser of `istar`."""
+    """Register `istar watch`."""
     parser = commands.add_parser("watch", help="show a live table of the sweeps in a folder, also of other machines")
     parser.add_argument("folder", type=Path, help="folder that holds the runs, as run.root")
     parser.add_argument("--sweep", help="name of a sweep (default: all that are not over, or else the latest)")
@@ -18,6 +18,6 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Show the live table until the sweeps are over or, with `--once`, show it once."""
-    from istar.finetune.sweeps.watch import watch_sweeps
+    from istar.finetune.sweeps.live_table import watch_sweeps
 
     watch_sweeps(options.folder, make_console(), options.sweep, options.once)

@@ -1,20 +1,109 @@
-"""The folder of an HTML page, with the files of its figures and tables."""
+"""HTML pages: their content, their rendering as a single file, and the folder with the files of figures and tables."""
 
 import re
-from collections.abc import Iterable, Mapping
+import tomllib
+from base64 import b64encode
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
+from importlib.resources import files as package_files
 from pathlib import Path
+from typing import Any
 
-from istar.drawing import page, page_tables, rendering
-from istar.drawing.page import Page, Picture
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from istar.drawing import page_tables, rendering
 from istar.drawing.page_tables import Sheet
-from istar.drawing.plot import Plot
+from istar.drawing.plot import Panel, Plot
 from istar.files.outputs import Output
 from istar.files.writing import to_csv
 
 INDEX, TABLES, FIGURES = "index.html", "tables", "figures"
 _MAX_FILE_NAME = 150
 """Most characters of a model's name in the name of a file, of the 255 that file systems allow."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A rendered figure of a page."""
+
+    name: str  # name of its files, without suffix
+    model: str  # model whose runs the figure shows; empty for none
+    description: str  # what the figure shows, in words
+    panels: Sequence[Panel]  # panels of the figure, whose fixed settings the page lists
+    files: Mapping[str, bytes]  # rendered files by suffix
+
+    @property
+    def source(self) -> str:
+        """The SVG as the source of an image, so that the page needs no other files."""
+        return f"data:image/svg+xml;base64,{b64encode(self.files['svg']).decode()}"
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of a page: a heading with paragraphs, a table and figures."""
+
+    anchor: str  # id of the heading
+    title: str
+    paragraphs: Sequence[str] = ()
+    sheet: Sheet | None = None  # table; a table without rows is left out
+    pictures: Sequence[Picture] = ()
+    empty_note: str = ""  # sentence that explains why there is no table or figure
+    commands: Sequence[str] = ()  # commands that make the content
+    is_wide: bool = False  # whether the section is printed on landscape pages
+
+
+@dataclass(frozen=True)
+class Page:
+    """The content of an HTML page."""
+
+    title: str
+    subject_line: tuple[str, str, str]  # line below the title: a noun, the name of the page's subject, and details
+    generator: str  # content of the `generator` meta tag, which identifies the page
+    summary: Sequence[tuple[str, str]]  # key figures as (number, label)
+    sections: Sequence[Section]
+
+
+def render_html(page: Page) -> str:
+    """Render a page as HTML that needs no other files."""
+    environment = Environment(
+        loader=PackageLoader("istar.drawing"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    style, script = (environment.get_template(name).render() for name in ("report.css", "report.js"))
+    return environment.get_template("report.html").render(
+        page=page,
+        style=Markup(style),
+        script=Markup(script),
+        policy=Markup(_build_security_policy(style, script)),
+    )
+
+
+def _build_security_policy(style: str, script: str) -> str:
+    """Return a Content-Security-Policy that allows this style element, this script element and embedded images only."""
+    sources = {
+        "default-src": "'none'",
+        "style-src": _compute_policy_hash(style),
+        "script-src": _compute_policy_hash(script),
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    return "; ".join(f"{name} {source}" for name, source in sources.items())
+
+
+def _compute_policy_hash(text: str) -> str:
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+
+
+def read_page_texts(package: str) -> dict[str, Any]:
+    """Return the texts of a package's page: tables of titles and captions by the names of its figures and tables."""
+    return tomllib.loads(package_files(package).joinpath("texts.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -40,7 +129,7 @@ def render_pictures(plot: Plot) -> list[Picture]:
 
 def page_files(content: Page, tables: Mapping[str, Sheet]) -> dict[str, bytes]:
     """Return the contents of all files of a page, its tables and its figures, by their paths in the page's folder."""
-    contents = {INDEX: page.render_html(content).encode()}
+    contents = {INDEX: render_html(content).encode()}
     for name, sheet in tables.items():
         texts = {
             "csv": to_csv(sheet.frame),

@@ -2,11 +2,15 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 from rich.table import Table
+
+EMPTY_CELL = "-"
+"""Text of a cell that has no value."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,35 @@ def number_entry(value: float, half_width: float = math.nan) -> Entry:
         return Entry(f"{format_cell(value)} \u00b1 {half_width:.2g}", number=True)
     decimals = max(0, 1 - math.floor(math.log10(half_width)))
     return Entry(f"{value:,.{decimals}f} \u00b1 {half_width:,.{decimals}f}", number=True)
+
+
+def format_mean_and_std(mean: float | None, std: float | None, format_spec: str = ".2f") -> str:
+    """Format as `62.53 ± 0.70`; without a deviation (None or NaN) as `62.53`, without a mean as a dash."""
+    if mean is None:
+        return EMPTY_CELL
+    return f"{mean:{format_spec}}" if pd.isna(std) else f"{mean:{format_spec}} ± {std:{format_spec}}"
+
+
+def format_interval(low: float | None, high: float | None) -> str:
+    """Format as `-0.12 to +1.30`, or as a dash without an interval."""
+    return EMPTY_CELL if low is None else f"{low:+.2f} to {high:+.2f}"
+
+
+def format_p_value(p_value: float | None) -> str:
+    """Format with four decimals; below 0.001 as `<0.001`, and None as a dash."""
+    if p_value is None:
+        return EMPTY_CELL
+    return "<0.001" if p_value < 0.001 else f"{p_value:.4f}"
+
+
+def group_rows_by_model(
+    rows: Iterable[Mapping[str, Any]], format_row: Callable[[Mapping[str, Any]], list[Entry]]
+) -> dict[str, list[list[Entry]]]:
+    """Return the formatted rows by their value of `model`, in order of appearance."""
+    rows_by_model: dict[str, list[list[Entry]]] = {}
+    for row in rows:
+        rows_by_model.setdefault(str(row["model"]), []).append(format_row(row))
+    return rows_by_model
 
 
 def numeric_entries(texts: Iterable[str]) -> list[Entry]:

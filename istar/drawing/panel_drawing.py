@@ -4,16 +4,23 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.colors import to_hex
 from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
 
-from istar.drawing.line_styles import COLOURS, INK, PAPER, RED
 from istar.drawing.plot import Line, Panel, Plot
-from istar.drawing.spacing import stack_ridges
 
+INK, PAPER, RED = "#101418", "#ffffff", "#c2260c"
+SCALE = ("#221150", "#5c2a8c", "#a0357f", "#d9564a", "#e98b1e")
+"""Colour scale from dark to light, so that the order is visible without colours too."""
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+"""The palette of Okabe and Ito, which colour-blind readers can tell apart."""
+PALETTE = tuple(colour.lower() for colour in (*COLOURS[:6], COLOURS[7]))
+_MARKERS = "osD^vPX*"
 Styles = Mapping[str, Mapping[str, Any]]
-"""Matplotlib's keyword arguments for the lines of a plot, by label; see `line_styles.assign_line_styles`."""
+"""Matplotlib's keyword arguments for the lines of a plot, by label; see `assign_line_styles`."""
 _BOUNDS = {
     **dict.fromkeys(("IsoScore", "IsoScore*", "norm ratio", "CKA"), (0, 1)),
     **dict.fromkeys(("I(W)", "I(W), both signs", "I(W), signs as computed"), (0, 1)),
@@ -34,6 +41,50 @@ line, no line has markers."""
 _MAX_TICKS = 12
 
 
+def assign_line_styles(plot: Plot) -> dict[str, dict[str, Any]]:
+    """Return the colour, marker and line style of each label as matplotlib's keyword arguments, by label.
+
+    A label has the same style in all panels. The line of `plot.reference_label` is black and comes first. Lines with a
+    colour scale follow by their positions on it, and then the others in the given order.
+    """
+    line_by_label = {line.label: line for panel in plot.panels for line in panel.lines}
+    labels = list(dict.fromkeys([*plot.labels, *line_by_label]))
+    if plot.ordered:
+        last_index = max(len(labels) - 1, 1)
+        colours = [SCALE[round(index * (len(SCALE) - 1) / last_index)] for index in range(len(labels))]
+        return {label: {"color": colour, "marker": "o"} for label, colour in zip(labels, colours, strict=True)}
+    styles: dict[str, dict[str, Any]] = {}
+    markers = _MARKERS
+    if plot.reference_label in labels:
+        labels.remove(plot.reference_label)
+        styles[plot.reference_label] = {"color": INK, "marker": "s"}
+        # No other line has the marker of the reference.
+        markers = markers.replace("s", "")
+    labels.sort(key=lambda label: line_by_label[label].scale_position if label in line_by_label else math.inf)
+    for index, label in enumerate(labels):
+        line = line_by_label.get(label)
+        scale_colour = choose_scale_colour(line) if line is not None and line.colour_scale else ""
+        styles[label] = {
+            "color": scale_colour or PALETTE[index % len(PALETTE)],
+            "marker": markers[index % len(markers)],
+            "linestyle": ("-", "--", ":")[index // len(PALETTE) % 3],
+        }
+    return styles
+
+
+def choose_scale_colour(line: Line) -> str:
+    """Return the colour of a line with a colour scale; positions beyond an end of the scale have the colour there.
+
+    The diverging scale is red below 0 and blue above, the darker the farther from 0.
+    """
+    if line.colour_scale == "sequential":
+        # The brightest part of the map is not visible on white.
+        return to_hex(matplotlib.colormaps["viridis"](0.88 * min(max(line.scale_position, 0.0), 1.0)))
+    share = min(abs(line.scale_position), 1.0)
+    # The map is white in the middle.
+    return to_hex(matplotlib.colormaps["RdBu"](0.5 + math.copysign(0.2 + 0.3 * share, line.scale_position)))
+
+
 def draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Styles) -> None:
     """Draw a panel of any kind, with its title, its reference lines, and the scales and ranges of its axes."""
     if plot.kind == "heatmap":
@@ -52,12 +103,12 @@ def draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Styles) -> None:
         for line in lines:
             _draw_line(axes, plot.kind, line, dict(styles[line.label]), has_markers or len(line.x) == 1)
     if plot.kind in ("points", "bars"):
-        _mark_incomplete_and_collapsed_points(axes, lines, styles)
+        _mark_points(axes, lines, styles)
     if panel.horizontal_line is not None:
         axes.axhline(panel.horizontal_line[0], color=RED, linestyle="--", linewidth=1.3, label=panel.horizontal_line[1])
     if panel.vertical_line is not None:
         axes.axvline(panel.vertical_line[0], color=RED, linestyle="--", linewidth=1.3, label=panel.vertical_line[1])
-    axes.set_title(panel.task)
+    axes.set_title(panel.title)
     axes.set_xlabel(plot.x_label)
     axes.set_ylabel(panel.y_label)
     _set_scales(axes, plot, panel)
@@ -167,15 +218,7 @@ def find_panels_with_same_y_axis(plot: Plot, panel: Panel) -> list[Panel]:
 
 
 def _draw_line(axes: Axes, kind: str, line: Line, style: dict[str, Any], has_markers: bool) -> None:
-    """Draw a line of a panel.
-
-    Args:
-        axes: axes of the panel.
-        kind: kind of the `Plot`.
-        line: the line.
-        style: matplotlib's keyword arguments.
-        has_markers: whether a line of kind `line` has markers at its points.
-    """
+    """Draw a line of a panel; `has_markers` is whether a line of kind `line` has markers at its points."""
     if kind == "line":
         style = {"linestyle": "-", **style, "marker": style["marker"] if has_markers else ""}
         axes.plot(line.x, line.y, label=line.label, linewidth=1.6 if has_markers else 1.2, **style)
@@ -201,16 +244,14 @@ def _draw_line(axes: Axes, kind: str, line: Line, style: dict[str, Any], has_mar
         axes.plot(line.x, line.y, label=line.label, **style)
 
 
-def _mark_incomplete_and_collapsed_points(axes: Axes, lines: Sequence[Line], styles: Styles) -> None:
-    """Draw a hollow marker where another point has more seeds, and a cross where all runs have collapsed."""
-    max_seeds = max((num_seeds for line in lines for num_seeds in line.num_seeds), default=0)
+def _mark_points(axes: Axes, lines: Sequence[Line], styles: Styles) -> None:
     for line in lines:
         style = {**styles[line.label], "linestyle": "", "zorder": 4}
-        for x, y, num_seeds in zip(line.x, line.y, line.num_seeds, strict=False):
-            if num_seeds < max_seeds:
+        for x, y, is_hollow in zip(line.x, line.y, line.hollow, strict=False):
+            if is_hollow:
                 axes.plot([x], [y], **{**style, "markerfacecolor": PAPER})
-        for x, y, is_collapsed in zip(line.x, line.y, line.collapsed, strict=False):
-            if is_collapsed:
+        for x, y, is_crossed in zip(line.x, line.y, line.crossed, strict=False):
+            if is_crossed:
                 axes.plot([x], [y], **{**style, "marker": "x", "color": RED, "markersize": 9})
 
 
@@ -244,6 +285,20 @@ def _draw_ridges(axes: Axes, lines: Sequence[Line], styles: Styles) -> None:
     axes.spines["left"].set_visible(False)
 
 
+def stack_ridges(curves: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Scale and shift curves for a ridgeline plot: each has its own row, the first curve on top.
+
+    The row of curve i of n begins at height n - 1 - i, and the curve's maximum is 0.85 above. Values are at least 0, or
+    NaN.
+    """
+    rows = []
+    for index, curve in enumerate(curves):
+        highest = max((value for value in curve if math.isfinite(value)), default=0.0)
+        scale = 0.85 / highest if highest > 0 else 0.0
+        rows.append([len(curves) - 1 - index + scale * value for value in curve])
+    return rows
+
+
 def _draw_heatmap(axes: Axes, plot: Plot, panel: Panel) -> None:
     """Draw the lines of a panel as rows of coloured cells, from the bottom up, with a colour bar from 0 to 1."""
     cell_rows = [line.y for line in panel.lines]
@@ -256,7 +311,7 @@ def _draw_heatmap(axes: Axes, plot: Plot, panel: Panel) -> None:
         label_step = math.ceil(len(labels) / _MAX_TICKS)
         axis.set_ticks([index + 0.5 for index in range(0, len(labels), label_step)], labels[::label_step])
     axes.tick_params(axis="x", rotation=90)
-    axes.set_title(panel.task)
+    axes.set_title(panel.title)
     axes.set_xlabel(plot.x_label)
     axes.set_ylabel(panel.y_label)
 

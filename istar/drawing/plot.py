@@ -1,7 +1,20 @@
 """Plots as numbers: panels of lines, bars or points, which `istar.drawing.rendering` renders."""
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+MAX_ITEMS = 5
+"""Most layers in a figure."""
+_NUM_FIRST_STEPS, _MIN_GROWTH = 4, 1.9
+"""Number of steps that decide about a logarithmic axis, and the least ratio of two of them; 512 to 1000 is 1.95."""
+_MAX_LINEAR_RATIO = 10.0
+"""Largest ratio of two values on a linear axis; with a larger one, the smaller values would look alike."""
 
 
 @dataclass(frozen=True)
@@ -11,22 +24,22 @@ class Line:
     label: str  # name in the legend
     x: tuple[float, ...]
     y: tuple[float, ...]
-    x_error: tuple[float, ...] = ()  # standard deviations of `x` over seeds; empty if unknown
-    # Standard deviations of `y` over seeds or, on pages of geometry, half-widths of 95% intervals; empty if unknown.
-    y_error: tuple[float, ...] = ()
-    seeds: tuple[int, ...] = ()  # seeds that the line is a mean over
-    num_seeds: tuple[int, ...] = ()  # number of seeds of each point; empty if unknown
-    collapsed: tuple[bool, ...] = ()  # whether all runs of a point predict a constant; empty if unknown
+    x_error: tuple[float, ...] = ()  # half-widths of the error bars of `x`; empty for none
+    y_error: tuple[float, ...] = ()  # half-widths of the error bars or of the band of `y`; empty for none
+    hollow: tuple[bool, ...] = ()  # whether the marker of each point is hollow; empty if none is
+    crossed: tuple[bool, ...] = ()  # whether each point has a red cross; empty if none has
+    colour_scale: str = ""  # `diverging`, `sequential`, or empty for a colour of the palette
+    scale_position: float = math.inf  # on the colour scale, whose ends are -1 or 0, and 1; it also orders the lines
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes with its lines, usually for one task and model."""
+    """One pair of axes with its lines."""
 
     model: str  # model that the panel shows; empty for none
-    task: str  # title of the panel, usually its task; empty for none
+    title: str  # empty for none
     lines: tuple[Line, ...]
-    fixed_settings: str  # settings that all runs share, in words
+    fixed_settings: str  # what all lines have in common, in words
     y_label: str  # label of the y axis, with the unit
     horizontal_line: tuple[float, str] | None = None  # y and label of a dashed reference line
     vertical_line: tuple[float, str] | None = None  # x and label of a dashed reference line
@@ -36,7 +49,6 @@ class Panel:
     # Smallest and largest possible y; None for the bounds that `drawing` knows for `y_label`, if any.
     y_bounds: tuple[float, float] | None = None
     log_y: bool = False  # whether the y axis of this panel is logarithmic; see also `Plot.log_y`
-    runs: tuple[str, ...] = ()  # folders of the runs that are drawn; empty if unknown
 
 
 @dataclass(frozen=True)
@@ -46,8 +58,7 @@ class Plot:
     The kinds are:
 
     - `line`: lines with error bands; a line of a single point has an error bar.
-    - `points`: markers with error bars. `bars`: the same, connected by a line. In both, a marker is hollow if another
-      point of the panel has more seeds, and a cross if all runs predict a constant.
+    - `points`: markers with error bars. `bars`: the same, connected by a line. Points of both may be hollow or crossed.
     - `columns`: bars side by side. `histogram`: a step plot over the centers of the bins. `scatter`: points.
     - `ridges`: distributions, each on a row with its name and scaled to its own maximum.
     - `heatmap`: each line is a row with its label as the name; `Panel.column_names` name the columns. The colour scale
@@ -69,7 +80,117 @@ class Plot:
     share_axes: bool = False  # whether all panels have the same limits of both axes
     share_y: bool = False  # whether all panels have the same limits of the y axis, because they show the same quantity
     share_y_by_label: bool = False  # whether panels with the same label of the y axis have the same limits of it
-    reference_label: str = "Base"  # label of the line that is drawn in black
+    reference_label: str = ""  # label of the line that is drawn in black; empty for none
     # Labels in the order in which they get colours; may include labels without a line, so that several plots use the
     # same colours. If empty, the labels of the lines are used.
     labels: tuple[str, ...] = ()
+
+
+def evenly_spaced(items: Sequence[T], count: int = MAX_ITEMS) -> list[T]:
+    """Return at most `count` items, evenly spaced from the first to the last.
+
+    Of n items, item i of the result, counted from 0, is that at index i (n - 1) / (count - 1), rounded to the nearest
+    integer and up at a half. The arithmetic is exact.
+    """
+    if len(items) <= count:
+        return list(items)
+    num_gaps = count - 1
+    return [items[(2 * index * (len(items) - 1) + num_gaps) // (2 * num_gaps)] for index in range(count)]
+
+
+def are_log_spaced(steps: Sequence[int]) -> bool:
+    """Return whether training steps suit a logarithmic axis: each of the first four above 0 about doubles or more.
+
+    Steps at equal distances n, 2n, 3n, 4n do not suit one. Only the first four count, because a logarithmic schedule
+    may continue at equal distances, as that of Pythia does after step 1000.
+    """
+    first_steps = sorted(step for step in steps if step > 0)[:_NUM_FIRST_STEPS]
+    is_complete = len(first_steps) == _NUM_FIRST_STEPS
+    return is_complete and all(step >= _MIN_GROWTH * previous for previous, step in itertools.pairwise(first_steps))
+
+
+def need_log_axis(values: Iterable[float]) -> bool:
+    """Return whether values need a logarithmic axis: all are positive, and the largest is above 10 times the smallest.
+
+    Values that are not finite do not count.
+    """
+    finite_values = [value for value in values if math.isfinite(value)]
+    return bool(finite_values) and 0 < _MAX_LINEAR_RATIO * min(finite_values) < max(finite_values)
+
+
+def make_panel(
+    y_label: str,
+    lines: Sequence[Line],
+    title: str = "",
+    model: str = "",
+    settings: str = "",
+    with_origin: bool = False,
+    y_bounds: tuple[float, float] | None = None,
+) -> Panel:
+    """Return a panel; `with_origin` adds dashed lines that cross at the origin."""
+    origin = (0.0, "origin") if with_origin else None
+    return Panel(
+        model,
+        title,
+        tuple(lines),
+        settings,
+        y_label,
+        horizontal_line=origin,
+        vertical_line=origin,
+        y_bounds=y_bounds,
+    )
+
+
+def make_spectrum_line(label: str, values: Sequence[float], rounding: float) -> Line:
+    """Return a line of singular values, without those below the fraction `rounding` of the largest."""
+    largest = max(values, default=0.0)
+    ys = tuple(value for value in values if value > rounding * largest)
+    return Line(label, tuple(range(1, len(ys) + 1)), ys)
+
+
+def make_projection_panels(
+    rows: Mapping[str, Any], counts: Sequence[float] | np.ndarray | None, title: str, model: str = ""
+) -> tuple[list[Panel], str]:
+    """Return scatter plots of the rows of a matrix, raw and centered, and an explanation of the colours.
+
+    For a matrix with one dimension, there are no panels.
+
+    Args:
+        rows: what `istar.measures.partition.project_rows` returns: `ids`, and coordinates `raw` and `centered`.
+        counts: occurrences of each row's token in texts; None or empty if unknown.
+        title: title of the panels, to which the form is added.
+        model: model of the panels; empty for none.
+    """
+    panels = []
+    groups, explanation = group_rows(rows["ids"], counts)
+    for form in ("raw", "centered"):
+        if len(rows[form]) == 2:
+            x, y = (np.array(axis) for axis in rows[form])
+            lines = [
+                Line(label, tuple(x[indices].tolist()), tuple(y[indices].tolist())) for label, indices in groups.items()
+            ]
+            panels.append(make_panel("second direction", lines, f"{title}, {form}", model, with_origin=True))
+    return panels, explanation
+
+
+def group_rows(ids: Sequence[int], counts: Sequence[float] | np.ndarray | None) -> tuple[dict[str, np.ndarray], str]:
+    """Group rows by their tokens' frequencies, or by ids if most of the tokens do not occur in the texts.
+
+    Returns:
+        Indices of the rows by the group's label, and an explanation of the colours.
+    """
+    explanation = f"{len(ids):,} rows, evenly spaced by token id; the colour is the"
+    frequencies = np.array(counts if counts is not None else [])
+    num_occurring = np.count_nonzero(frequencies)
+    if len(frequencies) and num_occurring >= len(ids) / 2:
+        by_frequency = np.argsort(-frequencies, kind="stable")
+        labels = ("most frequent quarter", "second", "third", "rarest quarter")
+        groups = dict(zip(labels, np.array_split(by_frequency[:num_occurring], 4), strict=True))
+        if num_occurring < len(ids):
+            groups["not in the texts"] = by_frequency[num_occurring:]
+        return groups, f"{explanation} token's frequency in these texts"
+    fifths = [fifth for fifth in np.array_split(np.arange(len(ids)), 5) if len(fifth)]
+    return {f"ids {ids[fifth[0]]:,} to {ids[fifth[-1]]:,}": fifth for fifth in fifths}, (
+        f"{explanation} id, which stands for the rank by frequency: most tokenizers number tokens in the order in "
+        "which they learned them, frequent ones first"
+    )

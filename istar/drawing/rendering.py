@@ -17,8 +17,14 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
-from istar.drawing.line_styles import COLOURS, INK, PAPER, assign_line_styles
-from istar.drawing.panel_drawing import draw_panel, find_panels_with_same_y_axis
+from istar.drawing.panel_drawing import (
+    COLOURS,
+    INK,
+    PAPER,
+    assign_line_styles,
+    draw_panel,
+    find_panels_with_same_y_axis,
+)
 from istar.drawing.plot import Line, Plot
 
 __all__ = ["COLOURS", "PNG_DPI", "SUFFIXES", "describe", "render", "tabulate_points"]
@@ -95,7 +101,7 @@ def tabulate_points(plot: Plot) -> pd.DataFrame:
             errors = line.y_error or (math.nan,) * len(line.y)
             names = panel.column_names or [plot.x_names.get(x, "").replace("\n", " ") for x in line.x]
             for x, name, y, error in zip(line.x, names, line.y, errors, strict=True):
-                panel_name = " ".join(filter(None, (panel.task, panel.model)))
+                panel_name = " ".join(filter(None, (panel.title, panel.model)))
                 keys = {"panel": panel_name, "quantity": panel.y_label, "line": line.label}
                 rows.append({**keys, "x": x, "x_name": name, "y": y, "y_error": error})
     return pd.DataFrame(rows)
@@ -110,7 +116,7 @@ def describe(plot: Plot) -> str:
         marks = [f"; {name} at {position:g}" for position, name in reference_lines]
         marks += [f"; {name} {size:.2f}" for size, name in filter(None, (panel.scale_bar,))]
         marks += [f"; a bar joins {low:.2f} to {high:.2f}" for low, high in panel.joined_ranges]
-        subject = ", ".join(name for name in (panel.task, panel.model) if name)
+        subject = ", ".join(name for name in (panel.title, panel.model) if name)
         prefix = f"{subject}: " if subject else ""
         quantity = plot.x_label if plot.kind == "ranks" else f"{panel.y_label} by {plot.x_label}"
         sentences.append(f"{prefix}{quantity}: {lines}{''.join(marks)}.")
@@ -169,12 +175,11 @@ def _draw_figure(plot: Plot) -> Figure:
     panel_axes = figure.axes[: len(plot.panels)]
     for panel in plot.panels:
         same = find_panels_with_same_y_axis(plot, panel)
-        if len(same) == 1:
-            continue
-        same_axes = [axes for axes, other in zip(panel_axes, plot.panels, strict=True) if other in same]
-        low_ends, high_ends = zip(*(axes.get_ylim() for axes in same_axes), strict=True)
-        for axes in same_axes:
-            axes.set_ylim(min(low_ends), max(high_ends))
+        if len(same) > 1:
+            same_axes = [axes for axes, other in zip(panel_axes, plot.panels, strict=True) if other in same]
+            low_ends, high_ends = zip(*(axes.get_ylim() for axes in same_axes), strict=True)
+            for axes in same_axes:
+                axes.set_ylim(min(low_ends), max(high_ends))
     if panel_axes and (plot.share_axes or plot.x_names):
         low_ends, high_ends = zip(*(axes.get_xlim() for axes in panel_axes), strict=True)
         for axes in panel_axes:

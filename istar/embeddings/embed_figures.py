@@ -10,10 +10,9 @@ import pandas as pd
 import scipy.stats
 import torch
 
-from istar.drawing.matrix_panels import make_panel, make_projection_panels, make_spectrum_line
-from istar.drawing.page_texts import read_page_texts
-from istar.drawing.plot import Line, Panel, Plot
-from istar.embeddings import published_embeddings, unused_tokens
+from istar.drawing.page_folder import read_page_texts
+from istar.drawing.plot import Line, Panel, Plot, make_panel, make_projection_panels, make_spectrum_line
+from istar.embeddings import embed_tables, token_frequencies
 from istar.embeddings.embed_models import ModelEmbeddings
 from istar.measures import singular_values
 from istar.statistics.arguments import is_constant
@@ -54,7 +53,6 @@ def make_plots(models: Sequence[ModelEmbeddings], words: pd.DataFrame) -> list[P
 
 
 def _make_embedding_plot(name: str, panels: Sequence[Panel], x_label: str, kind: str = "line", **options: Any) -> Plot:
-    """Return a plot with its title and caption."""
     texts = FIGURE_TEXTS[name]
     return Plot(name, texts["title"], texts["caption"], kind, x_label, tuple(panels), **options)
 
@@ -118,15 +116,13 @@ def make_unused_plot(models: Sequence[ModelEmbeddings]) -> Plot:
             bins = model.unused_similarity
             bins = bins if bins.empty else bins[bins["order"] == order]
             if len(bins):
-                indices = tuple((bins["first"].astype(int) // unused_tokens.BIN_SIZE).astype(float))
+                indices = tuple((bins["first"].astype(int) // token_frequencies.BIN_SIZE).astype(float))
                 lines.append(Line(model.label, indices, tuple(bins["cosine_raw"])))
         if lines:
             label = _get_only_label(lines)
             panels.append(make_panel("mean cosine", lines, f"{label}, {title}" if label else title))
-    published = [
-        f"{cosine:.2f} for the token ids {ids}" for ids, cosine in published_embeddings.UNUSED_COSINE_BY_IDS.items()
-    ]
-    x_label = f"number of the bin of {unused_tokens.BIN_SIZE:,} tokens"
+    published = [f"{cosine:.2f} for the token ids {ids}" for ids, cosine in embed_tables.UNUSED_COSINE_BY_IDS.items()]
+    x_label = f"number of the bin of {token_frequencies.BIN_SIZE:,} tokens"
     plot = _make_embedding_plot("figure3_unused", panels, x_label, share_y=True)
     return replace(plot, caption=plot.caption.format(published=" and ".join(published)))
 

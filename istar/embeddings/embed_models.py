@@ -1,6 +1,7 @@
-"""Measurements of an embedding matrix in several forms: what the tables and figures of `istar embed` are made of."""
+"""Embedding matrices of models in several forms: their measurements, and a processed matrix as files."""
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,20 +11,24 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from safetensors.torch import save as save_tensors
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from istar.embeddings import token_counts, unused_tokens, wordsim
-from istar.errors import UserError
-from istar.inputs import pretrained
+from istar.embeddings import token_frequencies, wordsim
+from istar.errors import UserError, shorten
+from istar.files.outputs import Output
+from istar.inputs import model_files, pretrained
 from istar.inputs.corpus import Source
 from istar.inputs.embedding_matrix import Matrix, Side, read_matrix
-from istar.inputs.model_arguments import parse_model_argument
+from istar.inputs.saved_checkpoints import parse_model_argument
 from istar.measures import all_but_the_top, centered, scaled_centered
-from istar.measures.input_checks import row_norms, upcast_blocks
-from istar.measures.matrix_summary import measure_matrix, project_rows
+from istar.measures.numerics import row_norms, upcast_blocks
+from istar.measures.partition import measure_matrix, project_rows
 from istar.records.config import ModelConfig
 
+MATRIX_FILES = ("embeddings.safetensors", "tokens.txt")
+MODEL_FOLDER = "model"
 FORM_FUNCTIONS: dict[str, Callable[[Tensor, int | None], Tensor]] = {
     "raw": lambda matrix, _: matrix,
     "centered": lambda matrix, _: centered(matrix),
@@ -98,9 +103,9 @@ class ModelEmbeddings:
     measures_by_form: dict[str, dict[str, Any]]
     word_similarity: pd.DataFrame  # correlations with human ratings, with a row for each benchmark and form
     notes: list[str]  # why benchmarks are left out, one line each
-    unused_similarity: pd.DataFrame  # mean cosines with unused tokens by bin; see `unused_tokens.make_bins`
+    unused_similarity: pd.DataFrame  # mean cosines with unused tokens by bin; see `token_frequencies.make_bins`
     token_frequencies: pd.DataFrame  # tokens of the texts, the most frequent first, with the norm of their row
-    projection: dict[str, Any]  # projection onto two singular directions; see `matrix_summary.project_rows`
+    projection: dict[str, Any]  # projection onto two singular directions; see `partition.project_rows`
     projection_counts: np.ndarray | None  # occurrences of the projected rows' tokens in the texts; None without texts
     row_norms: dict[str, np.ndarray]  # norms of the rows `(n,)`, raw and centered
 
@@ -121,9 +126,9 @@ def measure_embeddings(
     tokenizer = pretrained.load_tokenizer(model.config)
     matrix = read_matrix(model.config, settings.matrix)
     tokens = list_tokens(tokenizer, len(matrix.values))
-    counts = token_counts.count_tokens(texts, tokenizer, len(tokens)) if texts else None
-    unused_ids = unused_tokens.find_unused_tokens(tokens)
-    unused_similarity = unused_tokens.make_bins(tokens, set(tokenizer.all_special_ids), counts)
+    counts = token_frequencies.count_tokens(texts, tokenizer, len(tokens)) if texts else None
+    unused_ids = token_frequencies.find_unused_tokens(tokens)
+    unused_similarity = token_frequencies.make_bins(tokens, set(tokenizer.all_special_ids), counts)
     measures_by_form: dict[str, dict[str, Any]] = {}
     norms_by_form: dict[str, np.ndarray] = {}
     similarity_rows: list[dict[str, Any]] = []
@@ -140,7 +145,7 @@ def measure_embeddings(
             rows, notes = measure_word_similarity(benchmarks, form, form_matrix, tokenizer, settings.policy)
             similarity_rows += rows
             if not unused_similarity.empty:
-                cosines = unused_tokens.average_cosines(form_matrix, unused_ids, unused_similarity)
+                cosines = token_frequencies.average_cosines(form_matrix, unused_ids, unused_similarity)
                 unused_similarity[f"cosine_{form}"] = cosines
     # The sort is stable: the forms of a benchmark keep their order.
     similarity_rows.sort(key=lambda row: [benchmark.name for benchmark in benchmarks].index(row["benchmark"]))
@@ -154,7 +159,7 @@ def measure_embeddings(
         unused_similarity=unused_similarity.drop(columns="ids", errors="ignore"),
         token_frequencies=(
             pd.DataFrame() if counts is None
-            else token_counts.make_token_table(counts, tokens, norms_by_form["raw"])
+            else token_frequencies.make_token_table(counts, tokens, norms_by_form["raw"])
         ),
         projection=projection,
         projection_counts=None if counts is None else counts[projection["ids"]],
@@ -230,3 +235,52 @@ def measure_word_similarity(
         names = {"benchmark": benchmark.name, "form": form, "policy": policy, "pairs": len(benchmark.pairs)}
         rows.append({**names, **similarity._asdict()})
     return rows, notes
+
+
+def process_matrix(model: NamedModel, side: Side, form: str, components: int | None) -> tuple[Matrix, Tensor]:
+    """Return a model's embedding matrix as it is stored, and in a form of `FORM_FUNCTIONS`."""
+    matrix = read_matrix(model.config, side)
+    return matrix, FORM_FUNCTIONS[form](matrix.values, components)
+
+
+def make_matrix_files(
+    model: NamedModel, matrix: Matrix, processed: Tensor, settings: dict[str, Any]
+) -> dict[str, bytes]:
+    """Return the contents of `MATRIX_FILES`.
+
+    `tokens.txt` has the token of each row as a JSON string, or `null` for a row without a token.
+
+    Args:
+        model: the model.
+        matrix: the matrix as it is stored.
+        processed: the matrix to save.
+        settings: form and number of removed components, for the metadata of the file.
+    """
+    metadata = {**make_metadata(model.config, matrix), **settings}
+    texts = {name: str(value) for name, value in metadata.items() if value is not None}
+    tensors = save_tensors({f"{matrix.side}_embeddings": processed.contiguous()}, texts)
+    tokens = list_tokens(pretrained.load_tokenizer(model.config), len(processed))
+    lines = "".join(json.dumps(token) + "\n" for token in tokens)
+    return dict(zip(MATRIX_FILES, (tensors, lines.encode()), strict=True))
+
+
+def save_model(model: NamedModel, matrix: Matrix, processed: Tensor, output: Output) -> Path:
+    """Save the whole model with the processed matrix to a draft of a folder, and return the draft.
+
+    Tied output embeddings stay tied, so that they are processed too.
+
+    Raises:
+        UserError: if the folder cannot be written.
+    """
+    model_class = type(model_files.build_meta_model(model_files.load_pretrained(model.config, AutoConfig)))
+    loaded_model: Any = model_files.load_weights(model.config, model_class, dtype="auto")
+    is_input = matrix.side == "input"
+    layer = loaded_model.get_input_embeddings() if is_input else loaded_model.get_output_embeddings()
+    with torch.no_grad():
+        layer.weight.copy_(processed)
+    draft = output.make_draft()
+    try:
+        pretrained.save(loaded_model, pretrained.load_tokenizer(model.config), draft)
+    except OSError as error:
+        raise UserError(f"{output.folder / MODEL_FOLDER} cannot be written: {shorten(error)}") from error
+    return draft

@@ -7,13 +7,10 @@ from importlib.metadata import version
 import pandas as pd
 
 from istar.drawing import page_folder
-from istar.drawing.page import Page, Section
-from istar.drawing.page_folder import PageKind
+from istar.drawing.page_folder import Page, PageKind, Section, read_page_texts
 from istar.drawing.page_tables import Sheet
-from istar.drawing.page_texts import read_page_texts
 from istar.embeddings import embed_figures, embed_tables
-from istar.embeddings.embed_models import ModelEmbeddings
-from istar.embeddings.saved_matrix import MATRIX_FILES, MODEL_FOLDER
+from istar.embeddings.embed_models import MATRIX_FILES, MODEL_FOLDER, ModelEmbeddings
 from istar.files.writing import to_csv
 
 JSON = "embeddings.json"
@@ -110,7 +107,6 @@ def describe_anisotropy(models: Sequence[ModelEmbeddings]) -> list[str]:
 def _make_page(
     models: Sequence[ModelEmbeddings], sheets: Mapping[str, Sheet], words: pd.DataFrame, command: str
 ) -> Page:
-    """Assemble the page of embedding matrices from its tables and plots."""
     texts = read_page_texts("istar.embeddings")
     sections = [
         Section("findings", "What stands out", describe_anisotropy(models)),

@@ -1,17 +1,19 @@
-"""Tables 1 to 3 of *Too Much in Common* from measured embedding matrices, with the paper's numbers next to them."""
+"""Tables 1 to 3 of *Too Much in Common* (Biś et al., NAACL 2021): measured matrices and the paper's numbers."""
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import PurePath
 from typing import Any
 
 import pandas as pd
 import scipy.stats
 
+from istar.drawing.page_folder import read_page_texts
 from istar.drawing.page_tables import Entry, Sheet
-from istar.drawing.page_texts import read_page_texts
-from istar.embeddings import published_embeddings, token_counts
+from istar.embeddings import token_frequencies
 from istar.embeddings.embed_models import ModelEmbeddings
-from istar.embeddings.published_embeddings import BENCHMARK_TITLES
 
 FORM_NAMES = {
     "raw": "raw",
@@ -21,6 +23,27 @@ FORM_NAMES = {
     "all_but_the_top_published": "post-processed, as published in 2018",
 }
 """Names of the forms in tables, after those of the paper."""
+PAPER_FORM_NAMES = {
+    "raw": "raw",
+    "centered": "centered",
+    "scaled_centered": "centered_scaled",
+    "all_but_the_top": "post_processed",
+}
+"""Name of a form in the paper's tables, by its name in `istar.embeddings.embed_models.FORM_FUNCTIONS`."""
+BENCHMARK_TITLES = {
+    "men": "MEN",
+    "rw": "RW",
+    "simlex999": "SimLex-999",
+    "wordsim_similarity": "WordSim similarity",
+    "wordsim_relatedness": "WordSim relatedness",
+}
+"""Title of each benchmark of Table 3, in its order, by its name in `wordsim.Benchmark`."""
+NORM_CORRELATION = -0.61
+"""Correlation of the average norm with I(W) over the paper's models (appendix C)."""
+TOKENS_BY_SHARE = {0.3: 13, 0.5: 85, 0.98: 15_000}
+"""Number of WordPiece tokens that make up a share of the CNN corpus (section 2.2); the last is "nearly 15000"."""
+UNUSED_COSINE_BY_IDS = {"2,000 to 3,000": 0.27, "28,500 to 29,500": 0.63}
+"""Average cosine of the unused tokens of bert-base-cased with the tokens of a range of ids (section 4.2)."""
 _ISOTROPY_FORMS = {
     "isotropy_raw": "raw",
     "isotropy_centered": "centered",
@@ -65,7 +88,7 @@ def make_table1(models: Sequence[ModelEmbeddings]) -> Sheet:
         measured |= {column: measures["raw"][name] for column, name in _NORM_MEASURES.items()}
         rows.append({"model": model.label, "source": "istar", **measured})
         rows.append({"model": model.label, "source": "both signs", **both_signs})
-        published = dict(published_embeddings.read_isotropy_and_norms(_find_paper_model(model)))
+        published = dict(read_published_table("table1", "model").get(_find_paper_model(model), {}))
         if model.metadata["components"] is not None:
             published.pop("isotropy_post_processed", None)
         rows += _make_published_rows({"model": model.label}, measured, published)
@@ -92,7 +115,9 @@ def make_table2(models: Sequence[ModelEmbeddings]) -> Sheet:
             published: Mapping[str, float] = {}
             if benchmarks == set(BENCHMARK_TITLES):
                 paper_model = _find_wordsim_paper_model(model, form)
-                published = published_embeddings.read_average_similarity(paper_model, form)
+                published = read_published_table("table2", "model", "variant").get(
+                    (paper_model, PAPER_FORM_NAMES.get(form)), {}
+                )
             published_raw = published_raw or published
             rows += _make_published_rows(names, measured, _add_gains(published, published_raw))
     frame = pd.DataFrame(rows)
@@ -125,10 +150,11 @@ def make_table3(models: Sequence[ModelEmbeddings]) -> Sheet:
             form_rows = model.word_similarity[model.word_similarity["form"] == form]
             measured: dict[str, float] = {}
             published: dict[str, float] = {}
-            paper_model = _find_wordsim_paper_model(model, form)
+            paper_key = _find_wordsim_paper_model(model, form), PAPER_FORM_NAMES.get(form)
+            published_by_key = read_published_table("table3", "model", "variant", "benchmark")
             for row in form_rows.to_dict("records"):
                 name = str(row["benchmark"])
-                paper_scores = published_embeddings.read_benchmark_similarity(paper_model, form, name)
+                paper_scores = published_by_key.get((*paper_key, name), {})
                 for score in ("inner_product", "cosine"):
                     measured[f"{name}/{score}"] = 100 * row[f"{score}_pearson"]
                 published |= {f"{name}/{score}": value for score, value in paper_scores.items()}
@@ -153,25 +179,24 @@ def make_coverage_table(models: Sequence[ModelEmbeddings], words: pd.DataFrame) 
     tables = {"words": words, **{f"tokens of {model.label}": model.token_frequencies for model in models}}
     for unit, table in tables.items():
         counts = {
-            str(share): token_counts.count_needed(table["cumulative_share"], share)
-            for share in token_counts.TEXT_SHARES
+            str(share): token_frequencies.count_needed(table["cumulative_share"], share)
+            for share in token_frequencies.TEXT_SHARES
         }
         rows.append({"unit": unit, "different": len(table), "occurrences": int(table["count"].sum()), **counts})
-    published = {str(share): count for share, count in published_embeddings.TOKENS_BY_SHARE.items()}
+    published = {str(share): count for share, count in TOKENS_BY_SHARE.items()}
     rows.append({"unit": "WordPiece tokens of the CNN corpus, as published", **published})
     frame = pd.DataFrame(rows)
     entries = [
         [Entry(str(unit)), *(Entry("" if math.isnan(count) else f"{count:,.0f}", number=True) for count in counts)]
         for unit, *counts in frame.itertuples(index=False)
     ]
-    share_headers = [f"for {share:.0%}\nof the text" for share in token_counts.TEXT_SHARES]
+    share_headers = [f"for {share:.0%}\nof the text" for share in token_frequencies.TEXT_SHARES]
     header = ("unit", "different", "occurrences", *share_headers)
     texts = _TABLE_TEXTS["figure4_coverage"]
     return Sheet("figure4_coverage", texts["title"], texts["caption"], header, {"": entries}, frame)
 
 
 def _add_gains(scores: Mapping[str, float], raw_scores: Mapping[str, float]) -> dict[str, float]:
-    """Return scores together with their differences from the scores of the raw matrix."""
     return {**scores, **{f"{score}_gain": value - raw_scores[score] for score, value in scores.items()}}
 
 
@@ -188,7 +213,7 @@ def _make_published_rows(
 def _find_paper_model(model: ModelEmbeddings) -> str:
     """Return the model's name in *Too Much in Common*; empty if the paper does not have its embedding matrix."""
     is_same_matrix = model.metadata["matrix"] == "input" or model.metadata["tied"]
-    return published_embeddings.find_paper_model(model.label, model.metadata["model"]) if is_same_matrix else ""
+    return find_paper_model(model.label, model.metadata["model"]) if is_same_matrix else ""
 
 
 def _find_wordsim_paper_model(model: ModelEmbeddings, form: str) -> str:
@@ -199,10 +224,7 @@ def _find_wordsim_paper_model(model: ModelEmbeddings, form: str) -> str:
 
 
 def _describe_norm_correlation(models: Sequence[ModelEmbeddings]) -> list[str]:
-    """Return a sentence on the correlation of average norm and I(W) over the models, as in appendix C of the paper.
-
-    The list is empty for fewer than three models, and if the norms or the isotropies are all equal.
-    """
+    """Return a sentence on the correlation of norm and I(W), as in appendix C; none for fewer than three models."""
     raw_measures = [model.measures_by_form["raw"] for model in models]
     norms = [measures["average_norm"] for measures in raw_measures]
     isotropies = [measures["partition_isotropy_as_computed"] for measures in raw_measures]
@@ -211,7 +233,7 @@ def _describe_norm_correlation(models: Sequence[ModelEmbeddings]) -> list[str]:
     correlation = scipy.stats.pearsonr(norms, isotropies).statistic
     return [
         f"The correlation of average norm and raw I(W), with the signs as computed, over these {len(models)} models is "
-        f"{correlation:.2f}; the paper has {published_embeddings.NORM_CORRELATION} over its eight."
+        f"{correlation:.2f}; the paper has {NORM_CORRELATION} over its eight."
     ]
 
 
@@ -286,3 +308,19 @@ def _format_number(value: float, number_format: str, is_signed: bool) -> str:
     if math.isnan(value):
         return "\u2013"
     return f"{'+' if is_signed and value > 0 else ''}{number_format.format(value)}"
+
+
+def find_paper_model(label: str, name: str) -> str:
+    """Return the name of a model in *Too Much in Common*; empty if the paper does not have the model.
+
+    The paper's name is either the model's label or the last part of its hub id or path.
+    """
+    paper_models = read_published_table("table1", "model")
+    return next((candidate for candidate in (label, PurePath(name).name) if candidate in paper_models), "")
+
+
+@cache
+def read_published_table(name: str, *key_columns: str) -> dict[Any, dict[str, float]]:
+    """Return the rows of one of the tables of *Too Much in Common* by the values of the columns `key_columns`."""
+    with files("istar.embeddings").joinpath("paper", f"{name}.csv").open(encoding="utf-8") as file:
+        return pd.read_csv(file, index_col=list(key_columns)).astype(float).to_dict("index")  # type: ignore[return-value]

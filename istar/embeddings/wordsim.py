@@ -19,7 +19,7 @@ from torch import Tensor
 
 from istar.errors import UserError, shorten
 from istar.inputs.readers import numbered_lines
-from istar.measures.input_checks import accumulation_dtype, check_matrix, unit_vectors
+from istar.measures.numerics import accumulation_dtype, check_matrix, unit_vectors
 from istar.statistics.arguments import is_constant
 
 if TYPE_CHECKING:
@@ -139,11 +139,7 @@ def read_benchmark(path: Path) -> Benchmark:
 
 
 def _detect_format(path: Path, lines: Mapping[int, str]) -> str:
-    """Return the name of the first known format that fits the first line of a file.
-
-    Raises:
-        UserError: if no format fits.
-    """
+    """Return the name of the first known format that fits the first line of a file."""
     line_number, first_line = next(iter(lines.items()))
     for name, line_format in FORMATS.items():
         if first_line.startswith(line_format.header) or re.fullmatch(line_format.pattern, first_line):
@@ -201,11 +197,7 @@ def word_vectors(
 
 
 def _tokenize_words(words: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
-    """Return the token ids of each word as it is tokenized after another word.
-
-    Raises:
-        UserError: if the tokenizer joins the two words.
-    """
+    """Return the token ids of each word as it is tokenized after another word."""
     context = "the"
     texts = [context, *(f"{context} {word}" for word in words)]
     context_ids, *ids_by_text = tokenizer(texts, add_special_tokens=False, padding=False, truncation=False)["input_ids"]

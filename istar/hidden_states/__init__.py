@@ -4,9 +4,8 @@ This package depends on torch only.
 """
 
 from istar.hidden_states.attach import HiddenStatePenalty, attach, attach_with_settings
-from istar.hidden_states.attached_penalty import AttachedPenalty
+from istar.hidden_states.attached_penalty import AttachedPenalty, PenaltySettings, weight_at
 from istar.hidden_states.embedding_penalty import EmbeddingPenalty
-from istar.hidden_states.settings import PenaltySettings
 from istar.hidden_states.shrinkage import shrinkage_covariance
 
 __all__ = [
@@ -17,4 +16,5 @@ __all__ = [
     "attach",
     "attach_with_settings",
     "shrinkage_covariance",
+    "weight_at",
 ]

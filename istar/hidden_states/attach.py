@@ -7,12 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from istar.errors import UserError
-from istar.hidden_states.attached_penalty import AttachedPenalty
+from istar.hidden_states.attached_penalty import HIDDEN_STATES, NUM_POINTS, AttachedPenalty, PenaltySettings
 from istar.hidden_states.embedding_penalty import EmbeddingPenalty
 from istar.hidden_states.reader import HiddenStateReader
-from istar.hidden_states.settings import HIDDEN_STATES, NUM_POINTS, PenaltySettings
 from istar.hidden_states.shrinkage import hidden_state_moments, to_covariance
-from istar.measures.processes import sum_over_processes
+from istar.measures.accumulator import sum_over_processes
 from istar.regularizers.base import Penalty
 from istar.regularizers.istar import IStar
 from istar.regularizers.points import ALL_POINTS, Points

@@ -1,19 +1,127 @@
-"""A penalty that is attached to a model: the one interface through which all trainers use it."""
+"""A penalty that is attached to a model, the interface that all trainers use, and the settings of its use."""
 
+import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from istar.errors import UserError
-from istar.hidden_states.settings import NUM_POINTS, PenaltySettings
-from istar.measures.processes import world_size
-from istar.regularizers.base import Penalty
-from istar.regularizers.undefined import UndefinedCount
+from istar.errors import OptionError, UserError, check_at_least, check_one_of
+from istar.measures.accumulator import world_size
+from istar.regularizers.base import Penalty, UndefinedCount
+from istar.regularizers.points import ALL_POINTS, Points
+
+HIDDEN_STATES, INPUT_EMBEDDINGS, OUTPUT_EMBEDDINGS = "hidden_states", "input_embeddings", "output_embeddings"
+TARGETS = (HIDDEN_STATES, INPUT_EMBEDDINGS, OUTPUT_EMBEDDINGS)
+NUM_POINTS = 250_000
+"""Number of points of Sigma_S in *Stable Anisotropic Regularization*, Section 3."""
+SCHEDULES = ("constant", "warmup", "linear", "cosine")
+
+
+@dataclass(frozen=True)
+class PenaltySettings:
+    """How a trainer uses a penalty; the argument `settings` of the integrations.
+
+    >>> PenaltySettings(points=Points("last"), schedule="cosine", warmup=0.1, refresh_every_n_steps=500).target
+    'hidden_states'
+
+    Raises:
+        OptionError: for a value that is not allowed, and for settings that exclude each other.
+    """
+
+    points: Points = ALL_POINTS
+    """Which tokens are points."""
+    target: str = HIDDEN_STATES
+    """What is penalized: hidden_states, input_embeddings or output_embeddings. For the rows of an embedding matrix,
+    layers, points and Sigma_S have no meaning, and zeta is 0."""
+    rows: int | None = None
+    """Number of rows of the embedding matrix that are sampled for each micro-batch; None uses all rows."""
+    seed: int = 0
+    """Seed of the samples of rows, equal on all processes."""
+    schedule: str | Callable[[int, int], float] = "constant"
+    """Lambda over the course of training: constant, warmup (constant after its rise), linear or cosine (decay to 0); in
+    Python also a function of the number of completed optimizer steps and of all steps that returns lambda."""
+    warmup: float = 0.0
+    """Fraction of the optimizer steps, in [0, 1], over which lambda rises linearly from 0; not for constant."""
+    refresh: bool = True
+    """Compute Sigma_S at the beginning of each epoch. Otherwise, `penalty.shrinkage_covariance` must be set before."""
+    refresh_every_n_steps: int | None = None
+    """Optimizer steps between two computations of the shrinkage covariance within an epoch, in addition to the one at
+    the beginning of each epoch. None computes it only at the beginning of each epoch."""
+    num_points: int = NUM_POINTS
+    """Number of points that the shrinkage covariance is computed from, counted over the union of the layers."""
+    momentum: float = 0.0
+    """Weight of the previous Sigma_S in the new one, in [0, 1)."""
+
+    def __post_init__(self) -> None:
+        check_one_of("target", self.target, TARGETS)
+        check_at_least(2, "rows", self.rows)
+        if isinstance(self.schedule, str):
+            check_schedule(self.schedule, self.warmup)
+        check_at_least(1, "refresh_every_n_steps", self.refresh_every_n_steps)
+        check_at_least(2, "num_points", self.num_points)
+        if self.target == HIDDEN_STATES and self.rows is not None:
+            raise OptionError(f"rows={self.rows} needs target={INPUT_EMBEDDINGS} or {OUTPUT_EMBEDDINGS}")
+        if self.target != HIDDEN_STATES and not self.points.are_all:
+            raise OptionError(
+                f"target={self.target} has rows, but points and max_norm_ratio choose tokens: leave both out"
+            )
+
+    @property
+    def has_schedule(self) -> bool:
+        """Whether lambda changes during training."""
+        return self.schedule != "constant"
+
+    def weight_at(self, step: int, num_steps: int, weight: float) -> float:
+        """Return lambda after `step` of `num_steps` optimizer steps; `weight` is the largest lambda, with its sign."""
+        if callable(self.schedule):
+            return self.schedule(step, num_steps)
+        return weight_at(step, num_steps, weight, self.schedule, self.warmup)
+
+
+def weight_at(step: int, steps: int, weight: float, schedule: str = "constant", warmup: float = 0.0) -> float:
+    """Return the weight lambda of a penalty at an optimizer step.
+
+    It rises linearly from 0 to `weight` during the fraction `warmup` of the steps. Then it stays constant (`constant`
+    and `warmup`), or falls to 0 at the end of training, linearly (`linear`) or as half a cosine wave (`cosine`).
+
+    >>> [weight_at(step, 8, -1.0, "linear", warmup=0.5) for step in range(8)]
+    [0.0, -0.25, -0.5, -0.75, -1.0, -0.75, -0.5, -0.25]
+
+    Args:
+        step: number of completed optimizer steps, from 0.
+        steps: number of optimizer steps of training. After these steps, lambda keeps its last value.
+        weight: the largest lambda, with its sign.
+        schedule: `constant`, `warmup`, `linear` or `cosine`. `warmup` is `constant` with a warmup that is above 0.
+        warmup: fraction of the steps, in [0, 1], over which lambda rises; 0 for `constant`.
+
+    Raises:
+        OptionError: for an unknown schedule, or a warmup that does not fit it.
+    """
+    check_schedule(schedule, warmup)
+    warmup_steps = round(warmup * steps)
+    if step < warmup_steps:
+        return weight * step / warmup_steps if step > 0 else 0.0  # Not -0.0, which would be logged.
+    if schedule in ("constant", "warmup"):
+        return weight
+    progress = min((step - warmup_steps) / max(steps - warmup_steps, 1), 1.0)
+    return weight * (1 - progress if schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2)
+
+
+def check_schedule(schedule: str, warmup: float) -> None:
+    """Raise `OptionError` for an unknown schedule, or a warmup that does not fit it."""
+    check_one_of("schedule", schedule, SCHEDULES)
+    if not 0 <= warmup <= 1:
+        raise OptionError(f"warmup={warmup:g} is outside [0, 1]; it is a fraction of the optimizer steps")
+    if schedule == "constant" and warmup > 0:
+        raise OptionError(f"warmup={warmup:g} has no effect with schedule=constant; use schedule=warmup")
+    if schedule == "warmup" and warmup == 0:
+        raise OptionError("schedule=warmup needs a warmup above 0, the fraction of the steps over which lambda rises")
 
 
 class AttachedPenalty(ABC):
@@ -100,7 +208,7 @@ class AttachedPenalty(ABC):
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state to resume from exactly, for checkpoints: tensors on the CPU.
 
-        The keys are `process<rank>.<name>`. If all processes have the same state, it is that of process 0; otherwise
+        The keys are `process<rank>.<name>`. If all processes have the same state, rank is 0; otherwise
         all processes must call this method together.
         """
         state = {f"penalty.{name}": value for name, value in self.penalty.state_dict().items()}

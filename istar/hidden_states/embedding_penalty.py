@@ -13,9 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from istar.errors import UserError
-from istar.hidden_states.attached_penalty import AttachedPenalty
+from istar.hidden_states.attached_penalty import (
+    HIDDEN_STATES,
+    INPUT_EMBEDDINGS,
+    OUTPUT_EMBEDDINGS,
+    AttachedPenalty,
+    PenaltySettings,
+)
 from istar.hidden_states.model_layers import find_head_model
-from istar.hidden_states.settings import HIDDEN_STATES, INPUT_EMBEDDINGS, OUTPUT_EMBEDDINGS, PenaltySettings
 from istar.regularizers.base import Penalty
 from istar.regularizers.points import Tokens
 

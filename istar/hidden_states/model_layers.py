@@ -3,11 +3,13 @@
 Hidden state 0 is the input of the first layer, hidden state i is the output of layer i, and the last one is the output
 of the final norm, if there is one. Most models of transformers declare their layers. The others are tried on a few
 tokens: their layers are the modules whose outputs they return as hidden states. Mamba and RWKV, for example, return the
-outputs of all layers and then that of the final norm, but no embeddings.
+outputs of all layers and then of the final norm, but no embeddings.
 """
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +19,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from istar.errors import UserError, shorten
-from istar.hidden_states.undisturbed import eval_mode, preserve_rng_states
 from istar.measures.norms import norm_parameters
 
 _TRIAL_TOKENS = 5
@@ -34,7 +35,7 @@ class ModelLayers:
         modules: modules whose outputs are the hidden states, in the model's order. Empty if no module returns them as
             they are, so that the model must be called with `output_hidden_states=True`.
         num_layers: L, the number of hidden states after the embedding output.
-        ends_with_norm: whether the last hidden state is the output of the final norm instead of that of the last layer.
+        ends_with_norm: whether the last hidden state is the output of the final norm instead of the last layer.
         is_transformers: whether the base model is a transformers model.
         returns_embeddings: whether the first of the hidden states that the model returns is the embedding output.
     """
@@ -99,7 +100,7 @@ class ReturnedStates:
     """Puts the hidden states that a model returns in evaluation into the order of the layers, as `istar measure` does.
 
     The embeddings come first, and then the output of each layer, before the final norm if there is one. Most models
-    return the output of the final norm in place of that of the last layer. A hook on the norm records its input, and in
+    return the output of the final norm in place of the last layer. A hook on the norm records its input, and in
     models that return no embeddings, like Mamba, a hook on the first layer records these.
 
     Args:
@@ -235,7 +236,7 @@ def run_trial(base_model: nn.Module, called_module: nn.Module) -> TrialPass:
     name, device = type(base_model).__name__, next(base_model.parameters()).device
     if not _reads_text(base_model) or device.type == "meta":
         raise UserError(f"{name} cannot be tried on token ids; expected a model of text that has weights")
-    # Hooks of the base model itself, such as those of another penalty, are not to see the trial.
+    # Hooks of the base model itself, such as hooks of another penalty, are not to see the trial.
     call: Any = base_model.forward if called_module is base_model else called_module
     calls: list[Call] = []
 
@@ -282,3 +283,36 @@ def make_trial_ids(base_model: Any) -> Tensor:
 
 def _are_equal(tensor: Tensor | None, state: Tensor) -> bool:
     return tensor is not None and torch.equal(tensor, state)
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Switch all modules to eval mode, and restore the mode of each module at the end."""
+    training_modules = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training_modules:
+            module.training = True
+
+
+@contextmanager
+def preserve_rng_states(device: torch.device) -> Iterator[None]:
+    """Restore the states of the global random number generators at the end of the context.
+
+    These are the generators of `random`, numpy and torch, from which loaders and collators may draw.
+    """
+    python_state = random.getstate()
+    # If numpy is not imported, its generator cannot have been used.
+    numpy: Any = sys.modules.get("numpy")
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    # On CPUs, fork_rng ignores the device type, which only has to exist.
+    devices, device_type = ([], "cuda") if device.type == "cpu" else ([device], device.type)
+    with torch.random.fork_rng(devices, device_type=device_type):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)

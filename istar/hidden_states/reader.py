@@ -57,7 +57,7 @@ class HiddenStateReader:
             is not read and has no gradients, the summaries of the previous pass are kept; otherwise they are dropped.
         modules: modules whose outputs, or the first elements of whose outputs, are the hidden states of layers 1 to L.
         points: which tokens count. Labels are read from the call of the model with its head.
-        needs_labels: give the labels to `summarize` also if `points` do not need them.
+        needs_labels: give the labels to `summarize` even if `points` do not need them.
 
     Attributes:
         base_model: the module whose forward passes are read; see `ModelLayers`.
@@ -314,7 +314,7 @@ def _check_have_gradients(states: list[tuple[int, Tensor]], layers: set[int]) ->
 def _mask_of_states(arguments: dict[str, Any]) -> Any:
     """Return the attention mask of a call without the columns of cached positions, which have no hidden states.
 
-    Positions are cached in `past_key_values`, for example those of prefix tuning.
+    Positions are cached in `past_key_values`, for example by prefix tuning.
     """
     mask, inputs = arguments.get("attention_mask"), arguments.get("input_ids")
     inputs = arguments.get("inputs_embeds") if inputs is None else inputs

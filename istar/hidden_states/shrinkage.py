@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from istar.errors import UserError
+from istar.hidden_states.attached_penalty import NUM_POINTS
+from istar.hidden_states.model_layers import eval_mode, preserve_rng_states
 from istar.hidden_states.reader import HiddenStateReader
-from istar.hidden_states.settings import NUM_POINTS
-from istar.hidden_states.undisturbed import eval_mode, preserve_rng_states
+from istar.measures.accumulator import sum_over_processes, world_size
 from istar.measures.classes import ClassMoments, merge_class_moments
 from istar.measures.isoscore import check_covariance
 from istar.measures.moments import Moments, merge_moments
-from istar.measures.processes import sum_over_processes, world_size
 from istar.regularizers.istar import IStar
 from istar.regularizers.points import ALL_POINTS, Layers, Points
 

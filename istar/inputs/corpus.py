@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from istar.errors import UserError
-from istar.inputs.tokenizing import chunks, find_separator_id, special_tokens, tokenize
+from istar.inputs.tokenizing import chunks, count_text_tokens, find_separator_id, special_tokens, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,7 +26,7 @@ BATCH_TOKENS = 2_048
 BATCH_TOKENS_ON_DEVICES = 16_384
 """Default number of tokens of a batch on other devices, where small batches leave the device idle."""
 RUN_LENGTH = 4
-"""Number of consecutive blocks of packed documents that count as one document; see `Pass.groups` in `stream`."""
+"""Number of consecutive blocks of packed documents that count as one document; see `MeasureSettings.groups`."""
 
 T = TypeVar("T")
 _SENTENCE_END = re.compile(r"""[.!?…]["'”’)\]]*\s+(?=["'“‘(\[]*[^\W_a-z])|[。！？]|\n""")  # noqa: RUF001
@@ -127,25 +127,18 @@ class Blocks:
             raise UserError(f"documents is {documents!r}; expected one of {', '.join(get_args(Documents))}")
         self._tokenizer, self._documents = tokenizer, documents
         self._prefix, self._suffix = special_tokens(tokenizer)
-        self._text_length = length - len(self._prefix) - len(self._suffix)
-        if self._text_length < 1:
-            raise UserError(
-                f"a block of {length} tokens has no room for text beside the special tokens; choose a greater length"
-            )
+        self._text_length = count_text_tokens(length, self._prefix, self._suffix)
         separator_id = find_separator_id(tokenizer)
         self._separator = [] if separator_id is None else [separator_id]
 
     def __call__(self, texts: Iterable[str], reading: Reading | None = None) -> Iterator[Block]:
         """Yield the blocks of the documents in their order, and count the documents that were read in `reading`."""
         documents = self._tokenize_documents(texts, Reading() if reading is None else reading)
-        pieces = self._pack(documents) if self._documents == "packed" else self._cut(documents)
         prefix_mask, suffix_mask = [True] * len(self._prefix), [True] * len(self._suffix)
-        for tokens, is_special, document_index, piece_index in pieces:
-            yield Block(
-                [*self._prefix, *tokens, *self._suffix],
-                [*prefix_mask, *is_special, *suffix_mask],
-                document_index,
-                piece_index,
+        for piece in self._pack(documents) if self._documents == "packed" else self._cut(documents):
+            yield piece._replace(
+                tokens=[*self._prefix, *piece.tokens, *self._suffix],
+                is_special=[*prefix_mask, *piece.is_special, *suffix_mask],
             )
 
     def _tokenize_documents(self, texts: Iterable[str], reading: Reading) -> Iterator[Block]:
@@ -173,20 +166,19 @@ class Blocks:
                 yield Block(tokens[piece], is_special[piece], document_index, piece_index)
 
     def _pack(self, documents: Iterable[Block]) -> Iterator[Block]:
-        """Join the documents, cut the result into pieces, and number the runs of `RUN_LENGTH` pieces."""
-        for piece_number, (tokens, is_special, *_) in enumerate(self._join(documents)):
+        """Join the documents with separators, cut the result into pieces, and number the runs of `RUN_LENGTH` pieces.
+
+        All pieces are full except the last.
+        """
+        for piece_number, piece in enumerate(chunks(self._join(documents), self._text_length)):
+            tokens, is_special = map(list, zip(*piece, strict=True))
             yield Block(tokens, is_special, piece_number // RUN_LENGTH)
 
-    def _join(self, documents: Iterable[Block]) -> Iterator[Block]:
-        """Join the documents with separators, and cut the result into pieces, all of them full except the last."""
-        remainder = Block([], [])
-        for tokens, is_special, *_ in documents:
-            remainder.tokens.extend([*tokens, *self._separator])
-            remainder.is_special.extend([*is_special, *[True] * len(self._separator)])
-            full_length = len(remainder.tokens) // self._text_length * self._text_length
-            yield from self._cut([Block(remainder.tokens[:full_length], remainder.is_special[:full_length])])
-            del remainder.tokens[:full_length], remainder.is_special[:full_length]
-        yield from self._cut([remainder])
+    def _join(self, documents: Iterable[Block]) -> Iterator[tuple[int, bool]]:
+        """Yield the tokens of all documents and of the separators, each with whether it was added to the text."""
+        for document in documents:
+            yield from zip(document.tokens, document.is_special, strict=True)
+            yield from ((token, True) for token in self._separator)
 
 
 def sorted_windows(blocks: Iterable[T], block_length: Callable[[T], int]) -> Iterator[list[T]]:

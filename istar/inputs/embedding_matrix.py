@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from istar.errors import UserError, shorten
 from istar.files.parsing import read_record
-from istar.inputs import adapters, pretrained
+from istar.inputs import adapters, model_files
 from istar.records.config import ModelConfig
 
 Side = Literal["input", "output"]
@@ -46,16 +46,16 @@ def read_matrix(config: ModelConfig, side: Side = "input") -> Matrix:
         UserError: if the model cannot be found or read, or has no such matrix.
     """
     model = _build_without_weights(config)
-    weight = pretrained.get_embedding_weight(model, side)
+    weight = model_files.get_embedding_weight(model, side)
     if weight is None:
         raise UserError(f"{config.name} is a {type(model).__name__}, which has no {side} embeddings; choose another")
-    tied = pretrained.get_embedding_weight(model, "input") is pretrained.get_embedding_weight(model, "output")
+    tied = model_files.get_embedding_weight(model, "input") is model_files.get_embedding_weight(model, "output")
     # A tied matrix has two names, and a file may hold it under either.
     names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight]
     stored_names = [] if adapters.has_adapters(config.name) else _list_stored_names(names, model.base_model_prefix)
     stored_tensor = _read_tensor(config, stored_names)
     if stored_tensor is None:
-        loaded_model = pretrained.load_weights(config, type(model), dtype=torch.float32)
+        loaded_model = model_files.load_weights(config, type(model), dtype=torch.float32)
         return Matrix(loaded_model.get_parameter(names[0]).detach(), side, names[0], None, tied)
     values, tensor_name, path = stored_tensor
     if values.shape != weight.shape:
@@ -69,13 +69,13 @@ def read_matrix(config: ModelConfig, side: Side = "input") -> Matrix:
 def read_untied_output(config: ModelConfig) -> Matrix | None:
     """Read a model's output embeddings; return None if it has none or they are tied to the input embeddings."""
     model = _build_without_weights(config)
-    weight = pretrained.get_embedding_weight(model, "output")
-    is_tied = weight is not None and weight is pretrained.get_embedding_weight(model, "input")
+    weight = model_files.get_embedding_weight(model, "output")
+    is_tied = weight is not None and weight is model_files.get_embedding_weight(model, "input")
     return None if weight is None or is_tied else read_matrix(config, "output")
 
 
 def _build_without_weights(config: ModelConfig) -> PreTrainedModel:
-    return pretrained.build_meta_model(pretrained.load_pretrained(config, AutoConfig))
+    return model_files.build_meta_model(model_files.load_pretrained(config, AutoConfig))
 
 
 def _list_stored_names(names: list[str], base_prefix: str) -> list[str]:
@@ -86,13 +86,13 @@ def _list_stored_names(names: list[str], base_prefix: str) -> list[str]:
 
 
 def _read_tensor(config: ModelConfig, names: list[str]) -> tuple[Tensor, str, Path] | None:
-    index_path = pretrained.find_file(config, INDEX)
+    index_path = model_files.find_file(config, INDEX)
     if index_path is None:
-        path = pretrained.find_file(config, WEIGHTS)
+        path = model_files.find_file(config, WEIGHTS)
     else:
         file_by_tensor = _read_index(index_path)
         tensor_name = next((name for name in names if name in file_by_tensor), None)
-        path = None if tensor_name is None else pretrained.find_file(config, file_by_tensor[tensor_name])
+        path = None if tensor_name is None else model_files.find_file(config, file_by_tensor[tensor_name])
         if tensor_name is not None and path is None:
             raise UserError(
                 f"{config.name} lacks {file_by_tensor[tensor_name]}, which {INDEX} names as the file of {tensor_name}"

@@ -1,22 +1,16 @@
-"""Loading and saving of models and tokenizers of transformers, with one-line errors for what is missing or damaged."""
+"""The model and the tokenizer of a run: pretrained or new, with the head and the labels of its task."""
 
 import inspect
 import logging
 import os
-import pickle
 import re
-import tempfile
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -26,9 +20,8 @@ from transformers import (
 )
 
 from istar.errors import UserError, shorten
-from istar.files.parsing import read_json
 from istar.inputs import demo, tiny
-from istar.inputs.adapters import add_adapters, find_base, has_adapters, merge_adapters, read_base_config, save_adapters
+from istar.inputs.adapters import add_adapters, find_base, save_adapters
 from istar.inputs.architectures import (
     check_num_layers,
     get_auto_class,
@@ -37,7 +30,16 @@ from istar.inputs.architectures import (
     make_config,
     override_config,
 )
-from istar.inputs.hub import LOCAL_COPY_HINTS, explain_refusal, find_hub_problem, is_hub_id
+from istar.inputs.model_files import (
+    check_json_files,
+    convert_to_user_errors,
+    get_embedding_weight,
+    is_folder,
+    load_pretrained,
+    load_weights,
+    make_hub_options,
+    silence_transformers,
+)
 from istar.inputs.new_tokenizer import train_tokenizer
 from istar.inputs.tokenizing import find_max_input_length
 from istar.records.config import ModelConfig
@@ -76,15 +78,15 @@ def load_tokenizer(config: ModelConfig, texts: Iterable[str] | None = None) -> P
         config = ModelConfig(name=name, revision=revision or None)
     if os.path.isfile(config.name):  # noqa: PTH113  Path.is_file raises an error if the name is too long
         raise UserError(f"{key}={config.name} is a file; name the folder that save_pretrained wrote it to")
-    if _is_folder(config.name):
+    if is_folder(config.name):
         if config.revision is not None:
             raise UserError(
                 f"model.revision={config.revision} needs a model of the hub, but model.name={config.name} is a folder"
             )
-        _check_json_files(Path(config.name))
+        check_json_files(Path(config.name))
         config = find_base(config, "tokenizer_config.json") or config
-    with _convert_to_user_errors(config, key), _silence_transformers():
-        tokenizer = AutoTokenizer.from_pretrained(config.name, **_make_hub_options(config))
+    with convert_to_user_errors(config, key), silence_transformers():
+        tokenizer = AutoTokenizer.from_pretrained(config.name, **make_hub_options(config))
     if not tokenizer.is_fast:
         raise UserError(f"{key}={config.name} has no fast tokenizer; choose a model with a tokenizer.json")
     # If the files are missing, transformers creates a tokenizer with special tokens only, to which all texts are alike.
@@ -94,7 +96,7 @@ def load_tokenizer(config: ModelConfig, texts: Iterable[str] | None = None) -> P
             "or the vocabulary file that belongs to the model"
         )
     # A rare character: some damaged tokenizers have no token for unknown text and fail here.
-    with _convert_to_user_errors(config, key):
+    with convert_to_user_errors(config, key):
         tokenizer("\u2603")
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -228,7 +230,7 @@ def load_model(
         if spec.kind in ("classification", "regression"):
             _fit_head(config, spec, model)
     else:
-        with _convert_to_user_errors(config), _silence_transformers():
+        with convert_to_user_errors(config), silence_transformers():
             model = auto_class.from_config(model_config, trust_remote_code=False, **options).eval()
     if not config.is_tiny:
         texts = ["a"] * len(spec.text_columns)
@@ -243,7 +245,7 @@ def load_model(
         except ValueError as error:
             raise UserError(f"model.gradient_checkpointing=true: {shorten(error)}") from error
     if config.lora:
-        with _silence_transformers():
+        with silence_transformers():
             model = add_adapters(model, config, spec.kind)
     if config.compile:
         # `Module.compile` works in place and keeps the names of the weights. Batches differ in length, hence `dynamic`.
@@ -270,73 +272,6 @@ def load_encoder(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, dtype:
     return model.eval()
 
 
-def load_pretrained(config: ModelConfig, auto_class: Any, /, **options: Any) -> Any:
-    """Load an object by `auto_class.from_pretrained`, without log output and without network retries.
-
-    Args:
-        config: settings of the model, of which name and revision are used.
-        auto_class: a class of transformers, such as `AutoConfig` or `AutoModel`.
-        **options: further arguments of `from_pretrained`.
-
-    Raises:
-        UserError: if the files are not found or cannot be read.
-    """
-    if auto_class is AutoConfig:
-        config = find_base(config, "config.json") or config
-    elif "config" not in options:
-        load_pretrained(config, AutoConfig)  # its size is checked before the model is built
-    with _convert_to_user_errors(config), _silence_transformers():
-        loaded = auto_class.from_pretrained(config.name, **_make_hub_options(config), **options)
-    if auto_class is AutoConfig:
-        check_num_layers(loaded, config.label)
-    return loaded
-
-
-def build_meta_model(model_config: Any) -> PreTrainedModel:
-    """Build the model that a checkpoint's configuration names, including its head, without weights (meta device).
-
-    Raises:
-        UserError: if transformers does not support the architecture.
-    """
-    try:
-        model_class: Any = get_checkpoint_class(model_config) or transformers.MODEL_MAPPING[type(model_config)]
-        with torch.device("meta"), _silence_transformers():
-            return model_class(model_config)
-    except Exception as error:  # transformers raises many types for an unusual config.json
-        raise UserError(f"{model_config.model_type} models cannot be built: {_describe_error(error)}") from error
-
-
-def get_embedding_weight(model: PreTrainedModel, side: Literal["input", "output"]) -> Any:
-    """Return the parameter of a model's input or output embeddings, or None if it has none."""
-    try:
-        layer: Any = model.get_input_embeddings() if side == "input" else model.get_output_embeddings()
-    except NotImplementedError:  # transformers raises this for architectures without such a layer
-        return None
-    return getattr(layer, "weight", None)
-
-
-def find_file(config: ModelConfig, name: str) -> Path | None:
-    """Return the path of a file of a model, or None if the model has no such file.
-
-    The file is searched in the model's folder. For a model of the Hugging Face hub, it is searched in the local cache
-    and on the hub, and downloaded if needed.
-    """
-    if _is_folder(config.name):
-        path = Path(config.name) / name
-        return path if path.is_file() else None
-    options = _make_hub_options(config)
-    with _convert_to_user_errors(config), _silence_transformers():
-        if options["local_files_only"]:
-            cached_path = try_to_load_from_cache(config.name, name, revision=options["revision"])
-            return Path(cached_path) if isinstance(cached_path, str) else None
-        try:
-            return Path(hf_hub_download(config.name, name, revision=options["revision"]))
-        except LocalEntryNotFoundError:  # a subclass of EntryNotFoundError: the hub cannot be reached
-            raise
-        except EntryNotFoundError:
-            return None
-
-
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a model and its tokenizer to a folder that `from_pretrained` can load.
 
@@ -346,7 +281,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
         OSError: if the folder cannot be written.
     """
     try:
-        with _silence_transformers(), _enable_key_value_cache(model):
+        with silence_transformers(), _enable_key_value_cache(model):
             if isinstance(model, PreTrainedModel):
                 model.save_pretrained(folder)
             else:
@@ -374,13 +309,6 @@ def _enable_key_value_cache(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.config.use_cache = previous_use_cache
-
-
-def _make_hub_options(config: ModelConfig) -> dict[str, Any]:
-    # The retries of an unreachable hub would take a minute. Without `trust_remote_code`, transformers would ask at the
-    # terminal whether to run code of the repository.
-    uses_local_files = _is_folder(config.name) or bool(find_hub_problem())
-    return {"revision": config.revision or "main", "local_files_only": uses_local_files, "trust_remote_code": False}
 
 
 def _fit_head(config: ModelConfig, spec: TaskSpec, model: PreTrainedModel) -> None:
@@ -428,50 +356,6 @@ def _match_labels(names: Sequence[str], labels: Sequence[str]) -> list[int] | No
     return [plain_names.index(label) for label in plain_labels] if set(plain_names) == set(plain_labels) else None
 
 
-# --- checks -------------------------------------------------------------------------------------------------
-
-
-def load_weights(config: ModelConfig, auto_class: Any, /, **options: Any) -> PreTrainedModel:
-    """Load a model with pretrained weights, and merge its adapters if it has any.
-
-    Args:
-        config: settings of the model.
-        auto_class: class whose `from_pretrained` loads the model.
-        **options: further arguments of `from_pretrained`; `dtype` is required for a model with adapters.
-
-    Raises:
-        UserError: if the model cannot be loaded, or weights other than those of the head or the pooler are missing.
-    """
-    if has_adapters(config.name):
-        with tempfile.TemporaryDirectory() as folder:
-            _write_merged_model(config, Path(folder), options["dtype"])
-            return load_weights(replace(config, name=folder), auto_class, **options)
-    # A head for other labels may have mismatched sizes; `_check_loaded_weights` rejects all other mismatches.
-    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    model: PreTrainedModel
-    model, loading_info = load_pretrained(config, auto_class, **options)
-    checkpoint_class = get_checkpoint_class(load_pretrained(config, AutoConfig))
-    if checkpoint_class is None or checkpoint_class.base_model_prefix == model.base_model_prefix:
-        _check_loaded_weights(config.label, model, loading_info)
-        return model
-    # Some classes of an architecture give the base model another name, with which transformers does not find its
-    # weights: it is `model` in `LlamaForCausalLM`, but `transformer` in `LlamaForQuestionAnswering`.
-    checkpoint_model, loading_info = load_pretrained(config, checkpoint_class, **options)
-    _check_loaded_weights(config.label, checkpoint_model, loading_info)
-    model.base_model.load_state_dict(checkpoint_model.base_model.state_dict())
-    return model
-
-
-def _write_merged_model(config: ModelConfig, folder: Path, dtype: torch.dtype) -> None:
-    adapted_config = load_pretrained(config, AutoConfig)
-    adapted_class = get_checkpoint_class(adapted_config)
-    if adapted_class is None:
-        raise UserError(f"{config.label}: its config.json names no architecture of transformers")
-    base_model = load_weights(read_base_config(Path(config.name)), adapted_class, config=adapted_config, dtype=dtype)
-    with _convert_to_user_errors(config), _silence_transformers():
-        merge_adapters(base_model, Path(config.name)).save_pretrained(folder)
-
-
 def _check_outputs(label: str, model: Any, tokenizer: PreTrainedTokenizerBase, inputs: Any) -> None:
     """Check that tokenizer and model belong together, and that the model computes finite outputs for the inputs."""
     embedding = get_embedding_weight(model, "input")
@@ -505,98 +389,3 @@ def _explain_nonfinite_outputs(model: Any) -> str:
     if all(parameter.isfinite().all() for parameter in model.parameters()):
         return f"its weights are finite, but what it computes overflows {dtype}: look for very large weights"
     return "its weights are damaged: some are infinite"
-
-
-def _check_json_files(folder: Path) -> None:
-    for path in (folder / name for name in ("config.json", "tokenizer_config.json", "tokenizer.json")):
-        if path.exists() and not isinstance(read_json(path), dict):
-            raise UserError(f"{path}: a JSON object was expected, as save_pretrained writes it")
-
-
-def _check_loaded_weights(label: str, model: PreTrainedModel, loading_info: dict[str, Any]) -> None:
-    """Check that all weights except those of the head and the pooler were loaded.
-
-    The head is new for each task, and many models are pretrained without a pooler. A warning is logged if a head for
-    language modelling is new, because such a head needs long training.
-    """
-    # In a model without a head, the names of the weights have no prefix.
-    prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
-    # The head for language modelling has as many outputs as the tokenizer has tokens, whatever the task.
-    is_language_model = model.get_output_embeddings() is not None
-    for key, stored_shape, expected_shape in sorted(loading_info["mismatched_keys"]):
-        if key.startswith(prefix) or is_language_model:
-            raise UserError(
-                f"{label}: {key} has the shape {tuple(stored_shape)} in the weights and {tuple(expected_shape)} by "
-                "config.json; they belong to different models"
-            )
-    missing_weights = sorted(
-        key for key in loading_info["missing_keys"] if key.startswith(prefix) and "pooler" not in key
-    )
-    if missing_weights:
-        raise UserError(
-            f"{label} lacks {len(missing_weights)} of the encoder's weights, e.g. {missing_weights[0]}; they would be "
-            "random"
-        )
-    new_head_weights = sorted(key for key in loading_info["missing_keys"] if not key.startswith(prefix))
-    if is_language_model and new_head_weights:
-        log.warning(
-            "%s has no head for language modelling: %s and all else of the head is random", label, new_head_weights[0]
-        )
-
-
-# --- errors -------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _convert_to_user_errors(config: ModelConfig, key: str = "model.name") -> Iterator[None]:
-    """Convert every error in the block to a `UserError`; transformers raises many types for damaged folders."""
-    try:
-        yield
-    except Exception as error:
-        if config.architecture is not None:
-            raise UserError(f"{config.label} cannot be built: {_describe_error(error)}") from error
-        raise UserError(_make_load_error_message(key, config.name, error)) from error
-
-
-def _make_load_error_message(key: str, name: str, error: Exception) -> str:
-    if _is_folder(name):
-        return f"{key}={name} is not a model folder that can be loaded: {_describe_error(error)}"
-    if not is_hub_id(name):
-        return f"{key}={name}: there is no such folder; expected one that save_pretrained wrote, or a hub id"
-    problem = find_hub_problem() if isinstance(error, OSError | ValueError | KeyError) else ""
-    reason = explain_refusal(error, name, "model") or _describe_error(error)
-    reason = f"not in the local cache, and {problem}" if problem else reason
-    return f"model {name}: {reason}; {LOCAL_COPY_HINTS['model']}"
-
-
-def _describe_error(error: Exception) -> str:
-    if isinstance(error, pickle.UnpicklingError | EOFError):
-        return "its pickled weights hold more than tensors, or are damaged; look for a model.safetensors"
-    # The message of transformers recommends running the code of the checkpoint.
-    if "trust_remote_code" in str(error):
-        return "it needs code from its repository, which is never run; choose an architecture that transformers knows"
-    # The messages of these two types are complete sentences; others need the name of the type to be understood.
-    return shorten(error if type(error) in (OSError, ValueError) else f"{type(error).__name__}: {error}")
-
-
-def _is_folder(name: str) -> bool:
-    return os.path.isdir(name)  # noqa: PTH112  Path.is_dir raises an error if the name is too long
-
-
-@contextmanager
-def _silence_transformers() -> Iterator[None]:
-    """Suppress the log output of transformers, its progress bars and its warning about pickled weights in a block.
-
-    The log would list the new weights of the head; `_check_loaded_weights` reports those that matter.
-    """
-    verbosity, has_bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
-    transformers.logging.set_verbosity(logging.ERROR)
-    transformers.logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Detected pickle protocol")
-            yield
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-        if has_bars:
-            transformers.logging.enable_progress_bar()

@@ -1,4 +1,4 @@
-"""Checkpoints of one training: finding them, and reading the optimizer step at which each was saved."""
+"""Models that a command line names, and the checkpoints of one training with the optimizer step of each."""
 
 import csv
 import glob
@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -33,6 +33,35 @@ _RESERVED_NAMES = (".", "..", "trajectory.csv", "index.html", "figures", "tables
 """Names in the output folder that no checkpoint's folder may have."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelArgument:
+    """A model that the command line names: a folder, a run of train.py, or a model of the hub."""
+
+    label: str  # label given on the command line; empty for none
+    name: str  # folder or hub id
+    revision: str | None = None  # revision on the hub
+
+    @property
+    def model_name(self) -> str:
+        """Hub id or folder of the model; for a run of train.py, its folder `model`."""
+        model_folder = Path(self.name) / "model"
+        return str(model_folder) if (model_folder / "config.json").is_file() else self.name
+
+    @property
+    def default_label(self) -> str:
+        """The given label, or else the last part of the name with the revision, which can also name a folder."""
+        return self.label or "-".join(filter(None, (PurePath(self.name).name, self.revision)))
+
+
+def parse_model_argument(argument: str) -> ModelArgument:
+    """Parse a model, written as `[label=]<folder, run or hub id>[@revision]`; a folder has no revision."""
+    label, _, name = argument.rpartition("=")
+    revision = ""
+    if not Path(name).exists():
+        name, _, revision = name.partition("@")
+    return ModelArgument(label, name, revision or None)
 
 
 @dataclass(frozen=True)

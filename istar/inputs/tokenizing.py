@@ -1,8 +1,10 @@
 """Tokenization of documents without special tokens, a tokenizer's special tokens, and a model's longest input."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
+
+from istar.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -34,6 +36,20 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], lis
     all_ids = tokenizer("a")["input_ids"]
     start = next(index for index in range(len(all_ids)) if all_ids[index : index + len(text_ids)] == text_ids)
     return all_ids[:start], all_ids[start + len(text_ids) :]
+
+
+def count_text_tokens(length: int, prefix: Sequence[int], suffix: Sequence[int]) -> int:
+    """Return the number of tokens of a text that fit into a block of `length` tokens beside the special tokens.
+
+    Raises:
+        UserError: if there is no room for text.
+    """
+    num_text_tokens = length - len(prefix) - len(suffix)
+    if num_text_tokens < 1:
+        raise UserError(
+            f"a block of {length} tokens has no room for text beside the special tokens; choose a greater length"
+        )
+    return num_text_tokens
 
 
 def find_separator_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:

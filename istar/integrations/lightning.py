@@ -49,7 +49,7 @@ class PenaltyCallback(L.Callback):
     if zeta is estimated, `train/lambda` if there is a schedule, and `train/undefined` once micro-batches had no score:
     their number so far. They add 0 to the loss. With gradient accumulation, the penalty is computed per micro-batch,
     and the gradient is the mean over the micro-batches of task loss and penalty.
-    Checkpoints contain the penalty's state, such as Sigma_S. With `sync=False`, it is that of each process, so that all
+    Checkpoints contain the penalty's state, such as Sigma_S. With `sync=False`, each process has its state, so that all
     processes must save together, as Lightning's checkpointing does.
 
     Args:

@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from istar.hidden_states import AttachedPenalty
-from istar.hidden_states.undisturbed import preserve_rng_states
-from istar.measures.processes import world_size
+from istar.hidden_states.model_layers import preserve_rng_states
+from istar.measures.accumulator import world_size
 
 
 def iterate_in_new_order(loader: Any, seed: int) -> Iterator[Any]:

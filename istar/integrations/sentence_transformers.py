@@ -14,10 +14,10 @@ from transformers import TrainingArguments
 from istar.errors import UserError
 from istar.hidden_states import AttachedPenalty, PenaltySettings, attach
 from istar.hidden_states.attach import DEFAULT_SETTINGS
+from istar.hidden_states.attached_penalty import HIDDEN_STATES, NUM_POINTS
 from istar.hidden_states.model_layers import find_layers
-from istar.hidden_states.settings import HIDDEN_STATES, NUM_POINTS
 from istar.integrations.transformers import PenaltyCallback, save_penalty
-from istar.regularizers import Penalty, select_layers
+from istar.regularizers import Penalty, layer_numbers, select_layers
 from istar.regularizers.points import Tokens
 
 POINT_TYPES = ("tokens", "pooled")
@@ -71,9 +71,15 @@ class PenaltyLoss(nn.Module):
         settings: lambda's schedule, and when Sigma_S is computed; see `istar.PenaltySettings`. Points and target cannot
             be chosen.
 
+    Attributes:
+        attached: the interface through which the callback uses the penalty.
+        num_layers: number of layers of each text column, 1 for sentence embeddings.
+
     Raises:
         UserError: if `on` has another value, or the model's hidden states cannot be read.
     """
+
+    attached: AttachedPenalty
 
     def __init__(
         self,
@@ -97,10 +103,12 @@ class PenaltyLoss(nn.Module):
         # The tuple keeps this reference from being a submodule, which the trainer would replace, too.
         self._model_in_tuple = (model,)
         self._collects_points = False
-        # Penalty summaries of the points of all forward passes of the current loss; None before the first one.
-        self._point_summaries: list[Any] | None = None
+        # Penalty summaries of the points of all forward passes of the model for the current loss.
+        self._point_summaries: list[Any] = []
         # Hidden states of these passes. `AdaptiveLayerLoss` returns them several times, but they are one cloud.
         self._collected_states: list[Any] = []
+        self.num_layers = 1
+        self.attach_penalty()
         if on == "pooled":
             model[-1].register_forward_hook(self._collect_sentence_embeddings)
             return
@@ -108,6 +116,7 @@ class PenaltyLoss(nn.Module):
         if not layers.returns_embeddings:
             name = type(layers.base_model).__name__
             raise UserError(f"{name} returns no embeddings as its first hidden state; expected on='pooled' for it")
+        self.num_layers = len(layer_numbers(layers.num_layers, penalty.layers))
         self._argument_names = set(inspect.signature(layers.base_model.forward).parameters)
         transformers = [module for module in model.modules() if isinstance(module, Transformer)]
         if len(transformers) != 1:
@@ -125,29 +134,37 @@ class PenaltyLoss(nn.Module):
         Raises:
             UserError: if the wrapped loss did not run the model with gradients.
         """
-        self._collects_points = torch.is_grad_enabled() and self.penalty.weight != 0
-        self._point_summaries, self._collected_states = None, []
+        is_penalized = torch.is_grad_enabled() and self.penalty.weight != 0
+        self._collects_points, self._point_summaries = is_penalized, []
         try:
             loss = self.loss(sentence_features, labels)
         finally:
-            is_penalized, self._collects_points = self._collects_points, False
-            summaries, self._point_summaries, self._collected_states = self._point_summaries, None, []
+            self._collects_points, self._collected_states = False, []
         components = _Components(loss) if isinstance(loss, Mapping) else _Components(task_loss=loss)
-        if not is_penalized:
-            return components
-        if summaries is None:
+        if is_penalized:
+            # The wrapped loss may be a `PenaltyLoss`, too, with other points.
+            name = f"penalty_{len(components)}" if "penalty" in components else "penalty"
+            components[name] = self.attached.loss()
+        return components
+
+    def take_summaries(self) -> list[Any]:
+        """Return the penalty's summaries of the points of the latest forward pass, and forget them.
+
+        Raises:
+            UserError: if there are none, because the wrapped loss did not run the model with gradients.
+        """
+        summaries, self._point_summaries = self._point_summaries, []
+        if not summaries:
             raise UserError(
                 f"{type(self.loss).__name__} does not run the model with gradients, like all losses that compute "
                 "embeddings again in the backward pass; wrap its counterpart without a cache"
             )
-        # The wrapped loss may be a `PenaltyLoss`, too, with other points.
-        name = f"penalty_{len(components)}" if "penalty" in components else "penalty"
-        components[name] = self.penalty.combine(summaries)
-        return components
+        return summaries
 
     def attach_penalty(self) -> AttachedPenalty:
-        """Return the interface through which the callback uses the penalty."""
-        return _AttachedLoss(self)
+        """Return the attached penalty for a new training."""
+        self.attached = _AttachedLoss(self)
+        return self.attached
 
     def refresh(self, loader: Iterable[Any], num_points: int | None = NUM_POINTS, momentum: float = 0.0) -> int:
         """Compute Sigma_S from the trainer's batches; see `istar.HiddenStatePenalty.refresh`.
@@ -190,7 +207,7 @@ class PenaltyLoss(nn.Module):
 
     def _add_summary(self, points: Tensor, mask: Tensor | None) -> None:
         # Append, because a loss may call the model once per column.
-        self._point_summaries = [*(self._point_summaries or []), self.penalty.summarize(points, Tokens(mask))]
+        self._point_summaries.append(self.penalty.summarize(points, Tokens(mask)))
 
     def _iterate_inputs_by_column(self, loader: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
         """Yield the model's inputs for each text column of each batch.
@@ -236,22 +253,22 @@ class _SentenceEmbeddingModel(nn.Module):
 
 
 class _AttachedLoss(AttachedPenalty):
-    """The penalty of a `PenaltyLoss`, which reads the hidden states itself and adds the penalty in its forward pass."""
+    """The penalty on the points that a `PenaltyLoss` has collected in its latest forward pass."""
 
-    def __init__(self, loss: PenaltyLoss) -> None:
-        super().__init__(loss.penalty, loss.settings)
-        self._loss = loss
+    def __init__(self, owner: PenaltyLoss) -> None:
+        super().__init__(owner.penalty, owner.settings)
+        self._owner = owner
 
     @property
     def num_layers(self) -> int:
-        raise NotImplementedError
+        return self._owner.num_layers
 
     def loss(self) -> Tensor:
-        raise NotImplementedError
+        return self.penalty.combine(self._owner.take_summaries())
 
     def refresh(self, loader: Iterable[Any], num_points: int | None = NUM_POINTS, momentum: float = 0.0) -> int:
         """Compute Sigma_S as `PenaltyLoss.refresh` does."""
-        return self._loss.refresh(loader, num_points, momentum)
+        return self._owner.refresh(loader, num_points, momentum)
 
 
 class PenaltyLossCallback(PenaltyCallback):

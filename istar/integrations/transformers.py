@@ -16,7 +16,7 @@ from istar.errors import UserError
 from istar.files.writing import atomic_write
 from istar.hidden_states import AttachedPenalty, PenaltySettings, attach_with_settings
 from istar.hidden_states.attach import DEFAULT_SETTINGS
-from istar.hidden_states.undisturbed import eval_mode, preserve_rng_states
+from istar.hidden_states.model_layers import eval_mode, preserve_rng_states
 from istar.integrations.loaders import check_first_batch, iterate_in_new_order
 from istar.regularizers import Penalty
 
@@ -65,7 +65,7 @@ class PenaltyMixin(_TrainerBase):
     Args:
         penalty: `istar.IStar`, `istar.CosReg` or any other `Penalty`.
         settings: what is penalized, lambda's schedule, and when Sigma_S is computed; see `istar.PenaltySettings`. The
-            seed of sampled rows is that of the trainer.
+            seed of sampled rows is the trainer's.
 
     All other arguments are passed to the trainer.
 

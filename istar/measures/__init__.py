@@ -21,8 +21,8 @@ from istar.measures.contributions import (
     standardized_cosine,
 )
 from istar.measures.cosine import AverageCosine, IntraSim, adjusted_intra_sim, average_cosine, intra_sim
-from istar.measures.dimension import Dimension, two_nn, two_nn_with_error
-from istar.measures.dimension_scales import ScaleDimension, gride, gride_scales
+from istar.measures.dimension import Dimension, ScaleDimension, gride, gride_scales, two_nn, two_nn_with_error
+from istar.measures.dimension_moments import DimensionMoments, outlier_dimensions
 from istar.measures.isoscore import (
     isoscore,
     isoscore_from_covariance,
@@ -43,12 +43,10 @@ from istar.measures.sentences import (
     isoscore_by_sentence_with_error,
 )
 from istar.measures.spectrum import (
-    DimensionMoments,
     PowerLaw,
     alpha_req,
     effective_rank,
     nesum,
-    outlier_dimensions,
     participation_ratio,
     rank_me,
     singular_values,

@@ -1,4 +1,4 @@
-"""Base class of accumulators, which declare their states and inherit merging, the sum over processes, and saving."""
+"""Base class of accumulators, which declare their states, and differentiable sums over processes."""
 
 import copy
 from collections.abc import Mapping
@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.processes import sum_over_processes, world_size
 
 Merge = Literal["sum", "max", "min", "mean", "central", "equal", "custom"]
 """How the states of two accumulators become the state of all their points; see `Accumulator.add_state`."""
@@ -47,11 +46,11 @@ class Accumulator:
         setattr(self, name, initial)
 
     def recenter(self, mean: Tensor) -> dict[str, Tensor]:
-        """Return the "central" states by name, as sums about a given mean instead of that of this accumulator."""
+        """Return the "central" states by name, as sums about a given mean instead of the mean of this accumulator."""
         raise NotImplementedError
 
     def merge_custom(self, other: Self) -> None:
-        """Merge the "custom" states of another accumulator into those of this one."""
+        """Merge the "custom" states of another accumulator into the own ones."""
         raise NotImplementedError
 
     def finish_sums(self) -> None:
@@ -89,7 +88,7 @@ class Accumulator:
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> Self:
         """Merge the accumulators of all processes, so that each process holds the points of all. Returns this one.
 
-        The result is equal on all processes and differentiable, see `istar.measures.processes.sum_over_processes`. It
+        The result is equal on all processes and differentiable, see `istar.measures.accumulator.sum_over_processes`. It
         takes an all-reduce for sums, one for sums about a mean, and one for extremes. Accumulators with "custom" states
         are gathered and merged in the order of the ranks instead, without gradients. Nothing happens without an
         initialized process group, or in a group of one process.
@@ -220,3 +219,54 @@ def _unpack(packed: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _describe(value: Any) -> str:
     """Describe a state in an error: a large tensor by its shape."""
     return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) and value.dim() else f"{value}"
+
+
+def world_size(group: dist.ProcessGroup | None = None) -> int:
+    """Return the number of processes in a group (by default all), or 1 if no process group is initialized."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def sum_over_processes(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Sum a tensor over all processes of a group, like `all_reduce`, but differentiably and not in place.
+
+    The backward pass sums the gradients over the processes, too. Each process thus gets the gradient of the sum of all
+    processes' losses. If all processes compute the same loss from the sum, as a penalty does, then DDP's average of
+    the gradients over the processes is the gradient of that loss with respect to all points.
+
+    The tensor has the same shape and dtype on all processes, and is on a device that the group's backend supports.
+    Without an initialized group, or in a group of one process, the tensor itself is returned.
+    """
+    return tensor if world_size(group) == 1 else _SumOverProcesses.apply(tensor, group)
+
+
+class _SumOverProcesses(torch.autograd.Function):
+    """Autograd function behind `sum_over_processes`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return sum_over_processes(grad, ctx.group), None
+
+
+def gather_over_processes(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Concatenate the rows `(n, d)` of all processes of a group, in the order of their ranks, differentiably.
+
+    The processes may have different numbers of rows. Gradients are summed over the processes, as in
+    `sum_over_processes`: each process gets the gradient of the sum of all processes' losses for its rows. Without an
+    initialized group, or in a group of one process, the rows themselves are returned.
+    """
+    if world_size(group) == 1:
+        return rows
+    rank = dist.get_rank(group)
+    counts = torch.zeros(world_size(group), dtype=torch.int64, device=rows.device)
+    counts[rank] = len(rows)
+    dist.all_reduce(counts, group=group)
+    rows_before, rows_after = int(counts[:rank].sum()), int(counts[rank + 1 :].sum())
+    # A sum of rows that are padded with zeros is a concatenation.
+    return sum_over_processes(torch.nn.functional.pad(rows, (0, 0, rows_before, rows_after)), group)

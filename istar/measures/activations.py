@@ -9,10 +9,11 @@ from torch import Tensor
 
 from istar.errors import NonFiniteError, UserError
 from istar.measures.accumulator import Accumulator
-from istar.measures.input_checks import (
+from istar.measures.numerics import (
     accumulation_dtype,
     block_length,
     check_finite,
+    check_integers,
     check_one_per_point,
     row_norms,
     select_rows,
@@ -59,7 +60,7 @@ def token_kurtosis(points: Tensor, excess: bool = True) -> Tensor:
     """
     rows = select_rows(points)
     kurtoses = [row_kurtosis(block)[0] for block in upcast_blocks(rows)] if len(rows) else []
-    # `torch.cat` needs at least one tensor, also if there are no points.
+    # `torch.cat` needs at least one tensor, even without points.
     empty = rows.new_zeros(0, dtype=accumulation_dtype(rows.device))
     return torch.cat([empty, *kurtoses]).reshape(points.shape[:-1]) - (3 if excess else 0)
 
@@ -298,8 +299,7 @@ class MassiveActivations(Accumulator):
         tokens_and_positions = []
         for name, integers in (("tokens", tokens), ("positions", positions)):
             check_one_per_point(integers, name, points)
-            if integers.is_floating_point() or integers.is_complex() or integers.dtype == torch.bool:
-                raise UserError(f"{name} are {integers.dtype}; expected integers")
+            check_integers(integers, name)
             tokens_and_positions.append((integers if mask is None else integers[mask.bool()]).reshape(-1).long())
         rows = select_rows(points, mask, self.dim)
         start = 0
@@ -309,7 +309,7 @@ class MassiveActivations(Accumulator):
             self.bins = self.bins + _to_bfloat16_bits(magnitudes).bincount(minlength=_NUM_BINS)
             largest = magnitudes.amax().to(self.largest)
             self.largest = torch.maximum(self.largest, largest)
-            # Few blocks hold an activation above the limit. A NaN is not above it, but may stand beside one that is.
+            # Few blocks hold an activation above the limit. A NaN is not above it, but may be next to one that is.
             if not largest <= self.minimum:
                 self._add_candidates(block, magnitudes, [integers[start:stop] for integers in tokens_and_positions])
             start = stop

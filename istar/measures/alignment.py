@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.input_checks import accumulation_dtype, check_finite, select_rows
 from istar.measures.jackknife import ValueWithError, jackknife_error
+from istar.measures.numerics import accumulation_dtype, check_finite, select_rows
 
 
 def cka(first: Tensor, second: Tensor) -> float:
@@ -39,7 +39,7 @@ def cka(first: Tensor, second: Tensor) -> float:
 
     Raises:
         UserError: for fewer than 4 points, different numbers of points, values that are not finite, or a
-            representation with an unbiased HSIC of 0, as that of points that are all equal, or all equally far from
+            representation with an unbiased HSIC of 0, such as points that are all equal, or all equally far from
             each other, like the corners of a simplex.
 
     >>> generator = torch.Generator().manual_seed(0)
@@ -84,10 +84,10 @@ def cka_with_error(first: Tensor, second: Tensor, groups: int = 10) -> ValueWith
     Args:
         first: as in `cka`.
         second: as in `cka`.
-        groups: G, at least 2; point i, counted from 0, is in group i mod G. The time is that of G + 1 times `cka`.
+        groups: G, at least 2; point i, counted from 0, is in group i mod G. The time is G + 1 times the time of `cka`.
 
     Raises:
-        UserError: as `cka`, also if it is not defined without a group, and for a number of groups outside of 2 to n.
+        UserError: as `cka`, even if it is only undefined without a group, and for a number of groups outside of 2 to n.
 
     >>> generator = torch.Generator().manual_seed(0)
     >>> points = torch.randn(500, 8, generator=generator)

@@ -25,11 +25,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from istar.errors import UserError
-from istar.measures.accumulator import Accumulator
-from istar.measures.input_checks import accumulation_dtype, check_one_per_point, check_points, zero_vector
+from istar.measures.accumulator import Accumulator, world_size
 from istar.measures.isoscore import isoscore_from_covariance
-from istar.measures.moments import add_matrices, full_precision, mean_and_scatter
-from istar.measures.processes import world_size
+from istar.measures.moments import add_matrices, mean_and_scatter
+from istar.measures.numerics import accumulation_dtype, check_one_per_point, check_points, full_precision, zero_vector
 
 
 class ClassIsotropy(NamedTuple):

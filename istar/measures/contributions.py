@@ -17,8 +17,8 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.cosine import AverageCosine
-from istar.measures.input_checks import select_rows, upcast_blocks
-from istar.measures.spectrum import DimensionMoments
+from istar.measures.dimension_moments import DimensionMoments
+from istar.measures.numerics import select_rows, upcast_blocks
 
 
 def cosine_without_dimensions(points: Tensor, dimensions: Sequence[int] | Tensor, mask: Tensor | None = None) -> Tensor:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.accumulator import Accumulator
-from istar.measures.input_checks import (
+from istar.measures.numerics import (
     check_finite,
+    check_integers,
     check_one_per_point,
     check_points,
     select_rows,
@@ -277,5 +278,4 @@ class IntraSim(Accumulator):
 def _check_tokens(tokens: Tensor, points: Tensor) -> None:
     """Raise `UserError` unless `tokens` has one integer for each point."""
     check_one_per_point(tokens, "tokens", points)
-    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-        raise UserError(f"tokens are {tokens.dtype}; expected integers")
+    check_integers(tokens, "tokens")

@@ -1,4 +1,4 @@
-"""The TwoNN estimator of the intrinsic dimension of a point cloud."""
+"""Estimators of the intrinsic dimension of a point cloud from distances between nearest neighbours: TwoNN and Gride."""
 
 import math
 from typing import NamedTuple
@@ -7,20 +7,40 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.input_checks import check_finite, row_norms
+from istar.measures.numerics import check_matrix, row_norms
 
 _DISTANCES_PER_BLOCK = 2**22
 """Number of distances that are computed at once: 32 MiB in float64."""
-_NUM_CANDIDATES = 16
-"""Candidates for the two nearest neighbours of a point: many, because rounding changes the order of near duplicates."""
+_NUM_MORE_CANDIDATES = 14
+"""Candidates for the k nearest neighbours beyond k: many, because rounding changes the order of near duplicates."""
 _TOLERANCE = 1e-12
 """Ratios of distances whose logarithm is below this tolerance count as 1: rounding makes equal distances differ."""
+
+
+class Dimension(NamedTuple):
+    """An estimate of the intrinsic dimension, and its standard error."""
+
+    value: float
+    error: float
+
+
+class ScaleDimension(NamedTuple):
+    """An estimate of the intrinsic dimension at one scale."""
+
+    n1: int
+    """Number of the nearer neighbour; the farther one is number 2 n1."""
+    value: float
+    """Estimate of the dimension."""
+    error: float
+    """Standard error of the estimate; see `gride`."""
+    distance: float
+    """Average distance to the farther neighbour, the scale of the estimate, in the units of the points."""
 
 
 def two_nn(points: Tensor, discard: float = 0.1) -> float:
     r"""Estimate the intrinsic dimension of a point cloud from distances between nearest neighbours.
 
-    The method is that of *Estimating the intrinsic dimension of datasets by a minimal neighborhood information* (Facco
+    The method is from *Estimating the intrinsic dimension of datasets by a minimal neighborhood information* (Facco
     et al., 2017). If the density is nearly constant up to the second neighbour, the ratio of the two distances,
     :math:`\mu = r_2 / r_1`, has the distribution function :math:`F(\mu) = 1 - \mu^{-d}`. Then d is the slope of
     :math:`-\log(1 - F(\mu))` over :math:`\log\mu`. This function fits the slope by least squares through the origin,
@@ -48,13 +68,6 @@ def two_nn(points: Tensor, discard: float = 0.1) -> float:
     return float(_fit_slope(_compute_sorted_log_ratios(points, discard), discard))
 
 
-class Dimension(NamedTuple):
-    """An estimate of the intrinsic dimension, and its standard error."""
-
-    value: float
-    error: float
-
-
 def two_nn_with_error(points: Tensor, discard: float = 0.1, resamples: int = 200, seed: int = 0) -> Dimension:
     """Estimate the intrinsic dimension with `two_nn`, and the standard error of the estimate by a bootstrap.
 
@@ -76,7 +89,7 @@ def two_nn_with_error(points: Tensor, discard: float = 0.1, resamples: int = 200
     n = len(log_ratios)
     # Random numbers come from the CPU, so that they are equal on all devices.
     samples = torch.randint(n, (resamples, n), generator=generator).to(log_ratios.device)
-    # The ratios are in ascending order, so those of a sample are too if its indices are.
+    # The ratios are in ascending order, and so is a sample with ascending indices.
     slopes = _fit_slope(log_ratios[samples.sort(dim=1).values], discard)
     return Dimension(float(_fit_slope(log_ratios, discard)), float(slopes.std()))
 
@@ -87,7 +100,8 @@ def _compute_sorted_log_ratios(points: Tensor, discard: float) -> Tensor:
     Raises:
         UserError: if no slope can be fitted to these numbers, see `two_nn`.
     """
-    ratios = _compute_neighbour_ratios(_find_distinct_points(points))
+    distances, _ = _find_neighbour_distances(points, 2)
+    ratios = distances[:, 1] / distances[:, 0]
     n = len(ratios)
     if not 0 <= discard < 1 or int(n * (1 - discard)) < 1:
         raise UserError(f"discard is {discard}; expected a share in [0, 1) that leaves some of {n} points")
@@ -115,45 +129,166 @@ def _count_fitted_ratios(n: int, discard: float) -> int:
     return min(int(n * (1 - discard)), n - 1)
 
 
-def _find_distinct_points(points: Tensor) -> Tensor:
-    """Return the points without duplicates, in float64, scaled to a largest coordinate between 1/2 and 1."""
-    if points.dim() != 2 or points.shape[1] < 1:
-        raise UserError(f"points have shape {tuple(points.shape)}; expected (n, d)")
-    if not points.is_floating_point():
-        raise UserError(f"points are {points.dtype}; expected a floating dtype")
-    points = points.detach()
-    # MPS has no float64.
-    points = (points.cpu() if points.device.type == "mps" else points).double()
-    check_finite(points, "the points")
-    distinct = points.unique(dim=0) if len(points) else points
-    if len(distinct) < 3:
-        raise UserError(f"{len(distinct)} distinct points have no dimension; expected at least 3")
-    # Scaling keeps the squares of very large or small coordinates in range; by a power of two, it rounds nothing. The
-    # exponent is limited, because the reciprocal of a subnormal power overflows.
-    _, exponent = math.frexp(float(distinct.abs().max()))
-    return distinct * 2.0 ** -max(exponent, -1000)
+def gride(points: Tensor, n1: int = 1, n2: int | None = None) -> Dimension:
+    r"""Estimate the intrinsic dimension of a cloud from the distances of each point to two of its neighbours.
 
+    The method is Gride (Denti et al., *The generalized ratios intrinsic dimension estimator*, Scientific Reports 12,
+    2022). If the density is nearly constant up to the farther neighbour, the ratio :math:`\mu = r_{n_2} / r_{n_1}` of
+    the distances to neighbours number :math:`n_2 > n_1` has the density
 
-def _compute_neighbour_ratios(points: Tensor) -> Tensor:
-    """Return the ratio of the distances to the second and first nearest neighbour, for each of n >= 3 distinct points.
+    .. math::
+        f(\mu) = \frac{d (\mu^d - 1)^{n_2 - n_1 - 1}}{\mu^{(n_2 - 1) d + 1} B(n_2 - n_1, n_1)}, \qquad \mu > 1
 
-    Candidates for the two neighbours are the points with the smallest squared distances by a matrix product in float64,
-    |x|^2 + |y|^2 - 2xy, which is fast but loses the smallest distances by cancellation. The distances of the candidates
-    are then computed from the differences x - y. A group of more than 16 points whose distances vanish in the product,
-    at about 1e-8 of the cloud's size, may therefore get neighbours that are not the nearest.
+    with Euler's beta function B. The estimate maximizes the likelihood of all n ratios, with natural logarithms, where
+    :math:`(n - 1) \log d` replaces :math:`n \log d`. This is the convention of the authors' package DADApy; it makes
+    the estimate unbiased for :math:`n_1 = 1, n_2 = 2`, which is the maximum-likelihood form of TwoNN,
+    :math:`(n - 1) / \sum_i \log \mu_i`. `two_nn` fits the same model by least squares without the largest ratios.
+
+    Larger :math:`n_1` measure the cloud at a larger scale, which is less affected by noise and near duplicates, but
+    over which the density varies more. In high dimensions, the estimate is too small, because far more points would be
+    needed, as is `two_nn`. It does not change if the cloud is rotated, translated or scaled.
+
+    Duplicates of a point are dropped. Points whose two distances are equal have no likelihood and are left out.
+
+    Args:
+        points: `(n, d)` of any floating dtype, on any device; distances are computed in float64, in blocks.
+        n1: number of the nearer neighbour, at least 1.
+        n2: number of the farther neighbour, at least n1 + 1; by default 2 n1.
+
+    Returns:
+        The estimate, a positive number, and its standard error :math:`1 / \sqrt{I}`, where I is the observed Fisher
+        information. The error assumes independent ratios; ratios of points that share neighbours are not, so that it is
+        too small for large :math:`n_1`. Time O(n² d), memory O(n n2) and the blocks.
+
+    Raises:
+        UserError: for points of another shape or dtype or that are not finite, numbers of neighbours that are out of
+            range for the number of distinct points, or fewer than 2 points with different distances.
+
+    >>> square = torch.rand(1000, 2, generator=torch.Generator().manual_seed(0))
+    >>> round(gride(square, n1=4).value)
+    2
     """
+    n2 = 2 * n1 if n2 is None else n2
+    if not 1 <= n1 < n2:
+        raise UserError(f"n1 is {n1} and n2 is {n2}; expected 1 <= n1 < n2")
+    distances, _ = _find_neighbour_distances(points, n2)
+    return _fit_dimension(distances[:, n1 - 1], distances[:, n2 - 1], n1, n2)
+
+
+def gride_scales(points: Tensor, max_neighbour: int = 64) -> list[ScaleDimension]:
+    r"""Estimate the intrinsic dimension with `gride` at the scales n1 = 1, 2, 4, ..., each with n2 = 2 n1.
+
+    A plateau over several scales is evidence of a dimension; a value that falls steeply from the first scales
+    indicates noise or near duplicates at short distances.
+
+    Args:
+        points: as in `gride`.
+        max_neighbour: largest n2, at least 2. Scales that need more neighbours than there are other points are left
+            out.
+
+    Returns:
+        One estimate for each scale, in ascending order of n1. The scales share one computation of the distances.
+
+    Raises:
+        UserError: see `gride`.
+    """
+    if max_neighbour < 2:
+        raise UserError(f"max_neighbour is {max_neighbour}; expected at least 2")
+    distances, scale = _find_neighbour_distances(points, 2, max_neighbour)
+    scales = []
+    n1 = 1
+    while 2 * n1 <= distances.shape[1]:
+        near, far = distances[:, n1 - 1], distances[:, 2 * n1 - 1]
+        value, error = _fit_dimension(near, far, n1, 2 * n1)
+        scales.append(ScaleDimension(n1, value, error, far.mean().item() * scale))
+        n1 *= 2
+    return scales
+
+
+def _find_neighbour_distances(
+    points: Tensor, min_neighbours: int, max_neighbours: int | None = None
+) -> tuple[Tensor, float]:
+    """Return the scaled distances `(n, k)` of each distinct point to its k nearest neighbours, and the scale.
+
+    The distances ascend, and are divided by the scale, a power of two near the largest coordinate. k is
+    `max_neighbours` (by default `min_neighbours`), or the number of other distinct points if that is smaller.
+
+    Candidates for the neighbours are the points with the smallest squared distances by a matrix product in float64,
+    |x|^2 + |y|^2 - 2xy, which is fast but loses the smallest distances by cancellation. The distances of the candidates
+    are then computed from the differences x - y. A group of more than k + 14 points whose distances vanish in the
+    product, at about 1e-8 of the cloud's size, may therefore get neighbours that are not the nearest.
+
+    Raises:
+        UserError: if there are fewer than `min_neighbours` other distinct points, and as `check_matrix`.
+    """
+    distinct, scale = _find_distinct_points(points)
+    n = len(distinct)
+    if n <= min_neighbours:
+        raise UserError(
+            f"{n} distinct points have no {min_neighbours} neighbours each; expected at least {min_neighbours + 1}"
+        )
+    k = min(max_neighbours or min_neighbours, n - 1)
+    num_candidates = min(k + _NUM_MORE_CANDIDATES, n - 1)
     # Distances do not depend on the origin; about the mean, the product loses fewer digits.
-    centered = points - points.mean(0)
+    centered = distinct - distinct.mean(0)
     squared_norms = centered.square().sum(1)
-    num_candidates = min(_NUM_CANDIDATES, len(points) - 1)
-    ratios = []
-    for indices in torch.arange(len(points), device=points.device).split(max(1, _DISTANCES_PER_BLOCK // len(points))):
+    distances = []
+    for indices in torch.arange(n, device=distinct.device).split(max(1, _DISTANCES_PER_BLOCK // n)):
         squared_distances = torch.addmm(squared_norms, centered[indices], centered.T, alpha=-2)
         squared_distances += squared_norms[indices, None]
         # A point is not its own neighbour.
-        squared_distances[torch.arange(len(indices), device=points.device), indices] = torch.inf
+        squared_distances[torch.arange(len(indices), device=distinct.device), indices] = torch.inf
         candidates = squared_distances.topk(num_candidates, largest=False).indices
-        differences = [row_norms(points[indices] - points[neighbours]) for neighbours in candidates.T]
-        nearest, second = torch.stack(differences).topk(2, dim=0, largest=False).values
-        ratios.append(second / nearest)
-    return torch.cat(ratios)
+        differences = [row_norms(distinct[indices] - distinct[neighbours]) for neighbours in candidates.T]
+        distances.append(torch.stack(differences, 1).topk(k, largest=False).values)
+    return torch.cat(distances), scale
+
+
+def _find_distinct_points(points: Tensor) -> tuple[Tensor, float]:
+    """Return the points without duplicates, in float64 and divided by a scale, and the scale.
+
+    The scale is a power of two, by which the largest coordinate becomes a number between 1/2 and 1, so that the squares
+    of very large or small coordinates stay in range and nothing is rounded.
+    """
+    check_matrix(points, "points")
+    points = points.detach()
+    # MPS has no float64.
+    distinct = (points.cpu() if points.device.type == "mps" else points).double().unique(dim=0)
+    _, exponent = math.frexp(float(distinct.abs().max()))
+    # The reciprocal of a subnormal power overflows.
+    scale = 2.0 ** max(exponent, -1000)
+    return distinct / scale, scale
+
+
+def _fit_dimension(near: Tensor, far: Tensor, n1: int, n2: int) -> Dimension:
+    """Return the maximum-likelihood estimate of the dimension and its standard error; see `gride`.
+
+    `near` and `far` are the distances of the points to their neighbours number n1 and n2, `(n,)` each.
+    """
+    log_ratios = (far / near).log()
+    log_ratios = log_ratios[log_ratios > _TOLERANCE]
+    n = len(log_ratios)
+    if n < 2:
+        raise UserError(f"neighbours {n1} and {n2} of nearly all points are equally far: no dimension is defined")
+    num_between, log_ratio_sum = n2 - n1 - 1, float(log_ratios.sum())
+
+    def likelihood_slope(d: float) -> float:
+        """Return the derivative of the log-likelihood at dimension d. It decreases from infinity to below 0."""
+        between_sum = float((log_ratios / -torch.expm1(-d * log_ratios)).sum())
+        return (n - 1) / d + num_between * between_sum - (n2 - 1) * log_ratio_sum
+
+    # Find the root of the slope by bisection in log d, from its exact value for n1 = 1, n2 = 2. Double or halve d until
+    # the root is between `low` and `high`.
+    low = high = (n - 1) / log_ratio_sum
+    while likelihood_slope(low) < 0:
+        low /= 2
+    while likelihood_slope(high) > 0:
+        high *= 2
+    # Stop at the precision of float64, or if no number is left between the two.
+    while high / low > 1 + 1e-14 and low < (middle := math.sqrt(low * high)) < high:
+        low, high = (middle, high) if likelihood_slope(middle) > 0 else (low, middle)
+    value = math.sqrt(low * high)
+    # The observed Fisher information is minus the second derivative of the log-likelihood.
+    between_information = float((log_ratios / (2 * torch.sinh(value * log_ratios / 2))).square().sum())
+    information = n / value**2 + num_between * between_information
+    return Dimension(value, 1 / math.sqrt(information))

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from istar.errors import NonFiniteError, UserError
-from istar.measures.input_checks import accumulation_dtype
 from istar.measures.moments import FourthMoments, Moments
+from istar.measures.numerics import accumulation_dtype
 
 MomentsT = TypeVar("MomentsT", bound=Moments)
 
@@ -240,7 +240,7 @@ def check_covariance(covariance: Tensor, name: str) -> None:
     if covariance.dim() != 2 or covariance.shape[0] != covariance.shape[1]:
         raise UserError(f"{name} has shape {tuple(covariance.shape)}; expected (d, d)")
     _check_nonzero_trace(covariance, name)
-    # The tolerance is that of float32 even for float64 matrices, which are often sums over float32 points.
+    # The tolerance fits float32 even for float64 matrices, which are often sums over float32 points.
     tolerance = math.sqrt(torch.finfo(torch.float32).eps)
     normalized, _ = _divide_by_trace(covariance.detach())
     if (normalized - normalized.T).abs().max() > tolerance * normalized.diagonal().max():

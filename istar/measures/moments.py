@@ -1,7 +1,6 @@
 """Count, mean and scatter matrix of point clouds, for single batches and for streams of batches."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -9,49 +8,13 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.accumulator import Accumulator
-from istar.measures.input_checks import accumulation_dtype, check_one_per_point, check_points, zero_vector
-
-_FULL_PRECISION_SETTINGS = {"none", "ieee"}
-"""Settings of torch's backends with which float32 products are computed in float32."""
-_BACKENDS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv)  # type: ignore[attr-defined]
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which autocast is off. Where it is off already, entering the context costs nothing."""
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
-
-
-def full_precision(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context that computes matrix products in the dtype of their inputs: without autocast, TF32 or bfloat16.
-
-    The previous settings are restored at the end of the context. A training step enters it twice per layer, so that the
-    usual case, in which there is nothing to change, is fast.
-    """
-    for backend in _BACKENDS:
-        if backend.fp32_precision not in _FULL_PRECISION_SETTINGS:
-            return _set_full_precision(device)
-    return without_autocast(device)
-
-
-@contextmanager
-def _set_full_precision(device: torch.device) -> Iterator[None]:
-    previous_precisions = [backend.fp32_precision for backend in _BACKENDS]
-    try:
-        global_precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # The program has set the precision per backend; torch refuses to mix both interfaces.
-        global_precision = None
-    try:
-        if global_precision is not None:
-            torch.set_float32_matmul_precision("highest")
-        for backend in _BACKENDS:
-            backend.fp32_precision = "ieee"
-        with without_autocast(device):
-            yield
-    finally:
-        if global_precision is not None:
-            torch.set_float32_matmul_precision(global_precision)
-        for backend, precision in zip(_BACKENDS, previous_precisions, strict=True):
-            backend.fp32_precision = precision
+from istar.measures.numerics import (
+    accumulation_dtype,
+    check_one_per_point,
+    check_points,
+    full_precision,
+    zero_vector,
+)
 
 
 class BatchMoments(NamedTuple):
@@ -122,18 +85,16 @@ def mean_and_scatter(
 
 
 def _flatten_points(points: Tensor, mask: Tensor | None, indices: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return all points as `(n, d)`, and the row indices of those that count, or None if all count."""
     if points.dim() != 2:  # `reshape` would add an operation to the autograd graph in any case.
         points = points.reshape(-1, points.shape[-1])
     return points, mask_to_indices(mask) if indices is None else indices
 
 
 class _MeanAndScatter(torch.autograd.Function):
-    """Autograd function behind `mean_and_scatter`, for points `(n, d)` and the indices of those that count.
+    """Autograd function of `mean_and_scatter`, for points `(n, d)` and the indices of those that count.
 
-    Plain autograd would need two products in the backward pass, one for each factor of the scatter matrix, and would
-    save a centered copy of the points. This function needs one product and saves only the points, which the model
-    keeps anyway.
+    Plain autograd would need two products in the backward pass, and would save a centered copy of the points. This
+    function needs one product, and saves only the points, which the model keeps anyway.
     """
 
     @staticmethod
@@ -197,7 +158,7 @@ def fourth_moments(points: Tensor, mask: Tensor | None = None, indices: Tensor |
     :math:`F = \sum \lVert x_i - m \rVert^4`.
 
     Returns the result of `mean_and_scatter` with t `(d,)` as `third` and F (0-d) as `fourth`, both in float64 (float32
-    on MPS). The gradients of t and F are those of plain autograd, which saves copies of the points.
+    on MPS). Plain autograd computes the gradients of t and F, and saves copies of the points.
     """
     count, mean, scatter = mean_and_scatter(points, mask, indices=indices)[:3]
     points, indices = _flatten_points(points, mask, indices)
@@ -224,8 +185,7 @@ def _sum_third_and_fourth_powers(centered: Tensor, dtype: torch.dtype) -> tuple[
 def merge_moments(batches: Sequence[BatchMoments]) -> "Moments":
     """Return the moments of the union of at least one batch: `FourthMoments` if the batches have a fourth moment.
 
-    The result equals merging the batches one after the other, but needs one pass over each scatter matrix. Batches of
-    different dimensions raise `UserError`.
+    It needs one pass over each scatter matrix. Batches of different dimensions raise `UserError`.
     """
     widths = sorted({batch.mean.shape[0] for batch in batches})
     if len(widths) > 1:
@@ -355,7 +315,7 @@ class Moments(Accumulator):
         return mean_and_scatter(points, mask)
 
     def add_batch(self, batch: BatchMoments) -> None:
-        """Add the points of a batch by their moments, as `mean_and_scatter` returns them for points on this device."""
+        """Add the points of a batch by their moments, the result of `mean_and_scatter`."""
         count, mean, scatter = batch[:3]
         total = self.count + count
         share = count / total.clamp(min=torch.finfo(total.dtype).tiny)
@@ -436,7 +396,7 @@ class FourthMoments(Moments):
         return fourth_moments(points, mask)
 
     def add_batch(self, batch: BatchMoments) -> None:
-        """Add the points of a batch by their moments, as `fourth_moments` returns them for points on this device."""
+        """Add the points of a batch by their moments, the result of `fourth_moments`."""
         previous = BatchMoments(self.count, self.mean, self.scatter, self.third, self.fourth)
         super().add_batch(batch)
         (third, fourth), (batch_third, batch_fourth) = _recenter(previous, self.mean), _recenter(batch, self.mean)

@@ -7,16 +7,20 @@ Transformers*, equations 3 and 4).
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.input_checks import accumulation_dtype, check_matrix, upcast_blocks
-from istar.measures.moments import full_precision
+from istar.measures.norms import norm_summary
+from istar.measures.numerics import accumulation_dtype, check_matrix, full_precision, upcast_blocks
+from istar.measures.spectrum import singular_values
 
+MAX_ROWS = 2_000
+"""Most rows of a matrix in a figure of its projection."""
 Signs = Literal["as_computed", "both"]
 
 
@@ -37,9 +41,7 @@ class PartitionIsotropy:
 
 
 @torch.no_grad()
-def partition_isotropy(
-    embeddings: Tensor, signs: Signs = "as_computed", dtype: torch.dtype = torch.float64
-) -> PartitionIsotropy:
+def partition_isotropy(embeddings: Tensor, signs: Signs = "as_computed") -> PartitionIsotropy:
     r"""Compute I(W) of an embedding matrix with log-sum-exp, so that no exponential overflows.
 
     An eigenvector is defined up to its sign, but Z(c) and Z(-c) differ unless the mean of the rows is zero. The papers
@@ -52,8 +54,6 @@ def partition_isotropy(
     Args:
         embeddings: W, `(n, d)`, one row per word, any floating dtype and device.
         signs: "as_computed", the papers' convention, or "both": minimum and maximum over c and -c.
-        dtype: dtype of the products with W; float32 gives four correct digits. Sums, eigenvectors and logarithms are
-            float64 in any case (float32 on MPS).
 
     Returns:
         The value in [0, 1], 1 if Z is constant, with its convention and the logarithms of the two extremes.
@@ -68,19 +68,15 @@ def partition_isotropy(
     """
     if signs not in get_args(Signs):
         raise UserError(f"signs is {signs!r}; expected one of {', '.join(get_args(Signs))}")
-    if dtype not in (torch.float32, torch.float64):
-        raise UserError(f"dtype is {dtype}; expected torch.float32 or torch.float64")
     check_matrix(embeddings, "embeddings")
-    if embeddings.device.type == "mps":
-        dtype = torch.float32
     with full_precision(embeddings.device):
-        eigenvectors = _compute_gram_eigenvectors(embeddings, dtype)
-        log_z = _compute_log_partition_function(embeddings, eigenvectors.to(dtype), both_signs=signs == "both")
+        eigenvectors = _compute_gram_eigenvectors(embeddings)
+        log_z = _compute_log_partition_function(embeddings, eigenvectors, both_signs=signs == "both")
     log_z_min, log_z_max = log_z.min().item(), log_z.max().item()
     return PartitionIsotropy(math.exp(log_z_min - log_z_max), signs, log_z_min, log_z_max)
 
 
-def _compute_gram_eigenvectors(embeddings: Tensor, dtype: torch.dtype) -> Tensor:
+def _compute_gram_eigenvectors(embeddings: Tensor) -> Tensor:
     """Return the unit eigenvectors of W^T W as the columns of a matrix `(d, d)`."""
     # Scaling keeps the squares of very large or small numbers in range; a power of two adds no rounding error.
     largest = max(block.abs().amax().item() for block in upcast_blocks(embeddings))
@@ -88,7 +84,7 @@ def _compute_gram_eigenvectors(embeddings: Tensor, dtype: torch.dtype) -> Tensor
     dim = embeddings.shape[1]
     gram = embeddings.new_zeros(dim, dim, dtype=accumulation_dtype(embeddings.device))
     for block in upcast_blocks(embeddings):
-        scaled = (block * scale).to(dtype)
+        scaled = block * scale
         gram += scaled.T @ scaled
     vectors: Tensor = torch.linalg.eigh(gram).eigenvectors
     return vectors
@@ -96,14 +92,58 @@ def _compute_gram_eigenvectors(embeddings: Tensor, dtype: torch.dtype) -> Tensor
 
 def _compute_log_partition_function(embeddings: Tensor, directions: Tensor, both_signs: bool) -> Tensor:
     """Return log Z(c) for each column c of `directions`, `(d,)`; `both_signs` appends log Z(-c), `(2 d,)`."""
-    sums_dtype = accumulation_dtype(embeddings.device)
-    log_z = torch.full(
-        (directions.shape[1] * (2 if both_signs else 1),), -math.inf, dtype=sums_dtype, device=embeddings.device
-    )
-    for block in upcast_blocks(embeddings, directions.dtype):
-        inner_products = (block @ directions).to(sums_dtype)
+    log_z = directions.new_full((directions.shape[1] * (2 if both_signs else 1),), -math.inf)
+    for block in upcast_blocks(embeddings):
+        inner_products = block @ directions
         block_log_z = inner_products.logsumexp(0)
         if both_signs:
             block_log_z = torch.cat([block_log_z, (-inner_products).logsumexp(0)])
         log_z = torch.logaddexp(log_z, block_log_z)
     return log_z
+
+
+def measure_matrix(matrix: Tensor) -> dict[str, Any]:
+    """Measure a matrix `(n, d)`: I(W) with both conventions for the eigenvectors' signs, norms and singular values."""
+    norms = norm_summary(matrix)
+    as_computed, both = (partition_isotropy(matrix, signs) for signs in ("as_computed", "both"))
+    return {
+        "rows": matrix.shape[0],
+        "dimensions": matrix.shape[1],
+        "partition_isotropy_as_computed": as_computed.value,
+        "partition_isotropy_both": both.value,
+        "average_norm": norms.average,
+        "mean_vector_norm": norms.mean_vector,
+        "norm_ratio": norms.ratio,
+        "singular_values": round_digits(singular_values(matrix, centered=False).tolist()),
+    }
+
+
+def round_digits(values: Iterable[float], digits: int = 8) -> list[float]:
+    """Round numbers to significant digits, for smaller files. The default keeps all digits of float32."""
+    return [float(f"{value:.{digits}g}") for value in values]
+
+
+@torch.no_grad()
+def project_rows(matrix: Tensor, max_rows: int = MAX_ROWS) -> dict[str, Any]:
+    """Project evenly spaced rows of a matrix `(n, d)` onto its first two singular directions, raw and centered.
+
+    Returns:
+        A dictionary with the `ids` of at most `max_rows` rows, and their coordinates by axis, `raw` and `centered`.
+    """
+    row_ids = torch.linspace(0, len(matrix) - 1, min(max_rows, len(matrix)), dtype=torch.float64).round().long()
+    mean = torch.stack([block.sum(0) for block in upcast_blocks(matrix)]).sum(0) / len(matrix)
+    rows = matrix[row_ids.to(matrix.device)].to(mean)
+    projection: dict[str, Any] = {"ids": row_ids.tolist()}
+    for form, origin in (("raw", torch.zeros_like(mean)), ("centered", mean)):
+        coordinates = (rows - origin) @ _compute_first_singular_vectors(matrix, origin)
+        projection[form] = [round_digits(column, 4) for column in coordinates.T.tolist()]
+    return projection
+
+
+def _compute_first_singular_vectors(matrix: Tensor, origin: Tensor) -> Tensor:
+    """Return the first two right singular vectors `(d, 2)` of the rows of a matrix minus the origin."""
+    scatter: Any = sum((block - origin).T @ (block - origin) for block in upcast_blocks(matrix))
+    axes: Tensor = torch.linalg.eigh(scatter)[1][:, [-1, -2][: len(scatter)]]
+    # The sign of an eigenvector is arbitrary. It is fixed by making the largest coordinate positive.
+    directions: Tensor = axes * axes.gather(0, axes.abs().argmax(0, keepdim=True)).sign()
+    return directions

@@ -16,9 +16,10 @@ from torch.nn import functional as F
 
 from istar.errors import UserError
 from istar.measures.accumulator import Accumulator
-from istar.measures.input_checks import (
+from istar.measures.numerics import (
     block_length,
     check_finite,
+    check_integers,
     check_one_per_point,
     norms_and_units,
     select_rows,
@@ -174,7 +175,7 @@ class RowSums(Accumulator):
         return (self.row_of_group >= 0).nonzero().squeeze(1)
 
     def _assign_rows(self, groups: Tensor) -> None:
-        """Give a row to those of some groups `(n,)` that have none."""
+        """Give a row to each of some groups `(n,)` without one."""
         new_groups = groups[self.row_of_group[groups] < 0].unique()
         if not len(new_groups):
             return
@@ -339,7 +340,7 @@ def _average_cosine_by_group(totals: Tensor, counts: Tensor) -> Tensor:
     With the sum S of the n unit vectors of a group, it is :math:`(\lVert S \rVert^2 - n) / (n (n - 1))`.
 
     Args:
-        totals: sum of the unit vectors of each group, `(groups, d)`; only those of at least 2 points are read.
+        totals: sum of the unit vectors of each group, `(groups, d)`; only groups of at least 2 points are read.
         counts: number of points of each group, `(groups,)`.
     """
     averages = totals.new_full(counts.shape, torch.nan)
@@ -351,8 +352,7 @@ def _average_cosine_by_group(totals: Tensor, counts: Tensor) -> Tensor:
 
 def _convert_groups(groups: Tensor, num_groups: int) -> Tensor:
     """Return the groups `(n,)` as int64; raise `UserError` unless they are integers from 0 to num_groups - 1."""
-    if groups.is_floating_point() or groups.is_complex() or groups.dtype == torch.bool:
-        raise UserError(f"groups are {groups.dtype}; expected integers")
+    check_integers(groups, "groups")
     if len(groups) and (groups.min() < 0 or groups.max() >= num_groups):
         raise UserError(f"groups are {groups.min():d} to {groups.max():d}; expected 0 to {num_groups - 1}")
     return groups.long()

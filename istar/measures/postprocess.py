@@ -1,6 +1,6 @@
 r"""Post-processing of embedding matrices W, `(n, d)` with one row per word: centering and removal of top components.
 
-The methods are those of *Too Much in Common* (Bis et al., 2021), sections 5.1 and 5.2. Each function returns a new
+The methods are from *Too Much in Common* (Bis et al., 2021), sections 5.1 and 5.2. Each function returns a new
 matrix of W's dtype and device. Statistics and differences are computed in float64 (float32 on MPS), a block of rows at
 a time, so that the result is the only new matrix of W's size. Not differentiable.
 """
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.input_checks import (
+from istar.measures.numerics import (
     accumulation_dtype,
     check_matrix,
+    full_precision,
     row_norms,
     split_rows,
     unit_vectors,
     upcast_blocks,
 )
-from istar.measures.moments import full_precision
 
 Variant = Literal["corrected", "published"]
 
@@ -52,7 +52,7 @@ def scaled_centered(embeddings: Tensor) -> Tensor:
     but the mean of w' is not. If all rows have the same norm, the result equals `centered`. Zero rows do not change;
     they count as zero vectors in the mean.
 
-    The argument and the errors are those of `centered`.
+    The argument and the errors are as in `centered`.
     """
     check_matrix(embeddings, "embeddings")
     unit_sum = torch.stack([unit_vectors(block)[0].sum(0) for block in upcast_blocks(embeddings)]).sum(0)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.accumulator import Accumulator
-from istar.measures.input_checks import accumulation_dtype, check_finite, check_one_per_point, zero_vector
 from istar.measures.jackknife import ValueWithError, jackknife_error
+from istar.measures.numerics import accumulation_dtype, check_finite, check_one_per_point, zero_vector
 
 
 def isoscore_by_sentence(points: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -57,10 +57,10 @@ def isoscore_by_sentence_with_error(
         points: as in `isoscore_by_sentence`.
         mask: as in `isoscore_by_sentence`.
         groups: G, at least 2; sentence number i of those with points, counted from 0, is in group i mod G. None leaves
-            out one sentence at a time. The time is that of G scores, and the memory does not depend on G.
+            out one sentence at a time. The time is G times the time of a score, and the memory does not depend on G.
 
     Raises:
-        UserError: as `isoscore_by_sentence`, also if fewer than 4 sentences remain without a group, and for a number
+        UserError: as `isoscore_by_sentence`, or if fewer than 4 sentences remain without a group, and for a number
             of groups outside of 2 to the number of sentences.
 
     >>> sentences = torch.randn(200, 3, 8, generator=torch.Generator().manual_seed(0))

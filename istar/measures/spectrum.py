@@ -1,25 +1,20 @@
-"""Singular values and summaries of the spectrum of a cloud, and moments and outliers of its dimensions."""
+"""Singular values and summaries of the spectrum of a cloud."""
 
 import math
-from typing import Literal, NamedTuple, Self, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.accumulator import Accumulator
-from istar.measures.input_checks import (
+from istar.measures.moments import Moments
+from istar.measures.numerics import (
     accumulation_dtype,
     check_finite,
     check_matrix,
-    select_rows,
-    upcast_blocks,
     upcast_vector,
-    zero_vector,
 )
-from istar.measures.moments import Moments
 
-OutlierRule = Literal["sigma", "mean", "median"]
 PowerLawWeights = Literal["equal", "inverse_rank"]
 _POINTS_PER_SUM = 4_096
 """Usual maximum number of points of a batch, whose sums are then accumulated in float64."""
@@ -197,7 +192,7 @@ def nesum(variances: Tensor) -> Tensor:
 
     :math:`\sum_i \lambda_i / \lambda_1`, with the eigenvalues of the covariance in descending order (He and Ozay,
     *Exploring the Gap between Collapsed and Whitened Features in Self-Supervised Learning*, ICML 2022). The covariance
-    is that of centered points. NESum is the inverse of the share of the largest principal component, and the stable
+    belongs to centered points. NESum is the inverse of the share of the largest principal component, and the stable
     rank of the centered points. It depends on the other variances through their sum alone, so that it does not
     distinguish a flat spectrum from one that decays. It is at most the participation ratio.
 
@@ -277,7 +272,7 @@ def top_share(values: Tensor, k: int = 1) -> Tensor:
     r"""Compute the share of the k largest values in the sum of all values.
 
     For the variances of the dimensions (`DimensionMoments.variance`), this is the share of the variance in the k
-    dimensions of the largest variance; for the eigenvalues of a covariance, that of the first k principal components;
+    dimensions of the largest variance; for the eigenvalues of a covariance, the share of the first k components;
     for `CosineContributions.contributions`, the share of the average cosine that k dimensions contribute (Timkey and
     van Schijndel, *All Bark and No Bite*, EMNLP 2021).
 
@@ -297,7 +292,6 @@ def top_share(values: Tensor, k: int = 1) -> Tensor:
     0.8
     """
     values = upcast_vector(values, "the vector")
-    check_finite(values, "the values")
     if not 1 <= k <= len(values):
         raise UserError(f"k is {k}; expected 1 to {len(values)}, the number of values")
     # Scaling first keeps the sum of very large numbers in range.
@@ -317,7 +311,6 @@ def variance_shares(variances: Tensor) -> Tensor:
         UserError: as `effective_rank`.
     """
     variances = upcast_vector(variances, "the vector")
-    check_finite(variances, "the values")
     if (variances < 0).any():
         raise UserError(f"the smallest value is {variances.min():g}; expected none below 0")
     largest = variances.detach().amax()
@@ -326,185 +319,3 @@ def variance_shares(variances: Tensor) -> Tensor:
     # Scaling first keeps the sum of very large numbers in range.
     scaled = variances / largest
     return scaled / scaled.sum()
-
-
-def outlier_dimensions(
-    values: Tensor, k: float = 3.0, rule: OutlierRule = "sigma", reference: Tensor | None = None
-) -> Tensor:
-    """Return the indices of the dimensions whose value is an outlier among all dimensions.
-
-    The literature uses several definitions, of which this function implements three rules:
-
-    - "sigma": the value differs from the mean over dimensions by more than k standard deviations. Kovaleva et al.
-      (2021) use this rule with k = 3 for the gains and biases of a LayerNorm, as do Puccetti et al. (2022).
-    - "mean": the absolute value exceeds k times the mean absolute reference. Rudman et al. (2023) use this rule with
-      k = 5 for variances.
-    - "median": the absolute value exceeds k times the median absolute reference.
-
-    Outliers raise the mean and the standard deviation, so that many outliers can hide each other from the first two
-    rules, but not from "median". In d dimensions, no value is more than (d - 1) / sqrt(d) standard deviations from the
-    mean, so that "sigma" finds no outliers if d is small.
-
-    Args:
-        values: `(d,)`, one number per dimension, such as its mean, standard deviation, variance or gain.
-        k: threshold factor, above 0.
-        rule: see above.
-        reference: `(d,)`, values whose mean or median is the typical size; by default `values`. For example,
-            `outlier_dimensions(mean, 5, "median", reference=deviation)` compares means with standard deviations.
-            Cannot be combined with "sigma".
-
-    Returns:
-        Indices in ascending order, int64, on the values' device; empty if there are no outliers.
-
-    Raises:
-        UserError: if shapes or dtypes do not match, values are not finite, or an argument has another value.
-    """
-    if rule not in get_args(OutlierRule):
-        raise UserError(f"rule is {rule!r}; expected one of {', '.join(get_args(OutlierRule))}")
-    if not k > 0:
-        raise UserError(f"k is {k}; expected a number above 0")
-    values = upcast_vector(values, "the vector")
-    check_finite(values, "the values")
-    if rule == "sigma":
-        if reference is not None:
-            raise UserError("a reference was given with rule 'sigma'; expected it with 'mean' or 'median' alone")
-        centered = values - values.mean()
-        is_outlier = centered.abs() > k * centered.square().mean().sqrt()
-        # Equal values are no outliers, though rounding can make them differ from their mean.
-        return (is_outlier & (values.amax() > values.amin())).nonzero().squeeze(1)
-    reference = values if reference is None else upcast_vector(reference, "reference")
-    check_finite(reference, "the values of reference")
-    if reference.shape != values.shape:
-        raise UserError(f"reference has shape {tuple(reference.shape)}; expected {tuple(values.shape)} like the values")
-    typical_size = reference.abs().mean() if rule == "mean" else reference.abs().quantile(0.5)
-    return (values.abs() > k * typical_size).nonzero().squeeze(1)
-
-
-class DimensionMoments(Accumulator):
-    r"""Accumulates mean, variance, skewness and kurtosis of each dimension over a stream of batches.
-
-    The accumulated sums are :math:`M_p = \sum_i (x_i - m)^p` for p = 2, 3, 4. Each block is summed about its own mean
-    and then about the mean of all points (Pebay, 2008). This keeps precision for long streams and for points whose mean
-    is much larger than their deviation. Not differentiable.
-
-    Args:
-        dim: d, at least 1.
-        device: device of the sums; points must be on the same device. Sums are float64 (float32 on MPS).
-
-    Attributes:
-        count: n, 0-d.
-        mean: m, `(d,)`.
-        m2, m3, m4: the sums of powers, `(d,)` each.
-    """
-
-    count: Tensor
-    mean: Tensor
-    m2: Tensor
-    m3: Tensor
-    m4: Tensor
-
-    def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
-        zeros = zero_vector(dim, device)
-        self.add_state("count", zeros.new_zeros(()), "sum")
-        self.add_state("mean", zeros, "mean")
-        for name in ("m2", "m3", "m4"):
-            self.add_state(name, torch.zeros_like(zeros), "central")
-
-    @classmethod
-    def of(cls, points: Tensor, mask: Tensor | None = None) -> Self:
-        """Create an accumulator from one batch; see `update`."""
-        rows = select_rows(points, mask)
-        return cls(rows.shape[1], rows.device).update(rows)
-
-    @classmethod
-    def about_mean(cls, origin: Tensor, count: Tensor, power_sums: Tensor) -> Self:
-        r"""Create an accumulator from sums of powers of the differences of points from an origin near their mean.
-
-        With the power sums :math:`P_p = \sum_i (x_i - o)^p` about the origin o, and the shift :math:`\delta = m - o` of
-        the mean,
-
-        .. math::
-            M_2 = P_2 - n \delta^2, \quad M_3 = P_3 - 3 \delta P_2 + 2 n \delta^3, \quad
-            M_4 = P_4 - 4 \delta P_3 + 6 \delta^2 P_2 - 3 n \delta^4.
-
-        The farther the origin is from the mean, relative to the standard deviation, the more digits are lost.
-
-        Args:
-            origin: o, `(d,)`.
-            count: number n of points, 0-d.
-            power_sums: :math:`P_1` to :math:`P_4`, `(4, d)`, in the dtype of the sums.
-        """
-        moments = cls(len(origin), origin.device)
-        p1, p2, p3, p4 = power_sums
-        shift = p1 / count.clamp(min=1)
-        moments.count, moments.mean = count.to(p1), origin + shift
-        # Rounding must not make a sum of squares negative.
-        moments.m2 = (p2 - count * shift.square()).clamp(min=0)
-        moments.m3 = p3 - 3 * shift * p2 + 2 * count * shift.pow(3)
-        moments.m4 = (p4 - 4 * shift * p3 + 6 * shift.square() * p2 - 3 * count * shift.pow(4)).clamp(min=0)
-        return moments
-
-    @torch.no_grad()
-    def update(self, points: Tensor, mask: Tensor | None = None) -> Self:
-        """Add a batch: `points` `(..., d)`, any floating dtype; `mask` `(...)`, bool or 0/1. Returns this accumulator.
-
-        Raises:
-            UserError: if shapes do not match, or the points are not floating.
-        """
-        rows = select_rows(points, mask, self.mean.shape[0])
-        for block in upcast_blocks(rows) if len(rows) else ():
-            mean = block.mean(0)
-            powers = block - mean
-            sums = torch.stack([torch.zeros_like(mean), *((powers**power).sum(0) for power in (2, 3, 4))])
-            self.merge(type(self).about_mean(mean, mean.new_tensor(len(block)), sums))
-        return self
-
-    def recenter(self, mean: Tensor) -> dict[str, Tensor]:
-        r"""Return the sums of the powers of :math:`x - c = (x - m) + \delta`, the differences from another center c."""
-        delta, n = self.mean - mean, self.count
-        return {
-            "m2": self.m2 + n * delta.square(),
-            "m3": self.m3 + 3 * delta * self.m2 + n * delta.pow(3),
-            "m4": self.m4 + 4 * delta * self.m3 + 6 * delta.square() * self.m2 + n * delta.pow(4),
-        }
-
-    def variance(self, correction: int = 1) -> Tensor:
-        """Return the variance M_2 / (n - correction) of each dimension, `(d,)`, in squared units of the points.
-
-        Raises:
-            UserError: with fewer than `correction + 1` points, or points that are not finite.
-        """
-        self._check_sums(min_count=correction + 1)
-        return self.m2 / (self.count - correction)
-
-    def deviation(self, correction: int = 1) -> Tensor:
-        """Return the standard deviation, the square root of `variance`, `(d,)`."""
-        return self.variance(correction).sqrt()
-
-    def skewness(self) -> Tensor:
-        r"""Return the skewness of each dimension, :math:`\sqrt n M_3 / M_2^{3/2}`, `(d,)`, not corrected for bias.
-
-        NaN where all coordinates are equal.
-
-        Raises:
-            UserError: without points, or with points that are not finite.
-        """
-        self._check_sums(min_count=1)
-        return self.count.sqrt() * self.m3 / self.m2.pow(1.5)
-
-    def kurtosis(self, excess: bool = True) -> Tensor:
-        r"""Return the kurtosis of each dimension, :math:`n M_4 / M_2^2`, minus 3 if `excess`, `(d,)`.
-
-        It is not corrected for bias. The excess kurtosis is at least -2, 0 for a Gaussian and large if a few points are
-        far from the mean. NaN where all coordinates are equal.
-
-        Raises:
-            UserError: without points, or with points that are not finite.
-        """
-        self._check_sums(min_count=1)
-        return self.count * self.m4 / self.m2.square() - (3 if excess else 0)
-
-    def _check_sums(self, min_count: int) -> None:
-        if self.count < min_count:
-            raise UserError(f"{self.count:g} points have no such moment; expected at least {min_count}")
-        check_finite(torch.stack([self.mean, self.m4]), "the points, or their fourth powers,")

@@ -1,16 +1,23 @@
-"""The record of a run (`result.json`): its fields, and functions that write and read it."""
+"""The record of a run (`result.json`): its fields, what the run was made with, and functions that write and read it."""
 
 import json
+import os
+import platform
+import re
+import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal, Required, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Required, TypedDict
 
 from istar.errors import UserError
 from istar.files.parsing import MissingFileError, read_record
 from istar.files.writing import write_text
 from istar.records.metric_names import merit
+
+if TYPE_CHECKING:
+    import torch
 
 RESULT = "result.json"
 CONFIG = "config.yaml"
@@ -20,6 +27,9 @@ KEPT_MODELS = "models"
 RECORD_FORMAT = 1
 _START_COMMENT = "# The run began at "
 _REPORTED_PACKAGES = ("istar", "torch", "lightning", "transformers", "datasets", "numpy", "scikit-learn")
+_PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
+_GIT_TIMEOUT_SECONDS = 30.0
+"""Timeout of git, which may be slow on network file systems."""
 
 
 _Count = Annotated[int, 0]
@@ -145,6 +155,61 @@ class RunRecord:
 def installed_versions() -> dict[str, str]:
     """Return the installed versions of istar and of the libraries that affect results."""
     return {name: version(name) for name in _REPORTED_PACKAGES}
+
+
+def describe_code(package_folder: Path = _PACKAGE_FOLDER) -> dict[str, Any]:
+    """Return the fields `code_commit` and `code_modified` of `RunRecord`.
+
+    Both are None if istar, whose modules are in `package_folder`, does not run from a git checkout, or git is not
+    installed.
+    """
+    unknown_fields = {"code_commit": None, "code_modified": None}
+    # An installed istar may lie within the checkout of another project, which does not track it.
+    if _run_git(package_folder, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return unknown_fields
+    commit = _run_git(package_folder, "rev-parse", "HEAD")
+    changes = _run_git(package_folder, "--no-optional-locks", "status", "--porcelain", "--untracked-files=no")
+    return {"code_commit": commit, "code_modified": None if changes is None else changes != ""}
+
+
+def describe_hardware(device: "torch.device", num_processes: int) -> dict[str, Any]:
+    """Return the fields `device` (of this process), `processes`, `cuda` and `system` of `RunRecord`."""
+    import torch  # readers of records do without it
+
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else _get_cpu_name()
+    if device.type not in ("cuda", "cpu"):
+        device_name = device.type
+    return {
+        "device": device_name,
+        "processes": num_processes,
+        "cuda": torch.version.cuda,
+        "system": platform.platform(),
+    }
+
+
+def _run_git(folder: Path, *arguments: str) -> str | None:
+    # A git hook sets GIT_DIR and the like to its repository, which may be another one.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        completed = subprocess.run(
+            ["git", *arguments],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_GIT_TIMEOUT_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return completed.stdout.strip() if completed.returncode == 0 else None
+
+
+def _get_cpu_name() -> str:
+    try:
+        match = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        match = None
+    return match[1] if match else platform.processor() or platform.machine()
 
 
 def start_comment(started_at: str) -> str:

@@ -1,9 +1,9 @@
-"""Runs as rows of tables: the columns of a run, and groups of the runs that a table compares."""
+"""Runs as rows of tables and entries of plans: their columns, and groups of the runs that a table compares."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypedDict
 
 from istar.records.identity import configuration_hash, label_method
 from istar.records.results import RunRecord
@@ -78,3 +78,24 @@ def selection_sort_key(merits: Sequence[float]) -> tuple[int, float]:
     `merits` has the `selection_merit` of the run of each seed.
     """
     return len(merits), fmean(merits)
+
+
+class PlannedRun(TypedDict):
+    """A run of the grid of a sweep."""
+
+    name: str
+    task: str
+    model: str  # last part of the model's name
+    method: str  # with its settings, as in the report
+    seed: int
+
+
+class Repetitions(TypedDict):
+    """Runs with further seeds. Only those of one configuration will be run: the best of a group of configurations."""
+
+    task: str
+    model: str
+    method: str  # without its settings
+    grid: str  # name of the grid in the sweep; empty if the sweep has no named grids
+    seeds: list[int]  # further seeds, with which the best configuration is repeated
+    names: list[str]  # names of the runs of every configuration of the group with every further seed

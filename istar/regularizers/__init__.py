@@ -3,16 +3,14 @@
 This package depends on torch only.
 """
 
-from istar.regularizers.base import Penalty, Terms
+from istar.regularizers.base import Penalty, SetPoint, Terms
 from istar.regularizers.cosreg import CosReg, cosine_penalty
 from istar.regularizers.decorrelation import Decorrelation
 from istar.regularizers.gor import Gor
 from istar.regularizers.istar import IStar
 from istar.regularizers.kurtosis import Kurtosis
+from istar.regularizers.placebos import RandomDirection
 from istar.regularizers.points import Points, layer_numbers, select_layers, special_ids
-from istar.regularizers.random_direction import RandomDirection
-from istar.regularizers.schedule import weight_at
-from istar.regularizers.set_point import SetPoint
 from istar.regularizers.sigreg import SigReg
 from istar.regularizers.simctg import SimCtg
 from istar.regularizers.spectrum_control import Spectrum
@@ -39,5 +37,4 @@ __all__ = [
     "layer_numbers",
     "select_layers",
     "special_ids",
-    "weight_at",
 ]

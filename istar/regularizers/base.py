@@ -1,6 +1,7 @@
-"""The base class of penalties on hidden states."""
+"""The base classes of penalties on hidden states: of all, and of those on the moments of the points."""
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
@@ -10,12 +11,120 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from istar.errors import OptionError
-from istar.measures.moments import without_autocast
-from istar.measures.processes import sum_over_processes
+from istar.errors import OptionError, check_at_least, check_one_of
+from istar.measures.accumulator import sum_over_processes
+from istar.measures.moments import BatchMoments, Moments, mean_and_scatter, merge_moments
+from istar.measures.numerics import without_autocast
 from istar.regularizers.points import Layers, Tokens, check_layers, select_layers
-from istar.regularizers.set_point import SetPoint
-from istar.regularizers.undefined import UndefinedCount
+
+KEEP = "keep"
+SIDES = ("both", "above", "below")
+ROUNDING = 16 * torch.finfo(torch.float32).eps ** 2
+"""Largest variance, relative to the squared mean, that can be the rounding error of equal float32 points."""
+
+
+def is_rounding(variance: Tensor, squared_mean: Tensor) -> Tensor:
+    """Return whether a variance is 0 or nothing but the rounding error of equal points with this mean, elementwise."""
+    return variance.detach() <= ROUNDING * squared_mean.detach()
+
+
+class UndefinedCount:
+    """Number of losses of finite points without a score, and a warning at the first one.
+
+    The count is kept on the device, so that the host never waits for a GPU.
+
+    Args:
+        total: the count of an interrupted training.
+
+    Attributes:
+        total: the count, 0-d, on the device of the latest loss.
+    """
+
+    def __init__(self, total: int = 0) -> None:
+        self.total = torch.tensor(total)
+        self._total_on_host = torch.tensor(total)
+        self._has_warned = total > 0
+
+    @property
+    def seen(self) -> int:
+        """The count as far as the host knows it. With a GPU, it may lack the latest losses."""
+        return int(self._total_on_host)
+
+    def add(self, is_undefined: Tensor, measure: str) -> None:
+        """Count a loss if `is_undefined`, 0-d, is true. `measure` names the score in the warning."""
+        self.total = self.total.to(is_undefined.device) + is_undefined
+        if is_undefined.is_cuda and not self._total_on_host.is_pinned():
+            # Only copies into pinned memory do not make the host wait.
+            self._total_on_host = self._total_on_host.pin_memory()
+        self._total_on_host.copy_(self.total, non_blocking=True)
+        if not self._has_warned and self.seen > 0:
+            self._has_warned = True
+            warnings.warn(
+                f"the points of a micro-batch have no {measure}, because they are too few or all equal; the penalty "
+                "of such micro-batches is 0, and penalty.undefined counts them",
+                UserWarning,
+                stacklevel=3,
+            )
+
+
+@dataclass(frozen=True)
+class SetPoint:
+    r"""The target of a penalty's score, for the argument `set_point` of any `Penalty`.
+
+    With a score s and a target t, the penalty is :math:`|\lambda| \, h(s - t)^2`, where h is the identity, or a hinge
+    that leaves one side alone. The gradient for a point is :math:`2 |\lambda| \, h(s - t) \, \partial s / \partial x`:
+    the direction of the penalty without a set-point, with a force that falls to 0 at the target. The distance to the
+    target decides on the direction, so that the sign of lambda has no meaning.
+
+    >>> import istar, torch
+    >>> penalty = istar.CosReg(weight=2.0, set_point=istar.SetPoint(0.1, side="above"))
+    >>> hidden_states = [torch.ones(1, 2, 8), torch.ones(1, 2, 8)]
+    >>> loss = penalty(hidden_states)  # The average cosine is (2^2 - 2) / 2^2 = 0.5.
+    >>> print(f"{loss.item():.2f}")
+    0.32
+
+    Raises:
+        OptionError: for a target that is neither a finite number nor `keep`, an unknown side, or `batches` below 1.
+    """
+
+    score: float | str
+    """Target of the score (t). With a target, the penalty is the absolute value of lambda times the squared deviation
+    of the score from the target. keep takes the score at the beginning of training. None sets no target."""
+    side: str = "both"
+    """Deviations from the target that are penalized: both, above (only of scores above the target) or below."""
+    batches: int = 1
+    """Number of micro-batches, counted from the first, whose mean score is the target if it is keep. Meanwhile the
+    target is their mean so far. The target is the score of the model before training if the number is at most that of
+    the gradient accumulation. Losses that are not finite, or without gradients, do not count."""
+
+    def __post_init__(self) -> None:
+        is_number = not isinstance(self.score, str | bool) and math.isfinite(self.score)
+        if not is_number and not self.is_kept:
+            raise OptionError(f"target_score={self.score}; expected a finite number, or {KEEP}")
+        check_one_of("side", self.side, SIDES)
+        check_at_least(1, "target_batches", self.batches)
+
+    def check_range(self, score_range: tuple[float, float]) -> None:
+        """Raise `OptionError` unless the target lies in the open interval of a penalty's scores."""
+        low, high = score_range
+        if not low < float(self.score) < high:
+            raise OptionError(
+                f"target_score={self.score}; expected a number above {low:g} and below {high:g}, or {KEEP}"
+            )
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the target is the score at the start of training."""
+        return self.score == KEEP
+
+    def penalty(self, score: Tensor, target: Tensor) -> Tensor:
+        """Return the squared deviation of a score from the target on the chosen side, 0-d."""
+        deviation = score - target
+        if self.side == "above":
+            deviation = deviation.clamp(min=0)
+        elif self.side == "below":
+            deviation = deviation.clamp(max=0)
+        return deviation.square()
 
 
 class Terms(NamedTuple):
@@ -247,3 +356,35 @@ class Penalty(nn.Module, ABC):
     @abstractmethod
     def score(self, summaries: Sequence[Any]) -> Terms:
         """Compute the terms of the union of summarized layers, over all processes if `sync` is set."""
+
+
+class MomentsPenalty(Penalty):
+    """A penalty on the moments of the union of the selected layers. Arguments are as in `Penalty`.
+
+    Each layer is reduced to its count, mean and scatter matrix, which are merged over layers and processes. A subclass
+    implements `value_and_score`.
+    """
+
+    def summarize_points(self, points: Tensor, indices: Tensor | None) -> BatchMoments:
+        return mean_and_scatter(points, indices=indices)
+
+    def score(self, summaries: Sequence[BatchMoments]) -> Terms:
+        moments = merge_moments(summaries)
+        if self.sync:
+            moments = moments.all_reduce(self.group)
+        dtype = summaries[0].scatter.dtype
+        value, score = self.value_and_score(moments, dtype)
+        # Without this conversion, the float64 moments would make the total loss float64.
+        return Terms(value.to(dtype), score.to(dtype), moments.count, sums=(moments.mean, moments.scatter))
+
+    @abstractmethod
+    def value_and_score(self, moments: Moments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Compute the unweighted penalty and the score, 0-d each, of moments in float64 (float32 on MPS).
+
+        The moments have the rounding errors of `dtype`, in which the sums over the points of each layer were computed.
+        """
+
+
+def squared_off_diagonal(matrix: Tensor) -> Tensor:
+    """Return the sum of the squares of the entries of a matrix `(d, d)` that are not on its diagonal, 0-d."""
+    return (matrix - matrix.diagonal().diag()).square().sum()

@@ -7,8 +7,8 @@ of points, the sum :math:`m_s` and the scatter :math:`G_s = X_s^T X_s` of each s
 The gradient is computed in two steps, as in `istar.regularizers.istar`. An autograd function computes all
 :math:`m_s` and :math:`G_s`; with the incoming gradients :math:`g_s` and :math:`H_s`, the gradient with respect to a
 point is :math:`g_s + (H_s + H_s^T)(x - \bar x)`. Both passes are batched matrix products, with as many operations as
-those of the scatter matrix of all points. The rest are ordinary autograd operations on s matrices `(d, d)`, so that the
-memory is O(s d^2) beyond that of the hidden states.
+the scatter matrix of all points. The rest are ordinary autograd operations on s matrices `(d, d)`, so that the
+memory is O(s d^2) beyond the hidden states.
 
 >>> import torch
 >>> from istar.regularizers import IStar
@@ -25,13 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.input_checks import accumulation_dtype
-from istar.measures.moments import full_precision
-from istar.measures.processes import sum_over_processes
+from istar.measures.accumulator import sum_over_processes
+from istar.measures.numerics import accumulation_dtype, full_precision
 from istar.measures.sentences import SentenceMoments, SentenceSums
+from istar.regularizers.base import is_rounding
 from istar.regularizers.estimators import Estimate, Estimator
 from istar.regularizers.points import Tokens, check_same_width
-from istar.regularizers.undefined import is_rounding
 
 MIN_SENTENCES = 4
 """Fewest sentences that have a score: its estimate uses points of four different ones."""

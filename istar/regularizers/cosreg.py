@@ -18,8 +18,8 @@ from istar.regularizers.points import Tokens, check_same_width, unit_points
 class CosReg(Penalty):
     """The CosReg penalty, the average cosine of the hidden states of the selected layers.
 
-    A positive weight spreads the directions of the points, and a negative weight aligns them. In the
-    paper, it is that of the last layer.
+    A positive weight spreads the directions of the points, and a negative weight aligns them. The paper penalizes the
+    last layer.
     """
 
     measure = "average_cosine"

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from istar.measures.isoscore import covariance_or_nan
 from istar.measures.moments import Moments
-from istar.regularizers.batch_moments import MomentsPenalty, squared_off_diagonal
-from istar.regularizers.undefined import is_rounding
+from istar.regularizers.base import MomentsPenalty, is_rounding, squared_off_diagonal
 
 
 @dataclass(eq=False, repr=False)

@@ -1,9 +1,9 @@
-r"""Estimators of IsoScore from one point cloud, for `IStar`: the paper's IsoScore\*, and the unbiased score.
+r"""Estimators of IsoScore for `IStar`: the paper's IsoScore\*, its form within classes, and the unbiased score.
 
-`istar.regularizers.by_sentence` and `istar.regularizers.within_classes` have the same interface. An estimator computes
-the score in two steps. First, each layer is reduced to sums over its points, such as the mean and the scatter matrix by
-`istar.measures.moments.mean_and_scatter`, an autograd function whose backward pass is one matrix product. Second, the
-sums of the layers are merged and scored by ordinary autograd operations on a few matrices `(d, d)`.
+`istar.regularizers.by_sentence` has one more, with the same interface. An estimator computes the score in two steps.
+First, each layer is reduced to sums over its points, such as the mean and the scatter matrix. The backward pass of
+`istar.measures.moments.mean_and_scatter` is one matrix product. Second, the sums of the layers are merged and scored by
+ordinary autograd operations on a few matrices `(d, d)`.
 """
 
 from abc import ABC, abstractmethod
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from istar.errors import UserError
+from istar.measures.classes import class_means_and_scatter, merge_class_moments
 from istar.measures.isoscore import (
     covariance_or_nan,
     unchecked_isoscore,
@@ -22,8 +23,8 @@ from istar.measures.isoscore import (
     unchecked_shrinkage_intensity,
 )
 from istar.measures.moments import BatchMoments, Moments, fourth_moments, mean_and_scatter, merge_moments
+from istar.regularizers.base import is_rounding
 from istar.regularizers.points import Tokens
-from istar.regularizers.undefined import is_rounding
 
 
 class Estimate(NamedTuple):
@@ -103,6 +104,40 @@ class ShrinkageEstimator(Estimator):
             return torch.where(has_variance, unchecked_isoscore(covariance), torch.nan)
         shrinkage = convert_shrinkage(shrinkage, covariance)
         return unchecked_isoscore((1 - self.zeta) * covariance + self.zeta * shrinkage)
+
+
+class ClassEstimator(ShrinkageEstimator):
+    r"""IsoScore\* of the pooled covariance within classes, for `IStar(within="label")`.
+
+    The covariance is :math:`\sum_c \sum_{i \in c} (x_i - m_c)(x_i - m_c)^T / (n - C)`: each point is centered on the
+    mean :math:`m_c` of its class. A class consists of the points of all sequences with its label, in all selected
+    layers and over the same processes as the penalty. C is the number of classes with points; a class with one point
+    adds nothing. Sigma_S is also the covariance within classes. This definition is not from a paper.
+
+    >>> from istar.regularizers import IStar
+    >>> penalty = IStar(weight=1.0, zeta=0, within="label")
+    >>> hidden_states = [torch.randn(4, 5, 8) for _ in range(3)]
+    >>> loss = penalty(hidden_states, labels=torch.tensor([0, 1, 0, 1]))
+
+    Arguments are as in `ShrinkageEstimator`.
+    """
+
+    def summarize(self, hidden_state: Tensor, indices: Tensor | None, tokens: Tokens) -> Any:
+        """Return the count and mean of each class, and the scatter matrix within classes."""
+        labels, num_classes = tokens.classes_of(hidden_state)
+        return class_means_and_scatter(hidden_state.flatten(0, -2), labels, num_classes, self.matmul_dtype, indices)
+
+    def estimate(
+        self, summaries: Sequence[Any], shrinkage: Tensor | None, sync: bool, group: dist.ProcessGroup | None
+    ) -> Estimate:
+        """Estimate the score within classes of the union of the layers."""
+        moments = merge_class_moments(summaries)
+        check_width(moments.dim)
+        moments = moments.all_reduce(group) if sync else moments
+        squared_means = (moments.counts * moments.means.square().sum(1)).sum()
+        has_variance = ~is_rounding(moments.scatter.trace(), squared_means)
+        score = self.score_covariance(moments.within_covariance_or_nan(), has_variance, shrinkage)
+        return Estimate(score.to(summaries[0].scatter.dtype), moments.count, (moments.scatter,))
 
 
 class FourthMomentEstimator(Estimator):

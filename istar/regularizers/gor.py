@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from istar.measures.moments import BatchMoments, Moments, mean_and_scatter
-from istar.regularizers.batch_moments import MomentsPenalty
+from istar.regularizers.base import MomentsPenalty
 from istar.regularizers.points import unit_points
 
 

@@ -2,9 +2,8 @@ r"""The I-STAR penalty, :math:`\lambda \, (1 - \mathrm{IsoScore}^*(\bigcup_l X_l
 
 *Stable Anisotropic Regularization* (Rudman and Eickhoff, ICLR 2024), equation (2). Training with a positive weight
 increases isotropy, and with a negative weight decreases it. The options that are not in the paper are other estimators
-of the score: `istar.regularizers.estimators` has those of one point cloud, `istar.regularizers.by_sentence` that for
-tokens that depend on the others of their sentence, and `istar.regularizers.within_classes` that for points about the
-mean of their class.
+of the score: of one point cloud or of points about the mean of their class, in `istar.regularizers.estimators`, and of
+tokens that depend on the others of their sentence, in `istar.regularizers.by_sentence`.
 """
 
 from collections.abc import Sequence
@@ -16,22 +15,22 @@ from torch import Tensor
 
 from istar.errors import OptionError, UserError, check_one_of, parse_number
 from istar.measures.isoscore import check_covariance
-from istar.measures.moments import without_autocast
+from istar.measures.numerics import without_autocast
 from istar.regularizers.base import Penalty, Terms
 from istar.regularizers.by_sentence import SentenceEstimator
 from istar.regularizers.estimators import (
     AutomaticShrinkageEstimator,
+    ClassEstimator,
     Estimator,
     ShrinkageEstimator,
     UnbiasedEstimator,
 )
-from istar.regularizers.points import Layers, Tokens, check_within
-from istar.regularizers.within_classes import ClassEstimator
+from istar.regularizers.points import Layers, Tokens
 
 AUTO = "auto"
 BY_SENTENCE = "unbiased_by_sentence"
 ESTIMATORS = ("shrinkage", "unbiased", BY_SENTENCE)
-COMPUTE_DTYPES = ("float32", "bfloat16")
+COMPUTE_DTYPES = ("float32", "bf16")
 
 
 @dataclass(eq=False, repr=False)
@@ -67,7 +66,7 @@ class IStar(Penalty):
     shrinkage covariance), or unbiased_by_sentence (for tokens that depend on the others of their sentence; needs 4
     sentences in each micro-batch)."""
     compute: str | None = None
-    """Dtype of the penalty's matrix products with the points: float32 or bfloat16. None is float32 or, in a run, the
+    """Dtype of the penalty's matrix products with the points: float32 or bf16. None is float32 or, in a run, the
     dtype that trainer.precision allows."""
     within: str | None = None
     """label computes the score within the classes of a classification task: from points that are centered on the mean
@@ -118,17 +117,18 @@ class IStar(Penalty):
             )
         if self.compute is not None:
             check_one_of("compute", self.compute, COMPUTE_DTYPES)
-        if self.compute == "bfloat16" and self.needs_float32:
+        if self.compute == "bf16" and self.needs_float32:
             raise OptionError(
-                "compute=bfloat16 is too coarse for the fourth powers of the unbiased estimators and of zeta=auto; "
+                "compute=bf16 is too coarse for the fourth powers of the unbiased estimators and of zeta=auto; "
                 "expected float32"
             )
-        check_within(self.within)
-        if self.within is not None and self.needs_float32:
-            raise OptionError(
-                f"within={self.within} needs estimator=shrinkage and a number as zeta; these are {self.estimator} and "
-                f"{self.zeta}, which assume one cloud"
-            )
+        if self.within is not None:
+            check_one_of("within", self.within, ("label",))
+            if self.needs_float32:
+                raise OptionError(
+                    f"within={self.within} needs estimator=shrinkage and a number as zeta; these are {self.estimator} "
+                    f"and {self.zeta}, which assume one cloud"
+                )
 
     def _make_estimator(self) -> Estimator:
         if self.estimator == BY_SENTENCE:
@@ -137,7 +137,7 @@ class IStar(Penalty):
             return UnbiasedEstimator()
         if isinstance(self.zeta, str):
             return AutomaticShrinkageEstimator()
-        matmul_dtype = torch.bfloat16 if self.compute == "bfloat16" else None
+        matmul_dtype = torch.bfloat16 if self.compute == "bf16" else None
         estimator_class = ShrinkageEstimator if self.within is None else ClassEstimator
         return estimator_class(self.zeta, matmul_dtype)
 

@@ -13,11 +13,9 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from istar.measures.input_checks import accumulation_dtype
-from istar.measures.processes import sum_over_processes
-from istar.regularizers.base import Penalty, Terms
-from istar.regularizers.set_point import SetPoint
-from istar.regularizers.undefined import is_rounding
+from istar.measures.accumulator import sum_over_processes
+from istar.measures.numerics import accumulation_dtype
+from istar.regularizers.base import Penalty, SetPoint, Terms, is_rounding
 
 UNIFORM = SetPoint(1.8)
 """The target of Shkolnik et al. (2020), the kurtosis of a uniform distribution."""

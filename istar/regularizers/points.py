@@ -15,8 +15,6 @@ Layers = str | Sequence[int]
 
 NAMED_LAYERS = ("all", "last", "with_embeddings")
 POINTS = ("all", "content", "labelled", "first", "last", "completion")
-WITHIN_OPTIONS = ("label",)
-"""Values of `within`, the source of the classes within which covariances are computed; see `istar.IStar`."""
 IGNORED_LABEL = -100
 """Label of a token that the task loss leaves out, in torch and transformers."""
 
@@ -35,7 +33,7 @@ class Points:
     [CLS]), or completion (those with a label)."""
     max_norm_ratio: float | None = None
     """Leave out points whose norm is more than this number times the median norm of the layer's points in the batch,
-    such as attention sinks; None leaves out none. Each process takes the median of its part of the batch."""
+    such as attention sinks; None keeps all. Each process takes the median of its part of the batch."""
     special_ids: Sequence[int] = ()
     """Token ids of the special tokens, see `special_ids`; needed for `content`."""
 
@@ -68,12 +66,6 @@ class Points:
 
 
 ALL_POINTS = Points()
-
-
-def check_within(within: str | None) -> None:
-    """Raise `OptionError` unless `within` is None or one of `WITHIN_OPTIONS`."""
-    if within is not None:
-        check_one_of("within", within, WITHIN_OPTIONS)
 
 
 def check_layers(layers: Layers) -> None:
@@ -311,10 +303,7 @@ class Tokens:
             self._check_arguments(shape)
 
     def _check_arguments(self, shape: tuple[int, ...]) -> None:
-        """Raise `UserError` unless the call of the model had the arguments that the points depend on.
-
-        `shape` is that of a hidden state.
-        """
+        """Raise `UserError` unless the call had what the points depend on, for a hidden state of this shape."""
         which = self.points.which
         if len(shape) != 3:
             raise UserError(f"points={which!r} needs hidden states (batch, tokens, d); these have shape {shape}")
@@ -349,7 +338,7 @@ def document_starts(is_token: Tensor, attention_mask: Tensor | None, position_id
     Args:
         is_token: mask of the tokens that are not padding, `(batch, tokens)`, bool.
         attention_mask: see `Tokens`.
-        position_ids: see `Tokens`; position ids of other shapes, such as those of images, are not used.
+        position_ids: see `Tokens`; position ids of other shapes, as for images, are not used.
     """
     starts = torch.zeros_like(is_token)
     starts[:, 0] = True
@@ -361,12 +350,9 @@ def document_starts(is_token: Tensor, attention_mask: Tensor | None, position_id
 
 
 def end_tokens_of_documents(which: str, is_token: Tensor, starts: Tensor) -> Tensor:
-    """Return the mask of the first or of the last token that is not padding in each document, `(batch, tokens)`, bool.
+    """Return the mask `(batch, tokens)` of the first or the last token (`which`) that is not padding in each document.
 
-    Args:
-        which: `first` or `last`.
-        is_token: mask of the tokens that are not padding, `(batch, tokens)`, bool.
-        starts: the result of `document_starts`.
+    `is_token` is the mask of the tokens that are not padding, and `starts` the result of `document_starts`.
     """
     token_rows = is_token.flatten().nonzero().squeeze(1)
     document_numbers = starts.flatten().cumsum(0)[token_rows]
@@ -382,10 +368,7 @@ def end_tokens_of_documents(which: str, is_token: Tensor, starts: Tensor) -> Ten
 
 
 def next_token_has_label(has_label: Tensor, starts: Tensor) -> Tensor:
-    """Return the mask of the tokens whose next token has a label and is in the same document, `(batch, tokens)`.
-
-    `starts` is the result of `document_starts`.
-    """
+    """Return the mask of the tokens with a labelled next token in the same document, `(batch, tokens)`."""
     predicts = torch.zeros_like(has_label)
     predicts[:, :-1] = has_label[:, 1:] & ~starts[:, 1:]
     return predicts
@@ -414,11 +397,7 @@ def select_by_norm_ratio(points: Tensor, indices: Tensor | None, ratio: float) -
 
 
 def _may_attend(mask: Tensor) -> Tensor:
-    """Return the mask `(batch, tokens)` of the entries that allow attention in any head.
-
-    `mask` is a diagonal of an attention mask, `(batch, heads, tokens)`: floating numbers to be added to the attention
-    scores, where 0 allows attention, or bool or 0/1.
-    """
+    """Return where a diagonal of an attention mask, `(batch, heads, tokens)`, allows attention in any head."""
     return (mask == 0 if mask.is_floating_point() else mask != 0).any(1)
 
 

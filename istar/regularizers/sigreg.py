@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import check_at_least
-from istar.measures.moments import full_precision
+from istar.measures.numerics import full_precision
 from istar.regularizers.base import Penalty, Terms
 
 BOUND, NUM_NODES = 5.0, 17
@@ -31,7 +31,7 @@ BOUND, NUM_NODES = 5.0, 17
 class SigReg(Penalty):
     """SIGReg of LeJEPA (Balestriero and LeCun, 2025). It pulls the points to mean 0 and covariance I.
 
-    Directions are drawn anew for each loss, the same for all layers and processes. The statistic is that of a test: for
+    New directions are drawn for each loss, the same for all layers and processes. The statistic is from a test: for
     n independent points of the target distribution, its mean is about 1.06 for any n, and for any other distribution
     it grows with n. A published lambda therefore carries over to the same number of points only (in LeJEPA, the images
     of a global batch). It depends on the scale of the hidden states, which are pulled to variance 1, and hardly on the
@@ -44,7 +44,7 @@ class SigReg(Penalty):
     """
 
     directions: int = 256
-    """Number of random directions (K), drawn anew for each micro-batch."""
+    """Number of random directions (K), new in each micro-batch."""
     seed: int = 0
     """Seed of the directions, equal on all processes."""
     draws: Tensor = field(init=False)
@@ -62,7 +62,7 @@ class SigReg(Penalty):
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> Tensor:
         """Return sums over the points as a flat tensor: of cosines, of sines, and the number of points.
 
-        The cosines and sines are those of t a^T x, for each non-negative node t of the integral, random direction a and
+        The cosines and sines are of t a^T x, for each non-negative node t of the integral, random direction a and
         point x. In the tensor, the directions vary fastest.
         """
         points = points if indices is None else points.index_select(0, indices)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import OptionError, UserError
-from istar.measures.moments import full_precision, without_autocast
+from istar.measures.numerics import full_precision, without_autocast
 from istar.regularizers.base import Penalty, Terms
 from istar.regularizers.points import Tokens, unit_points
 
@@ -27,7 +27,7 @@ from istar.regularizers.points import Tokens, unit_points
 class SimCtg(Penalty):
     """The contrastive loss of SimCTG (Su et al., 2022) between the tokens of a sequence.
 
-    The pairs are those of points of one sequence and layer; a row of the batch is a sequence, also if it packs several
+    A pair consists of points of one sequence and layer; a row of the batch is a sequence, even if it packs several
     documents. Pairs are summed layer by layer and over processes, so that nothing is gathered. Memory grows with the
     square of the length of the sequences. The value, in [0, margin + 1], is a mean over pairs: it depends on
     neither the scale of the hidden states nor the size of the batch. The paper adds it to the loss with the weight 1. A

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from istar.errors import check_one_of, check_range
 from istar.measures.moments import Moments
-from istar.regularizers.batch_moments import MomentsPenalty
+from istar.regularizers.base import MomentsPenalty
 
 DECAYS = ("polynomial", "exponential")
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from istar.errors import check_range
-from istar.measures.moments import full_precision
-from istar.measures.processes import gather_over_processes
+from istar.measures.accumulator import gather_over_processes
+from istar.measures.numerics import full_precision
 from istar.regularizers.base import Penalty, Terms
 from istar.regularizers.points import check_same_width, unit_points
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from istar.errors import check_range
 from istar.measures.isoscore import covariance_or_nan
 from istar.measures.moments import Moments
-from istar.regularizers.batch_moments import MomentsPenalty, squared_off_diagonal
+from istar.regularizers.base import MomentsPenalty, squared_off_diagonal
 
 EPSILON = 1e-4
 """The epsilon of the VICReg paper, which bounds the gradient of the standard deviation."""

@@ -18,7 +18,7 @@ from istar.records.results import RunRecord
 from istar.records.run_rows import selection_sort_key
 from istar.reports import paper
 from istar.reports.run_frame import Runs
-from istar.reports.statistics import MeanAndStd, mean_and_std
+from istar.statistics.paired import MeanAndStd, mean_and_std
 
 VARIED = {"lambda": "reg.lambda", "zeta": "reg.zeta", "layers": "reg.layers", "method": "reg"}
 """Setting that a figure varies -> config key in which the runs of the figure may differ; `reg` is the whole group."""
@@ -296,7 +296,6 @@ def _get_column(runs: pd.DataFrame, name: str) -> pd.Series:
 
 
 def _to_float(value: Any) -> float:
-    """Return a finite number as a float, and anything else as NaN."""
     return float(value) if is_finite(value) else math.nan
 
 

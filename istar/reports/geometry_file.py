@@ -1,6 +1,7 @@
 """Reader of a run's `geometry.json`, which holds geometric measures of its final model."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NotRequired, TypedDict
@@ -70,3 +71,15 @@ def read_geometry(folder: Path) -> Geometry | None:
         for numbers in (fields["mean_activation"], fields["two_nn"])
     )
     return Geometry(fields["examples"], mean_activation, two_nn, isoscore_star)
+
+
+def read_geometries(folders: Iterable[str]) -> tuple[dict[str, Geometry], dict[str, str]]:
+    """Return the geometries of runs, and the error messages of broken files, both by folder."""
+    geometry_by_folder, read_errors = {}, {}
+    for folder in folders:
+        try:
+            if (geometry := read_geometry(Path(folder))) is not None:
+                geometry_by_folder[folder] = geometry
+        except UserError as error:
+            read_errors[folder] = str(error)
+    return geometry_by_folder, read_errors

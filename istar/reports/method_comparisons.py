@@ -1,8 +1,14 @@
-"""Compares every method with a reference, usually Base, over the same seeds, with one correction of all p-values."""
+"""Compares every method with a reference, usually Base, over the same seeds, with one correction of all p-values.
 
-from collections.abc import Sequence
+A method is a row of the table of all methods: each λ of I-STAR is a method. Its budget is how much it was tuned: its
+trials, how long each was allowed to train, and the examples that it saw. A trial is a configuration that was tried: all
+settings except the seed.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -10,16 +16,56 @@ import pandas as pd
 from istar.errors import UserError
 from istar.records.identity import BASE_LABEL
 from istar.records.metric_names import displayed, is_lower_better
-from istar.reports.budgets import Budget, compute_budget
-from istar.reports.configurations import HELD_OUT, VALIDATION, by_model_and_task, find_best_group
-from istar.statistics import multiple, paired, power
+from istar.reports.configurations import (
+    HELD_OUT,
+    VALIDATION,
+    by_model_and_task,
+    find_best_group,
+    is_finite,
+    row_dicts,
+)
+from istar.statistics import ALPHA, POWER, TEST, paired, power
 from istar.statistics.arguments import is_constant
 from istar.statistics.conclusions import Comparison
-from istar.statistics.defaults import ALPHA, POWER, TEST
-from istar.statistics.multiple import Holm
+from istar.statistics.paired import Holm
 
 _NUM_SIGN_PATTERNS = 99_999
 """Number of random sign patterns of the sign-flip test for more than `paired.MAX_EXACT_PAIRS` pairs."""
+_TRIED_STATUSES = ("finished", "failed", "pruned")
+"""Statuses of a run whose configuration counts as tried; an unfinished run may not have begun."""
+_LIMIT_KEYS: tuple[str, ...] = (
+    "trainer.max_epochs",
+    "trainer.stop_at_inter_sim",
+    "task.limit_train",
+    "task.validation_fraction",
+)
+"""Config keys that limit the training of a run without `trainer.max_steps`."""
+_BATCH_SIZE_FACTORS: tuple[str, ...] = (
+    "data.batch_size", "trainer.accumulate_grad_batches", "trainer.devices", "trainer.num_nodes",
+)  # fmt: skip
+"""Config keys whose product is the number of examples of an optimizer step."""
+_LIMIT_KEYS_WITH_STEPS = ("trainer.max_steps", "task.limit_train", "task.validation_fraction", *_BATCH_SIZE_FACTORS)
+"""Config keys that limit the training of a run with `trainer.max_steps`."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What was spent on tuning and training a method, on one task with one model."""
+
+    # How long each trial was allowed to train, in words, sorted. Training that early stopping or a pruner saved is not
+    # subtracted.
+    trial_limits: tuple[str, ...]
+    finished_epochs: float  # epochs that its finished runs trained, all trials and seeds together; NaN if unknown
+    finished_examples: float  # training examples that the finished runs saw, with repetitions; NaN if unknown
+
+    @property
+    def num_trials(self) -> int:
+        """Number of configurations that were tried."""
+        return len(self.trial_limits)
+
+    def is_equal_to(self, other: "Budget") -> bool:
+        """Return whether both budgets have as many trials, with the same limits of epochs (or steps) and examples."""
+        return self.trial_limits == other.trial_limits
 
 
 @dataclass(frozen=True)
@@ -111,11 +157,7 @@ def compare_methods(
 
 
 def _find_references(methods: list[Method], name: str) -> dict[tuple[str, str], Method]:
-    """Return the method with the given name, in full or without its settings, of each model and task that has it.
-
-    Raises:
-        UserError: if several methods of a model and task have the name, or none of any, unless it is that of Base.
-    """
+    """Return the method with the given name, in full or without its settings, of each model and task that has it."""
     reference_by_task: dict[tuple[str, str], Method] = {}
     for method in sorted(methods, key=lambda method: method.name != name):  # full names before shortened ones
         if name not in (method.name, method.short_name):
@@ -135,14 +177,10 @@ def _find_references(methods: list[Method], name: str) -> dict[tuple[str, str], 
 def _adjust_p_values(
     comparisons: list[MethodComparison], test: str, alpha: float
 ) -> tuple[list[MethodComparison], Holm]:
-    """Return the comparisons with Holm-adjusted p-values and minimum detectable differences, and the adjustment.
-
-    Holm's method corrects for all comparisons that have a p-value. The minimum detectable differences are computed at
-    its strictest level, alpha divided by the number of tests.
-    """
-    holm = multiple.holm([comparison.unadjusted_p_value for comparison in comparisons])
+    """Return the comparisons with adjusted p-values and, at Holm's strictest level, minimum detectable differences."""
+    holm = paired.holm([comparison.unadjusted_p_value for comparison in comparisons])
     # Lower bounds of the adjusted p-values: what they would be if every test gave its minimum attainable p-value.
-    minimum_holm = multiple.holm([
+    minimum_holm = paired.holm([
         None if comparison.unadjusted_p_value is None else _compute_minimum_p(comparison.statistics.pairs, test)
         for comparison in comparisons
     ])  # fmt: skip
@@ -164,10 +202,9 @@ def _adjust_p_values(
 def _compare_with_reference(
     method: Method, reference: Method | None, reference_name: str, test: str
 ) -> MethodComparison:
-    """Return the paired comparison of a method with the reference over the seeds that both have.
+    """Return the paired comparison of a method with the reference, without an adjusted p-value.
 
-    Its p-value is not adjusted for multiple comparisons yet. `reference` is None if no run of it has finished; the
-    comparison then has no pairs.
+    `reference` is None if no run of it has finished; the comparison then has no pairs.
     """
     scores, reference_scores = method.score_by_seed, reference.score_by_seed if reference else {}
     seeds = sorted(scores.keys() & reference_scores.keys())
@@ -210,11 +247,9 @@ def _compute_minimum_p(num_pairs: int, test: str) -> float:
 
 
 def _compute_minimum_detectable_difference(differences: np.ndarray, level: float, test: str) -> float | None:
-    """Return the minimum detectable difference of the paired t-test at a significance level, or None if it is unknown.
+    """Return the minimum detectable difference of the paired t-test at a level, with the power `POWER`.
 
-    The number of pairs and the standard deviation are those of the given differences; the power is `POWER`. The result
-    is None for fewer than two differences, if all differences are equal, or if they are so few that `test` cannot
-    give a p-value below the level.
+    It is None if all differences are equal, or if they are so few that `test` cannot give a p-value below the level.
     """
     num_pairs = len(differences)
     if num_pairs < 2 or is_constant(differences) or _compute_minimum_p(num_pairs, test) >= level:
@@ -284,3 +319,36 @@ def get_score_by_seed(runs: pd.DataFrame) -> dict[int, float]:
     """Return the headline metric by seed, scaled by `displayed`; each run has another seed."""
     rows = zip(runs["seed"], runs["metric"], runs["value"].astype(float), strict=True)
     return {int(seed): displayed(metric, value) for seed, metric, value in rows}
+
+
+def compute_budget(runs: pd.DataFrame) -> Budget:
+    """Return the budget of a method from all its runs on one task with one model, finished or not.
+
+    `runs` has the columns of `configurations.add_selection_columns`.
+    """
+    trials = runs[runs["status"].isin(_TRIED_STATUSES)].drop_duplicates("settings_hash")
+    limits = trials.reindex(columns=sorted({*_LIMIT_KEYS, *_LIMIT_KEYS_WITH_STEPS}))
+    finished_runs = runs[runs["usable"]]
+    num_examples = finished_runs["steps"].astype(float)
+    for key in _BATCH_SIZE_FACTORS:
+        if key in finished_runs:
+            # `trainer.devices` may be a word, which counts as 1.
+            num_examples = num_examples * pd.to_numeric(finished_runs[key], errors="coerce").fillna(1.0)
+    num_epochs = num_examples / finished_runs["train_examples"].astype(float)
+    return Budget(tuple(sorted(map(_describe_limit, row_dicts(limits)))), sum(num_epochs), sum(num_examples))
+
+
+def _describe_limit(run: Mapping[str, Any]) -> str:
+    """Return in words how long a run was allowed to train, and on which part of the training data."""
+    max_steps = run["trainer.max_steps"]
+    # A number of steps replaces the number of epochs as the limit.
+    has_max_steps = is_finite(max_steps) and max_steps > 0
+    limit_keys = _LIMIT_KEYS_WITH_STEPS if has_max_steps else _LIMIT_KEYS
+    return ", ".join(f"{key}={_format_value(run[key])}" for key in limit_keys)
+
+
+def _format_value(value: Any) -> str:
+    """Return a setting as text: `-` if it is missing, and an integer that pandas made a float without decimals."""
+    if value is None or (isinstance(value, float) and pd.isna(value)):
+        return "-"
+    return f"{value:g}" if is_finite(value) else str(value)

@@ -1,22 +1,27 @@
 """The report's tables: the paper's Tables 1 and 2 beside the published numbers, run times, and excluded runs."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from statistics import fmean
 from typing import Any
 
 import pandas as pd
 
-from istar.drawing.page_tables import Entry, Sheet, numeric_entries
+from istar.drawing.page_tables import (
+    EMPTY_CELL,
+    Entry,
+    Sheet,
+    format_mean_and_std,
+    format_p_value,
+    group_rows_by_model,
+    numeric_entries,
+)
 from istar.drawing.terminal import format_duration
 from istar.records.metric_names import format_number, merit
 from istar.reports import paper
 from istar.reports.configurations import Cell, describe_hyperparameters, find_differing_keys, is_finite, row_dicts
-from istar.reports.statistics import compare_paired
-
-EMPTY_CELL = "-"
-"""Text of a table entry that has no value."""
+from istar.statistics.paired import compare_paired
 
 TableRow = Mapping[str, Any]
 """A row of a table as values by the name of the column."""
@@ -40,28 +45,15 @@ def build_table1_sheet(cells: Sequence[Cell]) -> Sheet:
         "p: two-sided, paired over these seeds, not corrected for the number of rows.",
         header=("task, metric", "method", "λ", "ζ", "mean ± std", "seeds", "chosen\non", "paper", "minus\npaper",
                 "minus\nBase", "pairs", "p,\nt-test", "p,\nsign-flip", "remarks"),
-        rows_by_group=_group_by_model(rows, lambda row: _format_table1_row(row, common_hyperparameters)),
+        rows_by_group=group_rows_by_model(rows, lambda row: _format_table1_row(row, common_hyperparameters)),
         frame=pd.DataFrame(rows).drop(columns=["best", "most_seeds", "all_collapsed"]),
         notes=(f"All runs: {common_hyperparameters}.",) if common_hyperparameters else (),
         num_row_headers=2,
     )  # fmt: skip
 
 
-def _group_by_model(
-    rows: Iterable[TableRow], format_row: Callable[[TableRow], list[Entry]]
-) -> dict[str, list[list[Entry]]]:
-    """Return the formatted rows by model, in order of appearance."""
-    rows_by_model: dict[str, list[list[Entry]]] = {}
-    for row in rows:
-        rows_by_model.setdefault(row["model"], []).append(format_row(row))
-    return rows_by_model
-
-
 def _build_table1_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Return the rows of Table 1 for the cells of one model and task, one for each metric and method.
-
-    Without any finished run, there is a row per method whose metric is empty.
-    """
+    """Return the rows of one model and task, one for each metric and method (without finished runs, each method)."""
     base = next(cell for cell in cells if cell.family == "base")
     rows = []
     # The longest list of metrics, because cells without a finished run have none.
@@ -82,7 +74,6 @@ def _build_table1_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def _build_table1_row(cell: Cell, base: Cell, metric: str) -> dict[str, Any]:
-    """Return the row of Table 1 for a method and a metric: its scores, the paper's, and the comparison with Base."""
     scores = cell.mean_and_std(metric)
     published = paper.look_up_score(cell.model, cell.task, metric, cell.family)
     first_run = cell.first_run
@@ -127,10 +118,7 @@ def _build_table1_row(cell: Cell, base: Cell, metric: str) -> dict[str, Any]:
 
 
 def _format_table1_row(row: TableRow, common_hyperparameters: str) -> list[Entry]:
-    """Return the entries of a row of Table 1.
-
-    The remarks name the hyperparameters only if they differ from those that all rows have in common.
-    """
+    """Return the entries of a row; remarks name hyperparameters only where they differ from the common ones."""
     remarks = [
         "" if row["seeds"] else "no finished run",
         f"{row['seeds']} of {row['most_seeds']} seeds" if 0 < row["seeds"] < row["most_seeds"] else "",
@@ -189,7 +177,7 @@ def build_table2_sheet(cells: Sequence[Cell], all_runs: pd.DataFrame) -> Sheet:
         "Paper: Table 2, searched over λ in -5, -3, -1, 1, 3, 5 and ζ in 0.2, 0.4, 0.6, 0.8. An average is over the "
         "tasks of the model that have a pair; the paper's average is over the same tasks.",
         header=("task", "λ | ζ", "seeds", "mean, percent", "pairs tried", "paper", "agreement", "chosen on"),
-        rows_by_group=_group_by_model(rows, _format_table2_row),
+        rows_by_group=group_rows_by_model(rows, _format_table2_row),
         # Of dtype object, the counts remain integers although averages have none.
         frame=pd.DataFrame(rows, dtype=object).drop(columns="all_collapsed", errors="ignore"),
     )
@@ -208,7 +196,6 @@ def collect_tried_pairs(all_runs: pd.DataFrame, cell: Cell) -> set[tuple[float, 
 
 
 def _build_table2_row(cell: Cell, num_pairs_tried: int) -> dict[str, Any]:
-    """Return the row of Table 2 for a model and task: the best of the lambdas and zetas tried, beside the paper's."""
     published = paper.look_up_tuned_penalty(cell.model, cell.task)
     metric = cell.metrics[0] if cell.metrics else ""
     return {
@@ -229,11 +216,7 @@ def _build_table2_row(cell: Cell, num_pairs_tried: int) -> dict[str, Any]:
 
 
 def _build_table2_average(rows: Sequence[TableRow]) -> list[dict[str, Any]]:
-    """Return the row with the averages of lambda and zeta over the tasks of a model; no row for fewer than two tasks.
-
-    Args:
-        rows: the rows of the tasks of one model, results of `_build_table2_row`.
-    """
+    """Return the row with the averages of lambda and zeta over the tasks of a model; none for fewer than two tasks."""
     rows = [row for row in rows if row["lambda"] is not None and row["zeta"] is not None]
     if len(rows) < 2:
         return []
@@ -296,14 +279,13 @@ def build_cost_sheet(all_runs: pd.DataFrame, shrinkage_seconds_by_folder: Mappin
         "per run for the shrinkage covariance, and its share. The runs do not record their machine: compare only runs "
         "that ran on the same one.",
         header=("task", "method", "runs", "seconds a run", "duration in all", "Σ_S seconds a run", "Σ_S share"),
-        rows_by_group=_group_by_model(row_dicts(costs_by_method), _format_cost_row),
+        rows_by_group=group_rows_by_model(row_dicts(costs_by_method), _format_cost_row),
         frame=costs_by_method,
         notes=(f"All rows of a method together: {', '.join(totals)}.",) if totals else (),
     )
 
 
 def _format_cost_row(row: TableRow) -> list[Entry]:
-    """Return the entries of a row of the table of run times."""
     has_shrinkage = row["shrinkage_seconds_mean"] > 0
     number_texts = (
         str(row["runs"]),
@@ -351,22 +333,7 @@ _REASON_BY_KIND = {
 }
 
 
-def format_mean_and_std(mean: float | None, std: float | None, format_spec: str = ".2f") -> str:
-    """Format as `62.53 ± 0.70`; without a deviation (None or NaN) as `62.53`, without a mean as a dash."""
-    if mean is None:
-        return EMPTY_CELL
-    return f"{mean:{format_spec}}" if pd.isna(std) else f"{mean:{format_spec}} ± {std:{format_spec}}"
-
-
-def format_p_value(p_value: float | None) -> str:
-    """Format a p-value with four decimals; below 0.001 as `<0.001`, and None as a dash."""
-    if p_value is None:
-        return EMPTY_CELL
-    return "<0.001" if p_value < 0.001 else f"{p_value:.4f}"
-
-
 def _finite_or_none(value: Any) -> float | None:
-    """Return a finite number as a float, and anything else as None."""
     return float(value) if is_finite(value) else None
 
 

@@ -1,20 +1,21 @@
 """Compares the methods of a model over its tasks: average ranks, their critical difference, and average differences."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from istar.drawing.page_tables import Entry, Sheet
+from istar.drawing.page_tables import Entry, Sheet, format_interval, group_rows_by_model, numeric_entries
 from istar.drawing.plot import Line, Panel, Plot
 from istar.errors import UserError
 from istar.records.identity import BASE_LABEL
 from istar.records.metric_names import format_number, is_lower_better, merit
 from istar.reports.method_comparisons import ComparedMethods, Method, MethodComparison
-from istar.reports.paper_tables import EMPTY_CELL
+from istar.statistics import ALPHA
 from istar.statistics import tasks as over_tasks
-from istar.statistics.defaults import ALPHA
 from istar.statistics.paired import Interval
 
 MIN_TASKS = 3
@@ -96,82 +97,58 @@ def rank_methods(compared_methods: ComparedMethods) -> list[RankedMethods]:
     The tasks are those on which the reference and another method have finished, and the methods are the reference and
     all that have, on each of these tasks, its seeds and its budget.
     """
-    models = dict.fromkeys(method.model for method in compared_methods.methods)
+    comparisons_by_model: dict[str, list[MethodComparison]] = {method.model: [] for method in compared_methods.methods}
+    for comparison in compared_methods.comparisons:
+        comparisons_by_model[comparison.method.model].append(comparison)
     return [
-        _rank_methods_of_model(
-            model,
-            [comparison for comparison in compared_methods.comparisons if comparison.method.model == model],
-            compared_methods,
-        )
-        for model in models
+        _rank_methods_of_model(model, comparisons, compared_methods.reference, compared_methods.alpha)
+        for model, comparisons in comparisons_by_model.items()
     ]
 
 
 def _rank_methods_of_model(
-    model: str, comparisons: list[MethodComparison], compared_methods: ComparedMethods
+    model: str, comparisons: list[MethodComparison], reference: str, alpha: float
 ) -> RankedMethods:
-    """Return the ranks of a model's methods over its tasks, or the reason why they are not ranked.
-
-    `comparisons` are those of the model's methods among all `compared_methods`.
-    """
-    alpha, reference = compared_methods.alpha, compared_methods.reference
     reference_by_task = {
         comparison.method.task: comparison.reference for comparison in comparisons if comparison.reference is not None
     }
     tasks = tuple(reference_by_task)
-    if len(tasks) < MIN_TASKS:
-        num_tasks = f"{len(tasks)} task{'s' * (len(tasks) != 1)}"
-        return RankedMethods(
-            model,
-            tasks,
-            reference=reference,
-            reason=f"methods are compared over tasks from {MIN_TASKS} tasks on; {reference} and another method have "
-            f"finished on {num_tasks}.",
-        )
     comparisons_by_method: dict[str, dict[str, MethodComparison]] = {}
     for comparison in comparisons:
         comparisons_by_method.setdefault(comparison.method.name, {})[comparison.method.task] = comparison
     complete_methods = {
-        name: comparison_by_task
+        name: [comparison_by_task[task] for task in tasks]
         for name, comparison_by_task in comparisons_by_method.items()
         if _is_complete(comparison_by_task, tasks)
     }
     unranked_methods = tuple(name for name in comparisons_by_method if name not in complete_methods)
-    if not complete_methods:
-        return RankedMethods(
-            model,
-            tasks,
-            reference=reference,
-            unranked_methods=unranked_methods,
-            reason=f"no method has finished with the seeds and the budget of {reference} on all of its {len(tasks)} "
-            "tasks.",
+    unranked = RankedMethods(model, tasks, reference=reference, alpha=alpha, unranked_methods=unranked_methods)
+    if len(tasks) < MIN_TASKS:
+        reason = (
+            f"methods are compared over tasks from {MIN_TASKS} tasks on; {reference} and another method have finished "
+            f"on {len(tasks)} task{'s' * (len(tasks) != 1)}."
         )
-    merits_by_method = [[_compute_mean_merit(method) for method in reference_by_task.values()]]
-    merits_by_method += [
-        [_compute_mean_merit(comparison_by_task[task].method) for task in tasks]
-        for comparison_by_task in complete_methods.values()
-    ]
+        return replace(unranked, reason=reason)
+    if not complete_methods:
+        reason = (
+            f"no method has finished with the seeds and the budget of {reference} on all of its {len(tasks)} tasks."
+        )
+        return replace(unranked, reason=reason)
+    references = list(reference_by_task.values())
+    methods = [references, *([comparison.method for comparison in row] for row in complete_methods.values())]
+    merits = np.array([[_compute_mean_merit(method) for method in row] for row in methods])
     try:
-        test_result = over_tasks.friedman(np.array(merits_by_method).T)
+        test_result = over_tasks.friedman(merits.T)
     except UserError:
-        reason = "all methods have equal scores on every task."
-        return RankedMethods(model, tasks, unranked_methods=unranked_methods, reference=reference, reason=reason)
-    reference_name = next(iter(reference_by_task.values())).name
-    rank_by_method = dict(zip([reference_name, *complete_methods], test_result.average_ranks.tolist(), strict=True))
-    ordered_methods = sorted(rank_by_method, key=lambda name: rank_by_method[name])
-    return RankedMethods(
-        model,
-        tasks,
-        reference=reference,
-        average_rank_by_method={name: rank_by_method[name] for name in ordered_methods},
-        difference_by_method={
-            name: _compute_average_difference([comparison_by_task[task] for task in tasks])
-            for name, comparison_by_task in complete_methods.items()
-        },
+        return replace(unranked, reason="all methods have equal scores on every task.")
+    names = [references[0].name, *complete_methods]
+    rank_by_method = dict(zip(names, test_result.average_ranks.tolist(), strict=True))
+    return replace(
+        unranked,
+        average_rank_by_method=dict(sorted(rank_by_method.items(), key=itemgetter(1))),
+        difference_by_method={name: _compute_average_difference(row) for name, row in complete_methods.items()},
         friedman_p=test_result.f_p,
-        critical_difference=over_tasks.nemenyi_critical_difference(len(rank_by_method), len(tasks), alpha),
-        alpha=alpha,
-        unranked_methods=unranked_methods,
+        critical_difference=over_tasks.nemenyi_critical_difference(len(names), len(tasks), alpha),
     )
 
 
@@ -190,10 +167,7 @@ def _compute_mean_merit(method: Method) -> float:
 
 
 def _compute_average_difference(comparisons: list[MethodComparison]) -> AverageDifference:
-    """Return the difference of a method from the reference, averaged over the comparisons of its tasks.
-
-    The result has neither a mean nor an interval for losses and perplexities, which have no common unit over tasks.
-    """
+    """Return the difference from the reference, averaged over tasks; empty for losses, which have no common unit."""
     if any(is_lower_better(comparison.method.metric) for comparison in comparisons):
         return AverageDifference()
     differences_by_task = [list(comparison.difference_by_seed.values()) for comparison in comparisons]
@@ -210,26 +184,15 @@ def build_rank_sheet(ranked: list[RankedMethods]) -> Sheet:
 
     The rows also have the average difference from the reference over the tasks.
     """
-    no_difference = AverageDifference()
-    rows = [
-        {
-            "model": methods.model,
-            "method": name,
-            "tasks": len(methods.tasks),
-            "average_rank": rank,
-            "minus_reference": methods.difference_by_method.get(name, no_difference).mean,
-            **dict(zip(("low", "high"), _get_interval(methods, name), strict=True)),
-            "friedman_p": methods.friedman_p,
-            "critical_difference": methods.critical_difference,
-        }
-        for methods in ranked
-        for name, rank in methods.average_rank_by_method.items()
-    ]
     columns = ["model", "method", "tasks", "average_rank", "minus_reference", "low", "high", "friedman_p",
                "critical_difference"]  # fmt: skip
-    rows_by_model: dict[str, list[list[Entry]]] = {}
-    for row in rows:
-        rows_by_model.setdefault(str(row["model"]), []).append(_format_row(row))
+    rows = []
+    for methods in ranked:
+        for name, rank in methods.average_rank_by_method.items():
+            difference = methods.difference_by_method.get(name, AverageDifference())
+            low, high = difference.interval or (None, None)
+            values = methods.model, name, len(methods.tasks), rank, difference.mean, low, high
+            rows.append(dict(zip(columns, (*values, methods.friedman_p, methods.critical_difference), strict=True)))
     reference = ranked[0].reference if ranked else BASE_LABEL
     return Sheet(
         name="over_tasks",
@@ -240,28 +203,20 @@ def build_rank_sheet(ranked: list[RankedMethods]) -> Sheet:
         "tasks like these; not corrected for the number of methods. Losses and perplexities have no common unit over "
         "tasks.",
         header=("method", "tasks", "average rank", f"minus\n{reference}", "95% interval"),
-        rows_by_group=rows_by_model,
+        rows_by_group=group_rows_by_model(rows, _format_row),
         frame=pd.DataFrame(rows, columns=columns),
         notes=tuple(methods.summarize() for methods in ranked),
     )
 
 
-def _get_interval(ranked: RankedMethods, method: str) -> tuple[float | None, float | None]:
-    """Return the ends of the interval of a method's difference from the reference; both are None if there is none."""
-    difference = ranked.difference_by_method.get(method)
-    return difference.interval if difference and difference.interval else (None, None)
-
-
-def _format_row(row: Mapping[str, object]) -> list[Entry]:
-    """Return the cells of a method's row."""
-    low, high, mean = row["low"], row["high"], row["minus_reference"]
-    return [
-        Entry(str(row["method"])),
-        Entry(str(row["tasks"]), number=True),
-        Entry(f"{row['average_rank']:.2f}", number=True),
-        Entry(format_number(mean if isinstance(mean, float) else None, "+.2f"), number=True),
-        Entry(EMPTY_CELL if low is None else f"{low:+.2f} to {high:+.2f}", number=True),
+def _format_row(row: Mapping[str, Any]) -> list[Entry]:
+    number_texts = [
+        str(row["tasks"]),
+        f"{row['average_rank']:.2f}",
+        format_number(row["minus_reference"], "+.2f"),
+        format_interval(row["low"], row["high"]),
     ]
+    return [Entry(row["method"]), *numeric_entries(number_texts)]
 
 
 def build_rank_plot(ranked: list[RankedMethods]) -> Plot:
@@ -269,7 +224,7 @@ def build_rank_plot(ranked: list[RankedMethods]) -> Plot:
     panels = tuple(
         Panel(
             methods.model,
-            task="",
+            title="",
             lines=tuple(
                 Line(name, x=(rank,), y=(float(row_number),))
                 for row_number, (name, rank) in enumerate(methods.average_rank_by_method.items(), 1)

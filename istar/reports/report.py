@@ -11,34 +11,29 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from istar.drawing import page_folder
-from istar.drawing.page import Page, Picture, Section
-from istar.drawing.page_folder import PageKind
+from istar.drawing.page_folder import Page, PageKind, Picture, Section
 from istar.drawing.page_tables import Sheet
 from istar.drawing.plot import Plot
 from istar.errors import UserError
 from istar.records.identity import BASE_LABEL
 from istar.reports import (
-    class_table,
     configurations,
     geometry_file,
     method_comparisons,
-    method_figure,
-    method_table,
+    method_tables,
+    paper_figures,
     paper_tables,
-    plan_departures,
     plan_file,
     rank_figure,
-    run_figures,
     stability,
     sweep_commands,
     training_figures,
 )
 from istar.reports.configurations import Cell
-from istar.reports.geometry_file import Geometry
 from istar.reports.plan_file import Plan
 from istar.reports.rank_figure import RankedMethods
 from istar.reports.run_frame import Runs, load_runs
-from istar.statistics import conclusions, defaults
+from istar.statistics import ALPHA, TEST, conclusions
 
 REPORT_KIND = PageKind("report", "istar report")
 _MAX_ROWS = 300  # rows that the page shows of an ungrouped table; the files have all rows
@@ -85,9 +80,7 @@ def write_report(
             note = f"; {num_errors} folder{'s' * (num_errors > 1)} could not be read as one" if num_errors else ""
             raise UserError(f"{root} holds no runs{note}; train.py leaves them below run.root")
         progress.update(progress_task, description="computing tables and figures", advance=1)
-        contents = _compute_contents(runs, root, plan, reference)
-        if plan_path is not None and plan is not None:
-            contents = _add_departures(contents, plan_path, plan)
+        contents = _compute_contents(runs, root, plan_path, plan, reference)
         # Besides the figures, there are two steps: the reading, which is done, and the writing.
         progress.update(progress_task, total=2 + len(contents.plots))
         pictures_by_plot: dict[str, list[Picture]] = {}
@@ -114,42 +107,31 @@ class _ReportContents:
     reference: str  # method with which the others are compared
     conclusions: str  # sentence that says how many comparisons with the reference end in which way
     ranks: list[RankedMethods]
-    plan_path: Path | None = None  # file of the plan with which the runs are compared
-    departures: str = ""  # sentence on the departures from the plan
+    plan_path: Path | None  # file of the plan with which the runs are compared
+    departures: str  # sentence on the departures from the plan
 
 
-def _add_departures(contents: _ReportContents, plan_path: Path, plan: Plan) -> _ReportContents:
-    departures = plan_departures.find_departures(plan, contents.all_runs)
-    return replace(
-        contents,
-        sheets={**contents.sheets, "departures": plan_departures.build_departures_sheet(departures)},
-        plan_path=plan_path,
-        departures=plan_departures.summarize_departures(plan, departures),
-    )
-
-
-def _compute_contents(runs: Runs, root: Path, plan: Plan | None, reference: str) -> _ReportContents:
-    """Compute all tables and plots of the report, with the test and the significance level of the plan, if any.
-
-    Other arguments are those of `write_report`.
-    """
+def _compute_contents(
+    runs: Runs, root: Path, plan_path: Path | None, plan: Plan | None, reference: str
+) -> _ReportContents:
+    """Compute all tables and plots of the report, with the test and the significance level of the plan, if any."""
     all_runs, records = configurations.add_selection_columns(runs), runs.records
-    geometry_by_folder, geometry_errors = _read_geometries(all_runs)
+    geometry_by_folder, geometry_errors = geometry_file.read_geometries(all_runs[all_runs["usable"]]["folder"])
     table1_cells = configurations.select_cells(all_runs)
-    test, alpha = (defaults.TEST, defaults.ALPHA) if plan is None else (plan.test["name"], plan.test["alpha"])
+    test, alpha = (TEST, ALPHA) if plan is None else (plan.test["name"], plan.test["alpha"])
     compared_methods = method_comparisons.compare_methods(all_runs, test, alpha, reference)
     ranked_methods = rank_figure.rank_methods(compared_methods)
     plots = [
-        run_figures.build_minibatch_stability_plot(stability.compute_stability_scores()),
-        run_figures.build_isotropy_performance_plot(all_runs, geometry_by_folder),
-        run_figures.build_mean_activation_plot(all_runs, geometry_by_folder),
-        run_figures.build_intrinsic_dimension_plot(all_runs, geometry_by_folder),
-        run_figures.build_layer_isotropy_plot(all_runs, records, geometry_by_folder),
-        run_figures.build_zeta_ablation_plot(all_runs),
-        run_figures.build_layer_ablation_plot(all_runs),
-        *run_figures.build_learning_curve_plots(table1_cells, records),
+        stability.build_minibatch_stability_plot(stability.compute_stability_scores()),
+        paper_figures.build_isotropy_performance_plot(all_runs, geometry_by_folder),
+        paper_figures.build_mean_activation_plot(all_runs, geometry_by_folder),
+        paper_figures.build_intrinsic_dimension_plot(all_runs, geometry_by_folder),
+        paper_figures.build_layer_isotropy_plot(all_runs, records, geometry_by_folder),
+        paper_figures.build_zeta_ablation_plot(all_runs),
+        paper_figures.build_layer_ablation_plot(all_runs),
+        *training_figures.build_learning_curve_plots(table1_cells, records),
         *training_figures.build_training_plots(all_runs),
-        method_figure.build_all_methods_plot(compared_methods),
+        method_tables.build_all_methods_plot(compared_methods),
         rank_figure.build_rank_plot(ranked_methods),
     ]
     commands_by_artefact = {
@@ -157,16 +139,21 @@ def _compute_contents(runs: Runs, root: Path, plan: Plan | None, reference: str)
         for artefact, sweep in sweep_commands.SWEEP_BY_ARTEFACT.items()
     }
     shrinkage_seconds = {path: record.timing.get("shrinkage") or () for path, record in records.items()}
-    sheets = (
+    sheets = [
         paper_tables.build_table1_sheet(table1_cells),
         paper_tables.build_table2_sheet(table1_cells, all_runs),
-        method_table.build_conclusions_sheet(compared_methods),
-        method_table.build_methods_sheet(compared_methods),
-        class_table.build_class_isotropy_sheet(all_runs, records),
+        method_tables.build_conclusions_sheet(compared_methods),
+        method_tables.build_methods_sheet(compared_methods),
+        method_tables.build_class_isotropy_sheet(all_runs, records),
         rank_figure.build_rank_sheet(ranked_methods),
         paper_tables.build_cost_sheet(all_runs, shrinkage_seconds),
         paper_tables.build_excluded_runs_sheet(all_runs, {**runs.read_errors, **geometry_errors}, str(root)),
-    )
+    ]
+    departures_summary = ""
+    if plan is not None:
+        departures = plan_file.find_departures(plan, all_runs)
+        departures_summary = plan_file.summarize_departures(plan, departures)
+        sheets.append(plan_file.build_departures_sheet(departures))
     comparison_statistics = [comparison.statistics for comparison in compared_methods.comparisons]
     return _ReportContents(
         root=root,
@@ -174,28 +161,17 @@ def _compute_contents(runs: Runs, root: Path, plan: Plan | None, reference: str)
         num_unreadable=len(runs.read_errors),
         cells=table1_cells,
         sheets={sheet.name: sheet for sheet in sheets},
-        plots=plots,
+        plots=[replace(plot, reference_label=BASE_LABEL) for plot in plots],
         commands_by_artefact=commands_by_artefact,
         reference=reference,
         conclusions=conclusions.summary(comparison_statistics, compared_methods.alpha),
         ranks=ranked_methods,
+        plan_path=plan_path,
+        departures=departures_summary,
     )
 
 
-def _read_geometries(all_runs: pd.DataFrame) -> tuple[dict[str, Geometry], dict[str, str]]:
-    """Return the geometries of the usable runs, and the error messages of broken files, both by folder."""
-    geometry_by_folder, read_errors = {}, {}
-    for path in all_runs[all_runs["usable"]]["folder"]:
-        try:
-            if (geometry := geometry_file.read_geometry(Path(path))) is not None:
-                geometry_by_folder[path] = geometry
-        except UserError as error:
-            read_errors[path] = str(error)
-    return geometry_by_folder, read_errors
-
-
 def _build_page(contents: _ReportContents, pictures_by_plot: Mapping[str, list[Picture]]) -> Page:
-    """Return the page of the report: its head, the counts of runs, and all sections in order."""
     counts = {"runs": len(contents.all_runs), **contents.all_runs["status"].value_counts()}
     counts |= {"collapsed": contents.all_runs["collapsed"].eq(True).sum(), "folders not read": contents.num_unreadable}
     summary = [(str(count), str(label)) for label, count in counts.items() if count]
@@ -206,14 +182,19 @@ def _build_page(contents: _ReportContents, pictures_by_plot: Mapping[str, list[P
     command += "" if has_base_as_reference else f" --reference {shlex.quote(contents.reference)}"
     note = [] if has_base_as_reference else [f"Methods are compared with {contents.reference}, not with Base."]
     plot_by_name = {plot.name: plot for plot in contents.plots}
+    methods = _build_table_section(contents, "methods")
+    departures = []
+    if contents.plan_path is not None:
+        departures = [replace(_build_table_section(contents, "departures"), paragraphs=[contents.departures])]
     rank_plot, methods_plot = plot_by_name.pop("ranks"), plot_by_name.pop("all_methods")
+    pictures = pictures_by_plot[methods_plot.name]
     sections = [
         replace(_build_table_section(contents, "conclusions"), paragraphs=[*note, contents.conclusions]),
         Section("reading", "How to read this", _READING_GUIDE),
-        *([] if contents.plan_path is None else [_build_departures_section(contents)]),
+        *departures,
         _build_table_section(contents, "table1"),
         _build_table_section(contents, "table2"),
-        _build_methods_section(contents, methods_plot, pictures_by_plot[methods_plot.name]),
+        replace(methods, paragraphs=[methods_plot.caption], pictures=pictures) if pictures else methods,
         _build_table_section(contents, "class_isotropy"),
         _build_ranks_section(contents, rank_plot, pictures_by_plot[rank_plot.name]),
         *(_build_plot_section(contents, plot, pictures_by_plot[plot.name]) for plot in plot_by_name.values()),
@@ -256,24 +237,18 @@ _TEXT_OF_EMPTY_TABLE = {
     "cost": "No run has finished.",
     "class_isotropy": "No run has finished on a classification task yet.",
     "conclusions": "There are no two methods with finished runs to compare.",
+    "departures": "",
 }
 
 
 def _build_table_section(contents: _ReportContents, name: str) -> Section:
-    """Return the section of a table, with the commands of its sweep if it has one."""
     sheet = contents.sheets[name]
     empty_note = "" if sheet.rows else _TEXT_OF_EMPTY_TABLE.get(name, "Nothing to show yet.")
     commands = contents.commands_by_artefact.get(name, [])
-    is_wide = name in ("table1", "conclusions", "methods")
+    is_wide = name in ("table1", "conclusions", "methods", "departures")
     return Section(
         name, sheet.title, sheet=_truncate_sheet(sheet), empty_note=empty_note, commands=commands, is_wide=is_wide
     )
-
-
-def _build_methods_section(contents: _ReportContents, plot: Plot, pictures: list[Picture]) -> Section:
-    """Return the section with the table of all methods and, if the figure of all methods was drawn, this figure."""
-    section = _build_table_section(contents, "methods")
-    return replace(section, paragraphs=[plot.caption], pictures=pictures) if pictures else section
 
 
 def _build_ranks_section(contents: _ReportContents, plot: Plot, pictures: list[Picture]) -> Section:
@@ -295,20 +270,12 @@ def _truncate_sheet(sheet: Sheet) -> Sheet:
 
 
 def _build_plot_section(contents: _ReportContents, plot: Plot, pictures: list[Picture]) -> Section:
-    """Return the section of a figure, with the commands that run what it shows."""
     empty_note = "" if pictures else "There is no run for this figure yet; the commands run it."
     commands = contents.commands_by_artefact.get(plot.name, [])
     return Section(plot.name, plot.title, [plot.caption], pictures=pictures, empty_note=empty_note, commands=commands)
 
 
-def _build_departures_section(contents: _ReportContents) -> Section:
-    """Return the section that compares the runs with their plan."""
-    sheet = _truncate_sheet(contents.sheets["departures"])
-    return Section(sheet.name, sheet.title, [contents.departures], sheet=sheet, is_wide=True)
-
-
 def _build_missing_section(contents: _ReportContents) -> Section:
-    """Return the section that counts what is missing, with the commands that run it."""
     sentence, command = sweep_commands.describe_missing_runs(contents.cells, contents.all_runs)
     commands = [*contents.commands_by_artefact["table1"], *([command] if command else [])]
     return Section("missing", "What is missing", [sentence, sweep_commands.ADVICE], commands=commands)

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from rich.table import Table
 
 from istar.errors import UserError
 from istar.files.outputs import Output
 from istar.files.writing import to_csv
+from istar.records.metric_names import format_metric, format_number
 from istar.records.results import CONFIG, RESULT, RunRecord, read, read_unfinished
-from istar.records.run_rows import RUN_COLUMNS, record_to_row
+from istar.records.run_rows import COMPARISON_CAPTION, COMPARISON_COLUMNS, RUN_COLUMNS, record_to_row
 
 _REPLACED_SUFFIX = re.compile(r"\.old-\d+$")  # suffix of a run folder that `run.overwrite=true` has replaced
 _FOLDERS_WITHOUT_RUNS = ("multirun", "sweeps")
@@ -115,10 +117,7 @@ _WRITERS: dict[str, Callable[[pd.DataFrame], bytes]] = {
 
 
 def _find_run_folders(root: Path, read_errors: dict[str, str]) -> Iterator[Path]:
-    """Yield the folders below `root` that hold a result or a config, without descending into them.
-
-    Folders that cannot be listed are added to `read_errors`.
-    """
+    """Yield the folders with a result or a config; folders that cannot be listed are added to `read_errors`."""
 
     def record_error(error: OSError) -> None:
         read_errors[str(error.filename)] = f"{error.filename}: cannot be read: {error.strerror}"
@@ -135,3 +134,34 @@ def _can_hold_runs(folder_name: str) -> bool:
     """Return whether a folder with this name can hold runs: not a hidden one, one of a sweep, or a replaced run."""
     is_excluded = folder_name.startswith(".") or folder_name in _FOLDERS_WITHOUT_RUNS
     return not is_excluded and not _REPLACED_SUFFIX.search(folder_name)
+
+
+def build_runs_table(frame: pd.DataFrame) -> Table:
+    """Return a table with one row per run and the main columns of a data frame of runs.
+
+    `frame` is the frame of `load_runs`. The title counts the runs by status.
+    """
+    counts = frame["status"].value_counts()
+    title = f"{len(frame)} run{'s' * (len(frame) != 1)}: " + ", ".join(
+        f"{count} {status}" for status, count in counts.items()
+    )
+    table = Table(title=title, title_justify="left", caption=COMPARISON_CAPTION, caption_justify="left")
+    for column in (*COMPARISON_COLUMNS, "status"):
+        table.add_column(column, justify="left" if column in ("task", "model", "method", "status") else "right")
+    # pandas marks missing values as NaN, which would be printed as a word.
+    for run in frame.astype(object).where(frame.notna(), None).to_dict("records"):
+        collapsed_note = " (collapsed)" if run["collapsed"] is True else ""
+        metric_note = f", {run['metric']}" if run["metric"] else ""
+        table.add_row(
+            f"{run['task']}{metric_note}",
+            run["model"],
+            run["method"],
+            str(run["seed"]),
+            format_metric(run["metric"], run["value"]) + collapsed_note,
+            format_metric(run["metric"], run["constant"]),
+            format_number(run["epoch"], ".0f"),
+            f"{format_number(run['isoscore_before'], '.4f')} → {format_number(run['isoscore_after'], '.4f')}",
+            format_number(run["seconds"], ".0f"),
+            run["status"] if not run["error"] else f"{run['status']}: {run['error']}",
+        )
+    return table

@@ -1,9 +1,11 @@
-"""The report's figures of training: the loss and the geometry of the last layer by optimizer step, for every method."""
+"""The report's figures of training: validation by epoch, and loss and geometry of the last layer by optimizer step."""
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +13,10 @@ import pandas as pd
 
 from istar.drawing.plot import Line, Panel, Plot
 from istar.errors import shorten
-from istar.records.metric_names import GEOMETRY_LABELS, geometry_key
-from istar.records.results import METRICS_FILE
-from istar.reports.configurations import list_models, list_tasks
+from istar.records.metric_names import GEOMETRY_LABELS, axis_label, displayed, geometry_key
+from istar.records.results import METRICS_FILE, RunRecord
+from istar.reports import paper
+from istar.reports.configurations import Cell, list_models, list_tasks
 from istar.reports.method_comparisons import select_runs_by_method
 
 _LOSS_COLUMN = "train/task_loss"
@@ -23,15 +26,63 @@ _MAX_BINS = 50
 log = logging.getLogger(__name__)
 
 
+def build_learning_curve_plots(cells: Iterable[Cell], records: Mapping[str, RunRecord]) -> list[Plot]:
+    """Return two plots, the validation loss and the headline metric against the epoch, for the runs in Table 1."""
+    loss_panels, metric_panels = [], []
+    for _, cell_group in groupby((cell for cell in cells if cell.seeds), key=lambda cell: (cell.model, cell.task)):
+        task_cells = list(cell_group)
+        metric = task_cells[0].metrics[0]
+        loss_panels.append(_build_learning_curve_panel(task_cells, records, "loss", "validation loss"))
+        metric_panels.append(_build_learning_curve_panel(task_cells, records, metric, axis_label(metric)))
+    return [
+        Plot(
+            name,
+            title,
+            caption=f"{quantity} on the validation set after each epoch, for the runs in Table 1: mean over seeds, "
+            "band: standard deviation.",
+            kind="line",
+            x_label="epoch",
+            panels=tuple(panel for panel in panels if panel.lines),
+        )
+        for name, title, quantity, panels in (
+            ("curves_loss", "Validation loss", "Loss", loss_panels),
+            ("curves_metric", "Validation metric", "Headline metric", metric_panels),
+        )
+    ]
+
+
+def _build_learning_curve_panel(
+    cells: Sequence[Cell], records: Mapping[str, RunRecord], metric: str, y_label: str
+) -> Panel:
+    """Return the panel of a metric by epoch for cells of one model and task, without lines if it was not recorded."""
+    lines = []
+    for cell in cells:
+        epochs = [epoch for folder in cell.runs["folder"] for epoch in records[folder].epochs]
+        values = pd.Series(
+            [displayed(metric, epoch["metrics"].get(metric, math.nan)) for epoch in epochs],
+            index=[int(epoch["epoch"]) for epoch in epochs],
+            dtype=float,
+        )
+        lines += _make_mean_lines(paper.FAMILIES[cell.family], values[np.isfinite(values)])
+    return Panel(cells[0].model, cells[0].task, tuple(lines), fixed_settings="", y_label=y_label)
+
+
+def _make_mean_lines(label: str, values: pd.Series) -> list[Line]:
+    """Return a line of the means of the values at each x, their index, with bands of one deviation; none if empty."""
+    if values.empty:
+        return []
+    values_by_x = values.groupby(level=0)
+    means = values_by_x.mean()
+    # A single run has no standard deviation.
+    deviations = tuple(values_by_x.std().fillna(0.0))
+    return [Line(label, tuple(map(float, means.index)), tuple(means), y_error=deviations)]
+
+
 def build_training_plots(all_runs: pd.DataFrame) -> list[Plot]:
-    """Return a figure of loss and geometry against the optimizer step for each task.
+    """Return a figure of the training loss and of each measure of the last layer, by step, for each task.
 
-    For each model, the figure of a task has a panel for the training loss without the penalty, and one for each measure
-    of the last layer. A panel has a line for each method: the mean over its seeds, with the standard deviation as a
-    band. Only runs that measured their geometry during training, with `trainer.measure_every_n_steps`, are shown. Tasks
-    without such a run have no figure.
-
-    `all_runs` is a result of `configurations.add_selection_columns`.
+    A panel has a line for each method: the mean over its seeds, with the standard deviation as a band. Only runs that
+    measured their geometry during training, with `trainer.measure_every_n_steps`, are shown.
     """
     usable_runs = all_runs[all_runs["usable"]]
     plots = []
@@ -48,10 +99,7 @@ def build_training_plots(all_runs: pd.DataFrame) -> list[Plot]:
 
 
 def _read_metrics_by_method(runs: pd.DataFrame) -> dict[str, list[pd.DataFrame]]:
-    """Return the metrics that runs logged during training, as a table for each run, by method; Base is first.
-
-    A method's runs are those that `select_runs_by_method` selects. Runs that measured no geometry are left out.
-    """
+    """Return the logged metrics of each run that measured its geometry, by method; Base is first."""
     tables_by_method = {}
     for method, method_runs in select_runs_by_method(runs).items():
         tables = [table for folder in method_runs["folder"] if (table := _read_metrics(Path(folder))) is not None]
@@ -97,7 +145,6 @@ def _build_task_plot(task: str, panels: Sequence[Panel]) -> Plot:
 
 
 def _build_model_panels(model: str, runs: pd.DataFrame) -> list[Panel]:
-    """Return the panels of a model; an empty list if none of its runs measured its geometry."""
     tables_by_method = _read_metrics_by_method(runs)
     panels = [_build_panel(model, "training loss", tables_by_method, _get_binned_loss)]
     for measure, label in GEOMETRY_LABELS.items():
@@ -111,21 +158,12 @@ def _build_panel(
     tables_by_method: Mapping[str, list[pd.DataFrame]],
     get_series: Callable[[pd.DataFrame], pd.Series],
 ) -> Panel:
-    """Return a panel with a line for each method: the mean over its runs, with standard deviations.
-
-    `get_series` takes the table of a run's metrics and returns the values to plot by optimizer step. Methods without
-    any values have no line.
-    """
+    """Return a panel with a line for each method that has values; `get_series` returns a run's values by step."""
     lines = []
     for method, tables in tables_by_method.items():
-        series = pd.concat([get_series(table) for table in tables])
-        if series.empty:
-            continue
-        groups = series.groupby(level=0)
-        means, deviations = groups.mean(), groups.std().fillna(0.0)
-        y_error = tuple(deviations) if deviations.any() else ()
-        lines.append(Line(method, tuple(map(float, means.index)), tuple(means), y_error=y_error))
-    return Panel(model, task="", lines=tuple(lines), fixed_settings="", y_label=y_label)
+        for line in _make_mean_lines(method, pd.concat([get_series(table) for table in tables])):
+            lines.append(line if any(line.y_error) else replace(line, y_error=()))
+    return Panel(model, title="", lines=tuple(lines), fixed_settings="", y_label=y_label)
 
 
 def _get_measure(table: pd.DataFrame, measure: str) -> pd.Series:

@@ -1,4 +1,4 @@
-r"""Tests and intervals for the mean of paired differences, such as those of two methods over the same seeds.
+r"""Tests and intervals for paired differences, such as two methods over the same seeds, and Holm's correction.
 
 The differences are those of method minus reference, one for each pair. All functions take a sequence of n finite
 numbers in any unit, compute in float64, and return results in the same unit.
@@ -8,16 +8,21 @@ its nominal 95% intervals contained the true mean in 95%, bootstrap percentile i
 intervals in 83, 90 and 93%.
 """
 
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy import stats
 
+from istar.errors import UserError
 from istar.statistics.arguments import (
     Vector,
     check_not_constant,
     check_probability,
+    is_constant,
     require_at_least,
     to_finite_vector,
 )
@@ -151,3 +156,119 @@ def _to_varied_differences(differences: ArrayLike) -> Vector:
     values = to_finite_vector(differences, "paired differences", 2)
     check_not_constant(values, "paired differences")
     return values
+
+
+@dataclass(frozen=True)
+class MeanAndStd:
+    """Mean and sample standard deviation (ddof = 1) of some values."""
+
+    mean: float | None  # None if there is no value
+    std: float | None  # None for fewer than two values
+    count: int
+
+
+@dataclass(frozen=True)
+class TestResult:
+    """Result of a significance test: a two-sided p-value, or None and the reason why the test does not apply."""
+
+    p_value: float | None
+    reason: str = ""  # empty if there is a p-value
+
+
+@dataclass(frozen=True)
+class PairedComparison:
+    """Comparison of a method with a reference over the seeds that both have."""
+
+    num_pairs: int  # number of common seeds
+    difference: float | None  # mean of method minus reference over these seeds; None without a common seed
+    t_test: TestResult  # Student's paired t-test
+    sign_flip: TestResult  # exact permutation test that flips the signs of the differences
+
+
+def mean_and_std(values: Sequence[float]) -> MeanAndStd:
+    """Return the mean and the sample standard deviation (ddof = 1) of the values."""
+    if not values:
+        return MeanAndStd(None, None, 0)
+    std = float(np.std(values, ddof=1)) if len(values) > 1 else None
+    return MeanAndStd(float(np.mean(values)), std, len(values))
+
+
+def compare_paired(method: Mapping[int, float], reference: Mapping[int, float]) -> PairedComparison:
+    """Compare a method with a reference by paired tests over the seeds that both have.
+
+    Args:
+        method: metric of the method by seed.
+        reference: metric of the reference by seed.
+    """
+    seeds = sorted(method.keys() & reference.keys())
+    method_scores = np.array([method[seed] for seed in seeds])
+    reference_scores = np.array([reference[seed] for seed in seeds])
+    differences = method_scores - reference_scores
+    if len(seeds) < 2:
+        no_test = TestResult(None, "no test: one pair of seeds" if seeds else "no test: no common seed")
+        return PairedComparison(len(seeds), float(differences[0]) if seeds else None, no_test, no_test)
+    if is_constant(differences):
+        t_result = TestResult(None, "no t-test: all differences are equal")
+    else:
+        t_result = TestResult(t_test(differences))
+    return PairedComparison(len(seeds), float(differences.mean()), t_result, _run_sign_flip_test(differences))
+
+
+def _run_sign_flip_test(differences: np.ndarray) -> TestResult:
+    if len(differences) > MAX_EXACT_PAIRS:
+        return TestResult(None, f"no exact sign-flip test: more than {MAX_EXACT_PAIRS} pairs")
+    if not differences.any():
+        return TestResult(None, "no sign-flip test: all differences are 0")
+    return TestResult(sign_flip_test(differences).p_value)
+
+
+class Holm(NamedTuple):
+    """Result of `holm`."""
+
+    adjusted: tuple[float | None, ...]  # in the order of the p-values; None where there was no p-value
+    tests: int  # number of p-values in the family
+    left_out: int  # number of entries without a p-value
+
+    def sentence(self) -> str:
+        """Return a sentence that says how many tests the correction is for, and how many entries have no p-value."""
+        text = f"p-values are corrected by Holm's method for {self.tests} test{'s' * (self.tests != 1)}"
+        if not self.left_out:
+            return f"{text}."
+        verb = "entry without a p-value is" if self.left_out == 1 else "entries without a p-value are"
+        return f"{text}; {self.left_out} {verb} not among them."
+
+
+def holm(p_values: Sequence[float | None]) -> Holm:
+    r"""Adjust the p-values of a whole table by Holm's step-down method.
+
+    With the m p-values in ascending order, :math:`\tilde p_{(i)} = \max_{j \le i} \min(1, (m - j + 1) p_{(j)})`
+    (Holm, *A Simple Sequentially Rejective Multiple Test Procedure*, 1979). Rejecting where
+    :math:`\tilde p < \alpha` keeps the probability of any false rejection in the table at most alpha.
+
+    Assumptions: each p-value is valid; their dependence may be any. The family is the whole table: all methods and
+    tasks that were tried, not only those with good results.
+
+    Args:
+        p_values: one for each entry. None or NaN stands for an entry without a test, which is left out of the family
+            and counted in `left_out`.
+
+    Raises:
+        UserError: if a p-value is outside [0, 1].
+
+    >>> holm([0.01, None, 0.04]).adjusted
+    (0.02, None, 0.04)
+    """
+    tested_indices = [
+        index for index, p_value in enumerate(p_values) if p_value is not None and not math.isnan(p_value)
+    ]
+    tested_p_values = np.array([p_values[index] for index in tested_indices], dtype=np.float64)
+    if invalid_p_values := tested_p_values[(tested_p_values < 0) | (tested_p_values > 1)].tolist():
+        raise UserError(
+            f"{invalid_p_values[0]} is no p-value; expected a number in [0, 1], or None for an entry without a test"
+        )
+    order = np.argsort(tested_p_values, kind="stable")
+    steps = np.minimum(1.0, np.arange(len(tested_p_values), 0, -1) * tested_p_values[order])
+    adjusted: list[float | None] = [None] * len(p_values)
+    for position, value in zip(order, np.maximum.accumulate(steps), strict=True):
+        adjusted[tested_indices[position]] = float(value)
+    return Holm(tuple(adjusted), len(tested_p_values), len(p_values) - len(tested_p_values))

@@ -160,19 +160,16 @@ def smallest_difference_sentence(sd: float, pairs: int, alpha: float = 0.05, pow
 
 
 def _describe_test(sd: float, alpha: float) -> str:
-    """Return the test, its significance level and the standard deviation as text."""
     return f"paired t-test, two-sided, alpha = {alpha:g}, standard deviation of the paired differences {sd:g}"
 
 
 def _check_test_arguments(sd: float, pairs: int, alpha: float) -> None:
-    """Raise a `UserError` if an argument of the paired t-test is out of range."""
     check_positive(sd, "the standard deviation of the differences")
     require_at_least(pairs, 2, "the number of pairs")
     check_probability(alpha, "alpha")
 
 
 def _check_power(power: float, alpha: float) -> None:
-    """Raise a `UserError` unless alpha < power < 1."""
     check_probability(power, "the power")
     if power <= alpha:
         raise UserError(f"the power is {power:g} and alpha is {alpha:g}; expected a power above alpha, such as 0.8")

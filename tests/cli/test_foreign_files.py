@@ -1,6 +1,7 @@
 """Every command leaves files that istar has not written as they are, and never replaces its own input."""
 
 import argparse
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from istar.inputs.saved_checkpoints import record_step
 from istar.records.config import Config
 from tests.embeddings.test_embed import save_model
 from tests.files.test_outputs import Tree, read_tree
+
+pytestmark = pytest.mark.usefixtures("blank_figures")
 
 CASES: dict[str, list[str]] = {
     "measure": [
@@ -55,27 +58,25 @@ def write_files(folder: Path, names: tuple[str, ...]) -> None:
         (folder / name).write_text(f"my {name}")
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> Path:
-    """Return a folder with an input of each kind that commands have."""
-    save_model(tmp_path / "model")
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with an input of each kind that commands have; read it only."""
+    folder = tmp_path_factory.mktemp("inputs")
+    save_model(folder / "model")
     for step in (1, 2):
-        record_step(save_model(tmp_path / "saved" / f"step{step}"), step)
-    write_files(
-        tmp_path,
-        (
-            "training/trajectory.csv",
-            "second/trajectory.csv",
-            "tables/correlation.csv",
-            "tables/table.csv",
-            "data/train.tsv",
-        ),
-    )
-    write_files(tmp_path, ("runs/one/config.yaml", "runs/one/predictions.jsonl"))
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "text.txt").write_text("the cat sees the dog\nthe dog sees the house\n" * 20)
-    (tmp_path / "words").write_text("cat dog 3\nthe house 4\ngarden sees 1\n")
-    return tmp_path
+        record_step(save_model(folder / "saved" / f"step{step}"), step)
+    tables = ("training/trajectory.csv", "second/trajectory.csv", "tables/correlation.csv", "tables/table.csv")
+    write_files(folder, (*tables, "data/train.tsv", "runs/one/config.yaml", "runs/one/predictions.jsonl"))
+    (folder / "text").mkdir()
+    (folder / "text" / "text.txt").write_text("the cat sees the dog\nthe dog sees the house\n" * 20)
+    (folder / "words").write_text("cat dog 3\nthe house 4\ngarden sees 1\n")
+    return folder
+
+
+@pytest.fixture
+def world(inputs: Path, tmp_path: Path) -> Path:
+    """Return a copy of the inputs."""
+    return shutil.copytree(inputs, tmp_path, dirs_exist_ok=True)
 
 
 def call(world: Path, arguments: str, out: Path) -> int:
@@ -168,19 +169,19 @@ def test_the_model_that_embed_has_saved_is_no_input_for_the_same_folder(
     assert not (world / "out" / "model").exists()
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "model/notes.txt", "models/step-0/mine", "checkpoints/step-1.ckpt"])
-def test_training_leaves_a_foreign_folder_of_its_name(small: Callable[..., Config], tmp_path: Path, name: str) -> None:
+def test_training_leaves_a_foreign_folder_of_its_name(small: Callable[..., Config], tmp_path: Path) -> None:
     config = small("reg=none", "task.limit_train=8", "trainer.keep_models=4")
     record = run(config)
     folder = Path(config.run.root) / record.name
     folder.rename(tmp_path / "finished")
-    write_files(folder, (name, "notes.txt"))
-    tree = read_tree(folder)
-    with pytest.raises(UserError, match=r"which is no part of a run; run\.overwrite=true keeps"):
-        run(config)
-    assert read_tree(folder) == tree
+    for name in ("config.yaml", "model/notes.txt", "models/step-0/mine", "checkpoints/step-1.ckpt"):
+        write_files(folder, (name, "notes.txt"))
+        tree = read_tree(folder)
+        with pytest.raises(UserError, match=r"which is no part of a run; run\.overwrite=true keeps"):
+            run(config)
+        assert read_tree(folder) == tree
+        shutil.rmtree(folder)
     # The folder of a run that istar has begun, with a foreign file in a model.
-    folder.rename(tmp_path / "foreign")
     (tmp_path / "finished").rename(folder)
     (folder / "result.json").unlink()
     for model_folder in ("model", "models/step-0"):

@@ -11,9 +11,9 @@ from istar.cli.main import main
 from istar.finetune.runs.run import run
 from istar.records.config import Config
 from istar.records.config.schema import sweep_folder
-from istar.reports import plan_departures, plan_file
+from istar.reports import plan_file
 from istar.reports.run_frame import load_runs
-from istar.statistics.defaults import TEST
+from istar.statistics import TEST
 from tests.jobs import Start, starting
 
 SMALL = ("task.limit_train=32", "task.limit_validation=9", "data.batch_size=8", "trainer.max_epochs=1",
@@ -33,10 +33,10 @@ def start(own_cache: Path) -> Iterator[Start]:
         yield start
 
 
-def find_departures(folder: Path) -> dict[str, plan_departures.Departure]:
+def find_departures(folder: Path) -> dict[str, plan_file.Departure]:
     """Return the departures by kind, except those that depend on the checkout or on chance in a short training."""
     plan = plan_file.read_plan(folder / "plan" / plan_file.PLAN)
-    departures = plan_departures.find_departures(plan, load_runs(folder / "runs").frame)
+    departures = plan_file.find_departures(plan, load_runs(folder / "runs").frame)
     departure_by_kind = {departure.kind: departure for departure in departures}
     return {kind: departure_by_kind[kind] for kind in departure_by_kind.keys() - {"other code", "collapsed run"}}
 
@@ -58,27 +58,26 @@ def test_a_sweep_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_each_grid_of_a_sweep_is_a_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = yaml.safe_load((sweep_folder() / "penalties.yaml").read_text(encoding="utf-8"))["sweep"]
-    assert main(["plan", "sweep=penalties", "task=demo", "model=tiny", *SMALL]) == 0
+    assert main(["plan", "sweep=penalties", "task=demo", "model=tiny", "optim.lr=1e-3", *SMALL]) == 0
     plan = plan_file.read_plan(tmp_path / "plan" / plan_file.PLAN)
     assert [group["grid"] for group in plan.repetitions] == list(plan.overrides_by_grid) == list(sweep["grids"])
     assert (plan.test["comparisons"], plan.test["pairs"]) == (len(sweep["grids"]) - 1, len(sweep["seeds"]))
-    num_runs = len(sweep["grids"]) * (3 + len(sweep["seeds"]) - 1)
+    num_runs = len(sweep["grids"]) * len(sweep["seeds"])
     assert capsys.readouterr().out == f"plan/{plan_file.PLAN}: {num_runs} runs\n"
 
 
 def test_runs_as_planned_and_otherwise(tmp_path: Path, composed: Callable[..., Config]) -> None:
-    assert main(["plan", "reg=none", "seed=1,2", *SMALL]) == 0
+    assert main(["plan", "reg=none", "seed=1", *SMALL]) == 0
     (tmp_path / "runs").mkdir()
     assert set(find_departures(tmp_path)) == {"missing run"}
     # The number of worker processes does not change the outcome, so that the run is the planned one.
-    for seed in (1, 2):
-        run(composed("reg=none", f"seed={seed}", "data.num_workers=1", *SMALL))
+    run(composed("reg=none", "seed=1", "data.num_workers=1", *SMALL))
     assert find_departures(tmp_path) == {}
     other_record = run(composed("reg=none", "seed=1", "optim.lr=1e-4", *SMALL))
     departure_by_kind = find_departures(tmp_path)
     assert set(departure_by_kind) == {"run that was not planned"}
     assert departure_by_kind["run that was not planned"].runs == (other_record.name,)
-    assert main(["plan", "reg=none", "seed=1,2", *SMALL, "--force"]) == 0
+    assert main(["plan", "reg=none", "seed=1", *SMALL, "--force"]) == 0
     assert set(find_departures(tmp_path)) >= {"run that was not planned", "replaced plan"}
 
 
@@ -118,12 +117,10 @@ def test_a_search_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ("arguments", "message"),
     [
         (("sweep=tabel1",), "sweep=tabel1: there is no such option; did you mean table1?"),
-        (("task=rtee",), "did you mean rte?"),
         (("reg.lamda=1,2",), "did you mean reg.lambda?"),
         (("reg.zeta=2,3",), "reg.zeta=2 is outside [0, 1]"),
         (("seed=1,,2",), "not understood"),
         (("reg=istar", "reg.lambda=interval(-1,1)"), "an interval is for sweep.search=optuna"),
-        (("task=rte", "model=tiny", "task.data_dir=/nowhere"), "task.data_dir=/nowhere does not exist"),
         (("seed=1,2", "--hypothesis", " "), "--hypothesis is empty; expected a sentence"),
         (("seed=1,2", "--alpha", "5"), "alpha is 5.0"),
         (("seed=1,2", "--sd", "0"), "the standard deviation of the differences is 0.0"),

@@ -15,8 +15,8 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb
 
-from istar.drawing import line_styles, page, page_folder
-from istar.drawing.page import Page, Section
+from istar.drawing import page_folder, panel_drawing
+from istar.drawing.page_folder import Page, Section
 from istar.drawing.page_tables import Entry, Sheet
 from istar.drawing.plot import Line, Panel, Plot
 from tests.reports.test_report import inline_parts, parsed
@@ -37,7 +37,7 @@ def write_page(tmp_path: Path, name: str = "name") -> Path:
     section = Section("section", name, (name,), sheet, page_folder.render_pictures(plot), name, (name,), is_wide=True)
     path = tmp_path / "index.html"
     path.write_text(
-        page.render_html(Page(name, ("Runs", name, name), "test", [("1", name)], [section])), encoding="utf-8"
+        page_folder.render_html(Page(name, ("Runs", name, name), "test", [("1", name)], [section])), encoding="utf-8"
     )
     return path
 
@@ -129,14 +129,21 @@ def apply_dark_filter(colour: str) -> Any:
 def test_lines_are_as_visible_in_the_dark(plain_page: Path) -> None:
     dark = read_colour_schemes(inline_parts(plain_page)["style"])[':root[data-theme="dark"]']
     assert dark["figure"] == "invert(0.92) hue-rotate(180deg)"
-    paper = apply_dark_filter(line_styles.PAPER)
+    paper = apply_dark_filter(panel_drawing.PAPER)
     # The paper of figures is that of the page.
     assert np.abs(paper - to_rgb(dark["paper"])).max() < 1 / 255
-    labels = [f"{symbol} = {value}" for symbol in "λζ" for value in (-5, -3, -1, 0.2, 0.4, 0.6, 0.8, 1, 3, 5)]
-    scales = [line_styles._choose_setting_colour(label) for label in labels]
-    for colour in filter(None, (line_styles.INK, line_styles.RED, *line_styles.PALETTE, *line_styles.SCALE, *scales)):
-        assert contrast(apply_dark_filter(colour), paper) >= min(3, contrast(to_rgb(colour), to_rgb(line_styles.PAPER)))
-    text = line_styles.INK
+    scales = [
+        panel_drawing.choose_scale_colour(Line("", (), (), colour_scale=scale, scale_position=position))
+        for scale in ("diverging", "sequential")
+        for position in (-1, -0.6, -0.2, 0.2, 0.4, 0.6, 0.8, 1)
+    ]
+    for colour in filter(
+        None, (panel_drawing.INK, panel_drawing.RED, *panel_drawing.PALETTE, *panel_drawing.SCALE, *scales)
+    ):
+        assert contrast(apply_dark_filter(colour), paper) >= min(
+            3, contrast(to_rgb(colour), to_rgb(panel_drawing.PAPER))
+        )
+    text = panel_drawing.INK
     assert contrast(apply_dark_filter(text), paper) >= 4.5
 
 

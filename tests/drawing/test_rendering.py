@@ -13,7 +13,7 @@ from matplotlib.colors import to_hex
 from matplotlib.container import ErrorbarContainer
 from PIL import Image
 
-from istar.drawing import line_styles, rendering
+from istar.drawing import panel_drawing, rendering
 from istar.drawing.plot import Line, Panel, Plot
 from istar.drawing.rendering import render
 
@@ -61,52 +61,51 @@ def test_the_formats_have_the_same_colours(files: dict[str, bytes]) -> None:
         "#" + "".join(f"{component:02x}" for component in pixel[:3])
         for _, pixel in Image.open(io.BytesIO(files["png"])).getcolors(1 << 24)
     }  # type: ignore[union-attr,index]
-    for colour in line_styles.PALETTE[:2]:
+    for colour in panel_drawing.PALETTE[:2]:
         assert colour in svg & pdf & pixels
 
 
-def test_points_with_fewer_seeds_are_hollow_and_collapsed_ones_crossed() -> None:
-    line = Line("mean", (1, 2, 3), (0.1, 0.5, 0.2), num_seeds=(5, 1, 5), collapsed=(False, False, True))
+def test_points_may_be_hollow_or_crossed() -> None:
+    line = Line("mean", (1, 2, 3), (0.1, 0.5, 0.2), hollow=(False, True, False), crossed=(False, False, True))
     [axes] = rendering._draw_figure(make_plot(line, kind="bars")).axes
-    hollow = [mark for mark in axes.lines if mark.get_markerfacecolor() == line_styles.PAPER]
+    hollow = [mark for mark in axes.lines if mark.get_markerfacecolor() == panel_drawing.PAPER]
     assert [list(mark.get_xdata()) for mark in hollow] == [[2]]
     crossed = [mark for mark in axes.lines if mark.get_marker() == "x"]
     assert [list(mark.get_xdata()) for mark in crossed] == [[3]]
-    # No point is marked if all points have the same number of seeds.
-    [axes] = rendering._draw_figure(make_plot(Line("mean", (1, 2), (0.1, 0.5), num_seeds=(2, 2)), kind="bars")).axes
-    assert not [mark for mark in axes.lines if mark.get_markerfacecolor() == line_styles.PAPER]
 
 
-def assign_colours(*labels: str) -> dict[str, str]:
-    plot = make_plot(*(Line(label, (1.0,), (0.5,)) for label in labels))
-    return {
-        label: matplotlib.colors.to_hex(style["color"]) for label, style in line_styles.assign_line_styles(plot).items()
-    }
+def assign_colours(*labels: str, scale: str = "", **positions: float) -> dict[str, str]:
+    """Return the colours of lines with these labels; `positions` are further labels and their places on the scale."""
+    lines = [Line(label, (1.0,), (0.5,), colour_scale=scale, scale_position=at) for label, at in positions.items()]
+    plot = make_plot(*(Line(label, (1.0,), (0.5,)) for label in labels), *lines, reference_label="Base")
+    styles = panel_drawing.assign_line_styles(plot)
+    return {label: matplotlib.colors.to_hex(style["color"]) for label, style in styles.items()}
 
 
-def test_a_weight_has_the_same_colour_in_every_figure() -> None:
-    colours_of_three, colours_of_six = (
-        assign_colours("Base", "λ = -1", "λ = 3"),
-        assign_colours("λ = -5", "λ = -1", "λ = 0.5", "λ = 3", "λ = 5", "Base"),
-    )
-    assert all(colours_of_six[label] == colour for label, colour in colours_of_three.items())
-    assert colours_of_six["Base"] == line_styles.INK
-    assert len(set(colours_of_six.values())) == 6
-    # Negative weights are red and positive ones blue; the colours are darker the farther the weights are from 0.
-    rgb = {label: matplotlib.colors.to_rgb(colour) for label, colour in colours_of_six.items()}
-    assert rgb["λ = -5"][0] > rgb["λ = -5"][2]
-    assert rgb["λ = 5"][2] > rgb["λ = 5"][0]
-    assert sum(rgb["λ = -5"]) < sum(rgb["λ = -1"])
-    assert sum(rgb["λ = 5"]) < sum(rgb["λ = 3"]) < sum(rgb["λ = 0.5"])
+def test_a_position_on_a_scale_has_the_same_colour_in_every_figure() -> None:
+    colours_of_two = assign_colours("Base", scale="diverging", a=-0.2, b=0.6)
+    colours = assign_colours("Base", scale="diverging", e=1.0, d=-1.0, a=-0.2, c=0.1, b=0.6)
+    assert all(colours[label] == colour for label, colour in colours_of_two.items())
+    assert colours["Base"] == panel_drawing.INK
+    assert list(colours) == ["Base", "d", "a", "c", "b", "e"]
+    assert len(set(colours.values())) == 6
+    # Negative positions are red and positive ones blue; the colours are darker the farther they are from 0.
+    rgb = {label: matplotlib.colors.to_rgb(colour) for label, colour in colours.items()}
+    assert rgb["d"][0] > rgb["d"][2]
+    assert rgb["e"][2] > rgb["e"][0]
+    assert sum(rgb["d"]) < sum(rgb["a"])
+    assert sum(rgb["e"]) < sum(rgb["b"]) < sum(rgb["c"])
+    # Positions beyond an end have its colour.
+    assert assign_colours(scale="diverging", far=7.0)["far"] == colours["e"]
 
 
-def test_zeta_has_a_sequential_scale() -> None:
-    labels = [f"ζ = {zeta:g}" for zeta in (0, 0.2, 0.4, 0.6, 0.8, 1)]
-    colour_by_label = assign_colours(*labels, "ζ = auto", "unbiased")
-    brightness = [sum(matplotlib.colors.to_rgb(colour_by_label[label])) for label in labels]
+def test_a_scale_may_be_sequential() -> None:
+    colour_by_label = assign_colours("auto", "unbiased", scale="sequential", a=0.0, b=0.2, c=0.4, d=0.8, e=1.0)
+    assert list(colour_by_label) == ["a", "b", "c", "d", "e", "auto", "unbiased"]
+    brightness = [sum(matplotlib.colors.to_rgb(colour_by_label[label])) for label in "abcde"]
     assert brightness == sorted(brightness)
-    assert assign_colours("ζ = 0.4")["ζ = 0.4"] == colour_by_label["ζ = 0.4"]
-    assert len(set(colour_by_label.values())) == 8
+    assert assign_colours(scale="sequential", x=0.4)["x"] == colour_by_label["c"]
+    assert len(set(colour_by_label.values())) == 7
 
 
 def draw_axes(y_label: str, *values: float) -> Any:
@@ -179,14 +178,16 @@ def test_points_with_equal_units_keep_their_limits(caplog: pytest.LogCaptureFixt
     assert not caplog.records
 
 
-def test_numbers_in_names_do_not_change_the_order_of_the_colours() -> None:
+def test_lines_without_a_scale_keep_their_order() -> None:
     assert list(assign_colours("bert", "gpt2", "albert")) == ["bert", "gpt2", "albert"]
-    assert list(assign_colours("λ = 3", "auto", "λ = -1")) == ["λ = -1", "λ = 3", "auto"]
 
 
 def test_no_line_has_the_marker_of_the_reference() -> None:
     lines = [Line(label, (1.0,), (0.5,)) for label in ("Base", "λ = -1", "λ = 1")]
-    markers = [style["marker"] for style in line_styles.assign_line_styles(make_plot(*lines)).values()]
+    markers = [
+        style["marker"]
+        for style in panel_drawing.assign_line_styles(make_plot(*lines, reference_label="Base")).values()
+    ]
     assert len(set(markers)) == 3
 
 

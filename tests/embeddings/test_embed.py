@@ -14,9 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from istar.cli.main import main
-from istar.embeddings import unused_tokens
-from istar.embeddings.embed_models import NamedModel, parse_named_models
-from istar.embeddings.saved_matrix import process_matrix
+from istar.embeddings import token_frequencies
+from istar.embeddings.embed_models import NamedModel, parse_named_models, process_matrix
 from istar.inputs import tiny
 from istar.inputs.embedding_matrix import read_matrix
 from istar.records.config import ModelConfig
@@ -100,7 +99,7 @@ def page(tmp_path_factory: pytest.TempPathFactory, blank_figures: None) -> Path:
     models = [str(save_model(folder / "gpt2")), f"mine={save_model(folder / 'other', 'neox')}"]
     options = [*write_files(folder), "--text", str(folder / "text.txt"), "--out", str(folder / "out")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unused_tokens, "BIN_SIZE", 3)
+        patch.setattr(token_frequencies, "BIN_SIZE", 3)
         assert main(["embed", *models, *options]) == 0
     return folder / "out"
 
@@ -182,7 +181,7 @@ def test_frequency_and_unused_tokens(page: Path) -> None:
 
 
 def test_which_tokens_are_unused() -> None:
-    find = unused_tokens.find_unused_tokens
+    find = token_frequencies.find_unused_tokens
     assert find(["a", "[unused0]", "[unused12]", "unused", "<unused3>", None]) == [1, 2, 4]
     assert find([str(number) for number in range(1999)]) == []
     assert find([*map(str, range(2000)), None]) == list(range(1000, 2000))

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from istar.drawing.plot import Plot
-from istar.embeddings import embed_figures, embed_models, embed_page, embed_tables, published_embeddings, token_counts
+from istar.embeddings import embed_figures, embed_models, embed_page, embed_tables, token_frequencies
 from istar.embeddings.embed_models import ModelEmbeddings, NamedModel
 from istar.inputs import corpus
 from istar.records.config import ModelConfig
@@ -160,22 +160,19 @@ def test_undefined_correlations_are_explained(folder: Path, tmp_path: Path) -> N
 def test_the_papers_tables_agree_with_each_other() -> None:
     """Table 2 averages Table 3 over the five benchmarks."""
     for model in ("bert-base-cased", "bert-large-cased", "roberta-base", "roberta-large", "gpt2", "gpt2-medium"):
-        for form in ("raw", "scaled_centered", "all_but_the_top"):
-            rows = [
-                published_embeddings.read_benchmark_similarity(model, form, name)
-                for name in published_embeddings.BENCHMARK_TITLES
-            ]
+        for form in ("raw", "centered_scaled", "post_processed"):
+            table2 = embed_tables.read_published_table("table2", "model", "variant")
+            table3 = embed_tables.read_published_table("table3", "model", "variant", "benchmark")
+            rows = [table3[model, form, name] for name in embed_tables.BENCHMARK_TITLES]
             for score in ("cosine", "inner_product"):
                 mean = np.mean([row[score] for row in rows])
-                assert published_embeddings.read_average_similarity(model, form)[score] == pytest.approx(
-                    mean, abs=0.0101
-                )
+                assert table2[model, form][score] == pytest.approx(mean, abs=0.0101)
 
 
 def test_which_models_are_the_papers() -> None:
-    assert published_embeddings.find_paper_model("x", "openai-community/gpt2") == "gpt2"
-    assert published_embeddings.find_paper_model("roberta-large", "folder/model") == "roberta-large"
-    assert published_embeddings.find_paper_model("x", "openai-community/gpt2-xl") == ""
+    assert embed_tables.find_paper_model("x", "openai-community/gpt2") == "gpt2"
+    assert embed_tables.find_paper_model("roberta-large", "folder/model") == "roberta-large"
+    assert embed_tables.find_paper_model("x", "openai-community/gpt2-xl") == ""
 
 
 def test_flags_are_on_anisotropic_matrices(tiny: ModelEmbeddings) -> None:
@@ -279,7 +276,7 @@ def test_unused_tokens_by_bins(tiny: ModelEmbeddings) -> None:
 
 
 def test_words_and_tokens_by_rank(tiny: ModelEmbeddings, folder: Path) -> None:
-    words = token_counts.count_words(corpus.parse_sources([str(folder / "text.txt")]))
+    words = token_frequencies.count_words(corpus.parse_sources([str(folder / "text.txt")]))
     assert dict(zip(words["word"], words["count"], strict=True)) == {
         "the": 4, "cat": 2, ".": 1, "dog": 1, "house": 1, "sees": 1
     }  # fmt: skip

@@ -1,7 +1,8 @@
 """Folders of results: nothing foreign is ever replaced, and a kill at any system call leaves whole files.
 
-Each writer of the package is killed before each of its system calls that change the file system. Then each file must be
-the old or the new one, and the next call must write the new ones and leave nothing unfinished.
+Each writer of the package is stopped before each of its system calls that change the file system, and makes no such
+call from then on, as if it were killed. Then each file must be the old or the new one, and the next call must write the
+new ones and leave nothing unfinished.
 """
 
 import json
@@ -29,7 +30,6 @@ from istar.reports import plan_file, run_frame
 from tests.reports.plans import make_plan
 
 SYSTEM_CALLS = ("rename", "replace", "unlink", "mkdir", "rmdir", "fsync")
-KILLED = 77
 Tree = dict[str, bytes]
 
 
@@ -50,32 +50,32 @@ def read_tree(root: Path) -> Tree:
     return {name: content for name, content in tree.items() if name != f"{STATE_FOLDER}/manifest.json"}
 
 
+class Killed(BaseException):
+    """Ends a writer, which cannot handle it: every further system call raises it again."""
+
+
 def is_killed(write: Callable[[], Any], count: int) -> bool:
-    """Call `write` in a fork that is killed before its count-th system call; return False if it makes fewer calls."""
-    child = os.fork()
-    if child == 0:
-        num_calls = 0
+    """Call `write`, and let its count-th system call and all later ones fail; return False if it makes fewer calls."""
+    num_calls = 0
 
-        def make_fatal(original_call: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*arguments: Any, **keywords: Any) -> Any:
-                nonlocal num_calls
-                num_calls += 1
-                if num_calls == count:
-                    os._exit(KILLED)
-                return original_call(*arguments, **keywords)
+    def make_fatal(original_call: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls >= count:
+                raise Killed
+            return original_call(*arguments, **keywords)
 
-            return call
+        return call
 
+    with pytest.MonkeyPatch.context() as patch:
         for name in SYSTEM_CALLS:
-            setattr(os, name, make_fatal(getattr(os, name)))
+            patch.setattr(os, name, make_fatal(getattr(os, name)))
         try:
             write()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, KILLED)
-    return code == KILLED
+        except Killed:
+            return True
+    return False
 
 
 KIND = PageKind("report", "test", ("data.json",))

@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+from istar.geometry.collect import measures_file
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.show.compare import MeasuredModel
 from istar.geometry.show.model_figures import MEASURE_TITLES
@@ -73,3 +75,10 @@ def make_measurements(
 def make_model(label: str = "model", **options: Any) -> MeasuredModel:
     """Return a model with these measurements and this label."""
     return MeasuredModel(label, make_measurements(**options))
+
+
+def write_measures(measurements: Measurements, folder: Path) -> None:
+    """Write `measures.json` and `measures.csv` to a folder, which is created if needed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in measures_file.file_contents(measurements).items():
+        (folder / name).write_text(text, encoding="utf-8")

@@ -20,6 +20,7 @@ from istar.hidden_states.model_layers import ReturnedStates, find_layers
 from istar.hidden_states.reader import HiddenStateReader
 from istar.inputs.tokenizing import find_max_input_length
 from istar.measures.norms import norm_parameters
+from tests.architectures import MODELS
 
 VOCABULARY, WIDTH, LAYERS = 50, 16, 3
 IDS: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -245,7 +246,8 @@ def test_each_row_is_what_the_block_computes_and_a_penalty_reads_the_same(name: 
     assert len(penalized) == LAYERS + 1
     for number, (state, expected_state) in enumerate(zip(penalized, expected_of_penalty, strict=True)):
         torch.testing.assert_close(state, expected_state, rtol=0, atol=0, msg=str(number))
-    assert not [handle for module in model.modules() for handle in module._forward_pre_hooks]
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    check_norm_parameters(model, name)
     # Training measures the states that the model returns in evaluation.
     returned_states = ReturnedStates(model)
     with torch.no_grad():
@@ -254,6 +256,40 @@ def test_each_row_is_what_the_block_computes_and_a_penalty_reads_the_same(name: 
         zip(returned_states.sort(output.hidden_states), expected[: LAYERS + 1], strict=True)
     ):
         torch.testing.assert_close(state, expected_state, rtol=0, atol=0, msg=str(number))
+
+
+def check_norm_parameters(model: Any, name: str) -> None:
+    """Check that gain and bias are those by which the final norm multiplies."""
+    if not CASES[name].norm:
+        return
+    norm = model.get_submodule(CASES[name].norm)
+    parameters = norm_parameters(norm, WIDTH)
+    assert parameters is not None
+    weight, bias = (getattr(norm, attribute, None) for attribute in ("weight", "bias"))
+    gain = torch.ones(WIDTH) if weight is None else weight.detach()
+    expected_bias = torch.zeros(WIDTH) if bias is None else bias.detach()
+    torch.testing.assert_close(parameters[0], gain.double() + (name in ONE_PLUS_WEIGHT), rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(parameters[1], expected_bias.double(), rtol=1e-7, atol=1e-9)
+
+
+def test_the_last_layer_of_opt_350m_is_before_its_projection() -> None:
+    """It also has no final normalization, unlike the other OPT models."""
+    make_model, blocks, _ = MODELS["opt_350m"]
+    model = make_model().eval()
+    outputs: list[Tensor] = []
+
+    def record(module: nn.Module, arguments: Any, output: Any) -> None:
+        outputs.append(output if isinstance(output, Tensor) else output[0])
+
+    for block in model.get_submodule(blocks):  # type: ignore[union-attr]
+        block.register_forward_hook(record)
+    with torch.no_grad():
+        model(**make_inputs())
+    expected, taps = [*outputs], Taps(model)
+    assert taps.names == ["embeddings", "layer_1", "layer_2", "layer_3"]
+    states = taps(make_inputs())
+    for tap, output in zip(taps.names[1:], expected, strict=True):
+        torch.testing.assert_close(states[tap], output, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -272,8 +308,10 @@ POSITIONS_AFTER_PADDING = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*POSITIONS_AFTER_PADDING, "bert", "gpt2", "opt", "bart"])
-@pytest.mark.parametrize("padding_id", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "padding_id"),
+    [(name, 1) for name in (*POSITIONS_AFTER_PADDING, "bert", "gpt2", "opt", "bart")] + [("roberta", 0), ("mpnet", 0)],
+)
 def test_the_longest_input_is_the_longest_that_a_model_with_learned_positions_takes(name: str, padding_id: int) -> None:
     model = build(name, pad_token_id=padding_id)
     length = find_max_input_length(model.config)
@@ -282,22 +320,6 @@ def test_the_longest_input_is_the_longest_that_a_model_with_learned_positions_ta
         model(input_ids=torch.full((1, length), 7))
         with pytest.raises((IndexError, RuntimeError)):
             model(input_ids=torch.full((1, length + 1), 7))
-
-
-# Norms ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.norm])
-def test_gain_and_bias_are_those_by_which_the_norm_of_any_architecture_multiplies(name: str) -> None:
-    model = build(name)
-    norm = model.get_submodule(CASES[name].norm)
-    parameters = norm_parameters(norm, WIDTH)
-    assert parameters is not None
-    weight, bias = (getattr(norm, attribute, None) for attribute in ("weight", "bias"))
-    gain = torch.ones(WIDTH) if weight is None else weight.detach()
-    expected_bias = torch.zeros(WIDTH) if bias is None else bias.detach()
-    torch.testing.assert_close(parameters[0], gain.double() + (name in ONE_PLUS_WEIGHT), rtol=1e-7, atol=1e-9)
-    torch.testing.assert_close(parameters[1], expected_bias.double(), rtol=1e-7, atol=1e-9)
 
 
 # Trials ---------------------------------------------------------------------------------------------------------

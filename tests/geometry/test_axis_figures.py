@@ -117,7 +117,7 @@ def test_a_training_has_lines_for_layers_and_trainings_for_models() -> None:
     assert lines[1].y_error == pytest.approx([T_QUANTILE * 0.01] * 5)
     assert (axis.label, plots["isotropy"].ordered) == ("step (logarithmic)", True)
     partition, final_norm = axis_figures.plot_parameters(training.checkpoints, [training], axis)
-    titles = [(panel.task, panel.y_label) for panel in partition.panels]
+    titles = [(panel.title, panel.y_label) for panel in partition.panels]
     assert titles == [
         (f"{side} embeddings", f"I(W), {signs}")
         for side, signs in itertools.product(("input", "output"), ("signs as computed", "both signs"))
@@ -128,7 +128,7 @@ def test_a_training_has_lines_for_layers_and_trainings_for_models() -> None:
     encoder = make_training("encoder", (0, 500), taps=TAPS[:3], final_norm=None)
     axis = axis_figures.make_step_axis([training, encoder])
     directions = axis_figures.plot_measures(axis, WIDTH)[1]
-    assert [(panel.task, [line.label for line in panel.lines]) for panel in directions.panels[:2]] == [
+    assert [(panel.title, [line.label for line in panel.lines]) for panel in directions.panels[:2]] == [
         ("last layer", ["m", "encoder"]),
         ("final normalization", ["m"]),
     ]
@@ -166,7 +166,7 @@ def test_states_are_layers_of_a_model_or_last_layers_of_models() -> None:
     # Singular values are divided by the root of the 500 tokens, so that their squares add up to the mean squared norm.
     raw, centered = plots["spectra"].panels
     assert raw.lines[0].y == pytest.approx([3.0 / math.sqrt(500)] * WIDTH)
-    assert (centered.task, plots["spectra"].share_axes, plots["spectra"].log_y) == ("centered", True, True)
+    assert (centered.title, plots["spectra"].share_axes, plots["spectra"].log_y) == ("centered", True, True)
     # Of the five tokens, one is outside of the histogram.
     assert plots["state_norms"].panels[0].lines[0].y == (0.0, 20.0, 60.0, 0.0)
     for plot in model_figures.plot_states([make_model("a"), make_model("b")]):
@@ -179,7 +179,7 @@ def test_models_have_bars_of_both_sign_conventions() -> None:
     models = [make_model("a"), make_model("b", matrices={"input": make_measurements().matrices["input"]})]
     axis = axis_figures.make_layer_axis(models)
     partition, final_norm = axis_figures.plot_parameters(models, [], axis)
-    bars = {(panel.task, panel.y_label): [line.label for line in panel.lines] for panel in partition.panels}
+    bars = {(panel.title, panel.y_label): [line.label for line in panel.lines] for panel in partition.panels}
     assert bars["input embeddings", "I(W), both signs"] == ["a", "b"]
     assert bars["output embeddings", "I(W), signs as computed"] == ["a"]
     assert partition.panels[0].lines[0].y == (0.9,) * 3
@@ -210,3 +210,13 @@ def test_differences_have_a_point_for_the_first_model() -> None:
     panel = next(panel for panel in plot.panels if panel.y_label == "difference of IsoScore")
     assert [(line.label, line.y) for line in panel.lines] == [("a", (0.0,)), ("b", (0.0,))]
     assert panel.lines[1].y_error == pytest.approx([T_QUANTILE * math.sqrt(2) * 0.01])
+
+
+def test_measures_of_the_spheres() -> None:
+    centered, moved = model_figures.make_spheres()
+    assert centered["inter_sim"] == pytest.approx(-1 / 499)
+    assert centered["isoscore"] == pytest.approx(moved["isoscore"], abs=1e-9)
+    assert centered["isoscore"] > 0.95
+    assert centered["partition_both"] > 0.9
+    assert moved["inter_sim"] > 0.7
+    assert moved["partition_both"] < moved["partition_as_computed"] < 0.3

@@ -10,7 +10,7 @@ import scipy.stats
 
 from istar.cli.main import main
 from istar.drawing.plot import Plot
-from istar.geometry.correlation import score_figure
+from istar.geometry.correlation import correlation_tables
 from istar.geometry.correlation.correlate import Selection, correlate, correlate_series, resample_correlations
 
 pytestmark = pytest.mark.usefixtures("blank_figures")
@@ -213,14 +213,14 @@ other,step1000,sciq,0.9,0.01
 def make_plot(folder: Path, geometry: str, scores: str) -> Plot | None:
     (folder / "geometry.csv").write_text(geometry)
     (folder / "scores.csv").write_text(scores)
-    return score_figure.plot_scores(correlate(folder / "geometry.csv", folder / "scores.csv", Selection()).scores)
+    return correlation_tables.plot_scores(correlate(folder / "geometry.csv", folder / "scores.csv", Selection()).scores)
 
 
 def test_a_panel_for_each_task_and_a_line_for_each_model(tmp_path: Path) -> None:
     """Scores of checkpoints without measures are drawn too; models without measures are left out."""
     plot = make_plot(tmp_path, MEASURED, SCORED)
     assert plot is not None
-    line_by_task_and_model = {(panel.task, line.label): line for panel in plot.panels for line in panel.lines}
+    line_by_task_and_model = {(panel.title, line.label): line for panel in plot.panels for line in panel.lines}
     assert set(line_by_task_and_model) == {("sciq", "small"), ("sciq", "large"), ("lambada", "large")}
     small_line = line_by_task_and_model["sciq", "small"]
     assert (small_line.x, small_line.y) == ((512, 1000, 2000), (0.3, 0.4, 0.5))

@@ -17,15 +17,16 @@ from transformers import AutoModel, AutoTokenizer
 
 from istar.cli.main import main
 from istar.errors import UserError
-from istar.geometry.collect import measure, measures_file, stream
-from istar.geometry.collect.measures_file import Measurements
-from istar.geometry.collect.stream import Pass
+from istar.geometry.collect import measure, measures_file
+from istar.geometry.collect.corpus_statistics import MeasureSettings
+from istar.geometry.collect.measures_file import JACKKNIFE_MEASURES, Measurements, interval_half_width, t_quantile
+from istar.geometry.show import terminal_tables
 from istar.inputs.corpus import Source
 from istar.measures import Activation, MassiveActivationsSummary
 from istar.measures.catalogue import MEASURES
 from tests import oracles
 from tests.architectures import MODELS
-from tests.geometry.measured import write_measures
+from tests.geometry.synthetic import write_measures
 from tests.geometry.test_stream import SENTENCES, TOKENIZER, bert
 
 FALCON_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
@@ -48,8 +49,8 @@ class ModelStub:
 )
 def test_models_without_absolute_positions_take_any_length(config: Any) -> None:
     model: Any = ModelStub(config)
-    assert measure._resolve_length(Pass(5_000), model).length == 5_000
-    assert measure._resolve_length(Pass(0), model).length == 512
+    assert measure._resolve_length(MeasureSettings(5_000), model).length == 5_000
+    assert measure._resolve_length(MeasureSettings(0), model).length == 512
 
 
 @pytest.mark.parametrize(
@@ -66,12 +67,12 @@ def test_models_without_absolute_positions_take_any_length(config: Any) -> None:
 )
 def test_the_length_of_other_models_is_limited(config: Any, max_length: int) -> None:
     model: Any = ModelStub(config)
-    assert measure._resolve_length(Pass(max_length), model).length == max_length
-    assert measure._resolve_length(Pass(0), model).length == min(max_length, 512)
+    assert measure._resolve_length(MeasureSettings(max_length), model).length == max_length
+    assert measure._resolve_length(MeasureSettings(0), model).length == min(max_length, 512)
     with pytest.raises(
         UserError, match=rf"--length {max_length + 1} is too long; the model takes at most {max_length} tok"
     ):
-        measure._resolve_length(Pass(max_length + 1), model)
+        measure._resolve_length(MeasureSettings(max_length + 1), model)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def measurements(folder: Path) -> Measurements:
     """Return measurements whose TwoNN is not defined, because the sample has two points."""
     sources = [Source(name, folder / "text.txt") for name in ("a", "b")]
-    return measure.measure_model(str(folder / "model"), sources, Pass(16, sample=2), folder / "out")
+    return measure.measure_model(str(folder / "model"), sources, MeasureSettings(16, sample=2), folder / "out")
 
 
 def test_undefined_numbers_are_null_in_the_file(measurements: Measurements, tmp_path: Path) -> None:
@@ -149,7 +150,7 @@ def test_sentences_of_a_real_encoder_one_at_a_time(minilm: Path, real_data: Path
         with torch.no_grad():
             states.append(model(**tokenizer(sentence, return_tensors="pt")).last_hidden_state[0, 1:-1])
     points = torch.cat(states).numpy()
-    settings = Pass(0, sample=0, intra=False)
+    settings = MeasureSettings(0, sample=0, intra=False)
     measures = measure.measure_model(
         str(minilm), [Source("rte", tmp_path / "rte.txt")], settings, tmp_path, dtype="float64", device="cpu"
     ).sources["rte"]["layer_6"]
@@ -160,7 +161,7 @@ def test_sentences_of_a_real_encoder_one_at_a_time(minilm: Path, real_data: Path
 
 @pytest.fixture(scope="module")
 def complete_measurements(folder: Path) -> Measurements:
-    settings = Pass(16, measures="all", groups=3)
+    settings = MeasureSettings(16, measures="all", groups=3)
     return measure.measure_model(
         str(folder / "model"), [Source("a", folder / "text.txt")], settings, folder / "complete"
     )
@@ -191,36 +192,28 @@ def test_tables_have_fields_of_their_own(complete_measurements: Measurements, tm
 def test_massive_activations_have_the_text_of_their_token() -> None:
     text, token = max(TOKENIZER.get_vocab().items())
     summary = MassiveActivationsSummary(9, 1, 0.5, 500, 2e5, (Activation(-1e5, 3, token, 4),))
-    assert measure._add_token_texts({"layer_1": measure._add_ratios(summary)}, TOKENIZER)["layer_1"] == [
+    assert measure.describe_activations(summary, TOKENIZER) == [
         {"value": -1e5, "dimension": 3, "token": token, "position": 4, "ratio": 2e5, "text": text}
     ]
-    assert measure._add_ratios(replace(summary, median=0.0))[0]["ratio"] == math.inf
+    assert measure.describe_activations(replace(summary, median=0.0), TOKENIZER)[0]["ratio"] == math.inf
 
 
 def test_the_hash_of_a_text_is_that_of_its_content(tmp_path: Path) -> None:
     for name, content in (("a.txt", "one"), ("b.txt", "one"), ("c.txt", "two")):
         (tmp_path / name).write_text(content)
-    first, same, other = (stream.compute_identity(tmp_path / f"{name}.txt") for name in "abc")
+    first, same, other = (measure.compute_identity(tmp_path / f"{name}.txt") for name in "abc")
     assert first == same != other
     # The identity of a folder depends on the contents of its files.
-    identity_before = stream.compute_identity(tmp_path)
+    identity_before = measure.compute_identity(tmp_path)
     (tmp_path / "c.txt").write_text("three")
-    assert stream.compute_identity(tmp_path) != identity_before
-
-
-def test_a_file_without_the_later_fields_is_read(complete_measurements: Measurements, tmp_path: Path) -> None:
-    values = json.loads(measures_file.file_contents(complete_measurements)[measures_file.JSON_FILE])
-    for name in ("by_position", "by_frequency", "massive", "gride", "replicates", "text_hashes"):
-        del values[name]
-    (tmp_path / measures_file.JSON_FILE).write_text(json.dumps(values))
-    assert measures_file.read_measurement(tmp_path / measures_file.JSON_FILE).by_position == {}
+    assert measure.compute_identity(tmp_path) != identity_before
 
 
 def test_names_of_layers_stay_on_one_line() -> None:
     layers = {tap: [0.07819, 0.07832, 0.09884, 0.9953, 24.34, 16.51, 331.7] for tap in ("embeddings", "final_norm")}
-    headers = measures_file.TABLE_HEADERS.values()
+    headers = terminal_tables.HEADERS.values()
     console = Console(width=80, file=io.StringIO())
-    console.print(measures_file.number_table("title", "layer", headers, layers))
+    console.print(terminal_tables.number_table("title", "layer", headers, layers))
     output = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(word in output for word in (*layers, *headers, "0.07819", "331.7"))
 
@@ -253,3 +246,44 @@ def test_bad_options_are_refused_in_one_line(
     error_output = capsys.readouterr().err
     assert message in error_output
     assert error_output.count("\n") == 1
+
+
+def test_rows_of_a_matrix() -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(5_000, 6) * torch.tensor([5.0, 3, 1, 1, 1, 1]) + 4
+    summary = measure.summarize_rows(matrix, torch.arange(5_000))
+    assert summary["ids"][0] == 0
+    assert summary["ids"][-1] == 4_999
+    assert len(summary["ids"]) == measure.MAX_ROWS
+    assert summary["counts"] == summary["ids"]
+    for form, points in (("raw", matrix), ("centered", matrix - matrix.mean(0))):
+        left_vectors, singular_values, _ = np.linalg.svd(points.double().numpy(), full_matrices=False)
+        for coordinates, axis in zip(summary[form], (0, 1), strict=True):
+            expected = (left_vectors * singular_values)[summary["ids"], axis]
+            assert abs(np.corrcoef(coordinates, expected)[0, 1]) == pytest.approx(1, abs=1e-6)
+            assert np.abs(coordinates) == pytest.approx(np.abs(expected), rel=1e-3, abs=1e-3)
+    assert sum(summary["norms"]["counts"]) == 5_000
+    assert summary["norms"]["edges"][0] == pytest.approx(matrix.norm(dim=1).min().item())
+
+
+@pytest.mark.parametrize("offset", [-5.0, 5.0])
+def test_directions_have_a_fixed_sign(offset: float) -> None:
+    """The largest coordinate of each direction is positive, whatever sign the eigensolver returns."""
+    torch.manual_seed(0)
+    x, _ = measure.summarize_rows(0.1 * torch.randn(50, 3) + torch.tensor([0, offset, 0]))["raw"]
+    assert np.mean(x) == pytest.approx(offset, rel=0.05)
+
+
+@pytest.mark.parametrize("groups", [2, 3, 10, 40])
+def test_the_jackknife_has_students_quantile_and_other_errors_the_normal_one(groups: int) -> None:
+    low, high = scipy.stats.t.interval(0.95, groups - 1, loc=0.3, scale=0.02)
+    assert interval_half_width("isoscore", 0.02, groups) == pytest.approx((high - low) / 2, rel=1e-12)
+    low, high = scipy.stats.norm.interval(0.95, loc=9, scale=0.5)
+    assert interval_half_width("two_nn", 0.5, groups) == pytest.approx((high - low) / 2, rel=1e-12)
+
+
+def test_there_is_no_interval_without_an_error_or_groups() -> None:
+    assert math.isnan(interval_half_width("isoscore", math.nan, 10))
+    for name in JACKKNIFE_MEASURES:
+        assert math.isnan(interval_half_width(name, 0.1, 0))
+    assert math.isnan(t_quantile(0))

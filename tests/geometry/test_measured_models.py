@@ -10,14 +10,16 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from istar.cli.main import main
+from istar.geometry.collect.corpus_statistics import MeasureSettings
 from istar.geometry.collect.measure import measure_model
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.similarity import compute_mean_states
-from istar.geometry.collect.stream import Pass
 from istar.inputs import tiny
 from istar.inputs.corpus import Source
 from istar.inputs.new_tokenizer import train_tokenizer
 from tests.geometry.test_architecture_matrix import CASES, SHAPE
+
+pytestmark = pytest.mark.usefixtures("blank_figures")
 
 TEXTS = ["the cat sat on the mat", "a dog barked at the cat and it ran", "hello world", "the quick brown fox"] * 3
 VISION = {
@@ -45,7 +47,7 @@ def save(folder: Path, name: str, auto_class: Any = AutoModel, **settings: Any) 
 
 def measure(folder: Path, batch_tokens: int | None = None) -> Measurements:
     """Measure a saved model over `TEXTS` as `istar measure` does, without its page."""
-    settings = Pass(0, batch_tokens=batch_tokens, sample=0, groups=0)
+    settings = MeasureSettings(0, batch_tokens=batch_tokens, sample=0, groups=0)
     return measure_model(str(folder), [Source("text", folder / "text.txt")], settings, folder, device="cpu")
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from istar.geometry.collect.measures_file import Measurements
+from istar.geometry.collect.measures_file import Measurements, t_quantile
 from istar.geometry.show import compare
 from istar.geometry.show.compare import MeasuredModel
 
@@ -56,57 +56,39 @@ def make_model(
 
 
 def test_the_paired_error_is_that_of_the_mean_of_pseudo_values() -> None:
-    """The replicates are computed from group means; the jackknife interval of a mean is that of the paired t-test."""
+    """The replicates are computed from group means; the jackknife error of a mean is that of the paired t-test."""
     random = np.random.default_rng(0)
-    first, second = random.normal(size=(2, 7))
-    replicates = [(values.sum() - values) / 6 for values in (first, second)]
-    difference = compare.paired_difference(first.mean(), second.mean(), *(values.tolist() for values in replicates))
-    t_test = scipy.stats.ttest_rel(second, first)
-    low, high = t_test.confidence_interval(0.95)
-    assert difference.value == pytest.approx(np.mean(second - first), rel=1e-12)
-    assert difference.error == pytest.approx(scipy.stats.sem(second - first), rel=1e-10)
-    assert difference.value - difference.half_width == pytest.approx(low, rel=1e-10)
-    assert difference.value + difference.half_width == pytest.approx(high, rel=1e-10)
-
-
-def test_the_paired_error_ignores_what_both_models_have_in_common() -> None:
-    random = np.random.default_rng(1)
-    first, second, common = random.normal(size=(3, 8))
-    difference = compare.paired_difference(0, 1, first.tolist(), second.tolist())
-    difference_with_common_part = compare.paired_difference(0, 1, (first + common).tolist(), (second + common).tolist())
-    assert difference_with_common_part.error == pytest.approx(difference.error, rel=1e-10)
-    difference_to_itself = compare.paired_difference(2.0, 2.0, first.tolist(), first.tolist())
-    assert (difference_to_itself.value, difference_to_itself.error) == (0, 0)
+    first, second, common = random.normal(size=(3, 7))
+    replicates = [((values.sum() - values) / 6).tolist() for values in (first, second)]
+    error, degrees = compare.estimate_paired_error(*replicates)
+    assert (error, degrees) == (pytest.approx(scipy.stats.sem(second - first), rel=1e-10), 6)
+    # What both models have in common has no influence.
+    shared = [(np.array(values) + common).tolist() for values in replicates]
+    assert compare.estimate_paired_error(*shared)[0] == pytest.approx(error, rel=1e-10)
+    assert compare.estimate_paired_error(replicates[0], replicates[0]) == (0, 6)
 
 
 def test_independent_errors_add_as_squares_and_the_smaller_number_of_groups_counts() -> None:
-    difference = compare.independent_difference(1.0, 3.0, (0.3, 0.4), (10, 4))
-    assert (difference.value, difference.error, difference.method) == (
-        2.0,
-        pytest.approx(0.5, rel=1e-12),
-        "independent",
-    )
-    assert difference.half_width == pytest.approx(0.5 * scipy.stats.t.ppf(0.975, 3), rel=1e-12)
+    assert compare.estimate_independent_error((0.3, 0.4), (10, 4)) == (pytest.approx(0.5, rel=1e-12), 3)
 
 
 def test_intervals_of_paired_differences_cover_the_true_difference() -> None:
     """Both models read the same documents, so that the groups differ in nearly the same way for both."""
     random = np.random.default_rng(2)
-    num_covered = {"paired": 0, "independent": 0}
+    num_covered = [0, 0]
     num_rounds = 1_000
     for _ in range(num_rounds):
         common_part = random.normal(size=GROUPS)
         group_means = np.stack([common_part, common_part + 0.5]) + 0.2 * random.normal(size=(2, GROUPS))
         replicates = (group_means.sum(1, keepdims=True) - group_means) / (GROUPS - 1)
         first, second = group_means.mean(1)
-        errors = tuple(map(float, scipy.stats.sem(group_means, axis=1)))
-        for difference in (
-            compare.paired_difference(first, second, replicates[0].tolist(), replicates[1].tolist()),
-            compare.independent_difference(first, second, (errors[0], errors[1]), (GROUPS, GROUPS)),
-        ):
-            num_covered[difference.method] += abs(difference.value - 0.5) <= difference.half_width
-    assert 0.93 <= num_covered["paired"] / num_rounds <= 0.97
-    assert num_covered["independent"] / num_rounds > 0.99
+        errors = scipy.stats.sem(group_means, axis=1).tolist()
+        paired = compare.estimate_paired_error(replicates[0].tolist(), replicates[1].tolist())
+        independent = compare.estimate_independent_error(errors, (GROUPS, GROUPS))
+        for index, (error, degrees) in enumerate((paired, independent)):
+            num_covered[index] += abs(second - first - 0.5) <= t_quantile(degrees) * error
+    assert 0.93 <= num_covered[0] / num_rounds <= 0.97
+    assert num_covered[1] / num_rounds > 0.99
 
 
 def test_rows_of_models_of_equal_depth_have_each_layer() -> None:

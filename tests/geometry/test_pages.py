@@ -17,15 +17,14 @@ from istar.drawing import rendering
 from istar.errors import UserError
 from istar.files.writing import to_csv
 from istar.geometry.collect import measures_file
+from istar.geometry.collect.corpus_statistics import MeasureSettings
 from istar.geometry.collect.similarity import Similarity
-from istar.geometry.collect.stream import Pass
 from istar.geometry.collect.trajectory import Trajectory, TrajectoryPlan
 from istar.geometry.show import axis_figures, compare_page, model_tables
 from istar.geometry.show.compare import MeasuredModel
 from istar.inputs import demo, tiny
 from istar.inputs.saved_checkpoints import Checkpoint
-from tests.geometry.measured import write_measures
-from tests.geometry.synthetic import TAPS, make_measurements, make_model
+from tests.geometry.synthetic import TAPS, make_measurements, make_model, write_measures
 from tests.geometry.test_axis_figures import T_QUANTILE, make_training
 from tests.reports.test_report import balanced, contents, parsed
 
@@ -45,7 +44,7 @@ def read_text(out: Path) -> str:
 def write_training(out: Path) -> Path:
     """Write the page of a training of which one checkpoint could not be measured."""
     measured = Trajectory({checkpoint.label: make_measurements() for checkpoint in CHECKPOINTS}, {"step9": "broken"})
-    plan = TrajectoryPlan("org/m", [], Pass(16), out, command="istar measure m")
+    plan = TrajectoryPlan("org/m", [], MeasureSettings(16), out, command="istar measure m")
     return compare_page.write_training(plan, CHECKPOINTS, measured)
 
 

@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from istar.errors import UserError
-from istar.geometry.collect import stream
-from istar.geometry.collect.stream import Pass, Statistics, Stream
+from istar.geometry.collect import corpus_statistics, layer_outputs, stream
+from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
+from istar.geometry.collect.layer_outputs import Taps
+from istar.geometry.collect.stream import Stream
 from istar.inputs import corpus, demo, tiny
 from istar.inputs.corpus import Block, Source
 from istar.measures import SentenceMoments, isoscore_by_sentence
@@ -77,7 +79,7 @@ def compute_states(
     cls, sep = TOKENIZER.cls_token_id, TOKENIZER.sep_token_id
     for ids in tokenize_inputs(source, length, documents):
         with torch.no_grad():
-            state_by_tap = stream.Taps(model)({"input_ids": torch.tensor([[cls, *ids, sep]])})
+            state_by_tap = Taps(model)({"input_ids": torch.tensor([[cls, *ids, sep]])})
         block = np.array([cls, *ids, sep])
         # The text itself contains no special token.
         is_included = (
@@ -89,7 +91,7 @@ def compute_states(
     return {tap: np.concatenate(parts) for tap, parts in states.items()}, np.array(tokens)
 
 
-def read_statistics(model: PreTrainedModel, settings: Pass, *sources: Source) -> Any:
+def read_statistics(model: PreTrainedModel, settings: MeasureSettings, *sources: Source) -> Any:
     """Run a pass and return copies of its statistics: a dictionary by source, or one object for a single source."""
     statistics_by_source = Stream(model, TOKENIZER, settings)(sources, copy.deepcopy)
     return statistics_by_source if len(sources) > 1 else statistics_by_source[sources[0].name]
@@ -155,9 +157,7 @@ def tolerance(key: str) -> float:
     ("make_model", "documents", "special_tokens"),
     [
         (bert, "separate", "exclude"),
-        (bert, "packed", "include"),
-        (gpt2, "separate", "include"),
-        (gpt2, "packed", "exclude"),
+        (gpt2, "packed", "include"),
     ],
 )
 def test_every_figure_of_every_tap(
@@ -165,7 +165,7 @@ def test_every_figure_of_every_tap(
 ) -> None:
     model = make_model()
     states, tokens = compute_states(model, source, 16, documents, special_tokens)
-    settings = Pass(
+    settings = MeasureSettings(
         16, batch_tokens=112, sample=0, documents=documents, special_tokens=special_tokens, measures="all", groups=3
     )
     measures_by_tap = read_statistics(model, settings, source).compute_measures()
@@ -179,9 +179,9 @@ def test_every_figure_of_every_tap(
 def test_batches_hold_documents_of_like_length(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "WINDOW_SIZE", 20)
     batch_lengths: list[list[int]] = []
-    reader = Stream(bert(), TOKENIZER, Pass(32, batch_tokens=6 * 16, sample=0))
+    reader = Stream(bert(), TOKENIZER, MeasureSettings(32, batch_tokens=6 * 16, sample=0))
 
-    def record_lengths(statistics: Statistics, batches: list[list[Block]], keys: Any) -> None:
+    def record_lengths(statistics: CorpusStatistics, batches: list[list[Block]], keys: Any) -> None:
         batch_lengths.extend([len(block.tokens) for block in blocks] for blocks in batches)
 
     monkeypatch.setattr(reader, "_update_statistics", record_lengths)
@@ -199,20 +199,19 @@ def test_batches_hold_documents_of_like_length(source: Source, monkeypatch: pyte
 
 
 def test_batches_and_windows_do_not_matter(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = bert()
-    first, *others = (
-        read_statistics(model, Pass(16, batch_tokens=16 * size, sample=12, measures="all"), source)
-        for size in (1, 5, 64)
-    )
+    def read(batch_tokens: int) -> Any:
+        settings = MeasureSettings(16, batch_tokens=batch_tokens, sample=12, measures="all")
+        return read_statistics(bert(), settings, source)
+
+    first, large = read(16), read(16 * 64)
     monkeypatch.setattr(corpus, "WINDOW_SIZE", 11)
-    others.append(read_statistics(model, Pass(16, batch_tokens=64, sample=12, measures="all"), source))
     monkeypatch.setattr(stream, "UPDATE_TOKENS", 150)
-    others.append(read_statistics(model, Pass(16, batch_tokens=64, sample=12, measures="all"), source))
-    for other in others:
+    expected_by_tap = first.compute_measures()
+    for other in (large, read(64)):
         assert torch.equal(first.sample.random_numbers, other.sample.random_numbers)
         assert torch.equal(first.sample.types, other.sample.types)
         measures = other.compute_measures()
-        for tap, expected_measures in first.compute_measures().items():
+        for tap, expected_measures in expected_by_tap.items():
             for key, value in expected_measures.items():
                 assert measures[tap][key] == pytest.approx(value, rel=tolerance(key), nan_ok=True), (tap, key)
 
@@ -231,7 +230,7 @@ def test_the_hidden_states_of_an_update_have_a_limit(
         update(self, statistics, batches, keys)
 
     monkeypatch.setattr(Stream, "_update_statistics", record)
-    read_statistics(bert(), Pass(16, batch_tokens=16, sample=0), source)
+    read_statistics(bert(), MeasureSettings(16, batch_tokens=16, sample=0), source)
     assert all(sum(tokens) <= 100 for tokens in tokens_of_batches)
     # No update could take the next batch as well.
     assert all(sum(tokens) + after[0] > 100 for tokens, after in itertools.pairwise(tokens_of_batches))
@@ -241,8 +240,8 @@ def test_the_hidden_states_of_an_update_have_a_limit(
 def test_the_sample_is_of_the_points(source: Source) -> None:
     model = bert()
     states, tokens = compute_states(model, source, 16)
-    sample = read_statistics(model, Pass(16, sample=12), source).sample
-    sample_of_other_seed = read_statistics(model, Pass(16, sample=12, seed=1), source).sample
+    sample = read_statistics(model, MeasureSettings(16, sample=12), source).sample
+    sample_of_other_seed = read_statistics(model, MeasureSettings(16, sample=12, seed=1), source).sample
     assert len(sample.types.unique()) == len(sample.types) == 12 < len(np.unique(tokens))
     for tap, points in states.items():
         for token, sampled_state in zip(sample.types.tolist(), sample.get_points(tap).numpy(), strict=True):
@@ -250,7 +249,7 @@ def test_the_sample_is_of_the_points(source: Source) -> None:
         expected = oracles.two_nn(sample.get_points(tap).numpy())
         assert sample.estimate_two_nn(tap).value == pytest.approx(expected, rel=1e-9)
     assert not torch.equal(sample.random_numbers, sample_of_other_seed.random_numbers)
-    unlimited_sample = read_statistics(model, Pass(16), source).sample
+    unlimited_sample = read_statistics(model, MeasureSettings(16), source).sample
     assert sorted(unlimited_sample.types.tolist()) == np.unique(tokens).tolist()
 
 
@@ -258,11 +257,11 @@ def test_sources_and_their_union(source: Source, tmp_path: Path) -> None:
     other = Source("other", tmp_path / "other.txt")
     other.path.write_text("\n".join(SENTENCES * 5))
     model = bert()
-    measures_by_source = Stream(model, TOKENIZER, Pass(16, sample=20, measures="all"))(
-        [source, other], Statistics.compute_measures
+    measures_by_source = Stream(model, TOKENIZER, MeasureSettings(16, sample=20, measures="all"))(
+        [source, other], CorpusStatistics.compute_measures
     )
     assert list(measures_by_source) == ["text", "other", "combined"]
-    for tap, measures in read_statistics(model, Pass(16, sample=0), other).compute_measures().items():
+    for tap, measures in read_statistics(model, MeasureSettings(16, sample=0), other).compute_measures().items():
         assert {measure: measures_by_source["other"][tap][measure] for measure in measures} == pytest.approx(
             measures, rel=1e-4, nan_ok=True
         )
@@ -280,12 +279,13 @@ def test_sources_and_their_union(source: Source, tmp_path: Path) -> None:
 
 def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = bert()
+    source.path.write_text("\n".join(source.path.read_text().splitlines()[:25]))
     monkeypatch.setattr(corpus, "WINDOW_SIZE", 13)
     monkeypatch.setattr(stream, "UPDATE_TOKENS", 64)
     monkeypatch.setattr(stream, "SECONDS_BETWEEN_SAVES", 0.0)
-    settings, state_path = Pass(16, batch_tokens=32, sample=30, measures="all", groups=2), tmp_path / "state"
+    settings, state_path = MeasureSettings(16, batch_tokens=32, sample=30, measures="all", groups=2), tmp_path / "state"
     uninterrupted = Stream(model, TOKENIZER, settings, tmp_path / "other_state", "same")
-    expected_by_tap = uninterrupted([source], Statistics.compute_measures)["text"]
+    expected_by_tap = uninterrupted([source], CorpusStatistics.compute_measures)["text"]
     interrupted = Stream(model, TOKENIZER, settings, state_path, "same")
     saved_keys: list[int] = []
 
@@ -297,7 +297,7 @@ def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(interrupted, "_update_statistics", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        interrupted([source], Statistics.compute_measures)
+        interrupted([source], CorpusStatistics.compute_measures)
     assert len(list(tmp_path.glob("state.*"))) == 1
     resumed = Stream(model, TOKENIZER, settings, state_path, "same")
     resumed_keys: list[int] = []
@@ -307,7 +307,7 @@ def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch
         Stream._update_statistics(resumed, statistics, batches, keys)
 
     monkeypatch.setattr(resumed, "_update_statistics", record_keys)
-    measures_by_tap = resumed([source], Statistics.compute_measures)["text"]
+    measures_by_tap = resumed([source], CorpusStatistics.compute_measures)["text"]
     # The state holds the first window of 13 blocks and a part of the second.
     assert sorted(saved_keys + resumed_keys) == list(range(len(tokenize_inputs(source, 16, "separate"))))
     for tap, expected_measures in expected_by_tap.items():
@@ -323,15 +323,15 @@ def test_the_time_of_an_interrupted_pass_counts(
     monkeypatch.setattr(stream.time, "monotonic", lambda: now)
     monkeypatch.setattr(stream, "SECONDS_BETWEEN_SAVES", 0.0)
     monkeypatch.setattr(stream, "UPDATE_TOKENS", 1)
-    settings = Pass(16, batch_tokens=64, sample=0)
+    settings = MeasureSettings(16, batch_tokens=64, sample=0)
 
-    class SlowTaps(stream.Taps):
+    class SlowTaps(Taps):
         def __call__(self, model_inputs: Any) -> Any:
             nonlocal now
             now += 1.0
             return super().__call__(model_inputs)
 
-    monkeypatch.setattr(stream, "Taps", SlowTaps)
+    monkeypatch.setattr(layer_outputs, "Taps", SlowTaps)
 
     def make_reader(batches_left: int | None = None) -> Stream:
         reader = Stream(bert(), TOKENIZER, settings, tmp_path / "state", "same")
@@ -355,10 +355,10 @@ def test_the_time_of_an_interrupted_pass_counts(
         num_batches += 1
     interrupted = make_reader(batches_left=3)
     with pytest.raises(KeyboardInterrupt):
-        interrupted([source], Statistics.compute_measures)
+        interrupted([source], CorpusStatistics.compute_measures)
     now += 1_000.0
     resumed = make_reader()
-    measures_by_source = resumed([source], Statistics.compute_measures)
+    measures_by_source = resumed([source], CorpusStatistics.compute_measures)
     reading = resumed.readings["text"]
     assert reading.forward_seconds == pytest.approx(num_batches)
     assert reading.seconds == pytest.approx(1.1 * num_batches)
@@ -379,8 +379,8 @@ def test_the_time_of_an_interrupted_pass_counts(
 def test_an_unusable_state_is_ignored(source: Source, tmp_path: Path, content: Any) -> None:
     state_path = tmp_path / "state.0.0-1"
     state_path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, state_path)
-    measures_by_source = Stream(bert(), TOKENIZER, Pass(16, sample=0, groups=0), tmp_path / "state", "same")(
-        [source], Statistics.compute_measures
+    measures_by_source = Stream(bert(), TOKENIZER, MeasureSettings(16, sample=0, groups=0), tmp_path / "state", "same")(
+        [source], CorpusStatistics.compute_measures
     )
     assert measures_by_source["text"]["layer_1"]["tokens"] == sum(map(len, tokenize_inputs(source, 16, "separate")))
 
@@ -392,10 +392,12 @@ def test_limits_and_empty_texts(source: Source, tmp_path: Path) -> None:
     ):  # fmt: skip
         lengths = [len(ids) + num_special_tokens for ids in tokenize_inputs(source, 16, documents)]
         expected = next(total for total in np.cumsum(lengths) if total >= 40)
-        settings = Pass(16, limit=40, documents=documents, special_tokens=special_tokens)  # type: ignore[arg-type]
-        assert read_statistics(bert(), settings, source).compute_measures()["embeddings"]["tokens"] == expected
+        settings = MeasureSettings(16, limit=40, documents=documents, special_tokens=special_tokens)  # type: ignore[arg-type]
         reader = Stream(bert(), TOKENIZER, settings)
-        reader([source], Statistics.compute_measures)
+        assert (
+            reader([source], lambda statistics: float(statistics.layers["embeddings"].moments.count))["text"]
+            == expected
+        )
         reading = reader.readings["text"]
         assert reading.tokens == expected
         document_lengths = [len(TOKENIZER(line, add_special_tokens=False)["input_ids"]) for line in text.splitlines()]
@@ -411,7 +413,7 @@ def test_limits_and_empty_texts(source: Source, tmp_path: Path) -> None:
             )
     (tmp_path / "empty.txt").write_text("\n \n")
     with pytest.raises(UserError, match=r"empty\.txt holds no text"):
-        read_statistics(bert(), Pass(16), Source("empty", tmp_path / "empty.txt"))
+        read_statistics(bert(), MeasureSettings(16), Source("empty", tmp_path / "empty.txt"))
 
 
 def test_a_block_of_separators_alone(tmp_path: Path) -> None:
@@ -423,7 +425,7 @@ def test_a_block_of_separators_alone(tmp_path: Path) -> None:
     length = 2 + len(token_ids) - 1
     assert tokenize_inputs(text_source, length, "packed")[-1] == [TOKENIZER.sep_token_id]
     for batch_size in (1, 8):
-        settings = Pass(length, batch_tokens=length * batch_size, documents="packed")
+        settings = MeasureSettings(length, batch_tokens=length * batch_size, documents="packed")
         assert (
             read_statistics(bert(), settings, text_source).compute_measures()["layer_2"]["tokens"] == len(token_ids) - 2
         )
@@ -432,41 +434,40 @@ def test_a_block_of_separators_alone(tmp_path: Path) -> None:
 def test_statistics_of_all_sources_are_never_in_memory_at_once(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alive: weakref.WeakSet[Statistics] = weakref.WeakSet()
+    alive: weakref.WeakSet[CorpusStatistics] = weakref.WeakSet()
     max_alive = 0
 
-    class TrackedStatistics(Statistics):
+    class TrackedStatistics(CorpusStatistics):
         def __init__(self, *arguments: Any) -> None:
             nonlocal max_alive
             super().__init__(*arguments)
             alive.add(self)
             max_alive = max(max_alive, len(alive))
 
-    monkeypatch.setattr(stream, "Statistics", TrackedStatistics)
-    sources = [Source(name, source.path) for name in "abcd"]
-    measures_by_source = Stream(bert(), TOKENIZER, Pass(16, sample=0, groups=0), tmp_path / "state", "same")(
-        sources, Statistics.compute_measures
+    monkeypatch.setattr(stream, "CorpusStatistics", TrackedStatistics)
+    sources = [Source(name, source.path) for name in "abc"]
+    measures_by_source = Stream(bert(), TOKENIZER, MeasureSettings(16, sample=0, groups=0), tmp_path / "state", "same")(
+        sources, CorpusStatistics.compute_measures
     )
-    assert list(measures_by_source) == [*"abcd", "combined"]
+    assert list(measures_by_source) == [*"abc", "combined"]
     assert max_alive == 2
     assert not alive
 
 
 def test_errors_are_from_groups_of_documents(source: Source) -> None:
-    """The oracle measures the text without every third document."""
+    """The oracle measures the states of the tokens without every third document."""
     model = bert()
-    measures_by_tap = read_statistics(model, Pass(16, batch_tokens=112, groups=3), source).compute_measures()
-    lines = source.path.read_text().splitlines()
-    measures_without_group = []
-    for group in range(3):
-        remaining_source = Source("rest", source.path.with_name(f"without-{group}.txt"))
-        remaining_source.path.write_text("\n".join(line for index, line in enumerate(lines) if index % 3 != group))
-        measures_without_group.append(
-            {
-                tap: compute_naive_measures(points, tokens)
-                for tap, points, tokens in iterate_taps(model, remaining_source)
-            }
-        )
+    measures_by_tap = read_statistics(model, MeasureSettings(16, batch_tokens=112, groups=3), source).compute_measures()
+    states, tokens = compute_states(model, source, 16)
+    token_ids = TOKENIZER(source.path.read_text().splitlines(), add_special_tokens=False)["input_ids"]
+    groups = np.repeat(np.arange(len(token_ids)) % 3, list(map(len, token_ids)))
+    measures_without_group = [
+        {
+            tap: compute_naive_measures(points[groups != group], tokens[groups != group])
+            for tap, points in states.items()
+        }
+        for group in range(3)
+    ]
     for tap, measures in measures_by_tap.items():
         for key in ("isoscore", "inter_sim", "average_norm", "mean_vector_norm", "participation_ratio"):
             # The standard error of the mean of pseudo-values, which are -2 times an estimate plus a constant.
@@ -474,17 +475,10 @@ def test_errors_are_from_groups_of_documents(source: Source) -> None:
             assert measures[f"{key}_error"] == pytest.approx(expected, rel=1e-6), (tap, key)
 
 
-def iterate_taps(model: PreTrainedModel, source: Source) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name of each tap with its hidden states and their tokens."""
-    states, tokens = compute_states(model, source, 16)
-    for tap, points in states.items():
-        yield tap, points, tokens
-
-
 def test_the_score_by_sentence_is_that_of_the_first_blocks_of_the_documents(source: Source) -> None:
     """The oracle truncates each document to its first block, and reads the documents one by one."""
     model = bert()
-    settings = Pass(16, batch_tokens=16 * 3, sample=0, measures="all", groups=3)
+    settings = MeasureSettings(16, batch_tokens=16 * 3, sample=0, measures="all", groups=3)
     measures_by_tap = read_statistics(model, settings, source).compute_measures()
     first_block_ids = [
         ids[:14] for ids in TOKENIZER(source.path.read_text().splitlines(), add_special_tokens=False)["input_ids"]
@@ -498,7 +492,7 @@ def test_the_score_by_sentence_is_that_of_the_first_blocks_of_the_documents(sour
     for document_index, ids in enumerate(first_block_ids):
         special_ids = [TOKENIZER.cls_token_id], [TOKENIZER.sep_token_id]
         with torch.no_grad():
-            state_by_tap = stream.Taps(model)({"input_ids": torch.tensor([[*special_ids[0], *ids, *special_ids[1]]])})
+            state_by_tap = Taps(model)({"input_ids": torch.tensor([[*special_ids[0], *ids, *special_ids[1]]])})
         for tap, state in state_by_tap.items():
             states[tap][document_index, : len(ids)] = state[0, 1:-1]
     origin_blocks = list(corpus.Blocks(TOKENIZER, 16)(source.path.read_text().splitlines()))[: stream.ORIGIN_BLOCKS]
@@ -528,8 +522,8 @@ def test_the_score_by_sentence_is_that_of_the_first_blocks_of_the_documents(sour
 
 def test_packed_documents_have_no_score_by_sentence(source: Source) -> None:
     console = Console(file=io.StringIO(), width=80)
-    settings = Pass(16, sample=0, measures="all", documents="packed")
-    measures_by_tap = Stream(bert(), TOKENIZER, settings)([source], Statistics.compute_measures, console)["text"]
+    settings = MeasureSettings(16, sample=0, measures="all", documents="packed")
+    measures_by_tap = Stream(bert(), TOKENIZER, settings)([source], CorpusStatistics.compute_measures, console)["text"]
     assert not [name for name in measures_by_tap["layer_1"] if name.startswith("isoscore_by_sentence")]
     [warning] = [line for line in console.file.getvalue().splitlines() if "warning: " in line]  # type: ignore[attr-defined]
     assert "isoscore_by_sentence is left out" in warning
@@ -539,11 +533,11 @@ def test_packed_documents_have_no_score_by_sentence(source: Source) -> None:
 def test_too_large_sums_of_groups_are_left_out_with_a_warning(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     required_bytes = 10 * 3 * 24**2 * 12
     for limit, is_warned in ((required_bytes, False), (required_bytes - 1, True)):
-        monkeypatch.setattr(stream, "MAX_GROUP_BYTES", limit)
+        monkeypatch.setattr(corpus_statistics, "MAX_GROUP_BYTES", limit)
         console = Console(file=io.StringIO(), width=80)
-        measures_by_tap = Stream(bert(), TOKENIZER, Pass(16, sample=0))([source], Statistics.compute_measures, console)[
-            "text"
-        ]
+        measures_by_tap = Stream(bert(), TOKENIZER, MeasureSettings(16, sample=0))(
+            [source], CorpusStatistics.compute_measures, console
+        )["text"]
         assert ("isoscore_error" not in measures_by_tap["layer_1"]) == is_warned
         assert math.isfinite(measures_by_tap["layer_1"]["inter_sim_error"])
         warnings = [line for line in console.file.getvalue().splitlines() if "warning: " in line]  # type: ignore[attr-defined]
@@ -556,7 +550,7 @@ def test_too_large_sums_of_groups_are_left_out_with_a_warning(source: Source, mo
 def test_positions_are_those_in_the_input(source: Source) -> None:
     """Without special tokens, the token at position 0 is left out."""
     for special_tokens, first_position in (("exclude", 1), ("include", 0)):
-        settings = Pass(16, special_tokens=special_tokens)  # type: ignore[arg-type]
+        settings = MeasureSettings(16, special_tokens=special_tokens)  # type: ignore[arg-type]
         table = read_statistics(bert(), settings, source).layers["layer_1"].summarize_by_position()
         assert table["first"][0] == first_position
         blocks = tokenize_inputs(source, 16, "separate")
@@ -565,7 +559,7 @@ def test_positions_are_those_in_the_input(source: Source) -> None:
 
 
 def test_measures_of_the_sample(source: Source) -> None:
-    statistics = read_statistics(bert(), Pass(16, sample=20, measures="all"), source)
+    statistics = read_statistics(bert(), MeasureSettings(16, sample=20, measures="all"), source)
     for tap, measures in statistics.compute_measures().items():
         points = statistics.sample.get_points(tap).numpy()
         unit = points / np.linalg.norm(points, axis=1, keepdims=True)
@@ -577,11 +571,11 @@ def test_measures_of_the_sample(source: Source) -> None:
         standardized = oracles.mean_pair_cosine(scipy.stats.zscore(points))
         assert measures["sample_inter_sim_standardized"] == pytest.approx(standardized, rel=1e-8)
         assert [scale.n1 for scale in statistics.estimate_gride()[tap]] == [1, 2, 4, 8]
-    assert read_statistics(bert(), Pass(16, sample=20), source).estimate_gride() == {}
+    assert read_statistics(bert(), MeasureSettings(16, sample=20), source).estimate_gride() == {}
 
 
 def test_without_intra_sim(source: Source) -> None:
-    measures_by_tap = read_statistics(bert(), Pass(16, intra=False), source).compute_measures()
+    measures_by_tap = read_statistics(bert(), MeasureSettings(16, intra=False), source).compute_measures()
     assert "intra_sim" not in measures_by_tap["layer_1"]
 
 
@@ -594,9 +588,9 @@ def run_rank(rank: int, world_size: int, folder: str, length: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size)
     path = Path(folder)
     sources = [Source(name, path / f"{name}.txt") for name in ("text", "other")]
-    settings = Pass(length, batch_tokens=3 * length, sample=12, measures="all", groups=4)
+    settings = MeasureSettings(length, batch_tokens=3 * length, sample=12, measures="all", groups=4)
     measures_by_source = Stream(bert(), TOKENIZER, settings, path / "state", "same")(
-        sources, Statistics.compute_measures
+        sources, CorpusStatistics.compute_measures
     )
     torch.save(measures_by_source, path / f"measures-{rank}.pt")
     dist.barrier()
@@ -604,13 +598,13 @@ def run_rank(rank: int, world_size: int, folder: str, length: int) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_processes_share_a_pass(source: Source, tmp_path: Path, world_size: int) -> None:
+def test_processes_share_a_pass(source: Source, tmp_path: Path) -> None:
     # The other text is one block, so that some processes read none of it.
+    world_size = 3
     (tmp_path / "other.txt").write_text(SENTENCES[-1])
     sources = [source, Source("other", tmp_path / "other.txt")]
-    single_process_measures = Stream(bert(), TOKENIZER, Pass(64, sample=12, measures="all", groups=4))(
-        sources, Statistics.compute_measures
+    single_process_measures = Stream(bert(), TOKENIZER, MeasureSettings(64, sample=12, measures="all", groups=4))(
+        sources, CorpusStatistics.compute_measures
     )
     run_in_processes(run_rank, (world_size, str(tmp_path), 64), world_size)
     shared_measures = torch.load(tmp_path / "measures-0.pt")

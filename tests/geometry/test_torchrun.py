@@ -16,6 +16,8 @@ from tests.forks import run_in_processes
 from tests.geometry.test_stream import SENTENCES, TOKENIZER, bert
 from tests.waiting import SECONDS
 
+pytestmark = pytest.mark.usefixtures("blank_figures")
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 

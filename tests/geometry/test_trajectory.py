@@ -14,8 +14,9 @@ import transformers as hf
 from istar.cli.main import main
 from istar.errors import UserError
 from istar.geometry.collect import measure, measures_file, trajectory
+from istar.geometry.collect.corpus_statistics import MeasureSettings
 from istar.geometry.collect.measures_file import Measurements
-from istar.geometry.collect.stream import Pass
+from istar.geometry.show import terminal_tables
 from istar.inputs import saved_checkpoints, tiny
 from istar.inputs.saved_checkpoints import Checkpoint
 from tests.mock_hub import serving, set_offline, use
@@ -434,8 +435,8 @@ def test_the_table_on_the_terminal_has_the_last_layer_before_a_final_norm(tmp_pa
     partition = {"raw": {"partition_isotropy_both": 0.75}}
     measured = Measurements({"name": "m"}, "", {}, {"wiki": measures_by_tap}, {}, {"output": partition}, None)
     checkpoints = [Checkpoint(f"step{step}", "m", step=step) for step in (1, 2)]
-    plan = trajectory.TrajectoryPlan("m", [], Pass(length=16), tmp_path)
-    table = trajectory.make_terminal_table(plan, checkpoints, trajectory.Trajectory({"step2": measured}))
+    plan = trajectory.TrajectoryPlan("m", [], MeasureSettings(length=16), tmp_path)
+    table = terminal_tables.make_checkpoint_table(plan, checkpoints, trajectory.Trajectory({"step2": measured}))
     assert [list(column.cells) for column in table.columns[:2]] == [["step1", "step2"], ["-", "0.2"]]
 
 

@@ -371,7 +371,7 @@ TUNING = {
 
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
-@pytest.mark.parametrize("what", TUNING)
+@pytest.mark.parametrize("what", ["learning rate", pytest.param("batch size", marks=pytest.mark.slow)])
 def test_the_tuner_which_takes_the_callbacks_away_is_told_what_to_do(what, tmp_path):
     def tune(callback: PenaltyCallback) -> Tuned:
         module = Tuned(make_classifier("bert"), callback)

@@ -145,6 +145,7 @@ def check_changes(changes, expected, expected_without_penalty):
 
 
 # Models for which Trainer uses the mean task loss; it multiplies that of others by the number of micro-batches.
+SLOW = pytest.mark.slow
 NORMALIZED_BY_TRAINER = ("bert question answering", "gpt2 language model", "llama language model")
 
 
@@ -153,11 +154,11 @@ NORMALIZED_BY_TRAINER = ("bert question answering", "gpt2 language model", "llam
     [
         ("bert classification", 1, None),
         ("bert question answering", 4, {"use_reentrant": False}),
-        ("albert classification", 2, None),
+        pytest.param("albert classification", 2, None, marks=SLOW),
         ("distilbert classification", 2, {"use_reentrant": True}),
-        ("gpt2 language model", 4, {"use_reentrant": True}),
+        pytest.param("gpt2 language model", 4, {"use_reentrant": True}, marks=SLOW),
         ("llama language model", 2, None),
-        ("llama classification", 4, None),
+        pytest.param("llama classification", 4, None, marks=SLOW),
     ],
 )
 def test_a_step_is_the_gradient_of_the_mean_of_task_loss_and_penalty(name, accumulation, checkpointing, tmp_path):
@@ -584,7 +585,10 @@ def train_uninterrupted(tmp_path_factory):
     return functools.cache(lambda *settings: train_resumed(tmp_path_factory.mktemp("whole"), *settings))
 
 
-@pytest.mark.parametrize(("refresh", "momentum", "step"), [("epoch", 0.5, 6), ("epoch", 0.5, 8), (3, 0.0, 4)])
+@pytest.mark.parametrize(
+    ("refresh", "momentum", "step"),
+    [("epoch", 0.5, 8), pytest.param("epoch", 0.5, 6, marks=SLOW), pytest.param(3, 0.0, 4, marks=SLOW)],
+)
 def test_a_resumed_training_equals_one_without_an_interruption(train_uninterrupted, refresh, momentum, step, tmp_path):
     """An epoch has 6 steps. Trainer itself resumes exactly only if the collator draws no random numbers."""
     with pytest.raises(StopError):

@@ -140,15 +140,19 @@ def assert_same(actual: Any, expected: Any) -> None:
     assert_close(actual, expected, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
-@pytest.fixture(params=["all rows at once", "rows when needed"])
-def any_allocation(request, monkeypatch):
+@pytest.fixture
+def allocation(request, monkeypatch):
     """Allocate the rows of all groups of points at once, or add rows when they are needed."""
     if request.param == "rows when needed":
         monkeypatch.setattr(point_groups, "_MAX_INITIAL_BYTES", 0)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.usefixtures("any_allocation")
+@pytest.mark.parametrize(
+    ("name", "allocation"),
+    [*((name, "all rows at once") for name in CASES), ("GroupedPoints", "rows when needed")],
+    indirect=["allocation"],
+)
+@pytest.mark.usefixtures("allocation")
 def test_merged_in_any_order_it_is_that_of_all_points(name: str) -> None:
     expected = summarize(accumulate(name))
     for order in ((0, 1, 2), (2, 0, 1)):

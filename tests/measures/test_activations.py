@@ -8,7 +8,7 @@ import scipy.stats
 import torch
 
 from istar.errors import NonFiniteError, UserError
-from istar.measures import MassiveActivations, TokenKurtosis, input_checks, token_kurtosis
+from istar.measures import MassiveActivations, TokenKurtosis, numerics, token_kurtosis
 
 
 def cloud(n=60, d=16, seed=0, dtype=torch.float64):
@@ -66,7 +66,7 @@ def test_tokens_of_equal_coordinates_have_no_kurtosis():
 def test_streamed_kurtosis_is_that_of_all_tokens(monkeypatch, block):
     points = cloud()
     expected = scipy.stats.kurtosis(points.numpy(), axis=1)
-    monkeypatch.setattr(input_checks, "BLOCK", block)
+    monkeypatch.setattr(numerics, "BLOCK", block)
     streamed = TokenKurtosis(16).update(points[40:].reshape(4, 5, 16)).update(points[:0])
     summary = streamed.update(points[:40]).compute()
     assert summary.count == 60
@@ -162,7 +162,7 @@ def test_order_blocks_batches_and_merges_change_no_massive_activation(monkeypatc
         make_tokens_and_positions()[0][order],
         make_tokens_and_positions()[1][order],
     )
-    monkeypatch.setattr(input_checks, "BLOCK", block)
+    monkeypatch.setattr(numerics, "BLOCK", block)
     streamed = MassiveActivations(12, capacity).merge(MassiveActivations(12, capacity))
     parts = [slice(30, 70), slice(0, 0), slice(0, 11), slice(11, 30)]
     for part in parts[:2]:

@@ -63,6 +63,7 @@ def test_it_does_not_depend_on_rotation_translation_and_scale():
     assert cka(xs, -2 * xs + 5) == pytest.approx(1, rel=0, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_unrelated_representations_average_to_zero():
     """The biased estimator gives about 0.8 for 20 points in 100 dimensions."""
     scores = []
@@ -86,6 +87,7 @@ def test_error_is_that_of_values_without_each_group(groups):
     assert error == pytest.approx(np.sqrt((groups - 1) * np.var(values)), rel=1e-8)
 
 
+@pytest.mark.slow
 def test_error_is_the_spread_over_samples():
     # With one map to both representations, all samples have the same expected CKA.
     weights = torch.randn(3, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

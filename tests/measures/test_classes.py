@@ -150,7 +150,7 @@ def test_first_and_second_derivatives_are_those_of_finite_differences():
 
     inputs = [part.clone().requires_grad_() for part in batches]
     assert torch.autograd.gradcheck(compute_statistics, inputs)
-    assert torch.autograd.gradgradcheck(compute_statistics, inputs)
+    assert torch.autograd.gradgradcheck(compute_statistics, inputs, fast_mode=True)
 
 
 def test_products_in_bfloat16_are_near_those_in_float32():

@@ -9,7 +9,7 @@ from sklearn.metrics.pairwise import cosine_similarity
 from torch.testing import assert_close
 
 from istar.errors import NonFiniteError, UserError
-from istar.measures import AverageCosine, IntraSim, average_cosine, input_checks, intra_sim
+from istar.measures import AverageCosine, IntraSim, average_cosine, intra_sim, numerics
 from istar.regularizers.cosreg import cosine_penalty
 from tests import oracles
 
@@ -83,7 +83,7 @@ def test_ten_million_points_keep_nine_digits():
 def test_blocks_do_not_change_it(monkeypatch, block):
     points, tokens = cloud(), labels()
     expected, expected_intra_sim = average_cosine(points), intra_sim(points, tokens)
-    monkeypatch.setattr(input_checks, "BLOCK", block)
+    monkeypatch.setattr(numerics, "BLOCK", block)
     assert_close(average_cosine(points), expected, **CLOSE)
     assert_close(intra_sim(points, tokens), expected_intra_sim, **CLOSE)
 

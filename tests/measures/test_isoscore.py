@@ -35,7 +35,7 @@ def value_and_gradient(function, points):
 
 
 @pytest.mark.parametrize("spectrum", [torch.linalg.svdvals, torch.linalg.eigvalsh])
-@pytest.mark.parametrize("zeta", [0.0, 0.2, 0.9])
+@pytest.mark.parametrize("zeta", [0.0, 0.2])
 @pytest.mark.parametrize(("n", "d", "ratio"), CLOUDS)
 def test_isoscore_star_and_its_gradient_are_algorithm_1(n, d, ratio, zeta, spectrum):
     points, shrinkage = cloud(n, d, ratio), covariance(d)
@@ -111,6 +111,7 @@ def expected_score(zeta, n, shrinkage_n):
     return (trace**2 / (squares + noise) - 1) / 767
 
 
+@pytest.mark.slow
 def test_figure_2_of_the_paper():
     """Small samples underestimate the true score, 0.867, and less so with a larger n or zeta."""
     generator = torch.Generator().manual_seed(0)

@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from istar.errors import UserError
 from istar.measures import FourthMoments, Moments, isoscore
-from istar.measures.moments import fourth_moments, full_precision, mean_and_scatter, merge_moments
+from istar.measures.moments import fourth_moments, mean_and_scatter, merge_moments
+from istar.measures.numerics import full_precision
 from tests.oracles import algorithm_1, steps_6_to_9, streamed_about_the_origin, third_and_fourth
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -39,7 +40,7 @@ def test_a_batch_gives_its_sample_mean_and_covariance(shape, correction):
     assert_close(moments.covariance(correction).numpy(), expected, **CLOSE)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_batches_of_any_size_in_any_order_give_the_moments_of_the_whole(seed):
     points = cloud()
     generator = torch.Generator().manual_seed(seed)
@@ -109,14 +110,14 @@ def test_a_mean_many_times_the_deviation_costs_no_precision_in_float32(ratio):
 
 
 def test_gradients_flow_through_update_merge_and_mask():
-    mask = torch.arange(8) % 3 > 0
+    mask = torch.arange(6) % 3 > 0
 
     def statistics(points):
-        moments = FourthMoments(3).update(points[:5]).merge(FourthMoments.of(points[5:]))
+        moments = FourthMoments(2).update(points[:4]).merge(FourthMoments.of(points[4:]))
         moments.update(points.square(), mask)
         return moments.mean, moments.covariance(), moments.third, moments.fourth
 
-    points = (cloud(8, 3) / 10).requires_grad_()
+    points = (cloud(6, 2) / 10).requires_grad_()
     assert torch.autograd.gradcheck(statistics, points)
     assert torch.autograd.gradgradcheck(lambda points: statistics(points)[:2], points)
 
@@ -295,7 +296,7 @@ def test_merging_has_the_derivatives_of_finite_differences(function):
         union = merge_moments([function(part) for part in parts])
         return (union.mean, union.scatter) if function is mean_and_scatter else (union.third, union.fourth)
 
-    parts = [cloud(n=3 + i, d=3, seed=i).requires_grad_() for i in range(3)]
+    parts = [cloud(n=2 + i, d=2, seed=i).requires_grad_() for i in range(2)]
     assert torch.autograd.gradcheck(statistics, parts)
     assert torch.autograd.gradgradcheck(statistics, parts)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from istar.errors import NonFiniteError, UserError
-from istar.measures import Norms, input_checks, layer_norm_summary, norm_summary
+from istar.measures import Norms, layer_norm_summary, norm_summary, numerics
 
 EDGES = (0.5, 2.0, 3.0, 4.5, 8.0)
 
@@ -45,7 +45,7 @@ def test_a_cloud_has_the_norms_of_numpy(edges):
 
 @pytest.mark.parametrize("block", [1, 33, 10_000])
 def test_blocks_and_batches_do_not_change_them(monkeypatch, block):
-    monkeypatch.setattr(input_checks, "BLOCK", block)
+    monkeypatch.setattr(numerics, "BLOCK", block)
     points = cloud()
     streamed = Norms(5, EDGES).update(points[:7]).update(points[7:7]).update(points[7:20].reshape(13, 1, 5))
     streamed.update(points[20:])

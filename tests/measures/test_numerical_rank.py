@@ -61,9 +61,7 @@ def repeated(n: int, d: int, rank: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    ("n", "d", "rank"), [(20, 4, 2), (9_000, 64, 30), (50, 200, 30), (50, 200, 49), (3_000, 96, 62)]
-)
+@pytest.mark.parametrize(("n", "d", "rank"), [(20, 4, 2), (9_000, 64, 30), (50, 200, 49)])
 @pytest.mark.parametrize("make", [low_rank, repeated])
 def test_moments_have_the_rank_of_their_points(
     make: Callable[..., Tensor], n: int, d: int, rank: int, dtype: torch.dtype
@@ -118,6 +116,7 @@ def test_too_few_components_have_no_power_law(n: int) -> None:
     assert measures["effective_rank"] == pytest.approx(oracles.entropy_rank(spectrum(points)), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_states_of_real_models_have_the_measures_of_their_points(
     minilm: Path, babyllama: Path, real_data: Path
 ) -> None:

@@ -9,7 +9,7 @@ from sklearn.metrics.pairwise import cosine_similarity
 
 from istar.errors import NonFiniteError, UserError
 from istar.measures import AverageCosine, GroupedPoints, Norms, log2_bin_range, log2_bins, point_groups
-from istar.measures import input_checks as rows
+from istar.measures import numerics as rows
 from istar.measures.point_groups import RowsByGroup
 from tests import oracles
 

@@ -9,7 +9,7 @@ from sklearn.decomposition import PCA
 from torch.testing import assert_close
 
 from istar.errors import NonFiniteError, UserError
-from istar.measures import all_but_the_top, average_cosine, centered, input_checks, partition_isotropy, scaled_centered
+from istar.measures import all_but_the_top, average_cosine, centered, numerics, partition_isotropy, scaled_centered
 from tests import oracles
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -119,7 +119,7 @@ def test_isotropy_is_restored():
 @pytest.mark.parametrize("block", [1, 20, 299])
 def test_blocks_do_not_change_it(monkeypatch, process, block):
     expected = process(embeddings())
-    monkeypatch.setattr(input_checks, "BLOCK", block)
+    monkeypatch.setattr(numerics, "BLOCK", block)
     assert_close(process(embeddings()), expected, **CLOSE)
 
 

@@ -78,6 +78,7 @@ def make_dependent_sentences(seed):
     return (sentence_parts + token_parts) / 2**0.5 * VARIANCES.sqrt()
 
 
+@pytest.mark.slow
 def test_dependent_tokens_have_the_score_of_the_cloud_within_the_standard_error():
     true_score = ((VARIANCES.sum() ** 2 / VARIANCES.square().sum()).item() - 1) / 767
     results = [isoscore_by_sentence_with_error(make_dependent_sentences(seed), groups=10) for seed in range(40)]
@@ -93,6 +94,7 @@ def test_dependent_tokens_have_the_score_of_the_cloud_within_the_standard_error(
     assert max(isoscore_unbiased(make_dependent_sentences(seed)).item() for seed in range(5)) < 0.2
 
 
+@pytest.mark.slow
 def test_the_standard_error_is_the_spread_for_more_sentences_than_dimensions():
     results = []
     for seed in range(100):

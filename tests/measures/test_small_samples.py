@@ -73,6 +73,7 @@ def gaussian(n, generator):
     return torch.randn(n, 768, generator=generator) * FIGURE_2.sqrt()
 
 
+@pytest.mark.slow
 def test_figure_2_of_the_paper_from_300_points():
     generator = torch.Generator().manual_seed(0)
     sigma = torch.diag(FIGURE_2.double())
@@ -88,6 +89,7 @@ def test_figure_2_of_the_paper_from_300_points():
     assert means["star"] < TRUE_SCORE - 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [8, 30])
 def test_heavy_tails_do_not_bias_it(n):
     """Points whose lengths vary tenfold; IsoScore of the mixture's covariance, a multiple of the identity, is 1."""
@@ -120,9 +122,8 @@ def test_many_points_have_the_plain_score():
     assert abs(isoscore_unbiased(points) - isoscore(points)) < 1e-3
 
 
-@pytest.mark.parametrize("d", [3, 6])
-def test_gradient_is_that_of_finite_differences(d):
-    points = cloud(6, d).requires_grad_()
+def test_gradient_is_that_of_finite_differences():
+    points = cloud(5, 3).requires_grad_()
     assert torch.autograd.gradcheck(isoscore_unbiased, points)
     assert torch.autograd.gradgradcheck(isoscore_unbiased, points)
 
@@ -200,6 +201,7 @@ def test_the_intensities_tested_lie_within_the_range_and_at_its_end():
     assert sum(0.01 < zeta < 0.99 for zeta in zetas) >= 4
 
 
+@pytest.mark.slow
 def test_it_has_the_least_squared_error_of_all_zetas():
     """Over many samples of a known covariance: nearly that of the best fixed zeta."""
     generator = torch.Generator().manual_seed(0)

@@ -14,8 +14,8 @@ from istar.measures import (
     DimensionMoments,
     Moments,
     effective_rank,
-    input_checks,
     isoscore,
+    numerics,
     outlier_dimensions,
     participation_ratio,
     singular_values,
@@ -198,7 +198,7 @@ def test_merging_is_exact_in_any_order(cuts):
 @pytest.mark.parametrize("block", [1, 12, 100])
 def test_blocks_do_not_change_them(monkeypatch, block):
     expected = DimensionMoments.of(cloud())
-    monkeypatch.setattr(input_checks, "BLOCK", block)
+    monkeypatch.setattr(numerics, "BLOCK", block)
     assert_moments_equal(DimensionMoments.of(cloud()), expected)
 
 
@@ -239,7 +239,7 @@ INVALID_CALLS = {
     "zeros": (lambda: participation_ratio(0 * ONES), UserError, "all values are zero"),
     "matrix": (lambda: variance_shares(torch.eye(3)), UserError, r"shape \(3, 3\); expected \(d,\)"),
     "no values": (lambda: effective_rank(torch.ones(0)), UserError, r"shape \(0,\)"),
-    "nan values": (lambda: effective_rank(WITH_NAN[2]), NonFiniteError, "values are not finite"),
+    "nan values": (lambda: effective_rank(WITH_NAN[2]), NonFiniteError, "values of the vector are not finite"),
     "integer values": (lambda: variance_shares(torch.ones(3).long()), UserError, "int64; expected a floating"),
     "rule": (lambda: outlier_dimensions(ONES, rule="mad"), UserError, "'mad'; expected one of sigma, mean, median"),
     "k": (lambda: outlier_dimensions(ONES, 0), UserError, "k is 0; expected a number above 0"),

@@ -380,14 +380,14 @@ MUTATIONS = [
     Mutation(
         "TwoNN takes the second and the third neighbour.",
         "istar/measures/dimension.py",
-        "torch.stack(differences).topk(2, dim=0, largest=False).values",
-        "torch.stack(differences).topk(3, dim=0, largest=False).values[1:]",
+        "ratios = distances[:, 1] / distances[:, 0]",
+        "ratios = distances[:, 2] / distances[:, 1]",
         "tests/measures/test_dimension.py::test_it_is_the_papers_steps",
     ),
     # ---- istar measure
     Mutation(
         "The states of special tokens are in the statistics.",
-        "istar/geometry/collect/stream.py",
+        "istar/geometry/collect/layer_outputs.py",
         "padding_value=True)\n",
         "padding_value=True) & False\n",
         "tests/geometry/test_stream.py::test_every_figure_of_every_tap",
@@ -486,14 +486,14 @@ MUTATIONS = [
     ),
     Mutation(
         "task.limit_train is ignored.",
-        "istar/finetune/runs/run_folders.py",
+        "istar/finetune/runs/examples.py",
         "sample_examples(splits[spec.train], config.limit_train)",
         "splits[spec.train]",
         "tests/finetune/runs/test_run_data.py::test_limits_take_a_random_sample",
     ),
     Mutation(
         "A step whose gradient is NaN is taken.",
-        "istar/finetune/training/nonfinite.py",
+        "istar/finetune/training/module.py",
         "if gradient_norm is None or torch.isfinite(gradient_norm):",
         "if gradient_norm is None or gradient_norm is not None:",
         "tests/finetune/training/test_nonfinite.py::test_a_skipped_step_leaves_no_trace",
@@ -674,10 +674,10 @@ MUTATIONS = [
     ),
     Mutation(
         "Tables have the standard deviation of a population, not of a sample.",
-        "istar/reports/statistics.py",
+        "istar/statistics/paired.py",
         "np.std(values, ddof=1)",
         "np.std(values, ddof=0)",
-        "tests/reports/test_statistics.py",
+        "tests/statistics/test_paired.py",
     ),
     # ---- statistics
     Mutation(
@@ -696,10 +696,10 @@ MUTATIONS = [
     ),
     Mutation(
         "Holm's adjusted p-values are out of order.",
-        "istar/statistics/multiple.py",
+        "istar/statistics/paired.py",
         "np.maximum.accumulate(steps)",
         "steps",
-        "tests/statistics/test_multiple.py",
+        "tests/statistics/test_paired.py",
     ),
     Mutation(
         "Standard errors of lm-evaluation-harness are scores.",
@@ -746,10 +746,10 @@ MUTATIONS = [
     ),
     Mutation(
         "A report draws its conclusions at the level 0.05, whatever level was asked for.",
-        "istar/reports/method_table.py",
+        "istar/reports/method_tables.py",
         "verdict(comparison.statistics, alpha).value",
         "verdict(comparison.statistics).value",
-        "tests/reports/test_method_table.py::test_the_significance_level_decides",
+        "tests/reports/test_method_tables.py::test_the_significance_level_decides",
     ),
     Mutation(
         "Every plan names the sign-flip test.",
@@ -760,15 +760,15 @@ MUTATIONS = [
     ),
     Mutation(
         "A run of which the plan has no name is as planned.",
-        "istar/reports/plan_departures.py",
+        "istar/reports/plan_file.py",
         'if not is_search and row["name"] not in planned_names:',
         "if not is_search and not planned_names:",
-        "tests/reports/test_plan_departures.py::test_runs_that_were_not_planned",
+        "tests/reports/test_plan_file.py::test_runs_that_were_not_planned",
     ),
     Mutation(
         "The names of repetitions are those of the runs that they repeat.",
         "istar/finetune/sweeps/planned_runs.py",
-        "runs.compose_config(replace_seed(tuple(entry.overrides), seed))",
+        "runs.compose_config(trials.replace_seed(tuple(entry.overrides), seed))",
         "runs.compose_config(tuple(entry.overrides))",
         "tests/finetune/sweeps/test_planned_runs.py",
     ),
@@ -781,7 +781,7 @@ MUTATIONS = [
     ),
     Mutation(
         "Methods with more trials than Base are compared with it.",
-        "istar/reports/budgets.py",
+        "istar/reports/method_comparisons.py",
         "return self.trial_limits == other.trial_limits",
         "return bool(self.trial_limits) and bool(other.trial_limits)",
         "tests/reports/test_method_comparisons.py",

@@ -14,7 +14,7 @@ from istar.regularizers import Points, SetPoint
 COMMON = {"weight": 2.0, "layers": [1], "include_padding": True, "sync": False}
 OPTIONS: dict[str, dict[str, Any]] = {
     "cosreg": {},
-    "istar": {"zeta": 0.3, "compute": "bfloat16"},
+    "istar": {"zeta": 0.3, "compute": "bf16"},
     "vicreg": {"variance_weight": 2.0, "covariance_weight": 3.0, "gamma": 0.5},
     "decorrelation": {},
     "gor": {},
@@ -23,7 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "simctg": {"margin": 0.3},
     "sigreg": {"directions": 5, "seed": 3},
     "spectrum": {"decay": "exponential", "rate": 2.0},
-    "random_direction": {"zeta": 0.3, "compute": "bfloat16", "seed": 5},
+    "random_direction": {"zeta": 0.3, "compute": "bf16", "seed": 5},
 }
 """By penalty: its options beyond those of all penalties."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from istar.records.provenance import describe_code, describe_hardware
+from istar.records.results import describe_code, describe_hardware
 
 UNKNOWN = {"code_commit": None, "code_modified": None}
 

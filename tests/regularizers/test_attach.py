@@ -547,7 +547,7 @@ def test_a_hessian_vector_product_through_a_model_is_that_of_the_naive_penalty()
 
 def test_products_in_bfloat16_refuse_a_second_derivative_in_one_line():
     model = Tower()
-    with attach(model, make_istar(compute="bfloat16"), modules=model.layers) as watch:
+    with attach(model, make_istar(compute="bf16"), modules=model.layers) as watch:
         model(POINTS)
         with pytest.raises(UserError, match="no second derivative; use compute='float32'") as error:
             torch.autograd.grad(watch.loss(), list(model.parameters()), create_graph=True)

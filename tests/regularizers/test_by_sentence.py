@@ -9,8 +9,8 @@ from istar.errors import UserError
 from istar.hidden_states import attach
 from istar.measures import isoscore_by_sentence
 from istar.regularizers import IStar, Points, RandomDirection
+from istar.regularizers.placebos import random_rotation
 from istar.regularizers.points import Tokens
-from istar.regularizers.random_direction import random_rotation
 from tests.oracles import stack
 from tests.regularizers.test_istar import mask, states, value_and_gradients
 
@@ -263,7 +263,7 @@ INVALID_CALLS = [
         "zeta=0.2",
     ),
     (lambda: IStar(1.0, "auto", estimator="unbiased_by_sentence"), "zeta=auto"),
-    (lambda: make_penalty(compute="bfloat16"), "compute=bfloat16"),
+    (lambda: make_penalty(compute="bf16"), "compute=bf16"),
     (lambda: make_penalty(include_padding=True), "padding, which belongs to no sentence"),
     (lambda: make_penalty()([torch.randn(9, 4)] * 2), r"expected hidden states \(batch, tokens, d\), not \(9, 4\)"),
     (lambda: make_penalty()([torch.randn(5, 2, 4), torch.randn(5, 2, 3)]), r"the layers have \[3, 4\] dimensions"),

@@ -105,8 +105,14 @@ METHODS: dict[str, Callable[[Any, nn.ModuleList], None]] = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("make_model", [bert, llama])
+@pytest.mark.parametrize(
+    ("make_model", "method"),
+    [
+        *((bert, method) for method in METHODS),
+        (llama, "flag, reentrant"),
+        *(pytest.param(llama, method, marks=pytest.mark.slow) for method in list(METHODS)[1:]),
+    ],
+)
 def test_the_gradient_is_that_of_the_naive_penalty_without_checkpointing(make_model, method):
     model, _, inputs = make_model()
     outputs = seeded_pass(model, inputs, 1, output_hidden_states=True)

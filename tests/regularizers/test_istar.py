@@ -352,7 +352,7 @@ def test_backward_keeps_the_hidden_states_themselves_and_nothing_else_of_their_s
 
 def test_products_in_bfloat16_keep_half_of_the_bytes_for_backward():
     hidden_states = [state.requires_grad_() for state in states((8, 64, DIM), dtype=torch.float32)]
-    saved_tensors = collect_saved_tensors(make_penalty(compute="bfloat16"), hidden_states, None)
+    saved_tensors = collect_saved_tensors(make_penalty(compute="bf16"), hidden_states, None)
     large_tensors = [tensor for tensor in saved_tensors if tensor.numel() >= hidden_states[0].numel()]
     assert {tensor.dtype for tensor in large_tensors} == {torch.bfloat16}
     assert sum(tensor.numel() for tensor in large_tensors) == LAYERS * hidden_states[0].numel()
@@ -437,7 +437,7 @@ def test_products_in_bfloat16_are_off_by_what_is_said(attention_mask, mean):
         return lambda layers: make_penalty(shrinkage=sigma(16), compute=compute)(layers, attention_mask)
 
     expected, exact_gradients = value_and_gradients(penalty("float32"), [state.double() for state in hidden_states])
-    value, gradients = value_and_gradients(penalty("bfloat16"), hidden_states)
+    value, gradients = value_and_gradients(penalty("bf16"), hidden_states)
     assert_close(1 - value.double(), 1 - expected, rtol=1e-3, atol=0)
     for gradient, exact_gradient in zip(gradients, exact_gradients, strict=True):
         assert gradient.dtype == torch.float32
@@ -492,9 +492,7 @@ def test_weight_0_is_0_whatever_the_states_hold_and_a_schedule_may_change_it():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize(
-    "arguments", [{}, {"compute": "bfloat16"}, {"zeta": "auto"}, {"zeta": 0, "estimator": "unbiased"}]
-)
+@pytest.mark.parametrize("arguments", [{}, {"compute": "bf16"}, {"zeta": "auto"}, {"zeta": 0, "estimator": "unbiased"}])
 def test_a_state_that_is_not_finite_carries_nan_to_the_loss_and_the_gradient(value, arguments):
     """A step can then be refused by its gradient, without a synchronization with the device before."""
     hidden_states = states(dtype=torch.float32)
@@ -633,8 +631,8 @@ INVALID_CALLS = [
     (lambda: IStar(1.0, "auto", estimator="unbiased"), "zeta=auto"),
     (lambda: IStar(1.0, 0, estimator="unbised"), "estimator=unbised"),
     (lambda: IStar(1.0, 0, compute="float16"), "compute=float16"),
-    (lambda: IStar(1.0, "auto", compute="bfloat16"), "compute=bfloat16"),
-    (lambda: IStar(1.0, 0, estimator="unbiased", compute="bfloat16"), "compute=bfloat16"),
+    (lambda: IStar(1.0, "auto", compute="bf16"), "compute=bf16"),
+    (lambda: IStar(1.0, 0, estimator="unbiased", compute="bf16"), "compute=bf16"),
     (lambda: IStar(1.0, "auto")(states(), mask()), "the shrinkage covariance is not set"),
     (lambda: IStar(1.0, 0.2)(states(), mask()), "the shrinkage covariance is not set"),
     (lambda: IStar(1.0, 0, layers="first")(states(), mask()), "layers=first is not known"),

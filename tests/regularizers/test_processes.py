@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from istar.hidden_states import attach, shrinkage_covariance
 from istar.measures import FourthMoments, Moments
-from istar.measures.processes import sum_over_processes
+from istar.measures.accumulator import sum_over_processes
 from istar.regularizers import (
     CosReg,
     Decorrelation,

@@ -7,7 +7,7 @@ import torch
 from transformers import get_scheduler
 
 from istar.errors import UserError
-from istar.regularizers import weight_at
+from istar.hidden_states.attached_penalty import weight_at
 
 
 @pytest.mark.parametrize(

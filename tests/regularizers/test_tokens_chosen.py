@@ -171,8 +171,14 @@ def make_istar() -> IStar:
     return penalty
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    [
+        *((name, choice) for name in ("bert", "llama") for choice in CHOICES),
+        *(("gpt2", choice) for choice in ("labelled", "last")),
+        *(pytest.param("gpt2", choice, marks=pytest.mark.slow) for choice in ("all", "content", "first", "ratio")),
+    ],
+)
 def test_all_forms_of_a_batch_have_the_statistics_and_gradients_of_the_sentences_alone(name, choice):
     model, points = MODELS[name](), CHOICES[choice]
     layers = naive_layers(model, points, name != "bert")

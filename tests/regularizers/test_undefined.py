@@ -26,7 +26,7 @@ from istar.regularizers import (
     Uniformity,
     VicReg,
 )
-from istar.regularizers.undefined import UndefinedCount
+from istar.regularizers.base import UndefinedCount
 from tests.regularizers.clouds import check_undefined, value_and_gradients
 
 WIDTH = 6
@@ -48,7 +48,7 @@ PENALTIES: dict[str, Callable[[], Penalty]] = {
     "by sentence": lambda: IStar(1.0, 0.0, layers="last", estimator="unbiased_by_sentence"),
     "within": lambda: IStar(1.0, 0.0, layers="last", within="label"),
     "within, zeta": lambda: with_sigma(zeta=0.4, within="label"),
-    "bfloat16": lambda: IStar(1.0, 0.0, layers="last", compute="bfloat16"),
+    "bf16": lambda: IStar(1.0, 0.0, layers="last", compute="bf16"),
     "random direction": lambda: RandomDirection(1.0, 0.0, layers="last"),
     "cosreg": lambda: CosReg(1.0),
     "decorrelation": lambda: Decorrelation(1.0),
@@ -62,7 +62,7 @@ PENALTIES: dict[str, Callable[[], Penalty]] = {
 }
 WITH_ONE_POINT = {"cosreg", "kurtosis", "sigreg", "spectrum"}
 """Penalties that are defined for one point."""
-WITHOUT_SPREAD = {"isoscore", "auto", "unbiased", "by sentence", "within", "bfloat16", "random direction"}
+WITHOUT_SPREAD = {"isoscore", "auto", "unbiased", "by sentence", "within", "bf16", "random direction"}
 """Penalties that are not defined for equal points."""
 
 

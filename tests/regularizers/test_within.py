@@ -11,8 +11,8 @@ from istar.errors import UserError
 from istar.hidden_states import EmbeddingPenalty, PenaltySettings, attach, shrinkage_covariance
 from istar.records.config import PENALTIES
 from istar.regularizers import IStar, Points, RandomDirection, SetPoint
+from istar.regularizers.placebos import random_rotation
 from istar.regularizers.points import Tokens
-from istar.regularizers.random_direction import random_rotation
 from tests.oracles import steps_6_to_9
 from tests.penalties import gradients
 from tests.regularizers.clouds import CLOSE, MASK, states, value_and_gradients
@@ -111,7 +111,7 @@ def test_the_set_point_and_products_in_bfloat16():
     assert_close(value, 0.7 * (score - 0.2) ** 2, **CLOSE)
     layers = [state.float() for state in states()]
     float32_value, bfloat16_value = (
-        build_penalty(compute=dtype)(layers, MASK, LABELS) for dtype in ("float32", "bfloat16")
+        build_penalty(compute=dtype)(layers, MASK, LABELS) for dtype in ("float32", "bf16")
     )
     assert float32_value != bfloat16_value
     assert float32_value.dtype == bfloat16_value.dtype == torch.float32

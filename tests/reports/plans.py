@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from istar.records.identity import label_method
-from istar.records.plan_entries import PlannedRun, Repetitions
 from istar.records.results import RunRecord
+from istar.records.run_rows import PlannedRun, Repetitions
 from istar.reports.plan_file import Plan, plan_test
 from tests.reports.synthetic import record
 

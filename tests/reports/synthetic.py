@@ -3,12 +3,13 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from istar.records.results import RunRecord, write
+from istar.records.results import RESULT, RunRecord
 
 METRICS = {"rte": "accuracy", "cola": "matthews_correlation", "squad": "f1", "stsb": "pearson", "clm": "perplexity"}
 NO_CLASSES = ("squad", "stsb", "clm")
@@ -119,7 +120,9 @@ def save(run: RunRecord, root: Path, geometry: bool = True) -> Path:
         folder.mkdir(parents=True)
         (folder / "config.yaml").write_text(json.dumps(run.config))
         return folder
-    write(run, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    # `istar.records.results.write` would wait for the disk.
+    (folder / RESULT).write_text(json.dumps(asdict(run), indent=2) + "\n")
     if geometry and run.status == "finished":
         (folder / "geometry.json").write_text(json.dumps(make_geometry(run)))
     return folder

@@ -28,7 +28,7 @@ def prepare(tmp_path: Path) -> Prepare:
     return write_and_load
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_table1_is_what_pandas_says(prepare: Prepare, seed: int) -> None:
     """The runs are random. The oracle groups tuples of their values and uses no hashes of configurations."""
     random = np.random.default_rng(seed)
@@ -108,29 +108,16 @@ def test_selection_sees_the_values_of_the_choosing_set_alone(prepare: Prepare) -
     assert other_weight == -1
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"optim__lr": 1e-5},
-        {"data__batch_size": 16},
-        {"task__limit_train": 10},
-        {"trainer__max_epochs": 4},
-        {"model__revision": "other"},
-        {"trainer__devices": 2},
-    ],
-)
-def test_what_makes_another_configuration(prepare: Prepare, changes: dict[str, Any]) -> None:
-    frame = prepare(record("rte", BERT, BASE, 1), record("rte", BERT, BASE, 2, **changes))
-    assert frame["config_hash"].nunique() == 2
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"task__data_dir": "elsewhere"}, {"data__num_workers": 4}, {"run__root": "other"}, {"run__save_model": False}],
-)
-def test_what_does_not(prepare: Prepare, changes: dict[str, Any]) -> None:
-    frame = prepare(record("rte", BERT, BASE, 1), record("rte", BERT, BASE, 2, **changes))
-    assert frame["config_hash"].nunique() == 1
+def test_what_makes_another_configuration(prepare: Prepare) -> None:
+    """`tests/records/test_identity.py` has all settings."""
+    frame = prepare(
+        record("rte", BERT, BASE, 1),
+        record("rte", BERT, BASE, 2, task__data_dir="elsewhere", data__num_workers=4, run__save_model=False),
+        record("rte", BERT, BASE, 3, optim__lr=1e-5),
+        record("rte", BERT, BASE, 4, model__revision="other"),
+    )
+    hashes = frame.sort_values("seed")["config_hash"]
+    assert hashes.duplicated().tolist() == [False, True, False, False]
 
 
 def test_other_data_and_other_weights_are_another_configuration(prepare: Prepare) -> None:

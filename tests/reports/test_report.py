@@ -27,12 +27,13 @@ from istar.reports import (
     configurations,
     geometry_file,
     paper,
+    paper_figures,
     paper_tables,
     plan_file,
     report,
-    run_figures,
     stability,
     sweep_commands,
+    training_figures,
 )
 from istar.reports import run_frame as run_folders
 from istar.reports.run_frame import load_runs
@@ -43,21 +44,29 @@ BERT = "google-bert/bert-base-cased"
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
 
+RENDER = rendering.render
+
+
+@pytest.fixture(autouse=True)
+def blank_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the figures blank; the tests that look at them restore `RENDER`."""
+    svg = b'<svg xmlns="http://www.w3.org/2000/svg" width="1pt" height="1pt" viewBox="0 0 1 1"/>'
+    monkeypatch.setattr(rendering, "render", lambda plot: dict.fromkeys(rendering.SUFFIXES, svg))
+
+
 @pytest.fixture(scope="module")
 def quick_scores() -> Any:
-    """Return stability scores that are quick to compute; `report_folder` uses the real batch sizes."""
+    """Return stability scores that are quick to compute."""
     return stability.compute_stability_scores((10, 50), (0.0, 1.0), num_draws=2, num_shrinkage_points=800)
 
 
 @pytest.fixture(scope="module")
-def report_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def report_folder(tmp_path_factory: pytest.TempPathFactory, quick_scores: Any) -> Path:
     folder = tmp_path_factory.mktemp("fifty")
     write_fifty_runs(folder / "runs")
-    cloud = stability.compute_stability_scores(num_draws=2, num_shrinkage_points=5_000)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stability, "compute_stability_scores", lambda: cloud)
-        render = rendering.render
-        patch.setattr(rendering, "render", lambda plot, suffixes=("svg",): render(plot, suffixes))
+        patch.setattr(stability, "compute_stability_scores", lambda: quick_scores)
+        patch.setattr(rendering, "render", lambda plot: RENDER(plot, ["svg"]))
         summary = report.write_report(folder / "runs", folder / "report")
     assert summary.page_path == folder / "report" / "index.html"
     assert summary.num_runs == 50
@@ -252,9 +261,9 @@ def balanced(tex: str) -> None:
 NASTY = r"""<script>alert('x')</script> & "q" _a% #1 ~ ^ $x$ {y} \z | `t` λ ± <img src=//evil>"""
 
 
-@pytest.mark.usefixtures("svg_only")
 def test_hostile_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_scores: Any) -> None:
     monkeypatch.setattr(stability, "compute_stability_scores", lambda: quick_scores)
+    monkeypatch.setattr(rendering, "render", lambda plot: RENDER(plot, ["svg"]))
     model = 'mine/<b onclick="x()">$a_1$ & 100%\'s'
     for seed in (1, 2):
         save(record("rte", model, BASE, seed, 0.5), tmp_path / "runs")
@@ -345,9 +354,8 @@ def test_lines_differ_in_nothing_but_what_they_vary(tmp_path: Path) -> None:
         save(record("rte", BERT, BASE, seed, 0.55), tmp_path)
         save(record("rte", BERT, BASE, seed, 0.95, optim__lr=1e-5), tmp_path)
     _, frame = load_frame(tmp_path)
-    [panel] = run_figures.build_isotropy_performance_plot(frame, {}).panels
+    [panel] = paper_figures.build_isotropy_performance_plot(frame, {}).panels
     assert {line.label: line.y[0] for line in panel.lines} == pytest.approx({"Base": 55, "λ = -1": 40, "λ = 1": 60})
-    assert all(line.seeds == (1, 2) for line in panel.lines)
     assert (
         panel.fixed_settings
         == "ζ = 0.4, lr 3e-05, batch 32, accumulated 2, epochs 3, 32-true; 6 runs, 2 other configurations not shown, "
@@ -361,7 +369,7 @@ def test_points_have_both_deviations(tmp_path: Path) -> None:
     for run in runs:
         save(run, tmp_path)
     _, frame = load_frame(tmp_path)
-    [panel] = run_figures.build_isotropy_performance_plot(frame, {}).panels
+    [panel] = paper_figures.build_isotropy_performance_plot(frame, {}).panels
     [line] = panel.lines
     scores = [run.isotropy["after"]["union"] for run in runs]
     assert line.x[0] == pytest.approx(np.mean(scores), rel=1e-12)
@@ -386,12 +394,12 @@ def test_ablations(tmp_path: Path) -> None:
     [cell] = [cell for cell in configurations.select_cells(frame) if cell.family == "istar"]
     assert (cell.num_configurations, cell.score_by_seed("accuracy")[1]) == (3, pytest.approx(71))
     assert len(paper_tables.collect_tried_pairs(frame, cell)) == 3
-    [panel] = run_figures.build_zeta_ablation_plot(frame).panels
+    [panel] = paper_figures.build_zeta_ablation_plot(frame).panels
     assert panel.lines[0].x == (0, 0.4, 1)
     assert panel.lines[0].y == pytest.approx((51.5, 71.5, 61.5))
     assert panel.lines[0].y_error == pytest.approx([np.std([1, 2], ddof=1)] * 3)
     assert panel.vertical_line == (0.4, "best ζ")
-    [panel] = run_figures.build_layer_ablation_plot(frame).panels
+    [panel] = paper_figures.build_layer_ablation_plot(frame).panels
     assert (panel.lines[0].x, panel.lines[0].y) == ((1, 3), pytest.approx((61, 63)))
     assert panel.horizontal_line == (pytest.approx(71.5), "all layers")
 
@@ -409,16 +417,16 @@ def test_figures_and_tables_choose_the_same_cells(tmp_path: Path) -> None:
     _, frame = load_frame(tmp_path)
     [row] = paper_tables.build_table2_sheet(configurations.select_cells(frame), frame).rows
     assert row[1].text == "-1 | 0.4"
-    [panel] = run_figures.build_zeta_ablation_plot(frame).panels
+    [panel] = paper_figures.build_zeta_ablation_plot(frame).panels
     [line] = panel.lines
     assert panel.vertical_line == (0.4, "best ζ")
-    assert (line.x, line.num_seeds) == ((0.2, 0.4, 0.6), (1, 5, 5))
+    assert (line.x, line.hollow) == ((0.2, 0.4, 0.6), (True, False, False))
     assert panel.fixed_settings == (
         "λ = -1, lr 3e-05, batch 32, accumulated 2, epochs 3, 32-true; 11 runs, 1 other configuration not shown; "
         "fewer than 5 seeds: 1 at ζ = 0.2"
     )
-    [panel] = run_figures.build_isotropy_performance_plot(frame, {}).panels
-    assert {line.label: line.num_seeds for line in panel.lines} == {"λ = -1": (5,), "λ = 3": (3,)}
+    [panel] = paper_figures.build_isotropy_performance_plot(frame, {}).panels
+    assert {line.label: line.hollow for line in panel.lines} == {"λ = -1": (False,), "λ = 3": (True,)}
 
 
 def test_a_collapsed_mean_is_marked_and_not_the_best(tmp_path: Path) -> None:
@@ -427,9 +435,9 @@ def test_a_collapsed_mean_is_marked_and_not_the_best(tmp_path: Path) -> None:
         save(record("rte", BERT, istar(-1, 0.4), seed, 0.5, changes=constant), tmp_path)
         save(record("rte", BERT, istar(-1, 0.8), seed, 0.45), tmp_path)
     _, frame = load_frame(tmp_path)
-    [panel] = run_figures.build_zeta_ablation_plot(frame).panels
+    [panel] = paper_figures.build_zeta_ablation_plot(frame).panels
     assert panel.vertical_line is None
-    assert panel.lines[0].collapsed == (True, False)
+    assert panel.lines[0].crossed == (True, False)
 
 
 def test_layers_and_dimensions_are_means_over_seeds(tmp_path: Path) -> None:
@@ -439,26 +447,26 @@ def test_layers_and_dimensions_are_means_over_seeds(tmp_path: Path) -> None:
     loaded, frame = load_frame(tmp_path)
     results_by_folder = {folder: geometry_file.read_geometry(Path(folder)) for folder in frame["folder"]}
     geometry_by_folder = {folder: geometry for folder, geometry in results_by_folder.items() if geometry is not None}
-    plot = run_figures.build_mean_activation_plot(frame, geometry_by_folder)
+    plot = paper_figures.build_mean_activation_plot(frame, geometry_by_folder)
     assert "the tokens of 50 validation texts" in plot.caption
     [panel] = plot.panels
     assert [line.label for line in panel.lines] == ["Base", "λ = 1"]
     means = np.mean([make_geometry(run)["mean_activation"] for run in runs[2:4]], axis=0)
     assert panel.lines[1].y == pytest.approx(means, rel=1e-12)
-    [folder, *_] = panel.runs
+    [folder] = frame[(frame["family"] == "cosreg") & (frame["seed"] == 1)]["folder"]
     with_more_texts = geometry_by_folder | {folder: replace(geometry_by_folder[folder], num_examples=5_463)}
-    plot = run_figures.build_mean_activation_plot(frame, with_more_texts)
+    plot = paper_figures.build_mean_activation_plot(frame, with_more_texts)
     assert "the tokens of 50 to 5,463 validation texts" in plot.caption
-    [panel] = run_figures.build_intrinsic_dimension_plot(frame, geometry_by_folder).panels
+    [panel] = paper_figures.build_intrinsic_dimension_plot(frame, geometry_by_folder).panels
     assert panel.lines[1].label == "λ = -1"
     assert np.isnan(panel.lines[1].y[0])
     assert panel.lines[1].y[1:] == pytest.approx(make_geometry(runs[4])["two_nn"][1:])
-    [panel] = run_figures.build_layer_isotropy_plot(frame, loaded.records, geometry_by_folder).panels
+    [panel] = paper_figures.build_layer_isotropy_plot(frame, loaded.records, geometry_by_folder).panels
     after = [[run.isotropy["after"][str(layer)] for layer in range(5)] for run in runs[4:]]
     assert panel.lines[1].y == pytest.approx(np.mean(after, axis=0), rel=1e-12)
     assert panel.lines[1].y_error == pytest.approx(np.std(after, axis=0, ddof=1), rel=1e-9, abs=1e-15)
     # Without `geometry.json` there is no line.
-    assert run_figures.build_mean_activation_plot(frame, {}).panels == ()
+    assert paper_figures.build_mean_activation_plot(frame, {}).panels == ()
 
 
 def add_isoscore_star(run: RunRecord, root: Path, zeta: float = 0.2) -> dict[str, float]:
@@ -477,8 +485,8 @@ def build_isotropy_plots(root: Path) -> tuple[Plot, Plot]:
     results_by_folder = {folder: geometry_file.read_geometry(Path(folder)) for folder in frame["folder"]}
     geometry_by_folder = {folder: geometry for folder, geometry in results_by_folder.items() if geometry is not None}
     return (
-        run_figures.build_isotropy_performance_plot(frame, geometry_by_folder),
-        run_figures.build_layer_isotropy_plot(frame, loaded.records, geometry_by_folder),
+        paper_figures.build_isotropy_performance_plot(frame, geometry_by_folder),
+        paper_figures.build_layer_isotropy_plot(frame, loaded.records, geometry_by_folder),
     )
 
 
@@ -545,7 +553,7 @@ def test_curves_follow_the_runs_of_table1(tmp_path: Path) -> None:
     for run in (*runs, record("rte", BERT, BASE, 1, 0.9, optim__lr=1e-5)):
         save(run, tmp_path)
     loaded, frame = load_frame(tmp_path)
-    losses, metrics = run_figures.build_learning_curve_plots(configurations.select_cells(frame), loaded.records)
+    losses, metrics = training_figures.build_learning_curve_plots(configurations.select_cells(frame), loaded.records)
     [[line]] = [panel.lines for panel in losses.panels]
     expected = [np.mean([run.epochs[epoch]["metrics"]["loss"] for run in runs]) for epoch in range(3)]
     assert line.y == pytest.approx(expected, rel=1e-12)
@@ -566,7 +574,7 @@ def test_stability(quick_scores: Any) -> None:
             quick_scores.auto_zeta_scores, quick_scores.scores_by_zeta[0.0], strict=True
         )
     )
-    [panel] = run_figures.build_minibatch_stability_plot(quick_scores).panels
+    [panel] = stability.build_minibatch_stability_plot(quick_scores).panels
     assert [line.label for line in panel.lines] == ["ζ = 0", "ζ = 1", "ζ = auto", "unbiased"]
     assert panel.lines[3].y == tuple(score.mean for score in quick_scores.unbiased_scores)
 
@@ -608,8 +616,6 @@ def test_every_run_is_read_once_and_every_picture_drawn_once(one_run: Path, monk
     """Reading, computing and drawing take nearly all of a report's time. The same runs give the same files."""
     for seed in (2, 3):
         save(record("rte", BERT, istar(), seed), one_run / "runs")
-    report.write_report(one_run / "runs", one_run / "report")
-    first_contents = contents(one_run / "report")
     calls: Counter[str] = Counter()
 
     def count_calls_of(owner: Any, name: str) -> None:
@@ -621,28 +627,31 @@ def test_every_run_is_read_once_and_every_picture_drawn_once(one_run: Path, monk
 
         monkeypatch.setattr(owner, name, counting_call)
 
-    for owner, name in (
-        (run_folders, "read"),
-        (stability, "compute_stability_scores"),
-        (rendering, "render"),
-    ):
-        count_calls_of(owner, name)
+    count_calls_of(run_folders, "read")
+    count_calls_of(stability, "compute_stability_scores")
+    count_calls_of(rendering, "render")
     report.write_report(one_run / "runs", one_run / "report")
-    assert contents(one_run / "report") == first_contents
-    assert sorted(path.name for path in one_run.iterdir()) == ["report", "runs"]
-    files = [target for _, target in parsed(one_run / "report" / "index.html").references if target[0] != "#"]
-    assert {Path(file).suffix for file in files} >= {".svg", ".pdf", ".png", ".csv", ".md", ".tex"}
-    assert all((one_run / "report" / file).is_file() for file in files)
     pictures = list((one_run / "report" / "figures").glob("*.png"))
     assert len(pictures) > 3
     assert calls == {"read": 3, "compute_stability_scores": 1, "render": len(pictures)}
+    files = [target for _, target in parsed(one_run / "report" / "index.html").references if target[0] != "#"]
+    assert {Path(file).suffix for file in files} >= {".svg", ".pdf", ".png", ".csv", ".md", ".tex"}
+    assert all((one_run / "report" / file).is_file() for file in files)
+    first_contents = contents(one_run / "report")
+    report.write_report(one_run / "runs", one_run / "report")
+    assert contents(one_run / "report") == first_contents
+    assert sorted(path.name for path in one_run.iterdir()) == ["report", "runs"]
 
 
-@pytest.mark.usefixtures("svg_only")
-def test_a_report_below_its_runs_is_no_trouble(one_run: Path) -> None:
+def test_a_report_below_its_runs_is_replaced_unless_it_has_other_files(one_run: Path) -> None:
+    out = one_run / "runs" / "report"
     for _ in range(2):
-        report.write_report(one_run / "runs", one_run / "runs" / "report")
-    assert "not read" not in (one_run / "runs" / "report" / "tables" / "left_out.csv").read_text()
+        report.write_report(one_run / "runs", out)
+    assert "not read" not in (out / "tables" / "left_out.csv").read_text()
+    (out / "figures" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"holds figures/notes\.txt, which is no part of a report"):
+        report.write_report(one_run / "runs", out)
+    assert (out / "figures" / "notes.txt").read_text() == "mine"
 
 
 def write_foreign_files(folder: Path, kind: str) -> None:
@@ -657,7 +666,6 @@ def write_foreign_files(folder: Path, kind: str) -> None:
         (folder / "tables" / "mine.csv").write_text("1")
 
 
-@pytest.mark.usefixtures("svg_only")
 @pytest.mark.parametrize("kind", ["a file", "someone's page", "someone's tables"])
 def test_nobody_loses_files(one_run: Path, kind: str, capsys: Any) -> None:
     out = one_run / "report"
@@ -669,17 +677,6 @@ def test_nobody_loses_files(one_run: Path, kind: str, capsys: Any) -> None:
     assert (contents(out) if out.is_dir() else out.read_text()) == contents_before
 
 
-@pytest.mark.usefixtures("svg_only")
-def test_a_file_put_beside_a_report_is_kept(one_run: Path) -> None:
-    out = one_run / "report"
-    report.write_report(one_run / "runs", out)
-    (out / "figures" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"holds figures/notes\.txt, which is no part of a report"):
-        report.write_report(one_run / "runs", out)
-    assert (out / "figures" / "notes.txt").read_text() == "mine"
-
-
-@pytest.mark.usefixtures("svg_only")
 def test_an_interrupted_report_leaves_the_old_one(one_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = one_run / "report"
     report.write_report(one_run / "runs", out)
@@ -713,19 +710,17 @@ def test_nothing_to_report(tmp_path: Path, capsys: Any) -> None:
     assert not (tmp_path / "report").exists()
 
 
-@pytest.mark.usefixtures("svg_only")
 @pytest.mark.parametrize(
     "runs",
     [
         [record("rte", BERT, BASE, 1, status="failed")],
-        [record("rte", BERT, BASE, 1, status="unfinished")],
-        [record("rte", BERT, BASE, 1, status="pruned")],
+        [record("rte", BERT, BASE, 1, status=status) for status in ("unfinished", "pruned")],
         [record("rte", BERT, cosreg(), 1)],
         [record("demo", "tiny", istar(-0.2), 1, changes={"collapsed": {}, "timing": {"total": 5.0}})],
         [record("rte", BERT, istar(-1, layers=[1]), 1)],
         [record("rte", BERT, istar(), 1, changes={"isotropy": {}}), record("rte", BERT, BASE, 1)],
     ],
-    ids=["failed", "unfinished", "pruned", "cosreg", "demo", "layer", "flawed"],
+    ids=["failed", "unfinished and pruned", "cosreg", "demo", "layer", "flawed"],
 )
 def test_whatever_there_is_makes_a_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_scores: Any, runs: list[RunRecord]
@@ -737,7 +732,6 @@ def test_whatever_there_is_makes_a_page(
     parsed(tmp_path / "report" / "index.html")
 
 
-@pytest.mark.usefixtures("svg_only")
 def test_the_command(one_run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(one_run)
     (one_run / "runs" / "sweeps" / "a").mkdir(parents=True)
@@ -751,7 +745,6 @@ def test_the_command(one_run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
     assert paper_tables.EMPTY_CELL not in table1.columns
 
 
-@pytest.mark.usefixtures("svg_only")
 @pytest.mark.slow
 def test_departures_from_a_plan(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, quick_scores: Any

@@ -218,5 +218,5 @@ def test_four_times_the_runs_take_four_times_the_work(
         return events["call"] + events["c_call"]
 
     count_calls(2)  # fills caches and imports modules, so that they are not counted below
-    calls_of_few_runs, calls_of_many_runs = count_calls(25), count_calls(100)
+    calls_of_few_runs, calls_of_many_runs = count_calls(10), count_calls(40)
     assert calls_of_many_runs < 4.2 * calls_of_few_runs

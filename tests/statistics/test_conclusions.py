@@ -8,8 +8,7 @@ import pytest
 
 from istar.errors import UserError
 from istar.statistics.conclusions import Comparison, Verdict, conclusion, summary, verdict
-from istar.statistics.multiple import holm
-from istar.statistics.paired import smallest_sign_flip_p, t_interval, t_test
+from istar.statistics.paired import holm, smallest_sign_flip_p, t_interval, t_test
 from istar.statistics.power import smallest_difference
 
 ROW = Comparison(

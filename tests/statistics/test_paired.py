@@ -2,11 +2,15 @@ import itertools
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import stats
 
 from istar.errors import UserError
 from istar.statistics.paired import (
+    compare_paired,
+    holm,
+    mean_and_std,
     sign_flip_test,
     smallest_sign_flip_p,
     t_interval,
@@ -134,3 +138,139 @@ def test_arguments_out_of_range() -> None:
         sign_flip_test([])
     with pytest.raises(UserError, match="the number of pairs is 0"):
         smallest_sign_flip_p(0)
+
+
+def adjust_by_closed_test(p_values: list[float]) -> list[float]:
+    """Return the p-values of Bonferroni's closed test, which rejects a hypothesis if it rejects every set with it."""
+    indices = range(len(p_values))
+    sets = [subset for size in indices for subset in itertools.combinations(indices, size + 1)]
+    return [
+        max(min(1.0, len(subset) * min(p_values[member] for member in subset)) for subset in sets if index in subset)
+        for index in indices
+    ]
+
+
+def test_a_published_example() -> None:
+    """Four p-values of a textbook are adjusted to 0.005 x 4, 0.01 x 3, 0.03 x 2, and for 0.04 to the maximum so far."""
+    assert holm([0.01, 0.04, 0.03, 0.005]).adjusted == pytest.approx((0.03, 0.06, 0.06, 0.02), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_holm_closes_bonferronis_test(seed: int) -> None:
+    p_values = (np.random.default_rng(seed).uniform(size=1 + seed) ** 3).tolist()
+    p_values.append(p_values[0])
+    assert holm(p_values).adjusted == pytest.approx(adjust_by_closed_test(p_values), rel=1e-12)
+
+
+def test_entries_without_a_test_are_no_part_of_the_family() -> None:
+    result = holm([None, 0.02, math.nan, 0.01])
+    assert result.adjusted == (None, 0.02, None, 0.02)
+    assert (result.tests, result.left_out) == (2, 2)
+    assert result.sentence() == (
+        "p-values are corrected by Holm's method for 2 tests; 2 entries without a p-value are not among them."
+    )
+
+
+def test_few_entries() -> None:
+    assert holm([]).adjusted == ()
+    assert holm([None]).sentence() == (
+        "p-values are corrected by Holm's method for 0 tests; 1 entry without a p-value is not among them."
+    )
+    assert holm([0.3]).adjusted == (0.3,)
+    assert holm([0.3]).sentence() == "p-values are corrected by Holm's method for 1 test."
+
+
+def test_the_order_does_not_matter() -> None:
+    p_values = [0.2, 0.001, 0.04, 0.04, 0.9]
+    expected = dict(zip(p_values, holm(p_values).adjusted, strict=True))
+    for order in itertools.permutations(p_values):
+        assert holm(order).adjusted == tuple(expected[p] for p in order)
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.5, math.inf])
+def test_no_p_value(p: float) -> None:
+    with pytest.raises(UserError, match="is no p-value; expected a number in"):
+        holm([0.1, p])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_spread_is_that_of_pandas(seed: int) -> None:
+    values = np.random.default_rng(seed).normal(60, 3, size=2 + seed).tolist()
+    result = mean_and_std(values)
+    assert result.mean == pytest.approx(pd.Series(values).mean(), rel=1e-14)
+    assert result.std == pytest.approx(pd.Series(values).std(ddof=1), rel=1e-12)
+    assert result.count == len(values)
+
+
+def test_spread_of_few() -> None:
+    assert mean_and_std([]).mean is None
+    assert (mean_and_std([3.0]).mean, mean_and_std([3.0]).std, mean_and_std([3.0]).count) == (3.0, None, 1)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_paired_tests_by_hand(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    num_pairs = 2 + seed
+    base_scores = {seed_index: float(random.normal(60, 1)) for seed_index in range(num_pairs)}
+    method_scores = {seed_index: value + float(random.normal(0.5, 0.7)) for seed_index, value in base_scores.items()}
+    # Only one of the two has each of these seeds.
+    base_scores[100], method_scores[200] = 0.0, 99.0
+    result = compare_paired(method_scores, base_scores)
+    differences = np.array([method_scores[seed_index] - base_scores[seed_index] for seed_index in range(num_pairs)])
+    t = differences.mean() / (differences.std(ddof=1) / math.sqrt(num_pairs))
+    assert result.num_pairs == num_pairs
+    assert result.difference == pytest.approx(differences.mean(), rel=1e-12)
+    assert result.t_test.p_value == pytest.approx(2 * stats.t.sf(abs(t), num_pairs - 1), rel=1e-9)
+    is_as_extreme = [
+        abs(sum(sign * difference for sign, difference in zip(signs, differences, strict=True)))
+        >= abs(differences.sum()) - 1e-9
+        for signs in itertools.product((1, -1), repeat=num_pairs)
+    ]
+    assert result.sign_flip.p_value == pytest.approx(sum(is_as_extreme) / 2**num_pairs, rel=1e-12)
+
+
+def test_sign_flip_is_that_of_scipy() -> None:
+    random = np.random.default_rng(3)
+    differences = random.normal(0.4, 1, size=9)
+    result = compare_paired(dict(enumerate(differences)), dict.fromkeys(range(9), 0.0))
+    reference = stats.permutation_test(
+        (differences, np.zeros(9)), lambda x, y: (x - y).mean(), permutation_type="samples", n_resamples=np.inf
+    )
+    assert result.sign_flip.p_value == pytest.approx(reference.pvalue, rel=1e-12)
+
+
+def test_five_pairs_cannot_be_significant_by_signs_alone() -> None:
+    result = compare_paired({seed: 10.0 + seed**2 for seed in range(5)}, dict.fromkeys(range(5), 0.0))
+    assert result.sign_flip.p_value == 2 / 2**5
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_order_of_seeds_does_not_matter(order: int) -> None:
+    method = {1: 61.0, 2: 63.0, 3: 62.5}
+    base = dict(sorted({1: 60.0, 2: 60.5, 3: 62.0}.items(), reverse=order < 0))
+    assert compare_paired(method, base).t_test.p_value == pytest.approx(
+        stats.ttest_rel([61, 63, 62.5], [60, 60.5, 62]).pvalue
+    )
+
+
+def test_why_there_is_no_test() -> None:
+    without_pairs = compare_paired({1: 5.0}, {2: 5.0})
+    assert (without_pairs.num_pairs, without_pairs.difference) == (0, None)
+    assert without_pairs.t_test.p_value is None
+    assert without_pairs.t_test.reason == "no test: no common seed"
+    with_one_pair = compare_paired({1: 5.0}, {1: 4.0})
+    assert (with_one_pair.num_pairs, with_one_pair.difference) == (1, 1.0)
+    assert with_one_pair.sign_flip.p_value is None
+    assert with_one_pair.sign_flip.reason == "no test: one pair of seeds"
+    equal_differences = compare_paired(
+        {seed: 0.1 + seed for seed in range(4)}, {seed: float(seed) for seed in range(4)}
+    )
+    assert equal_differences.t_test.p_value is None
+    assert equal_differences.t_test.reason == "no t-test: all differences are equal"
+    assert equal_differences.sign_flip.p_value == 2 / 2**4
+    zero_differences = compare_paired({1: 3.0, 2: 4.0}, {1: 3.0, 2: 4.0})
+    assert (zero_differences.t_test.p_value, zero_differences.sign_flip.p_value) == (None, None)
+    assert zero_differences.sign_flip.reason == "no sign-flip test: all differences are 0"
+    with_many_pairs = compare_paired({seed: seed % 5 + 0.5 for seed in range(40)}, dict.fromkeys(range(40), 1.0))
+    assert with_many_pairs.t_test.p_value is not None
+    assert with_many_pairs.sign_flip.reason == "no exact sign-flip test: more than 20 pairs"

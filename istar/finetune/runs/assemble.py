@@ -10,9 +10,7 @@ from transformers import PreTrainedModel
 
 from istar.errors import UserError
 from istar.finetune.runs.identify import RunIdentity
-from istar.finetune.runs.prepare import PreparedRun
-from istar.finetune.runs.prepared_data import PreparedData, make_collator
-from istar.finetune.runs.private_names import load_trial
+from istar.finetune.runs.prepare import PreparedData, PreparedRun, make_collator
 from istar.finetune.training import (
     FineTuner,
     FineTuningData,
@@ -22,10 +20,10 @@ from istar.finetune.training import (
 )
 from istar.finetune.training.checkpoints import Checkpoints
 from istar.finetune.training.data import count_examples_per_process
+from istar.finetune.training.history import MetricsFile
 from istar.finetune.training.kept_models import KeptModels
 from istar.finetune.training.language_model import LanguageModelTuner
 from istar.finetune.training.layer_geometry import GeometryProbe
-from istar.finetune.training.metrics_file import MetricsFile
 from istar.finetune.training.signals import StopSignal
 from istar.finetune.training.trainer import (
     build_trainer,
@@ -35,9 +33,9 @@ from istar.finetune.training.trainer import (
 )
 from istar.hidden_states import AttachedPenalty
 from istar.inputs import pretrained
-from istar.measures.memory import keep_freed_memory
+from istar.measures.numerics import keep_freed_memory
 from istar.records import results
-from istar.records.config import Config, TrainerConfig
+from istar.records.config import Config
 from istar.records.task_specs import TaskSpec
 from istar.regularizers import special_ids
 
@@ -109,10 +107,29 @@ def assemble(prepared: PreparedRun, trial: str | None) -> Job:
     history = History(spec.selection_metric, geometry, writes_checkpoints(config.trainer))
     stop_signal, metrics_file = StopSignal(), MetricsFile(folder / results.METRICS_FILE)
     covariance_callback = _make_covariance_callback(config, module, data_module, stop_signal)
-    callbacks: list[L.Callback] = [stop_signal, geometry, history, *_make_pruning_callbacks(trial, history)]
-    callbacks += [covariance_callback] if covariance_callback is not None else []
-    callbacks += _make_observing_callbacks(config, folder, data_module, tokenizer)
-    checkpoints = _make_checkpoints(config.trainer, folder, history, metrics_file, stop_signal)
+    callbacks: list[L.Callback] = [stop_signal, geometry, history]
+    if trial is not None:
+        from istar.finetune.training.pruning import PruningCallback, TrialReference
+
+        callbacks.append(PruningCallback(TrialReference.parse(trial), history))
+    if covariance_callback is not None:
+        callbacks.append(covariance_callback)
+    if config.trainer.measure_every_n_steps is not None:
+        steps, examples = config.trainer.measure_every_n_steps, config.trainer.measure_examples
+        callbacks.append(GeometryProbe(data.validation[0], collate, config.data.eval_batch_size, steps, examples))
+    if config.trainer.keep_models is not None:
+        callbacks.append(KeptModels(folder / results.KEPT_MODELS, config.trainer.keep_models, tokenizer))
+    checkpoints = None
+    if writes_checkpoints(config.trainer):
+        checkpoints = Checkpoints(
+            folder / CHECKPOINTS_FOLDER,
+            folder.name,
+            history,
+            metrics_file,
+            stop_signal,
+            config.trainer.checkpoint_every_n_steps,
+            config.trainer.checkpoint_every_n_minutes,
+        )
     trainer = build_trainer(config.trainer, spec.selection_metric, folder, callbacks, checkpoints)
     if trainer.strategy.root_device.type == "cpu":
         keep_freed_memory()
@@ -150,41 +167,6 @@ def _make_module(
         return FineTuner(model, penalty, optim, data.evaluators, **options)
     options |= {"is_causal": spec.kind == "causal_lm", "restrict_head_to_labels": not config.model.compile}
     return LanguageModelTuner(model, penalty, optim, data.evaluators, **options)
-
-
-def _make_checkpoints(
-    settings: TrainerConfig, folder: Path, history: History, metrics_file: MetricsFile, stop_signal: StopSignal
-) -> Checkpoints | None:
-    """Return the callback that saves checkpoints, or None if the trainer is configured without checkpoints."""
-    if not writes_checkpoints(settings):
-        return None
-    steps, minutes = settings.checkpoint_every_n_steps, settings.checkpoint_every_n_minutes
-    return Checkpoints(folder / CHECKPOINTS_FOLDER, folder.name, history, metrics_file, stop_signal, steps, minutes)
-
-
-def _make_observing_callbacks(
-    config: Config, folder: Path, data_module: FineTuningData, tokenizer: Any
-) -> list[L.Callback]:
-    """Return the callbacks that measure the geometry, or save the model, at scheduled training steps."""
-    callbacks: list[L.Callback] = []
-    settings = config.trainer
-    if settings.measure_every_n_steps is not None:
-        steps, examples = settings.measure_every_n_steps, settings.measure_examples
-        callbacks.append(
-            GeometryProbe(data_module.validation[0], data_module.collate, config.data.eval_batch_size, steps, examples)
-        )
-    if settings.keep_models is not None:
-        callbacks.append(KeptModels(folder / results.KEPT_MODELS, settings.keep_models, tokenizer))
-    return callbacks
-
-
-def _make_pruning_callbacks(trial: str | None, history: History) -> list[L.Callback]:
-    """Return the callback that prunes the run of an Optuna trial, in a list that is empty without a trial."""
-    if trial is None:
-        return []
-    from istar.finetune.training.pruning import PruningCallback, TrialReference
-
-    return [PruningCallback(TrialReference.parse(trial), history, load_trial)]
 
 
 def _make_covariance_callback(
@@ -231,7 +213,7 @@ def _check_batch_size(job: Job) -> None:
 
 
 def _count_batches_per_epoch(job: Job) -> int:
-    """Return the number of training batches that each process has in an epoch."""
+    """Return the number of training batches of each process in an epoch."""
     num_examples = count_examples_per_process(len(job.data.train), job.trainer.world_size)
     num_batches = math.ceil(num_examples / job.config.data.batch_size)
     batch_limit = job.config.trainer.lightning.get("limit_train_batches") or 1.0

@@ -1,8 +1,11 @@
-"""Checks that optional dependencies are installed, and names the extra of the package that installs a missing one.
+"""Checks that optional dependencies are installed, and imports large libraries faster.
 
 `pip install istar` installs torch alone, which is all that `istar.measures` and `istar.regularizers` import.
 """
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 from istar.errors import UserError
@@ -42,3 +45,21 @@ def is_installed(module: str) -> bool:
     except (ImportError, ValueError):
         # An import hook forbids the module, or it is in sys.modules without a spec.
         return False
+
+
+@contextmanager
+def fast_imports() -> Iterator[None]:
+    """Speed up imports in the `with` block by disabling the garbage collector.
+
+    torch, transformers and Lightning create about a million objects that are never freed. If the garbage collector
+    traversed them again and again, it would take a fifth of the import time. After the block, the collector ignores
+    the objects that exist by then, so that every full collection is faster.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()

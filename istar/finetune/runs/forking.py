@@ -4,6 +4,7 @@ The imports take seconds, which each run would otherwise spend again. The server
 executes a run itself, so every run starts from the state after the imports.
 """
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -18,6 +19,9 @@ from istar.finetune.runs import launch
 
 RANK_VARIABLE_ORDER = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 """Environment variables from which Lightning reads the rank on import, in this order."""
+PRELOADED_MODULES = ["istar.finetune.runs.run", "istar.finetune.training.pruning", "wandb",
+                     "transformers.models.bert.modeling_bert"]  # fmt: skip
+"""Modules that the server imports; it passes over one that cannot be imported."""
 
 
 def is_supported() -> bool:
@@ -34,12 +38,12 @@ def start_server(environment: Mapping[str, str]) -> None:
     Stop signals are blocked in the server, which ends together with the last of the processes that use it.
     """
     with launch.blocked_signals(), _environment(environment):
-        multiprocessing.get_context("forkserver").set_forkserver_preload(["istar.finetune.runs.preloading"])
+        multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED_MODULES)
         forkserver.ensure_running()
 
 
 class ForkedProcess:
-    """A fork of the server that executes a run; it is created like `launch.spawn`, and is a `launch.Process`.
+    """A fork of the server that executes a run; a `launch.Spawn` that is a `launch.Process`.
 
     Raises:
         UserError: if the server cannot fork, for example because an import has ended it.
@@ -59,24 +63,19 @@ class ForkedProcess:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, which is negative for a signal, or None while the process runs."""
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """Return the exit code as `returncode` does."""
         return self._process.exitcode
 
     def send_signal(self, signal_number: int) -> None:
-        """Send a signal to the process unless it has ended."""
         if self._process.exitcode is None and self._process.pid is not None:
             os.kill(self._process.pid, signal_number)
 
     def kill(self) -> None:
-        """Send SIGKILL to the process unless it has ended."""
         self.send_signal(signal.SIGKILL)
 
     def wait(self) -> int | None:
-        """Wait until the process has ended, and return its exit code."""
         self._process.join()
         return self._process.exitcode
 
@@ -102,6 +101,8 @@ def _run_in_child(arguments: Sequence[str], environment: Mapping[str, str], log_
     import torch
     from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+    # The garbage collector need not traverse the objects of the libraries.
+    gc.freeze()
     # A forked process would otherwise start its own processes, such as data loaders', through the server.
     multiprocessing.set_start_method(None, force=True)
     os.setsid()

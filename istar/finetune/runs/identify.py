@@ -1,24 +1,24 @@
-"""The first step of a run: finds out from config, data and model which run it is, and whether it is finished."""
+"""The first step of a run: finds out from config, data and model which run it is, and whether it is finished.
 
-from dataclasses import dataclass
+Large libraries are imported within the functions, because their import takes seconds, and a sweep looks up thousands of
+runs without training.
+"""
+
+import hashlib
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from istar.errors import UserError
+from istar.errors import UserError, did_you_mean
 from istar.finetune.runs import extras
-from istar.finetune.runs.resolving import resolve_config
-from istar.finetune.runs.run_folders import (
-    Examples,
-    find_task_spec,
-    identify_model,
-    load_examples,
-    read_finished_run,
-    run_folder_path,
-)
-from istar.finetune.tasks.loading import fingerprint
-from istar.finetune.training.trainer import check_precision_support
-from istar.records.config import Config, TensorBoardConfig
-from istar.records.results import RunRecord
-from istar.records.task_specs import TaskSpec
+from istar.records.config import Config, ModelConfig, TaskConfig, TensorBoardConfig, TrainerConfig
+from istar.records.config.schema import to_dict
+from istar.records.config.trainer_arguments import redundant_arguments
+from istar.records.identity import identity_hash
+from istar.records.task_specs import HELD_OUT, TASKS, TaskSpec
+
+if TYPE_CHECKING:
+    from istar.finetune.runs.examples import Examples
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,9 @@ class RunIdentity:
 
     config: Config
     spec: TaskSpec
-    examples: Examples
+    examples: "Examples"
     data_fingerprint: str
     folder: Path
-
-    def read_finished(self) -> RunRecord | None:
-        """Read the record of the run if it is finished and need not run again.
-
-        Raises:
-            UserError: if the finished run lacks an output that the config requests.
-        """
-        return None if self.config.run.overwrite else read_finished_run(self.folder, self.config)
 
 
 def identify(config: Config) -> RunIdentity:
@@ -61,11 +53,21 @@ def identify(config: Config) -> RunIdentity:
         extras.require("model.lora=true", "lora")
     spec = find_task_spec(config.task)
     _check_penalty_fits_task(config, spec)
+    from istar.finetune.training.precision import check_precision_support
+
     check_precision_support(config.trainer)
-    examples = load_examples(spec, config.task, config.data.cache_dir)
-    data_fingerprint = fingerprint(examples.train, *examples.validation)
+    examples, data_fingerprint = _load_fingerprinted_examples(spec, config)
     folder = run_folder_path(config, data_fingerprint, identify_model(config.model))
     return RunIdentity(config, spec, examples, data_fingerprint, folder)
+
+
+def _load_fingerprinted_examples(spec: TaskSpec, config: Config) -> tuple["Examples", str]:
+    """Return the examples of a task, and the hash of its training and validation examples."""
+    from istar.finetune.runs.examples import load_examples
+    from istar.finetune.tasks.loading import fingerprint
+
+    examples = load_examples(spec, config.task, config.data.cache_dir)
+    return examples, fingerprint(examples.train, *examples.validation)
 
 
 def _check_penalty_fits_task(config: Config, spec: TaskSpec) -> None:
@@ -75,3 +77,207 @@ def _check_penalty_fits_task(config: Config, spec: TaskSpec) -> None:
         raise UserError(
             f"reg.within={within_classes} needs a classification task; {spec.name} is {kind}, so leave it out"
         )
+
+
+def resolve_config(config: Config) -> Config:
+    """Return the config with `trainer.precision=auto` replaced by a precision and a hub model's branch by its commit.
+
+    Both are part of the hash in the run's name, and all processes of the run must use the same values.
+
+    Raises:
+        UserError: if `resolve_model` fails.
+    """
+    config = resolve_precision(config)
+    return replace(config, model=resolve_model(config.model))
+
+
+def resolve_precision(config: Config) -> Config:
+    """Return the config with `trainer.precision=auto` replaced by a precision that is fast on this machine.
+
+    A warning is logged if another precision is requested that is slow on this machine.
+    """
+    if config.trainer.precision in ("32-true", "16-mixed"):
+        return config
+    from istar.finetune.training import precision
+
+    return replace(config, trainer=precision.choose_precision(config.trainer))
+
+
+def resolve_model(config: ModelConfig) -> ModelConfig:
+    """Return the config of a hub model with its branch or tag replaced by the commit.
+
+    All files of the model are then of the same version. A tokenizer from the hub becomes `<hub id>@<commit>`. Other
+    models and tokenizers are left unchanged.
+
+    Raises:
+        UserError: if `istar.inputs.hub.find_commit` does not find the commit.
+    """
+    if config.is_tiny:
+        return config
+    from istar.inputs.hub import find_commit, is_hub_id
+
+    if config.architecture is None and is_hub_id(config.name):
+        config = replace(config, revision=find_commit(config.name, config.revision, "model"))
+    if config.tokenizer is not None and not config.trains_tokenizer:
+        name, _, revision = config.tokenizer.partition("@")
+        if is_hub_id(name):
+            config = replace(config, tokenizer=f"{name}@{find_commit(name, revision or None, 'model')}")
+    return config
+
+
+def find_task_spec(config: TaskConfig) -> TaskSpec:
+    """Return the specification of the task that a config names.
+
+    With `validation_fraction`, `HELD_OUT` is added to its validation sets.
+
+    Raises:
+        UserError: if there is no such task, or `task.submission=true` and the task has no submission file.
+    """
+    spec = TASKS.get(config.name)
+    if spec is None:
+        hint = did_you_mean(config.name, TASKS)
+        raise UserError(f"task.name={config.name} is not known{hint}; one of {', '.join(TASKS)}")
+    if config.submission and not any(split.submission for split in spec.test):
+        raise UserError(f"task.submission=true, but {spec.name} is not one of GLUE's tasks and has no submission file")
+    if config.validation_fraction is not None:
+        return replace(spec, validation=(*spec.validation, HELD_OUT))
+    return spec
+
+
+def run_folder_path(config: Config, data_fingerprint: str, model_identity: str) -> Path:
+    """Return the path of a run's folder, whose name ends with a hash of config, data and model.
+
+    Args:
+        config: config of the run, after `resolve_config`.
+        data_fingerprint: hash of the training and validation examples.
+        model_identity: what `identify_model` returns for the model.
+    """
+    digest = identity_hash(_normalize_config(config), data_fingerprint, model_identity)
+    name = "-".join([config.task.name, Path(config.model.name).name, config.reg.name, digest])
+    return Path(config.run.root).expanduser() / name
+
+
+def _normalize_config(config: Config) -> dict[str, Any]:
+    """Return the config as nested dictionaries that are equal for configs of the same run.
+
+    Values that have no effect, or that mean the same as the default, are replaced by the default.
+    """
+    settings, spec = to_dict(config), find_task_spec(config.task)
+    task, trainer = settings["task"], settings["trainer"]
+    # The fingerprint of the data covers these two.
+    task["limit_train"] = task["limit_validation"] = None
+    model = settings["model"]
+    if not config.model.trains_tokenizer:
+        model["vocab_size"] = ModelConfig.vocab_size
+    if not config.model.lora:
+        for key in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"):
+            model[key] = getattr(ModelConfig, key)
+    if config.task.max_length == spec.max_length:
+        task["max_length"] = None
+    if spec.kind != "span":
+        for key in ("doc_stride", "n_best", "max_answer_length"):
+            task[key] = getattr(TaskConfig, key)
+    if not spec.is_language_modelling:
+        task["packing"] = TaskConfig.packing
+    if spec.kind != "masked_lm":
+        task["whole_word"] = TaskConfig.whole_word
+    if config.trainer.stop_at_inter_sim is None:
+        trainer["inter_sim_patience"] = TrainerConfig.inter_sim_patience
+    # Only the number of devices changes the result, because it multiplies the batch size.
+    trainer["devices"] = _count_devices(config.trainer)
+    for name in redundant_arguments(config.trainer.lightning):
+        del trainer[name]
+    return settings
+
+
+def _count_devices(settings: TrainerConfig) -> int:
+    if type(settings.devices) is int and settings.devices > 0:
+        return settings.devices
+    # `auto`, -1 or a list depend on the hardware.
+    from istar.finetune.training.trainer import build_bare_trainer
+
+    return build_bare_trainer(settings).num_devices
+
+
+class RunFolders:
+    """Finds the folders of many runs, and loads each data set and hashes each model only once."""
+
+    def __init__(self) -> None:
+        self._resolved_values_by_model: dict[tuple[str | None, ...], dict[str, Any]] = {}
+        self._num_examples_by_data: dict[str, int] = {}
+        self._fingerprint_by_data: dict[str, str] = {}
+        self._identity_by_model: dict[str, str] = {}
+
+    def find(self, config: Config) -> Path:
+        """Return the path of a run's folder, whether it exists or not.
+
+        Raises:
+            UserError: if the run's data cannot be loaded, or `resolve_model` fails.
+        """
+        config = self.resolve(config)
+        data_key, model_key = _make_data_key(config.task), repr(config.model)
+        if data_key not in self._num_examples_by_data:
+            # Test sets are not part of a run's hash.
+            task = replace(config.task, submission=False)
+            spec = find_task_spec(config.task)
+            examples, self._fingerprint_by_data[data_key] = _load_fingerprinted_examples(
+                spec, replace(config, task=task)
+            )
+            self._num_examples_by_data[data_key] = len(examples.train)
+        if model_key not in self._identity_by_model:
+            self._identity_by_model[model_key] = identify_model(config.model)
+        return run_folder_path(config, self._fingerprint_by_data[data_key], self._identity_by_model[model_key])
+
+    def resolve(self, config: Config) -> Config:
+        """Return the config with its model resolved by `resolve_model`; all runs of a model get the same commit."""
+        model_key = config.model.name, config.model.revision, config.model.tokenizer, config.model.architecture
+        if model_key not in self._resolved_values_by_model:
+            resolved = resolve_model(config.model)
+            self._resolved_values_by_model[model_key] = {"revision": resolved.revision, "tokenizer": resolved.tokenizer}
+        return replace(config, model=replace(config.model, **self._resolved_values_by_model[model_key]))
+
+    def num_training_examples(self, config: Config) -> int:
+        """Return the number of training examples of a run, or 0 if `find` has not loaded its data."""
+        return self._num_examples_by_data.get(_make_data_key(config.task), 0)
+
+
+def _make_data_key(task: TaskConfig) -> str:
+    """Return a key that is equal for task configs that load the same examples."""
+    return repr(replace(task, max_length=None, submission=False))
+
+
+def identify_model(config: ModelConfig) -> str:
+    """Return a string that identifies a model: hub id and commit, or the hash of the files of a local folder.
+
+    The weights are ignored if they are not loaded (`pretrained=False`). A model with a new architecture is called
+    "new", because its config identifies it. If the tokenizer is not the model's own, its identity is appended.
+
+    Args:
+        config: config of the model, after `resolve_model`.
+    """
+    if config.architecture is not None:
+        identity = "new"
+    elif config.is_tiny or not Path(config.name).is_dir():
+        identity = f"{config.name}@{config.revision or 'main'}"
+    else:
+        identity = _hash_model_folder(Path(config.name), include_weights=config.pretrained)
+    if config.tokenizer is None:
+        return identity
+    # The fingerprint of the data covers the text on which a tokenizer is trained.
+    is_tokenizer_folder = not config.trains_tokenizer and Path(config.tokenizer).is_dir()
+    tokenizer_identity = config.tokenizer
+    if is_tokenizer_folder:
+        tokenizer_identity = _hash_model_folder(Path(config.tokenizer), include_weights=False)
+    return f"{identity} tokenizer {tokenizer_identity}"
+
+
+def _hash_model_folder(folder: Path, include_weights: bool) -> str:
+    digest = hashlib.blake2b()
+    for path in sorted(folder.iterdir()):
+        is_weights = path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json")
+        is_included = path.suffix in (".json", ".txt", ".model") or is_weights
+        if path.is_file() and is_included and (include_weights or not is_weights):
+            digest.update(path.name.encode())
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "blake2b").digest())
+    return digest.hexdigest()

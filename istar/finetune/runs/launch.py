@@ -28,8 +28,8 @@ from istar.drawing.terminal import make_console, replace_unencodable_characters
 from istar.errors import SHOW_TRACE, LockedError, StoppedError, UserError, mask_secrets, shorten
 from istar.files.parsing import read_json, read_yaml
 from istar.files.writing import write_text
-from istar.finetune.runs.importing import fast_imports
-from istar.finetune.runs.resolving import resolve_config
+from istar.finetune.runs.extras import fast_imports
+from istar.finetune.runs.identify import resolve_config
 from istar.records import results
 from istar.records.config import Config, TrainerConfig, schema
 from istar.records.results import RunRecord
@@ -159,10 +159,9 @@ class Process(Protocol):
 
 
 Spawn = Callable[[Sequence[str], Mapping[str, str], Path | None], Process]
-"""Type of a function that starts a process which calls `execute_process`: `spawn` or `forking.ForkedProcess`.
+"""Starts a process that calls `execute_process` with these arguments: `spawn` or `forking.ForkedProcess`.
 
-It takes the arguments of `execute_process`, the environment variables of the process, and the path of the file for
-stdout and stderr, which are inherited for `None`.
+The others are its environment variables and the file for stdout and stderr, which are inherited for `None`.
 """
 
 
@@ -174,11 +173,7 @@ def spawn(arguments: Sequence[str], environment: Mapping[str, str], log_path: Pa
 
 
 class RunProcesses:
-    """The processes of a run. Create it within `blocked_signals()`, poll `has_ended`, then call `read_record`.
-
-    The processes have the environment variables of this process and `extra_variables`. They write stdout and stderr to
-    `log_path`, or inherit both if it is None.
-    """
+    """The processes of a run. Create it within `blocked_signals()`, poll `has_ended`, then call `read_record`."""
 
     def __init__(
         self,
@@ -207,7 +202,6 @@ class RunProcesses:
             self._processes.append(spawn(arguments, environment, log_path))
 
     def send_signal(self, signal_number: int) -> None:
-        """Send a signal to all processes of the run."""
         for process in self._processes:
             process.send_signal(signal_number)
 
@@ -242,7 +236,7 @@ class RunProcesses:
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Execute a run in this interpreter; `arguments` are the parent's PID and those of `execute_process`."""
+    """Execute a run in this interpreter; the first argument is the parent's PID."""
     parent_pid, *process_arguments = arguments
     execute_process(process_arguments, is_parent_alive=lambda: os.getppid() == int(parent_pid))
 
@@ -304,10 +298,7 @@ def make_import_variables() -> dict[str, str]:
 
 
 def _make_process_environment(rank: int, num_processes: int, settings: TrainerConfig, port: int) -> dict[str, str]:
-    """Return the environment variables of a run's process: those of this process, with the rank of the new one.
-
-    `port` is a free port for the connections to rank 0, which is used unless `MASTER_PORT` is set.
-    """
+    """Return this process's environment with the rank of a new one; `port` is for connections to rank 0."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -329,9 +320,8 @@ def _make_process_environment(rank: int, num_processes: int, settings: TrainerCo
 def _make_run_error(
     folder: Path, exit_code_by_rank: dict[int, int], num_processes: int, signals: Sequence[int]
 ) -> UserError:
-    """Return the error that ended a run.
+    """Return the error that ended a run: first a `UserError`, then a killing signal, then an unexpected exception.
 
-    A `UserError` of any process takes precedence, then the signal that killed a process, then an unexpected exception.
     The order matters because the failure of one process makes the others fail, too.
     """
     error_by_rank = {
@@ -370,10 +360,7 @@ def _make_user_error(message: str, exit_code: int = UNEXPECTED_ERROR) -> UserErr
 
 @contextmanager
 def forward_signals(runs: Sequence[RunProcesses]) -> Iterator[list[int]]:
-    """Forward signals to the processes of the runs during the `with` block.
-
-    Yields the list of the received signal numbers, to which each further signal is appended.
-    """
+    """Forward signals to the processes of the runs during the `with` block; yield the growing list of their numbers."""
     received_signals: list[int] = []
 
     def forward(signal_number: int, frame: FrameType | None) -> None:
@@ -406,7 +393,6 @@ def blocked_signals() -> Iterator[None]:
 
 
 def _terminate_with_parent(is_parent_alive: Callable[[], bool]) -> None:
-
     def terminate_when_parent_ends() -> None:
         while is_parent_alive():
             time.sleep(0.25)

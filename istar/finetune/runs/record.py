@@ -8,20 +8,22 @@ from typing import Any
 from istar.files.outputs import run_output
 from istar.files.writing import atomic_write, write_text
 from istar.finetune.runs.assemble import CHECKPOINTS_FOLDER, Job
-from istar.finetune.runs.geometry_picture import render_geometry_plot
-from istar.finetune.runs.run_picture import render_isotropy_plot
+from istar.finetune.runs.run_summary import render_geometry_plot, render_isotropy_plot
 from istar.finetune.tasks.evaluation import write_submission
 from istar.finetune.tasks.loading import count_overlap
 from istar.finetune.training import merge_outputs
 from istar.finetune.training.checkpoints import remove_old_checkpoints
-from istar.finetune.training.final_geometry import compute_isoscore_star_by_layer, measure_validation_geometry
+from istar.finetune.training.final_geometry import (
+    StateReader,
+    compute_isoscore_star_by_layer,
+    measure_validation_geometry,
+)
 from istar.finetune.training.loggers import log_result
 from istar.finetune.training.module import all_gather_object
 from istar.inputs import pretrained
 from istar.records import results
 from istar.records.config.schema import to_dict
-from istar.records.provenance import describe_code, describe_hardware
-from istar.records.results import RunRecord
+from istar.records.results import RunRecord, describe_code, describe_hardware
 
 ISOTROPY_PICTURE = "isotropy.png"
 GEOMETRY_PICTURE = "geometry_over_steps.png"
@@ -43,15 +45,10 @@ def start_record(job: Job) -> RunRecord:
 
 
 def record_results(job: Job, record: RunRecord, timing: dict[str, Any], start_time: float) -> RunRecord:
-    """Write the outputs of a trained model into the folder of its run, and return the complete record.
+    """Complete the record of `start_record` after the training, and write it and all outputs into the run's folder.
 
-    All ranks call this together; only rank 0 writes.
-
-    Args:
-        job: the run, after its training.
-        record: what `start_record` returned.
-        timing: durations of the training's phases in seconds, by name.
-        start_time: value of `time.perf_counter()` at the start of the run.
+    All ranks call this together; only rank 0 writes. `timing` has the seconds of the training's phases by name, and
+    `start_time` is the value of `time.perf_counter()` at the start of the run.
     """
     _save_outputs(job)
     status = "pruned" if job.history.pruned else "finished"
@@ -94,19 +91,13 @@ def _save_outputs(job: Job) -> None:
 
 
 def _measure_geometry(job: Job) -> dict[str, Any]:
-    """Measure the geometry of the model on the first validation set, and return it as `geometry.json` stores it."""
-    config, validation, collate = job.config, job.data.validation[0], job.data_module.collate
-    geometry = measure_validation_geometry(job.trainer, job.module, validation, collate, config.data.eval_batch_size)
+    """Return the geometry of the model on the first validation set, as `geometry.json` stores it."""
+    config, validation = job.config, job.data.validation[0]
+    reader = StateReader(job.trainer, job.module, job.data_module.collate, config.data.eval_batch_size)
+    geometry = measure_validation_geometry(reader, validation)
     if config.run.isotropy_zeta is not None and not config.trainer.fast_dev_run:
         geometry["isoscore_star"] = compute_isoscore_star_by_layer(
-            job.trainer,
-            job.module,
-            validation,
-            job.data.train,
-            collate,
-            config.data.eval_batch_size,
-            config.run.isotropy_zeta,
-            config.seed,
+            reader, validation, job.data.train, config.run.isotropy_zeta, config.seed
         )
     return geometry
 
@@ -136,6 +127,10 @@ def _make_result_fields(job: Job) -> dict[str, Any]:
     )
     validation_sizes = {name: len(rows) for name, rows in examples_by_set.items()}
     overlaps = {name: count_overlap(spec, train_examples, rows) for name, rows in examples_by_set.items()}
+    class_isotropy = {}
+    if "class_isotropy" in best_entry:
+        before = history.before_training.get("class_isotropy", {})
+        class_isotropy = {"before": before, "after": best_entry["class_isotropy"]}
     return {
         "headline": {
             "metric": spec.headline,
@@ -156,7 +151,7 @@ def _make_result_fields(job: Job) -> dict[str, Any]:
             "after": best_entry["isotropy"],
             "points": job.geometry.num_points,
         },
-        "class_isotropy": _make_class_isotropy_field(history.before_training, best_entry),
+        "class_isotropy": class_isotropy,
         "epochs": history.epochs,
         "skipped_steps": job.module.step_guard.num_skipped,
         "data": {
@@ -166,9 +161,3 @@ def _make_result_fields(job: Job) -> dict[str, Any]:
             "overlap": overlaps,
         },
     }
-
-
-def _make_class_isotropy_field(entry_before: dict[str, Any], best_entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the field `class_isotropy` of `RunRecord` from two entries of the history; empty without classes."""
-    key = "class_isotropy"
-    return {"before": entry_before.get(key, {}), "after": best_entry[key]} if key in best_entry else {}

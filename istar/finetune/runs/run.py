@@ -10,37 +10,32 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
 import lightning as L
 import torch
 import torch.distributed as dist
-import yaml
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 
 from istar.errors import StoppedError, UserError, shorten
-from istar.files.outputs import run_output
-from istar.files.writing import lock_folder, remove_temporary_files
-from istar.finetune.runs.assemble import CHECKPOINTS_FOLDER, Job, assemble
+from istar.files.writing import lock_folder
+from istar.finetune.runs.assemble import Job, assemble
+from istar.finetune.runs.finished_runs import read_finished_run
 from istar.finetune.runs.identify import identify
 from istar.finetune.runs.prepare import prepare
 from istar.finetune.runs.record import ISOTROPY_PICTURE, record_results, start_record
-from istar.finetune.runs.run_table import build_run_table
-from istar.finetune.runs.train import add_advice, train
-from istar.finetune.training.checkpoints import find_resumable_checkpoint
+from istar.finetune.runs.run_summary import build_run_table
+from istar.finetune.runs.train import add_advice, claim_folder, train
 from istar.finetune.training.loggers import attach_loggers, log_result_to_sweep_agent
 from istar.finetune.training.module import all_gather_object
 from istar.finetune.training.signals import preserve_signal_handlers
 from istar.finetune.training.trainer import suppress_lightning_messages
 from istar.records import results
 from istar.records.config import Config
-from istar.records.config.schema import to_dict
 from istar.records.results import RunRecord
 
-_MODEL_FOLDERS = ("model", results.KEPT_MODELS)
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -69,12 +64,12 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
         # Only rank 0 logs, because all ranks would log the same.
         logging.getLogger("istar").setLevel(logging.ERROR)
     identity = identify(config)
-    finished_record = identity.read_finished()
+    finished_record = read_finished_run(identity.folder, identity.config)
     if finished_record is None:
         job = assemble(prepare(identity), trial)
         with _process_group(job.trainer), lock_folder(job.folder) if job.trainer.is_global_zero else nullcontext():
             _check_same_run_on_all_ranks(job)
-            finished_record, checkpoint = _call_on_rank_zero(job.trainer, lambda: _claim_folder(job))
+            finished_record, checkpoint = _call_on_rank_zero(job.trainer, lambda: claim_folder(job))
             if finished_record is None:
                 with preserve_signal_handlers():
                     record = _train_and_record(job, checkpoint, start_time)
@@ -127,63 +122,8 @@ def _call_on_rank_zero(trainer: L.Trainer, compute: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def _claim_folder(job: Job) -> tuple[RunRecord | None, Path | None]:
-    """Write `config.yaml` into the run folder, and find the checkpoint to resume from.
-
-    Returns:
-        The record of the run and None if another process has finished the run, in which case nothing is written.
-        Otherwise None and the checkpoint, or None and None if there is no checkpoint.
-
-    Raises:
-        UserError: if the folder cannot be written, or the checkpoint was saved with a different number of processes.
-    """
-    folder, config = job.folder, job.config
-    try:
-        if config.run.overwrite:
-            _rename_existing_folder(folder)
-        # Another process may have finished the run while this one was loading.
-        elif (finished_record := job.identity.read_finished()) is not None:
-            return finished_record, None
-        output = run_output(folder)
-        output.check(_MODEL_FOLDERS if output.has_manifest else output.list_names())
-        remove_temporary_files(folder)
-        checkpoint = None
-        if job.checkpoints is not None:
-            checkpoint = find_resumable_checkpoint(folder / CHECKPOINTS_FOLDER, folder.name, job.trainer.world_size)
-        if checkpoint is not None:
-            log.warning("%s was interrupted; it resumes from %s", folder, checkpoint.name)
-        started_at = None if checkpoint is None else results.read_start_time(folder)
-        first_line = results.start_comment(started_at or datetime.now(UTC).isoformat(timespec="seconds"))
-        config_text = first_line + yaml.safe_dump(to_dict(config), sort_keys=False)
-        output.write({results.CONFIG: config_text.encode()})
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {shorten(error)}") from error
-    return None, checkpoint
-
-
-def _rename_existing_folder(folder: Path) -> None:
-    """Rename a run folder that is not empty to `<name>.old-1`, or to the first such name that is free."""
-    if not folder.exists() or not any(folder.iterdir()):
-        return
-    suffix = 1
-    while (old_folder := folder.with_name(f"{folder.name}.old-{suffix}")).exists():
-        suffix += 1
-    folder.rename(old_folder)
-    log.warning("%s held another run of the same config; it is kept as %s", folder, old_folder)
-
-
 def _train_and_record(job: Job, checkpoint: Path | None, start_time: float) -> RunRecord:
-    """Train the model and record the results; if this fails, write a record of the failure.
-
-    Args:
-        job: the assembled run.
-        checkpoint: checkpoint to resume from; `None` starts a new training.
-        start_time: value of `time.perf_counter()` at the start of the run.
-
-    Raises:
-        UserError: if the run fails for a known reason; the message says how to continue.
-        StoppedError: if a signal has stopped the run.
-    """
+    """Train, from a checkpoint if there is one, and record the results; on failure, write a record of the failure."""
     record = start_record(job)
     try:
         with suppress_lightning_messages(), attach_loggers(job.trainer, job.metrics_file, job.config, job.folder):

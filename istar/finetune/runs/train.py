@@ -1,13 +1,71 @@
-"""The fourth step of a run: trains the model, and says after an error how the run continues."""
+"""The fourth step of a run: claims its folder, trains the model, and says after an error how the run continues."""
 
+import logging
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from istar.errors import NonFiniteError, UserError, shorten
-from istar.finetune.runs.assemble import Job
-from istar.finetune.runs.private_names import is_compile_error
-from istar.finetune.training.checkpoints import read_checkpoint
+from istar.files.outputs import run_output
+from istar.files.writing import remove_temporary_files
+from istar.finetune.runs.assemble import CHECKPOINTS_FOLDER, Job
+from istar.finetune.runs.finished_runs import read_finished_run
+from istar.finetune.training.checkpoints import find_resumable_checkpoint, read_checkpoint
+from istar.records import results
+from istar.records.config.schema import to_dict
+from istar.records.results import RunRecord
+
+_MODEL_FOLDERS = ("model", results.KEPT_MODELS)
+
+log = logging.getLogger(__name__)
+
+
+def claim_folder(job: Job) -> tuple[RunRecord | None, Path | None]:
+    """Write `config.yaml` into the run folder, and find the checkpoint to resume from.
+
+    Returns:
+        The record of the run and None if another process has finished the run, in which case nothing is written.
+        Otherwise None and the checkpoint, or None and None if there is no checkpoint.
+
+    Raises:
+        UserError: if the folder cannot be written, or the checkpoint was saved with a different number of processes.
+    """
+    folder, config = job.folder, job.config
+    try:
+        if config.run.overwrite:
+            _rename_existing_folder(folder)
+        # Another process may have finished the run while this one was loading.
+        elif (finished_record := read_finished_run(folder, config)) is not None:
+            return finished_record, None
+        output = run_output(folder)
+        output.check(_MODEL_FOLDERS if output.has_manifest else output.list_names())
+        remove_temporary_files(folder)
+        checkpoint = None
+        if job.checkpoints is not None:
+            checkpoint = find_resumable_checkpoint(folder / CHECKPOINTS_FOLDER, folder.name, job.trainer.world_size)
+        if checkpoint is not None:
+            log.warning("%s was interrupted; it resumes from %s", folder, checkpoint.name)
+        started_at = None if checkpoint is None else results.read_start_time(folder)
+        first_line = results.start_comment(started_at or datetime.now(UTC).isoformat(timespec="seconds"))
+        config_text = first_line + yaml.safe_dump(to_dict(config), sort_keys=False)
+        output.write({results.CONFIG: config_text.encode()})
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {shorten(error)}") from error
+    return None, checkpoint
+
+
+def _rename_existing_folder(folder: Path) -> None:
+    """Rename a run folder that is not empty to `<name>.old-1`, or to the first such name that is free."""
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    suffix = 1
+    while (old_folder := folder.with_name(f"{folder.name}.old-{suffix}")).exists():
+        suffix += 1
+    folder.rename(old_folder)
+    log.warning("%s held another run of the same config; it is kept as %s", folder, old_folder)
 
 
 def train(job: Job, checkpoint: Path | None) -> dict[str, Any]:
@@ -37,7 +95,7 @@ def add_advice(error: Exception, job: Job) -> Exception:
     """Return a new error that also says how to continue the run, or the same error if there is no such advice."""
     last_checkpoint = None if job.checkpoints is None else job.checkpoints.newest_path()
     checkpoint_note = f"the last good state is {last_checkpoint}" if last_checkpoint else "there is no checkpoint yet"
-    effect_of_restart = "resumes from there" if last_checkpoint else "starts anew"
+    effect_of_restart = "resumes from there" if last_checkpoint else "starts again"
     if isinstance(error, NonFiniteError):
         advice = "lower optim.lr or reg.lambda, or skip such steps with trainer.nonfinite=skip"
         return NonFiniteError(f"{error}; {checkpoint_note}; {advice}")
@@ -45,6 +103,6 @@ def add_advice(error: Exception, job: Job) -> Exception:
         return UserError(
             f"{shorten(error)}; {checkpoint_note}; mend it and send the same command, which {effect_of_restart}"
         )
-    if job.config.model.compile and is_compile_error(error):
-        return UserError(f"model.compile=true: the model cannot be compiled here: {shorten(error)}")
+    if job.config.model.compile:
+        error.add_note("model.compile=false trains without compiling the model")
     return error

@@ -1,13 +1,195 @@
-"""Lists the runs of a sweep for its plan, before any of them is executed."""
+"""The runs of a sweep: their configs, names and states, before and while they are executed."""
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from hydra.core.config_loader import ConfigLoader
+from omegaconf import DictConfig
 from rich.console import Console
+from rich.progress import track
 
 from istar.errors import UserError, mask_secrets
-from istar.finetune.sweeps.sweep import SweepRequest, SweepRuns, list_runs
-from istar.finetune.sweeps.trials import replace_seed
-from istar.records.plan_entries import PlannedRun, Repetitions
+from istar.files.outputs import Output
+from istar.finetune.runs import extras
+from istar.finetune.runs.finished_runs import read_finished_run
+from istar.finetune.runs.identify import RunFolders, resolve_precision
+from istar.finetune.sweeps import live_table, trials
+from istar.finetune.sweeps.live_table import SweepEntry, SweepState
+from istar.finetune.sweeps.trials import Overrides, Trial
+from istar.records import results
+from istar.records.config import Config, SweepConfig, WandbConfig, schema
+from istar.records.results import RunRecord
+from istar.records.run_rows import PlannedRun, Repetitions
+
+SEARCH_STAGE, SEEDS_STAGE = "search", "seeds"
+_MIN_RUNS_FOR_PROGRESS_BAR = 50  # number of runs from which a progress bar is shown while their configs are composed
+
+Launcher = Callable[[Sequence[Overrides]], Sequence[RunRecord | UserError]]
+"""Type of a function that executes several runs elsewhere, as Hydra's launchers do.
+
+It takes the overrides of each run and returns the record or the error of each.
+"""
+
+
+@dataclass(frozen=True)
+class SweepRequest:
+    """A sweep as requested on the command line."""
+
+    settings: SweepConfig
+    arguments: Sequence[str]  # overrides of the command line
+    params: Mapping[str, Any]  # values to sweep over by key, from `hydra.sweeper.params`
+    command: str  # the command line, for messages that repeat it
+    root: Path  # folder that holds the runs
+    compose: Callable[[Overrides], DictConfig]  # composes the config of a run from its overrides
+    launcher: Launcher | None = None  # executes the runs; None executes them on this machine
+    config_loader: ConfigLoader | None = None  # lists the options of config groups for `glob(*)`
+    environment: Mapping[str, str] = field(default_factory=dict)  # further variables of the runs' processes
+
+
+def list_runs(request: SweepRequest, console: Console) -> "SweepRuns":
+    """List the runs of a sweep without executing any: all combinations of a grid; a search has none before it starts.
+
+    Raises:
+        UserError: for overrides that do not compose or cannot be searched, or if Optuna is not installed.
+    """
+    if request.settings.search == "optuna":
+        extras.require("sweep.search=optuna", "sweep")
+    runs = SweepRuns(request, console)
+    if request.settings.search == "grid":
+        runs.add_grids()
+    return runs
+
+
+class SweepRuns:
+    """The runs of a sweep: for the name of each run, a trial and an entry of the sweep's state."""
+
+    def __init__(self, request: SweepRequest, console: Console) -> None:
+        settings = request.settings
+        self.request, self.console = request, console
+        grids, loader = settings.grids or {}, request.config_loader
+        self.space_by_grid = trials.make_search_spaces(request.arguments, request.params, grids, settings.only, loader)
+        sweep_hash = trials.sweep_hash(self.space_by_grid, settings.seeds, settings.search, settings.sampler_seed)
+        self.folder = request.root / live_table.SWEEPS_FOLDER / f"{settings.name}-{sweep_hash}"
+        self.output = Output(self.folder, "sweep", "", "choose another sweep.name")
+        self.state = SweepState(self.folder.name, request.command, str(request.root), settings.jobs)
+        self.trial_by_name: dict[str, Trial] = {}
+        self.entry_by_name: dict[str, SweepEntry] = {}
+        # Name of the grid that contains each run, by the name of the run; the first grid if several contain the run.
+        self.grid_by_run: dict[str, str] = {}
+        self.run_folders = RunFolders()
+
+    def add_grids(self) -> None:
+        """Add the runs of all grids."""
+        grid_by_overrides: dict[Overrides, str] = {}
+        for grid, space in self.space_by_grid.items():
+            for overrides in trials.list_combinations(space):
+                grid_by_overrides.setdefault(overrides, grid)
+        self.add_runs(list(grid_by_overrides), SEARCH_STAGE)
+        for trial in self.trial_by_name.values():
+            self.grid_by_run[trial.name] = grid_by_overrides[trial.overrides]
+
+    def add_runs(self, runs: Sequence[Overrides], stage: str) -> None:
+        """Add the runs with the given overrides, with a progress bar if there are many."""
+        is_short = len(runs) < _MIN_RUNS_FOR_PROGRESS_BAR
+        for overrides in track(runs, "composing", console=self.console, transient=True, disable=is_short):
+            self.add_run(overrides, stage)
+
+    def add_run(self, overrides: Overrides, stage: str) -> Trial:
+        """Add the run with the given overrides and return its trial; a known run is moved to the given stage.
+
+        If the run is finished, its result is taken over. A run whose data cannot be loaded is added as failed.
+
+        Raises:
+            UserError: if the overrides do not compose.
+        """
+        config = self.compose_config(overrides)
+        if isinstance(config.logger, WandbConfig) and config.logger.group is None:
+            config = replace(config, logger=replace(config.logger, group=self.folder.name))
+        error_message, record = None, None
+        try:
+            # The processes of the run load the commit for which the run is named.
+            config = self.run_folders.resolve(config)
+            name = self.run_folders.find(config).name
+            record = self.read_finished_record(Trial(overrides, config, name))
+        except UserError as error:
+            error_message, name = str(error), f"not-started-{len(self.entry_by_name) + 1}"
+        trial = self.trial_by_name.setdefault(name, Trial(overrides, config, name))
+        if name not in self.entry_by_name:
+            self.entry_by_name[name] = live_table.make_entry(trial, stage)
+            self.state.entries.append(self.entry_by_name[name])
+        entry = self.entry_by_name[name]
+        entry.stage = stage
+        if record is not None:
+            entry.apply_record(record)
+        if error_message is not None:
+            entry.status, entry.error = "failed", error_message
+        return trial
+
+    def run_name(self, overrides: Overrides) -> str:
+        """Return the name of the run with these overrides, or the overrides if its data cannot be loaded."""
+        try:
+            return self.run_folders.find(self.compose_config(overrides)).name
+        except UserError:
+            return " ".join(overrides)
+
+    def compose_config(self, overrides: Overrides) -> Config:
+        """Compose the config of a run from its overrides, and resolve its precision if it runs on this machine.
+
+        Raises:
+            UserError: if a launcher executes the runs and `trainer.precision` is `auto`. The precision is part of a
+                run's name, but this machine cannot choose it for another one.
+        """
+        config = schema.load(self.request.compose(overrides))
+        if self.request.launcher is None:
+            return resolve_precision(config)
+        if config.trainer.precision == "auto":
+            raise UserError(
+                "trainer.precision=auto: the jobs of a launcher may run on another machine than this; name the "
+                "precision, for example trainer.precision=bf16-mixed"
+            )
+        return config
+
+    def read_finished_record(self, trial: Trial) -> RunRecord | None:
+        """Read the record of a trial that is finished and need not be executed again, or return None.
+
+        Raises:
+            UserError: if the folder holds a result that cannot be used.
+        """
+        return read_finished_run(self.request.root / trial.name, trial.config)
+
+    def compose_sample_config(self) -> Config:
+        """Compose a config with only the overrides that are not swept over, as an example of the runs of a search.
+
+        Raises:
+            UserError: if the data of the config cannot be loaded.
+        """
+        space = next(iter(self.space_by_grid.values()))
+        fixed_overrides = tuple(
+            override.input_line or "" for override in space.values() if not override.is_sweep_override()
+        )
+        config = self.compose_config(fixed_overrides)
+        self.run_folders.find(config)
+        return config
+
+    def list_repetitions_of_best(self) -> list[Overrides]:
+        """List the overrides by which the best run of each selection group is repeated with each of `sweep.seeds`."""
+        best_by_group: dict[tuple[str, ...], SweepEntry] = {}
+        for entry in self.state.entries_with("finished"):
+            key = self.selection_group(entry)
+            if key not in best_by_group or entry.selection_merit > best_by_group[key].selection_merit:
+                best_by_group[key] = entry
+        seeds = self.request.settings.seeds
+        return [trials.replace_seed(tuple(entry.overrides), seed) for entry in best_by_group.values() for seed in seeds]
+
+    def selection_group(self, entry: SweepEntry) -> tuple[str, ...]:
+        """Return task, model, method and grid of a run; the best run of each such group is repeated with more seeds."""
+        return (*entry.group, self.grid_by_run.get(entry.name, ""))
+
+    def read_record(self, entry: SweepEntry) -> RunRecord:
+        """Read the record of a run that has ended."""
+        return results.read(self.request.root / entry.name)
 
 
 def describe_sweep(request: SweepRequest, console: Console) -> dict[str, Any]:
@@ -44,7 +226,7 @@ def _list_repetitions(runs: SweepRuns) -> list[Repetitions]:
     repetitions_by_group: dict[tuple[str, ...], Repetitions] = {}
     for entry in runs.state.entries:
         for seed in runs.request.settings.seeds:
-            config = runs.compose_config(replace_seed(tuple(entry.overrides), seed))
+            config = runs.compose_config(trials.replace_seed(tuple(entry.overrides), seed))
             name = runs.run_folders.find(config).name
             if name in runs.entry_by_name:
                 continue

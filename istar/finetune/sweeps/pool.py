@@ -5,40 +5,20 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from istar.errors import LockedError, StoppedError, UserError
 from istar.finetune.runs.forking import ForkedProcess, is_supported
 from istar.finetune.runs.launch import RunProcesses, Spawn, blocked_signals, forward_signals, processes_to_start, spawn
 from istar.finetune.sweeps.trials import Trial
 from istar.records.config import SweepConfig, TrainerConfig
-from istar.records.results import RunRecord
 
-
-class TrialSource(Protocol):
-    """Supplies trials and receives their results; see `istar.finetune.sweeps.sweep.TrialQueue`."""
-
-    def next_trial(self) -> Trial | None:
-        """Return the next trial to start, or None if there is none at the moment."""
-
-    def is_waiting(self) -> bool:
-        """Return whether `next_trial` may return another trial later, although none is running."""
-
-    def on_started(self, trial: Trial, log_path: Path) -> None:
-        """Take note that a trial has started, with its output in the file `log_path`."""
-
-    def on_ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
-        """Take note of the outcome of a trial; `status` is given if it does not follow from the outcome."""
-
-    def set_aside(self, trial: Trial) -> None:
-        """Set a trial aside because another process executes it."""
-
-    def tick(self) -> None:
-        """Do periodic work; called many times a second while trials are running or waited for."""
+if TYPE_CHECKING:
+    from istar.finetune.sweeps.sweep import TrialQueue
 
 
 def run_trials(
-    source: TrialSource, settings: SweepConfig, log_folder: Path, environment: Mapping[str, str] | None = None
+    source: "TrialQueue", settings: SweepConfig, log_folder: Path, environment: Mapping[str, str] | None = None
 ) -> None:
     """Execute trials, `settings.jobs` of them in parallel, until the source has no more and all have ended.
 
@@ -70,7 +50,7 @@ class _TrialPool:
 
     def __init__(
         self,
-        source: TrialSource,
+        source: "TrialQueue",
         settings: SweepConfig,
         log_folder: Path,
         environment: Mapping[str, str],
@@ -106,7 +86,6 @@ class _TrialPool:
                 self._report(trial, run, signals)
 
     def _start(self, slot: int, trial: Trial) -> None:
-        """Start a trial in a slot; a trial that cannot start counts as failed."""
         log_path = self._log_folder / f"{trial.name}.log"
         try:
             extra_variables = make_slot_environment(slot, self._num_jobs, trial.config.trainer, self._gpus)
@@ -165,7 +144,11 @@ def make_slot_environment(slot: int, num_jobs: int, settings: TrainerConfig, gpu
     """
     if num_jobs == 1:
         return {}
-    num_devices = parse_num_devices(settings)
+    if not str(settings.devices).isdigit() or int(settings.devices) == 0:
+        raise UserError(
+            f"trainer.devices={settings.devices}: with sweep.jobs above 1 say how many devices a run gets, not which"
+        )
+    num_devices = int(settings.devices)
     if gpus and settings.accelerator in ("auto", "gpu", "cuda"):
         # dict.fromkeys removes duplicates, which occur if a job needs more GPUs than there are.
         gpus_of_slot = dict.fromkeys(gpus[(slot * num_devices + index) % len(gpus)] for index in range(num_devices))
@@ -173,17 +156,3 @@ def make_slot_environment(slot: int, num_jobs: int, settings: TrainerConfig, gpu
     if "OMP_NUM_THREADS" in os.environ:
         return {}
     return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (num_jobs * num_devices)))}
-
-
-def parse_num_devices(settings: TrainerConfig) -> int:
-    """Return the number of devices that `trainer.devices` gives.
-
-    Raises:
-        UserError: if it is not a number of devices, for example a list of them.
-    """
-    devices_text = str(settings.devices)
-    if not devices_text.isdigit() or int(devices_text) == 0:
-        raise UserError(
-            f"trainer.devices={devices_text}: with sweep.jobs above 1 say how many devices a run gets, not which"
-        )
-    return int(devices_text)

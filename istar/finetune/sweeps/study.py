@@ -1,6 +1,7 @@
 """Searches with Optuna, which chooses the values to try next by the results of earlier trials."""
 
 import getpass
+import itertools
 import logging
 import math
 import os
@@ -17,9 +18,8 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from optuna.trial import FrozenTrial, TrialState
 
 from istar.errors import UserError, shorten
-from istar.finetune.runs.private_names import load_trial
 from istar.finetune.sweeps.trials import Overrides, SearchSpace
-from istar.finetune.training.pruning import PRUNER_ATTRIBUTE, TrialReference
+from istar.finetune.training.pruning import PRUNER_ATTRIBUTE, TrialReference, load_trial
 from istar.records.config import SweepConfig
 from istar.records.results import RunRecord
 
@@ -30,6 +30,8 @@ _MAX_DUPLICATES = 5
 """After this number of duplicates in a row, the sampler is replaced by a random choice."""
 MAX_RANDOM_DUPLICATES = 50
 """After this number of duplicates in a row, a space with continuous intervals counts as exhausted."""
+_MAX_LISTED_COMBINATIONS = 10_000
+"""Largest search space whose untried combinations are listed; larger ones count as continuous."""
 
 
 class Study:
@@ -62,16 +64,13 @@ class Study:
         optuna.logging.set_verbosity(logging.WARNING)
         self.storage = settings.storage or f"sqlite:///{(folder / 'optuna.db').absolute()}"
         self.name = folder.name
-        self._max_trials, self._space_by_grid, self._folder, self._run_name = (
-            settings.trials,
-            space_by_grid,
-            folder,
-            run_name,
-        )
+        self._max_trials, self._space_by_grid = settings.trials, space_by_grid
+        self._folder, self._run_name = folder, run_name
         self._worker_id = uuid.uuid4().hex
         try:
+            self._optuna_storage = optuna.storages.get_storage(self.storage)
             self._study = optuna.create_study(
-                study_name=self.name, storage=self.storage, direction="maximize", load_if_exists=True
+                study_name=self.name, storage=self._optuna_storage, direction="maximize", load_if_exists=True
             )
             self._study.set_user_attr(PRUNER_ATTRIBUTE, settings.pruner)
         except Exception as error:
@@ -123,7 +122,7 @@ class Study:
                 if trial.number not in self._running_trials and (
                     worker_id == self._worker_id or not self._is_worker_alive(worker_id)
                 ):
-                    abandoned_trial = load_trial(self._study, trial.number)
+                    abandoned_trial = load_trial(self._study, self._optuna_storage, trial.number)
                     if (suggestion := self._start_trial(abandoned_trial, trial.user_attrs.get(_OVERRIDES))) is not None:
                         return suggestion
             if self._num_new_trials_allowed < 1 or self.num_trials_left() < 1:
@@ -138,20 +137,21 @@ class Study:
         for _ in range(_MAX_DUPLICATES):
             if (suggestion := self._start_trial(self._study.ask())) is not None:
                 return suggestion
-        num_combinations = count_combinations(self._space_by_grid)
-        if num_combinations is None:
+        combinations = list_parameters(self._space_by_grid)
+        if combinations is None:
             return self._ask_for_random_run()
-        while (parameters := self._find_untried_parameters(num_combinations)) is not None:
-            self._study.enqueue_trial(parameters)
-            if (suggestion := self._start_trial(self._study.ask())) is not None:
-                return suggestion
+        started_trials = self._get_trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
+        tried = self._tried_overrides | {tuple(trial.user_attrs.get(_OVERRIDES, ())) for trial in started_trials}
+        self._random_generator.shuffle(combinations)
+        for parameters, overrides in combinations:
+            if overrides not in tried:
+                self._study.enqueue_trial(parameters)
+                if (suggestion := self._start_trial(self._study.ask())) is not None:
+                    return suggestion
         return None
 
     def _ask_for_random_run(self) -> tuple[int, Overrides] | None:
-        """Start a new trial with random values, and return its number and overrides.
-
-        Returns None if `MAX_RANDOM_DUPLICATES` suggestions in a row have been tried before.
-        """
+        """Start a new trial with random values; return None if `MAX_RANDOM_DUPLICATES` suggestions in a row are old."""
         sampler = self._study.sampler
         self._study.sampler = self._random_sampler
         try:
@@ -160,25 +160,6 @@ class Study:
                     return suggestion
         finally:
             self._study.sampler = sampler
-        return None
-
-    def _find_untried_parameters(self, num_combinations: int) -> dict[str, Any] | None:
-        """Return random Optuna parameters whose overrides have not been tried, or None if all have.
-
-        The search spaces have `num_combinations` combinations of values. After a call that returns parameters, a trial
-        must be started with them, so that they count as tried.
-        """
-        started_trials = self._get_trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
-        tried_overrides = self._tried_overrides | {
-            tuple(trial.user_attrs.get(_OVERRIDES, ())) for trial in started_trials
-        }
-        # Of this many different combinations, which is one more than have been tried, at least one is new.
-        for index in self._random_generator.sample(
-            range(num_combinations), min(num_combinations, len(tried_overrides) + 1)
-        ):
-            parameters, overrides = get_combination(self._space_by_grid, index)
-            if overrides not in tried_overrides:
-                return parameters
         return None
 
     def grid_of_trial(self, trial_number: int) -> str:
@@ -232,11 +213,9 @@ class Study:
         return {trial.user_attrs.get(_RUN, "") for trial in trials if trial.number != trial_number}
 
     def _get_trials(self, *states: TrialState) -> list[FrozenTrial]:
-        """Return the trials that have one of the given states."""
         return self._study.get_trials(deepcopy=False, states=states)
 
     def _lock_path(self, worker_id: str) -> Path:
-        """Return the path of the lock file that a worker holds while it runs."""
         return self._folder / "workers" / f"{worker_id}.lock"
 
     def _is_worker_alive(self, worker_id: str) -> bool:
@@ -267,41 +246,27 @@ def suggest_overrides(trial: optuna.trial.Trial, space_by_grid: Mapping[str, Sea
     return tuple(_suggest_override(trial, override) for override in space_by_grid[grid_name].values())
 
 
-def count_combinations(space_by_grid: Mapping[str, SearchSpace]) -> int | None:
-    """Count the combinations of values in all search spaces; return None if a key has a continuous interval."""
-    sizes_of_spaces = []
-    for space in space_by_grid.values():
-        values_of_keys = [_list_values(override) for override in space.values() if override.is_sweep_override()]
-        if None in values_of_keys:
-            return None
-        sizes_of_spaces.append(math.prod(len(values) for values in values_of_keys if values is not None))
-    return sum(sizes_of_spaces)
+def list_parameters(space_by_grid: Mapping[str, SearchSpace]) -> list[tuple[dict[str, Any], Overrides]] | None:
+    """List the Optuna parameters and the overrides of all combinations of values in all search spaces.
 
-
-def get_combination(space_by_grid: Mapping[str, SearchSpace], index: int) -> tuple[dict[str, Any], Overrides]:
-    """Return the Optuna parameters and the overrides of the combination of values with the given index.
-
-    The index is below `count_combinations(space_by_grid)`.
+    Returns None if a key has a continuous interval, or a space has more than `_MAX_LISTED_COMBINATIONS` combinations.
     """
+    combinations = []
     for grid_name, space in space_by_grid.items():
-        num_combinations = count_combinations({grid_name: space})
-        assert num_combinations is not None
-        if index >= num_combinations:
-            index -= num_combinations
-            continue
-        parameters: dict[str, Any] = {"grid": grid_name} if len(space_by_grid) > 1 else {}
-        overrides = []
-        for override in space.values():
-            values = _list_values(override) if override.is_sweep_override() else None
-            if values is None:
-                overrides.append(override.input_line or "")
-                continue
-            # The index is a number in a mixed radix, with one digit for each key.
-            index, value_index = divmod(index, len(values))
-            parameters[override.get_key_element()] = values[value_index]
-            overrides.append(f"{override.get_key_element()}={values[value_index]}")
-        return parameters, tuple(overrides)
-    raise IndexError(index)
+        grid = {"grid": grid_name} if len(space_by_grid) > 1 else {}
+        swept = [override for override in space.values() if override.is_sweep_override()]
+        value_lists = [values for override in swept if (values := _list_values(override)) is not None]
+        if len(value_lists) < len(swept) or math.prod(map(len, value_lists)) > _MAX_LISTED_COMBINATIONS:
+            return None
+        for values in itertools.product(*value_lists):
+            value_by_key = {override.get_key_element(): value for override, value in zip(swept, values, strict=True)}
+            overrides = tuple(
+                f"{key}={value_by_key[key]}" if (key := override.get_key_element()) in value_by_key
+                else override.input_line or ""
+                for override in space.values()
+            )  # fmt: skip
+            combinations.append(({**grid, **value_by_key}, overrides))
+    return combinations
 
 
 def _list_values(override: Override) -> Sequence[int | str] | None:

@@ -1,64 +1,39 @@
-"""Runs a sweep, which `train.py -m` calls: expands the trials, executes the missing ones and compares the results."""
+"""Runs a sweep, which `train.py -m` calls: executes the missing runs and compares the results."""
 
+import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import TYPE_CHECKING
 
-from hydra.core.config_loader import ConfigLoader
-from omegaconf import DictConfig
 from rich.console import Console
-from rich.progress import track
 
 from istar.drawing.terminal import format_duration
 from istar.errors import LockedError, StoppedError, UserError
-from istar.files.outputs import Output
 from istar.files.writing import is_locked
-from istar.finetune.runs import extras
-from istar.finetune.runs.resolving import resolve_precision
-from istar.finetune.runs.run_folders import RunFolders, read_finished_run
-from istar.finetune.sweeps import comparison_figure, comparison_table, cost, live_table, pool, trials
-from istar.finetune.sweeps.live_table import Board, SweepEntry, SweepState
+from istar.finetune.sweeps import comparison, pool
+from istar.finetune.sweeps.live_table import Board, SweepEntry
+from istar.finetune.sweeps.planned_runs import SEARCH_STAGE, SEEDS_STAGE, SweepRequest, SweepRuns, list_runs
 from istar.finetune.sweeps.trials import Overrides, Trial
 from istar.records import results
-from istar.records.config import Config, SweepConfig, WandbConfig, schema
+from istar.records.config import Config, WandbConfig
 from istar.records.results import RunRecord
 from istar.records.run_rows import group_by_task, selection_sort_key
 
 if TYPE_CHECKING:
     from istar.finetune.sweeps.study import Study
 
-SEARCH_STAGE, SEEDS_STAGE = "search", "seeds"
+log = logging.getLogger(__name__)
+
 _MAX_COMPARED_CONFIGURATIONS = 24
 """Number of configurations that fit into a table and a figure. Of more, only the best ones of each method are shown."""
-_MIN_RUNS_FOR_PROGRESS_BAR = 50  # number of runs from which a progress bar is shown while their configs are composed
 
 CHECK_INTERVAL_SECONDS = 1.0
 """How often a sweep checks whether the runs that other processes execute have ended."""
-
-Launcher = Callable[[Sequence[Overrides]], Sequence[RunRecord | UserError]]
-"""Type of a function that executes several runs elsewhere, as Hydra's launchers do.
-
-It takes the overrides of each run and returns the record or the error of each.
-"""
-
-
-@dataclass(frozen=True)
-class SweepRequest:
-    """A sweep as requested on the command line."""
-
-    settings: SweepConfig
-    arguments: Sequence[str]  # overrides of the command line
-    params: Mapping[str, Any]  # values to sweep over by key, from `hydra.sweeper.params`
-    command: str  # the command line, for messages that repeat it
-    root: Path  # folder that holds the runs
-    compose: Callable[[Overrides], DictConfig]  # composes the config of a run from its overrides
-    launcher: Launcher | None = None  # executes the runs; None executes them on this machine
-    config_loader: ConfigLoader | None = None  # lists the options of config groups for `glob(*)`
-    environment: Mapping[str, str] = field(default_factory=dict)  # further variables of the runs' processes
 
 
 def run_sweep(request: SweepRequest, console: Console) -> int:
@@ -89,152 +64,8 @@ def run_sweep(request: SweepRequest, console: Console) -> int:
     return print_results(runs)
 
 
-def list_runs(request: SweepRequest, console: Console) -> "SweepRuns":
-    """List the runs of a sweep without executing any: all combinations of a grid; a search has none before it starts.
-
-    Raises:
-        UserError: for overrides that do not compose or cannot be searched, or if Optuna is not installed.
-    """
-    if request.settings.search == "optuna":
-        extras.require("sweep.search=optuna", "sweep")
-    runs = SweepRuns(request, console)
-    if request.settings.search == "grid":
-        runs.add_grids()
-    return runs
-
-
-class SweepRuns:
-    """The runs of a sweep: for the name of each run, a trial and an entry of the sweep's state."""
-
-    def __init__(self, request: SweepRequest, console: Console) -> None:
-        settings = request.settings
-        self.request, self.console = request, console
-        grids, loader = settings.grids or {}, request.config_loader
-        self.space_by_grid = trials.make_search_spaces(request.arguments, request.params, grids, settings.only, loader)
-        sweep_hash = trials.sweep_hash(self.space_by_grid, settings.seeds, settings.search, settings.sampler_seed)
-        self.folder = request.root / live_table.SWEEPS_FOLDER / f"{settings.name}-{sweep_hash}"
-        self.output = Output(self.folder, "sweep", "", "choose another sweep.name")
-        self.state = SweepState(self.folder.name, request.command, str(request.root), settings.jobs)
-        self.trial_by_name: dict[str, Trial] = {}
-        self.entry_by_name: dict[str, SweepEntry] = {}
-        # Name of the grid that contains each run, by the name of the run; the first grid if several contain the run.
-        self.grid_by_run: dict[str, str] = {}
-        self.run_folders = RunFolders()
-
-    def add_grids(self) -> None:
-        """Add the runs of all grids."""
-        grid_by_overrides: dict[Overrides, str] = {}
-        for grid, space in self.space_by_grid.items():
-            for overrides in trials.list_combinations(space):
-                grid_by_overrides.setdefault(overrides, grid)
-        self.add_runs(list(grid_by_overrides), SEARCH_STAGE)
-        for trial in self.trial_by_name.values():
-            self.grid_by_run[trial.name] = grid_by_overrides[trial.overrides]
-
-    def add_runs(self, runs: Sequence[Overrides], stage: str) -> None:
-        """Add the runs with the given overrides, with a progress bar if there are many."""
-        is_short = len(runs) < _MIN_RUNS_FOR_PROGRESS_BAR
-        for overrides in track(runs, "composing", console=self.console, transient=True, disable=is_short):
-            self.add_run(overrides, stage)
-
-    def add_run(self, overrides: Overrides, stage: str) -> Trial:
-        """Add the run with the given overrides and return its trial; a known run is moved to the given stage.
-
-        If the run is finished, its result is taken over. A run whose data cannot be loaded is added as failed.
-
-        Raises:
-            UserError: if the overrides do not compose.
-        """
-        config = self.compose_config(overrides)
-        if isinstance(config.logger, WandbConfig) and config.logger.group is None:
-            config = replace(config, logger=replace(config.logger, group=self.folder.name))
-        error_message, record = None, None
-        try:
-            # The processes of the run load the commit for which the run is named.
-            config = self.run_folders.resolve(config)
-            name = self.run_folders.find(config).name
-            record = self.read_finished_record(Trial(overrides, config, name))
-        except UserError as error:
-            error_message, name = str(error), f"not-started-{len(self.entry_by_name) + 1}"
-        trial = self.trial_by_name.setdefault(name, Trial(overrides, config, name))
-        if name not in self.entry_by_name:
-            self.entry_by_name[name] = live_table.make_entry(trial, stage)
-            self.state.entries.append(self.entry_by_name[name])
-        entry = self.entry_by_name[name]
-        entry.stage = stage
-        if record is not None:
-            entry.apply_record(record)
-        if error_message is not None:
-            entry.status, entry.error = "failed", error_message
-        return trial
-
-    def run_name(self, overrides: Overrides) -> str:
-        """Return the name of the run with these overrides, or the overrides if its data cannot be loaded."""
-        try:
-            return self.run_folders.find(self.compose_config(overrides)).name
-        except UserError:
-            return " ".join(overrides)
-
-    def compose_config(self, overrides: Overrides) -> Config:
-        """Compose the config of a run from its overrides, and resolve its precision if it runs on this machine.
-
-        Raises:
-            UserError: if a launcher executes the runs and `trainer.precision` is `auto`. The precision is part of a
-                run's name, but this machine cannot choose it for another one.
-        """
-        config = schema.load(self.request.compose(overrides))
-        if self.request.launcher is None:
-            return resolve_precision(config)
-        if config.trainer.precision == "auto":
-            raise UserError(
-                "trainer.precision=auto: the jobs of a launcher may run on another machine than this; name the "
-                "precision, for example trainer.precision=bf16-mixed"
-            )
-        return config
-
-    def read_finished_record(self, trial: Trial) -> RunRecord | None:
-        """Read the record of a trial that is finished and need not be executed again, or return None.
-
-        Raises:
-            UserError: if the folder holds a result that cannot be used.
-        """
-        return None if trial.config.run.overwrite else read_finished_run(self.request.root / trial.name, trial.config)
-
-    def compose_sample_config(self) -> Config:
-        """Compose a config with only the overrides that are not swept over, as an example of the runs of a search.
-
-        Raises:
-            UserError: if the data of the config cannot be loaded.
-        """
-        space = next(iter(self.space_by_grid.values()))
-        fixed_overrides = tuple(
-            override.input_line or "" for override in space.values() if not override.is_sweep_override()
-        )
-        config = self.compose_config(fixed_overrides)
-        self.run_folders.find(config)
-        return config
-
-    def list_repetitions_of_best(self) -> list[Overrides]:
-        """List the overrides by which the best run of each selection group is repeated with each of `sweep.seeds`."""
-        best_by_group: dict[tuple[str, ...], SweepEntry] = {}
-        for entry in self.state.entries_with("finished"):
-            key = self.selection_group(entry)
-            if key not in best_by_group or entry.selection_merit > best_by_group[key].selection_merit:
-                best_by_group[key] = entry
-        seeds = self.request.settings.seeds
-        return [trials.replace_seed(tuple(entry.overrides), seed) for entry in best_by_group.values() for seed in seeds]
-
-    def selection_group(self, entry: SweepEntry) -> tuple[str, ...]:
-        """Return task, model, method and grid of a run; the best run of each such group is repeated with more seeds."""
-        return (*entry.group, self.grid_by_run.get(entry.name, ""))
-
-    def read_record(self, entry: SweepEntry) -> RunRecord:
-        """Read the record of a run that has ended."""
-        return results.read(self.request.root / entry.name)
-
-
 class TrialQueue:
-    """Supplies the waiting runs in their order and reports their results to the board, as a `pool.TrialSource`.
+    """Supplies the waiting runs in their order and reports their results to the board.
 
     A run whose folder another process has locked has the status `elsewhere` until the lock is free. Then the result of
     the other process is taken over or, if the other process has not finished the run, it is executed here.
@@ -255,15 +86,14 @@ class TrialQueue:
         return None
 
     def is_waiting(self) -> bool:
-        """Return whether other processes still execute some of the runs."""
+        """Return whether other processes execute trials, so that `next_trial` may return another one later."""
         return bool(self.runs.state.entries_with("elsewhere"))
 
     def set_aside(self, trial: Trial) -> None:
-        """Record that another process executes the run of a trial."""
+        """Record that another process executes a trial."""
         self.board.set_status(self.runs.entry_by_name[trial.name], "elsewhere")
 
     def _is_elsewhere(self, entry: SweepEntry) -> bool:
-        """Return whether another process executes the run, and so holds the lock of its folder."""
         return is_locked(self.runs.request.root / entry.name)
 
     def _report_if_finished(self, trial: Trial) -> bool:
@@ -276,11 +106,11 @@ class TrialQueue:
         return outcome is not None
 
     def on_started(self, trial: Trial, log_path: Path | None) -> None:
-        """Show on the board that a trial has started, with its output in the file `log_path`."""
+        """Record that a trial has started, with its output in the file `log_path`."""
         self.board.record_start(self.runs.entry_by_name[trial.name], log_path)
 
     def on_ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
-        """Show the outcome of a trial on the board; `status` is given if it does not follow from the outcome."""
+        """Record the outcome of a trial; `status` is given if it does not follow from the outcome."""
         self.board.record_end(self.runs.entry_by_name[trial.name], outcome, status)
 
     def tick(self) -> None:
@@ -422,13 +252,13 @@ def print_plan(runs: SweepRuns) -> None:
     # Reading the records of all finished runs takes time, so it is skipped if nothing is planned.
     if planned_configs:
         configs_with_sizes = [(config, runs.run_folders.num_training_examples(config)) for config in planned_configs]
-        estimate = cost.estimate_duration(configs_with_sizes, cost.read_finished_runs(runs.request.root))
-        if estimate.seconds is None:
-            message_parts.append(f"duration unknown: {estimate.basis}")
+        seconds, basis = estimate_duration(configs_with_sizes, read_finished_runs(runs.request.root))
+        if seconds is None:
+            message_parts.append(f"duration unknown: {basis}")
         else:
-            state.expected = estimate.seconds / len(planned_configs)
-            duration_text = format_duration(estimate.seconds / settings.jobs)
-            message_parts.append(f"about {duration_text}, {settings.jobs} at a time ({estimate.basis})")
+            state.expected = seconds / len(planned_configs)
+            duration_text = format_duration(seconds / settings.jobs)
+            message_parts.append(f"about {duration_text}, {settings.jobs} at a time ({basis})")
     runs.console.out("; ".join(message_parts), highlight=False)
     if settings.dry_run:
         for entry in state.entries:
@@ -442,9 +272,9 @@ def print_results(runs: SweepRuns) -> int:
         num_configurations = sum(map(len, group_by_task(records).values()))
         if num_configurations > _MAX_COMPARED_CONFIGURATIONS or runs.request.settings.seeds:
             records = select_best_configurations(records, runs.grid_by_run)
-        markdown = comparison_table.format_comparison_as_markdown(records).encode()
-        runs.output.write({"comparison.md": markdown, **comparison_figure.draw_comparison(records)})
-        console.print(comparison_table.build_comparison_table(records))
+        markdown = comparison.format_comparison_as_markdown(records).encode()
+        runs.output.write({"comparison.md": markdown, **comparison.draw_comparison(records)})
+        console.print(comparison.build_comparison_table(records))
         console.out(f"{runs.folder / 'comparison.png'} and .svg, .md", highlight=False)
     num_runs = len(runs.state.entries)
     failed_entries = runs.state.entries_with("failed")
@@ -465,16 +295,59 @@ def select_best_configurations(records: Sequence[RunRecord], grid_by_run: Mappin
     `grid_by_run` has the name of the grid by the name of a run; a configuration belongs to the grid of any of its
     runs.
     """
-
-    def selection_rank(runs: Sequence[RunRecord]) -> tuple[int, float]:
-        """Return a rank that is higher for better configurations, given the runs of a configuration."""
-        return selection_sort_key([run.selection_merit for run in runs])
-
-    best_by_key: dict[tuple[str, ...], list[RunRecord]] = {}
+    runs_by_key: dict[tuple[str, ...], list[list[RunRecord]]] = {}
     for (task, model), configurations in group_by_task(records).items():
         for runs in configurations:
             grid = next((grid_by_run[run.name] for run in runs if run.name in grid_by_run), "")
-            key = (task, model, runs[0].config["reg"]["name"], grid)
-            if key not in best_by_key or selection_rank(runs) > selection_rank(best_by_key[key]):
-                best_by_key[key] = runs
-    return [record for runs in best_by_key.values() for record in runs]
+            runs_by_key.setdefault((task, model, runs[0].config["reg"]["name"], grid), []).append(runs)
+    best = [
+        max(configurations, key=lambda runs: selection_sort_key([run.selection_merit for run in runs]))
+        for configurations in runs_by_key.values()
+    ]
+    return [record for runs in best for record in runs]
+
+
+def read_finished_runs(root: Path) -> list[RunRecord]:
+    """Read the records of the finished runs in a folder; each record that cannot be read is skipped with a warning."""
+    records = []
+    for path in sorted(root.glob(f"*/{results.RESULT}")):
+        try:
+            records.append(results.read(path.parent))
+        except UserError as error:
+            log.warning("not read: %s", error)
+    return [record for record in records if record.status == "finished" and record.timing.get("total")]
+
+
+def estimate_duration(planned: Sequence[tuple[Config, int]], finished: Iterable[RunRecord]) -> tuple[float | None, str]:
+    """Estimate the seconds that planned runs take one after another, and describe what the estimate is based on.
+
+    The planned runs are given as configs with their numbers of training examples. Each uses the median of the seconds
+    per training example and epoch of the finished runs with the same model, task and method; if there are none, of
+    those with the same model and task, or else with the same model. Without any, the estimate is None.
+    """
+    # Seconds per training example and epoch, by the index of the finished run, for each similarity key.
+    rates_by_key: dict[tuple[str, ...], dict[int, float]] = {}
+    for run_index, record in enumerate(finished):
+        config = record.config
+        num_examples_in_epochs = record.data.get("train", 0) * config["trainer"]["max_epochs"]
+        if num_examples_in_epochs:
+            for key in _make_similarity_keys(config["model"]["name"], config["task"]["name"], config["reg"]["name"]):
+                rates_by_key.setdefault(key, {})[run_index] = record.timing["total"] / num_examples_in_epochs
+    total_seconds, used_keys = 0.0, set()
+    for planned_config, num_examples in planned:
+        names = planned_config.model.name, planned_config.task.name, planned_config.reg.name
+        key = next((key for key in _make_similarity_keys(*names) if key in rates_by_key), ())
+        if not key:
+            return None, "no finished run of this model to estimate by"
+        used_keys.add(key)
+        total_seconds += median(rates_by_key[key].values()) * num_examples * planned_config.trainer.max_epochs
+    num_runs = len({run_index for key in used_keys for run_index in rates_by_key[key]})
+    # The least similar of the finished runs used determines the description; the keys have one to three parts.
+    similarity = {3: "model, task and method", 2: "model and task", 1: "model"}[min(map(len, used_keys), default=3)]
+    return total_seconds, f"by {num_runs} finished run{'s' if num_runs != 1 else ''} of the same {similarity}"
+
+
+def _make_similarity_keys(model: str, task: str, method: str) -> list[tuple[str, ...]]:
+    """Return three keys of a run, the most specific first: model, task and method; model and task; model."""
+    model_name = Path(model).name
+    return [(model_name, task, method), (model_name, task), (model_name,)]

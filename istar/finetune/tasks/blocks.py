@@ -1,20 +1,28 @@
 """Blocks of tokens for language modelling, cut from a memory-mapped file of tokenized documents."""
 
+import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import shutil
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from datasets import Dataset
+from datasets.utils import tqdm
 from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
 
-from istar.errors import UserError
-from istar.files.parsing import read_json
-from istar.files.writing import atomic_write, write_text
+from istar.errors import UserError, shorten
+from istar.files.writing import atomic_folder
+from istar.finetune.tasks.features import describe_tokenizer
+from istar.finetune.tasks.loading import fingerprint
+from istar.inputs.documents import iterate_texts
+from istar.inputs.tokenizing import count_text_tokens, find_separator_id, tokenize
 
-TOKENS_FILE, STARTS_FILE, FORMAT_FILE = "tokens.bin", "starts.npy", "format.json"
-_TOKENS_PER_WRITE = 1 << 20
+STARTS_FILE = "starts.npy"
+_PROGRESS_MIN_DOCUMENTS = 20_000  # smaller corpora are tokenized too quickly for a progress bar
 
 
 @dataclass(frozen=True)
@@ -34,51 +42,67 @@ class Corpus:
         return len(self.starts) - 1
 
 
-def write_corpus(documents: Iterable[Sequence[int]], vocabulary_size: int, folder: Path) -> Corpus:
-    """Write the tokens of documents to files in a folder, in small parts, and return them memory-mapped.
+def load_or_tokenize_corpus(documents: Dataset, tokenizer: PreTrainedTokenizerBase, cache_dir: Path) -> Corpus:
+    """Return the memory-mapped tokens of all documents from the cache; if they are missing, tokenize and cache them.
 
-    Documents without tokens are left out. Each token takes two bytes if the vocabulary size allows it, and four
-    otherwise. If writing is interrupted, `open_corpus` finds no corpus in the folder.
+    Each document ends with the tokenizer's separator token, if there is one. If several processes write the same corpus
+    at the same time, the files of the first to finish are kept.
 
-    Args:
-        documents: token ids of each document.
-        vocabulary_size: number of token ids; each id must be smaller.
-        folder: folder for the files, created if absent.
+    Raises:
+        UserError: if the cache cannot be written.
     """
-    dtype = np.uint16 if vocabulary_size <= np.iinfo(np.uint16).max + 1 else np.uint32
-    starts, pending_parts, num_pending_tokens = [0], [], 0
-    with atomic_write(folder / TOKENS_FILE) as file:
-        for token_ids in documents:
-            if len(token_ids):
-                starts.append(starts[-1] + len(token_ids))
-                pending_parts.append(np.asarray(token_ids, dtype=dtype))
-                num_pending_tokens += len(token_ids)
-            if num_pending_tokens >= _TOKENS_PER_WRITE:
-                file.write(np.concatenate(pending_parts).tobytes())
-                pending_parts, num_pending_tokens = [], 0
-        file.write(b"".join(part.tobytes() for part in pending_parts))
-        # From here on, until the new format file is written, the folder contains no corpus.
-        (folder / FORMAT_FILE).unlink(missing_ok=True)
-    with atomic_write(folder / STARTS_FILE) as file:
-        np.save(file, np.array(starts, dtype=np.int64))
-    write_text(folder / FORMAT_FILE, json.dumps({"dtype": np.dtype(dtype).name, "tokens": starts[-1]}))
+    description = [describe_tokenizer(tokenizer), fingerprint(documents)]
+    folder = cache_dir / "tokens" / hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
+    if (corpus := open_corpus(folder)) is not None:
+        return corpus
+    texts = tqdm(
+        iterate_texts(documents, "the text"),
+        total=len(documents),
+        desc="Tokenizing",
+        unit=" documents",
+        disable=len(documents) < _PROGRESS_MIN_DOCUMENTS or None,
+    )
+    separator_id = find_separator_id(tokenizer)
+    separator = [] if separator_id is None else [separator_id]
+    token_ids = (ids + separator for ids in tokenize(texts, tokenizer) if ids)
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)  # it is damaged
+        with atomic_folder(folder) as temporary_folder:
+            write_corpus(token_ids, max(tokenizer.get_vocab().values()) + 1, temporary_folder)
+    except OSError as error:
+        raise UserError(
+            f"the tokens cannot be cached: {shorten(error)}; name another folder with data.cache_dir"
+        ) from error
     corpus = open_corpus(folder)
     assert corpus is not None
     return corpus
 
 
+def write_corpus(documents: Iterable[Sequence[int]], vocabulary_size: int, folder: Path) -> None:
+    """Write the token ids of documents to an empty folder, one document after the other.
+
+    The suffix of the file of tokens is their type: each takes two bytes if the vocabulary size allows it, else four.
+    """
+    dtype = np.dtype(np.uint16 if vocabulary_size <= np.iinfo(np.uint16).max + 1 else np.uint32)
+    starts = [0]
+    with (folder / f"tokens.{dtype.name}").open("wb") as file:
+        for token_ids in documents:
+            file.write(np.asarray(token_ids, dtype).tobytes())
+            starts.append(starts[-1] + len(token_ids))
+    np.save(folder / STARTS_FILE, np.array(starts, dtype=np.int64))
+
+
 def open_corpus(folder: Path) -> Corpus | None:
     """Return the memory-mapped corpus that `write_corpus` wrote to a folder, or None if it is missing or incomplete."""
     try:
-        description = read_json(folder / FORMAT_FILE)
-        starts = np.load(folder / STARTS_FILE)
-        dtype, num_tokens = np.dtype(description["dtype"]), int(description["tokens"])
-        if (folder / TOKENS_FILE).stat().st_size != num_tokens * dtype.itemsize or starts[-1] != num_tokens:
+        [path] = folder.glob("tokens.*")
+        starts, dtype = np.load(folder / STARTS_FILE), np.dtype(path.suffix.removeprefix("."))
+        if path.stat().st_size != starts[-1] * dtype.itemsize:
             return None
         # An empty file cannot be mapped.
-        tokens = np.memmap(folder / TOKENS_FILE, dtype, "r") if num_tokens else np.empty(0, dtype)
-        return Corpus(tokens, starts)
-    except (UserError, OSError, ValueError, LookupError, TypeError):  # a file is missing, incomplete or damaged
+        return Corpus(np.memmap(path, dtype, "r") if starts[-1] else np.empty(0, dtype), starts)
+    except (OSError, ValueError, TypeError):  # a file is missing or damaged
         return None
 
 
@@ -125,57 +149,34 @@ class TokenBlocks:
         return np.pad(document_indices - document_indices[0], (len(self.prefix), len(self.suffix)), mode="edge")
 
 
-def cut_packed_blocks(
-    corpus: Corpus, length: int, prefix: Sequence[int] = (), suffix: Sequence[int] = ()
+def cut_blocks(
+    corpus: Corpus, length: int, prefix: Sequence[int] = (), suffix: Sequence[int] = (), packing: bool = True
 ) -> TokenBlocks:
-    """Cut a corpus into blocks of `length` tokens, including special tokens, regardless of where documents end.
+    """Cut a corpus into blocks of at most `length` tokens, including special tokens.
 
-    If the last block is shorter, it is left out unless it is the only one.
+    With `packing`, all blocks have `length` tokens and may contain parts of several documents; tokens after the last
+    full block are left out. Otherwise each block is a part of one document.
 
     Raises:
-        UserError: if the special tokens leave no room for text, or the corpus has no token.
+        UserError: if the special tokens leave no room for text, the corpus has no token, or a packed corpus is shorter
+            than a block.
     """
-    text_length = _count_text_tokens(corpus, length, prefix, suffix)
+    text_length = count_text_tokens(length, prefix, suffix)
     num_tokens = int(corpus.starts[-1])
-    block_starts = np.arange(0, max(num_tokens - text_length, 0) + 1, text_length)
-    return TokenBlocks(
-        corpus, np.stack([block_starts, np.minimum(block_starts + text_length, num_tokens)], axis=1), prefix, suffix
-    )
-
-
-def cut_separate_blocks(
-    corpus: Corpus, length: int, prefix: Sequence[int] = (), suffix: Sequence[int] = ()
-) -> TokenBlocks:
-    """Cut each document of a corpus into blocks of at most `length` tokens, including special tokens.
-
-    Raises:
-        UserError: if the special tokens leave no room for text, or the corpus has no token.
-    """
-    text_length = _count_text_tokens(corpus, length, prefix, suffix)
-    num_blocks = -(-np.diff(corpus.starts) // text_length)  # number of blocks of each document, rounded up
-    document_indices = np.repeat(np.arange(len(corpus)), num_blocks)
-    index_in_document = np.arange(len(document_indices)) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)
-    block_starts = corpus.starts[document_indices] + index_in_document * text_length
-    return TokenBlocks(
-        corpus,
-        np.stack([block_starts, np.minimum(block_starts + text_length, corpus.starts[document_indices + 1])], 1),
-        prefix,
-        suffix,
-    )
-
-
-def _count_text_tokens(corpus: Corpus, length: int, prefix: Sequence[int], suffix: Sequence[int]) -> int:
-    text_length = length - len(prefix) - len(suffix)
-    if text_length < 1:
-        raise UserError(
-            f"a block of {length} tokens has no room for text beside the special tokens; choose a greater length"
-        )
-    if not corpus.starts[-1]:
+    if not num_tokens:
         raise UserError("the text is empty: it has no token")
-    return text_length
-
-
-def append_separator(documents: Iterable[list[int]], separator_id: int | None) -> Iterator[list[int]]:
-    """Yield the token ids of each document, followed by the separator unless it is None or the document is empty."""
-    for token_ids in documents:
-        yield token_ids if separator_id is None or not token_ids else [*token_ids, separator_id]
+    if packing and num_tokens < text_length:
+        raise UserError(
+            f"the text has {num_tokens} tokens, which is less than one block of {length}; give more text, a smaller "
+            "task.max_length, or task.packing=false"
+        )
+    if packing:
+        starts = np.arange(num_tokens // text_length) * text_length
+        ends = starts + text_length
+    else:
+        num_blocks = -(-np.diff(corpus.starts) // text_length)  # number of blocks of each document, rounded up
+        document_indices = np.repeat(np.arange(len(corpus)), num_blocks)
+        index_in_document = np.arange(len(document_indices)) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)
+        starts = corpus.starts[document_indices] + index_in_document * text_length
+        ends = np.minimum(starts + text_length, corpus.starts[document_indices + 1])
+    return TokenBlocks(corpus, np.stack([starts, ends], axis=1), prefix, suffix)

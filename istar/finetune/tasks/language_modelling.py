@@ -1,108 +1,98 @@
-"""Language modelling: from documents to blocks of tokens, batches with labels, and exact metrics."""
+"""Language modelling: labels of blocks of tokens, masked or causal, their batches, and exact metrics."""
 
-import hashlib
-import json
 import math
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
-from datasets.utils import tqdm
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from istar.errors import UserError, shorten
-from istar.files.writing import atomic_folder
-from istar.finetune.tasks.blocks import (
-    Corpus,
-    TokenBlocks,
-    append_separator,
-    cut_packed_blocks,
-    cut_separate_blocks,
-    open_corpus,
-    write_corpus,
-)
+from istar.errors import UserError
+from istar.finetune.tasks.blocks import Corpus, TokenBlocks, cut_blocks
 from istar.finetune.tasks.evaluation import Evaluation
-from istar.finetune.tasks.features import describe_tokenizer
-from istar.finetune.tasks.loading import fingerprint
-from istar.finetune.tasks.masking import Masking
-from istar.inputs.documents import iterate_texts
-from istar.inputs.tokenizing import find_separator_id, special_tokens, tokenize
+from istar.inputs.tokenizing import special_tokens
 from istar.records.task_specs import TaskSpec
 from istar.regularizers.points import IGNORED_LABEL
 
 _VALIDATION_SEED = 0
-_PROGRESS_MIN_DOCUMENTS = 20_000  # smaller corpora are tokenized too quickly for a progress bar
 _TOKENS_PER_COUNT = 1 << 24  # tokens counted at a time, which limits the memory
-
-
-def load_or_tokenize_corpus(documents: Dataset, tokenizer: PreTrainedTokenizerBase, cache_dir: Path) -> Corpus:
-    """Return the memory-mapped tokens of all documents from the cache; if they are missing, tokenize and cache them.
-
-    Each document ends with the tokenizer's separator token, if there is one. If several processes write the same corpus
-    at the same time, the files of the first to finish are kept.
-
-    Raises:
-        UserError: if the cache cannot be written.
-    """
-    description = [describe_tokenizer(tokenizer), fingerprint(documents)]
-    folder = cache_dir / "tokens" / hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
-    corpus = open_corpus(folder)
-    if corpus is not None:
-        return corpus
-    documents_with_progress = tqdm(
-        iterate_texts(documents, "the text"),
-        total=len(documents),
-        desc="Tokenizing",
-        unit=" documents",
-        disable=len(documents) < _PROGRESS_MIN_DOCUMENTS or None,
-    )
-    tokens = append_separator(tokenize(documents_with_progress, tokenizer), find_separator_id(tokenizer))
-    try:
-        if folder.exists():
-            shutil.rmtree(folder)  # it is damaged
-        with atomic_folder(folder) as temporary_folder:
-            write_corpus(tokens, max(tokenizer.get_vocab().values()) + 1, temporary_folder)
-    except OSError as error:
-        raise UserError(
-            f"the tokens cannot be cached: {shorten(error)}; name another folder with data.cache_dir"
-        ) from error
-    corpus = open_corpus(folder)
-    assert corpus is not None
-    return corpus
+_CHOICE_PROBABILITY = 0.15
+_MASK_SHARE, _RANDOM_SHARE = 0.8, 0.1  # shares of the chosen tokens; the rest stays unchanged
 
 
 def cut_into_blocks(
     spec: TaskSpec, corpus: Corpus, tokenizer: PreTrainedTokenizerBase, length: int, packing: bool
 ) -> TokenBlocks:
-    """Cut a corpus into blocks of at most `length` tokens, including special tokens.
+    """Cut a corpus into blocks of at most `length` tokens with the special tokens of the task; see `cut_blocks`.
 
     A block starts with the special tokens that the tokenizer puts before a text. For masked language modelling, it also
     ends with those that follow a text. From these, a causal model would learn that texts may end anywhere.
-
-    With `packing`, all blocks have `length` tokens, and may contain parts of several documents.
-
-    Raises:
-        UserError: if the special tokens leave no room for text, or if a packed corpus is shorter than a block.
     """
     prefix, suffix = special_tokens(tokenizer)
-    if spec.kind == "causal_lm":
-        suffix = []
-    if not packing:
-        return cut_separate_blocks(corpus, length, prefix, suffix)
-    num_tokens = int(corpus.starts[-1])
-    if 0 < num_tokens < length - len(prefix) - len(suffix):
-        raise UserError(
-            f"the text has {num_tokens} tokens, which is less than one block of {length}; give more text, a smaller "
-            "task.max_length, or task.packing=false"
-        )
-    return cut_packed_blocks(corpus, length, prefix, suffix)
+    return cut_blocks(corpus, length, prefix, [] if spec.kind == "causal_lm" else suffix, packing)
+
+
+class Masking:
+    """Choose and replace the tokens that a masked language model has to predict (Devlin et al., 2019).
+
+    Each token is chosen with a probability of 15%. Of the chosen tokens, 80% become the mask token, 10%
+    become a random token, and 10% stay unchanged. Special tokens are never chosen. At least one token of a text is
+    chosen, because a mean loss over no token is undefined.
+
+    Args:
+        tokenizer: a fast tokenizer with a mask token.
+        whole_word: whether to choose either all tokens of a word or none.
+
+    Raises:
+        UserError: if the tokenizer does not mark where words begin although `whole_word` is True.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, whole_word: bool = False) -> None:
+        self.mask_id: Any = tokenizer.mask_token_id
+        tokens: Any = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+        special_ids = set(tokenizer.all_special_ids)
+        self._is_special = np.array([token_id in special_ids for token_id in range(len(tokens))])
+        self._ordinary_ids = np.flatnonzero(~self._is_special)
+        self._continues_word = find_word_continuations(tokens) if whole_word else np.zeros(len(tokens), dtype=bool)
+
+    def __call__(self, input_ids: NDArray[Any], seed: tuple[int, ...]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the token ids of a text with the chosen tokens replaced, and the labels, (tokens,) each.
+
+        The label of a chosen token is its original id; all others are `IGNORED_LABEL`. Equal seeds give equal choices.
+        """
+        rng = np.random.default_rng(seed)
+        is_ordinary = ~self._is_special[input_ids]
+        # The index of the word to which each token belongs; without `whole_word`, each token is a word.
+        word_index = np.cumsum(~self._continues_word[input_ids] | ~is_ordinary) - 1
+        is_chosen = is_ordinary & (rng.random(len(input_ids)) < _CHOICE_PROBABILITY)[word_index]
+        if not is_chosen.any() and is_ordinary.any():
+            is_chosen = is_ordinary & (word_index == rng.choice(word_index[is_ordinary]))
+        draws, replacements = rng.random(len(input_ids)), rng.choice(self._ordinary_ids, len(input_ids))
+        masked = np.where(is_chosen & (draws < _MASK_SHARE), self.mask_id, input_ids)
+        is_random = is_chosen & (draws >= _MASK_SHARE) & (draws < _MASK_SHARE + _RANDOM_SHARE)
+        return np.where(is_random, replacements, masked), np.where(is_chosen, input_ids, IGNORED_LABEL)
+
+
+def find_word_continuations(tokens: list[str]) -> NDArray[np.bool_]:
+    """Return for each token of a vocabulary whether it continues a word instead of beginning one, (tokens,) bool.
+
+    WordPiece marks continuations by `##`. Byte-level BPE and SentencePiece mark beginnings by a character for a space,
+    `\u0120` and `\u2581`; tokens that start with a letter or digit instead continue a word.
+
+    Raises:
+        UserError: if the vocabulary has none of these marks.
+    """
+    if any(token.startswith("##") for token in tokens):
+        return np.array([token.startswith("##") and len(token) > 2 for token in tokens])
+    for mark in ("\u0120", "\u2581"):
+        if any(token.startswith(mark) for token in tokens):
+            return np.array([not token.startswith(mark) and token[:1].isalnum() for token in tokens])
+    raise UserError("task.whole_word=true: the tokenizer does not mark where words begin; set task.whole_word=false")
 
 
 @dataclass(frozen=True)
@@ -197,13 +187,9 @@ class BlockCollator:
         return {"input_ids": input_ids, "labels": labels, **inputs, "feature_id": feature_id}
 
 
-def _pad_rows(rows: Sequence[NDArray[Any]], padding_id: int) -> Tensor:
+def _pad_rows(rows: Sequence[NDArray[np.int64]], padding_id: int) -> Tensor:
     """Return the rows padded on the right to the length of the longest one, (rows, tokens) long."""
-    max_length = max(len(row) for row in rows)
-    padded = np.full((len(rows), max_length), padding_id, dtype=np.int64)
-    for padded_row, row in zip(padded, rows, strict=True):
-        padded_row[: len(row)] = row
-    return torch.from_numpy(padded)
+    return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True, padding_value=padding_id)
 
 
 @dataclass(frozen=True)

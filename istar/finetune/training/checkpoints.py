@@ -20,8 +20,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from istar.errors import UserError, shorten
 from istar.files.writing import atomic_write
-from istar.finetune.training.history import History
-from istar.finetune.training.metrics_file import MetricsFile
+from istar.finetune.training.history import History, MetricsFile
 from istar.finetune.training.module import all_gather_object
 from istar.finetune.training.signals import StopSignal
 
@@ -50,11 +49,9 @@ class AtomicCheckpointIO(CheckpointIO):
             raise OSError(f"the checkpoint {path} cannot be written: {reason}") from error
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
-        """Load a checkpoint to the CPU with `read_checkpoint`; the other arguments have no effect."""
         return read_checkpoint(Path(path))
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Delete a checkpoint if it exists."""
         Path(path).unlink(missing_ok=True)
 
 
@@ -90,11 +87,8 @@ class Checkpoints(Checkpoint):
     Attributes:
         folder: folder of the checkpoints.
         run_name: name of the run, which is stored in each checkpoint and verified when the run is resumed.
-        history: callback that determines the best epoch.
-        metrics_file: file of logged metrics, whose rows each checkpoint stores.
-        stop_signal: callback that receives the signals that stop a run.
-        every_n_steps: number of optimizer steps between checkpoints within an epoch; None for no such checkpoints.
-        every_n_minutes: number of minutes between checkpoints within an epoch; None for no such checkpoints.
+        history, metrics_file, stop_signal: see their classes; each checkpoint stores the rows of the metrics file.
+        every_n_steps, every_n_minutes: distance of checkpoints within an epoch; None for no such checkpoints.
     """
 
     folder: Path
@@ -137,7 +131,6 @@ class Checkpoints(Checkpoint):
             self.stop_signal.raise_stopped(f"saved at step {self._last_step}")
 
     def best_weights_path(self) -> Path:
-        """Return the path of the file with the weights of the best epoch."""
         return self.folder / f"best-epoch-{self.history.best_epoch}.ckpt"
 
     def newest_path(self) -> Path | None:
@@ -277,10 +270,8 @@ def _inspect_checkpoint(path: Path, run_name: str) -> tuple[int, int]:
 
 def _list_sorted_paths(folder: Path, prefix: str) -> list[Path]:
     """Return the paths of the files `<prefix>-<number>.ckpt` in a folder, sorted by number."""
-    return sorted(
-        (path for path in folder.glob(f"{prefix}-*.ckpt") if _parse_number_in_name(path) >= 0),
-        key=_parse_number_in_name,
-    )
+    paths = (path for path in folder.glob(f"{prefix}-*.ckpt") if _parse_number_in_name(path) >= 0)
+    return sorted(paths, key=_parse_number_in_name)
 
 
 def _parse_number_in_name(path: Path) -> int:

@@ -168,7 +168,6 @@ class FineTuningData(L.LightningDataModule):
         return {"epoch": epoch_counts.processed, "batches": num_batches}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Make the training loader start at the position stored in a checkpoint."""
         self._resume_position = state_dict
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -196,11 +195,9 @@ class FineTuningData(L.LightningDataModule):
         )
 
     def val_dataloader(self) -> list[DataLoader[Any]]:
-        """Return one loader for each validation set."""
         return [self._build_evaluation_loader(rows) for rows in self.validation]
 
     def predict_dataloader(self) -> list[DataLoader[Any]]:
-        """Return one loader for each test set."""
         return [self._build_evaluation_loader(rows) for rows in self.test]
 
     def _build_evaluation_loader(self, rows: TokenizedRows) -> DataLoader[Any]:
@@ -210,5 +207,4 @@ class FineTuningData(L.LightningDataModule):
         return build_evaluation_loader(rows, self.collate, self.config.eval_batch_size, order, self.config.num_workers)
 
     def _rank_and_world_size(self) -> tuple[int, int]:
-        """Return the trainer's process rank and number of processes, or (0, 1) without a trainer."""
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)

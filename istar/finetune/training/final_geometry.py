@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
@@ -12,45 +13,57 @@ from istar.errors import NonFiniteError, UserError
 from istar.finetune.tasks.features import TokenizedRows
 from istar.finetune.training.data import Collate, build_evaluation_loader, select_rows_with_tokens, sort_longest_first
 from istar.finetune.training.module import FineTuner, token_mask
+from istar.hidden_states.model_layers import eval_mode
 from istar.hidden_states.shrinkage import NUM_POINTS, to_covariance
-from istar.hidden_states.undisturbed import eval_mode
 from istar.inputs.architectures import is_decoder
 from istar.measures import Moments, isoscore_star, two_nn
 
+Sums = TypeVar("Sums", bound=Any)
 MAX_TWO_NN_EXAMPLES = 1_000
 """Maximum number of validation rows with states that are kept for TwoNN, which compares each with all others."""
 
 
-def iterate_states(
-    trainer: L.Trainer,
-    module: FineTuner,
-    rows: TokenizedRows,
-    collate: Collate,
-    batch_size: int,
-    order: Sequence[int],
-) -> Iterator[tuple[Tensor, tuple[Tensor, ...], Tensor]]:
-    """Yield the row indices, the hidden states of all layers, and the token mask of batches of rows in an order.
+@dataclass(frozen=True)
+class StateReader:
+    """Computes the hidden states of tokenized rows, on this process alone.
 
-    The forward passes run on this process alone, in eval mode, without gradients, on the trainer's device and in its
-    precision. Between two batches and at the end, all parts of the module have their previous mode and device.
+    The forward passes run in eval mode, without gradients, on the trainer's device and in its precision.
     """
-    previous_device = module.device
-    batches = build_evaluation_loader(rows, collate, batch_size, order)
-    module.to(trainer.strategy.root_device)  # Lightning moves the module to the CPU after training.
-    try:
-        for row_indices, batch in zip(torch.tensor(order).split(batch_size), batches, strict=True):
-            batch = module.transfer_batch_to_device(batch, module.device, 0)
-            with eval_mode(module), torch.no_grad(), trainer.precision_plugin.val_step_context():
-                states_by_layer = module.hidden_states(batch)
-            yield row_indices, states_by_layer, token_mask(batch)
-    finally:
-        module.to(previous_device)
+
+    trainer: L.Trainer
+    module: FineTuner
+    collate: Collate
+    batch_size: int
+
+    def iterate(self, rows: TokenizedRows, order: Sequence[int]) -> Iterator[tuple[Tensor, tuple[Tensor, ...], Tensor]]:
+        """Yield the row indices, the hidden states of all layers, and the token mask of batches of rows in an order.
+
+        Between two batches and at the end, all parts of the module have their previous mode and device.
+        """
+        module, previous_device = self.module, self.module.device
+        batches = build_evaluation_loader(rows, self.collate, self.batch_size, order)
+        module.to(self.trainer.strategy.root_device)  # Lightning moves the module to the CPU after training.
+        try:
+            for row_indices, batch in zip(torch.tensor(order).split(self.batch_size), batches, strict=True):
+                batch = module.transfer_batch_to_device(batch, module.device, 0)
+                with eval_mode(module), torch.no_grad(), self.trainer.precision_plugin.val_step_context():
+                    states_by_layer = module.hidden_states(batch)
+                yield row_indices, states_by_layer, token_mask(batch)
+        finally:
+            module.to(previous_device)
+
+    def sum_layers(self, rows: TokenizedRows, order: Sequence[int], sums_class: type[Sums]) -> list[Sums]:
+        """Return the sums over the tokens of rows in an order, from the embedding output to the last layer."""
+        sums: list[Sums] = []
+        for _, states_by_layer, mask in self.iterate(rows, order):
+            sums = sums or [sums_class(states.shape[-1], states.device) for states in states_by_layer]
+            for layer_sums, states in zip(sums, states_by_layer, strict=True):
+                layer_sums.update(states, mask)
+        return sums
 
 
-def measure_validation_geometry(
-    trainer: L.Trainer, module: FineTuner, rows: TokenizedRows, collate: Collate, batch_size: int
-) -> dict[str, Any]:
-    """Measure mean activation and intrinsic dimension of the hidden states of a validation set; see `iterate_states`.
+def measure_validation_geometry(reader: StateReader, rows: TokenizedRows) -> dict[str, Any]:
+    """Measure mean activation and intrinsic dimension of the hidden states of a validation set.
 
     Statistics are float32 or wider. The model and the global random state do not change.
 
@@ -65,12 +78,13 @@ def measure_validation_geometry(
     Raises:
         NonFiniteError: if hidden states are not finite.
     """
-    moments = Moments(module.model.config.hidden_size, trainer.strategy.root_device)
+    config = reader.module.model.config
+    moments = Moments(config.hidden_size, reader.trainer.strategy.root_device)
     order = sort_longest_first(rows)
     two_nn_order = [row_index for row_index in order if row_index < MAX_TWO_NN_EXAMPLES]
     two_nn_states_of_batches: list[tuple[Tensor, ...]] = []
-    find_positions = last_token_positions if is_decoder(module.model.config) else first_token_positions
-    for row_indices, states_by_layer, mask in iterate_states(trainer, module, rows, collate, batch_size, order):
+    find_positions = last_token_positions if is_decoder(config) else first_token_positions
+    for row_indices, states_by_layer, mask in reader.iterate(rows, order):
         moments.update(states_by_layer[-1], mask)
         # Indices of the examples of TwoNN within the batch, and the position of the token of each.
         batch_indices = (row_indices < MAX_TWO_NN_EXAMPLES).nonzero().squeeze(1).to(mask.device)
@@ -91,12 +105,9 @@ def measure_validation_geometry(
 
 
 def compute_isoscore_star_by_layer(
-    trainer: L.Trainer,
-    module: FineTuner,
+    reader: StateReader,
     validation: TokenizedRows,
     train: TokenizedRows,
-    collate: Collate,
-    batch_size: int,
     zeta: float,
     seed: int,
     num_points: int = NUM_POINTS,
@@ -106,16 +117,12 @@ def compute_isoscore_star_by_layer(
     The score is the IsoScore of :math:`(1 - \zeta) \operatorname{Cov}(X) + \zeta \Sigma_S` (Algorithm 1 of the paper).
     For the union of layers 1 to L, X contains the states of all tokens of the validation rows, and the shrinkage
     covariance Sigma_S is that of the same layers on training rows. For a single layer, X and Sigma_S are those of this
-    layer on the same rows; the paper does not say which Sigma_S its Figure 6 uses. Padding does not count. See
-    `iterate_states` for the forward passes.
+    layer on the same rows; the paper does not say which Sigma_S its Figure 6 uses. Padding does not count.
 
     Args:
-        trainer: determines the device and the precision.
-        module: module with the model.
+        reader: computes the states of the model.
         validation: rows with the points X.
         train: rows from which those for Sigma_S are sampled.
-        collate: turns rows into a padded batch.
-        batch_size: rows per forward pass.
         zeta: weight of Sigma_S in [0, 1].
         seed: seed of the sample of training rows.
         num_points: minimum number of points for Sigma_S, counted over the union of layers 1 to L. All rows are used if
@@ -133,11 +140,7 @@ def compute_isoscore_star_by_layer(
 
     def accumulate(rows: TokenizedRows, order: Sequence[int]) -> list[Moments]:
         """Return the moments of layers 1 to L together, and of each layer from the embedding output on."""
-        layers: list[Moments] = []
-        for _, states_by_layer, mask in iterate_states(trainer, module, rows, collate, batch_size, order):
-            layers = layers or [Moments(states.shape[-1], states.device) for states in states_by_layer]
-            for moments, states in zip(layers, states_by_layer, strict=True):
-                moments.update(states, mask)
+        layers = reader.sum_layers(rows, order, Moments)
         return [unite_layers(layers), *layers]
 
     union_and_layers = accumulate(validation, sort_longest_first(validation))

@@ -38,7 +38,7 @@ def find_missing_steps(folder: Path, schedule: str | int, last_step: int) -> lis
 
 
 def model_folder_of_step(folder: Path, step: int) -> Path:
-    """Return the path of the model of a step, given the folder of all kept models."""
+    """Return the path of the model of a step."""
     return folder / f"step-{step}"
 
 
@@ -54,7 +54,7 @@ class KeptModels(L.Callback):
 
     Attributes:
         folder: folder that contains the models.
-        schedule: `log`, or a number of optimizer steps, see `is_kept`.
+        schedule: see `is_kept`.
         tokenizer: tokenizer that is saved with each model.
     """
 

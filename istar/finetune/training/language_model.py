@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from istar.finetune.tasks.language_modelling import LanguageModelEvaluator
 from istar.finetune.training.module import Batch, FineTuner, inputs_with_labels, token_mask
 from istar.hidden_states import AttachedPenalty
-from istar.measures.processes import sum_over_processes, world_size
+from istar.measures.accumulator import sum_over_processes, world_size
 from istar.records.config import OptimConfig
 from istar.regularizers.points import IGNORED_LABEL
 
@@ -21,8 +21,7 @@ class LanguageModelTuner(FineTuner):
     """Train a causal or masked language model on its token loss plus a weighted penalty on its hidden states.
 
     The loss of a step is the mean over the predicted tokens of all processes together. In validation, losses are summed
-    in float64 for each block of text, and the metrics are computed from all predicted tokens at once. The arguments
-    that are not listed are as in `FineTuner`.
+    in float64 for each block of text. The arguments that are not listed are as in `FineTuner`.
 
     Args:
         model: causal or masked language model.

@@ -16,14 +16,14 @@ from istar.errors import NonFiniteError, UserError
 from istar.finetune.tasks.features import TokenizedRows
 from istar.finetune.training.data import Collate
 from istar.finetune.training.final_geometry import (
+    StateReader,
     call_or_none,
     first_token_positions,
-    iterate_states,
     last_token_positions,
     unite_layers,
 )
 from istar.finetune.training.module import FineTuner, log_immediately
-from istar.hidden_states.undisturbed import preserve_rng_states
+from istar.hidden_states.model_layers import preserve_rng_states
 from istar.inputs.architectures import is_decoder
 from istar.measures import (
     Accumulator,
@@ -267,14 +267,9 @@ class GeometryProbe(L.Callback):
         if not trainer.is_global_zero:
             return
         start = time.perf_counter()
-        sums: list[LayerSums] = []
+        reader = StateReader(trainer, pl_module, self.collate, self.batch_size)
         with preserve_rng_states(trainer.strategy.root_device), naming_step("geometry", trainer):
-            for _, states_by_layer, mask in iterate_states(
-                trainer, pl_module, self.rows, self.collate, self.batch_size, self.sample
-            ):
-                sums = sums or [LayerSums(states.shape[-1], states.device) for states in states_by_layer]
-                for layer_sums, states in zip(sums, states_by_layer, strict=True):
-                    layer_sums.update(states, mask)
+            sums = reader.sum_layers(self.rows, self.sample, LayerSums)
             values = {
                 geometry_key(layer, name): value
                 for layer, layer_sums in enumerate(sums)

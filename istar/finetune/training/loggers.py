@@ -25,7 +25,7 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
 from istar.errors import UserError, shorten
 from istar.files.writing import write_text
-from istar.finetune.training.metrics_file import MetricsFile
+from istar.finetune.training.history import MetricsFile
 from istar.inputs.hub import PROBE_TIMEOUT_SECONDS, request_status
 from istar.records.config import Config, TensorBoardConfig, WandbConfig
 from istar.records.config.schema import to_dict
@@ -58,19 +58,18 @@ def attach_loggers(trainer: L.Trainer, metrics_file: MetricsFile, config: Config
             # An error while writing, such as a full disk, must not hide the error that ended the run.
             with suppress(OSError):
                 metrics_file.finalize("failed")
-        for logger in trainer.loggers:
-            if isinstance(logger, FailSafeWandbLogger):
-                logger.finish(exit_code)
-            elif isinstance(logger, TensorBoardResultLogger):
-                with suppress(OSError):
-                    logger.finalize("failed" if exit_code else "success")
+        for logger in _result_loggers(trainer):
+            logger.finish(exit_code)
 
 
 def log_result(trainer: L.Trainer, result: Mapping[str, Any]) -> None:
     """Log a finished run's result, the content of its `result.json`, to the trainer's W&B or TensorBoard logger."""
-    for logger in trainer.loggers:
-        if isinstance(logger, FailSafeWandbLogger | TensorBoardResultLogger):
-            logger.log_result(result)
+    for logger in _result_loggers(trainer):
+        logger.log_result(result)
+
+
+def _result_loggers(trainer: L.Trainer) -> "list[FailSafeWandbLogger | TensorBoardResultLogger]":
+    return [logger for logger in trainer.loggers if isinstance(logger, FailSafeWandbLogger | TensorBoardResultLogger)]
 
 
 @rank_zero_only
@@ -94,6 +93,11 @@ class TensorBoardResultLogger(TensorBoardLogger):
         settings = {key: value for key, value in result["config"].items() if key not in ("logger", "run")}
         self.log_hyperparams(settings, {f"best/{name}": value for name, value in scores.items()})
 
+    def finish(self, exit_code: int) -> None:
+        """Write what is left; a full disk must not hide the error that ended the run."""
+        with suppress(OSError):
+            self.finalize("failed" if exit_code else "success")
+
 
 class FailSafeWandbLogger(WandbLogger):
     """W&B logger that warns and stops logging after W&B's first error, such as a crash of its service process."""
@@ -102,7 +106,6 @@ class FailSafeWandbLogger(WandbLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log metrics of a step unless W&B has failed."""
         self._call_unless_failed(lambda: WandbLogger.log_metrics(self, metrics, step))
 
     def log_result(self, result: Mapping[str, Any]) -> None:
@@ -142,7 +145,7 @@ class FailSafeWandbLogger(WandbLogger):
 
 
 def _make_wandb_summary(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the best epoch's values by logged name, with which W&B's summary of the last epoch is replaced."""
+    """Return the best epoch's values by logged name, which replace W&B's summary of the last epoch."""
     isotropy_after, isotropy_before = result["isotropy"]["after"], result["isotropy"]["before"]
     return {
         "status": result["status"],
@@ -266,7 +269,6 @@ def _find_server_problem() -> str:
     url, key = f"{settings.base_url}/graphql", _find_api_key(settings)
 
     def send_query() -> int:
-        """Query the server for the user and return the HTTP status."""
         # This is the first query that W&B itself makes. The hub's session would reject it if HF_HUB_OFFLINE is set.
         query = json.dumps({"query": "query Viewer { viewer { id } }"}).encode()
         headers = {"Content-Type": "application/json"}

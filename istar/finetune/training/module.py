@@ -1,7 +1,9 @@
 """The LightningModule for fine-tuning with a penalty on the hidden states."""
 
+import logging
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import lightning as L
@@ -13,17 +15,67 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_no
 from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedModel, get_scheduler
 
-from istar.errors import UserError
+from istar.errors import NonFiniteError, UserError
 from istar.finetune.tasks.evaluation import Evaluation
-from istar.finetune.training.nonfinite import StepGuard
 from istar.hidden_states import AttachedPenalty
 from istar.hidden_states.model_layers import ReturnedStates
-from istar.measures.processes import sum_over_processes, world_size
+from istar.measures.accumulator import sum_over_processes, world_size
 from istar.records.config import OptimConfig
 
 Batch = dict[str, Tensor]
 Outputs = dict[int, np.ndarray]
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class StepGuard:
+    """Skip optimizer steps whose gradient is not finite, or stop the training at the first one.
+
+    The gradient norm is equal on all processes, so all of them skip the same steps.
+
+    Attributes:
+        skip_nonfinite: whether to skip such steps; False stops the training.
+        num_skipped: number of skipped steps.
+    """
+
+    skip_nonfinite: bool
+    num_skipped: int = field(default=0, init=False)
+    _losses: list[tuple[str, Tensor]] = field(default_factory=list, init=False)
+
+    def reset(self) -> None:
+        """Discard the losses that were recorded for an unfinished step."""
+        self._losses = []
+
+    def record(self, name: str, value: Tensor) -> None:
+        """Record a 0-d loss of one micro-batch, so that messages can name the first loss that is not finite."""
+        self._losses.append((name, value.detach()))
+
+    def must_skip(self, step: int, gradient_norm: Tensor | None) -> bool:
+        """Return whether an optimizer step must be skipped, and discard the losses that were recorded for it.
+
+        Args:
+            step: number of the step, for messages.
+            gradient_norm: global norm of the gradient; None if a gradient scaler already skips steps that overflow.
+
+        Raises:
+            NonFiniteError: if `skip_nonfinite` is False and a loss or the norm is not finite.
+        """
+        named_values, self._losses = self._losses, []
+        if gradient_norm is not None:
+            named_values = [*named_values, ("norm of the gradient", gradient_norm)]
+        if self.skip_nonfinite:
+            if gradient_norm is None or torch.isfinite(gradient_norm):
+                return False
+        elif torch.stack([value.double() for _, value in named_values]).isfinite().all():
+            return False
+        name, value = next((name, value) for name, value in named_values if not torch.isfinite(value))
+        if not self.skip_nonfinite:
+            raise NonFiniteError(f"step {step}: the {name} is {value:g}")
+        self.num_skipped += 1
+        log.warning("step %d is skipped: the %s is %g", step, name, value)
+        return True
 
 
 class FineTuner(L.LightningModule):
@@ -70,12 +122,11 @@ class FineTuner(L.LightningModule):
         self._outputs: list[Outputs] = []
 
     def task_loss(self, batch: Batch) -> Tensor:
-        """Return the loss of a batch of the task, a scalar."""
         loss: Tensor = self.model(**inputs_with_labels(batch)).loss
         return loss
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the task loss plus the weighted penalty, and record both for the log."""
+        """Return the task loss plus the weighted penalty."""
         loss = self.task_loss(batch)
         logged_metrics = {"train/task_loss": loss.detach()}
         self.step_guard.record("task loss", loss)
@@ -83,7 +134,7 @@ class FineTuner(L.LightningModule):
             weight = self.penalty.penalty.weight
             if self.penalty.settings.has_schedule:
                 logged_metrics["train/lambda"] = torch.tensor(weight, dtype=torch.float64, device=loss.device)
-            # With weight 0, the loss is bit for bit that without a penalty.
+            # With weight 0, the loss equals the task loss bit for bit.
             if weight != 0:
                 weighted_penalty = self.penalty.loss()
                 self.step_guard.record("penalty", weighted_penalty)
@@ -142,7 +193,6 @@ class FineTuner(L.LightningModule):
             self.penalty.set_weight(self.trainer.global_step, self._total_steps)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the state of the penalty and the number of skipped steps to a checkpoint."""
         checkpoint["skipped_steps"] = self.step_guard.num_skipped
         if self.penalty is not None:
             checkpoint["penalty"] = self.penalty.state_dict()
@@ -186,7 +236,6 @@ class FineTuner(L.LightningModule):
         self._outputs = []
 
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Outputs:
-        """Return the logits of a batch by feature id."""
         return logits_by_feature(batch, self.model(**inputs_with_labels(batch)))
 
     def sort_states(self, returned_states: Sequence[Tensor] | None) -> tuple[Tensor, ...] | None:

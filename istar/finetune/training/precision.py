@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 
+from istar.errors import UserError
 from istar.records.config import TrainerConfig
 
 _MATRIX_SIZE = {"cpu": 256, "cuda": 4096}
@@ -42,6 +43,13 @@ def choose_precision(settings: TrainerConfig) -> TrainerConfig:
     return settings
 
 
+def check_precision_support(settings: TrainerConfig) -> None:
+    """Raise a `UserError` for precision 16-mixed without a CUDA device; Lightning would replace it by bf16-mixed."""
+    uses_cuda = torch.cuda.is_available() and settings.accelerator in ("auto", "gpu", "cuda")
+    if settings.precision == "16-mixed" and not uses_cuda:
+        raise UserError("trainer.precision=16-mixed needs a CUDA device; use bf16-mixed or 32-true on this machine")
+
+
 @cache
 def measure_bfloat16_ratio(device: str) -> float:
     """Return the duration of a matrix product in bfloat16 divided by its duration in float32, on `cpu` or `cuda`.
@@ -52,10 +60,7 @@ def measure_bfloat16_ratio(device: str) -> float:
 
 
 def _time_matrix_product(device: str, dtype: torch.dtype) -> float:
-    """Return the shortest of several durations of a matrix product, in seconds.
-
-    On a CPU, it is the processor time of one thread, which does not depend on how busy the machine is.
-    """
+    """Return the shortest of several durations in seconds; on a CPU, of one thread's processor time."""
     matrix = torch.ones(_MATRIX_SIZE[device], _MATRIX_SIZE[device], device=device, dtype=dtype)
     clock = time.perf_counter if device == "cuda" else time.thread_time
     num_threads, durations = torch.get_num_threads(), []

@@ -51,6 +51,12 @@ class TrialReference:
             ) from error
 
 
+def load_trial(study: optuna.Study, storage: optuna.storages.BaseStorage, number: int) -> optuna.trial.Trial:
+    """Load a started trial of a study in a storage by its number, so that it can be resumed."""
+    study_id = storage.get_study_id_from_name(study.study_name)
+    return optuna.trial.Trial(study, storage.get_trial_id_from_study_id_trial_number(study_id, number))
+
+
 @dataclass(eq=False)
 class PruningCallback(L.Callback):
     """Report each epoch to an Optuna study, and stop the training if the study's pruner decides to prune the trial.
@@ -60,14 +66,12 @@ class PruningCallback(L.Callback):
     that are not yet in the study's database.
 
     Attributes:
-        reference: reference to the trial to which the run belongs.
+        reference: the trial to which the run belongs.
         history: callback that records the epochs. It must precede this callback.
-        load_trial: function that returns the started trial of a study with a given number.
     """
 
     reference: TrialReference
     history: History
-    load_trial: Callable[[optuna.Study, int], optuna.trial.Trial]
     _trial: optuna.trial.Trial | None = field(default=None, init=False)
     _reported_epochs: set[int] = field(default_factory=set, init=False)
 
@@ -89,10 +93,11 @@ class PruningCallback(L.Callback):
         """Report the epochs not reported yet, and return whether the pruner decides to prune the trial."""
         try:
             if self._trial is None:
-                storage = Path(self.reference.storage_file).read_text(encoding="utf-8")
+                url = Path(self.reference.storage_file).read_text(encoding="utf-8")
+                storage = optuna.storages.get_storage(url)
                 study = optuna.load_study(study_name=self.reference.study, storage=storage)
                 study.pruner = PRUNERS[study.user_attrs[PRUNER_ATTRIBUTE]]()
-                self._trial = self.load_trial(study, self.reference.number)
+                self._trial = load_trial(study, storage, self.reference.number)
                 self._reported_epochs = set(study.get_trials(deepcopy=False)[self.reference.number].intermediate_values)
             for epoch_number, entry in enumerate(self.history.epochs, start=1):
                 # Optuna warns about a value that is reported twice.

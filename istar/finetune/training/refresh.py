@@ -27,9 +27,8 @@ class ShrinkageCovariance(L.Callback):
     This follows Section 3 of *Stable Anisotropic Regularization*. If the penalty's `sync` is True, all processes
     compute one common matrix; otherwise each process computes its own.
 
-    The sample depends only on the seed, the epoch and, within an epoch, the optimizer step, so that a resumed run draws
-    the same samples. If only some of the tokens are points of the penalty, the shrinkage covariance uses only such
-    tokens, too: batches are taken in random order until they contain `num_points` points.
+    A resumed run draws the same samples, see `sample_examples`. If only some of the tokens are points of the penalty,
+    batches are taken in random order until they contain `num_points` such points.
 
     Attributes:
         penalty: attached penalty, which uses the shrinkage covariance.
@@ -61,7 +60,6 @@ class ShrinkageCovariance(L.Callback):
         self._refresh_if_due(trainer, is_epoch_start=False)
 
     def _refresh_if_due(self, trainer: L.Trainer, is_epoch_start: bool) -> None:
-        """Refresh the shrinkage covariance if it is due, and log the duration."""
         if self.penalty.claim_refresh(trainer.global_step, is_epoch_start):
             start = time.perf_counter()
             step = 0 if is_epoch_start else trainer.global_step
@@ -79,7 +77,6 @@ class ShrinkageCovariance(L.Callback):
         shows_progress = self.progress_bar and trainer.is_global_zero
 
         def iterate_inputs() -> Iterator[Batch]:
-            """Yield the model inputs of each batch; raise a `StoppedError` after a stop signal."""
             for batch in track(loader, "Shrinkage covariance", disable=not shows_progress, transient=True):
                 self.stop_signal.raise_if_signaled()
                 yield {name: value for name, value in batch.items() if name != "feature_id"}
@@ -123,7 +120,6 @@ class ShrinkageCovariance(L.Callback):
         return settings.num_points if is_shared else max(2, math.ceil(settings.num_points / trainer.world_size))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the durations; the state of the penalty is part of the module's checkpoint."""
         return {"seconds": list(self.seconds)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 from torch import Tensor
 
 from istar.finetune.training.module import log_immediately, token_mask
-from istar.measures.processes import sum_over_processes
+from istar.measures.accumulator import sum_over_processes
 
 TOKENS_PER_SECOND_KEY = "train/tokens_per_second"
 
@@ -61,7 +61,6 @@ class TokenRate(L.Callback):
         self._validation_start = time.perf_counter()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Exclude the validation from the time of the current interval."""
         if self._interval_start is not None:
             self._interval_start += time.perf_counter() - self._validation_start
 
@@ -90,7 +89,6 @@ class TrainingProgressBar(RichProgressBar):
         self._token_rate = token_rate
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
-        """Return the values that the progress bar shows, by name."""
         metrics: dict[str, Any] = super().get_metrics(trainer, pl_module)
         if self._token_rate.tokens_per_second is None:
             return metrics

@@ -4,11 +4,11 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping
@@ -21,32 +21,21 @@ from istar.records.config import TrainerConfig
 from istar.records.metric_names import is_lower_better
 
 
-class StopAtMaxSteps(L.Callback):
-    """Stop the training after `max_steps` optimizer steps, with a validation after the last step.
+@dataclass(eq=False)
+class StopAfterLastStep(L.Callback):
+    """Stop the training after its last step, with a validation after it.
 
-    With its own `max_steps`, Lightning omits that validation, and resumes differently at the end of an epoch.
+    The last step is number `max_steps`, or the last one of the last epoch. With its own `max_steps`, Lightning omits
+    the validation, and resumes differently at the end of an epoch. With `check_val_every_n_epoch=null`, it validates
+    only every `val_check_interval` batches, so that the last batches, or all of them, would have no validation.
     """
 
-    def __init__(self, max_steps: int) -> None:
-        self.max_steps = max_steps
+    max_steps: int | None
 
     def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
-        """Request the stop after the last step."""
-        if trainer.global_step >= self.max_steps:
-            trainer.should_stop = True
-
-
-class StopAfterLastBatch(L.Callback):
-    """Stop the training after the last batch of the last epoch, with a validation after it.
-
-    With `check_val_every_n_epoch=null`, Lightning validates only every `val_check_interval` batches, so that the last
-    training batches, or all of them, would not be followed by a validation.
-    """
-
-    def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
-        """Request the stop after the last batch, if Lightning does not validate at the end of each epoch."""
         is_last_epoch = trainer.max_epochs is not None and trainer.current_epoch + 1 >= trainer.max_epochs
-        if trainer.check_val_every_n_epoch is None and trainer.is_last_batch and is_last_epoch:
+        is_last_batch = trainer.check_val_every_n_epoch is None and trainer.is_last_batch and is_last_epoch
+        if is_last_batch or (self.max_steps is not None and trainer.global_step >= self.max_steps):
             trainer.should_stop = True
 
 
@@ -76,11 +65,9 @@ def build_trainer(
                 check_on_train_epoch_end=False,
             )
         )
-    if "max_steps" in settings.lightning:
-        callbacks.append(StopAtMaxSteps(settings.lightning["max_steps"]))
-    callbacks.append(StopAfterLastBatch())
-    token_rate = TokenRate(settings.lightning.get("max_steps"))
-    callbacks.append(token_rate)
+    max_steps = settings.lightning.get("max_steps")
+    token_rate = TokenRate(max_steps)
+    callbacks += [StopAfterLastStep(max_steps), token_rate]
     console = make_console()
     shows_bar = settings.progress_bar and (console.is_terminal or console.is_jupyter)
     if settings.progress_bar:
@@ -132,21 +119,6 @@ def count_processes_to_start(trainer: L.Trainer) -> int:
     return 1 if environment is None or environment.creates_processes_externally else trainer.num_devices
 
 
-def count_devices(settings: TrainerConfig) -> int:
-    """Return the number of devices on this machine that the setting `trainer.devices` selects.
-
-    The setting is a number, a list, `auto` or -1.
-    """
-    return build_bare_trainer(settings).num_devices
-
-
-def check_precision_support(settings: TrainerConfig) -> None:
-    """Raise a `UserError` for precision 16-mixed without a CUDA device; Lightning would replace it by bf16-mixed."""
-    uses_cuda = torch.cuda.is_available() and settings.accelerator in ("auto", "gpu", "cuda")
-    if settings.precision == "16-mixed" and not uses_cuda:
-        raise UserError("trainer.precision=16-mixed needs a CUDA device; use bf16-mixed or 32-true on this machine")
-
-
 def writes_checkpoints(settings: TrainerConfig) -> bool:
     """Return whether the run writes checkpoints, from which the weights of the best epoch can be restored."""
     return settings.checkpoints and not settings.fast_dev_run
@@ -181,11 +153,6 @@ _SUPPRESSED_WARNINGS = (
 
 
 def _construct_trainer(settings: TrainerConfig, **arguments: Any) -> L.Trainer:
-    """Return a `lightning.Trainer` with further arguments on the configured hardware.
-
-    Raises:
-        UserError: if Lightning rejects the settings.
-    """
     plugins: list[Any] = [AtomicCheckpointIO()]
     if SLURMEnvironment.detect():
         # With auto_requeue, Lightning would react to SLURM's signals with another checkpoint and a requeue.

@@ -1,14 +1,15 @@
-"""Accumulator for the moments of the hidden states of each group of documents."""
+"""Sums of hidden states about an origin: over all points of a batch, and the moments of each group of documents."""
 
 import copy
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from istar.geometry.collect.token_batch import Sentences, TokenBatch
 from istar.measures import Accumulator, FourthMoments, SentenceMoments
-from istar.measures.input_checks import zero_vector
+from istar.measures.numerics import block_length, zero_vector
 from istar.measures.sentences import SentenceSums
 
 MAX_RECENT_POINTS = 2_048
@@ -224,6 +225,43 @@ class GroupedMoments(Accumulator):
             sums[parts].sum(0) for sums in (self.counts, self.totals, self.thirds, self.fourths)
         )
         return [count, total, scatter, third, fourth]
+
+
+class PointSums(NamedTuple):
+    """Result of `sum_over_points`, with y = x - o for points x and an origin o."""
+
+    centered: Tensor
+    """y of each point, `(n, d)`, in the dtype of the points."""
+    squared_distances: Tensor
+    """Squared norm of y of each point, `(n,)`, in the dtype of the points."""
+    powers: Tensor
+    """Sums of y, y^2, y^3 and y^4 in each dimension, `(4, d)`, in the dtype of the origin."""
+    weighted: Tensor
+    """Sums of w y, w^2 y and w^2 y^2 in each dimension, with a weight w of each point, `(3, d)`, likewise."""
+
+
+def sum_over_points(points: Tensor, origin: Tensor, weights: Tensor) -> PointSums:
+    """Compute the differences of points from an origin, and sums of their powers.
+
+    Args:
+        points: `(n, d)`, float32 or float64.
+        origin: `(d,)`, in the dtype of the accumulated sums.
+        weights: weight of each point, `(n,)`, in the dtype of the points.
+    """
+    powers, weighted = origin.new_zeros(4, len(origin)), origin.new_zeros(3, len(origin))
+    centered, squared_distances = torch.empty_like(points), torch.empty_like(weights)
+    origin = origin.to(points.dtype)
+    # All that is computed from a block stays in the cache.
+    blocks = (column.split(block_length(points)) for column in (points, centered, squared_distances, weights))
+    for x, y, squared_norms, w in zip(*blocks, strict=True):
+        torch.sub(x, origin, out=y)
+        y2 = y.square()
+        torch.sum(y2, 1, out=squared_norms)
+        # A product with ones takes less time than a sum over the rows.
+        ones, w2 = torch.ones_like(w), w.square()
+        powers += torch.stack([ones @ y, ones @ y2, ones @ (y2 * y), ones @ y2.square()])
+        weighted += torch.stack([w @ y, w2 @ y, w2 @ y2])
+    return PointSums(centered, squared_distances, powers, weighted)
 
 
 def _add_upper_panels(matrix: Tensor, points: Tensor) -> None:

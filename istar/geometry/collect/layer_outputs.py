@@ -1,17 +1,19 @@
 """Read a transformer's hidden states under names that are the same for all architectures."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
 from istar.hidden_states.model_layers import find_final_norm, find_layers, make_trial_ids, run_trial
 from istar.inputs.attention import are_close
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from istar.inputs.corpus import Block, pad_batch
+from istar.measures.numerics import full_precision
 
 EMBEDDINGS, FINAL_NORM = "embeddings", "final_norm"
 
@@ -33,7 +35,7 @@ class Taps:
         UserError: if the model does not return one hidden state per layer and token.
     """
 
-    def __init__(self, model: "PreTrainedModel") -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self._layers = find_layers(model)
         self._model: Any = self._layers.base_model
         self.norm = find_final_norm(self._model, run_trial(self._model, self._model))
@@ -80,3 +82,66 @@ class Taps:
             for end in (length, 2 * length)
         )
         return not all(are_close(states_padded[tap][:, :length], states) for tap, states in states_alone.items())
+
+
+class BlockReader:
+    """Runs a model on batches of blocks, and returns the hidden states of the tokens that the statistics include.
+
+    Args:
+        model: model without a head, in eval mode, on its device.
+        pad_id: id of the padding token.
+        has_special_tokens: whether the statistics include the special tokens.
+
+    Attributes:
+        taps: reads the model's hidden states.
+        forward_seconds: time of all forward passes.
+    """
+
+    def __init__(self, model: PreTrainedModel, pad_id: int, has_special_tokens: bool) -> None:
+        self.taps, self.forward_seconds = Taps(model), 0.0
+        self._device, self._pad_id, self._has_special_tokens = model.device, pad_id, has_special_tokens
+
+    def make_inputs(self, blocks: Sequence[Block]) -> tuple[dict[str, Tensor], Tensor]:
+        """Return a batch of blocks as inputs of the model, and the mask of the tokens that the statistics include.
+
+        All tensors are on the CPU. The mask is `(blocks, tokens)`.
+        """
+        inputs = pad_batch([block.tokens for block in blocks], self._pad_id)
+        is_included = inputs["attention_mask"].bool()
+        if not self._has_special_tokens:
+            is_special = [torch.tensor(block.is_special) for block in blocks]
+            is_included &= ~pad_sequence(is_special, batch_first=True, padding_value=True)
+        return inputs, is_included
+
+    def compute_states(
+        self, inputs: Sequence[Mapping[str, Tensor]], masks: Sequence[Tensor], rows: Tensor
+    ) -> dict[str, Tensor]:
+        """Run the model on some batches, whose inputs and masks are from `make_inputs`.
+
+        `rows` is the row of each included token in the result, `(n,)`: the numbers from 0 to n - 1 in any order.
+
+        Returns:
+            The hidden states of the included tokens, `(n, d)` by tap.
+        """
+        num_tokens = len(rows)
+        points: dict[str, Tensor] = {}
+        rows_by_batch = rows.split([int(mask.sum()) for mask in masks])
+        with full_precision(self._device), torch.inference_mode():
+            for batch_inputs, mask, batch_rows in zip(inputs, masks, rows_by_batch, strict=True):
+                device_inputs = {name: values.to(self._device) for name, values in batch_inputs.items()}
+                start = self._read_synchronized_time()
+                states = self.taps(device_inputs)
+                self.forward_seconds += self._read_synchronized_time() - start
+                # The states of all other tokens share a last row, which is left out of the result.
+                all_rows = torch.full(mask.shape, num_tokens).masked_scatter_(mask, batch_rows).flatten()
+                all_rows = all_rows.to(self._device)
+                for tap, tap_states in states.items():
+                    if tap not in points:
+                        points[tap] = tap_states.new_empty(num_tokens + 1, tap_states.shape[-1])
+                    points[tap].index_copy_(0, all_rows, tap_states.flatten(0, 1))
+        return {tap: tap_points[:num_tokens] for tap, tap_points in points.items()}
+
+    def _read_synchronized_time(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.monotonic()

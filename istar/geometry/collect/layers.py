@@ -3,13 +3,13 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.geometry.collect.grouped_moments import GroupedMoments
+from istar.geometry.collect.grouped_moments import GroupedMoments, sum_over_points
 from istar.geometry.collect.token_batch import TokenBatch
 from istar.measures import (
     Accumulator,
@@ -37,8 +37,7 @@ from istar.measures import (
     top_share,
 )
 from istar.measures.activations import row_kurtosis
-from istar.measures.input_checks import accumulation_dtype, block_length, inverse_or_zero, row_norms
-from istar.measures.moments import full_precision
+from istar.measures.numerics import accumulation_dtype, full_precision, inverse_or_zero, row_norms
 from istar.measures.point_groups import NUM_LOG2_BINS
 
 MeasureSet = Literal["basic", "all"]
@@ -144,7 +143,7 @@ class Layer(Accumulator):
         """
         norms = row_norms(points)
         inverse_norms = inverse_or_zero(norms)
-        sums = _sum_over_points(points, self._origin, inverse_norms)
+        sums = sum_over_points(points, self._origin, inverse_norms)
         can_be_wider = points.dtype == torch.float32 and self._origin.dtype == torch.float64
         if can_be_wider:
             deviations = (sums.powers[1] / len(points)).sqrt()
@@ -318,43 +317,6 @@ class Layer(Accumulator):
                 measures |= _compute_covariance_measures(moments, singular_values(moments))
                 measures |= {"mean_vector_norm": mean_vector, "norm_ratio": mean_vector / other_points.average_norm}
             yield {name: float(value) for name, value in measures.items()}
-
-
-class _PointSums(NamedTuple):
-    """Result of `_sum_over_points`, with y = x - o for points x and an origin o."""
-
-    centered: Tensor
-    """y of each point, `(n, d)`, in the dtype of the points."""
-    squared_distances: Tensor
-    """Squared norm of y of each point, `(n,)`, in the dtype of the points."""
-    powers: Tensor
-    """Sums of y, y^2, y^3 and y^4 in each dimension, `(4, d)`, in the dtype of the origin."""
-    weighted: Tensor
-    """Sums of w y, w^2 y and w^2 y^2 in each dimension, with a weight w of each point, `(3, d)`, likewise."""
-
-
-def _sum_over_points(points: Tensor, origin: Tensor, weights: Tensor) -> _PointSums:
-    """Compute the differences of points from an origin, and sums of their powers.
-
-    Args:
-        points: `(n, d)`, float32 or float64.
-        origin: `(d,)`, in the dtype of the accumulated sums.
-        weights: weight of each point, `(n,)`, in the dtype of the points.
-    """
-    powers, weighted = origin.new_zeros(4, len(origin)), origin.new_zeros(3, len(origin))
-    centered, squared_distances = torch.empty_like(points), torch.empty_like(weights)
-    origin = origin.to(points.dtype)
-    # All that is computed from a block stays in the cache.
-    blocks = (column.split(block_length(points)) for column in (points, centered, squared_distances, weights))
-    for x, y, squared_norms, w in zip(*blocks, strict=True):
-        torch.sub(x, origin, out=y)
-        y2 = y.square()
-        torch.sum(y2, 1, out=squared_norms)
-        # A product with ones takes less time than a sum over the rows.
-        ones, w2 = torch.ones_like(w), w.square()
-        powers += torch.stack([ones @ y, ones @ y2, ones @ (y2 * y), ones @ y2.square()])
-        weighted += torch.stack([w @ y, w2 @ y, w2 @ y2])
-    return _PointSums(centered, squared_distances, powers, weighted)
 
 
 def _sum_powers(differences: Tensor) -> Tensor:

@@ -5,10 +5,11 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
@@ -16,23 +17,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.errors import NonFiniteError, UserError
 from istar.files.outputs import Output
-from istar.geometry.collect import figure_data, stream
-from istar.geometry.collect.measures_file import Measurements
-from istar.geometry.collect.stream import Pass, Statistics, Stream
+from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
+from istar.geometry.collect.layers import Layer
+from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements
+from istar.geometry.collect.stream import Stream
 from istar.inputs.corpus import Source
 from istar.inputs.embedding_matrix import read_untied_output
 from istar.inputs.pretrained import load_encoder, load_tokenizer
 from istar.inputs.tokenizing import find_max_input_length
-from istar.measures import (
-    MassiveActivationsSummary,
-    ScaleDimension,
-    all_but_the_top,
-    centered,
-    layer_norm_summary,
-)
-from istar.measures.matrix_summary import measure_matrix, round_digits
-from istar.measures.memory import keep_freed_memory
+from istar.measures import MassiveActivationsSummary, all_but_the_top, centered, layer_norm_summary
 from istar.measures.norms import norm_parameters
+from istar.measures.numerics import keep_freed_memory, row_norms, upcast_blocks
+from istar.measures.partition import MAX_ROWS, measure_matrix, project_rows, round_digits
 from istar.records.config import ModelConfig
 
 WEIGHT_DTYPES = {
@@ -47,54 +43,20 @@ _INTEGER_COLUMNS = ("first", "last", "tokens")
 """Columns of `Layer.summarize_by_position` and `Layer.summarize_by_frequency` that hold whole numbers."""
 
 
-@dataclass(frozen=True)
-class _Summary:
-    """The contents of `measures.json` for one source, by tap, and how often each token occurs in the source."""
+class ModelName(NamedTuple):
+    """A model as the user names it."""
 
-    measures: dict[str, dict[str, float]]
-    spectra: dict[str, dict[str, list[float]]]
-    norms: dict[str, dict[str, list[float]]]
-    extremes: dict[str, list[dict[str, float]]]
-    by_position: dict[str, dict[str, list[float]]]
-    by_frequency: dict[str, dict[str, list[float]]]
-    massive: dict[str, list[dict[str, Any]]]
-    gride: dict[str, list[ScaleDimension]]
-    replicates: dict[str, dict[str, list[float]]]
-    token_counts: Tensor | None  # `(vocabulary,)`, counted by the accumulator of IntraSim; None without it
+    name: str  # hub id, folder, or name in a table
+    revision: str | None = None  # branch, tag or commit on the hub
 
-    @classmethod
-    def from_statistics(cls, statistics: Statistics) -> "_Summary":
-        """Compute the summary of a source. It shares no memory with the statistics."""
-        layers = statistics.layers
-        spectra = {tap: layer.compute_spectra() for tap, layer in layers.items()}
-        massive = {tap: layer.find_massive_activations() for tap, layer in layers.items()}
-        replicates = {tap: layer.compute_replicates() for tap, layer in layers.items()}
-        types = next(iter(layers.values())).types
-        by_frequency = {} if types is None else {tap: layer.summarize_by_frequency() for tap, layer in layers.items()}
-        return cls(
-            measures=statistics.compute_measures(spectra, replicates),
-            spectra={
-                tap: {form: round_digits(values.tolist()) for form, values in forms.items()}
-                for tap, forms in spectra.items()
-            },
-            norms={tap: figure_data.trim_norm_histogram(layer) for tap, layer in layers.items()},
-            extremes={tap: figure_data.find_extreme_dimensions(layer) for tap, layer in layers.items()},
-            by_position={tap: _round_columns(layer.summarize_by_position()) for tap, layer in layers.items()},
-            by_frequency={tap: _round_columns(columns) for tap, columns in by_frequency.items()},
-            massive={tap: _add_ratios(summary) for tap, summary in massive.items() if summary is not None},
-            gride=statistics.estimate_gride(),
-            replicates={
-                tap: {name: round_digits(values, 12) for name, values in columns.items()}
-                for tap, columns in replicates.items()
-            },
-            token_counts=None if types is None else types.count.clone(),
-        )
+    def __str__(self) -> str:
+        return f"{self.name} at revision {self.revision}" if self.revision else self.name
 
 
 def measure_model(
     name: str,
     sources: Sequence[Source],
-    settings: Pass,
+    settings: MeasureSettings,
     out: Path,
     revision: str | None = None,
     dtype: str = "float32",
@@ -134,12 +96,12 @@ def measure_model(
     output_matrix = read_untied_output(config)
     settings = _resolve_length(settings, model)
     weights = hash_weights(model)
-    text_hashes = {source.name: stream.compute_identity(source.path)[:16] for source in sources}
+    text_hashes = {source.name: compute_identity(source.path)[:16] for source in sources}
     # The identity includes the paths and the contents of the texts.
-    identity = stream.compute_identity(weights, settings, [source.path for source in sources], *text_hashes.values())
+    identity = compute_identity(weights, settings, [source.path for source in sources], *text_hashes.values())
     reader = Stream(model, tokenizer, settings, Output(out, "state").open_state("pass"), identity)
     try:
-        summaries = reader(sources, _Summary.from_statistics, console)
+        summaries = reader(sources, lambda statistics: summarize_source(statistics, tokenizer), console)
     except NonFiniteError as error:
         if dtype != "float16":
             raise
@@ -150,7 +112,10 @@ def measure_model(
     if output_matrix is not None:
         matrix_by_side["output"] = output_matrix.values.to(model.device)
     # The last summary is that of all texts together.
-    token_counts = list(summaries.values())[-1].token_counts if summaries else None
+    token_counts = list(summaries.values())[-1]["token_counts"] if summaries else None
+    by_source: dict[str, Any] = {
+        field: {source: summary[field] for source, summary in summaries.items()} for field in SOURCE_FIELDS
+    }
     measurements = Measurements(
         model={
             "name": name,
@@ -161,25 +126,14 @@ def measure_model(
         },
         weights=weights,
         settings={**asdict(settings), "texts": {source.name: str(source.path) for source in sources}},
-        sources={source: summary.measures for source, summary in summaries.items()},
-        spectra={source: summary.spectra for source, summary in summaries.items()},
         matrices={side: _measure_forms(matrix) for side, matrix in matrix_by_side.items()},
         final_norm=None if gain_and_bias is None else asdict(layer_norm_summary(*gain_and_bias)),
-        norms={source: summary.norms for source, summary in summaries.items()},
-        extremes={source: summary.extremes for source, summary in summaries.items()},
-        by_position={source: summary.by_position for source, summary in summaries.items()},
-        by_frequency={source: summary.by_frequency for source, summary in summaries.items()},
-        massive={source: _add_token_texts(summary.massive, tokenizer) for source, summary in summaries.items()},
-        gride={
-            source: {tap: [scale._asdict() for scale in scales] for tap, scales in summary.gride.items()}
-            for source, summary in summaries.items()
-        },
-        replicates={source: summary.replicates for source, summary in summaries.items()},
         text_hashes=text_hashes,
-        rows={side: figure_data.summarize_rows(matrix, token_counts) for side, matrix in matrix_by_side.items()},
+        rows={side: summarize_rows(matrix, token_counts) for side, matrix in matrix_by_side.items()},
         readings={source: asdict(reading) for source, reading in reader.readings.items()},
         processes=reader.num_processes,
         command=command,
+        **by_source,
     )
     return replace(measurements, seconds=time.monotonic() - start + reader.earlier_seconds)
 
@@ -201,27 +155,117 @@ def _measure_forms(matrix: Tensor) -> dict[str, dict[str, Any]]:
     return {form: measure_matrix(values) for form, values in forms.items()}
 
 
+def summarize_source(statistics: CorpusStatistics, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the `SOURCE_FIELDS` of `Measurements` for a source, by tap, and `token_counts`, `(vocabulary,)`.
+
+    The counts are None without IntraSim, the accumulator of which counts the tokens. The result shares no memory with
+    the statistics.
+    """
+    layers = statistics.layers
+    types = next(iter(layers.values())).types
+    spectra = {tap: layer.compute_spectra() for tap, layer in layers.items()}
+    replicates = {tap: layer.compute_replicates() for tap, layer in layers.items()}
+    massive = {tap: layer.find_massive_activations() for tap, layer in layers.items()}
+    by_frequency = {} if types is None else {tap: layer.summarize_by_frequency() for tap, layer in layers.items()}
+    gride = statistics.estimate_gride()
+    return {
+        "sources": statistics.compute_measures(spectra, replicates),
+        "spectra": {
+            tap: {form: round_digits(values.tolist()) for form, values in forms.items()}
+            for tap, forms in spectra.items()
+        },
+        "norms": {tap: trim_norm_histogram(layer) for tap, layer in layers.items()},
+        "extremes": {tap: find_extreme_dimensions(layer) for tap, layer in layers.items()},
+        "by_position": {tap: _round_columns(layer.summarize_by_position()) for tap, layer in layers.items()},
+        "by_frequency": {tap: _round_columns(columns) for tap, columns in by_frequency.items()},
+        "massive": {
+            tap: describe_activations(summary, tokenizer) for tap, summary in massive.items() if summary is not None
+        },
+        "gride": {tap: [scale._asdict() for scale in scales] for tap, scales in gride.items()},
+        "replicates": {
+            tap: {name: round_digits(values, 12) for name, values in columns.items()}
+            for tap, columns in replicates.items()
+        },
+        "token_counts": None if types is None else types.count.clone(),
+    }
+
+
 def _round_columns(columns: Mapping[str, list[float]]) -> dict[str, list[float]]:
     return {name: values if name in _INTEGER_COLUMNS else round_digits(values) for name, values in columns.items()}
 
 
-def _add_ratios(summary: MassiveActivationsSummary) -> list[dict[str, Any]]:
+def describe_activations(
+    summary: MassiveActivationsSummary, tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, Any]]:
+    """Return the largest massive activations, each with its ratio to the median and the text of its token."""
     return [
-        {**activation._asdict(), "ratio": abs(activation.value) / summary.median if summary.median else math.inf}
+        {
+            **activation._asdict(),
+            "ratio": abs(activation.value) / summary.median if summary.median else math.inf,
+            "text": str(tokenizer.convert_ids_to_tokens(activation.token)),
+        }
         for activation in summary.top
     ]
 
 
-def _add_token_texts(
-    activations_by_tap: Mapping[str, list[dict[str, Any]]], tokenizer: PreTrainedTokenizerBase
-) -> dict[str, list[dict[str, Any]]]:
+@torch.no_grad()
+def summarize_rows(matrix: Tensor, counts: Tensor | None = None) -> dict[str, Any]:
+    """Compute the histogram of the rows' norms and a two-dimensional projection of evenly spaced rows.
+
+    Args:
+        matrix: embeddings, `(n, d)`.
+        counts: number of occurrences of each row's token in the texts, `(n,)`; None if unknown.
+
+    Returns:
+        A dictionary with the histogram `norms`, the `ids` of the projected rows, their `counts` if known, and their
+        coordinates by axis, `raw` and `centered`.
+    """
+    norms = torch.cat([row_norms(block) for block in upcast_blocks(matrix)])
+    bin_counts, edges = np.histogram(norms.cpu().numpy(), bins=40)
+    projection = project_rows(matrix, MAX_ROWS)
+    summary: dict[str, Any] = {"norms": {"edges": round_digits(edges), "counts": bin_counts.tolist()}}
+    if counts is not None and len(counts) >= len(matrix):
+        summary["counts"] = counts.cpu()[projection["ids"]].long().tolist()
+    return summary | projection
+
+
+def trim_norm_histogram(layer: Layer) -> dict[str, list[float]]:
+    """Return the histogram of a layer's norms without the empty bins at either end.
+
+    Returns:
+        The `edges` and `counts` of the bins, and `outside`: the numbers of norms below and above the layer's histogram.
+    """
+    norms = layer.norms.compute()
+    nonempty = np.flatnonzero(norms.histogram)
+    first_bin, end_bin = (int(nonempty[0]), int(nonempty[-1]) + 1) if len(nonempty) else (0, 0)
     return {
-        tap: [
-            {**activation, "text": str(tokenizer.convert_ids_to_tokens(activation["token"]))}
-            for activation in activations
-        ]
-        for tap, activations in activations_by_tap.items()
+        "edges": round_digits(norms.edges[first_bin : end_bin + 1]),
+        "counts": list(norms.histogram[first_bin:end_bin]),
+        "outside": [norms.below, norms.above],
     }
+
+
+def find_extreme_dimensions(layer: Layer) -> list[dict[str, float]]:
+    """Return the three dimensions of a layer whose means are the farthest from zero, the farthest first.
+
+    Returns:
+        For each, its index `dimension`, its `mean`, its standard `deviation`, `mean_by_typical_deviation` (the mean
+        divided by the median deviation of all dimensions) and `variance_share` (its share of the summed variance).
+    """
+    dimensions = layer.dimensions
+    mean, deviation = dimensions.mean, dimensions.deviation()
+    mean_by_typical_deviation = mean / deviation.quantile(0.5)
+    variance_share = deviation.square() / deviation.square().sum()
+    return [
+        {
+            "dimension": dimension,
+            "mean": mean[dimension].item(),
+            "deviation": deviation[dimension].item(),
+            "mean_by_typical_deviation": mean_by_typical_deviation[dimension].item(),
+            "variance_share": variance_share[dimension].item(),
+        }
+        for dimension in mean.abs().argsort(descending=True, stable=True)[:3].tolist()
+    ]
 
 
 def _find_device(name: str) -> torch.device:
@@ -242,7 +286,7 @@ def _find_device(name: str) -> torch.device:
     return device
 
 
-def _resolve_length(settings: Pass, model: PreTrainedModel) -> Pass:
+def _resolve_length(settings: MeasureSettings, model: PreTrainedModel) -> MeasureSettings:
     """Return the settings with a block length that fits the model: 0 becomes the model's longest input, at most 512.
 
     Raises:
@@ -252,3 +296,40 @@ def _resolve_length(settings: Pass, model: PreTrainedModel) -> Pass:
     if max_length is not None and settings.length > max_length:
         raise UserError(f"--length {settings.length} is too long; the model takes at most {max_length} tokens")
     return replace(settings, length=settings.length or min(max_length or _MAX_DEFAULT_LENGTH, _MAX_DEFAULT_LENGTH))
+
+
+def compute_identity(*parts: object) -> str:
+    """Return a hash of the values that the result of a pass depends on.
+
+    A `Path` counts by the content of its file or of all files in its folder, and any other value by its `repr`.
+    """
+    digest = hashlib.blake2b()
+    for part in parts:
+        if isinstance(part, Path):
+            files = sorted(path for path in part.rglob("*") if path.is_file()) if part.is_dir() else [part]
+            for path in files:
+                with path.open("rb") as file:
+                    digest.update(hashlib.file_digest(file, "blake2b").digest())
+        else:
+            digest.update(repr(part).encode())
+    return digest.hexdigest()
+
+
+def make_other_model_error(out: Path, earlier: ModelName, new: ModelName) -> UserError:
+    """Return the error for an output folder with the measures of another model than those that would replace them.
+
+    Two models are the same if their names and revisions are equal, or else if their weights are.
+    """
+    return UserError(
+        f"--out {out} holds the measures of {earlier}, not of {new}; expected another folder: --out <folder>"
+    )
+
+
+def load_and_hash_weights(model: ModelName, dtype: str) -> str:
+    """Load a model without its head, and return the hash of its weights, which depends on the dtype.
+
+    Raises:
+        UserError: if the model cannot be loaded.
+    """
+    config = ModelConfig(name=model.name, revision=model.revision)
+    return hash_weights(load_encoder(config, load_tokenizer(config), WEIGHT_DTYPES[dtype]))

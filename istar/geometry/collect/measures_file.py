@@ -1,40 +1,39 @@
-"""The measures of a model: their files `measures.json` and `measures.csv`, read and written, and their table."""
+"""The measures of a model: their files `measures.json` and `measures.csv`, and the 95% intervals of the measures."""
 
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pandas as pd
-from rich.table import Table
+from scipy import special
 
 from istar.errors import UserError
 from istar.files.parsing import find_mismatch, read_record
 from istar.files.writing import to_csv
+from istar.geometry.collect.layers import COVARIANCE_MEASURES_WITH_ERROR, MEASURES_WITH_ERROR, SCORE_BY_SENTENCE
 from istar.inputs.corpus import COMBINED
 
 T = TypeVar("T")
 BySourceAndTap = dict[str, dict[str, T]]
 MEASUREMENT_FORMAT = 2
-"""Version of `measures.json`. In version 1, texts were always packed, and special tokens were in the statistics."""
+"""Version of `measures.json`; files of other versions are refused."""
 JSON_FILE, CSV_FILE = "measures.json", "measures.csv"
 TRAJECTORY_FILE = "trajectory.csv"
 """Table of the measures at all checkpoints of a training."""
-TABLE_HEADERS = {
-    "isoscore": "IsoScore",
-    "isoscore_unbiased": "unbiased",
-    "inter_sim": "InterSim",
-    "intra_sim": "IntraSim",
-    "two_nn": "TwoNN",
-    "average_norm": "norm",
-    "effective_rank": "rank",
-}
-"""Headers of the measures in the terminal table."""
-_MAX_UNBROKEN_LABEL = 16
-"""Most characters of a label of a row that is never broken into lines."""
+SOURCE_FIELDS = (
+    *("sources", "spectra", "norms", "extremes", "by_position", "by_frequency", "massive", "gride", "replicates"),
+)
+"""Fields of `Measurements` by source and tap."""
+_NUMBER_FIELDS = (*SOURCE_FIELDS, "matrices", "final_norm")
+"""Fields in which a nested null stands for an undefined number."""
+JACKKNIFE_MEASURES = (*MEASURES_WITH_ERROR, *COVARIANCE_MEASURES_WITH_ERROR, SCORE_BY_SENTENCE)
+"""Measures whose standard error is that of the jackknife over groups of documents."""
+NORMAL_QUANTILE = float(special.ndtri(0.975))
+"""Half-width of a 95% interval in standard errors, if the standard error itself is known well."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,8 @@ class Measurements:
     # `centered` and `post_processed`.
     matrices: dict[str, dict[str, dict[str, Any]]]
     final_norm: dict[str, Any] | None  # gain and bias of the final normalization; None if the model has no gain there
-    norms: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)  # see `figure_data.trim_norm_histogram`
-    # See `figure_data.find_extreme_dimensions`.
+    norms: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)  # see `measure.trim_norm_histogram`
+    # See `measure.find_extreme_dimensions`.
     extremes: BySourceAndTap[list[dict[str, float]]] = field(default_factory=dict)
     # Norm and InterSim of the tokens by position in the model's input, and by how often their type occurs in the texts;
     # see `Layer.summarize_by_position` and `Layer.summarize_by_frequency`.
@@ -66,12 +65,11 @@ class Measurements:
     # Measures without each group of documents, for jackknife errors of differences; see `Layer.compute_replicates`.
     replicates: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)
     text_hashes: dict[str, str] = field(default_factory=dict)  # hash of each text's content by its name
-    # `figure_data.summarize_rows` of each embedding matrix.
+    # `measure.summarize_rows` of each embedding matrix.
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # How much of each text, and of `combined`, was read and how long that took: fields of `corpus.Reading`. Empty in
-    # files of earlier versions.
+    # How much of each text, and of `combined`, was read and how long that took: fields of `corpus.Reading`.
     readings: dict[str, dict[str, float]] = field(default_factory=dict)
-    # Time from loading the model to the last measure, including interrupted calls; None in files of earlier versions.
+    # Time from loading the model to the last measure, including interrupted calls; None for unknown.
     seconds: float | None = None
     processes: int = 1  # number of processes that shared the pass
     command: str = ""  # command line that took these measures
@@ -115,13 +113,6 @@ def layer_frame(measured: Measurements) -> pd.DataFrame:
     )
 
 
-_NUMBER_FIELDS = (
-    *("sources", "spectra", "matrices", "final_norm", "norms", "extremes"),
-    *("by_position", "by_frequency", "gride", "replicates"),
-)
-"""Fields of `Measurements` in which a nested null stands for an undefined number."""
-
-
 def _is_undefined(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
@@ -153,38 +144,22 @@ def read_measurement(path: Path) -> Measurements:
     return Measurements(**contents)
 
 
-def terminal_table(measured: Measurements) -> Table:
-    """Return a terminal table of the main measures of each layer, over all texts together."""
-    measures_by_tap = measured.all_texts
-    num_tokens = next(iter(measures_by_tap.values()))["tokens"]
-    title = f"{measured.model['name']} · {num_tokens:,.0f} tokens"
-    matrix_texts = [
-        f"{side} embeddings {form.replace('_', '-')} {measures['partition_isotropy_both']:.4g}"
-        for side, forms in measured.matrices.items()
-        for form, measures in forms.items()
-    ]
-    names = [name for name in TABLE_HEADERS if any(name in measures for measures in measures_by_tap.values())]
-    values_by_tap = {tap: [measures.get(name, math.nan) for name in names] for tap, measures in measures_by_tap.items()}
-    caption = f"I(W), both signs: {'; '.join(matrix_texts)}."
-    return number_table(title, "layer", [TABLE_HEADERS[name] for name in names], values_by_tap, caption)
+def t_quantile(degrees: int) -> float:
+    """Return the 97.5% quantile of Student's t distribution: the half-width of a 95% interval in standard errors.
 
+    Args:
+        degrees: degrees of freedom. For fewer than 1 the quantile is not defined, and the result is NaN.
 
-def number_table(
-    title: str,
-    label_header: str,
-    headers: Iterable[str],
-    rows: Mapping[str, Iterable[float]],
-    caption: str | None = None,
-) -> Table:
-    """Return a terminal table of numbers with a labelled row for each item of `rows`; NaN is shown as a dash.
-
-    Short labels stay on one line, also where the terminal has no room for all columns.
+    >>> round(t_quantile(9), 2)
+    2.26
     """
-    # Without space behind the cells, eight columns fit into 80 characters.
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left", padding=(0, 0, 0, 1))
-    table.add_column(label_header, overflow="fold", no_wrap=all(len(label) <= _MAX_UNBROKEN_LABEL for label in rows))
-    for header in headers:
-        table.add_column(header, justify="right", overflow="fold")
-    for label, numbers in rows.items():
-        table.add_row(label, *("-" if math.isnan(number) else f"{number:.4g}" for number in numbers))
-    return table
+    return float(special.stdtrit(degrees, 0.975)) if degrees >= 1 else math.nan
+
+
+def interval_half_width(name: str, error: float, num_groups: int) -> float:
+    """Return the half-width of the 95% interval of a measure from its standard error; NaN if the error is NaN.
+
+    It is the error times a quantile. For errors of the jackknife, this is the quantile of Student's t distribution with
+    `num_groups - 1` degrees of freedom; for other errors, such as that of TwoNN, it is that of the normal distribution.
+    """
+    return error * (t_quantile(num_groups - 1) if name in JACKKNIFE_MEASURES else NORMAL_QUANTILE)

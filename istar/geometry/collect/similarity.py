@@ -1,5 +1,6 @@
 """Similarity of the layers of two models: CKA of their mean states of the same documents."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from istar.inputs.corpus import Block, Blocks, pad_batch, split_into_batches
 from istar.inputs.documents import read_documents
 from istar.inputs.pretrained import load_encoder, load_tokenizer
 from istar.measures.alignment import cka, cka_with_error
-from istar.measures.moments import full_precision
+from istar.measures.numerics import full_precision
 from istar.records.config import ModelConfig
 
 _MIN_DOCUMENTS = 4
@@ -70,19 +71,12 @@ def compute_mean_states(
 ) -> dict[str, Tensor]:
     """Compute the mean hidden state of each document at every tap, `(documents, d)` by tap, float32 on the CPU.
 
-    The mean is over the tokens of the text, without special tokens. Documents without tokens are errors, because the
-    rows of two models must belong to the same documents.
-
-    Args:
-        model: model without a head, in eval mode.
-        tokenizer: tokenizer of the model.
-        documents: texts.
-        length: maximum number of tokens of a document, including special tokens; the rest of a document is left out.
-        batch_tokens: maximum number of tokens of a batch, with padding; for the default see
-            `corpus.split_into_batches`.
+    The mean is over the tokens of the text, without special tokens. `length` is the maximum number of tokens of a
+    document, including special tokens; the rest of a document is left out. `batch_tokens` is as for
+    `corpus.split_into_batches`.
 
     Raises:
-        UserError: if a document has no tokens.
+        UserError: if a document has no tokens, because the rows of two models must belong to the same documents.
     """
     blocks = Blocks(tokenizer, length)
     first_blocks: list[Block] = []
@@ -128,13 +122,9 @@ def compute_similarities(
     length: int = 128,
     console: Console | None = None,
 ) -> list[Similarity]:
-    """Compute CKA of all layers for each pair of models. Only one model is in memory at a time.
+    """Compute CKA of all layers for each pair of labelled models. Only one model is in memory at a time.
 
-    Args:
-        models: label and config of each model.
-        documents: texts, each of which is represented by its mean hidden state; see `compute_mean_states`.
-        length: maximum number of tokens of a document.
-        console: console for a progress bar; None shows none.
+    Each document is represented by its mean hidden state; see `compute_mean_states`.
 
     Raises:
         UserError: if a model cannot be loaded, a document has no tokens, or a layer has equal states for all documents.
@@ -146,11 +136,7 @@ def compute_similarities(
             model = load_encoder(config, tokenizer, torch.float32)
             labelled_states.append((label, compute_mean_states(model, tokenizer, documents, length)))
             del model
-    return [
-        _compare_layers(first_label, first_states, second_label, second_states)
-        for index, (first_label, first_states) in enumerate(labelled_states)
-        for second_label, second_states in labelled_states[index + 1 :]
-    ]
+    return [_compare_layers(*first, *second) for first, second in itertools.combinations(labelled_states, 2)]
 
 
 def _compare_layers(
@@ -165,12 +151,12 @@ def _compare_layers(
         values.append(tuple(row))
         errors_of_largest.append(cka_with_error(states, most_similar, _NUM_GROUPS).error if has_error else math.nan)
     return Similarity(
-        first_label,
-        second_label,
-        tuple(first_states),
-        tuple(second_states),
-        tuple(values),
-        tuple(errors_of_largest),
-        _NUM_GROUPS,
-        len(next(iter(first_states.values()))),
+        first=first_label,
+        second=second_label,
+        first_taps=tuple(first_states),
+        second_taps=tuple(second_states),
+        values=tuple(values),
+        errors_of_largest=tuple(errors_of_largest),
+        num_groups=_NUM_GROUPS,
+        documents=len(next(iter(first_states.values()))),
     )

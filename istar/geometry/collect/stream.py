@@ -1,56 +1,30 @@
 """A single pass of a model over a corpus that accumulates all measures of all layers."""
 
-import hashlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.errors import UserError
 from istar.files.writing import atomic_write
-from istar.geometry.collect.layer_outputs import Taps
-from istar.geometry.collect.layers import (
-    COVARIANCE_MEASURES_WITH_ERROR,
-    SCORE_BY_SENTENCE,
-    Layer,
-    LayerSettings,
-    MeasureSet,
-)
-from istar.geometry.collect.sample import Sample
+from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
+from istar.geometry.collect.layer_outputs import BlockReader
 from istar.geometry.collect.token_batch import TokenBatch
-from istar.inputs.corpus import (
-    COMBINED,
-    Block,
-    Blocks,
-    Documents,
-    Reading,
-    Source,
-    pad_batch,
-    sorted_windows,
-    split_into_batches,
-)
+from istar.inputs.corpus import COMBINED, Block, Blocks, Reading, Source, sorted_windows, split_into_batches
 from istar.inputs.documents import read_documents
-from istar.measures import Accumulator, ScaleDimension
-from istar.measures.input_checks import accumulation_dtype
-from istar.measures.moments import full_precision
+from istar.measures.numerics import accumulation_dtype
 
 SECONDS_BETWEEN_SAVES = 300.0
-MAX_GROUP_BYTES = 2**30
-"""Most memory for the scatter matrices of all groups and layers; above it, covariance measures have no error."""
-_BYTES_OF_SCATTER = 8 + 4
-"""Bytes for each number of a scatter matrix: the accumulated one in float64, and the recent one in float32."""
 UPDATE_TOKENS = 16_384
 """Maximum number of tokens whose hidden states are added to the statistics at once, unless a batch has more. Adding
 many tokens at once takes less time for each, but a model on a CPU is faster with small batches."""
@@ -62,99 +36,6 @@ _STATE_FORMAT = 5
 """Number of the layout of a state file, increased when the layout changes. Files with another number are ignored."""
 
 T = TypeVar("T")
-SpecialTokens = Literal["include", "exclude"]
-"""Whether statistics include the hidden states of special tokens; see `Pass`."""
-
-
-@dataclass(frozen=True)
-class Pass:
-    """Settings of a pass over a corpus."""
-
-    length: int  # maximum number of tokens of a block, including special tokens
-    # Maximum number of tokens of a batch, with padding; see `corpus.split_into_batches` for the default.
-    batch_tokens: int | None = None
-    sample: int = 5_000  # maximum number of token types to keep for TwoNN, with one occurrence of each
-    seed: int = 0  # seed of that sample
-    # A source is read until the statistics have at least this number of its tokens; None reads it to its end.
-    limit: int | None = None
-    intra: bool = True  # whether to compute IntraSim, whose sums may need gigabytes; see `GroupedPoints`
-    documents: Documents = "separate"  # whether the model sees each document alone; see `corpus.Blocks`
-    # Whether the statistics include the hidden states of special tokens and separators, which the model always sees.
-    special_tokens: SpecialTokens = "exclude"
-    measures: MeasureSet = "basic"  # `all` adds the measures that take the most time
-    # Number of groups of documents for standard errors; 0 computes none. Document i, counted from 0, is in group
-    # i mod `groups`. Of packed documents, each run of `corpus.RUN_LENGTH` consecutive blocks counts as one document.
-    groups: int = 10
-
-    def keeps_scatter_by_group(self, dim: int, num_layers: int) -> bool:
-        """Return whether the scatter matrices `(dim, dim)` of all groups and layers take at most `MAX_GROUP_BYTES`."""
-        return self.groups * num_layers * dim**2 * _BYTES_OF_SCATTER <= MAX_GROUP_BYTES
-
-    def layer_settings(self, dim: int, num_layers: int) -> LayerSettings:
-        """Return the settings of each layer's accumulators for a model with `num_layers` layers of width `dim`."""
-        return LayerSettings(
-            measures=self.measures,
-            num_groups=self.groups,
-            scatter_by_group=self.keeps_scatter_by_group(dim, num_layers),
-            has_separate_documents=self.documents == "separate",
-        )
-
-
-class Statistics(Accumulator):
-    """Accumulates all measures of all taps over a source.
-
-    Args:
-        model: model whose hidden states are measured.
-        taps: names of the taps.
-        settings: settings of the pass.
-        origins: a point near the mean of the hidden states, `(d,)` by tap, on the device of the model.
-
-    Attributes:
-        layers: accumulator of each tap, by tap.
-        sample: one occurrence of each of a random sample of token types.
-        has_all_measures: whether to compute all measures, not only the basic ones.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        taps: Sequence[str],
-        settings: Pass,
-        origins: Mapping[str, Tensor],
-    ) -> None:
-        config = model.config.get_text_config()
-        vocabulary_size = config.vocab_size if settings.intra else 0
-        layer_settings = settings.layer_settings(config.hidden_size, len(taps))
-        self.layers = {tap: Layer(vocabulary_size, origins[tap], layer_settings) for tap in taps}
-        self.has_all_measures = settings.measures == "all"
-        self.sample = Sample(taps, min(settings.sample, config.vocab_size), settings.seed)
-
-    def compute_measures(
-        self,
-        spectra: Mapping[str, Mapping[str, Tensor]] | None = None,
-        replicates: Mapping[str, Mapping[str, list[float]]] | None = None,
-    ) -> dict[str, dict[str, float]]:
-        """Compute all measures, by tap and name. Those of the sample are left out if its size is 0.
-
-        Args:
-            spectra: results of `Layer.compute_spectra` by tap; computed if None.
-            replicates: results of `Layer.compute_replicates` by tap; computed if None.
-        """
-        measures_by_tap = {
-            tap: layer.compute_measures(spectra[tap] if spectra else None, replicates[tap] if replicates else None)
-            for tap, layer in self.layers.items()
-        }
-        if self.sample.size:
-            for tap, measures in measures_by_tap.items():
-                measures["two_nn"], measures["two_nn_error"] = self.sample.estimate_two_nn(tap)
-                if self.has_all_measures:
-                    measures |= self.sample.compute_cosines(tap)
-        return measures_by_tap
-
-    def estimate_gride(self) -> dict[str, list[ScaleDimension]]:
-        """Estimate the intrinsic dimension by scale at each tap; empty without a sample, or with the basic measures."""
-        is_computed = self.sample.size and self.has_all_measures
-        return {tap: self.sample.estimate_gride(tap) for tap in self.layers} if is_computed else {}
 
 
 class Stream:
@@ -173,6 +54,7 @@ class Stream:
 
     Attributes:
         taps: reads the model's hidden states.
+        num_processes: number of processes that share the pass.
         readings: how much of each source has been read, and how long it took, by the sources' names; with several
             sources also for `combined`. The seconds are those of rank 0, including interrupted calls.
         earlier_seconds: how many of these seconds belong to interrupted calls.
@@ -185,31 +67,27 @@ class Stream:
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        settings: Pass,
+        settings: MeasureSettings,
         state_path: Path | None = None,
         identity: str = "",
     ) -> None:
         self.settings, self._state_path, self._identity = settings, state_path, identity
         is_distributed = dist.is_available() and dist.is_initialized()
-        self._rank, self._world_size = (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
-        if self._world_size > 1 and state_path is None:
+        self._rank, self.num_processes = (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
+        if self.num_processes > 1 and state_path is None:
             raise UserError("several processes need a state file to share a pass; give one in a folder that all see")
-        self._model, self.taps = model, Taps(model)
+        pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        self._device, self._config = model.device, model.config.get_text_config()
+        self._reader = BlockReader(model, pad_id, settings.special_tokens == "include")
+        self.taps = self._reader.taps
+        self._sees_padding = self.taps.see_padding(pad_id)
         self._blocks = Blocks(tokenizer, settings.length, settings.documents)
-        self._pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-        self._sees_padding = self.taps.see_padding(self._pad_id)
         self._origins: dict[str, Tensor] = {}
         self.readings: dict[str, Reading] = {}
         self.earlier_seconds = 0.0
-        self._forward_seconds = 0.0
-
-    @property
-    def num_processes(self) -> int:
-        """Number of processes that share the pass."""
-        return self._world_size
 
     def __call__(
-        self, sources: Sequence[Source], summarize: Callable[[Statistics], T], console: Console | None = None
+        self, sources: Sequence[Source], summarize: Callable[[CorpusStatistics], T], console: Console | None = None
     ) -> dict[str, T]:
         """Read the sources, and return a summary of the statistics of each by the sources' names.
 
@@ -225,10 +103,12 @@ class Stream:
         Raises:
             UserError: if a source cannot be read or holds no text.
         """
-        self._warn_of_missing_measures(console)
+        if console is not None:
+            for line in self.settings.describe_missing_measures(self._config.hidden_size, len(self.taps.names)):
+                console.print(f"warning: {line}", highlight=False, soft_wrap=True)
         self._origins = self._find_origins(sources)
         results: dict[str, T] = {}
-        combined: Statistics | None = None
+        combined: CorpusStatistics | None = None
         texts = (TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[status]"))
         columns = SpinnerColumn(), next(texts), BarColumn(), next(texts)
         disable = console is None
@@ -237,10 +117,7 @@ class Stream:
                 statistics = self._read_source(source, source_index, progress)
                 if self._rank == 0:
                     results[source.name] = summarize(statistics)
-                    if combined is None:
-                        combined = statistics
-                    else:
-                        combined.merge(statistics)
+                    combined = statistics if combined is None else combined.merge(statistics)
                 # Free these statistics before those of the next source are allocated.
                 del statistics
         if combined is not None and len(sources) > 1:
@@ -254,7 +131,7 @@ class Stream:
                 path.unlink()
         return results
 
-    def _read_source(self, source: Source, source_index: int, progress: Progress) -> Statistics:
+    def _read_source(self, source: Source, source_index: int, progress: Progress) -> CorpusStatistics:
         """Accumulate and return the statistics of a source.
 
         Each rank reads its share of the blocks and saves its state every few minutes. At the end, rank 0 merges the
@@ -262,18 +139,30 @@ class Stream:
         """
         statistics, num_blocks_done, num_tokens_done = self._create_statistics(), 0, 0
         reading = self.readings[source.name] = Reading()
-        earlier_seconds, self._forward_seconds = 0.0, 0.0
+        earlier_seconds, self._reader.forward_seconds = 0.0, 0.0
         saved_state = self._load_state(source_index, self._rank)
         if saved_state is not None:
             statistics.load_state_dict(saved_state["statistics"])
             num_blocks_done, num_tokens_done = saved_state["blocks"], saved_state["tokens"]
-            earlier_seconds, self._forward_seconds = (
-                saved_state.get("seconds", 0.0),
-                saved_state.get("forward_seconds", 0.0),
-            )
+            earlier_seconds, self._reader.forward_seconds = saved_state["seconds"], saved_state["forward_seconds"]
             self.earlier_seconds += earlier_seconds
             del saved_state
         start = last_save = time.monotonic()
+
+        def save_state() -> None:
+            if self._state_path is not None:
+                state = {
+                    "format": _STATE_FORMAT,
+                    "identity": self._identity,
+                    "statistics": statistics.state_dict(),
+                    "blocks": num_blocks_done,
+                    "tokens": num_tokens_done,
+                    "seconds": earlier_seconds + time.monotonic() - start,
+                    "forward_seconds": self._reader.forward_seconds,
+                }
+                with atomic_write(self._get_state_path(source_index, self._rank)) as file:
+                    torch.save(state, file)
+
         task = progress.add_task(source.name, total=None, status="")
         rank_batches = self._iterate_rank_batches(source, num_blocks_done, reading)
         for batches in _join_batches(rank_batches, self._compute_max_update_tokens()):
@@ -288,14 +177,13 @@ class Stream:
             tokens_per_second = progress.tasks[task].speed or 0
             progress.update(task, status=f"{num_tokens_done:,} tokens, {tokens_per_second:,.0f} per second")
             if time.monotonic() - last_save > SECONDS_BETWEEN_SAVES:
-                seconds = earlier_seconds + time.monotonic() - start
-                self._save_state(source_index, statistics, num_blocks_done, num_tokens_done, seconds)
+                save_state()
                 last_save = time.monotonic()
         reading.seconds = earlier_seconds + time.monotonic() - start
-        self._save_state(source_index, statistics, num_blocks_done, num_tokens_done, reading.seconds)
-        if self._world_size > 1:
+        save_state()
+        if self.num_processes > 1:
             self._merge_ranks(source_index, statistics)
-        reading.forward_seconds = self._forward_seconds
+        reading.forward_seconds = self._reader.forward_seconds
         return statistics
 
     def _iterate_rank_batches(
@@ -308,7 +196,7 @@ class Stream:
             rank_blocks = [
                 _NumberedBlock(position, index, block)
                 for position, (index, block) in enumerate(window, start)
-                if position >= first_position and position % self._world_size == self._rank
+                if position >= first_position and position % self.num_processes == self._rank
             ]
             yield from self._split_into_batches(rank_blocks, _count_block_tokens)
             start += len(window)
@@ -316,7 +204,7 @@ class Stream:
     def _split_into_batches(self, blocks: Iterable[T], block_length: Callable[[T], int]) -> Iterator[list[T]]:
         """Yield consecutive blocks in batches; `block_length` returns the number of tokens of a block."""
         return split_into_batches(
-            blocks, block_length, self._model.device, self.settings.batch_tokens, has_padding=not self._sees_padding
+            blocks, block_length, self._device, self.settings.batch_tokens, has_padding=not self._sees_padding
         )
 
     def _read_limited_blocks(self, source: Source, reading: Reading) -> Iterator[Block]:
@@ -331,40 +219,38 @@ class Stream:
             # Every rank reads all blocks, so that all ranks raise this.
             raise UserError(f"{source.path} holds no text; expected at least one line that is not empty")
 
-    def _get_group_index(self, block: Block) -> int:
-        return block.document_index % self.settings.groups if self.settings.groups else 0
-
     def _count_tokens(self, block: Block) -> int:
         """Return the number of tokens of a block that the statistics include."""
         return len(block.tokens) if self.settings.special_tokens == "include" else block.num_text_tokens
 
-    def _merge_ranks(self, source_index: int, statistics: Statistics) -> None:
+    def _merge_ranks(self, source_index: int, statistics: CorpusStatistics) -> None:
         dist.barrier()
         if self._rank == 0:
-            for rank in range(1, self._world_size):
+            for rank in range(1, self.num_processes):
                 saved_state = self._load_state(source_index, rank)
                 assert saved_state is not None
                 rank_statistics = self._create_statistics()
                 rank_statistics.load_state_dict(saved_state["statistics"])
                 statistics.merge(rank_statistics)
-                self._forward_seconds += saved_state["forward_seconds"]
+                self._reader.forward_seconds += saved_state["forward_seconds"]
         dist.barrier()
 
     def _update_statistics(
-        self, statistics: Statistics, batches: Sequence[Sequence[Block]], block_keys: Sequence[int]
+        self, statistics: CorpusStatistics, batches: Sequence[Sequence[Block]], block_keys: Sequence[int]
     ) -> None:
         """Run the model on some batches of blocks, and add the hidden states to the statistics.
 
         The keys of the blocks are unique over all sources; see `Sample.update`.
         """
         blocks = [block for batch in batches for block in batch]
-        inputs, masks = zip(*map(self._make_inputs, batches), strict=True)
+        num_groups = max(self.settings.groups, 1)
+        inputs, masks = zip(*map(self._reader.make_inputs, batches), strict=True)
         token_ids = torch.cat(
             [batch_inputs["input_ids"][mask] for batch_inputs, mask in zip(inputs, masks, strict=True)]
         )
         positions = torch.cat([mask.nonzero()[:, 1] for mask in masks])
         num_tokens = torch.cat([mask.sum(1) for mask in masks])
-        groups = torch.tensor([self._get_group_index(block) for block in blocks])
+        groups = torch.tensor([block.document_index % num_groups for block in blocks])
         # The pieces of a document may be in different batches and are not independent, so only the first one counts.
         sentences = torch.tensor([-1 if block.piece_index else number for number, block in enumerate(blocks)])
         tokens = TokenBatch.of(
@@ -372,66 +258,18 @@ class Stream:
             positions,
             groups.repeat_interleave(num_tokens),
             sentences.repeat_interleave(num_tokens),
-            num_groups=max(self.settings.groups, 1),
-            device=self._model.device,
+            num_groups,
+            self._device,
         )
         rows = tokens.find_rows()
-        states = self._compute_hidden_states(inputs, masks, rows)
+        states = self._reader.compute_states(inputs, masks, rows)
         for tap, tap_states in states.items():
             statistics.layers[tap].update(tap_states, tokens)
         statistics.sample.update(block_keys, num_tokens.tolist(), token_ids, states, rows)
 
     def _compute_max_update_tokens(self) -> int:
         """Return the maximum number of tokens whose hidden states are added to the statistics at once."""
-        bytes_of_token = 4 * len(self.taps.names) * self._model.config.get_text_config().hidden_size
-        return min(UPDATE_TOKENS, UPDATE_BYTES // bytes_of_token)
-
-    def _make_inputs(self, blocks: Sequence[Block]) -> tuple[dict[str, Tensor], Tensor]:
-        """Return a batch of blocks as inputs of the model, and the mask of the tokens that the statistics include.
-
-        All tensors are on the CPU. The mask is `(blocks, tokens)`.
-        """
-        inputs = pad_batch([block.tokens for block in blocks], self._pad_id)
-        is_included = inputs["attention_mask"].bool()
-        if self.settings.special_tokens == "exclude":
-            is_special = [torch.tensor(block.is_special) for block in blocks]
-            is_included &= ~pad_sequence(is_special, batch_first=True, padding_value=True)
-        return inputs, is_included
-
-    def _compute_hidden_states(
-        self, inputs: Sequence[Mapping[str, Tensor]], masks: Sequence[Tensor], rows: Tensor
-    ) -> dict[str, Tensor]:
-        """Run the model on some batches.
-
-        Args:
-            inputs: the model's inputs of each batch, from `_make_inputs`.
-            masks: the included tokens of each batch, from `_make_inputs`.
-            rows: row of each included token in the result, `(n,)`: the numbers from 0 to n - 1 in any order.
-
-        Returns:
-            The hidden states of the included tokens, `(n, d)` by tap.
-        """
-        device, num_tokens = self._model.device, len(rows)
-        points: dict[str, Tensor] = {}
-        rows_by_batch = rows.split([int(mask.sum()) for mask in masks])
-        with full_precision(device), torch.inference_mode():
-            for batch_inputs, mask, batch_rows in zip(inputs, masks, rows_by_batch, strict=True):
-                device_inputs = {name: values.to(device) for name, values in batch_inputs.items()}
-                start = self._read_synchronized_time()
-                states = self.taps(device_inputs)
-                self._forward_seconds += self._read_synchronized_time() - start
-                # The states of all other tokens share a last row, which is left out of the result.
-                all_rows = torch.full(mask.shape, num_tokens).masked_scatter_(mask, batch_rows).flatten().to(device)
-                for tap, tap_states in states.items():
-                    if tap not in points:
-                        points[tap] = tap_states.new_empty(num_tokens + 1, tap_states.shape[-1])
-                    points[tap].index_copy_(0, all_rows, tap_states.flatten(0, 1))
-        return {tap: tap_points[:num_tokens] for tap, tap_points in points.items()}
-
-    def _read_synchronized_time(self) -> float:
-        if self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)
-        return time.monotonic()
+        return min(UPDATE_TOKENS, UPDATE_BYTES // (4 * len(self.taps.names) * self._config.hidden_size))
 
     def _find_origins(self, sources: Sequence[Source]) -> dict[str, Tensor]:
         """Compute the origins of the sums of each layer, `(d,)` by tap: means over the beginnings of all sources.
@@ -442,65 +280,24 @@ class Stream:
         for source in sources:
             first_blocks = itertools.islice(self._read_limited_blocks(source, Reading()), ORIGIN_BLOCKS)
             for blocks in self._split_into_batches(first_blocks, lambda block: len(block.tokens)):
-                inputs, is_included = self._make_inputs(blocks)
+                inputs, is_included = self._reader.make_inputs(blocks)
                 num_batch_tokens = int(is_included.sum())
-                states = self._compute_hidden_states([inputs], [is_included], torch.arange(num_batch_tokens))
+                states = self._reader.compute_states([inputs], [is_included], torch.arange(num_batch_tokens))
                 num_tokens += num_batch_tokens
                 for tap, tap_states in states.items():
                     sum_by_tap[tap] = sum_by_tap[tap] + tap_states.cpu().sum(0, dtype=torch.float64)
         origins = {tap: tap_sum / max(num_tokens, 1) for tap, tap_sum in sum_by_tap.items()}
-        if self._world_size > 1:
+        if self.num_processes > 1:
             for origin in origins.values():
                 dist.broadcast(origin, 0)
-        device = self._model.device
-        return {tap: origin.to(device, accumulation_dtype(device)) for tap, origin in origins.items()}
+        return {tap: origin.to(self._device, accumulation_dtype(self._device)) for tap, origin in origins.items()}
 
-    @property
-    def _layer_settings(self) -> LayerSettings:
-        return self.settings.layer_settings(self._model.config.get_text_config().hidden_size, len(self.taps.names))
-
-    def _warn_of_missing_measures(self, console: Console | None) -> None:
-        if console is None:
-            return
-        settings, warnings = self._layer_settings, []
-        if not settings.scatter_by_group:
-            names = [*COVARIANCE_MEASURES_WITH_ERROR, *([SCORE_BY_SENTENCE] if settings.has_score_by_sentence else [])]
-            warnings.append(
-                f"{', '.join(names)} get no standard errors, because the sums of "
-                f"{self.settings.groups} groups would take more than {MAX_GROUP_BYTES / 2**30:g} GiB; "
-                "choose fewer --groups"
-            )
-        if settings.measures == "all" and not settings.has_separate_documents:
-            warnings.append(
-                f"{SCORE_BY_SENTENCE} is left out, because packed documents do not show which tokens belong to the "
-                "same document; choose --documents separate"
-            )
-        for warning in warnings:
-            console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
-
-    def _create_statistics(self) -> Statistics:
-        return Statistics(self._model, self.taps.names, self.settings, self._origins)
+    def _create_statistics(self) -> CorpusStatistics:
+        return CorpusStatistics(self._config, self.settings, self._origins)
 
     def _get_state_path(self, source_index: int, rank: int) -> Path:
         assert self._state_path is not None
-        return self._state_path.with_name(f"{self._state_path.name}.{source_index}.{rank}-{self._world_size}")
-
-    def _save_state(
-        self, source_index: int, statistics: Statistics, num_blocks_done: int, num_tokens_done: int, seconds: float
-    ) -> None:
-        """Save this rank's state of a source after `num_blocks_done` blocks, unless the pass saves no state."""
-        if self._state_path is not None:
-            state = {
-                "format": _STATE_FORMAT,
-                "identity": self._identity,
-                "statistics": statistics.state_dict(),
-                "blocks": num_blocks_done,
-                "tokens": num_tokens_done,
-                "seconds": seconds,
-                "forward_seconds": self._forward_seconds,
-            }
-            with atomic_write(self._get_state_path(source_index, self._rank)) as file:
-                torch.save(state, file)
+        return self._state_path.with_name(f"{self._state_path.name}.{source_index}.{rank}-{self.num_processes}")
 
     def _load_state(self, source_index: int, rank: int) -> dict[str, Any] | None:
         """Load a rank's state of a source, or return None if it is missing, damaged, or of another pass or format."""
@@ -541,8 +338,7 @@ def _join_batches(batches: Iterable[list[_NumberedBlock]], max_tokens: int) -> I
 
 def _count_block_tokens(numbered_block: tuple[Any, ...]) -> int:
     """Return the number of tokens of a block, including special tokens; the block is the last element of a tuple."""
-    *_, block = numbered_block
-    return len(block.tokens)
+    return len(numbered_block[-1].tokens)
 
 
 @contextmanager
@@ -566,20 +362,3 @@ def wait_for_all_processes() -> None:
     """Wait until all processes of torchrun have called this function."""
     if dist.is_available() and dist.is_initialized():
         dist.barrier()
-
-
-def compute_identity(*parts: object) -> str:
-    """Return a hash of the values that the result of a pass depends on.
-
-    A `Path` counts by the content of its file or of all files in its folder, and any other value by its `repr`.
-    """
-    digest = hashlib.blake2b()
-    for part in parts:
-        if isinstance(part, Path):
-            files = sorted(path for path in part.rglob("*") if path.is_file()) if part.is_dir() else [part]
-            for path in files:
-                with path.open("rb") as file:
-                    digest.update(hashlib.file_digest(file, "blake2b").digest())
-        else:
-            digest.update(repr(part).encode())
-    return digest.hexdigest()

@@ -1,7 +1,6 @@
 """`istar measure --revisions` and `--checkpoints`: measures of a model at several checkpoints of its training."""
 
 import hashlib
-import math
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ from typing import Any
 import pandas as pd
 import torch
 from rich.console import Console
-from rich.table import Table
 from safetensors.torch import save_file
 
 from istar.drawing.page_folder import PageKind, page_output
@@ -20,11 +18,10 @@ from istar.drawing.terminal import make_console
 from istar.errors import UserError, shorten
 from istar.files.outputs import Output
 from istar.files.writing import to_csv, unescape_cell
-from istar.geometry.collect import measure, measures_file, stream
-from istar.geometry.collect.layer_outputs import FINAL_NORM
+from istar.geometry.collect import measure, measures_file
+from istar.geometry.collect.corpus_statistics import MeasureSettings
+from istar.geometry.collect.measure import ModelName, load_and_hash_weights, make_other_model_error
 from istar.geometry.collect.measures_file import Measurements
-from istar.geometry.collect.same_model import ModelName, load_and_hash_weights, refuse_other_model
-from istar.geometry.collect.stream import Pass
 from istar.inputs.corpus import Source
 from istar.inputs.saved_checkpoints import Checkpoint
 
@@ -49,7 +46,7 @@ class TrajectoryPlan:
 
     model: str  # name of the model in the table
     texts: Sequence[Source]  # texts to measure the model over
-    settings: Pass  # how the texts are read
+    settings: MeasureSettings  # how the texts are read
     out: Path  # folder for the table and for one folder per checkpoint
     dtype: str = "float32"  # dtype of the weights
     device: str = "auto"  # device of the model
@@ -73,7 +70,7 @@ def measure_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint],
     """
     trajectory = Trajectory()
     text_names = [source.name for source in plan.texts]
-    fingerprint = stream.compute_identity(
+    fingerprint = measure.compute_identity(
         plan.settings, plan.dtype, text_names, *(source.path for source in plan.texts)
     )
     for position, checkpoint in enumerate(checkpoints, start=1):
@@ -110,7 +107,8 @@ def refuse_other_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpo
         except (OSError, ValueError) as error:
             raise UserError(f"{path} is no trajectory: {shorten(error)}; name a new folder with --out") from error
         for model in models:
-            refuse_other_model(plan.out, ModelName(model), ModelName(plan.model), lambda: False)
+            if model != plan.model:
+                raise make_other_model_error(plan.out, ModelName(model), ModelName(plan.model))
     for checkpoint in checkpoints:
         try:
             earlier = measures_file.read_measurement(plan.out / checkpoint.folder / measures_file.JSON_FILE)
@@ -118,7 +116,8 @@ def refuse_other_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpo
             continue
         earlier_name = _make_model_name(earlier.model["name"], earlier.model["revision"])
         name = _make_model_name(checkpoint.name, checkpoint.revision)
-        refuse_other_model(plan.out, earlier_name, name, lambda: _has_same_weights(checkpoint, plan, earlier))  # noqa: B023
+        if name != earlier_name and not _has_same_weights(checkpoint, plan, earlier):
+            raise make_other_model_error(plan.out, earlier_name, name)
 
 
 def _make_model_name(name: str, revision: str | None) -> ModelName:
@@ -148,17 +147,16 @@ def _measure_checkpoint(
         The measurements, and a message for the user, which may be empty.
     """
     folder, output = plan.out / checkpoint.folder, checkpoint_output(plan, checkpoint)
+    message = ""
     with _prepare_model(checkpoint, output) as name:
         weights = load_and_hash_weights(ModelName(name, checkpoint.revision), plan.dtype)
-        labels_with_same_weights = (label for label, other in earlier.measurements.items() if other.weights == weights)
-        duplicate_label = next(labels_with_same_weights, None)
-        message = (
-            "" if duplicate_label is None else f"warning: {checkpoint.label} has the same weights as {duplicate_label}"
-        )
+        labels = (label for label, other in earlier.measurements.items() if other.weights == weights)
+        if duplicate_label := next(labels, ""):
+            message = f"warning: {checkpoint.label} has the same weights as {duplicate_label}"
         cached_measurements = _read_cached(folder, fingerprint)
         if cached_measurements is not None and cached_measurements.weights == weights:
             return cached_measurements, message or "measured before"
-        if duplicate_label is not None:
+        if duplicate_label:
             measured, message = earlier.measurements[duplicate_label], f"{message}; its figures are copied"
         else:
             progress = make_console(stderr=True)
@@ -267,27 +265,6 @@ def make_rows(measured: Measurements) -> Iterator[dict[str, Any]]:
         names = ("gain", "bias", "ratio", "bias_over_gain")
         columns = {f"layer_norm_{name}": measured.final_norm[name] for name in names}
         yield {"source": None, "layer": "final_norm_parameters", **columns}
-
-
-def make_terminal_table(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> Table:
-    """Return a table for the terminal, with measures of the last layer and I(W) in a row for each checkpoint.
-
-    The measures are over all texts, and before a final normalization. I(W) is over both signs of the eigenvectors of
-    the embedding matrix nearest to the output. Checkpoints that were not measured have a row without numbers.
-    """
-    measure_names = ("isoscore", "inter_sim", "intra_sim", "two_nn", "effective_rank")
-    values_by_label = {}
-    for checkpoint in checkpoints:
-        values_by_label[checkpoint.label] = [math.nan] * (len(measure_names) + 1)
-        if checkpoint.label in trajectory.measurements:
-            measured = trajectory.measurements[checkpoint.label]
-            last_layer = [measures for tap, measures in measured.all_texts.items() if tap != FINAL_NORM][-1]
-            matrix = measured.matrices.get("output") or measured.matrices["input"]
-            layer_values = [last_layer.get(name, math.nan) for name in measure_names]
-            # The value over both signs can be compared between matrices; the papers' depends on the eigensolver.
-            values_by_label[checkpoint.label] = [*layer_values, matrix["raw"]["partition_isotropy_both"]]
-    headers = [measures_file.TABLE_HEADERS[name] for name in measure_names] + ["I(W), both signs"]
-    return measures_file.number_table(f"{plan.model}: the last layer, and I(W)", "revision", headers, values_by_label)
 
 
 def raise_on_failures(trajectory: Trajectory) -> None:

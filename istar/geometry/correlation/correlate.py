@@ -77,7 +77,12 @@ def correlate(measures_path: Path, scores_path: Path, selection: Selection) -> C
     measures = to_long_format(measures, KEY_COLUMNS, "measure", "value")
     scores, remarks = read_scores(scores_path)
     if selection.model or (scores["model"] == "").all():
-        scores["model"] = selection.model or _get_only_model(measures, measures_path)
+        if not selection.model and measures["model"].nunique() != 1:
+            raise UserError(
+                f"{measures_path} has the models {_list_names(measures['model'])}, but the scores name none; add a "
+                "column model to the scores, or name the model with --model"
+            )
+        scores["model"] = selection.model or measures["model"].iloc[0]
     measures = _select_names(measures, "measure", selection.measures, measures_path)
     scores = _select_names(scores, "task", selection.tasks, scores_path)
     checkpoints = pd.concat([measures, scores])
@@ -104,19 +109,6 @@ def correlate(measures_path: Path, scores_path: Path, selection: Selection) -> C
         for key, group in joined.groupby(GROUP_COLUMNS, sort=False)
     ]
     return CorrelationResults(pd.DataFrame(rows), _add_steps(scores, measures), remarks)
-
-
-def _get_only_model(measures: pd.DataFrame, path: Path) -> str:
-    """Return the model of all measures.
-
-    Raises:
-        UserError: if there are several.
-    """
-    models = list(measures["model"].unique())
-    if len(models) != 1:
-        raise UserError(f"{path} has the models {_list_names(measures['model'])}, but the scores name none; add a "
-                        "column model to the scores, or name the model with --model")  # fmt: skip
-    return str(models[0])
 
 
 def _select_names(rows: pd.DataFrame, column: str, names: Sequence[str], path: Path) -> pd.DataFrame:
@@ -167,14 +159,16 @@ def correlate_series(x: np.ndarray, y: np.ndarray) -> dict[str, Any]:
     note = ""
     if len(x) < MIN_POINTS:
         note = f"{len(x)} common point{'s' * (len(x) != 1)}; {MIN_POINTS} are needed"
-    elif is_constant(x, scale=0.0) or is_constant(y, scale=0.0):
-        note = f"the {'measure' if is_constant(x, scale=0.0) else 'score'} is constant"
+    elif constant := [name for name, values in (("measure", x), ("score", y)) if is_constant(values, scale=0.0)]:
+        note = f"the {constant[0]} is constant"
     results: dict[str, Any] = {"n": len(x)}
     resampled = {} if note else resample_correlations(x, y, draw_weights(len(x)))
     for name, function in STATISTICS.items():
-        value = math.nan if note else float(function(x, y).statistic)
-        low, high = (math.nan, math.nan) if note else np.nanquantile(resampled[name], (0.025, 0.975))
-        results |= {name: value, f"{name}_low": float(low), f"{name}_high": float(high)}
+        value = low = high = math.nan
+        if not note:
+            value = float(function(x, y).statistic)
+            low, high = map(float, np.nanquantile(resampled[name], (0.025, 0.975)))
+        results |= {name: value, f"{name}_low": low, f"{name}_high": high}
     return {**results, "note": note}
 
 

@@ -1,4 +1,7 @@
-"""The table and the files of `istar correlate`, after Table 1 of *Anisotropy is Not Inherent to Transformers*."""
+"""The table, the figure and the files of `istar correlate`.
+
+They are after Table 1 and Figures 11 to 13 of *Anisotropy is Not Inherent to Transformers*.
+"""
 
 import math
 import re
@@ -10,14 +13,21 @@ from typing import Any
 import pandas as pd
 from rich.table import Table
 
+from istar.drawing import rendering
+from istar.drawing.page_folder import FIGURES
+from istar.drawing.plot import Line, Plot, are_log_spaced, make_panel
 from istar.files.outputs import Output
 from istar.files.writing import to_csv
 from istar.geometry.collect.layer_outputs import FINAL_NORM
-from istar.geometry.correlation import score_figure
+from istar.geometry.collect.measures_file import NORMAL_QUANTILE
 from istar.geometry.correlation.correlate import NUM_RESAMPLES, STATISTICS, CorrelationResults
 from istar.inputs.corpus import COMBINED
 
-OUTPUT_FILES = ("correlation.csv", "table.csv", *score_figure.SCORE_FILES)
+OUTPUT_FILES = (
+    "correlation.csv",
+    "table.csv",
+    *(f"{FIGURES}/scores.{suffix}" for suffix in rendering.SUFFIXES),
+)
 """All files that `istar correlate` may write."""
 _LAYER_MEASURES = ("isoscore", "inter_sim", "intra_sim")
 """Measures of the last layer in the table, if the user has selected no measures."""
@@ -39,8 +49,10 @@ def write_results(results: CorrelationResults, table: pd.DataFrame, out: Path) -
     contents = {
         "correlation.csv": to_csv(results.table).encode(),
         "table.csv": to_csv(table).encode(),
-        **score_figure.render_files(results.scores),
     }
+    if not results.scores.empty:
+        pictures = rendering.render(plot_scores(results.scores))
+        contents |= {f"{FIGURES}/scores.{suffix}": picture for suffix, picture in pictures.items()}
     make_output(out).write(contents, is_complete=True)
     return [out / name for name in contents]
 
@@ -133,3 +145,29 @@ def describe_undefined(rows: pd.DataFrame) -> list[str]:
     """Return why statistics of the table are undefined, one line for each reason."""
     counts = rows.loc[rows["note"] != "", "note"].value_counts()
     return [f"undefined in {count} row{'s' * (count != 1)}: {note}" for note, count in counts.items()]
+
+
+def plot_scores(scores: pd.DataFrame) -> Plot:
+    """Return a plot of scores by step with a panel for each task and a line for each model.
+
+    Args:
+        scores: the scores of a `istar.geometry.correlation.correlate.CorrelationResults`.
+    """
+    panels = []
+    for task, task_scores in scores.groupby("task", sort=False):
+        lines = []
+        for model, rows in task_scores.groupby("model", sort=False):
+            half_widths = NORMAL_QUANTILE * rows["standard_error"]
+            y_error = tuple(half_widths) if half_widths.notna().all() else ()
+            lines.append(Line(str(model), tuple(rows["step"]), tuple(rows["score"]), y_error=y_error))
+        panels.append(make_panel("score", lines, str(task)))
+    return Plot(
+        "scores",
+        "Scores over the training",
+        "Scores of each task by optimizer step. Bands: 95% intervals, where the standard error is known.",
+        "line",
+        "step",
+        tuple(panels),
+        log_x=are_log_spaced([int(step) for step in scores["step"].unique()]),
+        labels=tuple(map(str, scores["model"].unique())),
+    )

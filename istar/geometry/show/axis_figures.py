@@ -13,11 +13,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from istar.drawing.matrix_panels import make_panel
-from istar.drawing.plot import Line, Panel, Plot
-from istar.drawing.spacing import are_log_spaced, evenly_spaced
-from istar.geometry.collect.intervals import interval_half_width
+from istar.drawing.plot import Line, Panel, Plot, are_log_spaced, evenly_spaced, make_panel
 from istar.geometry.collect.layer_outputs import FINAL_NORM
+from istar.geometry.collect.measures_file import interval_half_width
 from istar.geometry.show.compare import MeasuredModel
 from istar.geometry.show.measured_training import MeasuredTraining
 from istar.geometry.show.model_figures import (
@@ -152,8 +150,7 @@ def _make_lines(points: pd.DataFrame, name: str, needs_inter_sim: float | None =
             values = values.where(inter_sims >= needs_inter_sim)
         errors = rows.get(f"{name}_error", pd.Series(math.nan, rows.index))
         half_widths = [
-            interval_half_width({f"{name}_error": error}, name, groups)
-            for error, groups in zip(errors, rows["groups"], strict=True)
+            interval_half_width(name, error, groups) for error, groups in zip(errors, rows["groups"], strict=True)
         ]
         if np.isfinite(values).any():
             y_error = tuple(half_widths) if np.isfinite(half_widths).any() else ()
@@ -189,39 +186,43 @@ def _make_tick_names(taps: Sequence[str]) -> dict[float, str]:
 
 def plot_parameters(models: Sequence[MeasuredModel], trainings: Sequence[MeasuredTraining], axis: Axis) -> list[Plot]:
     """Return the figures of I(W) and of the final normalization: bars for models, lines for trainings."""
-    partition: list[Panel] = []
-    final_norm: list[Panel] = []
-    keys = list(itertools.product(("input", "output"), _SIGNS))
-    if trainings:
-        for matrix, signs in keys:
-            measure = find_measure(f"partition_isotropy_{signs}", "matrices")
-            lines = _make_parameter_lines(trainings, f"{matrix}_embeddings", measure.name)
-            partition += [make_measure_panel(measure, lines, 0, f"{matrix} embeddings")] if lines else []
-        for name in ("gain", "bias"):
-            lines = _make_parameter_lines(trainings, "final_norm_parameters", f"layer_norm_{name}")
-            final_norm += [make_panel("norm", lines, name)] if lines else []
-        options: dict[str, Any] = {"ordered": False, "reference_label": "", "labels": axis.labels}
-        return [
-            axis.make_plot("partition", partition, share_y_by_label=True, **options),
-            axis.make_plot("final_norm", final_norm, **options),
-        ]
-    for matrix, signs in keys:
+    partition = []
+    for matrix, signs in itertools.product(("input", "output"), _SIGNS):
         measure = find_measure(f"partition_isotropy_{signs}", "matrices")
-        lines = []
-        for model in models:
-            if forms := model.measurements.matrices.get(matrix):
-                values = tuple(measures[measure.name] for measures in forms.values())
-                lines.append(Line(model.label, tuple(map(float, range(len(values)))), values))
-        partition += [make_measure_panel(measure, lines, 0, f"{matrix} embeddings")] if lines else []
+        if trainings:
+            lines = _make_parameter_lines(trainings, f"{matrix}_embeddings", measure.name)
+        else:
+            forms = {model.label: model.measurements.matrices.get(matrix, {}) for model in models}
+            lines = [
+                _make_bars(label, [measures[measure.name] for measures in measures_by_form.values()])
+                for label, measures_by_form in forms.items()
+                if measures_by_form
+            ]
+        if lines:
+            partition.append(make_measure_panel(measure, lines, 0, f"{matrix} embeddings"))
+    options: dict[str, Any] = {"labels": axis.labels, "reference_label": ""}
+    if trainings:
+        final_norm = [
+            make_panel("norm", lines, name)
+            for name in ("gain", "bias")
+            if (lines := _make_parameter_lines(trainings, "final_norm_parameters", f"layer_norm_{name}"))
+        ]
+        return [
+            axis.make_plot("partition", partition, share_y_by_label=True, ordered=False, **options),
+            axis.make_plot("final_norm", final_norm, ordered=False, **options),
+        ]
     norms = [(model.label, model.measurements.final_norm) for model in models]
-    lines = [Line(label, (0.0, 1.0), (norm["gain"], norm["bias"])) for label, norm in norms if norm is not None]
-    final_norm += [make_panel("norm", lines)] if lines else []
+    lines = [_make_bars(label, [norm["gain"], norm["bias"]]) for label, norm in norms if norm is not None]
+    final_norm = [make_panel("norm", lines)] if lines else []
     form_ticks = {float(position): form for position, form in enumerate(FORM_TITLES.values())}
-    options = {"labels": axis.labels, "reference_label": ""}
     return [
         make_figure("partition", partition, "", "columns", x_names=form_ticks, **options),
         make_figure("final_norm", final_norm, "", "columns", x_names={0.0: "gain", 1.0: "bias"}, **options),
     ]
+
+
+def _make_bars(label: str, values: Sequence[float]) -> Line:
+    return Line(label, tuple(map(float, range(len(values)))), tuple(values))
 
 
 def _make_parameter_lines(trainings: Sequence[MeasuredTraining], layer: str, column: str) -> list[Line]:

@@ -2,21 +2,19 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import pandas as pd
-from rich.table import Table
 
-from istar.drawing.page_texts import read_page_texts
+from istar.drawing.page_folder import read_page_texts
 from istar.errors import UserError
 from istar.geometry.collect import measures_file
-from istar.geometry.collect.intervals import JACKKNIFE_MEASURES, t_quantile
 from istar.geometry.collect.layer_outputs import FINAL_NORM
-from istar.geometry.collect.measures_file import Measurements
-from istar.inputs.model_arguments import ModelArgument, parse_model_argument
+from istar.geometry.collect.measures_file import JACKKNIFE_MEASURES, Measurements, t_quantile
+from istar.inputs.saved_checkpoints import ModelArgument, parse_model_argument
 from istar.measures import jackknife_error
 from istar.measures.catalogue import MEASURES
 
@@ -27,7 +25,7 @@ SUMMARY_MEASURES = tuple(measure.name for measure in MEASURES if measure.summary
 _SETTINGS_WITHOUT_EFFECT = ("batch_tokens",)
 """Settings of a pass that do not change its measures."""
 ErrorMethod = Literal["paired", "independent"]
-"""How the standard error of a difference is computed; see `Difference`."""
+"""How the standard error of a difference is computed: `estimate_paired_error` or `estimate_independent_error`."""
 _TOKEN_SETTINGS = ("limit", "documents", "special_tokens")
 """Settings of `istar measure` that decide which tokens are measured."""
 SETTING_NAMES = {"limit": "max_tokens", "intra": "intra_sim"}
@@ -122,18 +120,19 @@ def label_models(arguments: Sequence[ModelArgument], measurements: Sequence[Meas
     labels = [
         argument.label or _name_model(measured) for argument, measured in zip(arguments, measurements, strict=True)
     ]
-    repeated_labels = _find_repeated(labels)
+    counts = Counter(labels)
     for index, argument in enumerate(arguments):
-        if not argument.label and labels[index] in repeated_labels:
+        if not argument.label and counts[labels[index]] > 1:
             labels[index] = f"{labels[index]} ({PurePath(argument.name).name})"
-    if remaining_duplicates := sorted(_find_repeated(labels)):
-        raise UserError(f"several models are called {remaining_duplicates[0]}; give them names, as in first=<model>")
+    check_distinct_labels(labels, "models")
     return [MeasuredModel(label, measured) for label, measured in zip(labels, measurements, strict=True)]
 
 
-def _find_repeated(names: Iterable[str]) -> set[str]:
-    """Return the names that occur more than once."""
-    return {name for name, count in Counter(names).items() if count > 1}
+def check_distinct_labels(labels: Sequence[str], noun: str) -> None:
+    """Raise a `UserError` if two of the compared models or trainings have the same label."""
+    label, count = Counter(sorted(labels)).most_common(1)[0]
+    if count > 1:
+        raise UserError(f"several {noun} are called {label}; give them names, as in first=<folder or model>")
 
 
 def _name_model(measurements: Measurements) -> str:
@@ -160,24 +159,21 @@ def describe_other_settings(models: Sequence[MeasuredModel]) -> list[str]:
     The values of such models cannot be compared. Models that differ in the same way share a sentence.
     """
     labels_by_difference: dict[str, list[str]] = {}
-    first_model = models[0]
-    for other_model in models[1:]:
-        first_settings, settings = (dict(model.measurements.settings) for model in (first_model, other_model))
-        for name in ("texts", *_SETTINGS_WITHOUT_EFFECT):
-            first_settings.pop(name, None)
-            settings.pop(name, None)
-        if not have_same_texts(first_model, other_model):
-            difference = f"measured over other texts than {first_model.label}"
-            labels_by_difference.setdefault(difference, []).append(other_model.label)
-        setting_names = sorted(first_settings.keys() | settings.keys())
-        changed_settings = [key for key in setting_names if first_settings.get(key) != settings.get(key)]
-        if changed_settings:
-            changes = "; ".join(
-                f"{SETTING_NAMES.get(key, key)} {settings.get(key)} instead of {first_settings.get(key)}"
-                for key in changed_settings
-            )
-            difference = f"measured with other settings than {first_model.label}: {changes}"
-            labels_by_difference.setdefault(difference, []).append(other_model.label)
+    first = models[0]
+    for other in models[1:]:
+        first_settings, settings = first.measurements.settings, other.measurements.settings
+        names = sorted((first_settings.keys() | settings.keys()) - {"texts", *_SETTINGS_WITHOUT_EFFECT})
+        changes = "; ".join(
+            f"{SETTING_NAMES.get(name, name)} {settings.get(name)} instead of {first_settings.get(name)}"
+            for name in names
+            if first_settings.get(name) != settings.get(name)
+        )
+        if not have_same_texts(first, other):
+            difference = f"measured over other texts than {first.label}"
+            labels_by_difference.setdefault(difference, []).append(other.label)
+        if changes:
+            difference = f"measured with other settings than {first.label}: {changes}"
+            labels_by_difference.setdefault(difference, []).append(other.label)
     return [
         f"{list_names(labels)} {'was' if len(labels) == 1 else 'were'} {difference}."
         for difference, labels in labels_by_difference.items()
@@ -238,57 +234,27 @@ def summarize_models(models: Sequence[MeasuredModel]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def make_comparison_table(models: Sequence[MeasuredModel]) -> Table:
-    """Return a table for the terminal, with measures of the last layer and I(W) of each model."""
-    summary = summarize_models(models)
-    columns = (*SUMMARY_MEASURES, "partition_raw")
-    headers = [measures_file.TABLE_HEADERS[name] for name in SUMMARY_MEASURES] + ["I(W)"]
-    values_by_model = {str(row["model"]): [float(row[name]) for name in columns] for row in summary.to_dict("records")}
-    title = "The last layer of each model, and I(W) by both signs"
-    return measures_file.number_table(title, "model", headers, values_by_model)
+def estimate_paired_error(first_replicates: Sequence[float], second_replicates: Sequence[float]) -> tuple[float, int]:
+    r"""Return the standard error of a difference by the paired delete-a-group jackknife, and its degrees of freedom.
 
+    Both models have the same documents in the same G groups. The error is :func:`istar.measures.jackknife_error` of the
+    differences between the values without each group, so that texts that raise the measure of both models alike have no
+    influence on it.
 
-@dataclass(frozen=True)
-class Difference:
-    r"""A measure of one model minus the same measure of another model, with the standard error of the difference.
-
-    - `paired`: both models have the same documents in the same G groups. The error is that of the delete-a-group
-      jackknife: :func:`istar.measures.jackknife_error` of the differences between the values without each group. Texts
-      that raise the measure of both models alike have no influence on it.
-    - `independent`: the root of the sum of the squares of both errors. For models over the same texts this is usually
-      too large, because their errors usually have a positive correlation.
-    """
-
-    value: float  # in the units of the measure
-    error: float  # standard error; NaN if it is not defined
-    degrees_of_freedom: int  # degrees of freedom of the error
-    method: ErrorMethod
-
-    @property
-    def half_width(self) -> float:
-        """Half the length of the 95% interval, from Student's t distribution."""
-        return t_quantile(self.degrees_of_freedom) * self.error
-
-
-def paired_difference(
-    first: float, second: float, first_replicates: Sequence[float], second_replicates: Sequence[float]
-) -> Difference:
-    """Return `second - first` with the error of the paired delete-a-group jackknife.
-
-    The replicates are the values of each model without each of the G groups, with the groups in the same order.
+    Args:
+        first_replicates: values of one model without each group.
+        second_replicates: values of the other model, with the groups in the same order.
     """
     differences = [after - before for before, after in zip(first_replicates, second_replicates, strict=True)]
-    return Difference(second - first, jackknife_error(differences), len(differences) - 1, "paired")
+    return jackknife_error(differences), len(differences) - 1
 
 
-def independent_difference(
-    first: float, second: float, errors: tuple[float, float], num_groups: tuple[int, int]
-) -> Difference:
-    """Return `second - first`, whose error is the root of the sum of the squares of both `errors`.
+def estimate_independent_error(errors: Sequence[float], num_groups: Sequence[int]) -> tuple[float, int]:
+    """Return the root of the sum of the squares of two standard errors, and a lower bound of its degrees of freedom.
 
-    The degrees of freedom are those of the error from fewer groups, a lower bound of the exact number.
+    For models over the same texts it is usually too large, because their errors usually have a positive correlation.
     """
-    return Difference(second - first, math.hypot(*errors), min(num_groups) - 1, "independent")
+    return math.hypot(*errors), min(num_groups) - 1
 
 
 def have_same_tokens(first: MeasuredModel, other: MeasuredModel) -> bool:
@@ -357,32 +323,33 @@ def compute_differences(first: MeasuredModel, other: MeasuredModel) -> Iterator[
     for first_layer, other_layer in layer_pairs:
         first_measures, measures = first.measurements.all_texts[first_layer], other.measurements.all_texts[other_layer]
         for name in JACKKNIFE_MEASURES:
-            values = first_measures.get(name, math.nan), measures.get(name, math.nan)
+            before, after = first_measures.get(name, math.nan), measures.get(name, math.nan)
             if error_method == "paired":
-                replicates = [
+                first_replicates, replicates = (
                     model.get_replicates(layer).get(name, [])
                     for model, layer in ((first, first_layer), (other, other_layer))
-                ]
-                if not all(replicates):
+                )
+                if not (first_replicates and replicates):
                     continue
-                difference = paired_difference(*values, *replicates)
+                error, degrees = estimate_paired_error(first_replicates, replicates)
             else:
-                errors = first_measures.get(f"{name}_error", math.nan), measures.get(f"{name}_error", math.nan)
-                difference = independent_difference(*values, errors, (first.num_groups, other.num_groups))
-            if math.isfinite(difference.value) and math.isfinite(difference.half_width):
+                errors = [values.get(f"{name}_error", math.nan) for values in (first_measures, measures)]
+                error, degrees = estimate_independent_error(errors, (first.num_groups, other.num_groups))
+            difference, half_width = after - before, t_quantile(degrees) * error
+            if math.isfinite(difference) and math.isfinite(half_width):
                 yield {
                     "model": other.label,
                     "first": first.label,
                     "layer": other_layer,
                     "is_last": other_layer == other.last_layer,
                     "measure": name,
-                    "value": values[1],
-                    "value_of_first": values[0],
-                    "difference": difference.value,
-                    "error": difference.error,
-                    "low": difference.value - difference.half_width,
-                    "high": difference.value + difference.half_width,
-                    "method": difference.method,
+                    "value": after,
+                    "value_of_first": before,
+                    "difference": difference,
+                    "error": error,
+                    "low": difference - half_width,
+                    "high": difference + half_width,
+                    "method": error_method,
                 }
 
 

@@ -15,16 +15,13 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from istar.drawing import page_folder
-from istar.drawing.page import Page, Section
-from istar.drawing.page_folder import PageKind
+from istar.drawing.page_folder import Page, PageKind, Section
 from istar.drawing.page_tables import Sheet
-from istar.drawing.plot import Plot
-from istar.drawing.spacing import evenly_spaced
+from istar.drawing.plot import Plot, evenly_spaced
 from istar.files.writing import to_csv
 from istar.geometry.collect import measures_file, trajectory
-from istar.geometry.collect.intervals import JACKKNIFE_MEASURES, t_quantile
-from istar.geometry.collect.measures_file import Measurements
-from istar.geometry.collect.same_model import ModelName, load_and_hash_weights, refuse_other_model
+from istar.geometry.collect.measure import ModelName, load_and_hash_weights, make_other_model_error
+from istar.geometry.collect.measures_file import JACKKNIFE_MEASURES, Measurements, t_quantile
 from istar.geometry.collect.trajectory import CHECKPOINT_FILES, Trajectory, TrajectoryPlan, checkpoint_output
 from istar.geometry.show import (
     axis_figures,
@@ -36,7 +33,7 @@ from istar.geometry.show import (
 )
 from istar.geometry.show.axis_figures import Axis
 from istar.geometry.show.compare import TEXTS, MeasuredModel, join_names, list_names
-from istar.geometry.show.measured_training import ASSUMED_GROUPS, MeasuredTraining
+from istar.geometry.show.measured_training import ASSUMED_GROUPS, MeasuredTraining, list_last_checkpoints
 from istar.inputs.saved_checkpoints import Checkpoint
 
 if TYPE_CHECKING:
@@ -92,11 +89,11 @@ def _refuse_other_model(out: Path, model: ModelName, weights: str = "") -> None:
     if not (out / measures_file.JSON_FILE).exists():
         return
     earlier = measures_file.read_measurement(out / measures_file.JSON_FILE)
-
-    def has_same_weights() -> bool:
-        return weights == earlier.weights or load_and_hash_weights(model, earlier.model["dtype"]) == earlier.weights
-
-    refuse_other_model(out, ModelName(earlier.model["name"], earlier.model["revision"]), model, has_same_weights)
+    earlier_model = ModelName(earlier.model["name"], earlier.model["revision"])
+    if earlier_model == model or earlier.weights == weights:
+        return
+    if load_and_hash_weights(model, earlier.model["dtype"]) != earlier.weights:
+        raise make_other_model_error(out, earlier_model, model)
 
 
 def check_training_folder(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint]) -> None:
@@ -154,11 +151,7 @@ def write_comparison(
 ) -> Path:
     """Write the page that compares models, with its figures, tables and `comparison.csv`, and return the page's path.
 
-    Args:
-        models: the compared models. Differences are relative to the first.
-        out: output folder; an earlier result in it is replaced.
-        similarities: layer similarities between pairs of models.
-        command: command line, to show on the page.
+    Differences are from the first model. An earlier result in the folder is replaced.
 
     Raises:
         UserError: see `istar.drawing.page_folder.write`.
@@ -219,7 +212,7 @@ def write_trainings(trainings: Sequence[MeasuredTraining], out: Path, command: s
         title=f"Geometry of {join_names(labels)} over their training",
         subject=("Models", ", ".join(labels), f"over their training, compared by istar {version('istar')}"),
         axis=axis_figures.make_step_axis(trainings),
-        models=_list_last_checkpoints(trainings),
+        models=list_last_checkpoints(trainings),
         flags=findings.describe_trainings(trainings),
         command=command,
         summary=[
@@ -233,21 +226,12 @@ def write_trainings(trainings: Sequence[MeasuredTraining], out: Path, command: s
     return _write(page, out, {TRAININGS_FILE: to_csv(frame).encode()})
 
 
-def _list_last_checkpoints(trainings: Sequence[MeasuredTraining]) -> list[MeasuredModel]:
-    """Return the last checkpoints whose folders are there, each with the label of its training."""
-    return [
-        MeasuredModel(training.label, training.checkpoints[-1].measurements)
-        for training in trainings
-        if training.checkpoints
-    ]
-
-
 def describe_other_training_settings(trainings: Sequence[MeasuredTraining]) -> list[str]:
     """Return a sentence for each training that was measured over other texts or with other settings than the first.
 
     Texts and settings are those of the last checkpoints. The list is empty if one of their folders has been deleted.
     """
-    models = _list_last_checkpoints(trainings)
+    models = list_last_checkpoints(trainings)
     return compare.describe_other_settings(models) if len(models) == len(trainings) else []
 
 

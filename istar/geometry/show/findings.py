@@ -12,7 +12,7 @@ from istar.geometry.collect.layer_outputs import FINAL_NORM
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.show import compare
 from istar.geometry.show.compare import MeasuredModel, list_names
-from istar.geometry.show.measured_training import MeasuredTraining
+from istar.geometry.show.measured_training import MeasuredTraining, list_last_checkpoints
 from istar.measures.catalogue import MEASURES, Measure
 
 MAX_LINES = 5
@@ -49,11 +49,11 @@ def _check_measure(measure: Measure, measured: Measurements) -> Flag | None:
     if not values:
         return None
     if measure.flag_at_most is not None:
-        place = min(values, key=lambda place: values[place])
+        place = min(values, key=values.__getitem__)
         excess = measure.flag_at_most / max(values[place], _SMALLEST)
     else:
         assert measure.flag_at_least is not None
-        place = max(values, key=lambda place: values[place])
+        place = max(values, key=values.__getitem__)
         excess = values[place] / measure.flag_at_least
     if excess < 1:
         return None
@@ -154,7 +154,7 @@ def describe_trainings(trainings: Sequence[MeasuredTraining]) -> list[str]:
     if len(trainings) == 1 and len(trainings[0].steps) == 1:
         return describe_model(trainings[0].checkpoints[0].measurements)
     lines = [line for measure in _COMPARED for line in _describe_largest_change(trainings, measure)]
-    last = [MeasuredModel(t.label, t.checkpoints[-1].measurements) for t in trainings if t.checkpoints]
+    last = list_last_checkpoints(trainings)
     if len(trainings) > 1 and len(last) == len(trainings):
         return [*lines, *(f"At the last checkpoints: {line}" for line in describe_models(last))][:MAX_LINES]
     warnings = [warning for model in last for warning in _warn_of_few_tokens(model.measurements)][:1]

@@ -11,13 +11,11 @@ import pandas as pd
 from istar.errors import UserError, shorten
 from istar.files.writing import unescape_cell
 from istar.geometry.collect import measures_file, trajectory
-from istar.geometry.collect.intervals import interval_half_width
-from istar.geometry.collect.measures_file import Measurements
+from istar.geometry.collect.measures_file import Measurements, interval_half_width
 from istar.geometry.show import compare
 from istar.geometry.show.compare import MeasuredModel
 from istar.inputs.corpus import COMBINED
-from istar.inputs.model_arguments import ModelArgument
-from istar.inputs.saved_checkpoints import Checkpoint
+from istar.inputs.saved_checkpoints import Checkpoint, ModelArgument
 
 ASSUMED_GROUPS = 10
 """Number of groups of documents for errors of a training whose settings are gone: the default of `istar measure`."""
@@ -66,9 +64,8 @@ class MeasuredTraining:
 
     def half_widths_by_step(self, layer: str, measure: str) -> list[float]:
         """Return the half-widths of the 95% intervals of a measure of a layer at each step; NaN where there is none."""
-        name = f"{measure}_error"
-        errors = self.values_by_step(layer, name)
-        return [interval_half_width({name: error}, measure, self.num_groups) for error in errors]
+        errors = self.values_by_step(layer, f"{measure}_error")
+        return [interval_half_width(measure, error, self.num_groups) for error in errors]
 
     def half_width_of_change(self, measure: str) -> float:
         """Return half the length of the 95% interval of the change of the last layer from the first to the last step.
@@ -108,6 +105,15 @@ def make_training(
     return MeasuredTraining(label, pd.DataFrame(rows), models, has_steps)
 
 
+def list_last_checkpoints(trainings: Sequence[MeasuredTraining]) -> list[MeasuredModel]:
+    """Return the last checkpoints whose folders are there, each with the label of its training."""
+    return [
+        MeasuredModel(training.label, training.checkpoints[-1].measurements)
+        for training in trainings
+        if training.checkpoints
+    ]
+
+
 def read_trainings(arguments: Sequence[ModelArgument]) -> list[MeasuredTraining]:
     """Read the measures of several trainings from the folders that the command line names.
 
@@ -127,10 +133,7 @@ def read_trainings(arguments: Sequence[ModelArgument]) -> list[MeasuredTraining]
         ends = [_read_checkpoint(folder, table.iloc[index]) for index in (0, -1)]
         checkpoints = [end for end in ends if end is not None] if None not in ends else []
         trainings.append(MeasuredTraining(argument.label or default_label, table, checkpoints))
-    labels = [training.label for training in trainings]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise UserError(f"several trainings are called {label}; give them names, as in first=<folder>")
+    compare.check_distinct_labels([training.label for training in trainings], "trainings")
     return trainings
 
 

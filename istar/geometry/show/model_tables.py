@@ -10,17 +10,13 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-from rich.table import Table
 
 from istar.drawing.page_tables import Entry, Sheet, number_entry
-from istar.geometry.collect import measures_file
-from istar.geometry.collect.intervals import interval_half_width, t_quantile
-from istar.geometry.collect.measures_file import Measurements
+from istar.geometry.collect.measures_file import Measurements, interval_half_width, layer_frame, t_quantile
 from istar.geometry.show import compare
 from istar.geometry.show.compare import TEXTS, MeasuredModel
 from istar.geometry.show.measured_training import MeasuredTraining
-from istar.geometry.show.model_figures import FORM_TITLES, MEASURE_TITLES, name_tap
-from istar.geometry.show.spheres import make_spheres
+from istar.geometry.show.model_figures import FORM_TITLES, MEASURE_TITLES, make_spheres, name_tap
 from istar.measures.catalogue import MEASURES
 
 if TYPE_CHECKING:
@@ -86,27 +82,22 @@ def join_sheets(models: Sequence[MeasuredModel], build: Callable[[Measurements],
 
 
 def _number_with_interval(measures: Mapping[str, float], name: str, num_groups: int) -> Entry:
-    return number_entry(measures.get(name, math.nan), interval_half_width(measures, name, num_groups))
+    error = measures.get(f"{name}_error", math.nan)
+    return number_entry(measures.get(name, math.nan), interval_half_width(name, error, num_groups))
 
 
 def build_layer_sheet(models: Sequence[MeasuredModel]) -> Sheet:
     """Return the table of all layers, with a group for each text of the only model, or for each of several models."""
-    rows_by_group, frame_rows = {}, []
     if len(models) == 1:
         sources = models[0].measurements.sources
         groups = {source: (models[0], taps) for source, taps in sources.items()}
-        frame_rows = [
-            {"source": source, "layer": tap, **measures}
-            for source, taps in sources.items()
-            for tap, measures in taps.items()
-        ]
+        frame = layer_frame(models[0].measurements)
     else:
         groups = {model.label: (model, model.measurements.all_texts) for model in models}
-        frame_rows = list(compare.make_layer_rows(models))
-    frame = pd.DataFrame(frame_rows)
+        frame = pd.DataFrame(compare.make_layer_rows(models))
     names = [name for name in MEASURE_TITLES if name in frame]
-    for group, (model, taps) in groups.items():
-        rows_by_group[group] = [
+    rows_by_group = {
+        group: [
             [
                 Entry(name_tap(tap)),
                 number_entry(measures["tokens"]),
@@ -114,6 +105,8 @@ def build_layer_sheet(models: Sequence[MeasuredModel]) -> Sheet:
             ]
             for tap, measures in taps.items()
         ]
+        for group, (model, taps) in groups.items()
+    }
     notes: tuple[str, ...] = ()
     if len(models) == 1 and sum(map(len, rows_by_group.values())) > _MAX_ROWS and len(groups) > 1:
         combined = models[0].measurements.combined_key
@@ -139,11 +132,7 @@ def build_model_sheet(models: Sequence[MeasuredModel]) -> Sheet:
     for name in compare.SUMMARY_MEASURES:
         cells = [_number_with_interval(model.last_layer_measures, name, model.num_groups) for model in models]
         shown[name] = pd.Series(cells, dtype=object)
-    return _make_sheet(
-        "models",
-        shown,
-        summary,
-    )
+    return _make_sheet("models", shown, summary)
 
 
 _TRAINING_COLUMNS = {
@@ -154,8 +143,6 @@ _TRAINING_COLUMNS = {
     "final bias": ("layer_norm_bias", "final_norm_parameters"),
 }
 """Measure and layer of each column of the table of trainings, by its header; an empty layer is the last one."""
-_TERMINAL_COLUMNS = ("InterSim", "IntraSim", "IsoScore", "TwoNN dimension", "I(W), input", "I(W), output")
-"""Columns of the table for the terminal; more would break headers and names within a line of 80 characters."""
 
 
 def summarize_trainings(trainings: Sequence[MeasuredTraining]) -> pd.DataFrame:
@@ -182,14 +169,6 @@ def build_training_sheet(trainings: Sequence[MeasuredTraining]) -> Sheet:
             cells.append(number_entry(value, training.half_widths_by_step(layer_name, name)[-1]))
         shown[header] = pd.Series(cells, dtype=object)
     return replace(_make_sheet("trainings", shown, summary), name="models")
-
-
-def make_training_table(trainings: Sequence[MeasuredTraining]) -> Table:
-    """Return a table for the terminal, with measures of the last layer and I(W) at each training's last checkpoint."""
-    summary = summarize_trainings(trainings)
-    rows = {str(row["model"]): [float(row[name]) for name in _TERMINAL_COLUMNS] for row in summary.to_dict("records")}
-    title = "At the last checkpoint of each training; I(W) by both signs"
-    return measures_file.number_table(title, "model", _TERMINAL_COLUMNS, rows)
 
 
 def build_difference_sheet(models: Sequence[MeasuredModel]) -> Sheet:
@@ -226,11 +205,7 @@ def build_similarity_sheet(similarities: Sequence["Similarity"]) -> Sheet:
                 | {"cka_error": error if other_tap == most_similar else math.nan}
                 for other_tap, value in zip(similarity.second_taps, values, strict=True)
             ]
-    return _make_sheet(
-        "similarity",
-        pd.DataFrame(shown_rows),
-        pd.DataFrame(rows),
-    )
+    return _make_sheet("similarity", pd.DataFrame(shown_rows), pd.DataFrame(rows))
 
 
 def _build_dimension_sheet(
@@ -279,11 +254,7 @@ def build_matrix_sheet(measured: Measurements) -> Sheet:
         for form, measures in forms.items()
     ]
     frame = pd.DataFrame(rows).drop(columns="singular_values")
-    sheet = _make_sheet(
-        "matrices",
-        frame.assign(form=frame["form"].map(FORM_TITLES)),
-        frame,
-    )
+    sheet = _make_sheet("matrices", frame.assign(form=frame["form"].map(FORM_TITLES)), frame)
     return replace(sheet, num_row_headers=2)
 
 
@@ -310,11 +281,7 @@ def build_reading_sheet(measured: Measurements) -> Sheet:
     rows = [{"text": text, **reading} for text, reading in measured.readings.items()]
     frame = pd.DataFrame(rows, columns=columns)
     frame.insert(5, "bytes_per_document", frame["bytes"].astype(float) / frame["documents"].astype(float))
-    sheet = _make_sheet(
-        "texts",
-        frame.rename(columns={"text": "name"}),
-        frame,
-    )
+    sheet = _make_sheet("texts", frame.rename(columns={"text": "name"}), frame)
     if measured.seconds is None:
         return sheet
     processes = f", in {measured.processes} processes, over which the forward passes are summed"
@@ -337,15 +304,14 @@ def build_settings_sheet(measured: Measurements) -> Sheet:
     frame = pd.DataFrame({"setting": names, "value": map(_format_value, values.values())})
     value_entries = frame["value"].map(lambda text: Entry(text, code=True))
     return _make_sheet(
-        "settings",
-        frame.assign(setting=frame["setting"].str.replace("_", " "), value=value_entries),
-        frame,
+        "settings", frame.assign(setting=frame["setting"].str.replace("_", " "), value=value_entries), frame
     )
 
 
 def build_sphere_sheet() -> Sheet:
     """Return the table of the measures of the two example spheres."""
-    frame = pd.DataFrame(make_spheres()).drop(columns=["x", "y"]).rename(columns={"name": "sphere"})
+    rows = [{name: value for name, value in sphere.items() if name != "points"} for sphere in make_spheres()]
+    frame = pd.DataFrame(rows)
     shown = frame.rename(columns={"inter_sim": "average\ncosine", "isoscore": "IsoScore"})
     return _make_sheet("spheres", shown, frame)
 

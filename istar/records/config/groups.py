@@ -324,20 +324,19 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         check_trainer_arguments(self.lightning, [f.name for f in fields(self)])
-        check_at_least(1, "trainer.max_epochs", self.max_epochs)
-        check_at_least(1, "trainer.accumulate_grad_batches", self.accumulate_grad_batches)
-        check_at_least(1, "trainer.early_stopping", self.early_stopping)
-        check_at_least(1, "trainer.inter_sim_patience", self.inter_sim_patience)
+        for name in (
+            "max_epochs", "accumulate_grad_batches", "early_stopping", "inter_sim_patience", "log_every_n_steps",
+            "checkpoint_every_n_steps", "measure_every_n_steps", "measure_examples",
+        ):  # fmt: skip
+            check_at_least(1, f"trainer.{name}", getattr(self, name))
         if self.stop_at_inter_sim is not None and not -1 <= self.stop_at_inter_sim <= 1:
             raise UserError(
                 f"trainer.stop_at_inter_sim={self.stop_at_inter_sim:g} is not an average cosine; expected -1 to 1"
             )
-        check_at_least(1, "trainer.log_every_n_steps", self.log_every_n_steps)
         if self.gradient_clip_val is not None and not self.gradient_clip_val > 0:
             raise UserError(
                 f"trainer.gradient_clip_val={self.gradient_clip_val:g} must be above 0, or null for no clipping"
             )
-        check_at_least(1, "trainer.checkpoint_every_n_steps", self.checkpoint_every_n_steps)
         minutes = self.checkpoint_every_n_minutes
         if minutes is not None and not 0 < minutes < math.inf:
             raise UserError(f"trainer.checkpoint_every_n_minutes={minutes:g} must be above 0, or null for none")
@@ -346,8 +345,6 @@ class TrainerConfig:
                 f"trainer.keep_models={self.keep_models} is not a schedule; expected log, a whole number of optimizer "
                 "steps above 0, or null"
             )
-        check_at_least(1, "trainer.measure_every_n_steps", self.measure_every_n_steps)
-        check_at_least(1, "trainer.measure_examples", self.measure_examples)
         if self.strategy == "fsdp":
             raise UserError(
                 "trainer.strategy=fsdp is not supported: with sharded weights the norm of the gradient, which is "

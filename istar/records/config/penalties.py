@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from istar.errors import OptionError, UserError, check_range, parse_number
 from istar.hidden_states import AttachedPenalty, PenaltySettings, attach_with_settings
-from istar.hidden_states.settings import HIDDEN_STATES
+from istar.hidden_states.attached_penalty import HIDDEN_STATES
 from istar.regularizers import (
     CosReg,
     Decorrelation,
@@ -29,9 +29,9 @@ from istar.regularizers import (
     VicReg,
     layer_numbers,
 )
-from istar.regularizers.dropout import set_dropout
+from istar.regularizers.base import KEEP
 from istar.regularizers.istar import parse_zeta
-from istar.regularizers.set_point import KEEP
+from istar.regularizers.placebos import set_dropout
 
 _KEYS = {"weight": "lambda", "which": "points", "score": "target_score", "batches": "target_batches"}
 """The key on the command line of those fields that have another name in their class."""
@@ -225,7 +225,7 @@ class IStarConfig(PenaltyConfig):
         """Set `compute`, if it is None, to the dtype that fits the trainer's precision."""
         if self.compute is None:
             penalty = self.build()
-            self.compute = "bfloat16" if precision.startswith("bf16") and not penalty.needs_float32 else "float32"
+            self.compute = "bf16" if precision.startswith("bf16") and not penalty.needs_float32 else "float32"
 
 
 def _penalty_options(penalty_class: type[Penalty]) -> "list[Field[Any]]":

@@ -13,7 +13,7 @@ import torch
 
 from istar.cli.main import main
 from istar.errors import UserError
-from istar.finetune.quantization import form_scores, form_table
+from istar.finetune.quantization import form_scores
 from istar.finetune.quantization.form_scores import SavedModel, calibrate_input_ranges, score_model
 from istar.finetune.quantization.linear_layers import Form, encoder_linears, forward_observed
 from istar.finetune.runs.run import run
@@ -213,11 +213,11 @@ def test_the_table_has_mean_and_deviation_of_each_configuration() -> None:
         for name, values in drops.items()
         for index, drop in enumerate(values)
     ]  # fmt: skip
-    summary = form_table.summarize_configurations(pd.DataFrame(rows), [Form(8, 8)])
+    summary = form_scores.summarize_configurations(pd.DataFrame(rows), [Form(8, 8)])
     assert list(summary["w8a8"]) == [f"2.50 ± {np.std(drops['a'], ddof=1):.2f}", "0.00"]
     assert list(summary["seeds"]) == ["3", "1"]
     assert list(summary["constant"]) == ["1", "1"]
-    assert r"61.00 $\pm$ 1.00" in form_table.format_latex(summary)
+    assert r"61.00 $\pm$ 1.00" in form_scores.format_latex(summary)
 
 
 def save_random_model(folder: Path) -> Path:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import NonFiniteError, UserError
-from istar.finetune.quantization import uniform
+from istar.finetune.quantization import linear_layers as uniform
 from istar.measures import isoscore
 
 BITS = (8, 6, 4, 2)

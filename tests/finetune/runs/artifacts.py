@@ -10,7 +10,7 @@ from istar.records.config import Config
 from istar.records.results import RunRecord
 
 Build = Callable[..., Config]
-DEMOS = ("demo", "demo_sentence", "demo_regression", "demo_span")
+DEMOS = ("demo", "demo_regression", "demo_span")
 REGS = ("none", "istar", "cosreg")
 TINY = ("model=tiny",)
 

@@ -387,13 +387,15 @@ def test_train_py_prints_one_line(train: Train, tmp_path: Path, arguments: str, 
 
 ODD = [
     case(STSB, "", put_tsv(sts(2), train=sts(1)), id="one score each"),
-    case(SQUAD, "", put(train_v1_1_json=squad(ANNA), dev_v1_1_json=squad(ANNA)), id="one question each"),
+    case(SQUAD, "", put(train_v1_1_json=squad(ANNA), dev_v1_1_json=squad(ANNA)), id="one question each",
+        marks=pytest.mark.slow),
     case(RTE, "", put_tsv(f"{HEADER}0\t\t\tentailment\n", train=f"{HEADER}0\t\t\tentailment\n"), id="empty texts"),
-    case("task=demo_span model=auto model.name=model", "", model(max_position_embeddings=12), id="few positions"),
+    case("task=demo_span model=auto model.name=model", "", model(max_position_embeddings=12), id="few positions",
+        marks=pytest.mark.slow),
     case(f"{RTE} task.max_length=100000 data.cache_dir=data/dev.tsv/cache", "features stay in memory", put_tsv(rte(4)),
         id="longer than the model, and no place for a cache"),
     case(RTE, "1 of 200 rows do not have 4 fields", put_tsv(rte(4), train=rte(199) + "A lamp\n"),
-        id="one short row of many"),
+        id="one short row of many", marks=pytest.mark.slow),
     case(MODEL, "", model(code_of_its_own(model_type="bert")), id="code that is not needed"),
 ]  # fmt: skip
 

@@ -11,9 +11,9 @@ import pytest
 from istar.errors import UserError
 from istar.finetune.runs import launch
 from istar.finetune.runs import run as run_module
-from istar.finetune.runs.resolving import resolve_model
+from istar.finetune.runs.examples import load_examples
+from istar.finetune.runs.identify import find_task_spec, identify_model, resolve_model
 from istar.finetune.runs.run import run
-from istar.finetune.runs.run_folders import find_task_spec, identify_model, load_examples
 from istar.finetune.tasks.loading import find_source, load_splits
 from istar.inputs import hub as hub_module
 from istar.inputs import pretrained

@@ -268,7 +268,6 @@ def test_a_stopped_run_is_saved_and_goes_on_exactly(tmp_path, start, single_proc
     """Also within sbatch, where it is one process although the job has two tasks, and with `-m`."""
     cases: list[tuple[int, tuple[str, ...], dict[str, str]]] = [
         (signal.SIGINT, (), {}),
-        (signal.SIGUSR1, (), SBATCH_VARIABLES),
         (signal.SIGTERM, ("-m",), SBATCH_VARIABLES),
     ]
 

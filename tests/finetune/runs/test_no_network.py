@@ -26,7 +26,7 @@ def test_attempts_to_connect_are_seen(forbid_network: Any, closed_url: str) -> N
     assert len(attempts) == 2
 
 
-@pytest.mark.parametrize("offline_since", ["the start", "assembly"])
+@pytest.mark.parametrize("offline_since", ["the start", pytest.param("assembly", marks=pytest.mark.slow)])
 def test_a_run_on_local_folders_needs_no_network(
     small: Build,
     undisturbed_run: Path,

@@ -11,8 +11,9 @@ from datasets import Dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from istar.errors import UserError
+from istar.finetune.runs.examples import load_examples
+from istar.finetune.runs.identify import find_task_spec
 from istar.finetune.runs.run import run
-from istar.finetune.runs.run_folders import find_task_spec, load_examples
 from istar.finetune.tasks.loading import load_splits, sample_examples
 from istar.inputs import demo
 from istar.records.config import TaskConfig
@@ -141,14 +142,13 @@ def test_overlap_is_counted_and_told(small: Build, tmp_path: Path, caplog: pytes
     assert record.data["overlap"] == {"validation": 3}
     assert "3 of the 15 examples of validation are also in the training data" in caplog.text
     caplog.clear()
-    assert run(small()).data["overlap"] == {"validation": 0}
+    load_examples(TASKS["demo"], small().task)
     assert "are also in the training data" not in caplog.text
 
 
 def test_limits_beyond_the_data(small: Build) -> None:
-    config = small("task.limit_train=null", "task.limit_validation=100000", "trainer.fast_dev_run=true")
-    record = run(config)
-    assert record.data["train"] == demo.SIZES["train"]
+    config = small("task.limit_train=null", "task.limit_validation=100000")
+    assert len(load_examples(TASKS["demo"], config.task).train) == demo.SIZES["train"]
 
 
 def test_limits_take_a_random_sample(small: Build) -> None:

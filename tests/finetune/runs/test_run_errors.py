@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from istar.errors import UserError
+from istar.finetune.runs.identify import identify
 from istar.finetune.runs.run import run
 from istar.finetune.training import FineTuner
 from istar.records import results
 from istar.records.config.schema import to_dict
-from tests.finetune.runs.artifacts import TINY, Build, folders_in, place, rte
+from tests.finetune.runs.artifacts import TINY, Build, folders_in, rte
 
 
 def test_a_failing_training_is_told_and_goes_on(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,8 +99,8 @@ def test_labels_that_are_none_of_the_tasks(small: Build, tmp_path: Path) -> None
 
 def test_a_foreign_result_is_not_overwritten(small: Build) -> None:
     config = small()
-    record = run(config)
-    path = place(config, record) / results.RESULT
+    path = identify(config).folder / results.RESULT
+    path.parent.mkdir(parents=True)
     path.write_text("{}")
     with pytest.raises(UserError, match="is not a result"):
         run(config)

@@ -13,8 +13,9 @@ from rich.console import Console
 
 from istar.errors import UserError
 from istar.finetune.runs import run as run_module
+from istar.finetune.runs.finished_runs import read_finished_run
+from istar.finetune.runs.identify import RunFolders, identify, identify_model, run_folder_path
 from istar.finetune.runs.run import run
-from istar.finetune.runs.run_folders import RunFolders, identify_model, read_finished_run, run_folder_path
 from istar.finetune.training import precision
 from istar.records import results
 from istar.records.results import RunRecord
@@ -42,19 +43,19 @@ def test_the_same_call_returns_the_finished_run(small: Build, monkeypatch: pytes
 
 def test_a_precision_chosen_here_is_the_same_run_as_one_named(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "measure_bfloat16_ratio", lambda device: 50.0)
-    record = run(small("trainer.precision=auto"))
-    assert record.config["trainer"]["precision"] == "32-true"
-    monkeypatch.setattr(run_module, "assemble", None)
-    assert run(small("trainer.precision=32-true")) == record
+    chosen, named = (identify(small(f"trainer.precision={precision}")) for precision in ("auto", "32-true"))
+    assert chosen.config == named.config
+    assert chosen.folder == named.folder
 
 
 def test_overwrite_keeps_the_old_folder(small: Build, caplog: pytest.LogCaptureFixture) -> None:
     config = small()
-    record = run(config)
-    (place(config, record) / "notes.txt").write_text("mine")
-    (Path(config.run.root) / f"{record.name}.old-1").mkdir()
-    new_record = run(small("run.overwrite=true"))
-    assert everything_measured(new_record) == everything_measured(record)
+    folder = identify(config).folder
+    results.write(make_finished_record(folder.name, config), folder)
+    (folder / "notes.txt").write_text("mine")
+    (Path(config.run.root) / f"{folder.name}.old-1").mkdir()
+    record = run(small("run.overwrite=true"))
+    assert record == results.read(folder)
     assert folders_in(Path(config.run.root)) == [record.name, f"{record.name}.old-1", f"{record.name}.old-2"]
     assert (Path(config.run.root) / f"{record.name}.old-2" / "notes.txt").read_text() == "mine"
     assert not (place(config, record) / "notes.txt").exists()
@@ -85,9 +86,50 @@ def test_a_finished_run_must_hold_what_is_requested_now(small: Build, tmp_path: 
         look_up_finished_run(*run_overrides, skipped_steps=3)
 
 
+def test_a_finished_run_must_have_measured_the_requested_steps(small: Build, tmp_path: Path) -> None:
+    accepted = ("run.geometry=false", "run.save_model=false")
+
+    def look_up(record_overrides: tuple[str, ...], *overrides: str) -> RunRecord | None:
+        results.write(make_finished_record("finished", small(*accepted, *record_overrides)), tmp_path)
+        return read_finished_run(tmp_path, small(*accepted, *overrides))
+
+    measured = ("trainer.measure_every_n_steps=2",)
+    for steps in ("2", "4", "null"):
+        assert look_up(measured, f"trainer.measure_every_n_steps={steps}") is not None
+    for steps, examples in (("3", "64"), ("2", "8")):
+        with pytest.raises(
+            UserError, match=r"was run with trainer\.measure_every_n_steps=2 trainer\.measure_examples=64"
+        ):
+            look_up(measured, f"trainer.measure_every_n_steps={steps}", f"trainer.measure_examples={examples}")
+    with pytest.raises(UserError, match=r"without trainer\.measure_every_n_steps.*trainer\.measure_every_n_steps=null"):
+        look_up((), *measured)
+
+
+def test_a_finished_run_must_have_kept_the_requested_models(small: Build, tmp_path: Path) -> None:
+    accepted = ("run.geometry=false", "run.save_model=false")
+    epoch = {"epoch": 1, "step": 4, "metrics": {"accuracy": 0.5}, "isotropy": {"union": 0.2}}
+    results.write(make_finished_record("finished", small(*accepted), epochs=[epoch]), tmp_path)
+    for step in (0, 2, 4):
+        (tmp_path / "models" / f"step-{step}").mkdir(parents=True)
+
+    def look_up(schedule: str) -> RunRecord | None:
+        return read_finished_run(tmp_path, small(*accepted, f"trainer.keep_models={schedule}"))
+
+    # The models of a coarser schedule are among these; without a schedule nothing is missing.
+    for schedule in ("2", "4", "null"):
+        assert look_up(schedule) is not None
+    with pytest.raises(
+        UserError, match=r"without models/step-1/ of trainer\.keep_models=log; trainer\.keep_models=null"
+    ):
+        look_up("log")
+    (tmp_path / "models" / "step-2").rmdir()
+    with pytest.raises(UserError, match=r"without models/step-2/"):
+        look_up("2")
+
+
 def test_the_seed_decides_everything(small: Build, tmp_path: Path) -> None:
     def measure_and_predict(*overrides: str) -> tuple[list[Any], list[Any]]:
-        config = small("reg=istar", "trainer.max_epochs=2", "run.geometry=false", *overrides)
+        config = small("reg=istar", "task.limit_train=16", "run.geometry=false", *overrides)
         record = run(config)
         return everything_measured(record), rows_of(place(config, record) / "predictions.jsonl")
 

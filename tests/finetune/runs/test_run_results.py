@@ -11,7 +11,7 @@ import yaml
 from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer
 
 from istar.finetune.runs.run import run
-from istar.finetune.runs.run_table import build_run_table
+from istar.finetune.runs.run_summary import build_run_table
 from istar.finetune.tasks.loading import sample_examples
 from istar.finetune.tasks.metrics import compute
 from istar.finetune.tasks.squad import best_answer
@@ -23,7 +23,7 @@ from istar.records.task_specs import TASKS
 from tests.finetune.runs.artifacts import DEMOS, REGS, Build, folders_in, logged, place, rows_of
 
 
-@pytest.mark.parametrize(("task", "reg"), [*((task, "istar") for task in DEMOS), ("demo", "none"), ("demo", "cosreg")])
+@pytest.mark.parametrize(("task", "reg"), [*((task, "istar") for task in DEMOS), ("demo", "none")])
 def test_what_a_run_leaves(cached_run: Callable[..., Any], task: str, reg: str) -> None:
     config, record, folder = cached_run(f"task={task}", f"reg={reg}")
     spec = TASKS[task]
@@ -110,24 +110,19 @@ def test_logged_keys(cached_run: Callable[..., Any], reg: str) -> None:
     )
 
 
-def test_istar_logs_lambda_times_one_minus_isoscore(cached_run: Callable[..., Any]) -> None:
-    _, _, folder = cached_run("task=demo", "reg=istar", "reg.lambda=3")
-    columns = logged(folder)
+def test_istar_logs_lambda_times_one_minus_isoscore_and_zeta_if_it_is_estimated(
+    cached_run: Callable[..., Any],
+) -> None:
+    columns = logged(cached_run("task=demo", "reg=istar", "reg.lambda=3", "reg.zeta=auto")[2])
     expected = [3 * (1 - score) for score in columns["train/isoscore_star"]]
     assert columns["train/penalty"] == pytest.approx(expected, rel=1e-5)
-
-
-def test_zeta_is_logged_where_it_is_estimated(cached_run: Callable[..., Any]) -> None:
-    _, _, folder = cached_run("task=demo", "reg=istar", "reg.zeta=auto")
-    zetas = logged(folder)["train/zeta"]
-    assert len(zetas) == len(logged(folder)["train/loss"])
+    zetas = columns["train/zeta"]
+    assert len(zetas) == len(columns["train/loss"])
     assert all(0 < zeta <= 1 for zeta in zetas)
     assert len(set(zetas)) > 1
-    _, _, fixed_zeta_folder = cached_run("task=demo", "reg=istar", "reg.lambda=3")
-    assert "train/zeta" not in logged(fixed_zeta_folder)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_batches_without_a_score_add_nothing_and_are_counted(cached_run: Callable[..., Any], accumulate: int) -> None:
     """The second of two micro-batches has one example, and so one point."""
     settings = ["reg.points=first", "reg.layers=last", "reg.zeta=0", "task.limit_train=9", "data.batch_size=8"]
@@ -176,7 +171,7 @@ def test_a_penalty_within_classes_is_trained_with_sigma_s_within_classes(cached_
 # ---- the saved model
 
 
-@pytest.mark.parametrize("task", ["demo", "demo_sentence", "demo_regression"])
+@pytest.mark.parametrize("task", ["demo", "demo_regression"])
 def test_the_saved_model_says_what_the_predictions_say(cached_run: Callable[..., Any], task: str) -> None:
     _, _, folder = cached_run(f"task={task}", "reg=istar")
     spec = TASKS[task]
@@ -227,7 +222,7 @@ def test_the_saved_span_model_says_what_the_predictions_say(cached_run: Callable
     assert sum(agreements) >= 23
 
 
-@pytest.mark.parametrize("reg", REGS)
+@pytest.mark.parametrize("reg", ["none", "istar"])
 def test_checkpoints_open_without_pickled_code(cached_run: Callable[..., Any], reg: str) -> None:
     _, record, folder = cached_run("task=demo", f"reg={reg}")
     names = [f"best-epoch-{record.headline['epoch']}.ckpt", "step-12.ckpt"]

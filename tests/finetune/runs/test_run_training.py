@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from istar.finetune.runs.assemble import assemble
+from istar.finetune.runs.identify import RunFolders, identify
+from istar.finetune.runs.prepare import prepare
 from istar.finetune.runs.run import run
-from istar.finetune.runs.run_folders import RunFolders
 from istar.finetune.tasks import metrics
 from istar.finetune.tasks.loading import sample_examples
 from istar.inputs import demo
+from istar.records.config.schema import to_dict
 from istar.records.identity import label_method
 from tests.finetune.runs.artifacts import (
     TINY,
@@ -29,7 +33,7 @@ from tests.finetune.runs.artifacts import (
 WITHOUT_GEOMETRY = ("run.geometry=false", "run.isotropy_zeta=null")
 
 
-@pytest.mark.parametrize("reg", ["istar", "cosreg"])
+@pytest.mark.parametrize("reg", ["istar", pytest.param("cosreg", marks=pytest.mark.slow)])
 def test_lambda_0_is_no_regularizer(cached_run: Callable[..., Any], reg: str) -> None:
     _, base, base_folder = cached_run("task=demo", "reg=none")
     _, zero_lambda, zero_lambda_folder = cached_run("task=demo", f"reg={reg}", "reg.lambda=0")
@@ -38,38 +42,36 @@ def test_lambda_0_is_no_regularizer(cached_run: Callable[..., Any], reg: str) ->
     assert logged(zero_lambda_folder)["train/loss"] == logged(base_folder)["train/loss"]
 
 
-def test_the_placebos_are_weight_decay_and_dropout(cached_run: Callable[..., Any]) -> None:
-    overrides = ("task=demo", "optim.lr=3e-3", "trainer.max_epochs=1", *WITHOUT_GEOMETRY)
-    _, base, base_folder = cached_run(*overrides, "reg=none")
-    _, decayed, _ = cached_run(*overrides, "reg=none", "optim.weight_decay=0.5")
-    _, placebo, placebo_folder = cached_run(*overrides, "reg=weight_decay", "reg.lambda=0.5")
-    assert everything_measured(placebo) == everything_measured(decayed) != everything_measured(base)
-    assert label_method(placebo.config) == "weight decay λ=0.5"
-    # The model's own probability is 0.1 everywhere.
-    _, same_dropout, same_dropout_folder = cached_run(*overrides, "reg=dropout", "reg.lambda=0.1")
-    _, more_dropout, _ = cached_run(*overrides, "reg=dropout", "reg.lambda=0.4")
-    assert everything_measured(same_dropout) == everything_measured(base) != everything_measured(more_dropout)
-    assert logged(same_dropout_folder)["train/loss"] == logged(base_folder)["train/loss"]
-    assert logged(placebo_folder)["train/loss"] != logged(base_folder)["train/loss"]
+def test_the_placebos_are_weight_decay_and_dropout(small: Build) -> None:
+    def build(*overrides: str) -> tuple[float, set[float], str]:
+        """Return the weight decay and the probabilities of dropout with which a run would train, and its method."""
+        config = small(*overrides)
+        module = assemble(prepare(identify(config)), None).module
+        dropouts = {layer.p for layer in module.model.modules() if isinstance(layer, torch.nn.Dropout)}
+        return module.optim.weight_decay, dropouts, label_method(to_dict(config))
+
+    decay, dropouts, _ = build("reg=none", "optim.weight_decay=0.1")
+    assert (decay, dropouts) == (0.1, {0.1})
+    assert build("reg=weight_decay", "reg.lambda=0.5") == (0.5, dropouts, "weight decay λ=0.5")
+    assert build("reg=dropout", "reg.lambda=0.4", "optim.weight_decay=0.1")[:2] == (0.1, {0.4})
 
 
 def test_the_sign_of_lambda(cached_run: Callable[..., Any]) -> None:
-    overrides = ("task=demo", "trainer.accumulate_grad_batches=1", "optim.lr=3e-3", "trainer.checkpoints=false",
-                 *WITHOUT_GEOMETRY)  # fmt: skip
-    _, base, _ = cached_run(*overrides, "reg=none")
-    _, lowered, _ = cached_run(*overrides, "reg=istar", "reg.lambda=-10", "reg.zeta=0.2")
-    _, raised, _ = cached_run(*overrides, "reg=istar", "reg.lambda=10", "reg.zeta=0.2")
-    assert lowered.isotropy["before"] == base.isotropy["before"] == raised.isotropy["before"]
-    scores = [record.isotropy["after"]["union"] for record in (lowered, base, raised)]
-    assert scores[0] < 0.8 * scores[1]
-    assert scores[2] > 1.2 * scores[1]
+    overrides = ("task=demo", "optim.lr=3e-3", "trainer.checkpoints=false", "reg.zeta=0.2", *WITHOUT_GEOMETRY)
+    lowered, raised = (cached_run(*overrides, "reg=istar", f"reg.lambda={weight}")[1] for weight in (-10, 10))
+    assert lowered.isotropy["before"] == raised.isotropy["before"]
+    assert lowered.isotropy["after"]["union"] < 0.66 * raised.isotropy["after"]["union"]
 
 
 def test_accumulation_makes_steps_of_several_batches(cached_run: Callable[..., Any]) -> None:
-    _, record, folder = cached_run("task=demo", "reg=none", "trainer.accumulate_grad_batches=4")
-    # 6 batches an epoch: 4 and 2.
+    """Six batches an epoch are steps of four and two batches; the first of the four steps is warm-up."""
+    overrides = ("optim.lr=0.001", "optim.schedule=cosine", "optim.warmup=0.25", *WITHOUT_GEOMETRY)
+    _, record, folder = cached_run("task=demo", "reg=none", "trainer.accumulate_grad_batches=4", *overrides)
     assert [epoch["step"] for epoch in record.epochs] == [2, 4]
     assert len(logged(folder)["train/loss"]) == 4
+    # `test_steps` checks the schedules; the logged learning rate is that of the step.
+    cosine_factors = [0, *(0.5 * (1 + math.cos(math.pi * k / 3)) for k in range(3))]
+    assert logged(folder)["train/lr"] == pytest.approx([0.001 * factor for factor in cosine_factors])
 
 
 def test_half_precision(cached_run: Callable[..., Any]) -> None:
@@ -82,14 +84,6 @@ def test_half_precision(cached_run: Callable[..., Any]) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(folder / "model")
     assert model.dtype == torch.float32
     assert all(math.isfinite(loss) for loss in logged(folder)["train/loss"])
-
-
-def test_the_logged_learning_rate_is_that_of_the_step(cached_run: Callable[..., Any]) -> None:
-    """A quarter of the 12 steps, 3, are warm-up; `test_steps` checks the schedules."""
-    overrides = ("task=demo", "reg=none", "trainer.accumulate_grad_batches=1", "optim.lr=0.001", *WITHOUT_GEOMETRY)
-    rates = logged(cached_run(*overrides, "optim.schedule=cosine", "optim.warmup=0.25")[2])["train/lr"]
-    cosine_factors = [0, 1 / 3, 2 / 3, *(0.5 * (1 + math.cos(math.pi * k / 9)) for k in range(9))]
-    assert rates == pytest.approx([0.001 * factor for factor in cosine_factors])
 
 
 def test_early_stopping(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +105,7 @@ def test_early_stopping_and_the_best_epoch_go_by_the_highest_metric(
     assert record.headline["epoch"] == 4
 
 
-@pytest.mark.parametrize("task", ["demo", "demo_span"])
+@pytest.mark.parametrize("task", [pytest.param("demo", marks=pytest.mark.slow), "demo_span"])
 def test_fast_dev_run(small: Build, task: str) -> None:
     """A run trains on one batch and validates on one batch, even if there are more."""
     config = small(f"task={task}", "trainer.fast_dev_run=true", "data.eval_batch_size=5", "reg=istar")
@@ -126,23 +120,20 @@ def test_fast_dev_run(small: Build, task: str) -> None:
     assert record.data["validation"] == {"validation": len(rows)}
 
 
-def test_fast_dev_run_writes_a_submission_too(small: Build, tmp_path: Path) -> None:
+def test_fast_dev_run_predicts_one_batch_of_a_test_set(small: Build, tmp_path: Path) -> None:
     data = rte(tmp_path / "glue_data")
-    config = small(
-        *TINY, "task=rte", f"task.data_dir={data}", "trainer.fast_dev_run=true", "data.eval_batch_size=3",
-        "task.submission=true",
-    )  # fmt: skip
-    record = run(config)
-    assert len((place(config, record) / "submission" / "RTE.tsv").read_text().splitlines()) == 4
+    overrides = ("trainer.fast_dev_run=true", "data.eval_batch_size=3", "task.submission=true")
+    config = small(*TINY, "task=rte", f"task.data_dir={data}", *overrides)
+    assert [len(rows) for rows in prepare(identify(config)).data.test] == [3]
 
 
 def test_without_checkpoints_the_last_epoch_is_the_result(small: Build) -> None:
-    config = small("trainer.checkpoints=false", "trainer.max_epochs=3", "reg=none", "task=demo_regression")
+    config = small("trainer.checkpoints=false", "trainer.max_epochs=2", "reg=none", "task=demo_regression")
     record = run(config)
     folder = place(config, record)
     assert not (folder / "checkpoints").exists()
-    assert record.headline["epoch"] == 3
-    assert record.metrics == record.epochs[2]["metrics"]
+    assert record.headline["epoch"] == 2
+    assert record.metrics == record.epochs[1]["metrics"]
     model = AutoModelForSequenceClassification.from_pretrained(folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     example = sample_examples(demo.generate("demo_regression", "validation"), config.task.limit_validation)[0]
@@ -151,10 +142,9 @@ def test_without_checkpoints_the_last_epoch_is_the_result(small: Build) -> None:
     assert prediction == pytest.approx(rows_of(folder / "predictions.jsonl")[0]["prediction"], abs=1e-4)
 
 
-def test_a_model_of_the_user(small: Build, tmp_path: Path) -> None:
+def test_a_model_of_the_user(small: Build, cached_run: Callable[..., Any], tmp_path: Path) -> None:
     """A run starts from the model that another run has saved; with a changed weight it is another run."""
-    config = small()
-    model_folder = place(config, run(config)) / "model"
+    model_folder = shutil.copytree(cached_run("task=demo", "reg=none")[2] / "model", tmp_path / "model")
     second_config = small("model=auto", f"model.name={model_folder}", "reg=cosreg", "task=demo_sentence")
     assert run(second_config).name == RunFolders().find(second_config).name
     model = AutoModelForSequenceClassification.from_pretrained(model_folder)

@@ -1,5 +1,6 @@
 """Fixtures that build a sweep as Hydra does, in the process of the tests."""
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from hydra.types import HydraContext
 from rich.console import Console
 
 from hydra_plugins.istar_sweeper import IstarSweeper
-from istar.finetune.sweeps.sweep import SweepRequest, SweepRuns
+from istar.finetune.sweeps.planned_runs import SweepRequest, SweepRuns
 from istar.records.config import schema
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
@@ -22,17 +23,24 @@ TINY = ("reg.num_points=200", "task.limit_train=32", "task.limit_validation=9", 
         "trainer.max_epochs=2", "trainer.accelerator=cpu", "trainer.progress_bar=false")  # fmt: skip
 
 
+def compose_sweeper(*arguments: str) -> IstarSweeper:
+    """Return the sweeper that Hydra creates for the arguments of a command line."""
+    master = compose("config", overrides=list(arguments), return_hydra_config=True)
+    sweeper = IstarSweeper(master.hydra.sweeper.params)
+    context = HydraContext(GlobalHydra.instance().config_loader(), Callbacks(master))
+    sweeper.setup(hydra_context=context, task_function=lambda config: None, config=master)
+    return sweeper
+
+
+@functools.cache
+def compose_shared_sweeper(*arguments: str) -> IstarSweeper:
+    """Return a sweeper that all tests with these arguments share, because composing takes half a second."""
+    return compose_sweeper(*arguments)
+
+
 @pytest.fixture
 def make_sweeper() -> Iterator[Callable[..., IstarSweeper]]:
     """Yield a function that returns the sweeper that Hydra creates for the arguments of a command line."""
-
-    def compose_sweeper(*arguments: str) -> IstarSweeper:
-        master = compose("config", overrides=list(arguments), return_hydra_config=True)
-        sweeper = IstarSweeper(master.hydra.sweeper.params)
-        context = HydraContext(GlobalHydra.instance().config_loader(), Callbacks(master))
-        sweeper.setup(hydra_context=context, task_function=lambda config: None, config=master)
-        return sweeper
-
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         yield compose_sweeper
@@ -44,9 +52,10 @@ def make_runs(tmp_path: Path, make_sweeper: Callable[..., IstarSweeper]) -> Call
     """Return a function that returns the runs of a sweep for the arguments of a command line; none is started."""
 
     def build_runs(*arguments: str) -> SweepRuns:
-        arguments = (*arguments, f"run.root={tmp_path / 'runs'}")
-        sweeper = make_sweeper(*(argument for argument in arguments if "," not in argument))
+        sweeper = compose_shared_sweeper(*(argument for argument in arguments if "," not in argument))
+        HydraConfig.instance().set_config(sweeper.config)
         settings = schema.load_sweep(sweeper.config)
+        arguments = (*arguments, f"run.root={tmp_path / 'runs'}")
         request = SweepRequest(settings, arguments, {}, "python train.py", tmp_path / "runs", sweeper.compose)
         return SweepRuns(request, Console(quiet=True))
 

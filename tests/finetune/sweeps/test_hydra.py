@@ -15,7 +15,7 @@ from hydra.experimental.callback import Callback
 from hydra_plugins.istar_sweeper import IstarSweeper
 from istar.cli import train
 from istar.finetune.sweeps import sweep, trials
-from istar.finetune.sweeps.sweep import SweepRequest
+from istar.finetune.sweeps.planned_runs import SweepRequest
 from istar.records.config import schema
 from tests.finetune.sweeps.conftest import TINY
 

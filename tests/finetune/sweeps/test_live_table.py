@@ -12,7 +12,7 @@ from rich.console import Console
 from istar.cli.main import main
 from istar.drawing.terminal import format_duration
 from istar.errors import UserError
-from istar.finetune.sweeps import live_table, watch
+from istar.finetune.sweeps import live_table
 from istar.finetune.sweeps.live_table import (
     STATE_FILE,
     SWEEPS_FOLDER,
@@ -35,8 +35,7 @@ NOW = 1_700_000_000.0
 @pytest.fixture(autouse=True)
 def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `time.time` always return `NOW`."""
-    for module in (live_table, watch):
-        monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: NOW))
+    monkeypatch.setattr(live_table, "time", SimpleNamespace(time=lambda: NOW))
 
 
 def make_entry(run_number: int = 1, **values: Any) -> SweepEntry:

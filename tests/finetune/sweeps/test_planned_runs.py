@@ -7,8 +7,7 @@ import pytest
 from rich.console import Console
 
 from istar.errors import UserError
-from istar.finetune.sweeps.planned_runs import describe_sweep
-from istar.finetune.sweeps.sweep import SweepRuns
+from istar.finetune.sweeps.planned_runs import SweepRuns, describe_sweep
 from istar.finetune.sweeps.trials import replace_seed
 from tests.finetune.sweeps.conftest import TINY, with_all_runs, with_grids
 
@@ -49,43 +48,34 @@ GRIDS = {
 }
 
 
-class TestRepetitions:
-    """`sweep.seeds` repeats the best run of each task, model, method and grid."""
+def test_repetitions_have_the_names_that_the_sweep_gives_them(make_runs: MakeRuns) -> None:
+    """`sweep.seeds` repeats the best run of each task, model, method and grid, whichever run that is."""
+    arguments = ("task=demo,demo_sentence", "optim.lr=1e-3,1e-4", "seed=1", *SMALL)
+    sweep = with_grids(make_runs(*arguments), GRIDS, seeds=[1, 2, 3])
+    fields = describe(sweep)
+    with_all_runs(sweep)
+    groups = [(group["task"], group["model"], group["method"], group["grid"]) for group in fields["repetitions"]]
+    assert sorted(groups) == sorted(set(map(sweep.selection_group, sweep.state.entries)))
+    assert {group[3] for group in groups} == set(GRIDS)
+    assert len(groups) == 2 * len(GRIDS)
+    assert all(group["seeds"] == [2, 3] for group in fields["repetitions"])
+    assert fields["seeds_of_best"] == [1, 2, 3]
+    assert set(fields["overrides_by_grid"]) == set(GRIDS)
+    names = {name for group in fields["repetitions"] for name in group["names"]}
+    assert len(names) == 2 * len(sweep.trial_by_name)
+    assert not names & set(sweep.trial_by_name)
+    for entry in list(sweep.state.entries):
+        for seed in (2, 3):
+            assert sweep.run_name(replace_seed(tuple(entry.overrides), seed)) in names
 
-    @pytest.fixture
-    def sweep(self, make_runs: MakeRuns) -> SweepRuns:
-        arguments = ("task=demo,demo_sentence", "optim.lr=1e-3,1e-4", "seed=1", *SMALL)
-        return with_grids(make_runs(*arguments), GRIDS, seeds=[1, 2, 3])
 
-    def test_there_is_a_group_for_each_best_run(self, sweep: SweepRuns) -> None:
-        fields = describe(sweep)
-        with_all_runs(sweep)
-        groups = [(group["task"], group["model"], group["method"], group["grid"]) for group in fields["repetitions"]]
-        assert sorted(groups) == sorted(set(map(sweep.selection_group, sweep.state.entries)))
-        assert {group[3] for group in groups} == set(GRIDS)
-        assert len(groups) == 2 * len(GRIDS)
-        assert all(group["seeds"] == [2, 3] for group in fields["repetitions"])
-        assert fields["seeds_of_best"] == [1, 2, 3]
-        assert set(fields["overrides_by_grid"]) == set(GRIDS)
-
-    def test_the_names_are_those_that_the_sweep_gives_to_the_repetitions(self, sweep: SweepRuns) -> None:
-        names = {name for group in describe(sweep)["repetitions"] for name in group["names"]}
-        with_all_runs(sweep)
-        run_names = set(sweep.trial_by_name)
-        assert len(names) == 2 * len(run_names)
-        assert not names & run_names
-        # Whichever run is the best of its group, its repetitions are allowed.
-        for entry in list(sweep.state.entries):
-            for seed in (2, 3):
-                assert sweep.run_name(replace_seed(tuple(entry.overrides), seed)) in names
-
-    def test_a_value_that_follows_the_seed(self, make_runs: MakeRuns) -> None:
-        arguments = ("reg=random_direction", "reg.lambda=1", "reg.seed=${seed}", "seed=1", *SMALL)
-        sweep = make_runs(*arguments)
-        settings = replace(sweep.request.settings, seeds=[2])
-        [group] = describe_sweep(replace(sweep.request, settings=settings), Console(quiet=True))["repetitions"]
-        other_sweep = make_runs(*arguments[:2], "reg.seed=2", "seed=2", *SMALL)
-        assert group["names"] == [run["name"] for run in describe(other_sweep)["runs"]]
+def test_a_value_that_follows_the_seed(make_runs: MakeRuns) -> None:
+    arguments = ("reg=random_direction", "reg.lambda=1", "reg.seed=${seed}", "seed=1", *SMALL)
+    sweep = make_runs(*arguments)
+    settings = replace(sweep.request.settings, seeds=[2])
+    [group] = describe_sweep(replace(sweep.request, settings=settings), Console(quiet=True))["repetitions"]
+    other_sweep = make_runs(*arguments[:2], "reg.seed=2", "seed=2", *SMALL)
+    assert group["names"] == [run["name"] for run in describe(other_sweep)["runs"]]
 
 
 def test_a_search_has_no_runs_yet(make_runs: MakeRuns) -> None:

@@ -1,4 +1,4 @@
-"""Which runs a sweep starts and when, while other processes execute some of them. The runs are stand-ins."""
+"""Which runs a sweep starts and when, and how long they may take. The runs are stand-ins."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -14,7 +14,14 @@ from istar.errors import LockedError, StoppedError, UserError
 from istar.files.writing import lock_folder
 from istar.finetune.sweeps import pool, sweep
 from istar.finetune.sweeps.live_table import Board
-from istar.finetune.sweeps.sweep import SweepRuns, TrialQueue, run_queue, select_best_configurations
+from istar.finetune.sweeps.planned_runs import SweepRuns
+from istar.finetune.sweeps.sweep import (
+    TrialQueue,
+    estimate_duration,
+    read_finished_runs,
+    run_queue,
+    select_best_configurations,
+)
 from istar.records import results
 from istar.records.config import Config
 from istar.records.results import RunRecord
@@ -191,7 +198,7 @@ def test_a_launcher_that_finds_a_lock(make_runs: Callable[..., SweepRuns]) -> No
     assert launched == [["seed=1", "seed=2", "seed=3"], ["seed=2"]]
 
 
-@pytest.mark.parametrize(("sampler", "trials", "expected"), [("tpe", 5, 5), ("random", 5, 5), ("tpe", 9, 6)])
+@pytest.mark.parametrize(("sampler", "trials", "expected"), [("random", 5, 5), ("tpe", 9, 6)])
 def test_a_search_executes_as_many_different_runs_as_it_has_trials(
     make_runs: Callable[..., SweepRuns], sampler: str, trials: int, expected: int
 ) -> None:
@@ -292,3 +299,56 @@ def test_a_launcher_cannot_choose_the_precision(make_runs: Callable[..., SweepRu
     sweep_runs.request = replace(sweep_runs.request, launcher=lambda jobs: [])
     with pytest.raises(UserError, match=r"^trainer\.precision=auto: .*name the precision"):
         with_all_runs(sweep_runs)
+
+
+# ---- estimates of the duration from finished runs
+
+
+def make_timed_record(config: Any, seconds: float, examples: int = 100, status: str = "finished") -> RunRecord:
+    record = make_finished_record("r", config, data={"train": examples}, timing={"total": seconds})
+    return replace(record, status=status)
+
+
+def test_the_most_alike_count(composed: Any) -> None:
+    rte, mrpc = (composed(f"task={task}", "trainer.max_epochs=2") for task in ("rte", "mrpc"))
+    base = composed("task=rte", "reg=none", "trainer.max_epochs=4")
+    finished_runs = [
+        make_timed_record(rte, 20),
+        make_timed_record(rte, 40),
+        make_timed_record(rte, 1000),
+        make_timed_record(base, 8),
+        make_timed_record(mrpc, 999999),
+    ]
+    # The median of RTE is 40 s for 2 x 100: 0.2 s per example and epoch. Without a penalty it is 8 s for 4 x 100.
+    assert estimate_duration([(rte, 50), (base, 200)], finished_runs)[0] == pytest.approx(0.2 * 2 * 50 + 0.02 * 4 * 200)
+    assert estimate_duration([(rte, 50)], finished_runs)[1] == "by 3 finished runs of the same model, task and method"
+    # There is no run with CosReg, so the estimate uses the runs of the task with other methods.
+    cosreg = composed("task=rte", "reg=cosreg", "trainer.max_epochs=1")
+    rates = sorted([0.1, 0.2, 5.0, 0.02])
+    cosreg_estimate = estimate_duration([(cosreg, 10)], finished_runs)
+    assert cosreg_estimate[0] == pytest.approx(10 * (rates[1] + rates[2]) / 2)
+    assert cosreg_estimate[1] == "by 4 finished runs of the same model and task"
+    cola_estimate = estimate_duration([(composed("task=cola"), 10)], finished_runs)
+    assert cola_estimate[1] == "by 5 finished runs of the same model"
+
+
+def test_a_run_is_counted_once(composed: Any) -> None:
+    rte, base = composed("task=rte"), composed("task=rte", "reg=none")
+    estimate = estimate_duration([(rte, 10), (base, 10)], [make_timed_record(rte, 20)])
+    assert estimate[1] == "by 1 finished run of the same model and task"
+
+
+def test_nothing_known(composed: Any) -> None:
+    rte = composed("task=rte")
+    assert estimate_duration([(rte, 10)], [])[0] is None
+    assert estimate_duration([(rte, 10)], [make_timed_record(composed("task=rte", "model=albert"), 5)])[0] is None
+    assert estimate_duration([], [])[0] == 0
+
+
+def test_only_finished_runs_are_known(composed: Any, tmp_path: Path) -> None:
+    config = composed("task=rte")
+    for name, status, seconds in (("a", "finished", 3.0), ("b", "failed", 3.0), ("c", "pruned", 3.0)):
+        results.write(make_timed_record(config, seconds, status=status), tmp_path / name)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "result.json").write_text("{")
+    assert [record.status for record in read_finished_runs(tmp_path)] == ["finished"]

@@ -1,6 +1,6 @@
 """Searches with Optuna: the suggested values, their storage, and its use by later and by concurrent calls."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import optuna
 import pytest
 
 from istar.errors import UserError
-from istar.finetune.sweeps.study import Study, count_combinations, get_combination
+from istar.finetune.sweeps.study import Study, list_parameters
 from istar.finetune.sweeps.trials import list_combinations, make_search_spaces
 from istar.finetune.training.pruning import TrialReference
 from istar.records.config import SweepConfig
@@ -17,6 +17,17 @@ from istar.records.results import RunRecord
 
 ARGUMENTS = ["reg=istar", "reg.lambda=interval(-5,5)", "optim.lr=tag(log,interval(1e-5,1e-3))", "reg.zeta=0.2,0.4",
              "data.batch_size=int(interval(8,32))"]  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def shared_storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let the studies of all tests share a database, because its creation takes a quarter of a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(STORAGE, "storage", f"sqlite:///{tmp_path_factory.mktemp('storage') / 'optuna.db'}")
+        yield
+
+
+STORAGE: dict[str, str] = {}
 
 
 def open_study(
@@ -27,7 +38,7 @@ def open_study(
     **settings: Any,
 ) -> Study:
     folder.mkdir(exist_ok=True)
-    sweep_settings = {"search": "optuna", "trials": 4, **settings}
+    sweep_settings = {"search": "optuna", "trials": 4, **STORAGE, **settings}
     return Study(SweepConfig(**sweep_settings), make_search_spaces(arguments, {}, grids or {}, []), folder, run_name)
 
 
@@ -176,7 +187,7 @@ def run_workers(*workers: Study, jobs: int = 2) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize(
     ("sampler", "workers", "trials", "expected"),
-    [("tpe", 1, 3, 3), ("random", 1, 9, 4), ("tpe", 2, 9, 4), ("random", 2, 3, 3)],
+    [("random", 1, 9, 4), ("tpe", 2, 9, 4), ("random", 2, 3, 3)],
 )
 def test_no_run_is_tried_twice(tmp_path: Path, sampler: str, workers: int, trials: int, expected: int) -> None:
     studies = [open_study(tmp_path, DISCRETE, trials=trials, sampler=sampler) for _ in range(workers)]
@@ -223,19 +234,20 @@ def test_a_grid_of_one_run_beside_one_with_an_interval(tmp_path: Path) -> None:
     assert len(set(started)) == len(started) == 6
 
 
-def test_combinations_have_indices(tmp_path: Path) -> None:
+def test_all_combinations_of_discrete_spaces_are_listed() -> None:
     grids = {"base": {"reg": "none"}, "istar": {"reg": "istar", "reg.lambda": "-1,1", "data.batch_size": "range(8,11)"}}
     space_by_grid = make_search_spaces(["seed=1,2"], {}, grids, [])
-    num_combinations = count_combinations(space_by_grid)
-    assert num_combinations == 2 + 2 * 3 * 2
-    combinations = [get_combination(space_by_grid, index) for index in range(num_combinations)]
+    combinations = list_parameters(space_by_grid)
+    assert combinations is not None
+    assert len(combinations) == 2 + 2 * 3 * 2
     assert {overrides for _, overrides in combinations} == {
         expected_overrides for space in space_by_grid.values() for expected_overrides in list_combinations(space)
     }
     parameters = {"grid": "istar", "reg.lambda": "1", "data.batch_size": "9", "seed": "2"}
     overrides = ("reg=istar", "reg.lambda=1", "data.batch_size=9", "seed=2")
     assert (parameters, overrides) in combinations
-    assert count_combinations(make_search_spaces(["reg.lambda=interval(0,1)"], {}, {}, [])) is None
+    for arguments in (["reg.lambda=interval(0,1)"], ["seed=int(interval(1,200))", "data.batch_size=range(1,101)"]):
+        assert list_parameters(make_search_spaces(arguments, {}, {}, [])) is None
 
 
 @pytest.mark.parametrize("storage", ["nonsense", "sqlite:////no/such/folder/x.db"])

@@ -13,7 +13,7 @@ from hydra_plugins.istar_sweeper import IstarSweeper
 from istar.errors import UserError
 from istar.files.writing import lock_folder
 from istar.finetune.sweeps.live_table import read_state
-from istar.finetune.sweeps.sweep import SweepRuns
+from istar.finetune.sweeps.planned_runs import SweepRuns
 from istar.records import results
 from istar.records.config import schema
 from istar.records.results import RunRecord

@@ -9,8 +9,9 @@ from rich.console import Console
 
 from hydra_plugins.istar_sweeper import IstarSweeper
 from istar.errors import UserError
+from istar.finetune.sweeps.planned_runs import SweepRequest, SweepRuns
 from istar.finetune.sweeps.study import Study
-from istar.finetune.sweeps.sweep import SweepRequest, SweepRuns, _make_launcher_overrides, run_search
+from istar.finetune.sweeps.sweep import _make_launcher_overrides, run_search
 from istar.inputs import hub
 from istar.records import results
 from istar.records.config import schema

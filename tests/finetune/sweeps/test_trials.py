@@ -205,8 +205,11 @@ FIXED |= {"zeta_ablation": FIXED["figure7"], "layer_ablation": FIXED["figure8"]}
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_sweep_file_has_the_values_of_the_paper(name: str, make_sweeper: Callable[..., IstarSweeper]) -> None:
-    sweeper = make_sweeper(f"+sweep={name}")
+    required = ["model.name=tiny", "model.pretrained=false"] if name == "finetune_own" else []
+    sweeper = make_sweeper(f"+sweep={name}", *required)
+    assert sweeper.config.hydra.mode.name == "MULTIRUN"
     settings = schema.load_sweep(sweeper.config)
+    assert settings.name == {"figure7": "zeta_ablation", "figure8": "layer_ablation"}.get(name, name)
     ten_seeds = (*SEEDS, 6, 7, 8, 9, 10)
     assert tuple(settings.seeds) == {"table1": SEEDS, "finetune_own": ten_seeds, "penalties": ten_seeds}.get(name, ())
     for key, value in FIXED[name].items():
@@ -222,6 +225,28 @@ def test_every_sweep_file_has_the_values_of_the_paper(name: str, make_sweeper: C
             for overrides in combinations_by_grid[grid]
         ]
         assert sorted(map(format_settings, run_settings)) == sorted(map(format_settings, expected_settings))
+    # The sweeper composes faster than Hydra, with the same result.
+    overrides = list(expand([f"+sweep={name}", *required], sweeper.params, settings.grids or {}).values())[-1][-1]
+    composed = sweeper.compose(overrides)
+    schema.load(composed)
+    expected = OmegaConf.to_container(
+        sweeper.hydra_context.config_loader.load_sweep_config(sweeper.config, [*overrides])
+    )
+    assert isinstance(expected, dict)
+    assert OmegaConf.to_container(composed) == {key: expected[key] for key in expected if key != "hydra"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_the_runs_of_all_grids_of_every_sweep_file_compose(
+    name: str, make_sweeper: Callable[..., IstarSweeper]
+) -> None:
+    required = ["model.name=tiny", "model.pretrained=false"] if name == "finetune_own" else []
+    sweeper = make_sweeper(f"+sweep={name}", *required)
+    grids = schema.load_sweep(sweeper.config).grids or {}
+    for combinations in expand([f"+sweep={name}", *required], sweeper.params, grids).values():
+        for overrides in (combinations[0], combinations[-1]):
+            schema.load(sweeper.compose(overrides))
 
 
 def test_all_methods_of_the_sweep_of_penalties_have_equal_trials(make_sweeper: Callable[..., IstarSweeper]) -> None:
@@ -243,31 +268,3 @@ def format_settings(settings: dict[str, Any]) -> str:
     """Return a text that is equal for equal settings in any order. The rate is converted; YAML reads 1e-05 as text."""
     values_by_key = {key: float(value) if key == "optim.lr" else value for key, value in settings.items()}
     return repr(sorted((key, float(value) if type(value) is int else value) for key, value in values_by_key.items()))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.slow if name in ("collapse", "finetune_own", "penalties", "pretrain_encoder") else (),
-        )
-        for name in FILES
-    ],
-)
-def test_every_sweep_file_composes(name: str, make_sweeper: Callable[..., IstarSweeper]) -> None:
-    required = ["model.name=tiny", "model.pretrained=false"] if name == "finetune_own" else []
-    sweeper = make_sweeper(f"+sweep={name}", *required)
-    assert sweeper.config.hydra.mode.name == "MULTIRUN"
-    settings = schema.load_sweep(sweeper.config)
-    assert settings.name == {"figure7": "zeta_ablation", "figure8": "layer_ablation"}.get(name, name)
-    combinations_by_grid = expand([f"+sweep={name}", *required], sweeper.params, settings.grids or {})
-    for combinations in combinations_by_grid.values():
-        for overrides in (combinations[0], combinations[-1]):
-            composed = sweeper.compose(overrides)
-            schema.load(composed)
-            # The sweeper composes faster than Hydra, with the same result.
-            hydra_config = sweeper.hydra_context.config_loader.load_sweep_config(sweeper.config, list(overrides))
-            expected = OmegaConf.to_container(hydra_config)
-            assert isinstance(expected, dict)
-            assert OmegaConf.to_container(composed) == {key: expected[key] for key in expected if key != "hydra"}

@@ -12,16 +12,15 @@ import torch
 from datasets import Dataset
 
 from istar.errors import UserError
-from istar.finetune.tasks.blocks import Corpus, cut_packed_blocks
+from istar.finetune.tasks.blocks import Corpus, cut_blocks, load_or_tokenize_corpus
 from istar.finetune.tasks.language_modelling import (
     BlockCollator,
     BlockRows,
     LanguageModelEvaluator,
+    Masking,
     cut_into_blocks,
-    load_or_tokenize_corpus,
     perplexity,
 )
-from istar.finetune.tasks.masking import Masking
 from istar.inputs import tiny
 from istar.records.task_specs import TASKS
 from istar.regularizers.points import IGNORED_LABEL
@@ -55,9 +54,9 @@ def test_a_corpus_is_written_once_for_each_text_and_tokenizer(tokenizer: Any, tm
     documents = Dataset.from_dict({"text": TEXTS})
     load_or_tokenize_corpus(documents, tokenizer, tmp_path)
     [folder] = (tmp_path / "tokens").iterdir()
-    write_time = (folder / "tokens.bin").stat().st_mtime_ns
+    write_time = (folder / "tokens.uint16").stat().st_mtime_ns
     load_or_tokenize_corpus(Dataset.from_dict({"text": TEXTS}), tokenizer, tmp_path)
-    assert (folder / "tokens.bin").stat().st_mtime_ns == write_time
+    assert (folder / "tokens.uint16").stat().st_mtime_ns == write_time
     load_or_tokenize_corpus(documents.select([0, 1]), tokenizer, tmp_path)
     load_or_tokenize_corpus(documents, tiny.make_tokenizer(["cat"]), tmp_path)
     assert len(list((tmp_path / "tokens").iterdir())) == 3
@@ -67,7 +66,7 @@ def test_a_damaged_corpus_is_written_again(tokenizer: Any, tmp_path: Path) -> No
     documents = Dataset.from_dict({"text": TEXTS})
     expected = load_or_tokenize_corpus(documents, tokenizer, tmp_path).tokens.tolist()
     [folder] = (tmp_path / "tokens").iterdir()
-    (folder / "tokens.bin").write_bytes(b"short")
+    (folder / "tokens.uint16").write_bytes(b"short")
     assert load_or_tokenize_corpus(documents, tokenizer, tmp_path).tokens.tolist() == expected
     assert list((tmp_path / "tokens").iterdir()) == [folder]
 
@@ -188,7 +187,7 @@ def test_a_perplexity_may_be_infinite() -> None:
 
 
 def test_the_first_blocks(corpus: Corpus) -> None:
-    blocks = cut_packed_blocks(corpus, 4)
+    blocks = cut_blocks(corpus, 4)
     rows = BlockRows(blocks, None, seed=1)
     assert len(rows.take_first(2)) == 2
     assert rows.take_first(2)[1]["input_ids"].tolist() == rows[1]["input_ids"].tolist()

@@ -5,7 +5,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from istar.errors import UserError
-from istar.finetune.tasks.masking import Masking, find_word_continuations
+from istar.finetune.tasks.language_modelling import Masking, find_word_continuations
 from istar.inputs import tiny
 from istar.regularizers.points import IGNORED_LABEL
 

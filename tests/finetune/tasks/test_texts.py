@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 
 from istar.errors import UserError
-from istar.finetune.tasks.texts import drop_blank_rows, find_text_splits, read_texts
+from istar.finetune.tasks.sources import drop_blank_rows, find_text_splits, read_texts
 from istar.inputs.documents import cache_documents, compute_content_digest
 
 

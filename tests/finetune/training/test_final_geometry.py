@@ -16,11 +16,11 @@ from istar.finetune.runs.run import run
 from istar.finetune.tasks.features import FeatureRows
 from istar.finetune.training import final_geometry as geometry_module
 from istar.finetune.training.final_geometry import (
+    StateReader,
     first_token_positions,
     last_token_positions,
     measure_validation_geometry,
 )
-from istar.records import results
 from tests import oracles
 
 
@@ -36,9 +36,8 @@ def compute_states_by_example(setting, module, rows):
 
 def measure(setting, harness, module, batch_size=16, features=None, **settings):
     features = setting.validation if features is None else features
-    return measure_validation_geometry(
-        harness.trainer(**settings), module, FeatureRows(features), setting.collate, batch_size
-    )
+    reader = StateReader(harness.trainer(**settings), module, setting.collate, batch_size)
+    return measure_validation_geometry(reader, FeatureRows(features))
 
 
 def make_module_with_distinct_states(setting, scale=4.0):
@@ -90,8 +89,10 @@ def pad_left(collate: Callable[..., Any]) -> Callable[..., Any]:
 
 def test_the_first_token_is_the_first_that_is_none_of_the_padding(setting, harness):
     module, rows = make_module_with_distinct_states(setting), FeatureRows(setting.validation)
-    right_padded = measure_validation_geometry(harness.trainer(), module, rows, setting.collate, 8)
-    left_padded = measure_validation_geometry(harness.trainer(), module, rows, pad_left(setting.collate), 8)
+    right_padded = measure_validation_geometry(StateReader(harness.trainer(), module, setting.collate, 8), rows)
+    left_padded = measure_validation_geometry(
+        StateReader(harness.trainer(), module, pad_left(setting.collate), 8), rows
+    )
     assert left_padded["tokens"] == right_padded["tokens"]
     assert left_padded["two_nn"] == [None, *(pytest.approx(value, rel=1e-3) for value in right_padded["two_nn"][1:])]
     assert left_padded["mean_activation"] == pytest.approx(right_padded["mean_activation"], rel=1e-3, abs=1e-5)
@@ -112,7 +113,7 @@ def test_the_dimension_is_that_of_the_first_examples_and_the_mean_that_of_all(
     assert geometry["mean_activation"] == pytest.approx(of_all["mean_activation"], rel=1e-4, abs=1e-6)
     # With the padding on the left, the first tokens of a batch have different positions.
     collate, rows = pad_left(setting.collate), FeatureRows(setting.validation)
-    left_padded = measure_validation_geometry(harness.trainer(), module, rows, collate, batch_size)
+    left_padded = measure_validation_geometry(StateReader(harness.trainer(), module, collate, batch_size), rows)
     assert left_padded["two_nn"][1:] == pytest.approx(of_first["two_nn"][1:], rel=1e-3)
 
 
@@ -196,7 +197,7 @@ def test_a_run_measures_its_best_weights(small: Callable[..., Any]) -> None:
     """The measured weights are those of the best epoch, which the run saves, not those of the last one."""
     from transformers import AutoModelForSequenceClassification
 
-    config = small("trainer.max_epochs=4", "reg=none", "optim.lr=0.02")
+    config = small("trainer.max_epochs=4", "reg=none", "optim.lr=0.02", "run.isotropy_zeta=0")
     record = run(config)
     assert record.headline["epoch"] < 4
     folder = find_run_folder(config)
@@ -211,6 +212,10 @@ def test_a_run_measures_its_best_weights(small: Callable[..., Any]) -> None:
     assert geometry["mean_activation"] == pytest.approx(
         compute_mean_activation(saved_model, folder, config), rel=1e-4, abs=1e-5
     )
+    # Without shrinkage, IsoScore* is the IsoScore of the best epoch.
+    isoscore_star = geometry["isoscore_star"]
+    scores = {**isoscore_star["layers"], "union": isoscore_star["union"]}
+    assert scores == pytest.approx(record.isotropy["after"], rel=1e-4)
 
 
 def compute_mean_activation(model: Any, folder: Path, config: Any) -> list[float]:
@@ -230,23 +235,6 @@ def compute_mean_activation(model: Any, folder: Path, config: Any) -> list[float
             inputs = tokenizer(row[first_column], row[second_column], return_tensors="pt")
             states.append(model(**inputs, output_hidden_states=True).hidden_states[-1][0])
     return torch.cat(states).double().mean(0).tolist()
-
-
-def test_a_run_need_not_measure(small: Callable[..., Any]) -> None:
-    measuring_config, plain_config = small(), small("run.geometry=false")
-    run(measuring_config)
-    folder = find_run_folder(measuring_config)
-    assert (folder / "geometry.json").exists()
-    record = run(plain_config)
-    assert record.name == folder.name
-    assert record == results.read(folder)
-
-
-def test_a_trial_of_one_batch_measures_that(small: Callable[..., Any]) -> None:
-    config = small("trainer.fast_dev_run=true", "data.eval_batch_size=6")
-    run(config)
-    geometry = json.loads((find_run_folder(config) / "geometry.json").read_text())
-    assert geometry["examples"] == 6
 
 
 def test_first_and_last_tokens_wherever_the_padding_is() -> None:

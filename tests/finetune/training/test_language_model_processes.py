@@ -12,14 +12,14 @@ from torch.nn.utils import parameters_to_vector
 from torch.testing import assert_close
 from transformers import BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
+from istar.finetune.tasks.blocks import load_or_tokenize_corpus
 from istar.finetune.tasks.language_modelling import (
     BlockCollator,
     BlockRows,
     LanguageModelEvaluator,
+    Masking,
     cut_into_blocks,
-    load_or_tokenize_corpus,
 )
-from istar.finetune.tasks.masking import Masking
 from istar.finetune.training import FineTuningData
 from istar.finetune.training.language_model import LanguageModelTuner
 from istar.hidden_states import attach

@@ -35,10 +35,17 @@ def get_run_folder(config: Config, name: str) -> Path:
     return Path(config.run.root) / name
 
 
-def test_every_figure(small: Build) -> None:
+def test_every_figure_and_no_other_training(small: Build, tmp_path: Path) -> None:
     config = small("trainer.monitor_isotropy=true", "reg=none")
     record = run(config)
     folder = get_run_folder(config, record.name)
+    # The monitored training is the same one as without the measures.
+    plain_config = small(f"run.root={tmp_path / 'plain'}", "reg=none")
+    plain_folder = get_run_folder(plain_config, run(plain_config).name)
+    assert plain_folder.name == folder.name
+    assert (plain_folder / "model" / "model.safetensors").read_bytes() == (
+        folder / "model" / "model.safetensors"
+    ).read_bytes()
     model = AutoModelForSequenceClassification.from_pretrained(folder / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     spec = TASKS["demo"]
@@ -102,17 +109,7 @@ def test_layers_of_gpt2_are_those_of_istar_measure(setting, harness) -> None:
     assert geometry.scores["2"] == pytest.approx(isoscore(torch.cat(points)).item(), rel=1e-4)
 
 
-def test_watching_changes_nothing(small: Build, tmp_path: Path) -> None:
-    plain_config = small(f"run.root={tmp_path / 'plain'}")
-    monitored_config = small(f"run.root={tmp_path / 'watched'}", "trainer.monitor_isotropy=true")
-    names = [run(config).name for config in (plain_config, monitored_config)]
-    assert names[0] == names[1]
-    plain_weights, monitored_weights = (
-        get_run_folder(config, names[0]) / "model" / "model.safetensors" for config in (plain_config, monitored_config)
-    )
-    assert plain_weights.read_bytes() == monitored_weights.read_bytes()
-
-
+@pytest.mark.slow
 def test_the_training_ends(small: Build) -> None:
     """A negative CosReg weight raises InterSim beyond the threshold during training."""
     settings = ("reg=cosreg", "reg.lambda=-5", "reg.layers=all", "trainer.max_epochs=8", "optim.lr=3e-3")
@@ -177,6 +174,7 @@ def start(own_cache: Path) -> Iterator[Start]:
         yield start
 
 
+@pytest.mark.slow
 def test_two_processes_see_what_one_sees(tmp_path: Path, start: Start) -> None:
     arguments = ("reg=none", "trainer.monitor_isotropy=true", "task.limit_train=16", "task.limit_validation=9",
                  "data.batch_size=4", "trainer.max_epochs=1", "trainer.accelerator=cpu",

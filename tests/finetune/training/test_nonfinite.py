@@ -63,8 +63,6 @@ def train(setting, harness, module, **settings):
     ("cause", "regularizer", "message"),
     [
         ("task loss", None, "step 3: the task loss is nan"),
-        ("task loss", IStar(-1.0, 0.0), "step 3: the task loss is nan"),
-        ("gradient", None, "step 3: the norm of the gradient is (nan|inf)"),
         ("gradient", CosReg(1.0), "step 3: the norm of the gradient is (nan|inf)"),
     ],
 )

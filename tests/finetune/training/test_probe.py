@@ -12,8 +12,6 @@ from scipy.stats import kurtosis
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from istar.errors import NonFiniteError, UserError
-from istar.finetune.runs import run as run_module
-from istar.finetune.runs.geometry_picture import build_geometry_plot
 from istar.finetune.runs.run import run
 from istar.finetune.tasks.features import FeatureRows
 from istar.finetune.tasks.loading import load_splits, sample_examples
@@ -112,39 +110,6 @@ def test_hidden_states_that_are_not_finite_are_reported_with_their_step(small: B
     )
     with pytest.raises(NonFiniteError, match="geometry after step 0: "):
         run(small("reg=none", "trainer.measure_every_n_steps=1"))
-
-
-def test_a_finished_run_must_have_been_measured(small: Build, monkeypatch) -> None:
-    run(small("reg=none", "trainer.measure_every_n_steps=2"))
-    monkeypatch.setattr(run_module, "assemble", None)
-    for steps in ("2", "4", "null"):
-        run(small("reg=none", f"trainer.measure_every_n_steps={steps}"))
-    for steps, examples in (("3", "64"), ("2", "8")):
-        settings = (f"trainer.measure_every_n_steps={steps}", f"trainer.measure_examples={examples}")
-        with pytest.raises(
-            UserError, match=r"was run with trainer\.measure_every_n_steps=2 trainer\.measure_examples=64"
-        ):
-            run(small("reg=none", *settings))
-
-
-def test_a_finished_run_that_measured_nothing_is_refused(small: Build) -> None:
-    run(small("reg=none"))
-    with pytest.raises(UserError, match=r"without trainer\.measure_every_n_steps.*trainer\.measure_every_n_steps=null"):
-        run(small("reg=none", "trainer.measure_every_n_steps=2"))
-
-
-def test_the_plot_has_the_numbers_of_the_rows() -> None:
-    measures = ("isoscore", "inter_sim", "effective_rank", "mean_kurtosis", "average_norm")
-    rows = [
-        {"step": step, **{f"geometry/layer_{n}/{name}": step + n / 100 for n in range(13) for name in measures}}
-        for step in (0, 5, 10)
-    ]
-    plot = build_geometry_plot([{"step": 3, "train/loss": 1.0}, *rows, {"step": 4, "geometry/seconds": 1.0}])
-    assert len(plot.panels) == 5
-    for panel in plot.panels:
-        assert [line.label for line in panel.lines] == ["embeddings", "layer 3", "layer 6", "layer 9", "layer 12"]
-        assert panel.lines[2].x == (0, 5, 10)
-        assert panel.lines[2].y == pytest.approx((0.06, 5.06, 10.06))
 
 
 @pytest.mark.parametrize("override", ["trainer.measure_every_n_steps=0", "trainer.measure_examples=0"])

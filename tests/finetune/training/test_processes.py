@@ -41,7 +41,6 @@ CASES = {  # penalty, sync, micro-batches per step
     "istar-accumulated": ("istar", True, 2),
     "cosreg": ("cosreg", True, 1),
     "istar-apart": ("istar", False, 1),
-    "cosreg-apart": ("cosreg", False, 1),
     "istar-skipped": ("istar", True, 1),
 }
 SKIPPED_STEP = 3  # the step whose loss is NaN on the first process only

@@ -17,7 +17,12 @@ EPOCHS = 2
 
 @pytest.mark.parametrize(
     ("pruner", "trials", "value", "epochs"),
-    [("median", 6, 1.0, 1), ("median", 6, 0.0, EPOCHS), ("asha", 1, 1.0, 1), ("none", 6, 1.0, EPOCHS)],
+    [
+        ("median", 6, 1.0, 1),
+        pytest.param("median", 6, 0.0, EPOCHS, marks=pytest.mark.slow),
+        pytest.param("asha", 1, 1.0, 1, marks=pytest.mark.slow),
+        pytest.param("none", 6, 1.0, EPOCHS, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_is_pruned_after_an_epoch_that_is_worse_than_others(
     tmp_path: Path, small: Callable[..., Config], pruner: str, trials: int, value: float, epochs: int

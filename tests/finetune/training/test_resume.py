@@ -15,11 +15,12 @@ from istar.finetune.runs import record as record_module
 from istar.finetune.runs.run import run
 from istar.finetune.training import FineTuner, ShrinkageCovariance
 from istar.finetune.training.checkpoints import AtomicCheckpointIO
+from istar.finetune.training.kept_models import KeptModels
 from istar.finetune.training.layer_geometry import GeometryProbe
+from istar.hidden_states.attached_penalty import weight_at
 from istar.inputs import pretrained
 from istar.records import results
 from istar.records.config import Config
-from istar.regularizers import weight_at
 from istar.reports.run_frame import load_runs
 from tests.outcomes import assert_same, only_run, outcome
 
@@ -81,18 +82,18 @@ def run_interrupted(small: Build, monkeypatch: pytest.MonkeyPatch) -> Callable[.
 
 
 def test_a_resumed_run_began_when_it_was_first_started(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, calls = small(*SETTINGS), 0
+    config, calls = small(*SETTINGS, "trainer.max_epochs=1"), 0
     original = FineTuner.training_step
 
-    def interrupt_at_eighth_call(*arguments: Any) -> Any:
+    def interrupt_at_fifth_call(*arguments: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == 8:
+        if calls == 5:
             raise Interruption
         return original(*arguments)
 
     test_start = datetime.now(UTC).replace(microsecond=0)
-    monkeypatch.setattr(FineTuner, "training_step", interrupt_at_eighth_call)
+    monkeypatch.setattr(FineTuner, "training_step", interrupt_at_fifth_call)
     with pytest.raises(Interruption):
         run(config)
     monkeypatch.setattr(FineTuner, "training_step", original)
@@ -108,28 +109,25 @@ def test_a_resumed_run_began_when_it_was_first_started(small: Build, monkeypatch
     assert unfinished_start_time == run(config).timing["began"] == "2020-01-01T00:00:00+00:00"
     [finished_start_time] = load_runs(folder.parent).frame["began"]
     assert finished_start_time == unfinished_start_time
-    # With `overwrite` the run begins anew.
-    config.run.overwrite = True
-    assert datetime.fromisoformat(run(config).timing["began"]) >= test_start
 
 
 INTERRUPTIONS = [
     pytest.param(FineTuner, "training_step", 7, id="mid-epoch, on a checkpoint"),
     pytest.param(FineTuner, "training_step", 5, id="last batch of an epoch", marks=pytest.mark.slow),
-    pytest.param(FineTuner, "training_step", 9, id="second epoch, behind a checkpoint"),
+    pytest.param(FineTuner, "training_step", 9, id="second epoch, behind a checkpoint", marks=pytest.mark.slow),
     pytest.param(FineTuner, "training_step", 15, id="last batch of all", marks=pytest.mark.slow),
     pytest.param(FineTuner, "validation_step", 1, id="validation before training", marks=pytest.mark.slow),
     pytest.param(FineTuner, "validation_step", 3, id="validation of the second epoch", marks=pytest.mark.slow),
     pytest.param(FineTuner, "on_validation_epoch_end", 2, id="scoring", marks=pytest.mark.slow),
     pytest.param(ShrinkageCovariance, "refresh", 1, id="first refresh", marks=pytest.mark.slow),
     pytest.param(ShrinkageCovariance, "refresh", 2, id="second refresh", marks=pytest.mark.slow),
-    pytest.param(AtomicCheckpointIO, "save_checkpoint", 1, id="first checkpoint"),
+    pytest.param(AtomicCheckpointIO, "save_checkpoint", 1, id="first checkpoint", marks=pytest.mark.slow),
     pytest.param(AtomicCheckpointIO, "save_checkpoint", 2, id="best weights", marks=pytest.mark.slow),
     pytest.param(AtomicCheckpointIO, "save_checkpoint", 3, id="checkpoint behind an epoch", marks=pytest.mark.slow),
     pytest.param(writing, "_sync_folder", 6, id="a checkpoint written, not its rows", marks=pytest.mark.slow),
-    pytest.param(pretrained, "save", 1, id="saving the model"),
-    pytest.param(results, "write_predictions", 1, id="writing predictions"),
-    pytest.param(results, "write", 1, id="writing the result"),
+    pytest.param(pretrained, "save", 1, id="saving the model", marks=pytest.mark.slow),
+    pytest.param(results, "write_predictions", 1, id="writing predictions", marks=pytest.mark.slow),
+    pytest.param(results, "write", 1, id="writing the result", marks=pytest.mark.slow),
     pytest.param(record_module, "remove_old_checkpoints", 1, id="tidying up", marks=pytest.mark.slow),
 ]
 
@@ -144,9 +142,9 @@ def test_a_broken_run_goes_on_exactly(run_interrupted, run_uninterrupted, owner,
     [
         pytest.param(("data.num_workers=2",), marks=pytest.mark.slow),
         pytest.param(("task=demo_span",), marks=pytest.mark.slow),
-        ("reg=cosreg", "reg.target=input_embeddings", "reg.rows=40"),
+        pytest.param(("reg=cosreg", "reg.target=input_embeddings", "reg.rows=40"), marks=pytest.mark.slow),
         ("reg=cosreg", "reg.lambda=100", "reg.target_score=keep"),
-        ("reg=sigreg", "reg.lambda=0.01"),
+        pytest.param(("reg=sigreg", "reg.lambda=0.01"), marks=pytest.mark.slow),
         pytest.param(("reg=none",), marks=pytest.mark.slow),
         pytest.param(("reg=cosreg",), marks=pytest.mark.slow),
         pytest.param(("trainer.precision=bf16-mixed",), marks=pytest.mark.slow),
@@ -185,9 +183,8 @@ MID_EPOCH = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "count", [2, pytest.param(8, marks=pytest.mark.slow), pytest.param(17, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 8, 17])
 def test_validations_within_an_epoch(run_interrupted, run_uninterrupted, count):
     assert_same(run_interrupted(FineTuner, "training_step", count, *MID_EPOCH), run_uninterrupted(*MID_EPOCH))
 
@@ -213,7 +210,12 @@ def test_validations_and_checkpoints_across_epochs(run_interrupted, run_uninterr
 
 
 @pytest.mark.parametrize(
-    ("interval", "steps"), [(4, [2, 4, 6]), (100, [6]), (10, [6])], ids=["within", "never", "on the last batch"]
+    ("interval", "steps"),
+    [
+        pytest.param(4, [2, 4, 6], id="within", marks=pytest.mark.slow),
+        pytest.param(100, [6], id="never"),
+        pytest.param(10, [6], id="on the last batch", marks=pytest.mark.slow),
+    ],
 )
 def test_a_validation_follows_the_last_step(run_uninterrupted, interval, steps):
     """Two epochs of five micro-batches and three steps."""
@@ -228,9 +230,11 @@ OBSERVED = ("trainer.keep_models=log", "trainer.measure_every_n_steps=2", "train
 @pytest.mark.parametrize(
     ("owner", "name", "count"),
     [
-        pytest.param(FineTuner, "training_step", 9, id="second epoch, behind a checkpoint"),
+        pytest.param(FineTuner, "training_step", 9, id="second epoch, behind a checkpoint", marks=pytest.mark.slow),
         pytest.param(pretrained, "save", 5, id="model of step 8"),
-        pytest.param(GeometryProbe, "_measure_and_log", 6, id="last probe, behind the last checkpoint"),
+        pytest.param(
+            GeometryProbe, "_measure_and_log", 6, id="last probe, behind the last checkpoint", marks=pytest.mark.slow
+        ),
         pytest.param(pretrained, "save", 6, id="last model, behind the last checkpoint", marks=pytest.mark.slow),
         pytest.param(GeometryProbe, "_measure_and_log", 3, id="probe of step 4", marks=pytest.mark.slow),
     ],
@@ -261,31 +265,24 @@ def read_probe_rows(folder):
         return [row for row in csv.DictReader(file) if row["geometry/layer_0/isoscore"]]
 
 
+def make_probe(every_n_steps: int) -> GeometryProbe:
+    return GeometryProbe(range(9), None, 4, every_n_steps, num_examples=6)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ((), OBSERVED[:1], r"trainer\.keep_models=null, not log.*trainer\.keep_models=null goes on with it"),
-        (("trainer.keep_models=3",), OBSERVED[:1], r"trainer\.keep_models=3, not log"),
-        ((), OBSERVED[1:], r"trainer\.measure_every_n_steps=null goes on with it"),
-        (
-            ("trainer.measure_every_n_steps=3",),
-            OBSERVED[1:],
-            r"measure_every_n_steps=3 and trainer\.measure_examples=64",
-        ),
+        (None, KeptModels(Path("models"), "log", None), r"trainer\.keep_models=null, not log.*=null goes on with it"),
+        (KeptModels(Path("models"), 3, None), KeptModels(Path("models"), "log", None), r"keep_models=3, not log"),
+        (None, make_probe(2), r"trainer\.measure_every_n_steps=null goes on with it"),
+        (make_probe(3), make_probe(2), r"measure_every_n_steps=3 and trainer\.measure_examples=6"),
     ],
 )
-def test_an_interrupted_run_cannot_be_observed_from_its_middle(small, monkeypatch, before, after, message):
-    with monkeypatch.context() as patch:
-        patch.setattr(results, "write_predictions", lambda *arguments: interrupt())
-        with pytest.raises(Interruption):
-            run(small(*SETTINGS, *before))
+def test_an_interrupted_run_cannot_be_observed_from_its_middle(before, after, message):
+    states = {} if before is None else {before.state_key: before.state_dict()}
     with pytest.raises(UserError, match=message):
-        run(small(*SETTINGS, *after))
-    assert results.read(only_run(Path(small().run.root))).status == "failed"
-
-
-def interrupt():
-    raise Interruption
+        after.on_load_checkpoint(None, None, {"callbacks": states})
+    after.on_load_checkpoint(None, None, {"callbacks": {after.state_key: after.state_dict()}})
 
 
 def test_arguments_of_lightning_trainer(run_uninterrupted):
@@ -303,9 +300,9 @@ def test_arguments_of_lightning_trainer(run_uninterrupted):
 @pytest.mark.parametrize(
     ("interval", "steps"),
     [
-        (("n_steps=null", "n_minutes=null"), [3, 6, 9]),
+        pytest.param(("n_steps=null", "n_minutes=null"), [3, 6, 9], marks=pytest.mark.slow),
         (("n_steps=4", "n_minutes=null"), [3, 4, 6, 8, 9]),
-        (("n_steps=null", "n_minutes=1e-9"), list(range(1, 10))),
+        pytest.param(("n_steps=null", "n_minutes=1e-9"), list(range(1, 10)), marks=pytest.mark.slow),
     ],
 )
 def test_when_checkpoints_are_written(small, monkeypatch, interval, steps):
@@ -321,8 +318,7 @@ def test_when_checkpoints_are_written(small, monkeypatch, interval, steps):
     assert [name for name in written_names if name.startswith("step")] == [f"step-{step}.ckpt" for step in steps]
 
 
-def test_a_run_that_had_stopped_early_stays_stopped(run_interrupted, run_uninterrupted):
+def test_a_run_that_had_stopped_early_stays_stopped(run_interrupted):
     overrides = ("trainer.early_stopping=1", "trainer.max_epochs=6", "optim.lr=1e-9")
     folder = run_interrupted(pretrained, "save", 1, *overrides)
     assert len(results.read(folder).epochs) == 2
-    assert_same(folder, run_uninterrupted(*overrides))

@@ -41,7 +41,7 @@ def read_first_batches(setting, count=STEPS):
     return [batch for batch, _ in zip(setting.data().train_dataloader(), range(count), strict=False)]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_twenty_steps_without_a_penalty_equal_a_plain_loop(setting, harness, accumulate):
     module, recorder = setting.module(), harness.Losses()
     L.seed_everything(5, verbose=False)

@@ -1,15 +1,12 @@
 """Tokens per second: the number of tokens, in one process and in two, and the estimate of the remaining time."""
 
-import csv
 import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import lightning as L
 import torch
 import torch.distributed as dist
 
-from istar.finetune.runs.run import run
 from istar.finetune.training import token_rate
 from istar.finetune.training.module import token_mask
 from istar.finetune.training.token_rate import (
@@ -133,13 +130,3 @@ def test_time_to_go(setting, monkeypatch):
     # Lightning's own limit of three steps is lower than that of the callback: one step, at one second a step.
     assert (rate.remaining_time, shown_metrics[1]["to go"]) == ("0:00:01", "0:00:01")
     assert shown_metrics[1]["tokens/s"] == f"{rate.tokens_per_second:,.0f}"
-
-
-def test_a_run_logs_its_rate(small):
-    config = small("reg=none", "trainer.log_every_n_steps=2")
-    folder = Path(config.run.root) / run(config).name
-    with (folder / "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    rates = {row["step"]: float(row[TOKENS_PER_SECOND_KEY]) for row in rows if row[TOKENS_PER_SECOND_KEY]}
-    assert list(rates) == [row["step"] for row in rows if row["train/loss"]] == ["1", "3"]
-    assert min(rates.values()) > 0

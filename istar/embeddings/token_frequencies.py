@@ -1,0 +1,144 @@
+"""Tokens and words of texts by frequency, and tokens that no text contains, for `istar embed`."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from istar.errors import UserError
+from istar.inputs.corpus import Source
+from istar.inputs.documents import read_documents
+from istar.inputs.tokenizing import tokenize
+from istar.measures.numerics import unit_vectors, upcast_blocks
+
+TEXT_SHARES = (0.3, 0.5, 0.98)
+"""Shares of a text for which *Too Much in Common* counts the tokens that make them up, in section 2.2."""
+_WORD_PATTERN = re.compile(r"\w+|[^\w\s]")
+BIN_SIZE = 1_000
+"""Number of tokens in a bin, as in Figure 3 of *Too Much in Common*."""
+
+
+def count_tokens(texts: Iterable[Source], tokenizer: PreTrainedTokenizerBase, rows: int) -> np.ndarray:
+    """Count how often each token occurs in texts, `(rows,)`; the special tokens around a text are not counted.
+
+    Raises:
+        UserError: if a file cannot be read, or the texts have no tokens.
+    """
+    counts = np.zeros(rows, dtype=np.int64)
+    for source in texts:
+        for ids in tokenize(read_documents(source.path), tokenizer):
+            counts += np.bincount(np.asarray(ids, dtype=np.int64), minlength=rows)
+    if not counts.any():
+        raise UserError("--text: no file holds any text; expected at least one line that is not empty")
+    return counts
+
+
+def make_token_table(counts: np.ndarray, tokens: Sequence[str | None], norms: np.ndarray) -> pd.DataFrame:
+    """Return a row for each token that occurs, the most frequent first, with its share and the cumulative share.
+
+    Args:
+        counts: number of occurrences by token id.
+        tokens: tokens by token id.
+        norms: norms of the tokens' embeddings by token id.
+    """
+    ids = sort_by_frequency(counts)
+    names = {"id": ids, "token": [json.dumps(tokens[token_id]) for token_id in ids]}
+    return _make_frequency_table(names, counts[ids]).assign(norm=norms[ids])
+
+
+def count_words(texts: Iterable[Source]) -> pd.DataFrame:
+    """Count the words of texts, and return a row for each word, the most frequent first.
+
+    A word is a run of letters, digits and underscores, and any other character except whitespace is a word by itself.
+    Words that differ only in case count as different words.
+    """
+    counter: Counter[str] = Counter()
+    for source in texts:
+        for document in read_documents(source.path):
+            counter.update(_WORD_PATTERN.findall(document))
+    words = sorted(counter, key=lambda word: (-counter[word], word))
+    return _make_frequency_table({"word": words}, np.array([counter[word] for word in words], dtype=np.int64))
+
+
+def _make_frequency_table(names: dict[str, Any], counts: np.ndarray) -> pd.DataFrame:
+    """Return a table with the rank, the names, the count, the share and the cumulative share of each token or word."""
+    shares = counts / max(1, counts.sum())
+    ranks = np.arange(1, len(counts) + 1)
+    return pd.DataFrame({"rank": ranks, **names, "count": counts, "share": shares, "cumulative_share": shares.cumsum()})
+
+
+def sort_by_frequency(counts: np.ndarray) -> np.ndarray:
+    """Return the indices of the counts that are not 0, the largest count first; equal counts keep their order."""
+    return np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)]
+
+
+def count_needed(cumulative_share: pd.Series, share: float) -> int:
+    """Return how many of the most frequent tokens or words make up at least this share of a text."""
+    # The tolerance allows for rounding errors in the cumulative sum.
+    return int(cumulative_share.to_numpy().searchsorted(share * (1 - 1e-12))) + 1
+
+
+def find_unused_tokens(tokens: Sequence[str | None]) -> list[int]:
+    """Return the ids of placeholder tokens such as BERT's `[unused0]`, which no text contains.
+
+    A vocabulary without placeholders is represented by its last 1,000 tokens, as in *Too Much in Common*. If it has
+    fewer than 2,000 tokens, the result is empty.
+    """
+    pattern = re.compile(r"[\[<]unused_?\d+[\]>]")
+    placeholder_ids = [token_id for token_id, token in enumerate(tokens) if token and pattern.fullmatch(token)]
+    known_ids = [token_id for token_id, token in enumerate(tokens) if token is not None]
+    return placeholder_ids or (known_ids[-BIN_SIZE:] if len(known_ids) >= 2 * BIN_SIZE else [])
+
+
+def make_bins(tokens: Sequence[str | None], special_ids: set[int], counts: np.ndarray | None) -> pd.DataFrame:
+    """Divide the tokens that are neither unused nor special into bins of 1,000.
+
+    The bins are by token id, as in the paper: vocabularies such as BERT's are ordered by frequency. If `counts` is
+    given, there are also bins by rank of frequency, and one bin of the tokens that do not occur.
+
+    Args:
+        tokens: token of each row of the matrix; None for rows without a token.
+        special_ids: ids of special tokens.
+        counts: number of occurrences of each token, `(rows,)`; None if unknown.
+
+    Returns:
+        A row for each bin that has tokens, with its token `ids`; no rows if there are no unused tokens.
+    """
+    unused_ids = find_unused_tokens(tokens)
+    excluded = special_ids.union(unused_ids)
+    used_ids = [token_id for token_id, token in enumerate(tokens) if token is not None and token_id not in excluded]
+    rows: list[dict[str, Any]] = []
+    for order, first, last, ids in _iterate_bins(np.array(used_ids, dtype=int), counts) if unused_ids else ():
+        if len(ids):
+            occurrences = None if counts is None else int(counts[ids].sum())
+            row = {"order": order, "first": first, "last": last, "tokens": len(ids), "occurrences": occurrences}
+            rows.append({**row, "ids": ids})
+    return pd.DataFrame(rows)
+
+
+def _iterate_bins(
+    token_ids: np.ndarray, counts: np.ndarray | None
+) -> Iterator[tuple[str, int | None, int | None, np.ndarray]]:
+    """Yield for each bin what it is ordered by, its first and last position in that order, and its token ids."""
+    for start in range(0, int(token_ids.max(initial=-1)) + 1, BIN_SIZE):
+        yield "index", start, start + BIN_SIZE - 1, token_ids[(token_ids >= start) & (token_ids < start + BIN_SIZE)]
+    if counts is None:
+        return
+    ranked_ids = token_ids[sort_by_frequency(counts[token_ids])]
+    for start in range(0, len(ranked_ids), BIN_SIZE):
+        yield "frequency", start + 1, min(start + BIN_SIZE, len(ranked_ids)), ranked_ids[start : start + BIN_SIZE]
+    yield "not in the text", None, None, token_ids[counts[token_ids] == 0]
+
+
+def average_cosines(matrix: Tensor, unused_ids: Sequence[int], bins: pd.DataFrame) -> list[float]:
+    """Return the mean cosine of the unused tokens with the tokens of each bin of `make_bins`."""
+    mean_direction = unit_vectors(matrix[list(unused_ids)].double())[0].mean(0)
+    cosines = torch.cat([unit_vectors(block)[0] @ mean_direction for block in upcast_blocks(matrix)]).numpy()
+    return [float(cosines[ids].mean()) for ids in bins["ids"]]

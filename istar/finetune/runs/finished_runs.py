@@ -1,0 +1,100 @@
+"""Reads the record of a finished run, and checks that the run has all outputs that a config requests."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from istar.errors import UserError, shorten
+from istar.records import results
+from istar.records.config import Config, TrainerConfig
+from istar.records.results import RunRecord
+
+
+def read_finished_run(folder: Path, config: Config) -> RunRecord | None:
+    """Read the record of the run in a folder; None if it is not finished, or `run.overwrite` runs it again.
+
+    Raises:
+        UserError: if the finished run lacks an output that the config requests, such as the submission file, by a
+            setting that is not part of the folder's name.
+    """
+    if config.run.overwrite:
+        return None
+    try:
+        if not (folder / results.RESULT).exists():
+            return None
+    except OSError as error:
+        raise UserError(f"run.root={config.run.root} cannot be used: {shorten(error)}") from error
+    try:
+        record = results.read(folder)
+    except UserError as error:
+        raise UserError(f"{error}; run.overwrite=true runs it again") from error
+    if record.status != "finished":
+        return None
+    if shortcoming := _describe_shortcoming(folder, record, config):
+        raise UserError(f"{folder} is finished but {shortcoming}; run.overwrite=true runs it again")
+    return record
+
+
+def _describe_shortcoming(folder: Path, record: RunRecord, config: Config) -> str:
+    """Describe the first requested output that a finished run lacks, and the setting that accepts the run without it.
+
+    Returns an empty string if the run has everything that the config requests.
+    """
+    outputs = {
+        "submission/": ("task.submission", config.task.submission),
+        "model/": ("run.save_model", config.run.save_model),
+        results.GEOMETRY: ("run.geometry", config.run.geometry),
+    }
+    for file_name, (key, is_requested) in outputs.items():
+        if is_requested and not (folder / file_name).exists():
+            return f"was run without {file_name}; {key}=false accepts it"
+    previous_settings = record.config.get("trainer", {})
+    is_monitored = previous_settings.get("monitor_isotropy") or previous_settings.get("stop_at_inter_sim") is not None
+    if config.trainer.monitor_isotropy and not is_monitored:
+        return "was run without trainer.monitor_isotropy, whose measures it did not log"
+    if missing_models := _describe_missing_models(folder, record, config):
+        return missing_models
+    if missing_measurements := _describe_missing_measurements(previous_settings, config.trainer):
+        return missing_measurements
+    if config.trainer.nonfinite == "stop" and record.skipped_steps:
+        return f"has skipped {record.skipped_steps} steps; trainer.nonfinite=skip accepts it"
+    return ""
+
+
+def _describe_missing_models(folder: Path, record: RunRecord, config: Config) -> str:
+    """Describe the first model of the schedule `trainer.keep_models` that a finished run lacks; empty if none."""
+    if config.trainer.keep_models is None:
+        return ""
+    # Imported here because the import takes seconds.
+    from istar.finetune.training.kept_models import find_missing_steps, model_folder_of_step
+
+    models_folder, last_step = folder / results.KEPT_MODELS, record.epochs[-1]["step"]
+    missing_steps = find_missing_steps(models_folder, config.trainer.keep_models, last_step)
+    if not missing_steps:
+        return ""
+    missing_model = model_folder_of_step(models_folder, missing_steps[0]).relative_to(folder)
+    schedule = config.trainer.keep_models
+    return f"was run without {missing_model}/ of trainer.keep_models={schedule}; trainer.keep_models=null accepts it"
+
+
+def _describe_missing_measurements(previous_settings: Mapping[str, Any], settings: TrainerConfig) -> str:
+    """Describe the measurements at training steps that `settings` request and a finished run lacks; empty if none.
+
+    `previous_settings` are the trainer settings of the finished run.
+    """
+    interval, previous_interval = settings.measure_every_n_steps, previous_settings.get("measure_every_n_steps")
+    if interval is None:
+        return ""
+    if previous_interval is None:
+        return (
+            "was run without trainer.measure_every_n_steps, whose measures it did not log; "
+            "trainer.measure_every_n_steps=null accepts it"
+        )
+    num_examples = previous_settings["measure_examples"]
+    # The finished run has measured every requested step if the interval is a multiple of its own.
+    if interval % previous_interval or num_examples != settings.measure_examples:
+        return (
+            f"was run with trainer.measure_every_n_steps={previous_interval} trainer.measure_examples={num_examples}, "
+            "which accept it"
+        )
+    return ""

@@ -1,0 +1,122 @@
+"""What a pass over a corpus accumulates: its settings, and the statistics of all layers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from istar.geometry.collect.layers import (
+    COVARIANCE_MEASURES_WITH_ERROR,
+    SCORE_BY_SENTENCE,
+    Layer,
+    LayerSettings,
+    MeasureSet,
+)
+from istar.geometry.collect.sample import Sample
+from istar.inputs.corpus import Documents
+from istar.measures import Accumulator, ScaleDimension
+
+MAX_GROUP_BYTES = 2**30
+"""Most memory for the scatter matrices of all groups and layers; above it, covariance measures have no error."""
+_BYTES_OF_SCATTER = 8 + 4
+"""Bytes for each number of a scatter matrix: the accumulated one in float64, and the recent one in float32."""
+
+SpecialTokens = Literal["include", "exclude"]
+"""Whether statistics include the hidden states of special tokens; see `MeasureSettings`."""
+
+
+@dataclass(frozen=True)
+class MeasureSettings:
+    """Settings of `istar measure`, for a pass over a corpus."""
+
+    length: int  # maximum number of tokens of a block, including special tokens
+    # Maximum number of tokens of a batch, with padding; see `corpus.split_into_batches` for the default.
+    batch_tokens: int | None = None
+    sample: int = 5_000  # maximum number of token types to keep for TwoNN, with one occurrence of each
+    seed: int = 0  # seed of that sample
+    # A source is read until the statistics have at least this number of its tokens; None reads it to its end.
+    limit: int | None = None
+    intra: bool = True  # whether to compute IntraSim, whose sums may need gigabytes; see `GroupedPoints`
+    documents: Documents = "separate"  # whether the model sees each document alone; see `corpus.Blocks`
+    # Whether the statistics include the hidden states of special tokens and separators, which the model always sees.
+    special_tokens: SpecialTokens = "exclude"
+    measures: MeasureSet = "basic"  # `all` adds the measures that take the most time
+    # Number of groups of documents for standard errors; 0 computes none. Document i, counted from 0, is in group
+    # i mod `groups`. Of packed documents, each run of `corpus.RUN_LENGTH` consecutive blocks counts as one document.
+    groups: int = 10
+
+    def make_layer_settings(self, dim: int, num_layers: int) -> LayerSettings:
+        """Return the settings of each layer's accumulators for a model with `num_layers` layers of width `dim`."""
+        return LayerSettings(
+            measures=self.measures,
+            num_groups=self.groups,
+            scatter_by_group=self.groups * num_layers * dim**2 * _BYTES_OF_SCATTER <= MAX_GROUP_BYTES,
+            has_separate_documents=self.documents == "separate",
+        )
+
+    def describe_missing_measures(self, dim: int, num_layers: int) -> list[str]:
+        """Return a line for each reason why this model gets fewer measures or errors than the settings ask for."""
+        layer_settings, lines = self.make_layer_settings(dim, num_layers), []
+        if not layer_settings.scatter_by_group:
+            by_sentence = [SCORE_BY_SENTENCE] if layer_settings.has_score_by_sentence else []
+            lines.append(
+                f"{', '.join((*COVARIANCE_MEASURES_WITH_ERROR, *by_sentence))} get no standard errors, because the "
+                f"sums of {self.groups} groups would take more than {MAX_GROUP_BYTES / 2**30:g} GiB; "
+                "choose fewer --groups"
+            )
+        if self.measures == "all" and not layer_settings.has_separate_documents:
+            lines.append(
+                f"{SCORE_BY_SENTENCE} is left out, because packed documents do not show which tokens belong to the "
+                "same document; choose --documents separate"
+            )
+        return lines
+
+
+class CorpusStatistics(Accumulator):
+    """Accumulates all measures of all taps over a source.
+
+    Args:
+        config: text config of the model whose hidden states are measured.
+        settings: settings of the pass.
+        origins: a point near the mean of the hidden states, `(d,)` by tap, on the device of the model.
+
+    Attributes:
+        layers: accumulator of each tap, by tap.
+        sample: one occurrence of each of a random sample of token types.
+    """
+
+    def __init__(self, config: PretrainedConfig, settings: MeasureSettings, origins: Mapping[str, Tensor]) -> None:
+        vocabulary_size = config.vocab_size if settings.intra else 0
+        layer_settings = settings.make_layer_settings(config.hidden_size, len(origins))
+        self.layers = {tap: Layer(vocabulary_size, origin, layer_settings) for tap, origin in origins.items()}
+        self._has_all_measures = settings.measures == "all"
+        self.sample = Sample(list(origins), min(settings.sample, config.vocab_size), settings.seed)
+
+    def compute_measures(
+        self,
+        spectra: Mapping[str, Mapping[str, Tensor]] | None = None,
+        replicates: Mapping[str, Mapping[str, list[float]]] | None = None,
+    ) -> dict[str, dict[str, float]]:
+        """Compute all measures, by tap and name. Those of the sample are left out if its size is 0.
+
+        Args:
+            spectra: results of `Layer.compute_spectra` by tap; computed if None.
+            replicates: results of `Layer.compute_replicates` by tap; computed if None.
+        """
+        measures_by_tap = {
+            tap: layer.compute_measures(spectra[tap] if spectra else None, replicates[tap] if replicates else None)
+            for tap, layer in self.layers.items()
+        }
+        if self.sample.size:
+            for tap, measures in measures_by_tap.items():
+                measures["two_nn"], measures["two_nn_error"] = self.sample.estimate_two_nn(tap)
+                if self._has_all_measures:
+                    measures |= self.sample.compute_cosines(tap)
+        return measures_by_tap
+
+    def estimate_gride(self) -> dict[str, list[ScaleDimension]]:
+        """Estimate the intrinsic dimension by scale at each tap; empty without a sample, or with the basic measures."""
+        is_computed = self.sample.size and self._has_all_measures
+        return {tap: self.sample.estimate_gride(tap) for tap in self.layers} if is_computed else {}

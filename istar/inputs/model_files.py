@@ -1,0 +1,237 @@
+"""Files of models of transformers: loading them as they are, with one-line errors for what is missing or damaged."""
+
+import logging
+import os
+import pickle
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from transformers import AutoConfig, PreTrainedModel
+
+from istar.errors import UserError, shorten
+from istar.files.parsing import read_json
+from istar.inputs.adapters import find_base, has_adapters, merge_adapters, read_base_config
+from istar.inputs.architectures import check_num_layers, get_checkpoint_class
+from istar.inputs.hub import LOCAL_COPY_HINTS, explain_refusal, find_hub_problem, is_hub_id
+from istar.records.config import ModelConfig
+
+log = logging.getLogger(__name__)
+
+
+def load_pretrained(config: ModelConfig, auto_class: Any, /, **options: Any) -> Any:
+    """Load an object by `auto_class.from_pretrained`, without log output and without network retries.
+
+    Args:
+        config: settings of the model, of which name and revision are used.
+        auto_class: a class of transformers, such as `AutoConfig` or `AutoModel`.
+        **options: further arguments of `from_pretrained`.
+
+    Raises:
+        UserError: if the files are not found or cannot be read.
+    """
+    if auto_class is AutoConfig:
+        config = find_base(config, "config.json") or config
+    elif "config" not in options:
+        load_pretrained(config, AutoConfig)  # its size is checked before the model is built
+    with convert_to_user_errors(config), silence_transformers():
+        loaded = auto_class.from_pretrained(config.name, **make_hub_options(config), **options)
+    if auto_class is AutoConfig:
+        check_num_layers(loaded, config.label)
+    return loaded
+
+
+def build_meta_model(model_config: Any) -> PreTrainedModel:
+    """Build the model that a checkpoint's configuration names, including its head, without weights (meta device).
+
+    Raises:
+        UserError: if transformers does not support the architecture.
+    """
+    try:
+        model_class: Any = get_checkpoint_class(model_config) or transformers.MODEL_MAPPING[type(model_config)]
+        with torch.device("meta"), silence_transformers():
+            return model_class(model_config)
+    except Exception as error:  # transformers raises many types for an unusual config.json
+        raise UserError(f"{model_config.model_type} models cannot be built: {_describe_error(error)}") from error
+
+
+def get_embedding_weight(model: PreTrainedModel, side: Literal["input", "output"]) -> Any:
+    """Return the parameter of a model's input or output embeddings, or None if it has none."""
+    try:
+        layer: Any = model.get_input_embeddings() if side == "input" else model.get_output_embeddings()
+    except NotImplementedError:  # transformers raises this for architectures without such a layer
+        return None
+    return getattr(layer, "weight", None)
+
+
+def find_file(config: ModelConfig, name: str) -> Path | None:
+    """Return the path of a file of a model, or None if the model has no such file.
+
+    The file is searched in the model's folder. For a model of the Hugging Face hub, it is searched in the local cache
+    and on the hub, and downloaded if needed.
+    """
+    if is_folder(config.name):
+        path = Path(config.name) / name
+        return path if path.is_file() else None
+    options = make_hub_options(config)
+    with convert_to_user_errors(config), silence_transformers():
+        if options["local_files_only"]:
+            cached_path = try_to_load_from_cache(config.name, name, revision=options["revision"])
+            return Path(cached_path) if isinstance(cached_path, str) else None
+        try:
+            return Path(hf_hub_download(config.name, name, revision=options["revision"]))
+        except LocalEntryNotFoundError:  # a subclass of EntryNotFoundError: the hub cannot be reached
+            raise
+        except EntryNotFoundError:
+            return None
+
+
+def load_weights(config: ModelConfig, auto_class: Any, /, **options: Any) -> PreTrainedModel:
+    """Load a model with pretrained weights, and merge its adapters if it has any.
+
+    Args:
+        config: settings of the model.
+        auto_class: class whose `from_pretrained` loads the model.
+        **options: further arguments of `from_pretrained`; `dtype` is required for a model with adapters.
+
+    Raises:
+        UserError: if the model cannot be loaded, or weights other than those of the head or the pooler are missing.
+    """
+    if has_adapters(config.name):
+        with tempfile.TemporaryDirectory() as folder:
+            _write_merged_model(config, Path(folder), options["dtype"])
+            return load_weights(replace(config, name=folder), auto_class, **options)
+    # A head for other labels may have mismatched sizes; `_check_loaded_weights` rejects all other mismatches.
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    model: PreTrainedModel
+    model, loading_info = load_pretrained(config, auto_class, **options)
+    checkpoint_class = get_checkpoint_class(load_pretrained(config, AutoConfig))
+    if checkpoint_class is None or checkpoint_class.base_model_prefix == model.base_model_prefix:
+        _check_loaded_weights(config.label, model, loading_info)
+        return model
+    # Some classes of an architecture give the base model another name, with which transformers does not find its
+    # weights: it is `model` in `LlamaForCausalLM`, but `transformer` in `LlamaForQuestionAnswering`.
+    checkpoint_model, loading_info = load_pretrained(config, checkpoint_class, **options)
+    _check_loaded_weights(config.label, checkpoint_model, loading_info)
+    model.base_model.load_state_dict(checkpoint_model.base_model.state_dict())
+    return model
+
+
+def _write_merged_model(config: ModelConfig, folder: Path, dtype: torch.dtype) -> None:
+    adapted_config = load_pretrained(config, AutoConfig)
+    adapted_class = get_checkpoint_class(adapted_config)
+    if adapted_class is None:
+        raise UserError(f"{config.label}: its config.json names no architecture of transformers")
+    base_model = load_weights(read_base_config(Path(config.name)), adapted_class, config=adapted_config, dtype=dtype)
+    with convert_to_user_errors(config), silence_transformers():
+        merge_adapters(base_model, Path(config.name)).save_pretrained(folder)
+
+
+def make_hub_options(config: ModelConfig) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that say where a model may be loaded from."""
+    # The retries of an unreachable hub would take a minute. Without `trust_remote_code`, transformers would ask at the
+    # terminal whether to run code of the repository.
+    uses_local_files = is_folder(config.name) or bool(find_hub_problem())
+    return {"revision": config.revision or "main", "local_files_only": uses_local_files, "trust_remote_code": False}
+
+
+def check_json_files(folder: Path) -> None:
+    """Raise a `UserError` if a file of a model's or tokenizer's settings in a folder is not a JSON object."""
+    for path in (folder / name for name in ("config.json", "tokenizer_config.json", "tokenizer.json")):
+        if path.exists() and not isinstance(read_json(path), dict):
+            raise UserError(f"{path}: a JSON object was expected, as save_pretrained writes it")
+
+
+def _check_loaded_weights(label: str, model: PreTrainedModel, loading_info: dict[str, Any]) -> None:
+    """Check that all weights except those of the head and the pooler were loaded.
+
+    The head is new for each task, and many models are pretrained without a pooler. A warning is logged if a head for
+    language modelling is new, because such a head needs long training.
+    """
+    # In a model without a head, the names of the weights have no prefix.
+    prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
+    # The head for language modelling has as many outputs as the tokenizer has tokens, whatever the task.
+    is_language_model = model.get_output_embeddings() is not None
+    for key, stored_shape, expected_shape in sorted(loading_info["mismatched_keys"]):
+        if key.startswith(prefix) or is_language_model:
+            raise UserError(
+                f"{label}: {key} has the shape {tuple(stored_shape)} in the weights and {tuple(expected_shape)} by "
+                "config.json; they belong to different models"
+            )
+    missing_weights = sorted(
+        key for key in loading_info["missing_keys"] if key.startswith(prefix) and "pooler" not in key
+    )
+    if missing_weights:
+        raise UserError(
+            f"{label} lacks {len(missing_weights)} of the encoder's weights, e.g. {missing_weights[0]}; they would be "
+            "random"
+        )
+    new_head_weights = sorted(key for key in loading_info["missing_keys"] if not key.startswith(prefix))
+    if is_language_model and new_head_weights:
+        log.warning(
+            "%s has no head for language modelling: %s and all else of the head is random", label, new_head_weights[0]
+        )
+
+
+@contextmanager
+def convert_to_user_errors(config: ModelConfig, key: str = "model.name") -> Iterator[None]:
+    """Convert every error in the block to a `UserError`; transformers raises many types for damaged folders."""
+    try:
+        yield
+    except Exception as error:
+        if config.architecture is not None:
+            raise UserError(f"{config.label} cannot be built: {_describe_error(error)}") from error
+        raise UserError(_make_load_error_message(key, config.name, error)) from error
+
+
+def _make_load_error_message(key: str, name: str, error: Exception) -> str:
+    if is_folder(name):
+        return f"{key}={name} is not a model folder that can be loaded: {_describe_error(error)}"
+    if not is_hub_id(name):
+        return f"{key}={name}: there is no such folder; expected one that save_pretrained wrote, or a hub id"
+    problem = find_hub_problem() if isinstance(error, OSError | ValueError | KeyError) else ""
+    reason = explain_refusal(error, name, "model") or _describe_error(error)
+    reason = f"not in the local cache, and {problem}" if problem else reason
+    return f"model {name}: {reason}; {LOCAL_COPY_HINTS['model']}"
+
+
+def _describe_error(error: Exception) -> str:
+    if isinstance(error, pickle.UnpicklingError | EOFError):
+        return "its pickled weights hold more than tensors, or are damaged; look for a model.safetensors"
+    # The message of transformers recommends running the code of the checkpoint.
+    if "trust_remote_code" in str(error):
+        return "it needs code from its repository, which is never run; choose an architecture that transformers knows"
+    # The messages of these two types are complete sentences; others need the name of the type to be understood.
+    return shorten(error if type(error) in (OSError, ValueError) else f"{type(error).__name__}: {error}")
+
+
+def is_folder(name: str) -> bool:
+    """Return whether a model's name is that of a folder."""
+    return os.path.isdir(name)  # noqa: PTH112  Path.is_dir raises an error if the name is too long
+
+
+@contextmanager
+def silence_transformers() -> Iterator[None]:
+    """Suppress the log output of transformers, its progress bars and its warning about pickled weights in a block.
+
+    The log would list the new weights of the head; `_check_loaded_weights` reports those that matter.
+    """
+    verbosity, has_bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity(logging.ERROR)
+    transformers.logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")
+            yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        if has_bars:
+            transformers.logging.enable_progress_bar()

@@ -1,0 +1,224 @@
+"""What all measures share: checks of their input, precision, blocks of rows, norms, and the C memory allocator."""
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from istar.errors import NonFiniteError, UserError
+
+BLOCK = 2**18
+"""Numbers per block on a CPU: 2 MiB in float64, which stay in the cache between operations."""
+BLOCK_ON_DEVICES = 2**22
+"""Numbers per block on other devices: 32 MiB in float64, because each operation there has a large fixed cost."""
+
+_FULL_PRECISION_SETTINGS = {"none", "ieee"}
+"""Settings of torch's backends with which float32 products are computed in float32."""
+_BACKENDS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv)  # type: ignore[attr-defined]
+
+
+def accumulation_dtype(device: torch.device | str) -> torch.dtype:
+    """Return the dtype in which sums are accumulated on a device: float64, or float32 on MPS, which has no float64."""
+    return torch.float32 if torch.device(device).type == "mps" else torch.float64
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context in which autocast is off. Where it is off already, entering the context costs nothing."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context that computes matrix products in the dtype of their inputs: without autocast, TF32 or bfloat16.
+
+    The previous settings are restored at the end of the context. A training step enters it twice per layer, so that the
+    usual case, in which there is nothing to change, is fast.
+    """
+    for backend in _BACKENDS:
+        if backend.fp32_precision not in _FULL_PRECISION_SETTINGS:
+            return _set_full_precision(device)
+    return without_autocast(device)
+
+
+@contextmanager
+def _set_full_precision(device: torch.device) -> Iterator[None]:
+    previous_precisions = [backend.fp32_precision for backend in _BACKENDS]
+    try:
+        global_precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # The program has set the precision per backend; torch refuses to mix both interfaces.
+        global_precision = None
+    try:
+        if global_precision is not None:
+            torch.set_float32_matmul_precision("highest")
+        for backend in _BACKENDS:
+            backend.fp32_precision = "ieee"
+        with without_autocast(device):
+            yield
+    finally:
+        if global_precision is not None:
+            torch.set_float32_matmul_precision(global_precision)
+        for backend, precision in zip(_BACKENDS, previous_precisions, strict=True):
+            backend.fp32_precision = precision
+
+
+def select_rows(points: Tensor, mask: Tensor | None = None, dim: int | None = None) -> Tensor:
+    """Check points `(..., d)` and flatten them to `(n, d)` in their dtype, without those where `mask` `(...)` is 0."""
+    check_points(points, dim)
+    check_one_per_point(mask, "mask", points)
+    return points.reshape(-1, points.shape[-1]) if mask is None else points[mask.bool()]
+
+
+def check_points(points: Tensor, dim: int | None = None) -> None:
+    """Raise `UserError` unless the points are floating and `(n, d)`, or `(..., dim)` if `dim` is given."""
+    if points.dim() < (2 if dim is None else 1) or points.shape[-1] < 1 or dim not in (None, points.shape[-1]):
+        expected = f"(..., {dim})" if dim else "(n, d)"
+        raise UserError(f"points have shape {tuple(points.shape)}; expected {expected}")
+    if not points.is_floating_point():
+        raise UserError(f"points are {points.dtype}; expected a floating dtype")
+
+
+def check_one_per_point(values: Tensor | None, name: str, points: Tensor) -> None:
+    """Raise `UserError` unless `values` is None or has shape `(...)` for points `(..., d)`. The message uses `name`."""
+    if values is not None and values.shape != points.shape[:-1]:
+        raise UserError(
+            f"{name} has shape {tuple(values.shape)}; expected {tuple(points.shape[:-1])} for points of shape "
+            f"{tuple(points.shape)}"
+        )
+
+
+def zero_vector(dim: int, device: torch.device | str | None) -> Tensor:
+    """Return zeros `(dim,)` for sums on a device, by default the CPU; raise `UserError` if `dim` is below 1."""
+    if dim < 1:
+        raise UserError(f"points have {dim} dimensions; expected at least 1")
+    device = torch.device(device or "cpu")
+    return torch.zeros(dim, dtype=accumulation_dtype(device), device=device)
+
+
+def check_matrix(points: Tensor, name: str) -> None:
+    """Raise `UserError` unless the points are a non-empty floating matrix `(n, d)` of finite numbers.
+
+    The message names the points by `name`, a plural.
+    """
+    if points.dim() != 2 or 0 in points.shape:
+        raise UserError(f"{name} have shape {tuple(points.shape)}; expected (n, d)")
+    if not points.is_floating_point():
+        raise UserError(f"{name} are {points.dtype}; expected a floating dtype")
+    check_finite(points, name)
+
+
+def check_integers(values: Tensor, name: str) -> None:
+    """Raise `UserError` unless the values have an integer dtype. The message names them by `name`, a plural."""
+    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+        raise UserError(f"{name} are {values.dtype}; expected integers")
+
+
+def upcast_vector(values: Tensor, name: str) -> Tensor:
+    """Convert finite floating values `(d,)` to float64 (float32 on MPS); raise `UserError` for all others."""
+    if values.dim() != 1 or not len(values):
+        raise UserError(f"{name} has shape {tuple(values.shape)}; expected (d,)")
+    if not values.is_floating_point():
+        raise UserError(f"{name} is {values.dtype}; expected a floating dtype")
+    check_finite(values, f"the values of {name}")
+    return values.to(accumulation_dtype(values.device))
+
+
+def check_finite(values: Tensor, name: str) -> None:
+    """Raise `NonFiniteError` if a tensor contains NaN or infinite values. It is checked a block at a time.
+
+    The message names the tensor by `name`, a plural.
+    """
+    # Split along the first dimension: flattening would copy a transposed matrix.
+    if not all(block.isfinite().all() for block in split_rows(values.detach())):
+        raise NonFiniteError(f"{name} are not finite; look for NaN, infinite or too large values in them")
+
+
+def split_rows(rows: Tensor) -> tuple[Tensor, ...]:
+    """Split rows `(n, ...)` into blocks of `block_length(rows)` rows; the last block may be shorter."""
+    blocks: tuple[Tensor, ...] = rows.split(block_length(rows))
+    return blocks
+
+
+def block_length(rows: Tensor) -> int:
+    """Return how many rows of `(n, ...)` make a block: at least one, and otherwise as many as `BLOCK` numbers hold.
+
+    On devices other than the CPU, `BLOCK_ON_DEVICES` is the limit.
+    """
+    block_size = BLOCK if rows.device.type == "cpu" else BLOCK_ON_DEVICES
+    return max(1, block_size // max(1, rows.shape[1:].numel()))
+
+
+def upcast_blocks(rows: Tensor) -> Iterator[Tensor]:
+    """Yield blocks of rows one after the other, converted to float64 (float32 on MPS)."""
+    for block in split_rows(rows):
+        yield block.to(accumulation_dtype(rows.device))
+
+
+def unit_vectors(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Divide each row by its norm, except zero rows; return the result `(n, d)` and a bool mask `(n,)` of nonzero rows.
+
+    Rows whose squares would overflow or underflow are first divided by their largest coordinate.
+    """
+    norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    if _squares_are_safe(norms.detach()):
+        return rows / norms, norms.new_ones(len(rows), dtype=torch.bool)
+    largest = rows.detach().abs().amax(dim=-1, keepdim=True)
+    # `largest != 0` is true for NaN, so that NaN reaches the sums and is reported.
+    is_nonzero = largest != 0
+    scaled = rows / largest.masked_fill(~is_nonzero, 1)
+    norms = torch.linalg.vector_norm(scaled.masked_fill(~is_nonzero, 1), dim=-1, keepdim=True)
+    return (scaled / norms).masked_fill(~is_nonzero, 0), is_nonzero.squeeze(-1)
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """Return the Euclidean norm of each row, `(n,)`. It overflows only if the norm itself is out of range."""
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
+    if _squares_are_safe(norms.detach()):
+        return norms
+    largest = rows.detach().abs().amax(dim=-1, keepdim=True)
+    largest = largest.masked_fill(largest == 0, 1)
+    norms = torch.linalg.vector_norm(rows / largest, dim=-1)
+    return norms * largest.squeeze(-1)
+
+
+def inverse_or_zero(norms: Tensor) -> Tensor:
+    """Return 1 / norm, or 0 where the norm is 0; a product with a point is then its unit vector, or 0."""
+    return torch.where(norms != 0, 1 / norms, 0)
+
+
+def norms_and_units(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the norms `(n,)`, the unit vectors `(n, d)` and the mask `(n,)` of nonzero rows, computed together."""
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
+    if _squares_are_safe(norms.detach()):
+        return norms, rows / norms[:, None], norms.new_ones(len(rows), dtype=torch.bool)
+    return (row_norms(rows), *unit_vectors(rows))
+
+
+_SAFE_NORMS = {torch.float64: (1e-140, 1e140), torch.float32: (1e-12, 1e12)}
+"""Range of norms, by dtype, whose squares neither overflow nor underflow."""
+
+
+def _squares_are_safe(norms: Tensor) -> bool:
+    """Return whether all squares that were summed for these norms were in the dtype's range, as usual."""
+    # For other dtypes, no norm is in the range from 1 to 0.
+    low, high = _SAFE_NORMS.get(norms.dtype, (1.0, 0.0))
+    return bool(len(norms) and norms.min() > low and norms.max() < high)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_NEVER_TRIM = 2**31 - 1
+_ONE_GIB = 2**30
+
+
+def keep_freed_memory() -> bool:
+    """Make glibc keep freed memory for later allocations instead of returning it to the operating system.
+
+    By default, glibc returns the memory of every large tensor, and the operating system clears the pages of the next
+    tensor, which takes a tenth of a training step in bfloat16. Peak memory does not change, but it is held until the
+    process ends. Returns False if the C library is not glibc.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # The C library is not glibc.
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, _ONE_GIB) and mallopt(_M_TRIM_THRESHOLD, _NEVER_TRIM))

@@ -1,0 +1,138 @@
+"""Selects the runs that a figure of the paper shows, and describes what they have in common.
+
+The runs of a line differ only in the seed and in the setting that the x axis or the legend varies. Settings have the
+names of `istar.reports.configurations.VARIED`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from istar.drawing.plot import Line, Panel
+from istar.records.identity import BASE_LABEL
+from istar.records.metric_names import axis_label
+from istar.reports.configurations import (
+    by_model_and_task,
+    describe_hyperparameters,
+    find_best_group,
+    has_fixed_zeta,
+    is_finite,
+    row_dicts,
+    select_cell,
+)
+
+_SYMBOLS = {"lambda": "λ", "zeta": "ζ", "layers": "layer"}
+
+
+@dataclass(frozen=True)
+class FigureRuns:
+    """The runs of one model and task that a panel shows."""
+
+    varied: str  # the setting that the figure varies
+    candidates: pd.DataFrame  # runs of one method from which the shown ones were selected
+    selected: pd.DataFrame  # the selected candidates, which differ only in the seed and in `varied`
+    runs_by_value: Mapping[Any, pd.DataFrame]  # shown runs by the value of `varied`; `BASE_LABEL` without a penalty
+
+    @property
+    def folders(self) -> list[str]:
+        """The folders of the runs that are shown."""
+        return [folder for runs in self.runs_by_value.values() for folder in runs["folder"]]
+
+
+def split_by_task(all_runs: pd.DataFrame) -> list[pd.DataFrame]:
+    """Return the usable runs of each model and task; an empty list if no run has a penalty."""
+    usable_runs = all_runs[all_runs["usable"]]
+    return list(by_model_and_task(usable_runs)) if "reg.lambda" in usable_runs else []
+
+
+def get_istar_runs(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the runs of I-STAR with a fixed zeta that penalize all layers."""
+    return runs[(runs["family"] == "istar") & runs["reg.layers"].eq("all") & has_fixed_zeta(runs)]
+
+
+def select_by_lambda(runs: pd.DataFrame, candidates: pd.DataFrame, all_runs: pd.DataFrame) -> FigureRuns:
+    """Select the runs of Base and of each lambda.
+
+    Args:
+        runs: usable runs of one model and task.
+        candidates: the runs of one penalty among them. Base is shown with the settings that are selected for these.
+        all_runs: all runs of the report.
+    """
+    selected = candidates[candidates["hash_without_lambda"] == choose_settings(candidates, "lambda", all_runs)]
+    has_same_settings = runs["hash_without_method"] == selected["hash_without_method"].iloc[0]
+    base_runs = runs[(runs["family"] == "base") & has_same_settings]
+    runs_by_lambda = {**({} if base_runs.empty else {BASE_LABEL: base_runs}), **group_by_number(selected, "reg.lambda")}
+    return FigureRuns("lambda", candidates, selected, runs_by_lambda)
+
+
+def choose_settings(candidates: pd.DataFrame, varied: str, all_runs: pd.DataFrame) -> str:
+    """Return the hash of the settings that the runs of a figure have in common, without the seed and `varied`.
+
+    It is the hash of the configuration in Table 1. If only one value of `varied` was tried with that configuration, but
+    several with others, it is the hash of the best of the others; see `find_best_group`.
+
+    Args:
+        candidates: runs of one model, task and method.
+        varied: the setting that the figure varies.
+        all_runs: all runs of the report.
+    """
+    column = f"hash_without_{varied}"
+    with_several_values = candidates[candidates.groupby(column)["config_hash"].transform("nunique") > 1]
+    preferred = candidates if with_several_values.empty else with_several_values
+    table1_hash = _get_table1_hash(candidates, varied, all_runs)
+    return table1_hash if table1_hash in set(preferred[column]) else find_best_group(preferred, column)
+
+
+def _get_table1_hash(runs: pd.DataFrame, varied: str, all_runs: pd.DataFrame) -> str:
+    """Return the hash, without `varied`, of the configuration that Table 1 shows for these runs; empty without one."""
+    first_run = row_dicts(runs.head(1))[0]
+    cell = select_cell(all_runs, first_run["task"], first_run["model"], first_run["family"])
+    return str(cell.first_run.get(f"hash_without_{varied}", ""))
+
+
+def group_by_number(runs: pd.DataFrame, column: str) -> dict[Any, pd.DataFrame]:
+    """Return the runs by the number that they have in a column, in ascending order of the numbers."""
+    return {float(number): group for number, group in runs.groupby(runs[column].astype(float))}
+
+
+def build_panel(selection: FigureRuns, lines: Sequence[Line], all_runs: pd.DataFrame, y_label: str = "") -> Panel:
+    """Return a panel of lines with a description of the settings that its runs have in common.
+
+    Args:
+        selection: the runs that the lines show.
+        lines: the lines of the panel.
+        all_runs: all runs of the report, from which Table 1 is made.
+        y_label: label of the y axis; by default the headline metric.
+    """
+    varied, symbol = selection.varied, _SYMBOLS[selection.varied]
+    first_run = row_dicts(selection.selected.head(1))[0]
+    settings = [
+        f"{_SYMBOLS[key]} = {first_run[f'reg.{key}']:g}"
+        for key in ("lambda", "zeta")
+        if key != varied and is_finite(first_run.get(f"reg.{key}"))
+    ]
+    num_runs = len(selection.folders)
+    counts = f"{num_runs} run{'s' * (num_runs > 1)}"
+    hash_column = f"hash_without_{varied}"
+    shown_hashes, all_hashes = set(selection.selected[hash_column]), set(selection.candidates[hash_column])
+    if (num_hidden := len(all_hashes) - 1) > 0:
+        counts += f", {num_hidden} other configuration{'s' * (num_hidden > 1)} not shown"
+        if _get_table1_hash(selection.candidates, varied, all_runs) in all_hashes - shown_hashes:
+            counts += f", among them that of Table 1, for which only one {symbol} was tried"
+    notes = [", ".join([*settings, describe_hyperparameters(first_run)]), counts]
+    max_seeds = max(map(len, selection.runs_by_value.values()), default=0)
+    fewer_seeds = [
+        f"{len(runs)} at {value if isinstance(value, str) else f'{symbol} = {value:g}'}"
+        for value, runs in selection.runs_by_value.items()
+        if 0 < len(runs) < max_seeds
+    ]
+    notes += [f"fewer than {max_seeds} seeds: {', '.join(fewer_seeds)}"] if fewer_seeds else []
+    return Panel(
+        first_run["model"],
+        first_run["task"],
+        tuple(lines),
+        fixed_settings="; ".join(notes),
+        y_label=y_label or axis_label(first_run["metric"]),
+    )

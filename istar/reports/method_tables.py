@@ -1,0 +1,280 @@
+"""The report's tables and figure of all methods: each penalty and setting, compared with a reference."""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from statistics import fmean
+from typing import Any
+
+import pandas as pd
+
+from istar.drawing.page_tables import (
+    EMPTY_CELL,
+    Entry,
+    Sheet,
+    format_interval,
+    format_mean_and_std,
+    format_p_value,
+    group_rows_by_model,
+    numeric_entries,
+)
+from istar.drawing.plot import Panel, Plot
+from istar.records.metric_names import axis_label, format_number
+from istar.records.results import RunRecord
+from istar.reports.configurations import by_model_and_task, describe_hyperparameters, is_finite, row_dicts
+from istar.reports.method_comparisons import ComparedMethods, Method, MethodComparison, select_runs_by_method
+from istar.reports.paper_figures import MARKER_LEGEND, build_mean_point
+from istar.statistics import POWER, paired
+from istar.statistics.conclusions import Verdict, conclusion, verdict
+from istar.statistics.paired import mean_and_std
+
+_HEADER_BY_MEASURE = {
+    "within": "IsoScore\nwithin", "between": "IsoScore\nbetween", "between_share": "share of variance\nbetween"
+}  # fmt: skip
+_FORMAT_SPEC_BY_MEASURE = {"within": ".3f", "between": ".4f", "between_share": ".3f"}
+_STAGES = ("before", "after")
+"""Times of the measurements, relative to training."""
+
+
+def build_methods_sheet(compared_methods: ComparedMethods) -> Sheet:
+    """Return the table with a row for each method of every model and task, compared with the reference.
+
+    Table 1 has one row for I-STAR; this table has one for each lambda, zeta, and further setting in the method's name.
+    """
+    # By identity, because methods hold data frames and have no hash.
+    comparison_by_method_id = {id(comparison.method): comparison for comparison in compared_methods.comparisons}
+    rows = [
+        _build_row(method, comparison_by_method_id.get(id(method)), compared_methods)
+        for method in compared_methods.methods
+    ]
+    reference = compared_methods.reference
+    return Sheet(
+        name="methods",
+        title="All methods",
+        caption="Headline metric on the validation set (percent, except losses and perplexities), mean ± standard "
+        "deviation (ddof = 1) over seeds. Trials: configurations tried. Chosen on: the set on which the epoch and the "
+        "configuration were chosen, the reported validation set itself or held-out training data. "
+        f"Minus {reference}: mean "
+        "difference over the seeds that both have, with Student's 95% interval, not corrected for the number of rows. "
+        f"p: two-sided {_describe_test(compared_methods.test)} over the pairs of seeds; "
+        f"{_describe_holm_correction(compared_methods)} Smallest: the smallest difference that so many seeds find with "
+        f"probability {POWER:g}, by the paired t-test at {compared_methods.strictest_level:.2g}, Holm's strictest "
+        f"level ({compared_methods.alpha:g} / m). IsoScore: layers 1 to L before → after training.",
+        header=("task, metric", "method", "mean ± std", "seeds", "trials", "chosen\non", f"minus\n{reference}",
+                "95% interval", "p", "p,\nHolm", "smallest", "collapsed", "IsoScore", "settings"),
+        rows_by_group=group_rows_by_model(rows, _format_row),
+        frame=pd.DataFrame(rows).drop(columns="show_p_values", errors="ignore"),
+        notes=(
+            "Each method is shown with the settings that have the most seeds, among equals with the best mean on the "
+            "set on which they were chosen.",
+            "A dash stands for p where the runs allow no conclusion; the CSV file has the number.",
+        ),
+        num_row_headers=2,
+    )  # fmt: skip
+
+
+def build_conclusions_sheet(compared_methods: ComparedMethods) -> Sheet:
+    """Return the table of conclusions: a sentence for each method, model and task on its comparison."""
+    alpha = compared_methods.alpha
+    rows = [
+        {
+            "model": comparison.method.model,
+            "task": comparison.method.task,
+            "metric": comparison.method.metric,
+            "method": comparison.method.name,
+            "verdict": verdict(comparison.statistics, alpha).value,
+            "conclusion": conclusion(comparison.statistics, alpha),
+        }
+        for comparison in compared_methods.comparisons
+    ]
+    return Sheet(
+        name="conclusions",
+        title="What these runs allow to conclude",
+        caption=f"Each method of the table of all methods, compared with {compared_methods.reference} by fixed rules "
+        f"at the level {alpha:g}. {_describe_holm_correction(compared_methods)}",
+        header=("task, metric", "method", "conclusion"),
+        rows_by_group=group_rows_by_model(
+            rows,
+            lambda row: [Entry(f"{row['task']}, {row['metric']}"), Entry(row["method"]), Entry(row["conclusion"])],
+        ),
+        frame=pd.DataFrame(rows, columns=["model", "task", "metric", "method", "verdict", "conclusion"]),
+        num_row_headers=2,
+    )
+
+
+def _describe_test(test: str) -> str:
+    """Return the name of a paired test for a caption; `test` is a key of `paired.TESTS`."""
+    name = paired.TESTS[test]
+    return f"{name} (a permutation test, exact up to {paired.MAX_EXACT_PAIRS} pairs)" if test == "sign-flip" else name
+
+
+def _describe_holm_correction(compared_methods: ComparedMethods) -> str:
+    """Return the sentence of a caption that says for how many tests the p-values are corrected."""
+    return f"{compared_methods.holm.sentence()} m = {compared_methods.holm.tests}."
+
+
+def _build_row(
+    method: Method, comparison: MethodComparison | None, compared_methods: ComparedMethods
+) -> dict[str, Any]:
+    """Return the row of a method; without a comparison, as of the reference itself, its columns are empty."""
+    runs = method.runs
+    first_run = row_dicts(runs.head(1))[0]
+    scores = mean_and_std(list(method.score_by_seed.values()))
+    row = {
+        "model": method.model,
+        "task": method.task,
+        "metric": method.metric,
+        "method": method.name,
+        "mean": scores.mean,
+        "std": scores.std,
+        "seeds": scores.count,
+        "trials": method.budget.num_trials,
+        "configurations": method.num_configurations,
+        "chosen_on": method.selection_set,
+        "finished_epochs": method.budget.finished_epochs,
+        "finished_examples": method.budget.finished_examples,
+        **dict.fromkeys(
+            ("pairs", "minus_reference", "low", "high", "p", "p_holm", "smallest_difference", "smallest_level")
+        ),
+        "equal_budgets": None,
+        "collapsed": method.count_collapsed(list(runs["seed"])),
+        "isoscore_before": float(runs["isoscore_before"].mean()),
+        "isoscore_after": float(runs["isoscore_after"].mean()),
+        "settings": describe_hyperparameters(first_run),
+        "show_p_values": False,
+        "conclusion": "",
+    }
+    if comparison is None:
+        return row
+    statistics = comparison.statistics
+    low, high = statistics.interval or (None, None)
+    return row | {
+        "pairs": statistics.pairs,
+        "minus_reference": statistics.difference,
+        "low": low,
+        "high": high,
+        "p": comparison.unadjusted_p_value,
+        "p_holm": statistics.p_value,
+        "smallest_difference": statistics.smallest_difference,
+        "smallest_level": None if statistics.smallest_difference is None else compared_methods.strictest_level,
+        "equal_budgets": None if comparison.reference is None else statistics.has_equal_budgets,
+        "show_p_values": verdict(statistics, compared_methods.alpha) is not Verdict.NONE,
+        "conclusion": conclusion(statistics, compared_methods.alpha),
+    }
+
+
+def _format_row(row: Mapping[str, Any]) -> list[Entry]:
+    """Return the cells of a method's row; p-values are shown only if there are enough runs for a test."""
+    number_texts = [
+        format_number(row["minus_reference"], "+.2f"),
+        format_interval(row["low"], row["high"]),
+        *(format_p_value(row[name] if row["show_p_values"] else None) for name in ("p", "p_holm")),
+        format_number(row["smallest_difference"], ".2f"),
+        str(row["collapsed"]) if row["collapsed"] else EMPTY_CELL,
+        f"{row['isoscore_before']:.3f} → {row['isoscore_after']:.3f}",
+    ]
+    return [
+        Entry(f"{row['task']}, {row['metric']}"),
+        Entry(row["method"]),
+        Entry(format_mean_and_std(row["mean"], row["std"]), number=True),
+        Entry(str(row["seeds"]), number=True),
+        Entry(str(row["trials"]), number=True),
+        Entry(row["chosen_on"]),
+        *numeric_entries(number_texts),
+        Entry(row["settings"]),
+    ]
+
+
+def build_all_methods_plot(compared_methods: ComparedMethods) -> Plot:
+    """Return the figure of IsoScore against the headline metric: a panel per model and task, a point per method.
+
+    Unlike Figure 3 of the paper, it shows every method in the settings of the table of all methods, which may differ in
+    more than lambda. Models and tasks with a single method have no panel.
+    """
+    panels = []
+    methods_by_task = groupby(compared_methods.methods, lambda method: (method.model, method.task, method.metric))
+    for (model, task, metric), methods in methods_by_task:
+        task_methods = list(methods)
+        max_seeds = max(len(method.runs) for method in task_methods)
+        points = tuple(
+            build_mean_point(method.name, method.runs, method.runs.set_index("folder")["isoscore_after"], max_seeds)
+            for method in task_methods
+        )
+        if len(points) > 1:
+            panels.append(Panel(model, task, points, fixed_settings="", y_label=axis_label(metric)))
+    return Plot(
+        name="all_methods",
+        title="All methods: isotropy and performance",
+        caption="The figure below the table shows IsoScore of layers 1 to L on the validation set after training "
+        "against the headline metric: a point per method in the settings of the table, mean over seeds; error bars are "
+        f"standard deviations. {MARKER_LEGEND}",
+        kind="points",
+        x_label="IsoScore",
+        panels=tuple(panels),
+    )
+
+
+def build_class_isotropy_sheet(all_runs: pd.DataFrame, records: Mapping[str, RunRecord]) -> Sheet:
+    """Return the table of isotropy within and between classes: a row per method of every model and classification task.
+
+    The runs of a method are those that the table of all methods shows. Tasks without classes are left out.
+
+    Args:
+        all_runs: all runs of the report, from `configurations.add_selection_columns`.
+        records: record of each run by its folder.
+    """
+    usable_runs = all_runs[all_runs["usable"]]
+    rows = [
+        row
+        for task_runs in by_model_and_task(usable_runs)
+        for method, runs in select_runs_by_method(task_runs).items()
+        if (row := _build_class_row(method, runs, [records[folder] for folder in runs["folder"]])) is not None
+    ]
+    return Sheet(
+        name="class_isotropy",
+        title="Isotropy within and between classes",
+        caption="The state of the token that the head reads (the first of an encoder, the last of a decoder) in the "
+        "last layer, over the validation set with its true labels; before → after training, means over seeds. Within: "
+        "IsoScore of the pooled covariance within classes. Between: IsoScore of the covariance of the class means, at "
+        "most (C - 2) / (d - 1) for C classes and d dimensions, so that it is 0 for two classes. Share: the trace of "
+        "the latter covariance divided by that of the total covariance, which is the sum of both. IsoScore is too low "
+        "for fewer than about ten examples per dimension: compare it only over the same validation set.",
+        header=("task", "method", "seeds", *_HEADER_BY_MEASURE.values()),
+        rows_by_group=group_rows_by_model(rows, _format_class_row),
+        frame=pd.DataFrame(rows),
+        num_row_headers=2,
+    )
+
+
+def get_last_layer_measures(record: RunRecord, stage: str) -> dict[str, float]:
+    """Return the measures of a run's last layer `before` or `after` training that are finite numbers, by name."""
+    measures_by_layer = record.class_isotropy.get(stage) or {}
+    last_layer_measures = measures_by_layer[max(measures_by_layer, key=int)] if measures_by_layer else {}
+    return {name: value for name, value in last_layer_measures.items() if value is not None and is_finite(value)}
+
+
+def _build_class_row(method: str, runs: pd.DataFrame, records: Sequence[RunRecord]) -> dict[str, Any] | None:
+    """Return the row of a method, whose runs differ only in the seed; None if no run has the measures."""
+    measured_records = [record for record in records if get_last_layer_measures(record, "after")]
+    if not measured_records:
+        return None
+    row = {
+        "model": runs["model"].iloc[0],
+        "task": runs["task"].iloc[0],
+        "method": method,
+        "seeds": len(measured_records),
+    }
+    for stage in _STAGES:
+        for measure in _HEADER_BY_MEASURE:
+            seed_values = [get_last_layer_measures(record, stage).get(measure) for record in measured_records]
+            defined_values = [value for value in seed_values if value is not None]
+            row[f"{measure}_{stage}"] = fmean(defined_values) if defined_values else None
+    return row
+
+
+def _format_class_row(row: Mapping[str, Any]) -> list[Entry]:
+    measure_texts = [
+        " → ".join(format_number(row[f"{measure}_{stage}"], format_spec) for stage in _STAGES)
+        for measure, format_spec in _FORMAT_SPEC_BY_MEASURE.items()
+    ]
+    number_texts = [str(row["seeds"]), *measure_texts]
+    return [Entry(row["task"]), Entry(row["method"]), *numeric_entries(number_texts)]

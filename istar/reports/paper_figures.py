@@ -1,0 +1,354 @@
+"""The paper's Figures 3 to 8 as numbers, computed from runs."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from istar.drawing.plot import Line, Panel, Plot
+from istar.records.metric_names import displayed
+from istar.records.results import RunRecord
+from istar.reports import paper
+from istar.reports.configurations import are_all_collapsed, find_best_group, has_fixed_zeta
+from istar.reports.figure_runs import (
+    FigureRuns,
+    build_panel,
+    choose_settings,
+    get_istar_runs,
+    group_by_number,
+    select_by_lambda,
+    split_by_task,
+)
+from istar.reports.geometry_file import Geometry
+
+MARKER_LEGEND = "Hollow: fewer seeds than other points. Crossed: all runs have collapsed to constant predictions."
+_MAX_NAMED_RUNS = 10
+"""Largest number of runs that a caption names."""
+_LARGEST_LAMBDA = 5.0
+"""Absolute value of lambda at the ends of its colour scale."""
+
+
+def build_isotropy_performance_plot(all_runs: pd.DataFrame, geometry_by_folder: Mapping[str, Geometry]) -> Plot:
+    """Return the paper's Figure 3: isotropy against the headline metric, with a point for each lambda of I-STAR.
+
+    The isotropy is IsoScore* with the paper's zeta if all runs of the figure have it, and IsoScore otherwise.
+    """
+    selections = [
+        select_by_lambda(runs, istar_runs, all_runs)
+        for runs in split_by_task(all_runs)
+        if not (istar_runs := get_istar_runs(runs)).empty
+    ]
+    measure, reason = _choose_isotropy_measure(selections, geometry_by_folder)
+    isotropy_by_folder = dict(zip(all_runs["folder"], all_runs["isoscore_after"].astype(float), strict=True))
+    if measure == "IsoScore*":
+        isotropy_by_folder = {
+            folder: geometry.isoscore_star.union
+            for folder, geometry in geometry_by_folder.items()
+            if geometry.isoscore_star is not None
+        }
+    panels = []
+    for selection in selections:
+        max_seeds = max(map(len, selection.runs_by_value.values()))
+        lines = [
+            replace(build_mean_point("", runs, isotropy_by_folder, max_seeds), **_style_lambda(lambda_))
+            for lambda_, runs in selection.runs_by_value.items()
+        ]
+        panels.append(build_panel(selection, lines, all_runs))
+    return Plot(
+        name="figure3",
+        title="Figure 3: isotropy and performance",
+        caption=f"{reason} Isotropy of layers 1 to L on the validation set against the headline metric on the same "
+        "set, at the epoch with the best headline metric: a point per λ of I-STAR, mean over seeds, error bars: "
+        f"standard deviations. {MARKER_LEGEND}",
+        kind="points",
+        x_label=measure,
+        panels=tuple(panels),
+    )
+
+
+def build_mean_activation_plot(all_runs: pd.DataFrame, geometry_by_folder: Mapping[str, Geometry]) -> Plot:
+    """Return the paper's Figure 4: mean activation of each dimension of the last layer, for Base and CosReg.
+
+    It shows the runs that have an entry in `geometry_by_folder`.
+    """
+    activations_by_folder = {folder: geometry.mean_activation for folder, geometry in geometry_by_folder.items()}
+    selections = _select_curves(all_runs, activations_by_folder, "cosreg", "last", (-1, 1))
+    caption = ""
+    if selections:
+        counts = [geometry_by_folder[folder].num_examples for selection in selections for folder in selection.folders]
+        caption = (
+            f"Mean activation of each dimension of the last layer over the tokens of {_format_range(counts)} "
+            "validation texts, mean over seeds: without a penalty, and with CosReg on the last layer."
+        )
+    panels = _build_curve_panels(selections, all_runs, activations_by_folder, "mean activation")
+    # The order of the dimensions means nothing, so that bands would only hide the lines.
+    panels = [replace(panel, lines=tuple(replace(line, y_error=()) for line in panel.lines)) for panel in panels]
+    return Plot(
+        name="figure4",
+        title="Figure 4: mean activations and CosReg",
+        caption=caption,
+        kind="line",
+        x_label="dimension of the last layer",
+        panels=tuple(panels),
+    )
+
+
+def build_intrinsic_dimension_plot(all_runs: pd.DataFrame, geometry_by_folder: Mapping[str, Geometry]) -> Plot:
+    """Return the paper's Figure 5: TwoNN intrinsic dimension by layer, for Base and I-STAR.
+
+    It shows the runs that have an entry in `geometry_by_folder`.
+    """
+    dimensions_by_folder = {folder: geometry.two_nn for folder, geometry in geometry_by_folder.items()}
+    selections = _select_curves(all_runs, dimensions_by_folder, "istar", "all", (-5, -3, 3, 5))
+    return Plot(
+        name="figure5",
+        title="Figure 5: intrinsic dimension",
+        caption="TwoNN dimension of the first token's states by layer over at most 1,000 validation texts, mean over "
+        "seeds, band: standard deviation; without a penalty, and with I-STAR.",
+        kind="line",
+        x_label="layer (0: embeddings)",
+        panels=tuple(_build_curve_panels(selections, all_runs, dimensions_by_folder, "TwoNN dimension")),
+    )
+
+
+def build_layer_isotropy_plot(
+    all_runs: pd.DataFrame, records: Mapping[str, RunRecord], geometry_by_folder: Mapping[str, Geometry]
+) -> Plot:
+    """Return the paper's Figure 6: isotropy by layer, for Base and I-STAR, of the runs that measured IsoScore.
+
+    The isotropy is IsoScore* with the paper's zeta if all runs of the figure have it, and IsoScore otherwise.
+    """
+    isotropy_by_folder: dict[str, Sequence[float]] = {
+        folder: isoscores
+        for folder in all_runs[all_runs["usable"]]["folder"]
+        if (isoscores := _get_isoscore_by_layer(records[folder]))
+    }
+    selections = _select_curves(all_runs, isotropy_by_folder, "istar", "all", (-1, 1))
+    measure, reason = _choose_isotropy_measure(selections, geometry_by_folder)
+    if measure == "IsoScore*":
+        isotropy_by_folder = {
+            folder: geometry.isoscore_star.layers
+            for folder, geometry in geometry_by_folder.items()
+            if geometry.isoscore_star is not None
+        }
+    return Plot(
+        name="figure6",
+        title="Figure 6: isotropy layer by layer",
+        caption=f"{reason} Isotropy of each layer on the validation set at the epoch with the best headline metric, "
+        "mean over seeds, band: standard deviation; without a penalty, and with I-STAR.",
+        kind="line",
+        x_label="layer (0: embeddings)",
+        panels=tuple(_build_curve_panels(selections, all_runs, isotropy_by_folder, measure)),
+    )
+
+
+def _get_isoscore_by_layer(record: RunRecord) -> list[float]:
+    """Return IsoScore after training from the embeddings to the last layer; empty if it was not measured."""
+    after = record.isotropy.get("after", {})
+    return [after[layer] for layer in sorted(filter(str.isdigit, after), key=int)]
+
+
+def _choose_isotropy_measure(
+    selections: Sequence[FigureRuns], geometry_by_folder: Mapping[str, Geometry]
+) -> tuple[str, str]:
+    """Return the measure of a figure, and the sentences of its caption that say why.
+
+    It is IsoScore* if all runs of the figure have it with the paper's zeta, and IsoScore otherwise.
+    """
+    zeta, tokens = paper.ISOSCORE_ZETA, "all tokens of the validation set"
+    folders = {folder for selection in selections for folder in selection.folders}
+    stars = {folder: geometry_by_folder[folder].isoscore_star for folder in folders & geometry_by_folder.keys()}
+    num_points = {folder: star.num_points for folder, star in stars.items() if star is not None and star.zeta == zeta}
+    if folders and len(num_points) == len(folders):
+        return "IsoScore*", (
+            f"IsoScore* with the paper's ζ = {zeta:g} over {tokens}, in all {len(folders)} runs of this figure; Σ_S is "
+            f"the covariance of the union of layers 1 to L over {_format_range(num_points.values())} points of the "
+            "training data, or of a layer's states over the same tokens."
+        )
+    reason = (
+        f"IsoScore (ζ = 0) over {tokens}; the paper has IsoScore* with ζ = {zeta:g}, so the axes cannot be compared."
+    )
+    if not num_points:
+        return "IsoScore", f"{reason} No run of this figure has IsoScore*; run.isotropy_zeta={zeta:g} measures it."
+    names = sorted(Path(folder).name for folder in folders - num_points.keys())
+    if len(names) > _MAX_NAMED_RUNS:
+        names = [*names[:_MAX_NAMED_RUNS], f"and {len(names) - _MAX_NAMED_RUNS} others"]
+    return "IsoScore", (
+        f"{reason} Of the {len(folders)} runs of this figure, {len(num_points)} have IsoScore* as well. It is shown if "
+        f"all have it, which run.isotropy_zeta={zeta:g} measures; without it: {', '.join(names)}."
+    )
+
+
+def _format_range(counts: Collection[int]) -> str:
+    """Return the smallest and the largest of some numbers, such as "12 to 1,000", or the only one that occurs."""
+    smallest, largest = min(counts), max(counts)
+    return f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
+
+
+def _select_curves(
+    all_runs: pd.DataFrame,
+    y_by_folder: Mapping[str, Sequence[float]],
+    family: str,
+    layers: str,
+    paper_lambdas: Sequence[float],
+) -> list[FigureRuns]:
+    """Select the runs of a figure with a line for Base and for each lambda of a penalty.
+
+    Args:
+        all_runs: all runs of the report.
+        y_by_folder: the line of each run by its folder; runs without an entry are not shown.
+        family: method of the penalty.
+        layers: value of `reg.layers` of its runs.
+        paper_lambdas: the lambdas of the paper's figure.
+    """
+    selections = []
+    for runs in split_by_task(all_runs[all_runs["folder"].isin(list(y_by_folder))]):
+        penalized = runs[(runs["family"] == family) & runs["reg.layers"].eq(layers)]
+        # Small models are trained with other lambdas than the paper's; show these if there is none of the paper's.
+        with_paper_lambda = penalized[penalized["reg.lambda"].isin(paper_lambdas)]
+        penalized = penalized if with_paper_lambda.empty else with_paper_lambda
+        if not penalized.empty:
+            selections.append(select_by_lambda(runs, penalized, all_runs))
+    return selections
+
+
+def _build_curve_panels(
+    selections: Sequence[FigureRuns], all_runs: pd.DataFrame, y_by_folder: Mapping[str, Sequence[float]], y_label: str
+) -> list[Panel]:
+    """Return a panel for each selection, with the mean over seeds of each line and bands of one deviation."""
+    panels = []
+    for selection in selections:
+        lines = []
+        for lambda_, runs in selection.runs_by_value.items():
+            curves = pd.DataFrame([y_by_folder[folder] for folder in runs["folder"]], dtype=float)
+            curves = curves.replace([math.inf, -math.inf], math.nan)
+            # A single run has no standard deviation.
+            deviations = tuple(curves.std()) if len(curves) > 1 else ()
+            xs = tuple(map(float, curves.columns))
+            lines.append(Line(x=xs, y=tuple(curves.mean()), y_error=deviations, **_style_lambda(lambda_)))
+        panels.append(build_panel(selection, lines, all_runs, y_label))
+    return panels
+
+
+def _style_lambda(lambda_: float | str) -> dict[str, Any]:
+    """Return the fields of a line on its label and colour; a value has the same colour in every figure."""
+    if isinstance(lambda_, str):  # Base
+        return {"label": lambda_}
+    return {
+        "label": f"λ = {lambda_:g}",
+        "colour_scale": "diverging",
+        "scale_position": lambda_ / _LARGEST_LAMBDA,
+    }
+
+
+def build_zeta_ablation_plot(all_runs: pd.DataFrame) -> Plot:
+    """Return the paper's Figure 7: the headline metric of I-STAR against zeta, its shrinkage intensity."""
+    panels = []
+    for runs in split_by_task(all_runs):
+        istar_runs = get_istar_runs(runs)
+        if istar_runs.empty:
+            continue
+        selected = istar_runs[istar_runs["hash_without_zeta"] == choose_settings(istar_runs, "zeta", all_runs)]
+        runs_by_zeta = group_by_number(selected, "reg.zeta")
+        if len(runs_by_zeta) < 2:
+            continue
+        selection = FigureRuns("zeta", istar_runs, selected, runs_by_zeta)
+        panel = build_panel(selection, [_build_metric_line(selected, "reg.zeta")], all_runs)
+        # The rule is that of Tables 1 and 2: the most seeds, then the best mean.
+        best_runs = selected[selected["config_hash"] == find_best_group(selected, "config_hash")]
+        if not are_all_collapsed(best_runs):
+            panel = replace(panel, vertical_line=(float(best_runs["reg.zeta"].iloc[0]), "best ζ"))
+        panels.append(panel)
+    return Plot(
+        name="figure7",
+        title="Figure 7: ζ ablation",
+        caption="Headline metric on the validation set by ζ of I-STAR, mean ± standard deviation over seeds; ζ = 0 is "
+        "no shrinkage, ζ = 1 only Σ_S. Points without error bars have one seed. Dashed line: of the ζ with the most "
+        f"seeds, the one with the best mean on the set on which the epoch was chosen, as in Table 2. {MARKER_LEGEND}",
+        kind="bars",
+        x_label="ζ",
+        panels=tuple(panels),
+    )
+
+
+def build_layer_ablation_plot(all_runs: pd.DataFrame) -> Plot:
+    """Return the paper's Figure 8: the headline metric against the single layer that I-STAR penalizes.
+
+    A dashed line shows the metric with I-STAR on all layers.
+    """
+    panels = []
+    for runs in split_by_task(all_runs):
+        istar_runs = runs[(runs["family"] == "istar") & has_fixed_zeta(runs)]
+        istar_runs = istar_runs.assign(layer=istar_runs["reg.layers"].map(_get_single_layer))
+        single_layer_runs = istar_runs[istar_runs["layer"].notna()]
+        if single_layer_runs.empty:
+            continue
+        settings = choose_settings(single_layer_runs, "layers", all_runs)
+        has_settings = istar_runs["hash_without_layers"] == settings
+        selected = istar_runs[has_settings & (istar_runs["layer"].notna() | istar_runs["reg.layers"].eq("all"))]
+        runs_by_layer = group_by_number(selected, "layer")
+        all_layer_runs = selected[selected["layer"].isna()]
+        selection = FigureRuns("layers", single_layer_runs, selected, {**runs_by_layer, "all": all_layer_runs})
+        panel = build_panel(selection, [_build_metric_line(selected, "layer")], all_runs)
+        if not all_layer_runs.empty:
+            all_layer_score = float(_compute_displayed_scores(all_layer_runs).mean())
+            panel = replace(panel, horizontal_line=(all_layer_score, "all layers"))
+        panels.append(panel)
+    return Plot(
+        name="figure8",
+        title="Figure 8: layer ablation",
+        caption="Headline metric on the validation set with I-STAR on a single layer, mean ± standard deviation over "
+        f"seeds. Points without error bars have one seed. Dashed line: I-STAR on all layers. {MARKER_LEGEND}",
+        kind="bars",
+        x_label="layer that is penalized",
+        panels=tuple(panels),
+    )
+
+
+def _get_single_layer(layers: Any) -> int | None:
+    """Return the only layer of a list of penalized layers, or None if the value is not a list of one layer."""
+    return layers[0] if isinstance(layers, list) and len(layers) == 1 else None
+
+
+def _build_metric_line(runs: pd.DataFrame, x_column: str) -> Line:
+    """Return a line of the mean headline metric over seeds against the numbers in a column."""
+    scores_by_x = _compute_displayed_scores(runs).groupby(runs[x_column].astype(float))
+    counts, means = scores_by_x.size(), scores_by_x.mean()
+    return Line(
+        "mean ± std",
+        x=tuple(map(float, means.index)),
+        y=tuple(means),
+        # A single run has no standard deviation.
+        y_error=tuple(scores_by_x.std().fillna(0.0)),
+        hollow=tuple(counts < counts.max()),
+        crossed=tuple(map(are_all_collapsed, group_by_number(runs, x_column).values())),
+    )
+
+
+def build_mean_point(
+    label: str, runs: pd.DataFrame, isotropy_by_folder: Mapping[str, float] | pd.Series, max_seeds: int
+) -> Line:
+    """Return a point at the mean isotropy and the mean headline metric of the runs, with standard deviations.
+
+    `max_seeds` is the largest number of seeds of a point in the same panel.
+    """
+    isotropy, scores = runs["folder"].map(isotropy_by_folder).astype(float), _compute_displayed_scores(runs)
+    x_error, y_error = np.nan_to_num([isotropy.std(), scores.std()])
+    return Line(
+        label,
+        x=(isotropy.mean(),),
+        y=(scores.mean(),),
+        x_error=(x_error,),
+        y_error=(y_error,),
+        hollow=(len(runs) < max_seeds,),
+        crossed=(are_all_collapsed(runs),),
+    )
+
+
+def _compute_displayed_scores(runs: pd.DataFrame) -> pd.Series:
+    metrics_and_values = zip(runs["metric"], runs["value"].astype(float), strict=True)
+    return pd.Series([displayed(metric, value) for metric, value in metrics_and_values], index=runs.index, dtype=float)

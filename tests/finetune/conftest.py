@@ -1,0 +1,18 @@
+"""Fixtures shared by the tests of fine-tuning."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from istar.finetune.runs import record
+
+
+@pytest.fixture(scope="session", autouse=True)
+def blank_isotropy_picture() -> Iterator[None]:
+    """Leave the picture of each run blank, which would take a quarter of the time of a small run.
+
+    `tests/finetune/runs/test_run_summary.py` tests the picture.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record, "render_isotropy_plot", lambda run_record: b"blank")
+        yield
