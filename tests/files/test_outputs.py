@@ -7,7 +7,8 @@ new ones and leave nothing unfinished.
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from istar.finetune.training.checkpoints import (
 from istar.reports import plan_file, run_frame
 from tests.reports.plans import make_plan
 
+KILLED = 77
 SYSTEM_CALLS = ("rename", "replace", "unlink", "mkdir", "rmdir", "fsync")
 Tree = dict[str, bytes]
 
@@ -54,28 +56,58 @@ class Killed(BaseException):
     """Ends a writer, which cannot handle it: every further system call raises it again."""
 
 
-def is_killed(write: Callable[[], Any], count: int) -> bool:
-    """Call `write`, and let its count-th system call and all later ones fail; return False if it makes fewer calls."""
+@contextmanager
+def fatal_calls(count: int, end: Callable[[], Any]) -> Iterator[None]:
+    """Within the block, call `end` in place of the count-th system call and of all later ones."""
     num_calls = 0
 
     def make_fatal(original_call: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
             nonlocal num_calls
             num_calls += 1
-            if num_calls >= count:
-                raise Killed
-            return original_call(*arguments, **keywords)
+            return end() if num_calls >= count else original_call(*arguments, **keywords)
 
         return call
 
     with pytest.MonkeyPatch.context() as patch:
         for name in SYSTEM_CALLS:
             patch.setattr(os, name, make_fatal(getattr(os, name)))
-        try:
+        yield
+
+
+def raise_killed() -> None:
+    raise Killed
+
+
+def is_stopped(write: Callable[[], Any], count: int) -> bool:
+    """Call `write`, and let its count-th system call and all later ones fail; return False if it makes fewer calls."""
+    try:
+        with fatal_calls(count, raise_killed):
             write()
-        except Killed:
-            return True
+    except Killed:
+        return True
     return False
+
+
+def is_fork_killed(write: Callable[[], Any], count: int) -> bool:
+    """Call `write` in a fork that dies at its count-th system call, with all that it has not flushed."""
+    child = os.fork()
+    if child == 0:
+        try:
+            with fatal_calls(count, lambda: os._exit(KILLED)):
+                write()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, KILLED)
+    return code == KILLED
+
+
+@pytest.fixture(params=[is_stopped, pytest.param(is_fork_killed, marks=pytest.mark.slow)])
+def is_killed(request: pytest.FixtureRequest) -> Callable[[Callable[[], Any], int], bool]:
+    """Return the way in which a writer ends early; killing forks takes five times as long, and is nightly."""
+    return request.param
 
 
 KIND = PageKind("report", "test", ("data.json",))
@@ -130,7 +162,10 @@ WRITERS = [write_page, write_model, write_runs]
 @pytest.mark.parametrize("write", [*WRITERS, write_checkpoint, write_record])
 @pytest.mark.parametrize("has_earlier", [False, True])
 def test_a_writer_that_is_killed_at_any_step(
-    tmp_path: Path, write: Callable[[Path, str], None], has_earlier: bool
+    tmp_path: Path,
+    write: Callable[[Path, str], None],
+    has_earlier: bool,
+    is_killed: Callable[..., bool],
 ) -> None:
     old_tree: Tree = {}
     write(tmp_path / "new", "2")
@@ -170,7 +205,7 @@ def test_a_writer_that_is_killed_at_any_step(
 
 
 @pytest.mark.parametrize("has_earlier", [False, True])
-def test_a_plan_that_is_killed_at_any_step(tmp_path: Path, has_earlier: bool) -> None:
+def test_a_plan_that_is_killed_at_any_step(tmp_path: Path, has_earlier: bool, is_killed: Callable[..., bool]) -> None:
     count, killed = 1, True
     while killed:
         root = tmp_path / str(count)
@@ -190,7 +225,7 @@ def test_a_plan_that_is_killed_at_any_step(tmp_path: Path, has_earlier: bool) ->
     assert count > 5
 
 
-def test_a_checkpoint_is_whole_after_each_kill(tmp_path: Path) -> None:
+def test_a_checkpoint_is_whole_after_each_kill(tmp_path: Path, is_killed: Callable[..., bool]) -> None:
     path = tmp_path / "step-1.ckpt"
     AtomicCheckpointIO().save_checkpoint({"value": torch.zeros(3)}, path)
     count = 1
