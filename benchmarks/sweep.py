@@ -171,11 +171,11 @@ def write_finished_runs(count: int, folder: Path) -> None:
     run_command("train.py", "seed=1", *SMALL, f"run.root={folder / 'template'}")
     [path] = (folder / "template").glob("demo-*/result.json")
     template = path.parent
-    record, config, folders = results.read(template), compose_config(f"run.root={folder / 'runs'}"), RunFolders()
+    record, config, folders = results.read_result(template), compose_config(f"run.root={folder / 'runs'}"), RunFolders()
     for seed in track(range(1, count + 1), "writing finished runs", transient=True):
         seeded = replace(config, seed=seed)
         run_folder = folders.find(seeded)
-        results.write(replace(record, name=run_folder.name, config=schema.to_dict(seeded)), run_folder)
+        results.write_result(replace(record, name=run_folder.name, config=schema.to_dict(seeded)), run_folder)
         shutil.copy(template / results.GEOMETRY, run_folder)
         (run_folder / "model").mkdir()
 

@@ -1,4 +1,4 @@
-"""Complete records of finished runs, which `istar.records.results.read` accepts."""
+"""Complete records of finished runs, which `istar.records.results.read_result` accepts."""
 
 from typing import Any
 

@@ -130,7 +130,7 @@ def test_throughput_executes_the_same_runs_by_the_sweep_and_by_the_loop_in_rotat
 
 def test_finished_runs_are_finished_for_a_sweep(commands: list[tuple[str, ...]], tmp_path: Path) -> None:
     template = tmp_path / "template" / "demo-template"
-    results.write(make_finished_record("demo-template", sweep.compose_config()), template)
+    results.write_result(make_finished_record("demo-template", sweep.compose_config()), template)
     (template / results.GEOMETRY).write_text("[]")
     sweep.write_finished_runs(2, tmp_path)
     for seed in (1, 2):

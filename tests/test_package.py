@@ -130,7 +130,7 @@ def test_it_trains_in_an_empty_folder(unpacked: Path, tmp_path: Path) -> None:
     assert (completed.returncode, completed.stderr) == (0, "")
     assert "demo, accuracy · tiny" in completed.stdout
     [folder] = (tmp_path / "runs" / "smoke").glob("demo-*")
-    assert results.read(folder).status == "finished"
+    assert results.read_result(folder).status == "finished"
     sweep_state = next((tmp_path / "runs" / "smoke" / "sweeps").glob("*/sweep.json")).read_text()
     assert '"istar train -m debug=smoke seed=1 trainer.accelerator=cpu"' in sweep_state
 

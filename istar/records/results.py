@@ -230,12 +230,12 @@ def read_start_time(folder: Path) -> str | None:
     return first_line.removeprefix(_START_COMMENT).strip() if first_line.startswith(_START_COMMENT) else None
 
 
-def write(record: RunRecord, folder: Path) -> None:
+def write_result(record: RunRecord, folder: Path) -> None:
     """Write the record to `result.json` in the run's folder, atomically."""
     write_text(folder / RESULT, json.dumps(asdict(record), indent=2, allow_nan=True) + "\n")
 
 
-def read(folder: Path) -> RunRecord:
+def read_result(folder: Path) -> RunRecord:
     """Read the record in a run's folder.
 
     Raises:

@@ -15,7 +15,7 @@ from istar.errors import UserError
 from istar.files.outputs import Output
 from istar.files.writing import to_csv
 from istar.records.metric_names import format_metric, format_number
-from istar.records.results import CONFIG, RESULT, RunRecord, read, read_unfinished
+from istar.records.results import CONFIG, RESULT, RunRecord, read_result, read_unfinished
 from istar.records.run_rows import COMPARISON_CAPTION, COMPARISON_COLUMNS, RUN_COLUMNS, record_to_row
 
 _REPLACED_SUFFIX = re.compile(r"\.old-\d+$")  # suffix of a run folder that `run.overwrite=true` has replaced
@@ -61,7 +61,7 @@ def load_runs(root: Path, keep_records: bool = False, excluded: Path | None = No
     for folder in run_folders:
         visited_folders |= {folder, *folder.parents}
         try:
-            record = read(folder) if (folder / RESULT).exists() else read_unfinished(folder)
+            record = read_result(folder) if (folder / RESULT).exists() else read_unfinished(folder)
             rows.append({"folder": str(folder), **record_to_row(record)})
             if keep_records:
                 records[str(folder)] = record

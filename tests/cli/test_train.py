@@ -107,7 +107,7 @@ def test_smoke(tmp_path: Path) -> None:
     assert "IsoScore" in result.stdout
     [folder] = (tmp_path / "runs" / "smoke").glob("demo-*")
     assert f"runs/smoke/{folder.name}/" in result.stdout
-    assert results.read(folder).status == "finished"
+    assert results.read_result(folder).status == "finished"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "runs"]
 
 
@@ -128,7 +128,7 @@ def test_the_methods_are_compared(tmp_path: Path) -> None:
     assert "comparison.png" in comparison
     runs = [path for path in (tmp_path / "runs").iterdir() if path.name.startswith("demo-")]
     assert len(runs) == 4
-    assert {results.read(path).status for path in runs} == {"finished"}
+    assert {results.read_result(path).status for path in runs} == {"finished"}
     # The repeated command finds the finished runs.
     second_result = run_train("-m", "experiment=demo", *TINY, cwd=tmp_path, ISTAR_CACHE=str(tmp_path / "cache"))
     assert second_result.returncode == 0, second_result.stderr

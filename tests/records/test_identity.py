@@ -21,7 +21,7 @@ from istar.records.config import (
 from istar.records.config.penalties import PENALTIES
 from istar.records.config.schema import to_dict
 from istar.records.identity import BASE, configuration_hash, find_method, identifies_run, label_method, name_method
-from istar.records.results import RunRecord, write
+from istar.records.results import RunRecord, write_result
 from istar.records.run_rows import group_by_task
 from istar.reports.configurations import add_selection_columns
 from istar.reports.run_frame import load_runs
@@ -82,7 +82,7 @@ def test_the_report_and_the_sweep_agree(tmp_path: Any) -> None:
     for number, config in enumerate((make_config(seed=1), HARDWARE[0](), make_config(seed=1, optim__lr=1e-3))):
         folder = tmp_path / f"run{number}"
         folder.mkdir()
-        write(RunRecord(folder.name, "failed", to_dict(config), error="the disk is full"), folder)
+        write_result(RunRecord(folder.name, "failed", to_dict(config), error="the disk is full"), folder)
     runs = load_runs(tmp_path, keep_records=True)
     in_report = add_selection_columns(runs)["config_hash"].nunique()
     [in_sweep] = map(len, group_by_task([runs.records[folder] for folder in runs.frame["folder"]]).values())

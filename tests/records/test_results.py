@@ -144,8 +144,8 @@ def test_identity_leaves_the_config_alone(composed: Callable[..., Config]) -> No
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    results.write(RECORD, tmp_path / "new" / "folder")
-    assert results.read(tmp_path / "new" / "folder") == RECORD
+    results.write_result(RECORD, tmp_path / "new" / "folder")
+    assert results.read_result(tmp_path / "new" / "folder") == RECORD
     text = (tmp_path / "new" / "folder" / RESULT).read_text()
     assert json.loads(text) == asdict(RECORD)
     assert text.startswith('{\n  "name": "demo-tiny-none-0123456789ab",\n')
@@ -157,7 +157,7 @@ def test_records_without_the_later_fields_are_read(tmp_path: Path) -> None:
     fields = ("model_commit", "data_commit", "code_commit", "code_modified", "device", "processes", "cuda", "system")
     values = {name: value for name, value in asdict(RECORD).items() if name not in fields}
     (tmp_path / RESULT).write_text(json.dumps(values))
-    assert results.read(tmp_path) == RECORD
+    assert results.read_result(tmp_path) == RECORD
     assert [getattr(RECORD, name) for name in fields] == [None] * len(fields)
 
 
@@ -168,7 +168,7 @@ def test_text_is_utf8_with_plain_line_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
 def test_a_failing_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    results.write(RECORD, tmp_path)
+    results.write_result(RECORD, tmp_path)
 
     def fail(*args: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -178,17 +178,17 @@ def test_a_failing_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest
     else:
         monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(OSError, match="No space"):
-        results.write(replace(RECORD, status="failed"), tmp_path)
+        results.write_result(replace(RECORD, status="failed"), tmp_path)
     monkeypatch.undo()
-    assert results.read(tmp_path) == RECORD
+    assert results.read_result(tmp_path) == RECORD
     assert [path.name for path in tmp_path.iterdir()] == [RESULT]
 
 
 def test_an_unwritable_record_leaves_the_old_file(tmp_path: Path) -> None:
-    results.write(RECORD, tmp_path)
+    results.write_result(RECORD, tmp_path)
     with pytest.raises(TypeError):
-        results.write(replace(RECORD, metrics={"accuracy": object()}), tmp_path)  # type: ignore[dict-item]
-    assert results.read(tmp_path) == RECORD
+        results.write_result(replace(RECORD, metrics={"accuracy": object()}), tmp_path)  # type: ignore[dict-item]
+    assert results.read_result(tmp_path) == RECORD
     assert [path.name for path in tmp_path.iterdir()] == [RESULT]
 
 
@@ -196,7 +196,7 @@ def test_an_unwritable_record_leaves_the_old_file(tmp_path: Path) -> None:
 def test_the_file_mode_follows_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
     previous_umask = os.umask(umask)
     try:
-        results.write(RECORD, tmp_path)
+        results.write_result(RECORD, tmp_path)
     finally:
         os.umask(previous_umask)
     assert stat.S_IMODE((tmp_path / RESULT).stat().st_mode) == mode
@@ -229,7 +229,7 @@ BROKEN = {
 def test_broken_and_foreign_files(tmp_path: Path, text: str) -> None:
     (tmp_path / RESULT).write_text(text)
     with pytest.raises(UserError, match=r"not JSON|is not a result") as error:
-        results.read(tmp_path)
+        results.read_result(tmp_path)
     assert "\n" not in str(error.value)
     assert str(tmp_path / RESULT) in str(error.value)
 
@@ -237,12 +237,12 @@ def test_broken_and_foreign_files(tmp_path: Path, text: str) -> None:
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / RESULT).write_bytes(b"\xff\xfe\x00{")
     with pytest.raises(UserError, match="not UTF-8 text"):
-        results.read(tmp_path)
+        results.read_result(tmp_path)
 
 
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no result\.json") as error:
-        results.read(tmp_path / "nowhere")
+        results.read_result(tmp_path / "nowhere")
     assert "\n" not in str(error.value)
 
 
@@ -250,7 +250,7 @@ def test_missing_file(tmp_path: Path) -> None:
 def test_another_format(tmp_path: Path, more: dict[str, int]) -> None:
     (tmp_path / RESULT).write_text(json.dumps(asdict(RECORD) | {"format": 99} | more))
     with pytest.raises(UserError, match="has format 99; this version reads 1"):
-        results.read(tmp_path)
+        results.read_result(tmp_path)
 
 
 def test_versions_name_what_a_result_depends_on() -> None:

@@ -121,7 +121,7 @@ def save(run: RunRecord, root: Path, geometry: bool = True) -> Path:
         (folder / "config.yaml").write_text(json.dumps(run.config))
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    # `istar.records.results.write` would wait for the disk.
+    # `istar.records.results.write_result` would wait for the disk.
     (folder / RESULT).write_text(json.dumps(asdict(run), indent=2) + "\n")
     if geometry and run.status == "finished":
         (folder / "geometry.json").write_text(json.dumps(make_geometry(run)))

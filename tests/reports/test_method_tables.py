@@ -147,10 +147,10 @@ def test_runs_within_classes_are_not_those_of_table_1(tmp_path: Path) -> None:
 
 def test_results_of_earlier_versions_are_read_and_left_out(tmp_path: Path) -> None:
     folder = save(record("rte", "mine", BASE, 1), tmp_path)
-    values = asdict(results.read(folder))
+    values = asdict(results.read_result(folder))
     del values["class_isotropy"]
     (folder / results.RESULT).write_text(json.dumps(values))
-    assert results.read(folder).class_isotropy == {}
+    assert results.read_result(folder).class_isotropy == {}
     assert build_sheet(tmp_path).rows == []
 
 
@@ -161,7 +161,7 @@ def test_results_of_earlier_versions_are_read_and_left_out(tmp_path: Path) -> No
 def test_a_value_that_is_no_number_is_named(tmp_path: Path, after: Any, message: str) -> None:
     folder = save(record("rte", "mine", BASE, 1, changes={"class_isotropy": {"after": after}}), tmp_path)
     with pytest.raises(UserError, match=message):
-        results.read(folder)
+        results.read_result(folder)
 
 
 def test_a_point_for_each_method_in_the_settings_of_the_table(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from istar.cli.main import main
 from istar.errors import UserError
 from istar.records.config import Config
 from istar.records.config.schema import to_dict
-from istar.records.results import RESULT, RunRecord, write
+from istar.records.results import RESULT, RunRecord, write_result
 from istar.reports.run_frame import export_frame, load_runs
 
 
@@ -40,7 +40,7 @@ def write_run(composed: Callable[..., Config], tmp_path: Path) -> Callable[..., 
                 timing={"total": 12.5},
             )
         record = replace(record, **changes)
-        write(record, root / name)
+        write_result(record, root / name)
         return record
 
     return write_record

@@ -25,7 +25,7 @@ def read_finished_run(folder: Path, config: Config) -> RunRecord | None:
     except OSError as error:
         raise UserError(f"run.root={config.run.root} cannot be used: {shorten(error)}") from error
     try:
-        record = results.read(folder)
+        record = results.read_result(folder)
     except UserError as error:
         raise UserError(f"{error}; run.overwrite=true runs it again") from error
     if record.status != "finished":

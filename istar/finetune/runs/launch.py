@@ -232,7 +232,7 @@ class RunProcesses:
             if self._failed_ranks:
                 exit_code_by_rank = {rank: self._processes[rank].returncode for rank in self._failed_ranks}
                 raise _make_run_error(self._folder, exit_code_by_rank, len(self._processes), signals)
-            return results.read(self._folder)
+            return results.read_result(self._folder)
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -265,7 +265,7 @@ def execute_process(arguments: Sequence[str], is_parent_alive: Callable[[], bool
         record = run(config, make_console(), *trial)
         if rank == "0":
             # The parent does not read the run's folder: on a second node, the result may not be visible there yet.
-            results.write(record, Path(folder))
+            results.write_result(record, Path(folder))
         message, exit_code, stack_trace = "", 0, ""
     except UserError as error:
         message, exit_code, stack_trace = str(error), error.exit_code, mask_secrets(traceback.format_exc())

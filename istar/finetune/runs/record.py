@@ -66,7 +66,7 @@ def record_results(job: Job, record: RunRecord, timing: dict[str, Any], start_ti
     # result.json is written last, because a folder that has it counts as a finished run.
     job.metrics_file.finalize("success")
     log_result(job.trainer, asdict(record))
-    results.write(record, job.folder)
+    results.write_result(record, job.folder)
     return record
 
 

@@ -137,7 +137,7 @@ def _train_and_record(job: Job, checkpoint: Path | None, start_time: float) -> R
         advised_error = add_advice(error, job)
         if job.trainer.is_global_zero:
             with suppress(OSError):
-                results.write(replace(record, error=shorten(advised_error, 500)), job.folder)
+                results.write_result(replace(record, error=shorten(advised_error, 500)), job.folder)
         if advised_error is error:
             raise
         raise advised_error from error

@@ -189,7 +189,7 @@ class SweepRuns:
 
     def read_record(self, entry: SweepEntry) -> RunRecord:
         """Read the record of a run that has ended."""
-        return results.read(self.request.root / entry.name)
+        return results.read_result(self.request.root / entry.name)
 
 
 def describe_sweep(request: SweepRequest, console: Console) -> dict[str, Any]:

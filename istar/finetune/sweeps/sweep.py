@@ -312,7 +312,7 @@ def read_finished_runs(root: Path) -> list[RunRecord]:
     records = []
     for path in sorted(root.glob(f"*/{results.RESULT}")):
         try:
-            records.append(results.read(path.parent))
+            records.append(results.read_result(path.parent))
         except UserError as error:
             log.warning("not read: %s", error)
     return [record for record in records if record.status == "finished" and record.timing.get("total")]

@@ -43,7 +43,9 @@ def run_folders(composed: Callable[..., Config], tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(scope="module")
 def saved_models(run_folders: dict[str, Path]) -> dict[str, SavedModel]:
-    return {task: form_scores.load_saved_model(path, results.read(path), 8, 0) for task, path in run_folders.items()}
+    return {
+        task: form_scores.load_saved_model(path, results.read_result(path), 8, 0) for task, path in run_folders.items()
+    }
 
 
 def compute_logits(saved: SavedModel, model: Any) -> np.ndarray:
@@ -68,7 +70,7 @@ def test_scores_are_those_of_torch_quantization(
         return float(100 * scipy.stats.pearsonr(logits[:, 0], labels).statistic)
 
     scores = score_model(saved, [form])
-    record = results.read(run_folders[task])
+    record = results.read_result(run_folders[task])
     assert scores["metric"] == record.headline["metric"]
     assert scores["float32"] == pytest.approx(100 * record.headline["value"], abs=1e-4)
     assert scores["float32"] == pytest.approx(score(saved.model), abs=0.01)
@@ -95,7 +97,7 @@ def test_the_calibration_is_a_sample_of_training_examples(
     ranges = {name: value.item() for name, value in calibrate_input_ranges(saved, layers).items()}
     assert ranges == pytest.approx(largest_by_part["calibration"], rel=1e-5)
     assert ranges != pytest.approx(largest_by_part["validation"], rel=1e-3)
-    all_rows = form_scores.load_saved_model(folder, results.read(folder), 32, 0).calibration
+    all_rows = form_scores.load_saved_model(folder, results.read_result(folder), 32, 0).calibration
     training_texts = [tuple(row["input_ids"].tolist()) for row in all_rows]
     sampled_texts = [tuple(row["input_ids"].tolist()) for row in saved.calibration]
     assert len(training_texts) == 32
@@ -142,7 +144,7 @@ def test_a_diverged_model_is_named(saved_models: dict[str, SavedModel]) -> None:
 
 
 def test_other_data_than_those_of_the_run_are_refused(run_folders: dict[str, Path]) -> None:
-    record = results.read(run_folders["demo"])
+    record = results.read_result(run_folders["demo"])
     changed_record = results.RunRecord(**{**vars(record), "data": {**record.data, "fingerprint": "0"}})
     with pytest.raises(UserError, match="--data-dir"):
         form_scores.load_saved_model(run_folders["demo"], changed_record, 4, 0)
@@ -165,7 +167,7 @@ def test_the_command(run_folders: dict[str, Path], tmp_path: Path, capsys: pytes
     scores = pd.read_csv(out / "quantization.csv")
     assert list(scores["folder"]) == [str(demo), str(regression)]
     for row, folder in zip(scores.to_dict("records"), (demo, regression), strict=True):
-        record = results.read(folder)
+        record = results.read_result(folder)
         assert row["recorded"] == pytest.approx(100 * record.headline["value"])
         assert row["float32"] == pytest.approx(row["recorded"], abs=1e-4)
         assert row["w3a3_drop"] == pytest.approx(row["float32"] - row["w3a3"])

@@ -78,7 +78,7 @@ def assert_whole(folder: Path) -> None:
         assert path.suffix == ".ckpt"
         assert read_checkpoint(path)["state_dict"]
     if (folder / results.RESULT).exists():
-        results.read(folder)
+        results.read_result(folder)
     if (folder / "metrics.csv").exists():
         assert all(None not in row and None not in row.values() for row in metrics_of(folder))
     if (folder / "model").exists():

@@ -160,14 +160,16 @@ def test_what_fails_is_a_failed_run_and_goes_on_as_the_same(
     if failing_stage == "in a step":
         monkeypatch.setattr(FineTuner, "on_validation_epoch_end", fail)
     else:
-        original_write = results.write
+        original_write = results.write_result
         monkeypatch.setattr(
-            results, "write", lambda record, folder: fail() if record.error is None else original_write(record, folder)
+            results,
+            "write_result",
+            lambda record, folder: fail() if record.error is None else original_write(record, folder),
         )
     with pytest.raises(RuntimeError, match="luck"):
         run(config)
     folder = only_run(Path(config.run.root))
-    assert results.read(folder).status == "failed"
+    assert results.read_result(folder).status == "failed"
     monkeypatch.undo()
     until_the_next_second()
     for name in ("MODE", "SILENT"):
@@ -272,7 +274,7 @@ def test_an_agents_run_keeps_the_id_that_the_agent_gave(
         folder = only_run(tmp_path / "runs")
         assert len(offline_records(folder)) == index + 1
         until_the_next_second()
-    record = results.read(folder)
+    record = results.read_result(folder)
     first, second = offline_records(folder)
     for records, run_id in ((first, "agents1"), (second, "agents2")):
         start = start_of(records)

@@ -100,7 +100,7 @@ def test_a_checkpoint_that_the_disk_does_not_take(
     )
     assert "same command" in message
     assert_whole(folder)
-    assert results.read(folder).status == "failed"
+    assert results.read_result(folder).status == "failed"
     run(config)
     assert_same(folder, undisturbed_run)
 

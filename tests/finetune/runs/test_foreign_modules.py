@@ -40,7 +40,7 @@ def test_sweeps_and_several_processes(tmp_path: Path, start: Start) -> None:
         assert done.code == 0, done
     for folder in folders:
         [run] = folder.glob("runs/demo-*")
-        assert results.read(run).status == "finished"
+        assert results.read_result(run).status == "finished"
 
 
 @pytest.mark.parametrize("python_path", [None, "", os.pathsep, f"{os.pathsep}/elsewhere"])

@@ -84,4 +84,6 @@ def test_a_killed_server_fails_one_run(tmp_path: Path, start_command: Start) -> 
     job.until_it_is_gone()
     repeated = start_command(tmp_path, *settings, python=("-s",)).wait().well()
     assert "3 runs, 1 of them to do" in repeated.stdout
-    assert {results.read(path.parent).status for path in tmp_path.glob("runs/demo-*/result.json")} == {"finished"}
+    assert {results.read_result(path.parent).status for path in tmp_path.glob("runs/demo-*/result.json")} == {
+        "finished"
+    }

@@ -95,7 +95,7 @@ def test_train_py_asks_the_hub_and_is_quiet_about_it(hub: MockHub, own_cache: Pa
         done = start(tmp_path / "call", *SMALL, *MODEL, **environment).wait()
     assert done.code == 0, done.stderr
     assert "HTTP Request" not in done.stdout + done.stderr
-    record = results.read(only_run(tmp_path / "call" / "runs"))
+    record = results.read_result(only_run(tmp_path / "call" / "runs"))
     assert record.model_commit == hub.repositories["models/org/tiny"].branches["main"]
     assert record.data_commit == hub.repositories["datasets/nyu-mll/glue"].branches["main"]
 

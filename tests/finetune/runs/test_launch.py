@@ -106,7 +106,7 @@ def assert_stopped(done: Done, signal_number: int, message: str = r"saved at ste
 def test_two_processes(two_process_run):
     folder, done = two_process_run
     done.well()
-    record = results.read(folder)
+    record = results.read_result(folder)
     assert record.status == "finished"
     assert record.data["validation"] == {"validation": 9}
     assert len((folder / "predictions.jsonl").read_text().splitlines()) == 9
@@ -117,11 +117,11 @@ def test_two_processes(two_process_run):
 def test_a_multirun_of_two_processes_each(tmp_path, start, two_process_run):
     arguments = [argument for argument in TWO_PROCESSES if not argument.startswith("seed=")]
     done = start(tmp_path, "-m", "seed=1,2", *arguments).wait().well()
-    runs = {results.read(path).config["seed"]: path for path in (tmp_path / "runs").glob("demo-*")}
+    runs = {results.read_result(path).config["seed"]: path for path in (tmp_path / "runs").glob("demo-*")}
     assert sorted(runs) == [1, 2]
     assert_same(runs[1], two_process_run[0])
-    assert results.read(runs[2]).status == "finished"
-    assert results.read(runs[2]).metrics != results.read(runs[1]).metrics
+    assert results.read_result(runs[2]).status == "finished"
+    assert results.read_result(runs[2]).metrics != results.read_result(runs[1]).metrics
     [sweep] = (tmp_path / "runs" / "sweeps").iterdir()
     assert sorted(path.name for path in sweep.glob("comparison.*")) == [
         "comparison.md", "comparison.png", "comparison.svg"
@@ -229,7 +229,7 @@ def test_two_at_once_do_not_disturb_each_other(simultaneous_calls):
     [first, second] = sorted(calls, key=lambda call: "is finished" in call.stdout or call.code)
     first.well()
     assert (second.code, second.stderr) == (0, "") or "is being written by another process" in second.line()
-    assert results.read(only_run(folder / "runs")).status == "finished"
+    assert results.read_result(only_run(folder / "runs")).status == "finished"
     assert len((only_run(folder / "runs") / "predictions.jsonl").read_text().splitlines()) == 9
 
 
@@ -352,7 +352,7 @@ def test_a_lost_process_a_stop_and_a_lost_parent(tmp_path, start, two_process_ru
     job.wait()
     job.until_it_is_gone()
     record = only_run(tmp_path / "runs") / results.RESULT
-    assert not record.exists() or results.read(record.parent).status != "finished"
+    assert not record.exists() or results.read_result(record.parent).status != "finished"
     assert (
         "was interrupted; it resumes from step-"
         in start(tmp_path, *TWO_PROCESSES, **SBATCH_VARIABLES).wait().well().stdout

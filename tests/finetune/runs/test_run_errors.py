@@ -31,7 +31,7 @@ def test_a_failing_training_is_told_and_goes_on(small: Build, monkeypatch: pytes
     monkeypatch.undo()
     [name] = folders_in(Path(config.run.root))
     folder = Path(config.run.root) / name
-    record = results.read(folder)
+    record = results.read_result(folder)
     assert record.status == "failed"
     assert record.error == "out of luck"
     assert record.config == to_dict(config)
@@ -40,7 +40,7 @@ def test_a_failing_training_is_told_and_goes_on(small: Build, monkeypatch: pytes
     resumed_record = run(config)
     assert resumed_record.status == "finished"
     assert folders_in(Path(config.run.root)) == [resumed_record.name] == [name]
-    assert results.read(folder).status == "finished"
+    assert results.read_result(folder).status == "finished"
 
 
 def test_a_model_that_diverges_is_not_a_finished_run(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_a_model_that_diverges_is_not_a_finished_run(small: Build, monkeypatch: 
     with pytest.raises(UserError, match=r"^step 1: the task loss is nan; there is no checkpoint yet; lower optim.lr"):
         run(config)
     [name] = folders_in(Path(config.run.root))
-    assert results.read(Path(config.run.root) / name).status == "failed"
+    assert results.read_result(Path(config.run.root) / name).status == "failed"
     assert not (Path(config.run.root) / name / "model").exists()
 
 

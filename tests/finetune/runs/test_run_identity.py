@@ -51,11 +51,11 @@ def test_a_precision_chosen_here_is_the_same_run_as_one_named(small: Build, monk
 def test_overwrite_keeps_the_old_folder(small: Build, caplog: pytest.LogCaptureFixture) -> None:
     config = small()
     folder = identify(config).folder
-    results.write(make_finished_record(folder.name, config), folder)
+    results.write_result(make_finished_record(folder.name, config), folder)
     (folder / "notes.txt").write_text("mine")
     (Path(config.run.root) / f"{folder.name}.old-1").mkdir()
     record = run(small("run.overwrite=true"))
-    assert record == results.read(folder)
+    assert record == results.read_result(folder)
     assert folders_in(Path(config.run.root)) == [record.name, f"{record.name}.old-1", f"{record.name}.old-2"]
     assert (Path(config.run.root) / f"{record.name}.old-2" / "notes.txt").read_text() == "mine"
     assert not (place(config, record) / "notes.txt").exists()
@@ -68,7 +68,7 @@ def test_a_finished_run_must_hold_what_is_requested_now(small: Build, tmp_path: 
     def look_up_finished_run(*overrides: str, **fields: Any) -> RunRecord | None:
         """Look up a run that was finished without any output files, with these overrides."""
         folder = tmp_path / "finished"
-        results.write(make_finished_record("finished", small(*run_overrides), **fields), folder)
+        results.write_result(make_finished_record("finished", small(*run_overrides), **fields), folder)
         return read_finished_run(folder, small(*overrides))
 
     assert look_up_finished_run(*run_overrides) is not None
@@ -90,7 +90,7 @@ def test_a_finished_run_must_have_measured_the_requested_steps(small: Build, tmp
     accepted = ("run.geometry=false", "run.save_model=false")
 
     def look_up(record_overrides: tuple[str, ...], *overrides: str) -> RunRecord | None:
-        results.write(make_finished_record("finished", small(*accepted, *record_overrides)), tmp_path)
+        results.write_result(make_finished_record("finished", small(*accepted, *record_overrides)), tmp_path)
         return read_finished_run(tmp_path, small(*accepted, *overrides))
 
     measured = ("trainer.measure_every_n_steps=2",)
@@ -108,7 +108,7 @@ def test_a_finished_run_must_have_measured_the_requested_steps(small: Build, tmp
 def test_a_finished_run_must_have_kept_the_requested_models(small: Build, tmp_path: Path) -> None:
     accepted = ("run.geometry=false", "run.save_model=false")
     epoch = {"epoch": 1, "step": 4, "metrics": {"accuracy": 0.5}, "isotropy": {"union": 0.2}}
-    results.write(make_finished_record("finished", small(*accepted), epochs=[epoch]), tmp_path)
+    results.write_result(make_finished_record("finished", small(*accepted), epochs=[epoch]), tmp_path)
     for step in (0, 2, 4):
         (tmp_path / "models" / f"step-{step}").mkdir(parents=True)
 

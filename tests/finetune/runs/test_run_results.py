@@ -31,7 +31,7 @@ def test_what_a_run_leaves(cached_run: Callable[..., Any], task: str, reg: str) 
         ".istar", "checkpoints", "config.yaml", "geometry.json", "isotropy.png", "metrics.csv", "model",
         "predictions.jsonl", "result.json",
     ]  # fmt: skip
-    assert record == results.read(folder)
+    assert record == results.read_result(folder)
     assert record.status == "finished"
     assert record.error is None
     assert record.config == to_dict(config)
@@ -149,7 +149,7 @@ def test_classification_records_the_isotropy_within_and_between_classes(cached_r
     assert list(isotropy) == ["before", "after"]
     assert isotropy["after"] == record.epochs[record.headline["epoch"] - 1]["class_isotropy"]
     assert isotropy["before"] != isotropy["after"]
-    assert isotropy == results.read(folder).class_isotropy
+    assert isotropy == results.read_result(folder).class_isotropy
     for layers in isotropy.values():
         assert list(layers) == list(record.isotropy["after"])[:-1]
         assert all(0 < layers["2"][name] < 1 for name in ("within", "between_share"))

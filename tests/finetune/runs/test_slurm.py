@@ -80,7 +80,7 @@ def test_a_job_that_fails_is_told_in_one_line_and_the_others_go_on(tmp_path, sta
     assert "failed: layer 7 does not exist" in line
     assert "1 of 2 runs failed" in done.stdout
     [folder] = (tmp_path / "runs").glob("demo-*")
-    assert results.read(folder).config["reg"]["layers"] == "last"
+    assert results.read_result(folder).config["reg"]["layers"] == "last"
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_a_preempted_job_is_saved_and_queued_again(tmp_path, start, single_proce
     assert len(re.findall(r"INFO .* Requeued job", log)) == 1
     [step] = re.findall(r"was interrupted; it resumes from step-(\d+)\.ckpt", log)
     assert int(step) > 0
-    runs = {results.read(path).config["seed"]: path for path in (tmp_path / "runs").glob("demo-*")}
+    runs = {results.read_result(path).config["seed"]: path for path in (tmp_path / "runs").glob("demo-*")}
     assert sorted(runs) == [1, 2]
     assert_same(runs[1], single_process_run)
 

@@ -33,7 +33,7 @@ GRID = ("seed=1,2,3", *TINY)
 
 def write_result(folder: Path, config: Config) -> None:
     """Write the files that a finished run has."""
-    results.write(make_finished_record(folder.name, config, value=config.seed / 10), folder)
+    results.write_result(make_finished_record(folder.name, config, value=config.seed / 10), folder)
     (folder / "model").mkdir(exist_ok=True)
     (folder / results.GEOMETRY).write_text("{}")
 
@@ -66,7 +66,7 @@ class Run:
             raise LockedError("another process has it")
         folder = Path(self.config.run.root) / self.name
         write_result(folder, self.config)
-        return results.read(folder)
+        return results.read_result(folder)
 
 
 @pytest.fixture(autouse=True)
@@ -168,7 +168,7 @@ def test_the_seeds_follow_when_all_is_settled(
     class Finishing(TrialQueue):
         def tick(self) -> None:
             if self.runs.state.entries_with("elsewhere") and self.runs.state.entries_with("finished"):
-                results.write(make_finished_record(name, trial.config, value=0.9), folder)
+                results.write_result(make_finished_record(name, trial.config, value=0.9), folder)
                 (folder / "model").mkdir()
                 (folder / results.GEOMETRY).write_text("{}")
                 locks.close()
@@ -348,7 +348,7 @@ def test_nothing_known(composed: Any) -> None:
 def test_only_finished_runs_are_known(composed: Any, tmp_path: Path) -> None:
     config = composed("task=rte")
     for name, status, seconds in (("a", "finished", 3.0), ("b", "failed", 3.0), ("c", "pruned", 3.0)):
-        results.write(make_timed_record(config, seconds, status=status), tmp_path / name)
+        results.write_result(make_timed_record(config, seconds, status=status), tmp_path / name)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "result.json").write_text("{")
     assert [record.status for record in read_finished_runs(tmp_path)] == ["finished"]

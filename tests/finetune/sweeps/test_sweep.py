@@ -36,7 +36,7 @@ def start(own_cache: Path) -> Iterator[Start]:
 
 def read_records(folder: Path) -> dict[str, RunRecord]:
     """Return the records of the runs of a call made in `folder`, by the names of the runs."""
-    return {path.name: results.read(path) for path in (folder / "runs").glob("demo*")}
+    return {path.name: results.read_result(path) for path in (folder / "runs").glob("demo*")}
 
 
 def read_sweep_state(folder: Path):
@@ -166,7 +166,7 @@ def test_runs_are_grouped_by_sweep_in_wandb(make_runs: Callable[..., SweepRuns])
 
 def test_finished_runs_are_run_again_only_if_asked(make_runs: Callable[..., SweepRuns], tmp_path: Path) -> None:
     [(name, trial)] = with_all_runs(make_runs("seed=1", *TINY)).trial_by_name.items()
-    results.write(make_finished_record(name, trial.config), tmp_path / "runs" / name)
+    results.write_result(make_finished_record(name, trial.config), tmp_path / "runs" / name)
     # Every finished run has these files.
     (tmp_path / "runs" / name / "model").mkdir()
     (tmp_path / "runs" / name / results.GEOMETRY).write_text("{}")

@@ -59,7 +59,7 @@ def test_a_search_does_not_mix_the_results_of_two_commits(make_runs: Callable[..
         trial = first.add_run(overrides, "search")
         record = make_finished_record(trial.name, trial.config)
         study.tell(trial_number, record)
-        results.write(record, first.request.root / trial.name)
+        results.write_result(record, first.request.root / trial.name)
     with pytest.raises(
         UserError, match=r"a finished trial whose run demo-tiny-\S+ does not exist.*or the earlier commit"
     ):

@@ -51,7 +51,7 @@ def test_a_run_is_pruned_after_an_epoch_that_is_worse_than_others(
     assert record.status == ("finished" if epochs == EPOCHS else "pruned")
     assert len(record.epochs) == epochs
     [result] = Path(small().run.root).glob("demo-*/result.json")
-    assert results.read(result.parent) == record
+    assert results.read_result(result.parent) == record
     # After the last epoch there is nothing to decide, so that no value is reported.
     accuracies = [entry["metrics"]["accuracy"] for entry in record.epochs]
     assert 0 < accuracies[0] < 1

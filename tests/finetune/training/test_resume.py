@@ -127,7 +127,7 @@ INTERRUPTIONS = [
     pytest.param(writing, "_sync_folder", 6, id="a checkpoint written, not its rows", marks=pytest.mark.slow),
     pytest.param(pretrained, "save", 1, id="saving the model", marks=pytest.mark.slow),
     pytest.param(results, "write_predictions", 1, id="writing predictions", marks=pytest.mark.slow),
-    pytest.param(results, "write", 1, id="writing the result", marks=pytest.mark.slow),
+    pytest.param(results, "write_result", 1, id="writing the result", marks=pytest.mark.slow),
     pytest.param(record_module, "remove_old_checkpoints", 1, id="tidying up", marks=pytest.mark.slow),
 ]
 
@@ -200,7 +200,7 @@ ACROSS_EPOCHS = (
 @pytest.mark.parametrize("count", [7, pytest.param(16, marks=pytest.mark.slow)])
 def test_validations_and_checkpoints_across_epochs(run_interrupted, run_uninterrupted, count):
     folder = run_uninterrupted(*ACROSS_EPOCHS)
-    assert [(entry["epoch"], entry["step"]) for entry in results.read(folder).epochs] == [
+    assert [(entry["epoch"], entry["step"]) for entry in results.read_result(folder).epochs] == [
         (1, 4),
         (2, 8),
         (3, 13),
@@ -221,7 +221,7 @@ def test_a_validation_follows_the_last_step(run_uninterrupted, interval, steps):
     """Two epochs of five micro-batches and three steps."""
     settings = ("trainer.check_val_every_n_epoch=null", "trainer.max_epochs=2", "trainer.early_stopping=null")
     overrides = (f"trainer.val_check_interval={interval}", *settings)
-    assert [entry["step"] for entry in results.read(run_uninterrupted(*overrides)).epochs] == steps
+    assert [entry["step"] for entry in results.read_result(run_uninterrupted(*overrides)).epochs] == steps
 
 
 OBSERVED = ("trainer.keep_models=log", "trainer.measure_every_n_steps=2", "trainer.measure_examples=6")
@@ -288,7 +288,7 @@ def test_an_interrupted_run_cannot_be_observed_from_its_middle(before, after, me
 def test_arguments_of_lightning_trainer(run_uninterrupted):
     """Ten batches, five steps, an epoch; a validation of eight examples every four batches and after the last step."""
     folder = run_uninterrupted(*MID_EPOCH)
-    record = results.read(folder)
+    record = results.read_result(folder)
     steps = [(entry["epoch"], entry["step"]) for entry in record.epochs]
     assert steps == [(1, 2), (1, 4), (2, 7), (2, 9), (3, 12), (3, 13)]
     assert record.data["validation"] == {"validation": 8}
@@ -321,4 +321,4 @@ def test_when_checkpoints_are_written(small, monkeypatch, interval, steps):
 def test_a_run_that_had_stopped_early_stays_stopped(run_interrupted):
     overrides = ("trainer.early_stopping=1", "trainer.max_epochs=6", "optim.lr=1e-9")
     folder = run_interrupted(pretrained, "save", 1, *overrides)
-    assert len(results.read(folder).epochs) == 2
+    assert len(results.read_result(folder).epochs) == 2
