@@ -50,7 +50,7 @@ _SAMPLE_SEED = 0
 
 
 class LayerSums(Accumulator):
-    """Accumulates the sums behind the measures in `MONITORED` and `SAMPLED` of one layer."""
+    """Accumulates what the measures in `MONITORED` and `SAMPLED` of one layer are computed from."""
 
     def __init__(self, dim: int, device: torch.device) -> None:
         self.moments, self.cosine = Moments(dim, device), AverageCosine(dim, device)

@@ -170,8 +170,8 @@ class FineTuner(L.LightningModule):
     def _log_step(self, step_metrics: Mapping[str, Any]) -> None:
         """Log a step's metrics and the means of its micro-batches' metrics, every `log_every_n_steps` steps.
 
-        They are sent to the loggers immediately, because the checkpoint of a step must contain them. Lightning would send
-        them only after the hooks that write checkpoints.
+        They are sent to the loggers immediately, because the checkpoint of a step must contain them. Lightning would
+        send them only after the hooks that write checkpoints.
         """
         micro_batches, self._micro_batches = self._micro_batches, []
         if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]

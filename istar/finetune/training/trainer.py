@@ -95,7 +95,7 @@ def build_trainer(
 
 
 def check_validation_interval(settings: TrainerConfig, num_batches: int) -> None:
-    """Raise a `UserError` if validations are more than an epoch of `num_batches` batches apart, before Lightning does."""
+    """Raise a `UserError` if validations are more than an epoch of `num_batches` apart; Lightning would raise later."""
     interval = settings.lightning.get("val_check_interval")
     is_within_epochs = settings.lightning.get("check_val_every_n_epoch", 1) is not None
     if type(interval) is int and interval > num_batches and is_within_epochs and not settings.fast_dev_run:
