@@ -89,7 +89,7 @@ class IstarSweeper(Sweeper):
         )
 
     def _refuse_job_callbacks(self) -> None:
-        """Raise a `UserError` if a Hydra callback is for the start or end of a run; runs have processes without Hydra."""
+        """Raise a `UserError` if a Hydra callback is for the start or end of a run: runs are processes without Hydra."""
         from istar.errors import UserError
 
         for callback in self.hydra_context.callbacks.callbacks:

@@ -249,7 +249,7 @@ def identify_model(config: ModelConfig) -> str:
         identity = _hash_model_folder(Path(config.name), include_weights=config.pretrained)
     if config.tokenizer is None:
         return identity
-    # The fingerprint of the data covers the text on which a tokenizer is trained.
+    # The fingerprint of the data covers the text that a tokenizer is trained on.
     is_tokenizer_folder = not config.trains_tokenizer and Path(config.tokenizer).is_dir()
     tokenizer_identity = config.tokenizer
     if is_tokenizer_folder:

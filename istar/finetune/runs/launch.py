@@ -47,8 +47,8 @@ FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGI
 def has_external_launcher() -> bool:
     """Return whether torchrun or srun has started this process as one of several.
 
-    `SLURM_NTASKS` and `SLURM_PROCID` do not show this, because a script under sbatch has them, too, and runs as a
-    single process. Only srun sets the variables of a job step.
+    Only srun sets the variables of a job step. `SLURM_NTASKS` and `SLURM_PROCID` do not show this, because a script
+    under sbatch has them, too, and runs as a single process.
     """
     return "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
 

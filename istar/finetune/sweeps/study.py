@@ -35,7 +35,7 @@ _MAX_LISTED_COMBINATIONS = 10_000
 
 
 class Study:
-    """An Optuna study in a database that several workers, which are calls of the same command, can use concurrently.
+    """An Optuna study in a database that several workers (calls of the same command) can use concurrently.
 
     If a worker has died, another one takes over its trial with the same values, so that the run resumes from its
     checkpoint. With several search spaces, the choice between them is a categorical parameter.
@@ -187,7 +187,7 @@ class Study:
     def _start_trial(
         self, trial: optuna.trial.Trial, overrides: Sequence[str] | None = None
     ) -> tuple[int, Overrides] | None:
-        """Mark a trial as started by this worker, and return its number and overrides; None if it is a dropped duplicate.
+        """Mark a trial as started by this worker, and return its number and overrides; None if a duplicate was dropped.
 
         Without `overrides`, Optuna suggests them.
         """

@@ -1,4 +1,4 @@
-"""Runs a sweep, which `train.py -m` calls: executes the missing runs and compares the results."""
+"""Runs a sweep for `train.py -m`: executes the missing runs and compares the results."""
 
 import logging
 import math

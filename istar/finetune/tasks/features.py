@@ -136,7 +136,7 @@ class FeatureRows(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __init__(self, features: datasets.Dataset) -> None:
         names = [name for name in _BATCH_COLUMNS if name in features.column_names]
-        # The cache stores a single chunk, for which `combine_chunks` makes no copy.
+        # The cache stores a single chunk, so `combine_chunks` does not copy.
         table = features.select_columns(names).with_format("arrow")[:].combine_chunks()
         self._scalars = {name: table[name].to_numpy() for name in names if name not in squad.INPUTS}
         # The concatenated tokens of all rows, and the position at which each row starts.

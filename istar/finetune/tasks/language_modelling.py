@@ -63,7 +63,7 @@ class Masking:
         """
         rng = np.random.default_rng(seed)
         is_ordinary = ~self._is_special[input_ids]
-        # The index of the word to which each token belongs; without `whole_word`, each token is a word.
+        # The index of each token's word; without `whole_word`, each token is a word.
         word_index = np.cumsum(~self._continues_word[input_ids] | ~is_ordinary) - 1
         is_chosen = is_ordinary & (rng.random(len(input_ids)) < _CHOICE_PROBABILITY)[word_index]
         if not is_chosen.any() and is_ordinary.any():

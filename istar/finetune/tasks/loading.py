@@ -84,7 +84,7 @@ def hold_out(spec: TaskSpec, train: Dataset, fraction: float) -> tuple[Dataset, 
     Raises:
         UserError: if there are fewer than two rows or contexts.
     """
-    # A unit, which is held out as a whole, is a context for spans, and otherwise a row.
+    # A unit is held out as a whole: a context for spans, otherwise a row.
     unit_by_row: list[Any] = train[spec.text_columns[1]][:] if spec.kind == "span" else list(range(len(train)))
     units = list(dict.fromkeys(unit_by_row))
     if len(units) < 2:

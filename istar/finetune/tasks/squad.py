@@ -28,8 +28,9 @@ def make_training_features(
 ) -> dict[str, list[Any]]:
     """Tokenize questions with windows of their contexts, and find the first gold answer in each window, for training.
 
+    The other arguments are as in `tokenize_windows`.
+
     Args:
-        questions, contexts, tokenizer, max_length, stride: see `tokenize_windows`.
         answers: `{"text": [...], "answer_start": [...]}` of each example, with empty lists for unanswerable questions.
         ids: id of each example, for error messages.
 
@@ -61,7 +62,8 @@ def tokenize_windows(
     question that fills more than half of a window is truncated. White space around a question is removed.
 
     Args:
-        questions, contexts: question and context of each example.
+        questions: question of each example.
+        contexts: context of each example.
         tokenizer: a fast tokenizer.
         max_length: maximum number of tokens of a window with its question; 384 is customary.
         stride: number of tokens that neighbouring windows share.

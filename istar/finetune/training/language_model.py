@@ -101,7 +101,6 @@ def restrict_head_to(model: PreTrainedModel, is_selected: Tensor) -> Iterator[No
     """
 
     def select_states(module: torch.nn.Module, args: Any, output: Any) -> Any:
-        """Keep only the selected tokens in the last hidden state, which is the input of the head."""
         output.last_hidden_state = output.last_hidden_state[is_selected].unsqueeze(0)
         return output
 

@@ -117,7 +117,7 @@ def count_processes_to_start(trainer: L.Trainer) -> int:
 
 
 def writes_checkpoints(settings: TrainerConfig) -> bool:
-    """Return whether the run writes checkpoints, which the weights of the best epoch are restored from."""
+    """Return whether the run writes checkpoints, to restore the weights of the best epoch from."""
     return settings.checkpoints and not settings.fast_dev_run
 
 
