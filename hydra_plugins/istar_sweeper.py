@@ -89,7 +89,7 @@ class IstarSweeper(Sweeper):
         )
 
     def _refuse_job_callbacks(self) -> None:
-        """Raise a `UserError` if a Hydra callback is for the start or end of a run: runs are processes without Hydra."""
+        """Raise a `UserError` for Hydra callbacks at the start or end of a run, which executes in other processes."""
         from istar.errors import UserError
 
         for callback in self.hydra_context.callbacks.callbacks:

@@ -211,7 +211,6 @@ def _check_batch_size(job: Job) -> None:
 
 
 def _count_batches_per_epoch(job: Job) -> int:
-    """Return the number of training batches of each process in an epoch."""
     num_examples = count_examples_per_process(len(job.data.train), job.trainer.world_size)
     num_batches = math.ceil(num_examples / job.config.data.batch_size)
     batch_limit = job.config.trainer.lightning.get("limit_train_batches") or 1.0

@@ -237,9 +237,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
 def execute_process(arguments: Sequence[str], is_parent_alive: Callable[[], bool]) -> NoReturn:
     """Execute a run as one of its processes, write the record or the error for the parent process, and exit.
 
-    Args:
-        arguments: the config file, the folder for the record or the error, and optionally the trial.
-        is_parent_alive: called repeatedly; when it returns False, the run is stopped by SIGTERM.
+    `arguments` are the config file, the folder for the record or the error, and optionally the trial. If
+    `is_parent_alive`, which is called repeatedly, returns False, SIGTERM stops the run.
     """
     config_path, folder, *trial = arguments
     rank = os.environ.get("LOCAL_RANK", "0")

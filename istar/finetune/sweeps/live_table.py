@@ -121,9 +121,9 @@ def make_entry(trial: Trial, stage: str) -> SweepEntry:
 
 
 class Board:
-    """Keeps `sweep.json` and the screen up to date: a live table on a terminal, else one line for each ended run.
+    """Keeps `sweep.json` in `folder` and the screen up to date: a live table on a terminal, else one line per ended run.
 
-    The board updates `state` in place and writes it to `folder`, the folder of the sweep.
+    The board updates `state` in place.
     """
 
     def __init__(self, folder: Path, state: SweepState, console: Console) -> None:

@@ -112,7 +112,7 @@ class _TrialPool:
                 self._report_failure(trial, error)
 
     def _report_failure(self, trial: Trial, error: UserError) -> None:
-        """Report the error of a failed trial to its source; with `fail_fast`, stop all running trials."""
+        """Report a failed trial's error to its source; with `fail_fast`, stop all running trials."""
         self._source.on_ended(trial, error)
         if self._fail_fast:
             self._is_stopping = True

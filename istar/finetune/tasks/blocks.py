@@ -38,7 +38,6 @@ class Corpus:
     starts: NDArray[np.int64]
 
     def __len__(self) -> int:
-        """Return the number of documents."""
         return len(self.starts) - 1
 
 

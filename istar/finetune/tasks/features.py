@@ -139,7 +139,7 @@ class FeatureRows(torch.utils.data.Dataset[dict[str, Any]]):
         # The cache stores a single chunk, so `combine_chunks` does not copy.
         table = features.select_columns(names).with_format("arrow")[:].combine_chunks()
         self._scalars = {name: table[name].to_numpy() for name in names if name not in squad.INPUTS}
-        # The concatenated tokens of all rows, and the position at which each row starts.
+        # The concatenated tokens of all rows, and the start position of each row.
         list_columns = {name: table[name].chunk(0) for name in names if name in squad.INPUTS}
         self._token_columns = {
             name: (column.values.to_numpy(), column.offsets.to_numpy()) for name, column in list_columns.items()
@@ -154,7 +154,6 @@ class FeatureRows(torch.utils.data.Dataset[dict[str, Any]]):
         return len(self._scalars["feature_id"])
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return the features of a row by name."""
         features = {name: scalars[index] for name, scalars in self._scalars.items()}
         for name, (tokens, starts) in self._token_columns.items():
             features[name] = tokens[starts[index] : starts[index + 1]]

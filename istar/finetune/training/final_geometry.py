@@ -86,7 +86,7 @@ def measure_validation_geometry(reader: StateReader, rows: TokenizedRows) -> dic
     find_positions = last_token_positions if is_decoder(config) else first_token_positions
     for row_indices, states_by_layer, mask in reader.iterate(rows, order):
         moments.update(states_by_layer[-1], mask)
-        # Indices of the examples of TwoNN within the batch, and the position of the token of each.
+        # Indices of TwoNN's examples within the batch, and the token position of each.
         batch_indices = (row_indices < MAX_TWO_NN_EXAMPLES).nonzero().squeeze(1).to(mask.device)
         positions = find_positions(mask)[batch_indices]
         two_nn_states_of_batches.append(tuple(states[batch_indices, positions].cpu() for states in states_by_layer))

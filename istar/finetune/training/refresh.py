@@ -67,7 +67,7 @@ class ShrinkageCovariance(L.Callback):
             log_immediately(trainer, {"shrinkage/seconds": self.seconds[-1], "shrinkage/points": num_points})
 
     def refresh(self, trainer: L.Trainer, example_indices: Sequence[int]) -> int:
-        """Recompute the shrinkage covariance from some training examples, and return the number of points in it.
+        """Recompute the shrinkage covariance from some training examples, and return its number of points.
 
         The forward passes run in the trainer's precision, and each process handles its share of the examples.
         """
