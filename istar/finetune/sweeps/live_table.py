@@ -121,7 +121,7 @@ def make_entry(trial: Trial, stage: str) -> SweepEntry:
 
 
 class Board:
-    """Keeps `sweep.json` in `folder` and the screen up to date: a live table on a terminal, else one line per ended run.
+    """Keeps `sweep.json` in `folder` and the screen up to date: a live table on a terminal, or a line per ended run.
 
     The board updates `state` in place.
     """

@@ -68,7 +68,7 @@ class TrialQueue:
     """Supplies the waiting runs in their order and reports their results to the board.
 
     If another process has locked a run's folder, the run has the status `elsewhere` until the lock is free. Then the
-    other process's result is taken over, or the run is executed here if the other process has not finished it.
+    other process's result is taken over or, if the other process has not finished the run, it is executed here.
     """
 
     def __init__(self, runs: SweepRuns, live_board: Board) -> None:
