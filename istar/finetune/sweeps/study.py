@@ -277,7 +277,7 @@ def _list_values(override: Override) -> Sequence[int | str] | None:
 
 
 def _is_integer_interval(sweep: IntervalSweep) -> bool:
-    """Return whether an interval is over integers, as `int(interval(1,5))`; Hydra converts `interval(1,5)` to floats."""
+    """Return whether an interval is over integers, like `int(interval(1,5))`; Hydra makes `interval(1,5)` floats."""
     return "int" in sweep.tags or isinstance(sweep.start, int)
 
 
