@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class IstarSweeper(Sweeper):
     """Runs a sweep; see `istar.finetune.sweeps.sweep`.
 
-    `params` are values to sweep over by key, as in Hydra's basic sweeper. The command line takes precedence.
+    `params` maps keys to the values to sweep over, as in Hydra's basic sweeper. The command line takes precedence.
     """
 
     def __init__(self, params: Mapping[str, Any] | None = None) -> None:
@@ -48,7 +48,7 @@ class IstarSweeper(Sweeper):
                 hydra_context=hydra_context, task_function=task_function, config=job_config
             )
         self._launched = 0
-        # Configs by their options of config groups; None if they have values of Hydra.
+        # Configs by their options of config groups; None if they contain values of Hydra.
         self._group_cache: dict[tuple[str, ...], DictConfig | None] = {}
 
     def sweep(self, arguments: list[str]) -> None:
@@ -89,11 +89,7 @@ class IstarSweeper(Sweeper):
         )
 
     def _refuse_job_callbacks(self) -> None:
-        """Raise a `UserError` if a callback of Hydra is for the start or the end of a run.
-
-        Hydra calls these in the process of the run, but the processes of `istar.finetune.runs.launch` know nothing of
-        Hydra.
-        """
+        """Raise a `UserError` for Hydra callbacks at the start or end of a run, which executes in other processes."""
         from istar.errors import UserError
 
         for callback in self.hydra_context.callbacks.callbacks:
@@ -108,9 +104,9 @@ class IstarSweeper(Sweeper):
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """Compose the config of a run, equal to Hydra's but without its `hydra` node.
 
-        Hydra needs some 100 ms, nearly all of it to choose the options of the config groups. Runs of a sweep have most
-        of these in common, so this part is cached; the values are then merged into a copy. A config with values of
-        Hydra, like `${hydra:runtime.cwd}`, is composed by Hydra.
+        Hydra needs some 100 ms, nearly all of it to choose the options of the config groups. Runs of a sweep share most
+        options, so this part is cached; the values are then merged into a copy. A config with values of Hydra, like
+        `${hydra:runtime.cwd}`, is composed by Hydra.
 
         Raises:
             HydraException: if an override does not fit the config.
@@ -135,7 +131,7 @@ class IstarSweeper(Sweeper):
         return config
 
     def _compose_with_hydra(self, overrides: Sequence[str]) -> DictConfig:
-        """Compose the config of a run, with interpolations resolved by the run's own `hydra` node.
+        """Compose the config of a run, with interpolations resolved by the run's `hydra` node.
 
         Raises a `UserError` if the config depends on the number of the run in the sweep.
         """
@@ -158,7 +154,7 @@ class IstarSweeper(Sweeper):
         return config
 
     def _launch(self, jobs: Sequence[Sequence[str]]) -> list[Any]:
-        """Execute runs through Hydra's launcher; returns the record or the error of each.
+        """Execute runs through Hydra's launcher; return the record or the error of each.
 
         Raises a `UserError` if the launcher fails as a whole.
         """
@@ -166,7 +162,7 @@ class IstarSweeper(Sweeper):
         from istar.finetune.runs.launch import make_import_variables
 
         assert self.launcher is not None
-        # The jobs inherit the environment, also from sbatch.
+        # The jobs inherit the environment, even from sbatch.
         os.environ.update(make_import_variables())
         try:
             returns = self.launcher.launch([list(overrides) for overrides in jobs], initial_job_idx=self._launched)
@@ -191,7 +187,7 @@ _HYDRA_VALUE = re.compile(r"\{hydra\\?:")
 
 
 def _without_storage(config: DictConfig) -> DictConfig:
-    """A copy of a composed config without `sweep.storage`, which may have a password: launchers write it into files."""
+    """Return a copy of a config without `sweep.storage`, a possible password that launchers would write to files."""
     copied = copy.deepcopy(config)
     with flag_override(copied, ["readonly", "struct"], False):
         copied.sweep.storage = None
@@ -202,7 +198,6 @@ def _without_storage(config: DictConfig) -> DictConfig:
 
 
 def _without_hydra(config: DictConfig) -> DictConfig:
-    """A copy of a composed config without its `hydra` node."""
     return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
 
 

@@ -1,1 +1,1 @@
-"""Fine-tuning runs and sweeps: what stands behind `train.py`."""
+"""Fine-tuning runs and sweeps: the code that `train.py` calls."""

@@ -44,7 +44,7 @@ from istar.records.task_specs import TASKS
 _RUN_MODEL_FOLDER = "model"
 """Name of the folder of the saved model within the folder of a run."""
 MAX_EXAMPLES = 1_000
-"""Maximum number of validation rows whose activations are measured."""
+"""Maximum number of validation rows to measure activations on."""
 CAPTION = (
     "Headline metric on the validation set (percent, except losses) in float32, and what each form loses of it; over "
     "seeds: mean ± standard deviation. Constant: runs whose predictions were constant at the end of training, so that "
@@ -61,7 +61,7 @@ class SavedModel:
         model: the model with its head.
         collate: turns a list of rows into a batch.
         batch_size: examples per batch.
-        calibration: rows of training data from which the ranges of activations are computed.
+        calibration: rows of training data that calibrate the ranges of activations.
         validation: rows of the first validation set.
         evaluator: computes the metrics from the logits of `validation`.
     """
@@ -75,7 +75,7 @@ class SavedModel:
 
 
 def explain_exclusion(folder: Path, record: RunRecord) -> str:
-    """Return why the model of a run cannot be scored, or an empty string if it can be."""
+    """Return why the model of a run cannot be scored; an empty string if it can."""
     task = TASKS.get(record.config["task"]["name"])
     if record.status != "finished":
         return f"the run is {record.status}"
@@ -94,14 +94,12 @@ def load_saved_model(
     """Load the model of a finished run in float32, its validation data, and a random sample of its training data.
 
     Args:
-        folder: folder of the run.
-        record: the record of the run.
         num_calibration: number of training examples, drawn without replacement, to calibrate the ranges of activations.
         seed: random seed of this sample.
-        data_dir: folder of the task's data, if it is not where the run had it.
+        data_dir: folder of the task's data, if it has moved since the run.
 
     Raises:
-        UserError: if the model or the data cannot be loaded, or the data are not those of the run.
+        UserError: if the model or the data cannot be loaded, or the data differ from the run's.
     """
     config = _load_config(folder, data_dir)
     spec = find_task_spec(config.task)
@@ -128,7 +126,7 @@ def load_saved_model(
 
 
 def _load_config(folder: Path, data_dir: Path | None) -> Config:
-    """Return the config of a run with its saved model in place of the model that it started from."""
+    """Return the config of a run, with its saved model instead of its initial model."""
     config = load(OmegaConf.load(folder / results.CONFIG))  # type: ignore[arg-type]
     task = replace(config.task, submission=False)
     if data_dir is not None:
@@ -147,7 +145,7 @@ def score_model(saved: SavedModel, forms: Sequence[Form]) -> dict[str, Any]:
         equal; and the measures of `measure_activations`. Scores are in the unit of `displayed`.
 
     Raises:
-        UserError: if the encoder has no linear layers, or its activations or logits are not finite.
+        UserError: if the encoder lacks linear layers, or its activations or logits are not finite.
     """
     metric = saved.evaluator.spec.headline
     layers = encoder_linears(saved.model)
@@ -180,7 +178,7 @@ def evaluate_model(saved: SavedModel, model: nn.Module, form_name: str) -> Evalu
     """Evaluate `saved.model`, or a quantized copy of it, on the validation set.
 
     Raises:
-        UserError: if its logits are not finite, or the validation set has no labels.
+        UserError: if its logits are not finite, or the validation set is unlabelled.
     """
     loader = _make_loader(saved, saved.validation)
     outputs = merge_outputs([logits_by_feature(batch, model(**inputs_without_labels(batch))) for batch in loader])
@@ -215,7 +213,6 @@ def measure_activations(saved: SavedModel, layers: Mapping[str, nn.Linear]) -> d
     last_states = Moments(saved.model.config.hidden_size)
 
     def observe(name: str, rows: Tensor) -> None:
-        """Add inputs of a layer to its range and to its kurtosis."""
         ranges.update(name, rows)
         kurtosis_by_layer[name].update(rows)
 
@@ -238,20 +235,20 @@ def measure_activations(saved: SavedModel, layers: Mapping[str, nn.Linear]) -> d
 
 
 def _make_loader(saved: SavedModel, rows: TokenizedRows, max_rows: int | None = None) -> Any:
-    """Return a loader of batches of the first `max_rows` rows, or of all rows, in order of decreasing length."""
+    """Return a loader of the first `max_rows` rows, or of all, longest first."""
     order = [index for index in sort_longest_first(rows) if max_rows is None or index < max_rows]
     return build_evaluation_loader(rows, saved.collate, saved.batch_size, order)
 
 
 @dataclass(frozen=True)
 class QuantizationSettings:
-    """The forms in which each model is scored.
+    """The forms to score each model in.
 
     Attributes:
         forms: the forms, with different names.
         calibration: number of training examples for static scales.
         seed: random seed for the choice of these examples.
-        data_dir: folder of the task's data, if it is not where the runs had it.
+        data_dir: folder of the task's data, if it has moved since the runs.
     """
 
     forms: tuple[Form, ...]
@@ -279,7 +276,7 @@ def score_runs(
     Returns:
         The columns `name`, `folder`, `task`, `model`, `method`, `configuration` (equal for runs that differ only in the
         seed), `seed`, `recorded` (the score at the end of training, in its precision), `constant` (whether the
-        predictions were constant then), and those of `score_model`.
+        predictions were constant then), and the results of `score_model`.
 
     Raises:
         UserError: if no run can be scored, or the model or the data of a run cannot be loaded.
@@ -318,12 +315,7 @@ def _describe_run(folder: Path, record: RunRecord) -> dict[str, Any]:
 
 
 def summarize_configurations(scores: pd.DataFrame, forms: Sequence[Form]) -> pd.DataFrame:
-    """Return a table with formatted cells: for each configuration, its float32 score and the drop in each form.
-
-    Args:
-        scores: result of `score_runs`.
-        forms: the forms.
-    """
+    """Format the result of `score_runs`: for each configuration, its float32 score and the drop in each form."""
     rows = []
     for _, runs in scores.groupby("configuration", sort=False):
         first_run = runs.iloc[0]
@@ -346,7 +338,7 @@ def _format_mean_and_std(values: pd.Series) -> str:
 
 
 def build_terminal_table(summary: pd.DataFrame) -> Table:
-    """Return the result of `summarize_configurations` as a table; a task or model that all rows share is its title."""
+    """Return the result of `summarize_configurations` as a table; a task or model common to all rows is its title."""
     shared_columns = [column for column in ("task", "model") if summary[column].nunique() == 1]
     title = " · ".join(summary[column].iloc[0] for column in shared_columns)
     table = Table(title=escape(title), title_justify="left", caption=CAPTION, caption_justify="left")

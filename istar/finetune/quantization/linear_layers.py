@@ -7,17 +7,17 @@ With the limit :math:`q = 2^{b - 1} - 1` and a scale s, a number becomes
 
 (Jacob et al., *Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference*, CVPR
 2018, section 2.1, with the zero-point 0; Krishnamoorthi, *Quantizing deep convolutional networks for efficient
-inference*, 2018, section 2.2). The grid is symmetric, so that the integer :math:`-2^{b - 1}` is not used. Halves are
-rounded to the even integer. What the maximum is taken over is the granularity: the whole tensor, an output channel of a
+inference*, 2018, section 2.2). The grid is symmetric, so the integer :math:`-2^{b - 1}` is not used. Halves are rounded
+to the even integer. The granularity says what the maximum is taken over: the whole tensor, an output channel of a
 weight, or a token.
 
 All functions keep dtype and device. The gradient of rounding is 0.
 
-Quantized are the weights and the inputs of every `torch.nn.Linear` of the encoder: the projections of the attention and
+The weights and the inputs of every `torch.nn.Linear` of the encoder are quantized: the projections of the attention and
 the two matrices of the feed-forward layer. All else stays in floating point: embeddings, biases, layer normalization,
 softmax and the products of queries, keys and values, the pooler, and the head of the task. The outputs of the linear
-layers are floating, too, as the sums of the integer products are kept in 32 bits on hardware. The pooler counts as part
-of the head because it is trained from nothing with it in many models.
+layers are floating, too, as hardware keeps the sums of the integer products in 32 bits. The pooler counts as part of
+the head, because many models train both from scratch.
 """
 
 import copy
@@ -33,7 +33,7 @@ from torch.nn import functional
 from istar.errors import NonFiniteError, UserError
 
 MIN_BITS, MAX_BITS = 2, 16
-"""Smallest and largest bit width. With 1 bit, 0 would be the only point of a symmetric grid."""
+"""Smallest and largest bit width. With 1 bit, a symmetric grid would contain only 0."""
 
 
 def integer_limit(bits: int) -> int:
@@ -51,7 +51,7 @@ def integer_limit(bits: int) -> int:
 
 
 def scale_for(largest: Tensor, bits: int) -> Tensor:
-    """Return the quantization scale s = largest / q, for which the largest magnitude is the last point of the grid.
+    """Return the quantization scale s = largest / q, which makes the largest magnitude the last point of the grid.
 
     Args:
         largest: largest magnitudes, `(...)`, floating and at least 0.
@@ -74,15 +74,13 @@ def scale_for(largest: Tensor, bits: int) -> Tensor:
 def round_to_grid(values: Tensor, scale: Tensor, bits: int) -> Tensor:
     """Round values to the nearest point of the grid with the given scale; values beyond its ends are clipped.
 
+    Within the range of the grid, no value moves by more than half a scale.
+
     Args:
         values: `(...)`, any floating dtype.
         scale: distance between neighbouring points of the grid, positive; 0-d, or of a shape that broadcasts with the
             values.
         bits: number of bits b.
-
-    Returns:
-        `(...)`, in the dtype and on the device of the values. Within the range of the grid, no value moves by more
-        than half a scale.
 
     Raises:
         UserError: if the number of bits is out of range.
@@ -96,38 +94,24 @@ def round_to_grid(values: Tensor, scale: Tensor, bits: int) -> Tensor:
 
 
 def quantize_per_tensor(values: Tensor, bits: int) -> Tensor:
-    """Quantize a tensor with one scale for all values, from their largest magnitude.
-
-    Args:
-        values: `(...)`, floating.
-        bits: number of bits b.
-
-    Returns:
-        `(...)`, in the dtype and on the device of the values.
+    """Quantize floating values `(...)` to `bits` bits with one scale, from their largest magnitude.
 
     Raises:
-        UserError: if the number of bits is out of range, or there are no values.
+        UserError: if the number of bits is out of range, or the tensor is empty.
         NonFiniteError: if a value is NaN or infinite.
     """
     return round_to_grid(values, scale_for(largest_magnitude(values), bits), bits)
 
 
 def quantize_per_row(values: Tensor, bits: int) -> Tensor:
-    """Quantize each row of a tensor (along its last dimension) with a separate scale.
+    """Quantize each row of floating values `(..., d)`, d >= 1, to `bits` bits with a separate scale.
 
     For a weight `(out_features, in_features)` of `torch.nn.Linear`, a row is an output channel. For activations
-    `(batch, tokens, d)`, a row is a token, whose result depends on no other token (dynamic quantization per token, as
+    `(batch, tokens, d)`, a row is a token, and its result depends on no other token (dynamic quantization per token, as
     in Yao et al., *ZeroQuant*, NeurIPS 2022).
 
-    Args:
-        values: `(..., d)`, floating, d >= 1.
-        bits: number of bits b.
-
-    Returns:
-        `(..., d)`, in the dtype and on the device of the values.
-
     Raises:
-        UserError: if the number of bits is out of range, or the rows have no values.
+        UserError: if the number of bits is out of range, or the rows are empty.
         NonFiniteError: if a value is NaN or infinite.
     """
     _check_values(values, values.shape[-1] if values.dim() else 0)
@@ -138,7 +122,7 @@ def largest_magnitude(values: Tensor) -> Tensor:
     """Return max |x| over all values, 0-d, in their dtype; NaN if a value is NaN.
 
     Raises:
-        UserError: if the values are not floating, or there are none.
+        UserError: if the values are not floating, or the tensor is empty.
     """
     _check_values(values, values.numel())
     return values.detach().abs().amax()
@@ -189,12 +173,7 @@ class Form:
 
 
 def parse_form(name: str, weights: WeightScales = "channel", activations: ActivationScales = "tensor") -> Form:
-    """Return the quantization scheme that a name such as `w8a8` stands for, with the given granularity.
-
-    Args:
-        name: `w<bits of weights>a<bits of activations>`.
-        weights: see `Form`.
-        activations: see `Form`.
+    """Return the quantization scheme of a name `w<bits of weights>a<bits of activations>`, with the given granularity.
 
     Raises:
         UserError: if the name does not match this pattern, or a bit width is out of range.
@@ -206,13 +185,12 @@ def parse_form(name: str, weights: WeightScales = "channel", activations: Activa
 
 
 def encoder_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linear layers of an encoder by their names in the model, without those of the pooler and the head.
+    """Return the linear layers of the encoder `model.base_model`, without pooler and head, by their names in the model.
 
-    Args:
-        model: a model of the transformers library, with or without a head, whose encoder is `model.base_model`.
+    `model` is a model of the transformers library, with or without a head.
 
     Raises:
-        UserError: if the encoder has no `torch.nn.Linear`.
+        UserError: if the encoder lacks a `torch.nn.Linear`.
     """
     encoder: Any = getattr(model, "base_model", model)
     encoder_ids = {id(module) for module in encoder.modules()}
@@ -239,19 +217,16 @@ def forward_observed(
     """Run a forward pass, call `observe(name, rows)` with the input of each layer, and return the model's output.
 
     Args:
-        model: the model.
         layers: modules of the model by name; each has one tensor `(..., d)` as its input.
         inputs: keyword arguments of the model.
         mask: attention mask, `(batch, tokens)`, bool or 0/1. Rows of masked tokens are left out of inputs of the shape
             `(batch, tokens, d)` or `(batch * tokens, d)`. Inputs of other shapes, such as DeBERTa's position
-            embeddings, have no padding and are observed whole.
+            embeddings, are without padding and observed whole.
         observe: called with the name of a layer and its input, `(n, d)`.
     """
     token_shapes = (tuple(mask.shape), (mask.numel(),))
 
     def make_hook(name: str) -> Callable[..., None]:
-        """Return a forward pre-hook that passes the input of the named layer to `observe`."""
-
         def observe_input(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
             layer_input = arguments[0]
             rows = layer_input.reshape(-1, layer_input.shape[-1])
@@ -269,7 +244,7 @@ def forward_observed(
 
 
 class InputRanges:
-    """Accumulates the largest magnitude of the inputs of each layer, from which static scales are computed.
+    """Accumulates the largest magnitude of the inputs of each layer, for static scales.
 
     The result depends neither on the order of the inputs nor on how they are divided into batches.
 
@@ -342,12 +317,10 @@ class QuantizedLinear(nn.Module):
 def quantize_layers(
     model: Model, names: Iterable[str], form: Form, largest_inputs: Mapping[str, Tensor] | None = None
 ) -> Model:
-    """Return a copy of a model in which the named linear layers are quantized; the model itself does not change.
+    """Return a copy of a model with the named linear layers quantized; the model itself does not change.
 
     Args:
-        model: the floating model.
         names: names of `torch.nn.Linear` modules, as `encoder_linears` returns them.
-        form: the quantization scheme.
         largest_inputs: `InputRanges.largest` of calibration data; needed if `form.activations` is `tensor`.
 
     Raises:

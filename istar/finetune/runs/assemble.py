@@ -81,9 +81,7 @@ class Job:
 def assemble(prepared: PreparedRun, trial: str | None) -> Job:
     """Build model, penalty, callbacks and trainer; write no files.
 
-    Args:
-        prepared: the run with its tokenizer and data.
-        trial: address of the Optuna trial that may prune the run; `None` outside of a search.
+    `trial` is the address of the Optuna trial that may prune the run; None outside of a search.
 
     Raises:
         UserError: if the model cannot be loaded, or the settings fit neither the data nor the number of processes.
@@ -205,7 +203,7 @@ def _check_num_processes(job: Job) -> None:
 def _check_batch_size(job: Job) -> None:
     """Raise a `UserError` if the largest micro-batch has too few sequences for a score of the penalty."""
     penalty = job.module.penalty
-    # A row of a language model's batch may hold several documents.
+    # A row of a language model's batch may contain several documents.
     if penalty is not None and not job.spec.is_language_modelling:
         # With `sync`, the ranks compute one penalty together, so that their micro-batches count as one.
         num_ranks = job.trainer.world_size if penalty.penalty.sync else 1
@@ -213,7 +211,6 @@ def _check_batch_size(job: Job) -> None:
 
 
 def _count_batches_per_epoch(job: Job) -> int:
-    """Return the number of training batches of each process in an epoch."""
     num_examples = count_examples_per_process(len(job.data.train), job.trainer.world_size)
     num_batches = math.ceil(num_examples / job.config.data.batch_size)
     batch_limit = job.config.trainer.lightning.get("limit_train_batches") or 1.0

@@ -33,8 +33,8 @@ class Examples:
 def load_examples(spec: TaskSpec, config: TaskConfig, cache_dir: str | None = None) -> Examples:
     """Load the splits of a task, or random samples of `limit_train` and `limit_validation` examples.
 
-    If a text corpus has no validation data, a twentieth of its documents, chosen at random, is held out for validation.
-    Its documents are cached below `cache_dir`, see `istar.files.writing.cache_folder`.
+    A text corpus without validation data has a twentieth of its documents, chosen at random, held out. Its documents
+    are cached below `cache_dir`, see `istar.files.writing.cache_folder`.
 
     If `spec` has the validation set `HELD_OUT`, `hold_out` splits it off the training data. A warning is logged if the
     training data contain validation examples, or if a test set that the benchmark provides separately is missing.

@@ -14,8 +14,7 @@ def read_finished_run(folder: Path, config: Config) -> RunRecord | None:
     """Read the record of the run in a folder; None if it is not finished, or `run.overwrite` runs it again.
 
     Raises:
-        UserError: if the finished run lacks an output that the config requests, such as the submission file, by a
-            setting that is not part of the folder's name.
+        UserError: if the run lacks a requested output, such as the submission file, that its name does not depend on.
     """
     if config.run.overwrite:
         return None
@@ -36,10 +35,7 @@ def read_finished_run(folder: Path, config: Config) -> RunRecord | None:
 
 
 def _describe_shortcoming(folder: Path, record: RunRecord, config: Config) -> str:
-    """Describe the first requested output that a finished run lacks, and the setting that accepts the run without it.
-
-    Returns an empty string if the run has everything that the config requests.
-    """
+    """Describe the first requested output that a finished run lacks, and the setting to accept this; empty if none."""
     outputs = {
         "submission/": ("task.submission", config.task.submission),
         "model/": ("run.save_model", config.run.save_model),
@@ -78,10 +74,7 @@ def _describe_missing_models(folder: Path, record: RunRecord, config: Config) ->
 
 
 def _describe_missing_measurements(previous_settings: Mapping[str, Any], settings: TrainerConfig) -> str:
-    """Describe the measurements at training steps that `settings` request and a finished run lacks; empty if none.
-
-    `previous_settings` are the trainer settings of the finished run.
-    """
+    """Describe the measurements that `settings` request and a run with `previous_settings` lacks; empty if none."""
     interval, previous_interval = settings.measure_every_n_steps, previous_settings.get("measure_every_n_steps")
     if interval is None:
         return ""
@@ -91,7 +84,7 @@ def _describe_missing_measurements(previous_settings: Mapping[str, Any], setting
             "trainer.measure_every_n_steps=null accepts it"
         )
     num_examples = previous_settings["measure_examples"]
-    # The finished run has measured every requested step if the interval is a multiple of its own.
+    # The finished run has measured every requested step if the interval is a multiple of the previous one.
     if interval % previous_interval or num_examples != settings.measure_examples:
         return (
             f"was run with trainer.measure_every_n_steps={previous_interval} trainer.measure_examples={num_examples}, "

@@ -1,7 +1,7 @@
 """Starts the processes of a sweep's runs by forking a server that has already imported the libraries.
 
-The imports take seconds, which each run would otherwise spend again. The server is that of `multiprocessing`; it never
-executes a run itself, so every run starts from the state after the imports.
+Each run would otherwise spend seconds on the imports. The server is `multiprocessing`'s; it never executes a run
+itself, so every run starts from the state after the imports.
 """
 
 import gc
@@ -18,7 +18,7 @@ from istar.errors import UserError, shorten
 from istar.finetune.runs import launch
 
 RANK_VARIABLE_ORDER = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
-"""Environment variables from which Lightning reads the rank on import, in this order."""
+"""Environment variables that Lightning reads the rank from on import, in this order."""
 PRELOADED_MODULES = ["istar.finetune.runs.run", "istar.finetune.training.pruning", "wandb",
                      "transformers.models.bert.modeling_bert"]  # fmt: skip
 """Modules that the server imports; it passes over one that cannot be imported."""
@@ -27,7 +27,7 @@ PRELOADED_MODULES = ["istar.finetune.runs.run", "istar.finetune.training.pruning
 def is_supported() -> bool:
     """Return whether runs can be forked on this platform.
 
-    Windows has no fork, and on macOS a process that has loaded its libraries cannot continue after a fork.
+    Windows cannot fork, and on macOS a process that has loaded its libraries cannot continue after a fork.
     """
     return sys.platform == "linux"
 

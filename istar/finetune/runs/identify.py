@@ -27,10 +27,8 @@ class RunIdentity:
 
     Attributes:
         config: settings, with values that depend on the machine or the time resolved.
-        spec: specification of the task.
-        examples: the examples of the task before tokenization.
         data_fingerprint: hash of the training and validation examples.
-        folder: folder of the run, which is named after a hash of config, data and model.
+        folder: folder of the run, named after a hash of config, data and model.
     """
 
     config: Config
@@ -62,7 +60,6 @@ def identify(config: Config) -> RunIdentity:
 
 
 def _load_fingerprinted_examples(spec: TaskSpec, config: Config) -> tuple["Examples", str]:
-    """Return the examples of a task, and the hash of its training and validation examples."""
     from istar.finetune.runs.examples import load_examples
     from istar.finetune.tasks.loading import fingerprint
 
@@ -92,10 +89,7 @@ def resolve_config(config: Config) -> Config:
 
 
 def resolve_precision(config: Config) -> Config:
-    """Return the config with `trainer.precision=auto` replaced by a precision that is fast on this machine.
-
-    A warning is logged if another precision is requested that is slow on this machine.
-    """
+    """Return the config with `trainer.precision=auto` replaced by a fast precision; warn of a slow requested one."""
     if config.trainer.precision in ("32-true", "16-mixed"):
         return config
     from istar.finetune.training import precision
@@ -104,10 +98,9 @@ def resolve_precision(config: Config) -> Config:
 
 
 def resolve_model(config: ModelConfig) -> ModelConfig:
-    """Return the config of a hub model with its branch or tag replaced by the commit.
+    """Return the config of a hub model with its branch or tag replaced by the commit, so that all its files match.
 
-    All files of the model are then of the same version. A tokenizer from the hub becomes `<hub id>@<commit>`. Other
-    models and tokenizers are left unchanged.
+    A tokenizer from the hub becomes `<hub id>@<commit>`. Other models and tokenizers are left unchanged.
 
     Raises:
         UserError: if `istar.inputs.hub.find_commit` does not find the commit.
@@ -126,12 +119,10 @@ def resolve_model(config: ModelConfig) -> ModelConfig:
 
 
 def find_task_spec(config: TaskConfig) -> TaskSpec:
-    """Return the specification of the task that a config names.
-
-    With `validation_fraction`, `HELD_OUT` is added to its validation sets.
+    """Return the specification of a config's task; `validation_fraction` adds `HELD_OUT` to its validation sets.
 
     Raises:
-        UserError: if there is no such task, or `task.submission=true` and the task has no submission file.
+        UserError: if the task is unknown, or `task.submission=true` and the task lacks a submission file.
     """
     spec = TASKS.get(config.name)
     if spec is None:
@@ -145,12 +136,9 @@ def find_task_spec(config: TaskConfig) -> TaskSpec:
 
 
 def run_folder_path(config: Config, data_fingerprint: str, model_identity: str) -> Path:
-    """Return the path of a run's folder, whose name ends with a hash of config, data and model.
+    """Return the path of a run's folder; its name ends with a hash of config, data and model.
 
-    Args:
-        config: config of the run, after `resolve_config`.
-        data_fingerprint: hash of the training and validation examples.
-        model_identity: what `identify_model` returns for the model.
+    `config` is the result of `resolve_config`, and `model_identity` of `identify_model`.
     """
     digest = identity_hash(_normalize_config(config), data_fingerprint, model_identity)
     name = "-".join([config.task.name, Path(config.model.name).name, config.reg.name, digest])
@@ -251,9 +239,7 @@ def identify_model(config: ModelConfig) -> str:
 
     The weights are ignored if they are not loaded (`pretrained=False`). A model with a new architecture is called
     "new", because its config identifies it. If the tokenizer is not the model's own, its identity is appended.
-
-    Args:
-        config: config of the model, after `resolve_model`.
+    `config` is the result of `resolve_model`.
     """
     if config.architecture is not None:
         identity = "new"
@@ -263,7 +249,7 @@ def identify_model(config: ModelConfig) -> str:
         identity = _hash_model_folder(Path(config.name), include_weights=config.pretrained)
     if config.tokenizer is None:
         return identity
-    # The fingerprint of the data covers the text on which a tokenizer is trained.
+    # The fingerprint of the data covers the text that a tokenizer is trained on.
     is_tokenizer_folder = not config.trains_tokenizer and Path(config.tokenizer).is_dir()
     tokenizer_identity = config.tokenizer
     if is_tokenizer_folder:

@@ -1,7 +1,7 @@
 """Starts a run in new processes, one for each device, and waits for them.
 
 `python -m istar.finetune.runs.launch <parent PID> <config.yaml> <folder> [trial]` executes one such process. Lightning
-does not start them, because it would repeat the command line, which with `-m` is the command line of the whole sweep.
+does not start them: it would repeat the command line, which with `-m` belongs to the whole sweep.
 """
 
 import json
@@ -47,8 +47,8 @@ FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGI
 def has_external_launcher() -> bool:
     """Return whether torchrun or srun has started this process as one of several.
 
-    `SLURM_NTASKS` and `SLURM_PROCID` do not show this, because a script under sbatch has them, too, and runs as a
-    single process. Only srun sets the variables of a job step.
+    Only srun sets the variables of a job step. `SLURM_NTASKS` and `SLURM_PROCID` do not show this, because a script
+    under sbatch has them, too, and runs as a single process.
     """
     return "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
 
@@ -57,7 +57,7 @@ def fix_slurm_detection() -> None:
     """Change the `SLURM_*` variables so that Lightning detects srun if, and only if, srun has started several tasks.
 
     Lightning reads `SLURM_NTASKS`, the number of tasks that the job requested with or without srun, and ignores SLURM
-    in jobs that have the name of an interactive salloc job.
+    in jobs named like an interactive salloc job.
     """
     num_tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if num_tasks == "1":
@@ -103,7 +103,7 @@ def _check_process_count(settings: TrainerConfig) -> None:
 
 
 def _check_rendezvous(settings: TrainerConfig) -> None:
-    """Raise a `UserError` if a run on several nodes lacks the environment variables by which the nodes connect."""
+    """Raise a `UserError` if a run on several nodes lacks the environment variables that connect the nodes."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
     if settings.num_nodes > 1 and missing:
         raise UserError(
@@ -116,7 +116,6 @@ def launch(config: Config, num_processes: int, trial: str | None = None) -> RunR
     """Execute a run in new processes, forward signals to them, wait for them, and return the record of the run.
 
     Args:
-        config: settings of the run.
         num_processes: number of processes on this machine.
         trial: address of the Optuna trial that may prune the run, as `istar.finetune.training.pruning` reads it.
 
@@ -161,7 +160,7 @@ class Process(Protocol):
 Spawn = Callable[[Sequence[str], Mapping[str, str], Path | None], Process]
 """Starts a process that calls `execute_process` with these arguments: `spawn` or `forking.ForkedProcess`.
 
-The others are its environment variables and the file for stdout and stderr, which are inherited for `None`.
+The other arguments are its environment variables and the file for stdout and stderr, which `None` inherits.
 """
 
 
@@ -206,10 +205,7 @@ class RunProcesses:
             process.send_signal(signal_number)
 
     def has_ended(self) -> bool:
-        """Return whether all processes have ended.
-
-        `GRACE_SECONDS` after a process has failed, the processes that still run are killed.
-        """
+        """Return whether all processes have ended; kill the rest `GRACE_SECONDS` after one has failed."""
         exit_codes = [process.poll() for process in self._processes]
         failed_ranks = [rank for rank, exit_code in enumerate(exit_codes) if exit_code]
         # A process that waits for a dead one in a collective would wait until the timeout of the process group.
@@ -224,10 +220,7 @@ class RunProcesses:
         return True
 
     def read_record(self, signals: Sequence[int]) -> RunRecord:
-        """Return the record of the run after it has ended, or raise its error as `launch` does.
-
-        `signals` are the numbers of the signals that were sent to the run.
-        """
+        """Return the record of an ended run, or raise its error as `launch` does. `signals` were sent to the run."""
         with self._temporary_folder:
             if self._failed_ranks:
                 exit_code_by_rank = {rank: self._processes[rank].returncode for rank in self._failed_ranks}
@@ -244,9 +237,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
 def execute_process(arguments: Sequence[str], is_parent_alive: Callable[[], bool]) -> NoReturn:
     """Execute a run as one of its processes, write the record or the error for the parent process, and exit.
 
-    Args:
-        arguments: the config file, the folder for the record or the error, and optionally the trial.
-        is_parent_alive: called repeatedly; when it returns False, the run is stopped by SIGTERM.
+    `arguments` are the config file, the folder for the record or the error, and optionally the trial. If
+    `is_parent_alive`, which is called repeatedly, returns False, SIGTERM stops the run.
     """
     config_path, folder, *trial = arguments
     rank = os.environ.get("LOCAL_RANK", "0")
@@ -287,11 +279,11 @@ def execute_process(arguments: Sequence[str], is_parent_alive: Callable[[], bool
 
 
 def make_import_variables() -> dict[str, str]:
-    """Return the environment variables with which a Python process imports this copy of istar, and no foreign modules.
+    """Return the environment variables that make a Python process import this copy of istar, and no foreign modules.
 
-    Python puts the working folder first on `sys.path` for `-m` and `-c`, so that any `evaluate.py` there would be
-    imported instead of the library, also by the processes that libraries start; `PYTHONSAFEPATH` forbids this. An empty
-    part of `PYTHONPATH` stands for the working folder, too.
+    Python puts the working folder first on `sys.path` for `-m` and `-c`, so any `evaluate.py` there would be imported
+    instead of the library, even by processes that libraries start; `PYTHONSAFEPATH` forbids this. An empty part of
+    `PYTHONPATH` means the working folder, too.
     """
     python_paths = [str(Path(__file__).parents[3]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return {"PYTHONPATH": os.pathsep.join(filter(None, python_paths)), "PYTHONSAFEPATH": "1"}

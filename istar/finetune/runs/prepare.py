@@ -151,7 +151,7 @@ def _make_isolation_function(
 ) -> Callable[[Tensor], dict[str, Tensor]] | None:
     """Return a function that computes the model inputs that keep the documents of a packed block apart.
 
-    Returns None if documents are not packed, or if the model has no such inputs, in which case a warning is logged.
+    Returns None if documents are not packed, or, with a warning, if the model lacks such inputs.
     """
     if not config.task.packing:
         return None
@@ -227,7 +227,7 @@ def _prepare_labelled(
 
 
 def _count_evaluated_rows(config: Config, num_rows: int) -> int:
-    """Return how many rows of an evaluation set are used, as `fast_dev_run` and `limit_val_batches` limit its batches.
+    """Return how many rows of an evaluation set to use under `fast_dev_run` and `limit_val_batches`.
 
     The set is cut beforehand because Lightning would skip batches, but metrics need predictions for complete sets.
     """
@@ -246,7 +246,7 @@ def _take_first_features(examples: Dataset, features: Dataset, max_features: int
     if len(features) <= max_features:
         return examples, features
     example_ids = features["example_id"][: max_features + 1]
-    # The first feature beyond the limit belongs to this example, before which all examples are complete.
+    # The first feature beyond the limit belongs to this example; all examples before it are complete.
     num_complete = example_ids[max_features]
     if num_complete == 0:
         raise UserError(f"the first example has more than {max_features} windows; set a larger data.eval_batch_size")

@@ -83,7 +83,7 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
 
 
 def _check_same_run_on_all_ranks(job: Job) -> None:
-    """Raise a `UserError` if the processes, which torchrun and srun start independently, would train different runs."""
+    """Raise a `UserError` if processes that torchrun or srun started independently would train different runs."""
     run_names = sorted(set(all_gather_object(job.folder.name)))
     if len(run_names) > 1:
         raise UserError(

@@ -29,7 +29,7 @@ def build_run_table(record: RunRecord) -> Table:
     headline_label = f"{headline_metric} (epoch {headline['epoch']})"
     for name, label in [(headline_metric, headline_label), *((name, name) for name in other_metrics)]:
         value = headline["value"] if name == headline_metric else record.metrics[name]
-        # Before training, the metric of a random head says nothing, but that of a pretrained language model does.
+        # Before training, a random head's metric says nothing, but a pretrained language model's does.
         value_before = format_metric(name, record.metrics_before.get(name)) if is_lower_better(headline_metric) else ""
         table.add_row(label, value_before, format_metric(name, value), "")
     table.add_section()
@@ -88,10 +88,10 @@ def render_isotropy_plot(record: RunRecord) -> bytes:
 
 
 def build_geometry_plot(rows: Sequence[Mapping[str, float]]) -> Plot:
-    """Return the plot of the measures of the layers' geometry against the optimizer step.
+    """Return the plot of the layers' measures against the optimizer step, with a panel for each measure.
 
-    There is a panel for each measure, with a line for each of at most five evenly spaced layers. `rows` are those of a
-    run's `metrics.csv`, in which a measure has the key `geometry/layer_<l>/<measure>`.
+    A panel has a line for each of at most five evenly spaced layers. `rows` are from a run's `metrics.csv`, where a
+    measure has the key `geometry/layer_<l>/<measure>`.
     """
     measured_rows = [row for row in rows if any(_MEASURE_KEY.fullmatch(name) for name in row)]
     steps = tuple(float(row["step"]) for row in measured_rows)

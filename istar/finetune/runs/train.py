@@ -27,8 +27,8 @@ def claim_folder(job: Job) -> tuple[RunRecord | None, Path | None]:
     """Write `config.yaml` into the run folder, and find the checkpoint to resume from.
 
     Returns:
-        The record of the run and None if another process has finished the run, in which case nothing is written.
-        Otherwise None and the checkpoint, or None and None if there is no checkpoint.
+        The record and None if another process has finished the run; then nothing is written. Otherwise None and the
+        checkpoint, which is None if none exists.
 
     Raises:
         UserError: if the folder cannot be written, or the checkpoint was saved with a different number of processes.
@@ -92,7 +92,7 @@ def train(job: Job, checkpoint: Path | None) -> dict[str, Any]:
 
 
 def add_advice(error: Exception, job: Job) -> Exception:
-    """Return a new error that also says how to continue the run, or the same error if there is no such advice."""
+    """Return a new error that also says how to continue the run, or the same error without such advice."""
     last_checkpoint = None if job.checkpoints is None else job.checkpoints.newest_path()
     checkpoint_note = f"the last good state is {last_checkpoint}" if last_checkpoint else "there is no checkpoint yet"
     effect_of_restart = "resumes from there" if last_checkpoint else "starts again"

@@ -43,10 +43,10 @@ def build_comparison_table(records: Sequence[RunRecord]) -> Table:
 
 
 def build_comparison_row(runs: Sequence[RunRecord]) -> list[str]:
-    """Return the row of a configuration in a table that compares configurations, with the columns `COMPARISON_COLUMNS`.
+    """Return the row of a configuration in a comparison table, with the columns `COMPARISON_COLUMNS`.
 
-    The given runs are those of the configuration and differ only in the seed. Metrics are in percent; the headline
-    metric is the mean ± standard deviation over the seeds.
+    The runs differ only in the seed. Metrics are in percent; the headline metric is the mean ± standard deviation over
+    the seeds.
     """
     first_run = runs[0]
     metric = first_run.headline["metric"]
@@ -111,7 +111,7 @@ def draw_comparison(records: Sequence[RunRecord]) -> dict[str, bytes]:
 
 
 def _draw_headline_metrics(axes: Axes, configurations: Configurations) -> None:
-    """Draw a horizontal bar with the mean headline metric of each configuration, and its standard deviation over seeds.
+    """Draw a bar with each configuration's mean headline metric, and its standard deviation over seeds.
 
     A dashed line shows the score of a constant prediction if it is the same for all configurations.
     """
@@ -134,10 +134,7 @@ def _draw_headline_metrics(axes: Axes, configurations: Configurations) -> None:
 
 
 def _draw_isoscore_by_layer(axes: Axes, configurations: Configurations) -> None:
-    """Draw IsoScore by layer: a line per configuration after training, and a dotted line before training.
-
-    The dotted line shows the first run of the first configuration.
-    """
+    """Draw IsoScore by layer: a line per configuration after training, dotted for the first run before training."""
     score_by_layer_before = configurations[0][0].isotropy["before"]
     layer_keys = [layer_key for layer_key in score_by_layer_before if layer_key != "union"]
     layer_indices = list(map(int, layer_keys))

@@ -48,11 +48,11 @@ class SweepEntry:
     # (the same command resumes it).
     status: str = "waiting"
     started: float | None = None  # when this command started the run, in seconds since 1970; None if it did not
-    ended: float | None = None  # when the run ended, in seconds since 1970; None if it has not ended under this command
+    ended: float | None = None  # when the run ended under this command, in seconds since 1970; else None
     epochs: tuple[int, int] = (0, 0)  # number of completed epochs, and of all epochs
     metric: str | None = None
     value: float | None = None  # the headline metric on the validation set, as in `result.json`
-    selection: float | None = None  # the value by which runs are compared, on held-out data if there are any
+    selection: float | None = None  # value used for model selection, on held-out data if there are any
     collapsed: bool = False
     error: str | None = None
     log: str | None = None  # file with the output of the run's processes
@@ -74,9 +74,9 @@ class SweepEntry:
 
     @property
     def selection_merit(self) -> float:
-        """The value by which runs are compared, as a number that is higher for better runs, also for losses.
+        """The value used for model selection, negated for losses so that higher is better.
 
-        States of earlier versions have only the value of the headline metric, which is then used.
+        States of earlier versions contain only the headline metric, which is then used.
         """
         return merit(self.metric or "", (self.value if self.selection is None else self.selection) or 0.0)
 
@@ -97,7 +97,7 @@ class SweepState:
     command: str  # the command that resumes the sweep
     root: str
     jobs: Annotated[int, 1]
-    # Number of planned runs that have no entry yet: those of the second stage, or of a search.
+    # Number of planned runs without an entry yet, in the second stage or in a search.
     to_come: Annotated[int, 0] = 0
     begun: float = 0.0  # when this command started, in seconds since 1970
     seen: float = 0.0  # when the file was last written, in seconds since 1970
@@ -121,9 +121,9 @@ def make_entry(trial: Trial, stage: str) -> SweepEntry:
 
 
 class Board:
-    """Keeps `sweep.json` and the screen up to date: a live table on a terminal, else one line for each ended run.
+    """Keeps `sweep.json` in `folder` and the screen up to date: a live table on a terminal, or a line per ended run.
 
-    The board updates `state` in place and writes it to `folder`, the folder of the sweep.
+    The board updates `state` in place.
     """
 
     def __init__(self, folder: Path, state: SweepState, console: Console) -> None:
@@ -180,7 +180,6 @@ class Board:
                 self._write()
 
     def _write(self) -> None:
-        """Write the state to `sweep.json`."""
         self.state.seen = time.time()
         write_text(self.folder / STATE_FILE, json.dumps(asdict(self.state), indent=1))
 
@@ -203,7 +202,7 @@ class Board:
 
 
 def update_epochs(state: SweepState, root: Path) -> None:
-    """Update the number of completed epochs of each running run, also of those in other processes, from its folder."""
+    """Update the number of completed epochs of each running run from its folder, even for runs in other processes."""
     for entry in state.entries_with("running", "elsewhere"):
         entry.epochs = (count_validated_epochs(root / entry.name), entry.epochs[1])
 
@@ -237,9 +236,9 @@ def count_validated_epochs(folder: Path) -> int:
 
 
 def estimate_seconds_left(state: SweepState) -> float | None:
-    """Estimate the seconds until all runs are done from the mean duration of the finished runs.
+    """Estimate the seconds until all runs are done, from the mean duration of the finished runs or `state.expected`.
 
-    If no run is finished, `state.expected` is used instead of the mean; if this is None, None is returned.
+    Without either, None is returned.
     """
     durations = [entry.seconds for entry in state.entries_with("finished") if entry.seconds]
     mean_seconds = sum(durations) / len(durations) if durations else state.expected
@@ -315,7 +314,7 @@ _RUNNING_TITLES = {"running": "running", "elsewhere": "running elsewhere"}
 
 
 def _format_progress_line(entry: SweepEntry) -> str:
-    """Return a line with the epoch of a running run and, if this sweep has started it, the time since then."""
+    """Return the epoch of a running run and, if this sweep has started it, the time since then."""
     epoch = f"epoch {min(entry.epochs[0] + 1, entry.epochs[1])} of {entry.epochs[1]}"
     elapsed = f", {format_duration(time.time() - entry.started)}" if entry.started else ""
     return f"  {entry.label}: {epoch}{elapsed}"
@@ -344,13 +343,12 @@ def watch_sweeps(root: Path, console: Console, name: str | None = None, once: bo
     """Show the sweeps in a folder of runs until all of them are over; Ctrl-C ends the display, not the sweeps.
 
     Args:
-        root: folder that holds the runs.
-        console: console to print to.
+        root: folder that contains the runs.
         name: name of the sweep to show; None shows all sweeps that are not over, or else the latest.
-        once: whether to show only the current state, as is always done if the console is no terminal.
+        once: whether to show only the current state, as always if the console is not a terminal.
 
     Raises:
-        UserError: if there is no such sweep.
+        UserError: if no such sweep exists.
     """
     states, errors = find_sweeps(root, name)
     if once or not console.is_terminal:
@@ -364,15 +362,13 @@ def watch_sweeps(root: Path, console: Console, name: str | None = None, once: bo
 
 
 def find_sweeps(root: Path, name: str | None = None) -> tuple[list[SweepState], list[str]]:
-    """Read the sweeps that `watch_sweeps` shows: the sweep `name`, or if it is None those not over.
-
-    If `name` is None and all sweeps are over, only the latest one is read.
+    """Read the sweep `name`; if it is None, the sweeps that are not over, or else only the latest one.
 
     Returns:
         The states of the sweeps, and a message for each sweep that cannot be read.
 
     Raises:
-        UserError: if there is no such sweep.
+        UserError: if no such sweep exists.
     """
     state_paths = sorted(
         (root / SWEEPS_FOLDER).glob(f"{name or '*'}/{STATE_FILE}"), key=lambda path: path.stat().st_mtime

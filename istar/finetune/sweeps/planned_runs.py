@@ -24,7 +24,7 @@ from istar.records.results import RunRecord
 from istar.records.run_rows import PlannedRun, Repetitions
 
 SEARCH_STAGE, SEEDS_STAGE = "search", "seeds"
-_MIN_RUNS_FOR_PROGRESS_BAR = 50  # number of runs from which a progress bar is shown while their configs are composed
+_MIN_RUNS_FOR_PROGRESS_BAR = 50  # with at least as many runs, composing their configs shows a progress bar
 
 Launcher = Callable[[Sequence[Overrides]], Sequence[RunRecord | UserError]]
 """Type of a function that executes several runs elsewhere, as Hydra's launchers do.
@@ -41,7 +41,7 @@ class SweepRequest:
     arguments: Sequence[str]  # overrides of the command line
     params: Mapping[str, Any]  # values to sweep over by key, from `hydra.sweeper.params`
     command: str  # the command line, for messages that repeat it
-    root: Path  # folder that holds the runs
+    root: Path  # folder that contains the runs
     compose: Callable[[Overrides], DictConfig]  # composes the config of a run from its overrides
     launcher: Launcher | None = None  # executes the runs; None executes them on this machine
     config_loader: ConfigLoader | None = None  # lists the options of config groups for `glob(*)`
@@ -49,7 +49,7 @@ class SweepRequest:
 
 
 def list_runs(request: SweepRequest, console: Console) -> "SweepRuns":
-    """List the runs of a sweep without executing any: all combinations of a grid; a search has none before it starts.
+    """List the runs of a sweep without executing any: all combinations of a grid; nothing for a search.
 
     Raises:
         UserError: for overrides that do not compose or cannot be searched, or if Optuna is not installed.
@@ -63,7 +63,7 @@ def list_runs(request: SweepRequest, console: Console) -> "SweepRuns":
 
 
 class SweepRuns:
-    """The runs of a sweep: for the name of each run, a trial and an entry of the sweep's state."""
+    """The runs of a sweep: a trial and an entry of the sweep's state by the name of each run."""
 
     def __init__(self, request: SweepRequest, console: Console) -> None:
         settings = request.settings
@@ -76,7 +76,7 @@ class SweepRuns:
         self.state = SweepState(self.folder.name, request.command, str(request.root), settings.jobs)
         self.trial_by_name: dict[str, Trial] = {}
         self.entry_by_name: dict[str, SweepEntry] = {}
-        # Name of the grid that contains each run, by the name of the run; the first grid if several contain the run.
+        # Name of the first grid that contains a run, by the name of the run.
         self.grid_by_run: dict[str, str] = {}
         self.run_folders = RunFolders()
 
@@ -99,7 +99,7 @@ class SweepRuns:
     def add_run(self, overrides: Overrides, stage: str) -> Trial:
         """Add the run with the given overrides and return its trial; a known run is moved to the given stage.
 
-        If the run is finished, its result is taken over. A run whose data cannot be loaded is added as failed.
+        If the run is finished, its result is taken over. If its data cannot be loaded, it is added as failed.
 
         Raises:
             UserError: if the overrides do not compose.
@@ -109,7 +109,7 @@ class SweepRuns:
             config = replace(config, logger=replace(config.logger, group=self.folder.name))
         error_message, record = None, None
         try:
-            # The processes of the run load the commit for which the run is named.
+            # The processes of the run load the commit that the run is named after.
             config = self.run_folders.resolve(config)
             name = self.run_folders.find(config).name
             record = self.read_finished_record(Trial(overrides, config, name))
@@ -155,12 +155,12 @@ class SweepRuns:
         """Read the record of a trial that is finished and need not be executed again, or return None.
 
         Raises:
-            UserError: if the folder holds a result that cannot be used.
+            UserError: if the folder contains a result that cannot be used.
         """
         return read_finished_run(self.request.root / trial.name, trial.config)
 
     def compose_sample_config(self) -> Config:
-        """Compose a config with only the overrides that are not swept over, as an example of the runs of a search.
+        """Compose a config without the overrides to sweep over, as an example of the runs of a search.
 
         Raises:
             UserError: if the data of the config cannot be loaded.
@@ -174,7 +174,7 @@ class SweepRuns:
         return config
 
     def list_repetitions_of_best(self) -> list[Overrides]:
-        """List the overrides by which the best run of each selection group is repeated with each of `sweep.seeds`."""
+        """List the overrides that repeat the best run of each selection group with each of `sweep.seeds`."""
         best_by_group: dict[tuple[str, ...], SweepEntry] = {}
         for entry in self.state.entries_with("finished"):
             key = self.selection_group(entry)
@@ -184,18 +184,17 @@ class SweepRuns:
         return [trials.replace_seed(tuple(entry.overrides), seed) for entry in best_by_group.values() for seed in seeds]
 
     def selection_group(self, entry: SweepEntry) -> tuple[str, ...]:
-        """Return task, model, method and grid of a run; the best run of each such group is repeated with more seeds."""
+        """Return task, model, method and grid of a run; more seeds repeat the best run of each such group."""
         return (*entry.group, self.grid_by_run.get(entry.name, ""))
 
     def read_record(self, entry: SweepEntry) -> RunRecord:
-        """Read the record of a run that has ended."""
         return results.read_result(self.request.root / entry.name)
 
 
 def describe_sweep(request: SweepRequest, console: Console) -> dict[str, Any]:
     """Compose the runs of a sweep, and return the fields of its plan (`istar.reports.plan_file.Plan`) as a dictionary.
 
-    The runs of a search are not known beforehand, so its list of runs is empty.
+    The list of runs is empty for a search.
 
     Raises:
         UserError: if the data or the model of a run cannot be loaded, or a run cannot be used.
@@ -222,7 +221,7 @@ def describe_sweep(request: SweepRequest, console: Console) -> dict[str, Any]:
 
 
 def _list_repetitions(runs: SweepRuns) -> list[Repetitions]:
-    """List for each group of runs the names of all runs with which `sweep.seeds` may repeat the best one."""
+    """List for each group the names of all runs that `sweep.seeds` may add for its best run."""
     repetitions_by_group: dict[tuple[str, ...], Repetitions] = {}
     for entry in runs.state.entries:
         for seed in runs.request.settings.seeds:

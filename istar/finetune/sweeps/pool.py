@@ -1,4 +1,4 @@
-"""Executes trials on this machine, several of them in parallel, each with processes and GPUs of its own."""
+"""Executes trials on this machine, several of them in parallel, each with separate processes and GPUs."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def run_trials(
     source: "TrialQueue", settings: SweepConfig, log_folder: Path, environment: Mapping[str, str] | None = None
 ) -> None:
-    """Execute trials, `settings.jobs` of them in parallel, until the source has no more and all have ended.
+    """Execute trials, `settings.jobs` of them in parallel, until the source is exhausted and all have ended.
 
     The processes write their output to files in `log_folder`, and have the additional variables of `environment`. With
     `settings.fail_fast`, a failure stops all trials.
@@ -43,10 +43,7 @@ def run_trials(
 
 
 class _TrialPool:
-    """Runs trials in parallel. Each of the `settings.jobs` slots executes one trial at a time.
-
-    `runs` has the processes of each running trial.
-    """
+    """Runs trials in parallel, one at a time in each of the `settings.jobs` slots."""
 
     def __init__(
         self,
@@ -66,7 +63,7 @@ class _TrialPool:
     def fill_slots(self, signals: Sequence[int]) -> bool:
         """Start a trial in each free slot, and return whether any trial is running or waited for.
 
-        `signals` are the numbers of the stop signals received so far; after the first one, no trial is started.
+        Once a stop signal is in `signals`, no more trials start.
         """
         for slot in range(self._num_jobs):
             while slot not in self._running_by_slot and not signals and not self._is_stopping:
@@ -103,7 +100,6 @@ class _TrialPool:
         self._source.on_started(trial, log_path)
 
     def _report(self, trial: Trial, run: RunProcesses, signals: Sequence[int]) -> None:
-        """Report the record or the error of a trial that has ended to its source."""
         try:
             self._source.on_ended(trial, run.read_record(signals))
         except LockedError:
@@ -116,7 +112,7 @@ class _TrialPool:
                 self._report_failure(trial, error)
 
     def _report_failure(self, trial: Trial, error: UserError) -> None:
-        """Report the error of a failed trial to its source; with `fail_fast`, stop all running trials."""
+        """Report a failed trial's error to its source; with `fail_fast`, stop all running trials."""
         self._source.on_ended(trial, error)
         if self._fail_fast:
             self._is_stopping = True

@@ -24,31 +24,30 @@ from istar.records.config import SweepConfig
 from istar.records.results import RunRecord
 
 _STATE_BY_STATUS = {"finished": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
-# Keys of the user attributes that a trial has in Optuna's storage.
+# Keys of a trial's user attributes in Optuna's storage.
 _OVERRIDES, _WORKER, _RUN, _DUPLICATE = "overrides", "worker", "run", "is_duplicate"
 _MAX_DUPLICATES = 5
 """After this number of duplicates in a row, the sampler is replaced by a random choice."""
 MAX_RANDOM_DUPLICATES = 50
 """After this number of duplicates in a row, a space with continuous intervals counts as exhausted."""
 _MAX_LISTED_COMBINATIONS = 10_000
-"""Largest search space whose untried combinations are listed; larger ones count as continuous."""
+"""Largest search space to list for untried combinations; larger ones count as continuous."""
 
 
 class Study:
-    """An Optuna study in a database that several workers, which are calls of the same command, can use concurrently.
+    """An Optuna study in a database that several workers (calls of the same command) can use concurrently.
 
     If a worker has died, another one takes over its trial with the same values, so that the run resumes from its
     checkpoint. With several search spaces, the choice between them is a categorical parameter.
 
-    No two trials have the same run. Optuna often suggests the same values again, and a suggestion whose run is running
-    or has ended, in any worker, is dropped. It remains in the storage with the state FAIL and the attribute
+    No two trials have the same run. Optuna often suggests the same values again. If their run is running or has ended,
+    in any worker, the suggestion is dropped. It remains in the storage with the state FAIL and the attribute
     `is_duplicate`, because Optuna's trials cannot be deleted.
 
     Args:
-        settings: settings of the sweep.
         space_by_grid: search spaces by the names of their grids.
         folder: folder of the sweep.
-        run_name: function that maps the overrides of a trial to a name that is equal for equal runs.
+        run_name: maps the overrides of a trial to a name that is equal for equal runs.
 
     Raises:
         UserError: if the storage cannot be used.
@@ -111,9 +110,9 @@ class Study:
         return [(trial.number, tuple(trial.user_attrs[_OVERRIDES])) for trial in ended_trials]
 
     def ask(self) -> tuple[int, Overrides] | None:
-        """Start an abandoned trial or a new one, and return its number and overrides, or None if none is left.
+        """Start an abandoned trial or a new one, and return its number and overrides.
 
-        None is left if enough trials have been started, or all runs of the search space have been tried. Failed trials
+        Returns None if enough trials have been started, or all runs of the search space have been tried. Failed trials
         are replaced by new ones, but a worker starts no more new trials than were missing when it was created.
         """
         with self._ask_lock:
@@ -133,7 +132,7 @@ class Study:
             return suggestion
 
     def _ask_for_new_run(self) -> tuple[int, Overrides] | None:
-        """Start a new trial, and return its number and overrides, or None if every possible run has been tried."""
+        """Start a new trial, and return its number and overrides; None if every possible run has been tried."""
         for _ in range(_MAX_DUPLICATES):
             if (suggestion := self._start_trial(self._study.ask())) is not None:
                 return suggestion
@@ -151,7 +150,7 @@ class Study:
         return None
 
     def _ask_for_random_run(self) -> tuple[int, Overrides] | None:
-        """Start a new trial with random values; return None if `MAX_RANDOM_DUPLICATES` suggestions in a row are old."""
+        """Start a new trial with random values; None if `MAX_RANDOM_DUPLICATES` suggestions in a row are duplicates."""
         sampler = self._study.sampler
         self._study.sampler = self._random_sampler
         try:
@@ -163,7 +162,7 @@ class Study:
         return None
 
     def grid_of_trial(self, trial_number: int) -> str:
-        """Return the name of the grid whose search space the values of a trial are from."""
+        """Return the name of the grid that a trial's values are from."""
         trial = self._study.get_trials(deepcopy=False)[trial_number]
         return str(trial.params.get("grid", next(iter(self._space_by_grid))))
 
@@ -182,15 +181,15 @@ class Study:
         self._tried_runs.discard(trial.user_attrs[_RUN])
 
     def trial_address(self, trial_number: int) -> str:
-        """Return the value of `sweep.trial` by which the process of the run finds the trial in the storage."""
+        """Return the value of `sweep.trial` that lets the process of the run find the trial in the storage."""
         return str(TrialReference(str(self._storage_file), self.name, trial_number))
 
     def _start_trial(
         self, trial: optuna.trial.Trial, overrides: Sequence[str] | None = None
     ) -> tuple[int, Overrides] | None:
-        """Mark a trial as started by this worker, and return its number and overrides.
+        """Mark a trial as started by this worker, and return its number and overrides; None if a duplicate was dropped.
 
-        Without `overrides`, Optuna suggests them. Returns None if the trial was dropped as a duplicate.
+        Without `overrides`, Optuna suggests them.
         """
         trial.set_user_attr(_WORKER, self._worker_id)
         trial_overrides = suggest_overrides(trial, self._space_by_grid) if overrides is None else tuple(overrides)
@@ -208,7 +207,7 @@ class Study:
         return trial.number, trial_overrides
 
     def _get_runs_of_other_trials(self, trial_number: int) -> set[str]:
-        """Return the names of the runs that are running or have a result, except the run of one trial."""
+        """Return the names of other trials' runs that are running or have a result."""
         trials = self._get_trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
         return {trial.user_attrs.get(_RUN, "") for trial in trials if trial.number != trial_number}
 
@@ -239,7 +238,7 @@ def _write_secret(path: Path, text: str) -> None:
 
 
 def suggest_overrides(trial: optuna.trial.Trial, space_by_grid: Mapping[str, SearchSpace]) -> Overrides:
-    """Let Optuna choose a grid and a value for each of its keys that is swept over; return the overrides of the run."""
+    """Let Optuna choose a grid and values for its swept keys; return the overrides of the run."""
     grid_name = (
         trial.suggest_categorical("grid", list(space_by_grid)) if len(space_by_grid) > 1 else next(iter(space_by_grid))
     )
@@ -270,7 +269,7 @@ def list_parameters(space_by_grid: Mapping[str, SearchSpace]) -> list[tuple[dict
 
 
 def _list_values(override: Override) -> Sequence[int | str] | None:
-    """Return all values of a key that is swept over, as Optuna stores them, or None for a continuous interval."""
+    """Return all values of a swept key, as Optuna stores them, or None for a continuous interval."""
     sweep = override.value()
     if not isinstance(sweep, IntervalSweep):
         return list(override.sweep_string_iterator())
@@ -278,12 +277,12 @@ def _list_values(override: Override) -> Sequence[int | str] | None:
 
 
 def _is_integer_interval(sweep: IntervalSweep) -> bool:
-    """Return whether an interval has integers, like `int(interval(1,5))`; Hydra converts `interval(1,5)` to floats."""
+    """Return whether an interval is over integers, like `int(interval(1,5))`; Hydra makes `interval(1,5)` floats."""
     return "int" in sweep.tags or isinstance(sweep.start, int)
 
 
 def _suggest_override(trial: optuna.trial.Trial, override: Override) -> str:
-    """Return the override of a key with a value that Optuna chooses, or unchanged if the key is not swept over."""
+    """Return a swept key's override with a value that Optuna chooses; other overrides are unchanged."""
     if not override.is_sweep_override():
         return override.input_line or ""
     key, sweep = override.get_key_element(), override.value()

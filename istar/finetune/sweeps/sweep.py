@@ -1,4 +1,4 @@
-"""Runs a sweep, which `train.py -m` calls: executes the missing runs and compares the results."""
+"""Runs a sweep for `train.py -m`: executes the missing runs and compares the results."""
 
 import logging
 import math
@@ -33,7 +33,7 @@ _MAX_COMPARED_CONFIGURATIONS = 24
 """Number of configurations that fit into a table and a figure. Of more, only the best ones of each method are shown."""
 
 CHECK_INTERVAL_SECONDS = 1.0
-"""How often a sweep checks whether the runs that other processes execute have ended."""
+"""Seconds between two checks whether runs in other processes have ended."""
 
 
 def run_sweep(request: SweepRequest, console: Console) -> int:
@@ -67,8 +67,8 @@ def run_sweep(request: SweepRequest, console: Console) -> int:
 class TrialQueue:
     """Supplies the waiting runs in their order and reports their results to the board.
 
-    A run whose folder another process has locked has the status `elsewhere` until the lock is free. Then the result of
-    the other process is taken over or, if the other process has not finished the run, it is executed here.
+    If another process has locked a run's folder, the run has the status `elsewhere` until the lock is free. Then the
+    other process's result is taken over or, if the other process has not finished the run, it is executed here.
     """
 
     def __init__(self, runs: SweepRuns, live_board: Board) -> None:
@@ -76,7 +76,7 @@ class TrialQueue:
         self._checked_at = 0.0
 
     def next_trial(self) -> Trial | None:
-        """Return the next waiting trial that no other process executes or has finished, or None if there is none."""
+        """Return the next waiting trial that no other process executes or has finished, or None."""
         for entry in self.runs.state.entries_with("waiting"):
             trial = self.runs.trial_by_name[entry.name]
             if self._is_elsewhere(entry):
@@ -106,7 +106,7 @@ class TrialQueue:
         return outcome is not None
 
     def on_started(self, trial: Trial, log_path: Path | None) -> None:
-        """Record that a trial has started, with its output in the file `log_path`."""
+        """Record that a trial has started; its output is in the file `log_path`."""
         self.board.record_start(self.runs.entry_by_name[trial.name], log_path)
 
     def on_ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
@@ -142,7 +142,7 @@ class SearchQueue(TrialQueue):
         return replace(trial, optuna_trial=self._study.trial_address(self._trial_number_by_run[trial.name]))
 
     def _add_suggested_trial(self, trial_number: int, overrides: Overrides) -> None:
-        """Add the run of a trial that Optuna suggests as waiting, or report its outcome if it already has one."""
+        """Add a trial that Optuna suggests as waiting, or report its outcome if its run already has one."""
         entry = self.runs.entry_by_name[self.runs.add_run(overrides, SEARCH_STAGE).name]
         self.runs.grid_by_run.setdefault(entry.name, self._study.grid_of_trial(trial_number))
         if entry.status in ("waiting", "stopped"):
@@ -169,8 +169,7 @@ def run_search(runs: SweepRuns, live_board: Board) -> None:
     """Execute the trials of an Optuna search, which includes the results of earlier calls.
 
     Raises:
-        UserError: if the run of a finished trial no longer exists, for example because its name has changed with the
-            model or the data.
+        UserError: if a finished trial's run is gone, e.g. because its name has changed with the model or the data.
     """
     # Optuna takes seconds to import, and a grid does not need it.
     from istar.finetune.sweeps.study import Study
@@ -193,7 +192,7 @@ def run_search(runs: SweepRuns, live_board: Board) -> None:
 
 
 def run_queue(queue: TrialQueue) -> None:
-    """Execute the trials of a queue on this machine, or in batches through the launcher, until there are no more."""
+    """Execute the trials of a queue on this machine, or in batches through the launcher, until the queue is empty."""
     request = queue.runs.request
     settings = request.settings
     if request.launcher is None:
@@ -222,7 +221,7 @@ def run_queue(queue: TrialQueue) -> None:
 
 
 def _make_launcher_overrides(trial: Trial) -> Overrides:
-    """Return the overrides with which a launcher executes a trial, including values that only this process has set."""
+    """Return the overrides of a trial for a launcher, including values that only this process has set."""
     logger = trial.config.logger
     logger_overrides = (f"logger.group={logger.group}",) if isinstance(logger, WandbConfig) else ()
     address_overrides = (f"sweep.trial='{trial.optuna_trial}'",) if trial.optuna_trial else ()
@@ -291,9 +290,8 @@ def print_results(runs: SweepRuns) -> int:
 def select_best_configurations(records: Sequence[RunRecord], grid_by_run: Mapping[str, str]) -> list[RunRecord]:
     """Return the runs, with all seeds, of the best configuration of each task, model, penalty and grid.
 
-    That is the configuration with the most seeds and, among several, the one with the highest mean selection value.
-    `grid_by_run` has the name of the grid by the name of a run; a configuration belongs to the grid of any of its
-    runs.
+    The best configuration has the most seeds and, among several, the highest mean selection value. `grid_by_run` maps
+    the name of a run to its grid; a configuration belongs to the grid of any of its runs.
     """
     runs_by_key: dict[tuple[str, ...], list[list[RunRecord]]] = {}
     for (task, model), configurations in group_by_task(records).items():
@@ -308,7 +306,7 @@ def select_best_configurations(records: Sequence[RunRecord], grid_by_run: Mappin
 
 
 def read_finished_runs(root: Path) -> list[RunRecord]:
-    """Read the records of the finished runs in a folder; each record that cannot be read is skipped with a warning."""
+    """Read the records of the finished runs in a folder; skip unreadable ones with a warning."""
     records = []
     for path in sorted(root.glob(f"*/{results.RESULT}")):
         try:
@@ -319,11 +317,11 @@ def read_finished_runs(root: Path) -> list[RunRecord]:
 
 
 def estimate_duration(planned: Sequence[tuple[Config, int]], finished: Iterable[RunRecord]) -> tuple[float | None, str]:
-    """Estimate the seconds that planned runs take one after another, and describe what the estimate is based on.
+    """Estimate the seconds that planned runs take one after another, and describe the basis of the estimate.
 
-    The planned runs are given as configs with their numbers of training examples. Each uses the median of the seconds
-    per training example and epoch of the finished runs with the same model, task and method; if there are none, of
-    those with the same model and task, or else with the same model. Without any, the estimate is None.
+    The planned runs are given as configs with their numbers of training examples. Each uses the median seconds per
+    training example and epoch of the finished runs with the same model, task and method; else with the same model and
+    task; else with the same model. Without any, the estimate is None.
     """
     # Seconds per training example and epoch, by the index of the finished run, for each similarity key.
     rates_by_key: dict[tuple[str, ...], dict[int, float]] = {}

@@ -27,7 +27,7 @@ class Trial:
     overrides: Overrides  # the overrides of the run, as on the command line
     config: Config  # the config that the overrides compose
     name: str  # the name of the run's folder
-    optuna_trial: str | None = None  # address of its trial in an Optuna search, see `Study.trial_address`
+    optuna_trial: str | None = None  # address of the trial in an Optuna search, see `Study.trial_address`
 
 
 def make_search_spaces(
@@ -39,19 +39,18 @@ def make_search_spaces(
 ) -> dict[str, SearchSpace]:
     """Return the search space of each grid: the keys common to all grids, the keys of the grid, and the command line.
 
-    If both a grid and the command line have a key, the values of the command line are used. A key that only other grids
-    have is ignored, because the config of this grid may not have it.
+    The command line takes precedence over a grid. A key that only other grids have is ignored, because the config of
+    this grid may not have it.
 
     Args:
-        arguments: overrides of the command line; those of `sweep.` keys are ignored.
+        arguments: overrides of the command line; `sweep.` keys are ignored.
         params: values by key, common to all grids.
         grids: values by key for each grid; an empty mapping means one grid without keys.
         only: names of the grids to use; empty means all.
-        config_loader: Hydra's loader, which lists the options of a config group for `glob(*)`; needed only for that.
+        config_loader: Hydra's loader, which lists the options of a config group; needed only for `glob(*)`.
 
     Raises:
-        UserError: if the command line chooses the option of a config group that the grids choose, too, or if a
-            `glob` matches no option.
+        UserError: if command line and grids choose the option of the same config group, or a `glob` matches no option.
         HydraException: if an override cannot be parsed.
     """
     parser = OverridesParser.create(config_loader)
@@ -90,9 +89,7 @@ def _format_override_value(value: Any) -> str:
 
 
 def list_combinations(space: SearchSpace) -> list[Overrides]:
-    """List the overrides of all combinations of a search space's values, without duplicates.
-
-    The last key changes fastest.
+    """List the overrides of all combinations of a search space's values, the last key fastest, without duplicates.
 
     Raises:
         UserError: if a key has a continuous interval instead of a list of values.

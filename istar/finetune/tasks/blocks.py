@@ -38,7 +38,6 @@ class Corpus:
     starts: NDArray[np.int64]
 
     def __len__(self) -> int:
-        """Return the number of documents."""
         return len(self.starts) - 1
 
 
@@ -114,11 +113,9 @@ class TokenBlocks:
     a part of one document.
 
     Attributes:
-        corpus: the tokens.
         spans: positions in the corpus of the first token of each block and of the token after its last one, (blocks, 2)
             int64.
-        prefix: special tokens at the beginning of each block.
-        suffix: special tokens at the end of each block.
+        prefix, suffix: special tokens at the beginning and at the end of each block.
     """
 
     corpus: Corpus
@@ -158,8 +155,7 @@ def cut_blocks(
     full block are left out. Otherwise each block is a part of one document.
 
     Raises:
-        UserError: if the special tokens leave no room for text, the corpus has no token, or a packed corpus is shorter
-            than a block.
+        UserError: if special tokens leave no room, the corpus is empty, or a packed corpus is shorter than a block.
     """
     text_length = count_text_tokens(length, prefix, suffix)
     num_tokens = int(corpus.starts[-1])

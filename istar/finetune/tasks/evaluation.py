@@ -19,7 +19,7 @@ from istar.records.task_specs import Split, TaskSpec
 class Evaluation:
     """The predictions of a model for a data set, and their metrics."""
 
-    metrics: dict[str, float]  # the task's metrics; empty if the data set has no labels
+    metrics: dict[str, float]  # the task's metrics; empty for data without labels
     # One dict per example, in the order of the examples. `id` is the row number, or for spans the id in the data set;
     # `prediction` and `label` (if known) are class names, numbers, or an answer text and the list of gold texts.
     # Classification adds `scores`, the probability of each class.
@@ -32,8 +32,6 @@ class Evaluator:
     """Turn the logits of a model for one split into predictions, and into metrics if the split has labels.
 
     Attributes:
-        spec: specification of the task.
-        examples: examples of the split.
         features: result of `featurize(..., training=False)` for the examples.
         n_best: for spans, number of start positions and of end positions in each window that are combined.
         max_answer_length: for spans, maximum length of an answer in tokens.
@@ -48,12 +46,11 @@ class Evaluator:
     def __call__(self, outputs: Mapping[int, NDArray[Any]]) -> Evaluation:
         """Decode the logits into one prediction per example, and score the predictions if there are labels.
 
-        Args:
-            outputs: logits by `feature_id`, in any order. The shape is (classes,) for classification, (1,) for
-                regression and (2, tokens) for spans (start logits, then end logits; padded or not).
+        `outputs` are logits by `feature_id`, in any order. The shape is (classes,) for classification, (1,) for
+        regression and (2, tokens) for spans (start logits, then end logits; padded or not).
 
         Raises:
-            ValueError: if the ids are not those of the features, or the logits have the wrong shape or are not finite.
+            ValueError: if the ids differ from the features', or logits have the wrong shape or are not finite.
         """
         logits = self._sort_logits_by_row(outputs)
         rows_by_example = self._group_rows_by_example()
@@ -91,7 +88,7 @@ class Evaluator:
         return [np.asarray(outputs[id_], dtype=np.float64) for id_ in ids]
 
     def _group_rows_by_example(self) -> list[list[int]]:
-        """Return the feature rows of each example, in order; for tasks other than spans, each example has one."""
+        """Return the feature rows of each example, in order; only an example of a span task may have several."""
         rows_by_example: list[list[int]] = [[] for _ in range(len(self.examples))]
         for row_index, example_index in enumerate(self.features["example_id"][:]):
             rows_by_example[example_index].append(row_index)
@@ -138,7 +135,7 @@ class Evaluator:
 
 
 def constant_baseline(spec: TaskSpec, train_examples: datasets.Dataset, examples: datasets.Dataset) -> dict[str, float]:
-    """Return the metrics of a constant prediction on `examples`; empty for spans, and if either set has no labels.
+    """Return the metrics of a constant prediction on `examples`; empty for spans and if either set lacks labels.
 
     The constant is the majority class of the training labels (the lowest id in a tie), or their mean for regression.
     """
@@ -181,7 +178,7 @@ def _read_references(spec: TaskSpec, examples: datasets.Dataset) -> list[Any] | 
 def _is_collapsed(spec: TaskSpec, values: Sequence[Any], references: Sequence[Any]) -> bool:
     """Return whether the predicted values are constant although the references vary.
 
-    Predicted numbers count as constant if their standard deviation is at most 1% of that of the references.
+    Numbers count as constant if their standard deviation is at most 1% of the references' standard deviation.
     """
     if spec.kind == "regression":
         reference_spread = float(np.std(references))

@@ -1,7 +1,7 @@
 """Tokenized features of a split, with a cache that runs share, and their collation into padded batches.
 
-The cache stores each feature set in a folder that is named by a hash of everything that determines the features. The
-folder holds an Arrow file and its checksum.
+The cache stores each feature set, an Arrow file and its checksum, in a folder named by a hash of everything that
+determines the features.
 """
 
 import hashlib
@@ -69,8 +69,7 @@ def featurize(
         tokenizer: a fast tokenizer.
         max_length: maximum length of a feature in tokens. Longer texts are truncated, or for spans split into windows.
         training: for spans only, whether features contain answer positions; otherwise they contain offsets.
-        doc_stride: for spans only, number of tokens shared by neighbouring windows; see
-            `istar.finetune.tasks.squad.tokenize_windows`.
+        doc_stride: for spans only, number of tokens shared by neighbouring windows; see `tokenize_windows`.
         cache_dir: folder of the cache; None keeps the features in memory.
 
     Returns:
@@ -81,7 +80,7 @@ def featurize(
         pads on the left.
 
     Raises:
-        UserError: if a gold answer is not where it should be.
+        UserError: if a gold answer does not occur at its position.
     """
     rows = dataset.with_format(None).select_columns(_list_used_columns(spec, dataset, training))
     encode_batch = partial(_encode_batch, spec, tokenizer, max_length, doc_stride, training)
@@ -137,10 +136,10 @@ class FeatureRows(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __init__(self, features: datasets.Dataset) -> None:
         names = [name for name in _BATCH_COLUMNS if name in features.column_names]
-        # The cache stores a single chunk, for which `combine_chunks` makes no copy.
+        # The cache stores a single chunk, so `combine_chunks` does not copy.
         table = features.select_columns(names).with_format("arrow")[:].combine_chunks()
         self._scalars = {name: table[name].to_numpy() for name in names if name not in squad.INPUTS}
-        # The concatenated tokens of all rows, and the position at which each row starts.
+        # The concatenated tokens of all rows, and the start position of each row.
         list_columns = {name: table[name].chunk(0) for name in names if name in squad.INPUTS}
         self._token_columns = {
             name: (column.values.to_numpy(), column.offsets.to_numpy()) for name, column in list_columns.items()
@@ -155,7 +154,6 @@ class FeatureRows(torch.utils.data.Dataset[dict[str, Any]]):
         return len(self._scalars["feature_id"])
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return the features of a row by name."""
         features = {name: scalars[index] for name, scalars in self._scalars.items()}
         for name, (tokens, starts) in self._token_columns.items():
             features[name] = tokens[starts[index] : starts[index + 1]]
@@ -169,12 +167,9 @@ class FeatureRows(torch.utils.data.Dataset[dict[str, Any]]):
 class Collator:
     """Collator that pads features to the length of the longest one, on the tokenizer's padding side, and makes tensors.
 
-    It stores padding ids instead of the tokenizer, to be fast to pickle and safe in forked `DataLoader` workers.
-
-    Args:
-        tokenizer: tokenizer with a padding token.
-        with_positions: whether batches with padding on the left contain `position_ids`. Decoders need them, because
-            otherwise they count positions from the left edge of the batch.
+    It stores padding ids instead of the tokenizer, to be fast to pickle and safe in forked `DataLoader` workers. With
+    `with_positions`, batches with padding on the left contain `position_ids`. Decoders need them, because otherwise
+    they count positions from the left edge of the batch.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, with_positions: bool = False) -> None:
@@ -225,13 +220,13 @@ class Collator:
 def make_position_ids(attention_mask: torch.Tensor) -> torch.Tensor:
     """Return the position of each token, counted from 0 at the first token that is not padding, (batch, tokens) long.
 
-    Padding on the left has position 0, and padding on the right that of the last token.
+    Padding on the left has position 0, and padding on the right the position of the last token.
     """
     return (attention_mask.cumsum(1) - 1).clamp(min=0)
 
 
 def _list_used_columns(spec: TaskSpec, dataset: datasets.Dataset, training: bool) -> list[str]:
-    """Return the names of the columns that determine the features, and whose content is part of the cache key."""
+    """Return the columns that determine the features and are hashed into the cache key."""
     columns = list(spec.text_columns)
     if spec.kind == "span":
         columns += [spec.label_column, "id"] if training else []
@@ -251,10 +246,7 @@ def _encode_batch(
     training: bool,
     examples: Mapping[str, Sequence[Any]],
 ) -> dict[str, Any]:
-    """Tokenize a batch of examples and return the columns of its features.
-
-    The column `example_id` counts from the start of the batch.
-    """
+    """Return the columns of a batch's features; `example_id` counts from the start of the batch."""
     texts = [list(examples[name]) for name in spec.text_columns]
     columns: dict[str, Any]
     if spec.kind != "span":
@@ -324,9 +316,9 @@ def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 
 
 def _load_or_build(folder: Path, build: Callable[[], datasets.Dataset]) -> datasets.Dataset:
-    """Return the memory-mapped features from a folder of the cache; if they are missing, build and store them first.
+    """Return the memory-mapped features from a cache folder; if they are missing, build and store them first.
 
-    Several processes may store the same features at the same time: they write equal files, and atomically.
+    Several processes may do so at once: they write equal files, and atomically.
     """
     data_path, checksum_path = folder / "features.arrow", folder / "features.sha256"
     if not _is_intact(data_path, checksum_path):

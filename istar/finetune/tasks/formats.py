@@ -45,12 +45,7 @@ def select_columns(table: Table, spec: TaskSpec, split: str, renamed: Mapping[st
     """Select the columns that a split needs, and skip a few rows with a wrong number of fields with a warning.
 
     Test sets must be complete, because a submission must have a prediction for each row. They need no labels.
-
-    Args:
-        table: rows of the split.
-        spec: specification of the task.
-        split: name of the split.
-        renamed: names in the table, by names on the hub, where they differ.
+    `renamed` maps names on the hub to names in the table, where they differ.
 
     Raises:
         UserError: if a column is missing, or too many rows are malformed.
@@ -103,7 +98,7 @@ def read_saved_split(state_path: Path, spec: TaskSpec, split: str) -> RawSplit:
 
 
 def read_glue(path: Path, spec: TaskSpec, split: str) -> RawSplit:
-    """Read a TSV file of the GLUE benchmark, in which quotes, `NA` and `null` are plain text."""
+    """Read a TSV file of the GLUE benchmark. Quotes, `NA` and `null` in it are plain text."""
     table = read_tsv(path, () if spec.is_test(split) else spec.tsv_header)
     return select_columns(table, spec, split, spec.tsv_columns)
 
@@ -126,7 +121,7 @@ def parse_tree(text: str) -> tuple[str, str]:
     """Return the root's label and the sentence of a Penn Treebank tree with a label at every node.
 
     Raises:
-        ValueError: if the brackets are unbalanced, a node has no label or no content, or text follows the tree.
+        ValueError: if brackets are unbalanced, a node lacks a label or content, or text follows the tree.
 
     >>> parse_tree("(3 (2 Good) (2 -LRB-))")
     ('3', 'Good (')
@@ -173,7 +168,7 @@ def read_squad(path: Path, spec: TaskSpec, split: str) -> RawSplit:
 
 
 def _iterate_questions(document: Any) -> Iterator[dict[str, Any]]:
-    """Yield a row for each question, with `is_impossible`: whether it has this key, which only SQuAD v2 has."""
+    """Yield a row for each question; `is_impossible` says whether it has this key, which only SQuAD v2 has."""
     for article in document["data"]:
         for paragraph in article["paragraphs"]:
             for question in paragraph["qas"]:

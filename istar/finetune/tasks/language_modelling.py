@@ -40,13 +40,9 @@ def cut_into_blocks(
 class Masking:
     """Choose and replace the tokens that a masked language model has to predict (Devlin et al., 2019).
 
-    Each token is chosen with a probability of 15%. Of the chosen tokens, 80% become the mask token, 10%
-    become a random token, and 10% stay unchanged. Special tokens are never chosen. At least one token of a text is
-    chosen, because a mean loss over no token is undefined.
-
-    Args:
-        tokenizer: a fast tokenizer with a mask token.
-        whole_word: whether to choose either all tokens of a word or none.
+    Each token is chosen with a probability of 15%. Of the chosen tokens, 80% become the mask token, 10% become a random
+    token, and 10% stay unchanged. Special tokens are never chosen. At least one token of a text is chosen, because a
+    mean loss over zero tokens is undefined. With `whole_word`, all tokens of a word are chosen or none.
 
     Raises:
         UserError: if the tokenizer does not mark where words begin although `whole_word` is True.
@@ -67,7 +63,7 @@ class Masking:
         """
         rng = np.random.default_rng(seed)
         is_ordinary = ~self._is_special[input_ids]
-        # The index of the word to which each token belongs; without `whole_word`, each token is a word.
+        # The index of each token's word; without `whole_word`, each token is a word.
         word_index = np.cumsum(~self._continues_word[input_ids] | ~is_ordinary) - 1
         is_chosen = is_ordinary & (rng.random(len(input_ids)) < _CHOICE_PROBABILITY)[word_index]
         if not is_chosen.any() and is_ordinary.any():
@@ -85,7 +81,7 @@ def find_word_continuations(tokens: list[str]) -> NDArray[np.bool_]:
     `\u0120` and `\u2581`; tokens that start with a letter or digit instead continue a word.
 
     Raises:
-        UserError: if the vocabulary has none of these marks.
+        UserError: if the vocabulary contains none of these marks.
     """
     if any(token.startswith("##") for token in tokens):
         return np.array([token.startswith("##") and len(token) > 2 for token in tokens])
@@ -100,7 +96,6 @@ class BlockRows:
     """Blocks of tokens with their labels, as the rows of a `DataLoader` with a `BlockCollator`.
 
     Attributes:
-        blocks: the blocks.
         masking: chooses the tokens to predict in masked language modelling; None for causal language modelling.
         seed: seed of the masks in training, which also depend on the epoch and the row.
     """
@@ -152,12 +147,12 @@ class BlockCollator:
     """Collator that pads blocks on the right and converts them to tensors.
 
     Args:
-        padding_id: id of the padding token. None stands for any id, because the attention mask excludes padding.
-        isolate_documents: function that returns the model inputs with which packed documents do not attend to each
-            other, given document numbers (batch, tokens), -1 for padding. None if the model has no such inputs, or if
-            each block contains one document.
+        padding_id: id of the padding token. None allows any id, because the attention mask excludes padding.
+        isolate_documents: returns the model inputs that keep packed documents from attending to each other, given
+            document numbers (batch, tokens), -1 for padding. None if the model lacks such inputs, or if each block
+            contains one document.
         is_causal: whether each token is predicted from the previous ones. With `isolate_documents`, the first token of
-            a document has no previous ones, and is not predicted.
+            a document is then not predicted.
     """
 
     def __init__(
@@ -226,15 +221,10 @@ class LanguageModelEvaluator:
         return {name: value_by_metric[name] for name in self.spec.metrics}
 
     def unigram_baseline(self, corpus: Corpus, labels: Iterable[Tensor], vocabulary_size: int) -> dict[str, float]:
-        """Return the metrics of a unigram model, which ignores the context, on a validation set.
+        """Return the metrics of a unigram model, which ignores the context, on the validation labels in batches.
 
-        It predicts tokens by their frequencies in the training data with add-one smoothing: the probability of a token
-        is (its count + 1) / (number of training tokens + vocabulary size).
-
-        Args:
-            corpus: tokens of the training data.
-            labels: labels of the validation set, batch by batch.
-            vocabulary_size: number of token ids.
+        It predicts tokens by their frequencies in the training data `corpus` with add-one smoothing: the probability of
+        a token is (its count + 1) / (number of training tokens + vocabulary size).
         """
         count_by_id = np.zeros(vocabulary_size, dtype=np.int64)
         for start in range(0, len(corpus.tokens), _TOKENS_PER_COUNT):

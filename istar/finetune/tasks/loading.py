@@ -1,7 +1,7 @@
 """Loading of a task's splits as data sets with uniform columns, from a folder, the hub or the demo generator.
 
 A split has exactly the columns `spec.text_columns` (strings) and `spec.label_column` (int64 class ids, float64 scores),
-or `id, question, context, answers` for spans. A test set without labels has no label column. Rows keep the order of the
+or `id, question, context, answers` for spans. An unlabelled test set lacks the label column. Rows keep the order of the
 source, because the row number identifies the example.
 """
 
@@ -42,7 +42,7 @@ def load_splits(spec: TaskSpec, data_dir: str | Path | None, splits: Sequence[st
 def find_source(
     spec: TaskSpec, data_dir: str | Path | None, splits: Sequence[str], cache_dir: str | None = None
 ) -> ExampleSource:
-    """Return the source of a task's splits: a folder, the hub, whose data set is downloaded, or the demo generator.
+    """Return the source of a task's splits: a folder, the hub (which is downloaded), or the demo generator.
 
     If `data_dir` is a text corpus, its documents are cached below `cache_dir`, or below the default of `cache_folder`.
 
@@ -84,7 +84,7 @@ def hold_out(spec: TaskSpec, train: Dataset, fraction: float) -> tuple[Dataset, 
     Raises:
         UserError: if there are fewer than two rows or contexts.
     """
-    # A unit, which is held out as a whole, is a context for spans, and otherwise a row.
+    # A unit is held out as a whole: a context for spans, otherwise a row.
     unit_by_row: list[Any] = train[spec.text_columns[1]][:] if spec.kind == "span" else list(range(len(train)))
     units = list(dict.fromkeys(unit_by_row))
     if len(units) < 2:
@@ -100,7 +100,7 @@ def sample_examples(dataset: Dataset, max_examples: int | None) -> Dataset:
     """Return a random sample of at most `max_examples` rows in their original order; None returns all rows.
 
     The sample does not depend on the seed of a run, and a larger sample contains the smaller ones. The first rows would
-    be no fair sample, because files may be sorted, as those of SST are by label and those of STS-B by genre.
+    be a biased sample, because files may be sorted: SST by label, STS-B by genre.
     """
     if max_examples is None or max_examples >= len(dataset):
         return dataset
@@ -124,13 +124,13 @@ def fingerprint(*splits: Dataset) -> str:
 # --- validation ---------------------------------------------------------------------------------------------
 
 _UNLABELLED = {"-1", "-1.0", "", "None"}
-"""Label values, as strings, that stand for a missing label in test sets."""
+"""Label values, as strings, that mean a missing label in test sets."""
 
 
 def _validate_split(raw: RawSplit | Dataset, spec: TaskSpec, split: str) -> Dataset:
     """Check the texts of a split, convert its labels, and return it as a data set.
 
-    A text corpus, which is a data set already, is returned unchanged, because its documents were checked when read.
+    A text corpus is returned unchanged, because its documents were checked when read.
     """
     if isinstance(raw, Dataset):
         return raw

@@ -73,7 +73,7 @@ def spearman(predictions: Sequence[float], references: Sequence[float]) -> dict[
 def _compute_correlation(
     correlation_function: Callable[..., Any], predictions: Sequence[float], references: Sequence[float]
 ) -> float:
-    """Return the correlation that a function of `scipy.stats` computes; 0 if predictions or references are constant."""
+    """Return the correlation by a function of `scipy.stats`; 0 if predictions or references are constant."""
     samples = np.asarray([predictions, references], dtype=np.float64)
     if not np.isfinite(samples).all():
         raise ValueError("a correlation needs finite predictions and references; they contain NaN or infinity")

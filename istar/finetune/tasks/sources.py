@@ -29,7 +29,7 @@ from istar.records.task_specs import Files, TaskSpec
 
 Reader = Callable[[Path, TaskSpec, str], RawSplit]
 Layout = Mapping[str, Reader]
-"""Readers by file name pattern, in which `{}` stands for the name of the split; `dev` may stand for `validation`."""
+"""Readers by file name pattern. In it, `{}` is the name of the split, and `dev` may replace `validation`."""
 
 _SAVED_LAYOUT: Layout = {"{}/state.json": formats.read_saved_split}
 _BENCHMARK_LAYOUTS: Mapping[Files, Layout] = {
@@ -43,17 +43,17 @@ _TABLE_LAYOUT: Layout = {f"{{}}{suffix}": formats.read_table for suffix in (".cs
 _SPLIT_NAMES = {"train": "train", "training": "train"} | dict.fromkeys(
     ("validation", "valid", "val", "dev"), "validation"
 )
-"""Splits by the words in the name of a file or folder that denote them."""
+"""Splits by the words that denote them in file and folder names."""
 
 
 @dataclass(frozen=True)
 class ExampleSource:
-    """ExampleSource of the splits of a task: a folder, a text corpus, the hub or the demo generator.
+    """Source of the splits of a task: a folder, a text corpus, the hub or the demo generator.
 
     Attributes:
-        read_split: function that reads the split of a given name. It returns the documents of a text corpus as a data
-            set, which may be larger than the memory.
-        has_split: function that returns whether there is a split of a given name.
+        read_split: returns the split of a given name. The documents of a text corpus are a data set, which may be
+            larger than the memory.
+        has_split: returns whether there is a split of a given name.
         commit: commit of the data set on the hub; None for other sources, or if it is unknown.
     """
 
@@ -147,7 +147,7 @@ def read_texts(paths: list[Path], cache_dir: Path) -> Dataset:
     The documents are read once and then loaded from the cache, until the content of a file changes.
 
     Raises:
-        UserError: if a file cannot be read, there is no document, or the cache cannot be written.
+        UserError: if a file cannot be read, the text is empty, or the cache cannot be written.
     """
     digest = "-".join(compute_content_digest(path)[:32] for path in paths)
 
@@ -163,7 +163,7 @@ def read_texts(paths: list[Path], cache_dir: Path) -> Dataset:
 
 
 def drop_blank_rows(dataset: Dataset, source: str) -> Dataset:
-    """Return the rows of a data set whose column `text` is not blank. `source` names the data set in error messages."""
+    """Return the rows of a data set with a `text` that is not blank. `source` names the data set in error messages."""
     is_not_blank = np.array([bool(text.strip()) for text in iterate_texts(dataset, source)])
     texts = dataset.select_columns([TEXT_COLUMN])
     return texts if is_not_blank.all() else texts.select(np.flatnonzero(is_not_blank))
@@ -220,7 +220,7 @@ def make_hub_source(spec: TaskSpec) -> ExampleSource:
 def _find_cached_commit(dataset: datasets.DatasetDict) -> str | None:
     """Return the commit of a data set that `datasets` has loaded from its cache, or None if it is unknown.
 
-    Without the hub, `datasets` loads the latest data set in its cache, from a folder that has the commit as its name.
+    Without the hub, `datasets` loads its latest cached data set from a folder named by the commit.
     """
     folders = {Path(file["filename"]).parent.name for split in dataset.values() for file in split.cache_files}
     commit = folders.pop() if len(folders) == 1 else ""

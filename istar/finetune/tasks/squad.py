@@ -1,7 +1,7 @@
 """Overlapping windows over long contexts for extractive question answering, and decoding of logits to answer texts.
 
-An offset is the character range of a token in the context. Tokens outside the context (those of the question and
-special tokens) have the offset (-1, -1). Token indices refer to the unpadded feature.
+An offset is the character range of a token in the context. Tokens of the question and special tokens have the offset
+(-1, -1). Token indices refer to the unpadded feature.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,14 +28,11 @@ def make_training_features(
 ) -> dict[str, list[Any]]:
     """Tokenize questions with windows of their contexts, and find the first gold answer in each window, for training.
 
+    The other arguments are as in `tokenize_windows`.
+
     Args:
-        questions: question of each example.
-        contexts: context of each example.
-        answers: `{"text": [...], "answer_start": [...]}` of each example, with empty lists if there is no answer.
+        answers: `{"text": [...], "answer_start": [...]}` of each example, with empty lists for unanswerable questions.
         ids: id of each example, for error messages.
-        tokenizer: see `tokenize_windows`.
-        max_length: see `tokenize_windows`.
-        stride: see `tokenize_windows`.
 
     Returns:
         The columns of `tokenize_windows` except the offsets, and the tokens `start_positions` and `end_positions`
@@ -99,7 +96,7 @@ def tokenize_windows(
 def find_answer_tokens(offsets: NDArray[np.integer], start: int, end: int) -> tuple[int, int]:
     """Return the first and the last token of an answer, or (0, 0) if a window does not contain the whole answer.
 
-    `offsets`, (tokens, 2), are those of the window. The answer consists of the characters [start, end) of the context.
+    `offsets` are the window's, (tokens, 2). The answer consists of the characters [start, end) of the context.
     """
     in_context = np.flatnonzero(offsets[:, 0] >= 0)
     starts, ends = offsets[in_context].T
@@ -120,8 +117,8 @@ def best_answer(
     """Return the answer text with the highest sum of start and end logit over all windows of a context.
 
     `windows` contains start logits, end logits and offsets of each window, as for `best_span`. Ties are resolved in
-    favour of the first window, then the earliest start, then the earliest end. The text has no surrounding white space.
-    It is "" if no window has a valid span.
+    favour of the first window, then the earliest start, then the earliest end. The text is stripped of white space, and
+    "" if no window has a valid span.
     """
     scored_spans = [span for window in windows if (span := best_span(*window, n_best, max_answer_length)) is not None]
     if not scored_spans:
@@ -140,8 +137,7 @@ def best_span(
     """Return the best answer span of a window: the sum of its start and end logit, and its characters [start, end).
 
     The logits have the shape (tokens,) and the offsets (tokens, 2). The candidates combine the `n_best` start tokens
-    with the `n_best` end tokens. A valid span has between 1 and `max_answer_length` tokens. None is returned if no
-    candidate is valid.
+    with the `n_best` end tokens. A valid span has between 1 and `max_answer_length` tokens; without any, None.
     """
     in_context = np.flatnonzero(offsets[:, 0] >= 0)
     if not len(in_context):

@@ -1,4 +1,4 @@
-"""Checkpoints from which a run resumes bit for bit: when to write them, their content, and their validation."""
+"""Checkpoints that let a run resume bit for bit: when to write them, their content and their validation."""
 
 import itertools
 import logging
@@ -77,17 +77,14 @@ class Checkpoints(Checkpoint):
 
     `step-<n>.ckpt` contains the complete state. It is written after the validation of every epoch, after every
     `every_n_steps` steps or `every_n_minutes` minutes, and when a signal stops the run. `best-epoch-<n>.ckpt` contains
-    only weights.
-
-    Within an epoch, checkpoints are written after optimizer steps, except after those that a validation follows:
-    Lightning cannot resume from a state between a step and its validation.
+    only weights. Optimizer steps right before a validation get no checkpoint, because Lightning cannot resume from a
+    state between a step and its validation.
 
     The callback `history`, which determines the best epoch, must precede this callback.
 
     Attributes:
-        folder: folder of the checkpoints.
-        run_name: name of the run, which is stored in each checkpoint and verified when the run is resumed.
-        history, metrics_file, stop_signal: see their classes; each checkpoint stores the rows of the metrics file.
+        run_name: stored in each checkpoint and verified when the run is resumed.
+        metrics_file: its rows are stored in each checkpoint.
         every_n_steps, every_n_minutes: distance of checkpoints within an epoch; None for no such checkpoints.
     """
 
@@ -139,15 +136,11 @@ class Checkpoints(Checkpoint):
         return paths[-1] if paths else None
 
     def _agree_on_saving(self, trainer: L.Trainer, device: torch.device) -> tuple[bool, int]:
-        """Return whether a checkpoint is due, and the number of the received stop signal, or 0 if there was none.
-
-        Clocks and signals may differ between processes. Each value is the maximum over all processes, so that all of
-        them act alike.
-        """
+        """Return whether a checkpoint is due and the received stop signal (0: none), as maxima over all processes."""
         minutes = (time.monotonic() - self._last_saved_at) / 60
         is_due = self.every_n_minutes is not None and minutes >= self.every_n_minutes
         if self.every_n_steps is not None:
-            # A step that a validation follows has no checkpoint, so that a later one may be due instead.
+            # A step before a validation gets no checkpoint, so a later step may be due instead.
             is_due |= self._last_step // self.every_n_steps > self._last_saved_step // self.every_n_steps
         signal_number = self.stop_signal.signal_number or 0
         if trainer.world_size == 1:
@@ -209,7 +202,7 @@ def _is_validation_next(trainer: L.Trainer, batch_idx: int) -> bool:
 
 
 def find_resumable_checkpoint(folder: Path, run_name: str, num_processes: int) -> Path | None:
-    """Return the path of the newest checkpoint in a folder from which a run can resume, or None if there is none.
+    """Return the path of the newest checkpoint that a run can resume from, or None.
 
     A checkpoint that is damaged or belongs to another run is renamed with a warning, and the previous one is used.
     Best-epoch weights of later epochs are removed, because the resumed run writes them again.
@@ -247,7 +240,7 @@ def remove_old_checkpoints(folder: Path, best_weights_path: Path) -> None:
 
 
 def _inspect_checkpoint(path: Path, run_name: str) -> tuple[int, int]:
-    """Return how many epochs a checkpoint has completed and how many processes wrote it, if a run can resume from it.
+    """Return how many epochs a resumable checkpoint has completed, and how many processes wrote it.
 
     Raises:
         UserError: if the checkpoint or the weights of its best epoch are damaged, or belong to another run or format.
@@ -269,22 +262,19 @@ def _inspect_checkpoint(path: Path, run_name: str) -> tuple[int, int]:
 
 
 def _list_sorted_paths(folder: Path, prefix: str) -> list[Path]:
-    """Return the paths of the files `<prefix>-<number>.ckpt` in a folder, sorted by number."""
+    """Return the files `<prefix>-<number>.ckpt` in a folder, sorted by number."""
     paths = (path for path in folder.glob(f"{prefix}-*.ckpt") if _parse_number_in_name(path) >= 0)
     return sorted(paths, key=_parse_number_in_name)
 
 
 def _parse_number_in_name(path: Path) -> int:
-    """Return the number in a checkpoint's file name, such as 12 of `step-12.ckpt`; -1 if the name is another one."""
+    """Return the number in a file name, such as 12 for `step-12.ckpt`; -1 for any other name."""
     match = re.fullmatch(r"(?:step|best-epoch)-([0-9]+)\.ckpt", path.name)
     return int(match[1]) if match else -1
 
 
 def get_random_state() -> dict[str, Any]:
-    """Return the states of this process's global random generators, as plain data and tensors.
-
-    Of the GPUs, only the one that this process uses is included, because a run may resume on a machine with others.
-    """
+    """Return the states of this process's random generators, and of the GPU in use only, as plain data and tensors."""
     generator_name, generator_keys, *position_and_gauss = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
@@ -299,7 +289,7 @@ def get_random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore the global random generators to the states that `get_random_state` returned, on the GPU in use now."""
+    """Restore what `get_random_state` returned, on the GPU in use now."""
     version, internal_state, next_gauss = state["python"]
     random.setstate((version, tuple(internal_state), next_gauss))
     generator_name, generator_keys, *position_and_gauss = state["numpy"]

@@ -16,7 +16,7 @@ from istar.records.config import DataConfig
 Collate = Callable[[list[dict[str, Any]]], dict[str, Tensor]]
 
 _BATCHES_PER_POOL = 50
-"""Number of batches whose examples are sorted by length together. Larger pools need less padding, but shuffle less."""
+"""Number of batches to sort by length together. Larger pools need less padding, but shuffle less."""
 
 
 def count_examples_per_process(num_examples: int, world_size: int) -> int:
@@ -34,13 +34,11 @@ class LengthGroupedSampler(Sampler[int]):
     Attributes:
         lengths: number of tokens of each example, (examples,).
         batch_size: number of examples in a batch of one process.
-        seed: seed of the order.
         group_by_length: whether to group examples by length; False only shuffles them.
-        rank: rank of this process.
         world_size: number of processes. If it does not divide the number of examples, the first ones are repeated at
             the end.
-        epoch: current epoch, initially the one in which training starts or resumes.
-        num_skipped: number of examples to skip in the initial epoch, because a resumed run has already used them.
+        epoch: current epoch; initially the epoch where training starts or resumes.
+        num_skipped: number of examples that a resumed run has already used in the initial epoch.
     """
 
     lengths: Any
@@ -69,7 +67,7 @@ class LengthGroupedSampler(Sampler[int]):
         return iter(shard[self.num_skipped :] if self.epoch == self._first_epoch else shard)
 
     def _global_order(self) -> Tensor:
-        """Return all example indices in the order of the current epoch, before they are split over processes."""
+        """Return all example indices of the current epoch, before they are split over processes."""
         # The factor is larger than any number of epochs, so that different seeds and epochs have different orders.
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
         order = torch.randperm(len(self.lengths), generator=generator)
@@ -107,7 +105,7 @@ def select_rows_with_tokens(rows: TokenizedRows, order: Tensor, num_tokens: int)
 def build_evaluation_loader(
     rows: TokenizedRows, collate: Collate, batch_size: int, order: Sequence[int], num_workers: int = 0
 ) -> DataLoader[Any]:
-    """Return a data loader over the rows whose indices are in `order`. It does not change the global random state."""
+    """Return a data loader over the rows with the indices `order`. It does not change the global random state."""
     return DataLoader(
         rows,  # type: ignore[arg-type]
         batch_size=batch_size,
@@ -139,11 +137,8 @@ class FineTuningData(L.LightningDataModule):
     """Provide the data loaders of the tokenized training, validation and test sets.
 
     Attributes:
-        train: training rows.
         validation: validation sets; the first one determines the headline metric.
-        test: test sets.
         collate: turns rows into a padded batch.
-        config: batch sizes and other settings of the loaders.
         seed: seed of the order of the training examples.
     """
 
@@ -188,7 +183,7 @@ class FineTuningData(L.LightningDataModule):
             batch_size=self.config.batch_size,
             sampler=sampler,
             collate_fn=self.collate,
-            # Workers are started anew in each epoch, and take over the epoch of the sampler.
+            # New workers start in each epoch and take over the epoch of the sampler.
             num_workers=self.config.num_workers,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator().manual_seed(self.seed),

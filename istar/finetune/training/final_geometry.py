@@ -25,9 +25,9 @@ MAX_TWO_NN_EXAMPLES = 1_000
 
 @dataclass(frozen=True)
 class StateReader:
-    """Computes the hidden states of tokenized rows, on this process alone.
+    """Computes the hidden states of tokenized rows on this process alone, in eval mode and without gradients.
 
-    The forward passes run in eval mode, without gradients, on the trainer's device and in its precision.
+    The forward passes run on the trainer's device and in its precision.
     """
 
     trainer: L.Trainer
@@ -86,7 +86,7 @@ def measure_validation_geometry(reader: StateReader, rows: TokenizedRows) -> dic
     find_positions = last_token_positions if is_decoder(config) else first_token_positions
     for row_indices, states_by_layer, mask in reader.iterate(rows, order):
         moments.update(states_by_layer[-1], mask)
-        # Indices of the examples of TwoNN within the batch, and the position of the token of each.
+        # Indices of TwoNN's examples within the batch, and the token position of each.
         batch_indices = (row_indices < MAX_TWO_NN_EXAMPLES).nonzero().squeeze(1).to(mask.device)
         positions = find_positions(mask)[batch_indices]
         two_nn_states_of_batches.append(tuple(states[batch_indices, positions].cpu() for states in states_by_layer))
@@ -116,22 +116,22 @@ def compute_isoscore_star_by_layer(
 
     The score is the IsoScore of :math:`(1 - \zeta) \operatorname{Cov}(X) + \zeta \Sigma_S` (Algorithm 1 of the paper).
     For the union of layers 1 to L, X contains the states of all tokens of the validation rows, and the shrinkage
-    covariance Sigma_S is that of the same layers on training rows. For a single layer, X and Sigma_S are those of this
-    layer on the same rows; the paper does not say which Sigma_S its Figure 6 uses. Padding does not count.
+    covariance Sigma_S is computed from the same layers on training rows. For a single layer, both come from this layer
+    on the same rows; the paper does not say which Sigma_S its Figure 6 uses. Padding does not count.
 
     Args:
         reader: computes the states of the model.
         validation: rows with the points X.
-        train: rows from which those for Sigma_S are sampled.
+        train: rows to sample for Sigma_S.
         zeta: weight of Sigma_S in [0, 1].
         seed: seed of the sample of training rows.
         num_points: minimum number of points for Sigma_S, counted over the union of layers 1 to L. All rows are used if
             they have fewer points.
 
     Returns:
-        A dictionary with `zeta`; `num_points`, the number of points from which Sigma_S of the union is computed;
-        `union`, the score of layers 1 to L together; and `layers`, the score of each layer by its number as a string
-        (0 is the embedding output). Scores are in [0, 1].
+        A dictionary with `zeta`; `num_points`, the number of points in Sigma_S of the union; `union`, the score of
+        layers 1 to L together; and `layers`, the score of each layer by its number as a string (0 is the embedding
+        output). Scores are in [0, 1].
 
     Raises:
         UserError: if the states of a layer are all equal.
@@ -161,7 +161,7 @@ def compute_isoscore_star_by_layer(
 
 
 def unite_layers(layers: Sequence[Moments]) -> Moments:
-    """Return the moments of the union of layers 1 to L. The first of `layers`, the embedding output, is left out.
+    """Return the moments of the union of layers 1 to L; `layers` starts with the embedding output, which is left out.
 
     Raises:
         UserError: if the layers have different widths.

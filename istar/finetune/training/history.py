@@ -1,4 +1,4 @@
-"""What a training records: the metrics of every epoch, the predictions of the best one, and `metrics.csv`."""
+"""What training records: the metrics of every epoch, the predictions of the best one, and `metrics.csv`."""
 
 import csv
 import io
@@ -86,7 +86,6 @@ class History(L.Callback):
         }
 
     def _is_best(self, new_value: float) -> bool:
-        """Return whether a new value of the selection metric is better than that of the best epoch so far."""
         if self.best_epoch == 0 or not self.keep_best:
             return True
         # Early stopping compares in float32. The same precision here makes both agree on the best epoch.
@@ -160,5 +159,5 @@ class MetricsFile(Logger):
         return {"rows": list(self._rows)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Replace all rows by those of a checkpoint. The resumed training logs the later rows again."""
+        """Replace all rows by the rows of a checkpoint. The resumed training logs the later rows again."""
         self._rows = list(state_dict["rows"])

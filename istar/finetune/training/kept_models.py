@@ -13,7 +13,7 @@ from istar.inputs import pretrained
 from istar.inputs.saved_checkpoints import record_step
 
 LOG_SCHEDULE = "log"
-"""The logarithmic schedule, whose steps are those of Pythia's published checkpoints."""
+"""The logarithmic schedule, with the steps of Pythia's published checkpoints."""
 _LAST_POWER_OF_TWO, _LINEAR_INTERVAL = 512, 1_000
 """On the logarithmic schedule, the last power of two, and the distance between the steps after it."""
 
@@ -32,13 +32,13 @@ def is_kept(step: int, schedule: str | int) -> bool:
 
 
 def find_missing_steps(folder: Path, schedule: str | int, last_step: int) -> list[int]:
-    """Return the steps up to `last_step` whose model a schedule saves, but which is not in the folder of all models."""
+    """Return the scheduled steps up to `last_step` without a saved model in `folder`."""
     steps = (step for step in range(last_step + 1) if is_kept(step, schedule))
     return [step for step in steps if not model_folder_of_step(folder, step).is_dir()]
 
 
 def model_folder_of_step(folder: Path, step: int) -> Path:
-    """Return the path of the model of a step."""
+    """Return the path of a step's model below the folder of all models."""
     return folder / f"step-{step}"
 
 
@@ -46,16 +46,13 @@ def model_folder_of_step(folder: Path, step: int) -> Path:
 class KeptModels(L.Callback):
     """Save model and tokenizer to `step-<n>/` after the optimizer steps of a schedule and at the end of training.
 
-    Each folder's `training_step.json` records the step for `istar measure --checkpoints`.
-
-    Rank 0 writes each folder as a whole, see `istar.files.outputs.Output`. The callback must precede the one that
-    writes checkpoints, so that the models of all steps up to a checkpoint exist. A resumed training writes the models
-    of later steps again.
+    Each folder's `training_step.json` records the step for `istar measure --checkpoints`. Rank 0 writes each folder as
+    a whole, see `istar.files.outputs.Output`. The callback must precede the one that writes checkpoints, so that the
+    models of all steps up to a checkpoint exist. A resumed training writes the models of later steps again.
 
     Attributes:
         folder: folder that contains the models.
         schedule: see `is_kept`.
-        tokenizer: tokenizer that is saved with each model.
     """
 
     folder: Path
@@ -78,7 +75,7 @@ class KeptModels(L.Callback):
             self._save(trainer, pl_module)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # Unlike on_train_end, this is also called if a resumed training has no step left.
+        # Unlike on_train_end, this is called even if a resumed training is already complete.
         if not model_folder_of_step(self.folder, trainer.global_step).exists():
             self._save(trainer, pl_module)
 

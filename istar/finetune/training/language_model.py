@@ -21,10 +21,9 @@ class LanguageModelTuner(FineTuner):
     """Train a causal or masked language model on its token loss plus a weighted penalty on its hidden states.
 
     The loss of a step is the mean over the predicted tokens of all processes together. In validation, losses are summed
-    in float64 for each block of text. The arguments that are not listed are as in `FineTuner`.
+    in float64 for each block of text. The other arguments are as in `FineTuner`.
 
     Args:
-        model: causal or masked language model.
         is_causal: whether the logits at a token predict the next token.
         restrict_head_to_labels: compute the head of a masked language model only for the tokens to predict, which saves
             most of the head's time. This needs a hook, which a compiled model does not call.
@@ -70,10 +69,7 @@ class LanguageModelTuner(FineTuner):
         return {"hidden_states": states, "attention_mask": token_mask(batch)}
 
     def _predict(self, batch: Batch, **options: Any) -> "_Prediction":
-        """Call the model on a batch, and compute the loss of each predicted token.
-
-        `options` are further arguments of the model.
-        """
+        """Call the model on a batch with further arguments `options`, and compute the loss of each predicted token."""
         labels = _align_labels_with_logits(batch["labels"], self.is_causal)
         is_predicted = labels != IGNORED_LABEL
         inputs = inputs_with_labels(batch)
@@ -90,27 +86,21 @@ class LanguageModelTuner(FineTuner):
 
 
 class _Prediction(NamedTuple):
-    """The predictions for a batch."""
-
     losses: Tensor  # loss of each predicted token, in the order of the text, `(predicted,)`
-    logits: Tensor  # `(positions, vocabulary)`: of all positions of the batch, or of those with a predicted token
+    logits: Tensor  # `(positions, vocabulary)`, for all positions of the batch or only for the predicted tokens
     targets: Tensor  # token to predict at each of these positions, or `IGNORED_LABEL`, `(positions,)`
     outputs: Any  # all outputs of the model
 
 
 @contextmanager
 def restrict_head_to(model: PreTrainedModel, is_selected: Tensor) -> Iterator[None]:
-    """Within the `with` block, compute the head of a model for the selected tokens only.
+    """Within the `with` block, compute the head of a model for the tokens in `is_selected`, `(batch, tokens)`, only.
 
-    The logits of a call are then those of the selected tokens of all texts, in order, `(1, selected, vocabulary)`.
-
-    Args:
-        model: model with a head that handles each token separately.
-        is_selected: `(batch, tokens)`, bool.
+    The head must handle each token separately. The logits are `(1, selected, vocabulary)`, with the selected tokens of
+    all texts in order.
     """
 
     def select_states(module: torch.nn.Module, args: Any, output: Any) -> Any:
-        """Keep only the selected tokens in the last hidden state, which is the input of the head."""
         output.last_hidden_state = output.last_hidden_state[is_selected].unsqueeze(0)
         return output
 
@@ -124,6 +114,6 @@ def restrict_head_to(model: PreTrainedModel, is_selected: Tensor) -> Iterator[No
 def _align_labels_with_logits(labels: Tensor, is_causal: bool) -> Tensor:
     """Return the label that the logits at each position predict, `(batch, tokens)`.
 
-    For a causal model, these are the labels of the next tokens, and `IGNORED_LABEL` at the last position.
+    For a causal model, this is the label of the next token, and `IGNORED_LABEL` at the last position.
     """
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL) if is_causal else labels

@@ -50,7 +50,7 @@ _SAMPLE_SEED = 0
 
 
 class LayerSums(Accumulator):
-    """Accumulates the sums from which the measures in `MONITORED` and `SAMPLED` of one layer are computed."""
+    """Accumulates what the measures in `MONITORED` and `SAMPLED` of one layer are computed from."""
 
     def __init__(self, dim: int, device: torch.device) -> None:
         self.moments, self.cosine = Moments(dim, device), AverageCosine(dim, device)
@@ -90,7 +90,7 @@ class ValidationGeometry(L.Callback):
     r"""Measure the isotropy of every layer over the tokens of the first validation set, of all processes.
 
     Layer 0 is the embedding output, and layer l the output of layer l before the final norm, as in `istar measure`. The
-    module's `validation_step` must return `hidden_states` and `attention_mask`, as that of `FineTuner` does.
+    module's `validation_step` must return `hidden_states` and `attention_mask`, as `FineTuner` does.
 
     IsoScore of each layer, and of layers 1 to L together, is measured and logged. Unlike IsoScore\*, it uses no
     shrinkage: a whole validation set has enough points, and models trained without I-STAR have no Sigma_S.
@@ -101,19 +101,19 @@ class ValidationGeometry(L.Callback):
     start, do not stop the training.
 
     Args:
-        has_classes: also measure the isotropy within and between classes. Each sequence contributes one point, the
-            state of the token that the model's head reads in the last layer: the first token ([CLS]) of an encoder, or
-            the last token of a decoder. Its class is the true label.
+        has_classes: also measure the isotropy within and between classes, the true labels. Each sequence contributes
+            one point, the state that the model's head reads: the first token ([CLS]) of an encoder, or the last token
+            of a decoder.
         is_monitored: also log the measures in `MONITORED` as `isotropy/layer_<l>/<measure>`, and the mean InterSim of
             layers 1 to L as `isotropy/inter_sim`.
-        stop_at: mean InterSim in [-1, 1] from which training stops, which is then monitored; None never stops it.
+        stop_at: mean InterSim in [-1, 1] that stops training, and is then monitored; None never stops it.
         patience: number of consecutive validations at or above `stop_at` before training stops.
 
     Attributes:
         scores: latest IsoScores by layer: `0`, `1` to `L`, and `union`, layers 1 to L together.
         class_scores: latest scores by layer and then by the names in `CLASS_SCORES`; see `compute_class_scores`.
         inter_sim: latest mean InterSim of layers 1 to L; NaN if it is not monitored.
-        num_points: number of tokens of each layer from which the scores are computed.
+        num_points: number of tokens of each layer in the scores.
     """
 
     def __init__(
@@ -202,12 +202,12 @@ class ValidationGeometry(L.Callback):
 class GeometryProbe(L.Callback):
     """Log the measures in `SAMPLED` of every layer before training, after every n-th optimizer step and at the end.
 
-    They are measured on the tokens of a fixed sample of validation examples, by rank 0 alone. The trained weights are
-    bit for bit those without this callback. The probe must precede the callback that writes checkpoints, so that the
-    checkpoint of a step contains the measures of that step.
+    Rank 0 alone measures them on the tokens of a fixed sample of validation examples. The callback does not change the
+    trained weights by a single bit. It must precede the callback that writes checkpoints, so that the checkpoint of a
+    step contains the measures of that step.
 
     Attributes:
-        rows: tokenized validation set, from which the sample is drawn.
+        rows: tokenized validation set to sample from.
         collate: turns rows into a padded batch.
         batch_size: examples per forward pass.
         every_n_steps: number of optimizer steps between two measurements.
@@ -238,7 +238,7 @@ class GeometryProbe(L.Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measure the model after the last step, unless it has just been measured."""
-        # Unlike on_train_end, this is also called if a resumed training has no step left.
+        # Unlike on_train_end, this is called even if a resumed training is already complete.
         if trainer.global_step % self.every_n_steps:
             # `current_epoch` differs by one between a training that ends and a finished one that is resumed.
             epochs: Any = trainer.fit_loop.epoch_progress.current

@@ -131,7 +131,7 @@ class FailSafeWandbLogger(WandbLogger):
             wandb.run = None
 
     def _call_unless_failed(self, wandb_call: Callable[[], object]) -> None:
-        """Call W&B unless an earlier call has failed; if this call raises an error, warn and skip all later ones."""
+        """Call W&B; after the first error, warn and skip this and all later calls."""
         if self._has_failed:
             return
         try:
@@ -191,7 +191,7 @@ def _start_wandb_run(settings: WandbConfig, config: Config, folder: Path, run_id
 
     init_arguments: dict[str, Any] = {
         "resume": "allow",
-        # Do not reuse a W&B run that is already open in this process, such as that of another trial.
+        # Do not reuse a W&B run that is already open in this process, such as another trial's.
         "reinit": "create_new",
         "name": folder.name,
         "group": settings.group,
@@ -223,7 +223,7 @@ def _start_wandb_run(settings: WandbConfig, config: Config, folder: Path, run_id
 
 
 def _choose_wandb_mode(mode: str) -> str:
-    """Return the W&B mode to use. The setting `auto` follows WANDB_MODE, but is offline if there is no API key."""
+    """Return the W&B mode. The setting `auto` follows WANDB_MODE, but is offline without an API key."""
     if mode != "auto":
         return mode
     import wandb
@@ -301,7 +301,7 @@ def _fall_back_to_offline(reason: str, folder: Path) -> str:
 
 
 def _load_or_create_run_id(folder: Path) -> str:
-    """Return the id of the W&B run: the sweep agent's, the one stored in the folder, or a new random one.
+    """Return the id of the W&B run: the sweep agent's, the stored one, or a new random one.
 
     The id is stored in the folder, so that a resumed run continues the same W&B run.
     """
@@ -313,5 +313,5 @@ def _load_or_create_run_id(folder: Path) -> str:
 
 
 def _get_sweep_agent_run_id() -> str | None:
-    """Return the id of the W&B run for which a W&B sweep agent started this process, or None without an agent."""
+    """Return the W&B run id that a W&B sweep agent chose for this process, or None without an agent."""
     return os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None

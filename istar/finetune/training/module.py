@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class StepGuard:
-    """Skip optimizer steps whose gradient is not finite, or stop the training at the first one.
+    """Skip optimizer steps with a gradient that is not finite, or stop the training at the first one.
 
     The gradient norm is equal on all processes, so all of them skip the same steps.
 
@@ -53,11 +53,9 @@ class StepGuard:
         self._losses.append((name, value.detach()))
 
     def must_skip(self, step: int, gradient_norm: Tensor | None) -> bool:
-        """Return whether an optimizer step must be skipped, and discard the losses that were recorded for it.
+        """Return whether to skip optimizer step number `step`, and discard the losses that were recorded for it.
 
-        Args:
-            step: number of the step, for messages.
-            gradient_norm: global norm of the gradient; None if a gradient scaler already skips steps that overflow.
+        `gradient_norm` is the global norm; None if a gradient scaler already skips steps that overflow.
 
         Raises:
             NonFiniteError: if `skip_nonfinite` is False and a loss or the norm is not finite.
@@ -88,9 +86,9 @@ class FineTuner(L.LightningModule):
         penalty: penalty attached to the model, from `istar.attach`; None trains on the task loss alone.
         optim: settings of AdamW and of the learning rate schedule.
         evaluators: evaluator of each validation set, by the suffix of its metrics' names (`""` for the first).
-        skip_nonfinite: skip optimizer steps whose gradient is not finite instead of stopping the training.
-        max_steps: number of optimizer steps after which training stops, on which the schedules then depend; None for
-            no limit besides the epochs.
+        skip_nonfinite: skip optimizer steps with a gradient that is not finite instead of stopping the training.
+        max_steps: number of optimizer steps before training stops, which the schedules then depend on; None for no
+            limit besides the epochs.
 
     Attributes:
         evaluations: metrics and predictions of the latest validation, by the metric suffix of the validation set.
@@ -170,10 +168,10 @@ class FineTuner(L.LightningModule):
         self._log_step(step_metrics)
 
     def _log_step(self, step_metrics: Mapping[str, Any]) -> None:
-        """Log an optimizer step's metrics and the means of its micro-batches' metrics, every `log_every_n_steps` steps.
+        """Log a step's metrics and the means of its micro-batches' metrics, every `log_every_n_steps` steps.
 
-        A checkpoint must contain the metrics of its step. Therefore the metrics are sent to the loggers immediately;
-        Lightning would send them only after the hooks that write checkpoints.
+        They are sent to the loggers immediately, because the checkpoint of a step must contain them. Lightning would
+        send them only after the hooks that write checkpoints.
         """
         micro_batches, self._micro_batches = self._micro_batches, []
         if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
@@ -286,7 +284,7 @@ def inputs_without_labels(batch: Batch) -> Batch:
 
 
 def token_mask(batch: Batch) -> Tensor:
-    """Return a mask `(batch, tokens)` of a batch, which is 1 for tokens and 0 for padding.
+    """Return the mask of a batch, `(batch, tokens)`: 1 for tokens and 0 for padding.
 
     It is the diagonal of an attention mask `(batch, 1, tokens, tokens)`, which keeps packed documents apart. Without an
     attention mask, all tokens count.
@@ -310,10 +308,7 @@ def make_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[st
 
 
 def _average_metrics(micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the mean of each metric over the micro-batches of an optimizer step and over all processes.
-
-    The first metric is the loss.
-    """
+    """Return the mean of each metric over a step's micro-batches and all processes; the first metric is the loss."""
     names = list(micro_batches[0])
     values = torch.stack([torch.stack([metrics[name].double() for name in names]) for metrics in micro_batches])
     # If the loss is finite, NaN is the score of a micro-batch without one, and the mean is over the others.

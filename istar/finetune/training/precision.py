@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 def choose_precision(settings: TrainerConfig) -> TrainerConfig:
     """Return the trainer settings with `precision=auto` replaced by a precision that the hardware computes fast.
 
-    That is bf16-mixed if a matrix product takes at most 0.8 times as long in bfloat16 as in float32. Otherwise, it is
+    This is bf16-mixed if a matrix product takes at most 0.8 times as long in bfloat16 as in float32. Otherwise, it is
     16-mixed on a CUDA device and 32-true on others. Other precisions are returned unchanged, with a warning if
     bf16-mixed is slow on this machine.
     """

@@ -28,8 +28,8 @@ PRUNER_ATTRIBUTE = "pruner"
 class TrialReference:
     """Reference to an Optuna trial by a file with the database URL, the study name and the trial number.
 
-    The setting `sweep.trial` contains it as the text `file#study#number`. It is an argument of processes, which every
-    user of the machine can read, so that the URL, which may have a password, is in a file that only its owner can read.
+    The setting `sweep.trial` contains it as the text `file#study#number`. Every user of the machine can read the
+    arguments of processes, so the URL, which may have a password, is in a file that only its owner can read.
     """
 
     storage_file: str
@@ -61,13 +61,9 @@ def load_trial(study: optuna.Study, storage: optuna.storages.BaseStorage, number
 class PruningCallback(L.Callback):
     """Report each epoch to an Optuna study, and stop the training if the study's pruner decides to prune the trial.
 
-    The reported value is the `istar.records.metric_names.merit` of the metric that selects the best epoch. Rank 0 asks
-    the pruner and broadcasts its decision, so that all processes stop together. A resumed run reports only the epochs
-    that are not yet in the study's database.
-
-    Attributes:
-        reference: the trial to which the run belongs.
-        history: callback that records the epochs. It must precede this callback.
+    The reported value is the `istar.records.metric_names.merit` of the selection metric. Rank 0 asks the pruner and
+    broadcasts its decision, so that all processes stop together. A resumed run reports only the epochs that are not yet
+    in the study's database. The callback `history` must precede this callback.
     """
 
     reference: TrialReference

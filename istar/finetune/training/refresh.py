@@ -36,7 +36,6 @@ class ShrinkageCovariance(L.Callback):
         collate: turns rows into a padded batch.
         batch_size: examples per forward pass.
         seed: seed of the sample, combined with the epoch and the step.
-        progress_bar: whether to show a progress bar.
         stop_signal: callback that is asked before every batch whether a stop signal was received.
         seconds: duration of each refresh so far.
     """
@@ -68,7 +67,7 @@ class ShrinkageCovariance(L.Callback):
             log_immediately(trainer, {"shrinkage/seconds": self.seconds[-1], "shrinkage/points": num_points})
 
     def refresh(self, trainer: L.Trainer, example_indices: Sequence[int]) -> int:
-        """Recompute the shrinkage covariance from some training examples, and return the number of points in it.
+        """Recompute the shrinkage covariance from some training examples, and return its number of points.
 
         The forward passes run in the trainer's precision, and each process handles its share of the examples.
         """
@@ -85,11 +84,10 @@ class ShrinkageCovariance(L.Callback):
             return self.penalty.refresh(iterate_inputs(), self._compute_max_points(trainer))
 
     def sample_examples(self, epoch: int, step: int = 0) -> list[int]:
-        """Return the indices of the fewest random examples whose tokens have enough points in all layers.
+        """Return the indices of the fewest random examples with enough points in all layers, longest first.
 
-        The sample depends only on the seed, the epoch and the step. It is sorted by length, longest first, so that
-        batches contain little padding. If only some tokens are points, the number of points is not known before the
-        model has run, so all examples are returned in random order.
+        The sample depends only on the seed, the epoch and the step. If only some tokens are points, their number is not
+        known before the model has run, so all examples are returned in random order.
         """
         lengths = torch.as_tensor(self.rows.lengths)
         # The factor is larger than any number of epochs, so that different seeds and epochs have different samples.
@@ -112,7 +110,7 @@ class ShrinkageCovariance(L.Callback):
         return select_rows_with_tokens(self.rows, order, num_requested_tokens)
 
     def _compute_max_points(self, trainer: L.Trainer) -> int | None:
-        """Return the number of points after which a refresh ends on this process, or None for the whole sample."""
+        """Return the number of points that ends a refresh on this process, or None for the whole sample."""
         settings = self.penalty.settings
         if settings.points.are_all:
             return None

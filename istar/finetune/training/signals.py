@@ -14,12 +14,12 @@ from istar.errors import StoppedError
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 REPEAT_SECONDS = 2.0
-"""Time within which a repeated signal is ignored: SLURM signals a process and its parent, which forwards the signal."""
+"""Seconds to ignore a repeated signal: SLURM signals a process and its parent, which forwards the signal."""
 
 
 @contextmanager
 def preserve_signal_handlers() -> Iterator[None]:
-    """Restore the handlers of the stop signals after the `with` block; Lightning does not restore that of Ctrl-C."""
+    """Restore the handlers of the stop signals after the `with` block; Lightning does not restore Ctrl-C's."""
     is_main_thread = threading.current_thread() is threading.main_thread()
     previous_handlers = {
         signal_number: signal.getsignal(signal_number) for signal_number in STOP_SIGNALS if is_main_thread

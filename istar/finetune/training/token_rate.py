@@ -25,8 +25,8 @@ def estimate_remaining_seconds(elapsed_seconds: float, completed_steps: int, rem
 class TokenRate(L.Callback):
     """Log the training's tokens per second every `log_every_n_steps` optimizer steps.
 
-    Tokens are counted without padding and over all processes. The time since the last logged step counts. It includes
-    waiting for data and writing checkpoints, but not validations.
+    Tokens are counted without padding and over all processes. The time since the last logged step includes waiting for
+    data and writing checkpoints, but not validations.
 
     Attributes:
         max_steps: number of optimizer steps after which the training stops within its epochs; None for no limit.

@@ -95,10 +95,7 @@ def build_trainer(
 
 
 def check_validation_interval(settings: TrainerConfig, num_batches: int) -> None:
-    """Raise a `UserError` if validations are further apart than an epoch of `num_batches` batches is long.
-
-    Lightning would raise an error only later.
-    """
+    """Raise a `UserError` if validations are more than an epoch of `num_batches` apart; Lightning would raise later."""
     interval = settings.lightning.get("val_check_interval")
     is_within_epochs = settings.lightning.get("check_val_every_n_epoch", 1) is not None
     if type(interval) is int and interval > num_batches and is_within_epochs and not settings.fast_dev_run:
@@ -120,7 +117,7 @@ def count_processes_to_start(trainer: L.Trainer) -> int:
 
 
 def writes_checkpoints(settings: TrainerConfig) -> bool:
-    """Return whether the run writes checkpoints, from which the weights of the best epoch can be restored."""
+    """Return whether the run writes checkpoints, to restore the weights of the best epoch from."""
     return settings.checkpoints and not settings.fast_dev_run
 
 
