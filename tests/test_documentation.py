@@ -60,6 +60,15 @@ def test_the_walks_through_the_commands_name_files_and_functions_that_exist() ->
         assert not function or re.search(rf"^(def|class) {function}\b", modules[file], re.MULTILINE), (file, function)
 
 
+def test_the_modules_that_pages_name_exist() -> None:
+    pages = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("benchmarks/*.md")]
+    named = {name for page in pages for name in re.findall(r"istar/[\w/]+\.py", page.read_text(encoding="utf-8"))}
+    # `docs/first_changes.md` adds a penalty.
+    missing = {name for name in named if not (REPOSITORY / name).is_file()} - {"istar/regularizers/normreg.py"}
+    assert len(named) > 20
+    assert missing == set()
+
+
 def test_the_architecture_has_the_docstring_of_every_package() -> None:
     page = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
     packages = [path for path in (REPOSITORY / "istar").rglob("__init__.py") if path.parent.name != "istar"]
