@@ -85,7 +85,7 @@ def check_model_folder(out: Path, name: str, revision: str | None = None, texts:
 
 
 def _refuse_other_model(out: Path, model: ModelName, weights: str = "") -> None:
-    """Raise an error if a folder contains the measures of another model. The hash of the weights is computed if needed."""
+    """Refuse a folder with the measures of another model. Computes the hash of the weights if needed."""
     if not (out / measures_file.JSON_FILE).exists():
         return
     earlier = measures_file.read_measurement(out / measures_file.JSON_FILE)
