@@ -82,7 +82,7 @@ def _measure_models(
     options: argparse.Namespace,
     progress_console: "Console",
 ) -> list["MeasuredModel"]:
-    """Return the measures of all models; models that are not measured yet are measured into folders beside `--out`."""
+    """Return the measures of all models; models that are not measured yet are measured into folders next to `--out`."""
     from istar.geometry.collect import measures_file
     from istar.geometry.show import compare
 
@@ -107,7 +107,7 @@ def _measure_model(
     options: argparse.Namespace,
     progress_console: "Console",
 ) -> "Measurements":
-    """Measure a model, write its page into a folder beside `--out`, and return its measurements."""
+    """Measure a model, write its page into a folder next to `--out`, and return its measurements."""
     # These need transformers, which takes seconds to import, and finished folders do not need them.
     from istar.geometry.collect import measure
     from istar.geometry.collect.corpus_statistics import MeasureSettings

@@ -2,7 +2,7 @@
 
 Follows section 5.2 of *Too Much in Common* (Biś et al., 2021), on SimLex-999 (Hill et al., 2015), MEN (Bruni et al.,
 2014), both parts of WordSim-353 (Agirre et al., 2009) and Stanford Rare Words (Luong et al., 2013). The files are read
-in the formats in which their authors distribute them.
+in their authors' formats.
 """
 
 import math

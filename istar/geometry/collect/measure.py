@@ -111,7 +111,7 @@ def measure_model(
     matrix_by_side = {"input": model.get_input_embeddings().weight.detach()}
     if output_matrix is not None:
         matrix_by_side["output"] = output_matrix.values.to(model.device)
-    # The last summary is that of all texts together.
+    # The last summary covers all texts together.
     token_counts = list(summaries.values())[-1]["token_counts"] if summaries else None
     by_source: dict[str, Any] = {
         field: {source: summary[field] for source, summary in summaries.items()} for field in SOURCE_FIELDS

@@ -29,7 +29,7 @@ SOURCE_FIELDS = (
 )
 """Fields of `Measurements` by source and tap."""
 _NUMBER_FIELDS = (*SOURCE_FIELDS, "matrices", "final_norm")
-"""Fields in which a nested null stands for an undefined number."""
+"""Fields where a nested null means an undefined number."""
 JACKKNIFE_MEASURES = (*MEASURES_WITH_ERROR, *COVARIANCE_MEASURES_WITH_ERROR, SCORE_BY_SENTENCE)
 """Measures whose standard error is that of the jackknife over groups of documents."""
 NORMAL_QUANTILE = float(special.ndtri(0.975))

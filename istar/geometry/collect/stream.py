@@ -118,7 +118,7 @@ class Stream:
                 if self._rank == 0:
                     results[source.name] = summarize(statistics)
                     combined = statistics if combined is None else combined.merge(statistics)
-                # Free these statistics before those of the next source are allocated.
+                # Free these statistics before the next source allocates its own.
                 del statistics
         if combined is not None and len(sources) > 1:
             results[COMBINED] = summarize(combined)

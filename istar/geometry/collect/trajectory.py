@@ -62,7 +62,7 @@ class Trajectory:
 
 
 def measure_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], console: Console) -> Trajectory:
-    """Measure each checkpoint into a folder of its own, and write `trajectory.csv` after each one.
+    """Measure each checkpoint into a separate folder, and write `trajectory.csv` after each one.
 
     A checkpoint that an earlier call has measured with the same texts, settings and weights is read from its folder. A
     checkpoint with the same weights as an earlier one gets a copy of its measurements. An error at one checkpoint is
@@ -94,7 +94,7 @@ def _print_line(console: Console, line: str) -> None:
 
 
 def refuse_other_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint]) -> None:
-    """Refuse an output folder that holds the measures of another model or of other checkpoints.
+    """Refuse an output folder that contains the measures of another model or of other checkpoints.
 
     Raises:
         UserError: if `plan.out` holds the table of another model, or measures of a checkpoint that has the same label
@@ -213,7 +213,7 @@ def _prepare_model(checkpoint: Checkpoint, output: Output) -> Iterator[str]:
 def _convert_checkpoint(path: Path, folder: Path) -> None:
     """Convert a `.ckpt` file of train.py to a model folder that from_pretrained loads.
 
-    The configuration and the tokenizer are those of the run.
+    The configuration and the tokenizer come from the run.
     """
     model_folder = path.parent.parent / "model"
     if not (model_folder / "config.json").is_file():

@@ -141,7 +141,7 @@ def _add_steps(scores: pd.DataFrame, measures: pd.DataFrame) -> pd.DataFrame:
 
 
 def _list_names(names: pd.Series) -> str:
-    """Join the first three distinct names; an ellipsis stands for the others."""
+    """Join the first three distinct names; an ellipsis replaces the others."""
     distinct = [str(name) or "no name" for name in names.unique()]
     return ", ".join(distinct[:3] or ["none"]) + (" ..." if len(distinct) > 3 else "")
 

@@ -37,7 +37,7 @@ def read_scores(path: Path) -> tuple[pd.DataFrame, list[str]]:
     """Read task scores from a CSV file, a result file of lm-evaluation-harness or MTEB, or a folder of result files.
 
     - A `.json` file is a result file; see `parse_harness_scores` and `parse_mteb_scores`.
-    - A folder stands for all `.json` files in it and in its subfolders.
+    - A folder means all `.json` files in it and in its subfolders.
     - Any other file is a CSV file with a column for each task, or with the columns `task` and `score` and, optionally,
       `standard_error`; see `read_checkpoint_table`.
 

@@ -78,14 +78,14 @@ def check_model_folder(out: Path, name: str, revision: str | None = None, texts:
     """Raise an error if `write_model` would refuse the output folder, so that it comes before the model is measured.
 
     Raises:
-        UserError: if the folder holds the measures of another model, and as `istar.drawing.page_folder.check` does.
+        UserError: if the folder contains the measures of another model, and as `istar.drawing.page_folder.check` does.
     """
     page_folder.check(out, MODEL_KIND, (name, *texts))
     _refuse_other_model(out, ModelName(name, revision))
 
 
 def _refuse_other_model(out: Path, model: ModelName, weights: str = "") -> None:
-    """Raise an error if a folder holds the measures of another model. The hash of the weights is computed if needed."""
+    """Refuse a folder with the measures of another model. Computes the hash of the weights if needed."""
     if not (out / measures_file.JSON_FILE).exists():
         return
     earlier = measures_file.read_measurement(out / measures_file.JSON_FILE)
@@ -97,13 +97,13 @@ def _refuse_other_model(out: Path, model: ModelName, weights: str = "") -> None:
 
 
 def check_training_folder(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint]) -> None:
-    """Refuse an output folder that holds another page or another model, before anything is measured.
+    """Refuse an output folder with another page or another model, before anything is measured.
 
     It may hold measurements of further checkpoints of the same model. They are kept, so that they need not be measured
     again.
 
     Raises:
-        UserError: if the folder holds another model, and as `istar.drawing.page_folder.check` does.
+        UserError: if the folder contains another model, and as `istar.drawing.page_folder.check` does.
     """
     inputs: list[str | Path] = [*(checkpoint.name for checkpoint in checkpoints), *(text.path for text in plan.texts)]
     page_folder.check(plan.out, TRAINING_KIND, inputs)
@@ -116,7 +116,7 @@ def write_model(measured: Measurements, out: Path) -> Path:
     """Write the page of a model with its figures, tables and measures in place of an earlier one, and return its path.
 
     Raises:
-        UserError: if the folder holds the measures of another model, and as `istar.drawing.page_folder.write` does.
+        UserError: if the folder contains the measures of another model, and as `istar.drawing.page_folder.write` does.
     """
     name, revision = measured.model["name"], measured.model["revision"]
     _refuse_other_model(out, ModelName(name, revision), measured.weights)

@@ -55,7 +55,7 @@ def number_table(
 
     Short labels stay on one line, also where the terminal has no room for all columns.
     """
-    # Without space behind the cells, eight columns fit into 80 characters.
+    # Without space after the cells, eight columns fit into 80 characters.
     table = Table(title=title, title_justify="left", caption=caption, caption_justify="left", padding=(0, 0, 0, 1))
     table.add_column(label_header, overflow="fold", no_wrap=all(len(label) <= _MAX_UNBROKEN_LABEL for label in rows))
     for header in headers:
