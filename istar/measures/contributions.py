@@ -1,4 +1,4 @@
-r"""The dimensions behind the average cosine: their contributions, and the cosine without them or after z-scoring.
+r"""Contributions of dimensions to the average cosine, and the cosine without some of them or after z-scoring.
 
 Timkey and van Schijndel (*All Bark and No Bite: Rogue Dimensions in Transformer Language Models Obscure
 Representational Quality*, EMNLP 2021) show that one to five rogue dimensions can make up nearly all of the average
@@ -151,7 +151,7 @@ class CosineContributions(AverageCosine):
         self.zeros = self.zeros + zeros
 
     def contributions(self) -> Tensor:
-        """Return the contributions `(d,)`, each in [-1, 1], whose sum is `compute()`.
+        """Return the contributions `(d,)`, each in [-1, 1]. Their sum is `compute()`.
 
         `top_share(contributions, k)` is the share of the average cosine that the k largest contribute.
 
