@@ -86,11 +86,11 @@ class Accumulator:
         return self
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> Self:
-        """Merge the accumulators of all processes, so that each process holds the points of all. Returns this one.
+        """Merge the accumulators of all processes. Returns this accumulator, now with the points of all processes.
 
         The result is equal on all processes and differentiable, see `istar.measures.accumulator.sum_over_processes`. It
         takes an all-reduce for sums, one for sums about a mean, and one for extremes. Accumulators with "custom" states
-        are gathered and merged in the order of the ranks instead, without gradients. Nothing happens without an
+        are instead gathered and merged in the order of the ranks, without gradients. Nothing happens without an
         initialized process group, or in a group of one process.
         """
         if world_size(group) == 1:
@@ -131,7 +131,6 @@ class Accumulator:
         return [name for name, merge in self._merges.items() if merge == kind]
 
     def _get_states(self, kind: Merge | None = None) -> dict[str, Any]:
-        """Return the states of one kind, or all, by name."""
         return {name: getattr(self, name) for name, merge in self._merges.items() if kind in (None, merge)}
 
     def _find_children(self) -> dict[str, "Accumulator"]:
@@ -169,7 +168,7 @@ class Accumulator:
         return value.to(own) if isinstance(value, Tensor) else value
 
     def _gather(self, group: dist.ProcessGroup | None) -> Self:
-        """Merge the accumulators of all processes, each of which gets the states of all."""
+        """Gather the states of all processes, and merge them on each process."""
         states: list[Any] = [None] * world_size(group)
         dist.all_gather_object(states, self.state_dict(), group=group)
         others = [copy.deepcopy(self) for _ in states[1:]]
@@ -240,8 +239,6 @@ def sum_over_processes(tensor: Tensor, group: dist.ProcessGroup | None = None) -
 
 
 class _SumOverProcesses(torch.autograd.Function):
-    """Autograd function behind `sum_over_processes`."""
-
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group

@@ -27,7 +27,7 @@ _NUM_BINS = 2**15
 _INFINITY_BITS = 0x7F80
 """Bit pattern of infinity in bfloat16; larger patterns are NaN."""
 _SAFE_NORMS = {torch.float64: (1e-70, 1e70), torch.float32: (1e-8, 1e8)}
-"""Range of norms, by dtype, whose fourth powers neither overflow nor lose digits."""
+"""Range of norms, by dtype: their fourth powers neither overflow nor lose digits."""
 
 
 @torch.no_grad()
@@ -38,9 +38,9 @@ def token_kurtosis(points: Tensor, excess: bool = True) -> Tensor:
     :math:`\frac{1}{d} \sum_j (x_j - m)^4 / s^4`, minus 3 if `excess`, not corrected for bias. Elhage et al.
     (*Privileged Bases in the Transformer Residual Stream*, 2023) measure with this kurtosis how much the basis matters:
     in a rotationally symmetric distribution with many dimensions, the excess kurtosis is near 0, and a few large
-    coordinates make it large. Unlike `DimensionMoments.kurtosis`, which compares all tokens in one dimension, this
-    function compares all dimensions of one token. The kurtosis changes under rotation. Each point is centered by the
-    mean of its own coordinates, not by the mean of the cloud.
+    coordinates make it large. The kurtosis changes under rotation. This function compares all dimensions of one token,
+    `DimensionMoments.kurtosis` all tokens in one dimension. Each point is centered by the mean of its coordinates, not
+    by the mean of the cloud.
 
     Args:
         points: `(..., d)`, any floating dtype; blocks of points are converted to float64 one after the other.
@@ -68,8 +68,8 @@ def token_kurtosis(points: Tensor, excess: bool = True) -> Tensor:
 def row_kurtosis(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the kurtosis of each row, without subtracting 3, and a mask of the constant rows, `(n,)` each.
 
-    The kurtosis is NaN for constant rows, whose numbers are all equal, and for rows that are not finite. It is computed
-    in the dtype of the rows, float32 or float64.
+    Constant rows have equal numbers. Their kurtosis is NaN, as is the kurtosis of rows that are not finite. It is
+    computed in the dtype of the rows, float32 or float64.
     """
     num_columns = rows.shape[1]
     means, squares, fourth_powers = _sum_central_powers(rows)
@@ -370,7 +370,7 @@ class MassiveActivations(Accumulator):
             self._keep_largest(values, torch.stack(places, dim=1))
 
     def _keep_largest(self, values: Tensor, places: Tensor) -> None:
-        """Add activations `(k,)` and their places `(k, 3)` to the kept ones, of which the largest `capacity` stay.
+        """Add activations `(k,)` and their places `(k, 3)` to the kept ones, and keep the largest `capacity`.
 
         Equal magnitudes are sorted by dimension, token and position, and then by value.
         """

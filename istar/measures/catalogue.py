@@ -25,22 +25,22 @@ class Measure:
         title: name in texts and figures.
         formula: formula in words and symbols.
         range: smallest and largest value.
-        convention: what papers differ in: whether points are centered, what a point is, which average or logarithm.
+        convention: where papers differ: whether points are centered, what a point is, which average or logarithm.
         cost: time and memory.
         blind_to: what the value does not show, or is distorted by.
         function: public function or accumulator that computes it.
         paper: source of the definition.
         meaning: sentences for the caption of its figure, or words for a table.
         figure: figure that shows it; see `FIGURES`.
-        bounds: ends of its axis, where `d` stands for the number of dimensions; None for an axis around the values.
+        bounds: ends of its axis, with `d` for the number of dimensions; None for an axis around the values.
         log: whether its axis is logarithmic if the values need it.
         error: whether it has a standard error from groups of documents.
         summary: whether tables with a row for each model show it.
         compared: whether pages of several models begin with it.
         needs_inter_sim: figures show it only where InterSim is at least this.
         flag: sentence on an unusual value, with the fields `layer`, `value` and `width` and all measures of the layer.
-        flag_at_least: smallest unusual value. The bounds of flags are conventions of this project, values that most of
-            the published encoders and decoders of the papers do not reach in most of their layers. They are no tests.
+        flag_at_least: smallest unusual value. The bounds of flags are conventions of this project, not tests: most
+            published encoders and decoders of the papers do not reach them in most of their layers.
         flag_at_most: largest unusual value, if small values are unusual.
     """
 

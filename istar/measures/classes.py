@@ -212,7 +212,7 @@ class ClassMoments(Accumulator):
             mask: `(...)`, bool or 0/1; points where the mask is 0 are ignored, even if they are NaN.
 
         Raises:
-            UserError: if shapes do not match, the points are not floating, or a label is no integer of at least 0.
+            UserError: if shapes do not match, the points are not floating, or a label is not an integer of at least 0.
         """
         check_points(points, self.dim)
         check_one_per_point(labels, "labels", points)

@@ -1,4 +1,4 @@
-r"""The dimensions behind the average cosine: their contributions, and the cosine without them or after z-scoring.
+r"""Contributions of dimensions to the average cosine, and the cosine without some of them or after z-scoring.
 
 Timkey and van Schijndel (*All Bark and No Bite: Rogue Dimensions in Transformer Language Models Obscure
 Representational Quality*, EMNLP 2021) show that one to five rogue dimensions can make up nearly all of the average
@@ -65,8 +65,7 @@ def standardized_cosine(points: Tensor, mask: Tensor | None = None) -> Tensor:
     similarity tasks, are then comparable.
 
     Args:
-        points: as in `cosine_without_dimensions`.
-        mask: as in `cosine_without_dimensions`.
+        points, mask: as in `cosine_without_dimensions`.
 
     Returns:
         0-d float64 (float32 on MPS), in [-1 / (n - 1), 1]; near 0 for most clouds, because they are then centered.
@@ -151,7 +150,7 @@ class CosineContributions(AverageCosine):
         self.zeros = self.zeros + zeros
 
     def contributions(self) -> Tensor:
-        """Return the contributions `(d,)`, each in [-1, 1], whose sum is `compute()`.
+        """Return the contributions `(d,)`, each in [-1, 1]. Their sum is `compute()`.
 
         `top_share(contributions, k)` is the share of the average cosine that the k largest contribute.
 

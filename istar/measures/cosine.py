@@ -101,8 +101,8 @@ def adjusted_intra_sim(
     type, without the pairs of an occurrence with itself, and then the average over types. It is not Ethayarajh's
     intra-sentence similarity, which compares words with the mean of their sentence.
 
-    A value near 0 says that two occurrences of a type are no more alike than any two tokens. Differences of cosines are
-    compressed near 1: if InterSim is 0.99, no value can exceed 0.01.
+    Near 0, two occurrences of a type are as alike as any two tokens. Differences of cosines are compressed near 1: if
+    InterSim is 0.99, no value can exceed 0.01.
 
     The arguments are as in `intra_sim`. For streams, subtract the results of the accumulators:
     `IntraSim.compute() - AverageCosine.compute()`.

@@ -14,7 +14,7 @@ _DISTANCES_PER_BLOCK = 2**22
 _NUM_MORE_CANDIDATES = 14
 """Candidates for the k nearest neighbours beyond k: many, because rounding changes the order of near duplicates."""
 _TOLERANCE = 1e-12
-"""Ratios of distances whose logarithm is below this tolerance count as 1: rounding makes equal distances differ."""
+"""Ratios of distances with a logarithm below this count as 1: rounding makes equal distances differ."""
 
 
 class Dimension(NamedTuple):
@@ -59,7 +59,7 @@ def two_nn(points: Tensor, discard: float = 0.1) -> float:
 
     Raises:
         UserError: for fewer than 3 distinct points, values that are not finite, a `discard` that leaves no point, or
-            points whose two nearest neighbours are all at the same distance, as in a lattice.
+            points with all nearest neighbours at the same distance, as in a lattice.
 
     >>> square = torch.rand(2000, 2, generator=torch.Generator().manual_seed(0))
     >>> round(two_nn(square)), round(two_nn(square @ torch.randn(2, 50, generator=torch.Generator().manual_seed(1))))
@@ -215,8 +215,8 @@ def _find_neighbour_distances(
 
     Candidates for the neighbours are the points with the smallest squared distances by a matrix product in float64,
     |x|^2 + |y|^2 - 2xy, which is fast but loses the smallest distances by cancellation. The distances of the candidates
-    are then computed from the differences x - y. A group of more than k + 14 points whose distances vanish in the
-    product, at about 1e-8 of the cloud's size, may therefore get neighbours that are not the nearest.
+    are then computed from the differences x - y. Distances of about 1e-8 of the cloud's size vanish in the product. In
+    a group of more than k + 14 points so close to each other, the neighbours may not be the nearest.
 
     Raises:
         UserError: if there are fewer than `min_neighbours` other distinct points, and as `check_matrix`.
@@ -247,8 +247,8 @@ def _find_neighbour_distances(
 def _find_distinct_points(points: Tensor) -> tuple[Tensor, float]:
     """Return the points without duplicates, in float64 and divided by a scale, and the scale.
 
-    The scale is a power of two, by which the largest coordinate becomes a number between 1/2 and 1, so that the squares
-    of very large or small coordinates stay in range and nothing is rounded.
+    The scale is a power of two: division brings the largest coordinate between 1/2 and 1 without rounding, and squares
+    of very large or small coordinates stay in range.
     """
     check_matrix(points, "points")
     points = points.detach()

@@ -15,9 +15,9 @@ OutlierRule = Literal["sigma", "mean", "median"]
 def outlier_dimensions(
     values: Tensor, k: float = 3.0, rule: OutlierRule = "sigma", reference: Tensor | None = None
 ) -> Tensor:
-    """Return the indices of the dimensions whose value is an outlier among all dimensions.
+    """Return the indices of the dimensions with an outlying value.
 
-    The literature uses several definitions, of which this function implements three rules:
+    Three rules from the literature are available:
 
     - "sigma": the value differs from the mean over dimensions by more than k standard deviations. Kovaleva et al.
       (2021) use this rule with k = 3 for the gains and biases of a LayerNorm, as do Puccetti et al. (2022).
@@ -33,7 +33,7 @@ def outlier_dimensions(
         values: `(d,)`, one number per dimension, such as its mean, standard deviation, variance or gain.
         k: threshold factor, above 0.
         rule: see above.
-        reference: `(d,)`, values whose mean or median is the typical size; by default `values`. For example,
+        reference: `(d,)`, values with the typical size as their mean or median; by default `values`. For example,
             `outlier_dimensions(mean, 5, "median", reference=deviation)` compares means with standard deviations.
             Cannot be combined with "sigma".
 
@@ -53,7 +53,7 @@ def outlier_dimensions(
             raise UserError("a reference was given with rule 'sigma'; expected it with 'mean' or 'median' alone")
         centered = values - values.mean()
         is_outlier = centered.abs() > k * centered.square().mean().sqrt()
-        # Equal values are no outliers, though rounding can make them differ from their mean.
+        # Rounding can make equal values differ from their mean; they are not outliers.
         return (is_outlier & (values.amax() > values.amin())).nonzero().squeeze(1)
     reference = values if reference is None else upcast_vector(reference, "reference")
     if reference.shape != values.shape:
@@ -66,8 +66,8 @@ class DimensionMoments(Accumulator):
     r"""Accumulates mean, variance, skewness and kurtosis of each dimension over a stream of batches.
 
     The accumulated sums are :math:`M_p = \sum_i (x_i - m)^p` for p = 2, 3, 4. Each block is summed about its own mean
-    and then about the mean of all points (Pebay, 2008). This keeps precision for long streams and for points whose mean
-    is much larger than their deviation. Not differentiable.
+    and then about the mean of all points (Pebay, 2008). This keeps precision for long streams, and if the mean is much
+    larger than the deviation. Not differentiable.
 
     Args:
         dim: d, at least 1.

@@ -1,4 +1,4 @@
-r"""IsoScore, IsoScore\* and the unbiased IsoScore: scores in which a covariance proportional to the identity has 1.
+r"""IsoScore, IsoScore\* and the unbiased IsoScore. They are 1 for a covariance proportional to the identity.
 
 *Stable Anisotropic Regularization* (Rudman and Eickhoff, ICLR 2024) defines the first two in Algorithm 1. With the
 eigenvalues :math:`\Lambda` of the covariance S, steps 5 to 9 of the algorithm reduce to

@@ -172,7 +172,7 @@ def _sum_third_and_fourth_powers(centered: Tensor, dtype: torch.dtype) -> tuple[
     """Return the sums of |y|^2 y, `(d,)`, and of |y|^4, 0-d, over centered points y, in `dtype`."""
     squares = centered.square().sum(-1)
     # Divide by the largest square, because fourth powers can overflow float32 where the scatter does not.
-    # The smallest positive number stands in for the largest square if all points are equal or there are none.
+    # Divide by the smallest positive number if all points are equal or there are none.
     largest_square = torch.cat([squares.detach(), squares.new_full((1,), torch.finfo(squares.dtype).tiny)]).max()
     relative_squares = squares / largest_square
     largest_square = largest_square.to(dtype)
@@ -240,19 +240,18 @@ class Moments(Accumulator):
 
     Each batch is summed about its own mean, in float32 or in the points' own dtype if that is wider. The sums are then
     merged into float64 accumulators by the parallel formula of Chan, Golub and LeVeque (1979). This keeps precision
-    for long streams and for points whose mean is much larger than their deviation. Differentiable; detach the points
-    of long streams, or memory grows with every batch.
+    for long streams, and if the mean is much larger than the deviation. Differentiable; detach the points of long
+    streams, or memory grows with every batch.
 
     Args:
         dim: d, the number of dimensions, at least 1.
-        device: device of the accumulators; points must be on the same device. On MPS, which has no float64, the
-            accumulators are float32.
+        device: device of the accumulators; points must be on the same device. On MPS, the accumulators are float32.
 
     Attributes:
         count: n, 0-d.
         mean: m, `(d,)`.
         scatter: M, `(d, d)`.
-        epsilon: machine epsilon of the narrowest dtype in which a batch was summed, 0-d; 0 without batches.
+        epsilon: machine epsilon of the narrowest dtype used to sum a batch, 0-d; 0 without batches.
     """
 
     count: Tensor
@@ -373,7 +372,7 @@ class FourthMoments(Moments):
         Args:
             origin: o, `(d,)`.
             sums: n, :math:`\sum y`, M', t' and F', in the dtype of the accumulators.
-            epsilon: machine epsilon of the narrowest dtype in which a batch was summed, 0-d.
+            epsilon: machine epsilon of the narrowest dtype used to sum a batch, 0-d.
         """
         count, total, scatter, third, fourth = sums
         moments = cls(len(origin), scatter.device)
@@ -404,7 +403,7 @@ class FourthMoments(Moments):
 
 
 def _recenter(batch: BatchMoments, center: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the third and fourth moments of a batch about `center` instead of its own mean; see `FourthMoments`."""
+    """Return the third and fourth moments of a batch about `center` instead of its mean; see `FourthMoments`."""
     assert batch.third is not None
     assert batch.fourth is not None
     delta = batch.mean - center

@@ -26,7 +26,7 @@ class NormSummary:
         mean_vector: norm of the mean :math:`\mu` of the points, :math:`\lVert \mu \rVert_2`; at most the average.
         ratio: mean_vector / average, in [0, 1] (*Too Much in Common*, Table 1); 0 if all points are zero.
         smallest, largest: smallest and largest norm.
-        edges: edges of the histogram's bins, ascending; empty if there is no histogram.
+        edges: edges of the histogram's bins, ascending; empty without a histogram.
         histogram: number of norms in each of the `len(edges) - 1` bins. A bin includes its lower edge; the last bin
             also includes its upper edge.
         below, above: number of norms below the first edge and above the last edge.
@@ -55,7 +55,7 @@ class LayerNormSummary:
         bias_over_gain: :math:`\sum_i b_i / g_i` (equation 9) over the dimensions with :math:`g_i \ne 0`. If the sum
             is not 0, all outputs lie on one side of a hyperplane through the origin.
         zero_gains: number of dimensions with :math:`g_i = 0`, which are not in the sum.
-        outlier_gains, outlier_biases: dimensions whose gain or bias is an outlier; see `outlier_dimensions`.
+        outlier_gains, outlier_biases: dimensions with an outlying gain or bias; see `outlier_dimensions`.
     """
 
     gain: float
@@ -201,7 +201,7 @@ def norm_parameters(norm: nn.Module, dim: int) -> tuple[Tensor, Tensor] | None:
     unit[1::2] = -1
     if dim % 2:
         unit[-3:] = torch.tensor([1.0, 1.0, -2.0]) / math.sqrt(2)
-    # With a large power of 2, the epsilon of the norm has no effect, and products lose no digits.
+    # A large power of 2 makes the epsilon of the norm negligible, and products lose no digits.
     inputs = 2.0**12 * torch.stack([unit, -unit])
     try:
         forward = copy.deepcopy(norm).cpu().double().forward  # without hooks

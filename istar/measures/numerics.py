@@ -20,20 +20,20 @@ _BACKENDS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.bac
 
 
 def accumulation_dtype(device: torch.device | str) -> torch.dtype:
-    """Return the dtype in which sums are accumulated on a device: float64, or float32 on MPS, which has no float64."""
+    """Return the dtype of sums on a device: float64, or float32 on MPS, which lacks float64."""
     return torch.float32 if torch.device(device).type == "mps" else torch.float64
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which autocast is off. Where it is off already, entering the context costs nothing."""
+    """Return a context without autocast. It costs nothing where autocast is off already."""
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[None]:
     """Return a context that computes matrix products in the dtype of their inputs: without autocast, TF32 or bfloat16.
 
-    The previous settings are restored at the end of the context. A training step enters it twice per layer, so that the
-    usual case, in which there is nothing to change, is fast.
+    The previous settings are restored at the end. A training step enters the context twice per layer, so the usual
+    case with nothing to change is fast.
     """
     for backend in _BACKENDS:
         if backend.fp32_precision not in _FULL_PRECISION_SETTINGS:
@@ -140,10 +140,7 @@ def split_rows(rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def block_length(rows: Tensor) -> int:
-    """Return how many rows of `(n, ...)` make a block: at least one, and otherwise as many as `BLOCK` numbers hold.
-
-    On devices other than the CPU, `BLOCK_ON_DEVICES` is the limit.
-    """
+    """Return the number of rows per block, at least 1, of at most `BLOCK` (CPU) or `BLOCK_ON_DEVICES` numbers."""
     block_size = BLOCK if rows.device.type == "cpu" else BLOCK_ON_DEVICES
     return max(1, block_size // max(1, rows.shape[1:].numel()))
 
@@ -157,7 +154,7 @@ def upcast_blocks(rows: Tensor) -> Iterator[Tensor]:
 def unit_vectors(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Divide each row by its norm, except zero rows; return the result `(n, d)` and a bool mask `(n,)` of nonzero rows.
 
-    Rows whose squares would overflow or underflow are first divided by their largest coordinate.
+    If squares would overflow or underflow, rows are first divided by their largest coordinate.
     """
     norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     if _squares_are_safe(norms.detach()):
@@ -195,11 +192,11 @@ def norms_and_units(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 _SAFE_NORMS = {torch.float64: (1e-140, 1e140), torch.float32: (1e-12, 1e12)}
-"""Range of norms, by dtype, whose squares neither overflow nor underflow."""
+"""Range of norms, by dtype: their squares neither overflow nor underflow."""
 
 
 def _squares_are_safe(norms: Tensor) -> bool:
-    """Return whether all squares that were summed for these norms were in the dtype's range, as usual."""
+    """Return whether the squares summed for these norms were in the dtype's range."""
     # For other dtypes, no norm is in the range from 1 to 0.
     low, high = _SAFE_NORMS.get(norms.dtype, (1.0, 0.0))
     return bool(len(norms) and norms.min() > low and norms.max() < high)

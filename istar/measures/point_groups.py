@@ -1,6 +1,6 @@
 r"""Norms and average cosines of groups of points, such as tokens by position in the sequence or by frequency.
 
-The first tokens of a sequence often have a norm and a direction of their own, because attention uses them as sinks
+The first tokens of a sequence often have a special norm and direction, because attention uses them as sinks
 (Xiao et al., *Efficient Streaming Language Models with Attention Sinks*, ICLR 2024; Sun et al., *Massive Activations in
 Large Language Models*, COLM 2024). The norm and the direction of a token also depend on how frequent it is (Gao et al.,
 *Representation Degeneration Problem in Training Natural Language Generation Models*, ICLR 2019). Averages over all
@@ -50,9 +50,9 @@ class GroupSummary:
 
 
 def log2_bins(values: Tensor) -> Tensor:
-    """Return the bin of each non-negative integer, in bins whose size doubles: 0, 1, 2-3, 4-7, 8-15, ...
+    """Return the bin of each non-negative integer, in bins of doubling size: 0, 1, 2-3, 4-7, 8-15, ...
 
-    Bin 0 holds the value 0, and bin b > 0 the values from 2 ** (b - 1) to 2 ** b - 1; see `log2_bin_range`. For
+    Bin 0 has the value 0, and bin b > 0 the values from 2 ** (b - 1) to 2 ** b - 1; see `log2_bin_range`. For
     positions, bin 0 is the first token. For counts c > 0, the bin is floor(log2(c)) + 1.
 
     Args:
@@ -279,7 +279,7 @@ class GroupedPoints(Accumulator):
         self.nonzero.index_add_(0, rows.groups, rows.sum_values((norms != 0).long()))
 
     def regroup(self, groups: Tensor, number: int = NUM_LOG2_BINS) -> "GroupedPoints":
-        """Return a new accumulator in which groups are merged: those to which `groups` gives the same new group.
+        """Return a new accumulator that merges all groups with the same number in `groups`.
 
         Args:
             groups: `(groups,)`, the new group of each present group, integers.

@@ -64,7 +64,7 @@ def scaled_centered(embeddings: Tensor) -> Tensor:
 def all_but_the_top(embeddings: Tensor, components: int | None = None, variant: Variant = "corrected") -> Tensor:
     r"""Center the rows and remove their first D principal components :math:`u_j`.
 
-    There are two variants, whose results differ by a constant vector:
+    The results of the two variants differ by a constant vector:
 
     - "corrected", *Too Much in Common*, equations 9 to 11: :math:`\hat w = \tilde w - \sum_j (u_j^T \tilde w) u_j`.
       The result has mean zero and no variance along :math:`u_j`.

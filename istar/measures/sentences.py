@@ -4,7 +4,7 @@ The tokens of a sentence are not independent: they share a topic, a length and e
 assume independent points, such as `istar.measures.isoscore_unbiased`, mistake what the tokens of a sentence have in
 common for a property of the distribution, and are far too low for few sentences. If the sentences are independent, any
 points of different sentences are independent, too. The estimators here are therefore averages over tuples of points of
-distinct sentences (U-statistics over sentences, in which each point has the same weight).
+distinct sentences (U-statistics over sentences, with the same weight for each point).
 """
 
 import copy
@@ -54,10 +54,9 @@ def isoscore_by_sentence_with_error(
     Stein, *The jackknife estimate of variance*, Annals of Statistics 9, 1981).
 
     Args:
-        points: as in `isoscore_by_sentence`.
-        mask: as in `isoscore_by_sentence`.
-        groups: G, at least 2; sentence number i of those with points, counted from 0, is in group i mod G. None leaves
-            out one sentence at a time. The time is G times the time of a score, and the memory does not depend on G.
+        points, mask: as in `isoscore_by_sentence`.
+        groups: G, at least 2; sentence i, counted from 0 over the sentences with points, is in group i mod G. None:
+            one sentence per group. The time is G times the time of a score, and the memory does not depend on G.
 
     Raises:
         UserError: as `isoscore_by_sentence`, or if fewer than 4 sentences remain without a group, and for a number
@@ -86,7 +85,7 @@ def isoscore_by_sentence_with_error(
 
 
 def _make_empty_moments(points: Tensor, mask: Tensor | None) -> "SentenceMoments":
-    """Return an accumulator without sentences whose origin is the mean of the points."""
+    """Return an accumulator without sentences. Its origin is the mean of the points."""
     _check_sentences(points, mask)
     included_points = points.reshape(-1, points.shape[-1]) if mask is None else points[mask.bool()]
     origin = included_points.to(accumulation_dtype(points.device)).mean(0) if len(included_points) else None

@@ -17,7 +17,7 @@ from istar.measures.numerics import (
 
 PowerLawWeights = Literal["equal", "inverse_rank"]
 _POINTS_PER_SUM = 4_096
-"""Usual maximum number of points of a batch, whose sums are then accumulated in float64."""
+"""Usual maximum number of points of a batch. Sums of batches are accumulated in float64."""
 
 
 class PowerLaw(NamedTuple):
@@ -79,10 +79,10 @@ def numerical_rank(scatter: Tensor, moments: Moments, eigenvalues: Tensor) -> in
     r"""Return how many eigenvalues of a scatter matrix are more than rounding errors of its sums.
 
     The sum :math:`M_{ij}` over points has a rounding error in proportion to :math:`\epsilon \sqrt{M_{ii} M_{jj}}`,
-    which is small where dimensions i and j are, even if other dimensions are far larger. So the rank is that of the
-    matrix with the elements :math:`M_{ij} / \sqrt{M_{ii} M_{jj}}`: the number of its eigenvalues that exceed
+    which is small where dimensions i and j are, even if other dimensions are far larger. The matrix is therefore scaled
+    to the elements :math:`M_{ij} / \sqrt{M_{ii} M_{jj}}`. Its rank is the number of eigenvalues above two thresholds:
     :math:`(\sqrt d + \sqrt k) \epsilon`, about the largest eigenvalue of the errors of sums over k points, and twice
-    the size of the most negative one, because an eigenvalue of 0 becomes positive or negative alike.
+    the size of the most negative eigenvalue, because rounding makes an eigenvalue of 0 positive or negative alike.
 
     Args:
         scatter: M, `(d, d)`, about the mean or the origin.
@@ -213,13 +213,13 @@ def nesum(variances: Tensor) -> Tensor:
 
 
 def alpha_req(variances: Tensor, first: int = 11, last: int = 100, weights: PowerLawWeights = "equal") -> PowerLaw:
-    r"""Fit a power law to the variances of the principal components, whose exponent is alpha-ReQ.
+    r"""Compute alpha-ReQ, the exponent of a power law fitted to the variances of the principal components.
 
     :math:`\alpha` is minus the slope of the straight line that fits :math:`\log \lambda_i` over :math:`\log i` by least
     squares, for the ranks i from `first` to `last` (Agrawal et al., *alpha-ReQ: Assessing Representation Quality in
-    Self-Supervised Learning*, NeurIPS 2022). The base of the logarithms does not matter. The covariance is that of
-    centered points. A small alpha stands for a flat spectrum, a large one for few dominant components; the paper
-    associates values near 1 with representations that generalize well.
+    Self-Supervised Learning*, NeurIPS 2022). The base of the logarithms does not matter. The points are centered. A
+    small alpha means a flat spectrum, a large one few dominant components; the paper associates values near 1 with
+    representations that generalize well.
 
     The value depends on the range of ranks, which reports should name. The first ranks of language models are often
     rogue dimensions, and the last ones are cut off by the width of the model or by rounding, so that neither follows a
@@ -248,7 +248,7 @@ def alpha_req(variances: Tensor, first: int = 11, last: int = 100, weights: Powe
     """
     if weights not in get_args(PowerLawWeights):
         raise UserError(f"weights is {weights!r}; expected one of {', '.join(get_args(PowerLawWeights))}")
-    # Computed on the CPU: a fit of a few hundred numbers is not worth a GPU, and MPS has no float64.
+    # Computed on the CPU: a fit of a few hundred numbers is not worth a GPU, and MPS lacks float64.
     shares = variance_shares(variances.detach().cpu()).sort(descending=True).values
     last = min(last, int((shares > 0).sum()))
     if not 1 <= first < last:
@@ -262,7 +262,7 @@ def alpha_req(variances: Tensor, first: int = 11, last: int = 100, weights: Powe
     rank_weights = rank_weights / rank_weights.sum()
     x, y = log_ranks - rank_weights @ log_ranks, log_shares - rank_weights @ log_shares
     slope, total_variance = (rank_weights * x) @ y / ((rank_weights * x) @ x), rank_weights @ y.square()
-    # A constant spectrum has no variance to explain, except for rounding errors.
+    # The variance of a constant spectrum consists of rounding errors.
     is_constant = total_variance <= torch.finfo(shares.dtype).eps ** 2 * len(x)
     r_squared = math.nan if is_constant else float(1 - rank_weights @ (y - slope * x).square() / total_variance)
     return PowerLaw(-float(slope), r_squared, first, last)
