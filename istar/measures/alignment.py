@@ -82,7 +82,8 @@ def cka_with_error(first: Tensor, second: Tensor, groups: int = 10) -> ValueWith
     independent, such as the mean states of different documents.
 
     Args:
-        first, second: as in `cka`.
+        first: as in `cka`.
+        second: as in `cka`.
         groups: G, at least 2; point i, counted from 0, is in group i mod G. The time is G + 1 times the time of `cka`.
 
     Raises:

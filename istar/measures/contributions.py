@@ -65,7 +65,8 @@ def standardized_cosine(points: Tensor, mask: Tensor | None = None) -> Tensor:
     similarity tasks, are then comparable.
 
     Args:
-        points, mask: as in `cosine_without_dimensions`.
+        points: as in `cosine_without_dimensions`.
+        mask: as in `cosine_without_dimensions`.
 
     Returns:
         0-d float64 (float32 on MPS), in [-1 / (n - 1), 1]; near 0 for most clouds, because they are then centered.

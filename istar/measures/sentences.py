@@ -54,7 +54,8 @@ def isoscore_by_sentence_with_error(
     Stein, *The jackknife estimate of variance*, Annals of Statistics 9, 1981).
 
     Args:
-        points, mask: as in `isoscore_by_sentence`.
+        points: as in `isoscore_by_sentence`.
+        mask: as in `isoscore_by_sentence`.
         groups: G, at least 2; sentence i, counted from 0 over the sentences with points, is in group i mod G. None:
             one sentence per group. The time is G times the time of a score, and the memory does not depend on G.
 
