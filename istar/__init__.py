@@ -24,7 +24,7 @@ _MODULE_BY_NAME = {
     "isoscore_unbiased": "istar.measures",
 }
 _PACKAGES = ("istar.hidden_states", "istar.regularizers")
-"""Packages all public names of which are public names of this package, too."""
+"""Packages with public names that this package exports, too."""
 
 
 def __getattr__(name: str) -> Any:

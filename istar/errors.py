@@ -36,7 +36,7 @@ class NonFiniteError(UserError):
 
 
 class LockedError(UserError):
-    """Another process holds the lock of a run's folder because it executes the run.
+    """Another process executes the run, and has locked its folder.
 
     The exit code is `EX_TEMPFAIL` of `sysexits.h`: the same command succeeds later.
     """
@@ -71,7 +71,7 @@ def explain_system_error(error: BaseException) -> str:
         reason = error.strerror or text
         name = f"{shorten(error.filename)}: " if error.filename is not None else ""
         return f"{name}{reason}"
-    # Writers in Rust, such as safetensors, raise types of their own.
+    # Writers in Rust, such as safetensors, raise special types.
     return text if "(os error " in text else ""
 
 
@@ -83,7 +83,7 @@ def shorten(text: object, max_length: int = 200) -> str:
 
 
 def mask_secrets(text: str) -> str:
-    """Return a text in which `***` stands for the passwords in URLs and for the values of secret variables.
+    """Replace the passwords in URLs and the values of secret variables in a text by `***`.
 
     >>> mask_secrets("postgresql://me:pass@host/db?password=pass WANDB_API_KEY=0123")
     'postgresql://me:***@host/db?password=*** WANDB_API_KEY=***'

@@ -44,8 +44,8 @@ def attach(
         model: a transformers model, bare, with a head, or inside of PEFT, DDP, FSDP2 or another module. A compiled
             model must not have been called before. With `modules`, any module.
         penalty: `IStar`, `CosReg` or any other `Penalty`.
-        modules: for models that are not transformers models, the modules whose outputs are the hidden states of layers
-            1 to L. The mask is the model's argument `attention_mask`, if it has one.
+        modules: for models that are not transformers models, the modules that output the hidden states of layers 1 to
+            L. The mask is the model's argument `attention_mask`, if it has one.
         points: which tokens are points; by default all that are not padding.
 
     Raises:
@@ -75,11 +75,11 @@ class HiddenStatePenalty(AttachedPenalty):
 
     The attention mask is the argument of the model's forward pass; without one, all tokens count. It may have four
     dimensions, `(batch, 1, tokens, tokens)`, as for packed documents: a token that may attend to itself counts. Forward
-    passes without gradients are not read, so that evaluation has no overhead. Activation checkpointing, before or after
+    passes without gradients are not read, so evaluation is as fast as before. Activation checkpointing, before or after
     the model is attached to, does not change the gradient.
 
     A copy or pickle of an attached penalty, or of an object that contains both, such as a LightningModule, is attached
-    to its copy of the model. A copy of the model alone has no penalty.
+    to its copy of the model. A copy of the model alone comes without a penalty.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class HiddenStatePenalty(AttachedPenalty):
 
     @property
     def num_layers(self) -> int:
-        """Number of layers whose hidden states the penalty reads in each pass."""
+        """Number of layers that the penalty reads in each pass."""
         return self._reader.num_selected
 
     def loss(self) -> Tensor:
@@ -176,7 +176,7 @@ class HiddenStatePenalty(AttachedPenalty):
         which, penalty = self.settings.points.which, self.penalty
         has_no_score = num_sequences < penalty.min_sequences
         if which in ("first", "last"):
-            # There is one point of each sequence in each layer.
+            # Each sequence has one point in each layer.
             has_no_score |= num_sequences * self.num_layers < penalty.min_points or penalty.min_points_per_sequence > 1
         if penalty.weight != 0 and has_no_score:
             raise UserError(

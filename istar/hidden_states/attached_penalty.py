@@ -38,7 +38,7 @@ class PenaltySettings:
     """Which tokens are points."""
     target: str = HIDDEN_STATES
     """What is penalized: hidden_states, input_embeddings or output_embeddings. For the rows of an embedding matrix,
-    layers, points and Sigma_S have no meaning, and zeta is 0."""
+    layers, points and Sigma_S are meaningless, and zeta is 0."""
     rows: int | None = None
     """Number of rows of the embedding matrix that are sampled for each micro-batch; None uses all rows."""
     seed: int = 0
@@ -132,7 +132,7 @@ class AttachedPenalty(ABC):
     a context manager that calls `remove`.
 
     Attributes:
-        penalty: the penalty; its attribute `last` holds the terms of the latest `loss()`.
+        penalty: the penalty; its attribute `last` has the terms of the latest `loss()`.
         settings: what is penalized, lambda's schedule, and when Sigma_S is computed.
     """
 
@@ -149,7 +149,7 @@ class AttachedPenalty(ABC):
     @property
     @abstractmethod
     def num_layers(self) -> int:
-        """Number of layers, or of other point clouds of the same size, whose union is penalized in a pass."""
+        """Number of layers, or other point clouds of the same size, in the penalized union of a pass."""
 
     @abstractmethod
     def loss(self) -> Tensor:
@@ -258,7 +258,7 @@ class AttachedPenalty(ABC):
         self.remove()
 
     def _warn_if_no_gradient(self, loss: Tensor, reason: str) -> None:
-        """Warn once if a penalty has no gradient although gradients are enabled, at the line that called `loss`."""
+        """Warn once, at the line that called `loss`, if gradients are enabled and the penalty lacks one."""
         if torch.is_grad_enabled() and not loss.requires_grad and not self._has_warned:
             self._has_warned = True
             warnings.warn(f"the penalty has no gradient: {reason}", UserWarning, stacklevel=3)

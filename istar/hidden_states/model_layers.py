@@ -2,7 +2,7 @@
 
 Hidden state 0 is the input of the first layer, hidden state i is the output of layer i, and the last one is the output
 of the final norm, if there is one. Most models of transformers declare their layers. The others are tried on a few
-tokens: their layers are the modules whose outputs they return as hidden states. Mamba and RWKV, for example, return the
+tokens: a module is a layer if the model returns its output as a hidden state. Mamba and RWKV, for example, return the
 outputs of all layers and then of the final norm, but no embeddings.
 """
 
@@ -22,7 +22,7 @@ from istar.errors import UserError, shorten
 from istar.measures.norms import norm_parameters
 
 _TRIAL_TOKENS = 5
-"""Number of tokens of a trial. It is odd, so that a layer whose input is padded to full windows is recognized."""
+"""Number of tokens of a trial. It is odd, so that a layer is recognized if its input is padded to full windows."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class ModelLayers:
     """The modules that compute a model's hidden states.
 
     Attributes:
-        base_model: the module whose forward pass computes all hidden states: a transformers model without its head, or
-            any model that the caller passed together with its layer modules.
-        modules: modules whose outputs are the hidden states, in the model's order. Empty if no module returns them as
-            they are, so that the model must be called with `output_hidden_states=True`.
+        base_model: the module that computes all hidden states in its forward pass: a transformers model without its
+            head, or any model that the caller passed together with its layer modules.
+        modules: modules that output the hidden states, in the model's order. Empty if no module returns them as they
+            are, so that the model must be called with `output_hidden_states=True`.
         num_layers: L, the number of hidden states after the embedding output.
         ends_with_norm: whether the last hidden state is the output of the final norm instead of the last layer.
         is_transformers: whether the base model is a transformers model.
@@ -153,7 +153,7 @@ def find_head_model(model: nn.Module) -> nn.Module:
     """Return the outermost transformers model within a module, with its head if it has one.
 
     Raises:
-        UserError: if there is no transformers model, or it is inside of `nn.DataParallel`.
+        UserError: without a transformers model, or if it is inside of `nn.DataParallel`.
     """
     for module in model.modules():
         if isinstance(module, nn.DataParallel):
@@ -173,7 +173,7 @@ def find_base_model(model: nn.Module) -> nn.Module:
     If transformers models are nested, like the decoder inside OPT's model, the innermost one is returned.
 
     Raises:
-        UserError: if there is no transformers model, or it is an encoder-decoder or inside of `nn.DataParallel`.
+        UserError: without a transformers model, or if it is an encoder-decoder or inside of `nn.DataParallel`.
     """
     head_model: Any = find_head_model(model)
     base_model: nn.Module = head_model.base_model
@@ -221,7 +221,7 @@ class TrialPass(NamedTuple):
 
     states: tuple[Tensor, ...]  # hidden states that the model returns, `(1, tokens, d)` each
     last_state: Tensor  # first output of the model
-    calls: list[Call]  # calls of all modules, in the order in which they end
+    calls: list[Call]  # calls of all modules, ordered by their end
 
 
 @torch.no_grad()
@@ -264,12 +264,12 @@ def run_trial(base_model: nn.Module, called_module: nn.Module) -> TrialPass:
 
 
 def find_final_norm(base_model: nn.Module, trial: TrialPass) -> nn.Module | None:
-    """Return the normalization outside the layers whose output is the last hidden state, or None without one."""
+    """Return the normalization outside the layers that outputs the last hidden state, or None without one."""
     lists = [module for module in base_model.modules() if isinstance(module, nn.ModuleList)]
     in_layers = {part for module in lists for part in module.modules()}
     for module, _, output in trial.calls:
         is_last = output is not None and torch.equal(output, trial.last_state)
-        # The last module of OPT-350m is a projection to the width of the embeddings, whose output is no tap.
+        # The last module of OPT-350m is a projection to the width of the embeddings, not a norm.
         if is_last and module not in in_layers and norm_parameters(module, trial.last_state.shape[-1]) is not None:
             return module
     return None
@@ -301,7 +301,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def preserve_rng_states(device: torch.device) -> Iterator[None]:
     """Restore the states of the global random number generators at the end of the context.
 
-    These are the generators of `random`, numpy and torch, from which loaders and collators may draw.
+    These are the generators of `random`, numpy and torch. Loaders and collators may draw from them.
     """
     python_state = random.getstate()
     # If numpy is not imported, its generator cannot have been used.

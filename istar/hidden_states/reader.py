@@ -3,10 +3,9 @@
 A hook on each layer reads the same tensors as `output_hidden_states=True` returns, but they can be freed before the end
 of the pass. Transformers models that do not declare their layers are called with `output_hidden_states=True` instead.
 
-Layerdrop (OPT) skips random layers. The other layers keep their numbers, and a skipped layer has no hidden state. The
-output of the final norm is hidden state L, and replaces the output of the last layer that ran; if no layer ran, there
-is no hidden state. `layers="all"` therefore always selects what `output_hidden_states=True` returns after the
-embedding output.
+Layerdrop (OPT) skips random layers. The other layers keep their numbers, and skipped layers lack a hidden state. The
+output of the final norm is hidden state L, and replaces the output of the last layer that ran; if no layer ran, it is
+not read. `layers="all"` therefore always selects what `output_hidden_states=True` returns after the embedding output.
 """
 
 import inspect
@@ -54,14 +53,15 @@ class HiddenStateReader:
         layers: see `istar.regularizers.points.select_layers`.
         summarize: function of a hidden state `(batch, tokens, d)` and the tokens that count in the pass.
         is_active: function that is called at the beginning of each pass and returns whether to read the pass. If a pass
-            is not read and has no gradients, the summaries of the previous pass are kept; otherwise they are dropped.
-        modules: modules whose outputs, or the first elements of whose outputs, are the hidden states of layers 1 to L.
+            is not read and runs without gradients, the summaries of the previous pass are kept; otherwise they are
+            dropped.
+        modules: modules that return the hidden states of layers 1 to L, as their output or its first element.
         points: which tokens count. Labels are read from the call of the model with its head.
         needs_labels: give the labels to `summarize` even if `points` do not need them.
 
     Attributes:
-        base_model: the module whose forward passes are read; see `ModelLayers`.
-        head_model: the module whose forward pass takes labels: the transformers model with its head, or `base_model`.
+        base_model: the module with the forward passes to read; see `ModelLayers`.
+        head_model: the module that takes labels: the transformers model with its head, or `base_model`.
         num_selected: number of selected layers.
         num_left_out: number of points of the latest pass that `points.max_norm_ratio` left out.
 
@@ -330,6 +330,6 @@ def _read_argument_names(module: nn.Module) -> list[str]:
 
 
 def _is_causal_language_model(model: nn.Module) -> bool:
-    """Return whether a model is a causal language model, whose output at a token predicts the next label."""
+    """Return whether a model is a causal language model: its output at a token predicts the next label."""
     can_generate = getattr(model, "can_generate", None)
     return can_generate is not None and bool(can_generate())

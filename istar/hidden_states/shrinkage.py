@@ -21,7 +21,7 @@ from istar.regularizers.istar import IStar
 from istar.regularizers.points import ALL_POINTS, Layers, Points
 
 LABEL_NAMES = ("labels", "label", "label_ids", "start_positions", "end_positions")
-"""Names of model arguments that hold labels."""
+"""Names of model arguments for labels."""
 
 
 def shrinkage_covariance(
@@ -93,8 +93,8 @@ def hidden_state_moments(
 ) -> Moments | ClassMoments:
     """Compute the moments of the points that a penalty with zeta 0 has in batches of data; see `shrinkage_covariance`.
 
-    With `sync`, all processes run the same number of forward passes, as sharded models require: a process whose loader
-    is exhausted repeats its last batch, which is not counted again.
+    With `sync`, all processes run the same number of forward passes, as sharded models require: after its last batch, a
+    process repeats this batch without counting it again.
     """
     if num_points is not None and num_points < 2:
         raise UserError(f"num_points is {num_points}; expected at least 2")
@@ -137,7 +137,7 @@ def hidden_state_moments(
         reader.remove()
     result: Moments | ClassMoments
     if is_single_process:
-        # Without data, the result has no points; its number of dimensions has no meaning.
+        # Without data, the result is empty, and its number of dimensions is meaningless.
         result = moments_class(1) if moments is None else moments
         return result
     # A process without data needs moments of the right width to take part in the all-reduce.

@@ -55,13 +55,13 @@ class PenaltyCallback(L.Callback):
     Args:
         penalty: `IStar`, `CosReg` or any other `Penalty`.
         settings: what is penalized, lambda's schedule, and when Sigma_S is computed; see `istar.PenaltySettings`.
-        model: name of the LightningModule's attribute that holds the model, or a function that returns the model for a
+        model: name of the LightningModule's attribute with the model, or a function that returns the model for a
             LightningModule; see `istar.attach`.
         loader: batches for Sigma_S in random order, see `istar.HiddenStatePenalty.refresh`. By default, an additional
             pass over the trainer's train dataloader in a different order, which affects neither the batches of training
             nor the global random number generators.
         modules: for models that are not transformers models, a function that returns, for a LightningModule, the
-            modules whose outputs are the hidden states.
+            modules that output the hidden states.
     """
 
     def __init__(

@@ -23,8 +23,8 @@ def iterate_in_new_order(loader: Any, seed: int) -> Iterator[Any]:
     generators, because collate functions may draw from them; `refresh` restores the generators afterwards.
 
     Args:
-        loader: a DataLoader, possibly prepared by accelerate, in which case each process gets its share of the data.
-            Any other iterable is iterated as it is.
+        loader: a DataLoader. If accelerate prepared it, each process gets its share of the data. Any other iterable is
+            iterated as it is.
         seed: seed of the order of a shuffling loader, equal on all processes. The number of optimizer steps, for
             example, gives the same order after resuming as without the interruption.
     """
@@ -32,7 +32,6 @@ def iterate_in_new_order(loader: Any, seed: int) -> Iterator[Any]:
     # numpy accepts seeds below 2**32 only.
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
-    # Some loaders of accelerate hold the DataLoader as `base_dataloader`.
     loader = getattr(loader, "base_dataloader", loader)
     yield from _copy_loader(loader, seed) if isinstance(loader, DataLoader) else loader
 
@@ -40,7 +39,7 @@ def iterate_in_new_order(loader: Any, seed: int) -> Iterator[Any]:
 def check_first_batch(attached: AttachedPenalty, loader: Any) -> None:
     """Raise `UserError` if the first batch of a loader has too few sequences for a score of an attached penalty.
 
-    Only points of which each sequence has one are checked, and only for batches of token ids without packed documents.
+    Only the points `first` and `last` are checked, and only for batches of token ids without packed documents.
     The loader and the random number generators are left as they are.
     """
     if attached.settings.points.which not in ("first", "last"):

@@ -58,11 +58,11 @@ class PenaltyLoss(nn.Module):
 
     The loss returns its components by name; the trainer adds them up and logs each. With gradient accumulation, the
     penalty is computed per micro-batch, and the gradient is the mean over the micro-batches of loss and penalty. In
-    evaluation, without gradients, there is no penalty.
+    evaluation, without gradients, the penalty is left out.
 
     Args:
         model: the model that is trained.
-        loss: any loss that runs the model with gradients, also one around another loss such as `MatryoshkaLoss`.
+        loss: any loss that runs the model with gradients, including a wrapper of a loss such as `MatryoshkaLoss`.
             Losses that compute embeddings again in the backward pass, such as `CachedMultipleNegativesRankingLoss`, are
             not supported.
         penalty: `IStar`, `CosReg` or any other `Penalty`.
@@ -129,7 +129,7 @@ class PenaltyLoss(nn.Module):
     def forward(
         self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Return the components of the wrapped loss (`task_loss` if it has none) and the weighted `penalty`.
+        """Return the components of the wrapped loss (or `task_loss`) and the weighted `penalty`.
 
         Raises:
             UserError: if the wrapped loss did not run the model with gradients.
@@ -239,7 +239,7 @@ class _Components(dict[str, Tensor]):
 
 
 class _SentenceEmbeddingModel(nn.Module):
-    """A wrapper whose submodule `embeddings` outputs the sentence embeddings, so that `attach` can read them."""
+    """A wrapper with a submodule `embeddings` that outputs the sentence embeddings, for `attach` to read."""
 
     def __init__(self, model: SentenceTransformer) -> None:
         super().__init__()

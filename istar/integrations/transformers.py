@@ -33,9 +33,9 @@ STATE_FILE = "istar_penalty.safetensors"
 class PenaltyMixin(_TrainerBase):
     """Adds a penalty on hidden states to the loss of a `Trainer`: `class MyTrainer(PenaltyMixin, Trainer)`.
 
-    The mixin comes first among the base classes. It works with any trainer whose `compute_loss` calls the model once
-    with gradients. Hooks read the hidden states while `train` runs, so that trl's `SFTTrainer`, whose fused head
-    returns no hidden states, is supported, too. For that trainer, declare that it normalizes its loss:
+    The mixin comes first among the base classes. It works with any trainer that calls the model once with gradients in
+    `compute_loss`. Hooks read the hidden states while `train` runs. Therefore trl's `SFTTrainer` is supported, although
+    its fused head returns no hidden states. For that trainer, declare that it normalizes its loss:
 
         class PenaltySFTTrainer(PenaltyMixin, SFTTrainer):
             task_loss_is_normalized = True
@@ -49,18 +49,17 @@ class PenaltyMixin(_TrainerBase):
 
     **Shrinkage covariance.** Sigma_S is computed from batches of the training data, in eval mode and in the precision
     of training, without changing the random numbers of training. Checkpoints contain the penalty's state, and
-    training that resumes from a checkpoint loads it. If a checkpoint has no such state, there is a warning, and the
-    training goes on with the current state.
+    training that resumes from a checkpoint loads it. If a checkpoint lacks this state, training warns and goes on with
+    the current state.
 
     **Logs.** The logged `loss` includes the penalty. The trainer also logs the means since the last log of `penalty`
     (weighted, as in the loss), of the score under its name (`isoscore_star`), of `points` (number of points in one
     penalty), of `points_left_out` if the points have a `max_norm_ratio` and, if it is estimated, of `zeta`, and, if
-    there is a schedule, the current `lambda`. Micro-batches whose points have no score add 0 to the loss, and are not
-    part of the score's mean; `undefined` is their number so far, if there are any. Evaluation losses do not include the
-    penalty.
+    there is a schedule, the current `lambda`. Micro-batches without a score add 0 to the loss, and are not part of the
+    score's mean; `undefined` is their number so far, if there are any. Evaluation losses do not include the penalty.
 
-    `nn.DataParallel` is not supported, nor are losses of several forward passes with gradients, of which only the last
-    one would count. DeepSpeed and tensor, context and sequence parallelism are not tested.
+    `nn.DataParallel` is not supported, nor are losses of several forward passes with gradients: only the last pass
+    would count. DeepSpeed and tensor, context and sequence parallelism are not tested.
 
     Args:
         penalty: `istar.IStar`, `istar.CosReg` or any other `Penalty`.
@@ -73,7 +72,7 @@ class PenaltyMixin(_TrainerBase):
         task_loss_is_normalized: whether `compute_loss` divides the task loss by `num_items_in_batch`, the number of
             items in all micro-batches of a step. With None, the default, the mixin detects this when necessary, by
             computing the task loss of one micro-batch two or three times in eval mode. Set the attribute for trainers
-            whose `compute_loss` has side effects, such as `SFTTrainer`, which collects metrics in it.
+            with side effects in `compute_loss`, such as `SFTTrainer`, which collects metrics in it.
 
     Raises:
         UserError: if `Trainer` would use `nn.DataParallel`.
@@ -219,7 +218,7 @@ class PenaltyMixin(_TrainerBase):
         """Add the terms of the latest penalty to the sums for the next log, without making the host wait for a GPU."""
         assert self._attached is not None
         for name, term in self._attached.terms().items():
-            # Terms of points without a score, which are NaN, are no part of the means.
+            # The means leave out the NaN terms of points without a score.
             assert self.penalty.last is not None
             has_term = ~(term.isnan() & self.penalty.last.is_undefined)
             sum_and_count = torch.stack([torch.where(has_term, term, 0), has_term]).float()

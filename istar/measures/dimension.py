@@ -59,7 +59,7 @@ def two_nn(points: Tensor, discard: float = 0.1) -> float:
 
     Raises:
         UserError: for fewer than 3 distinct points, values that are not finite, a `discard` that leaves no point, or
-            points with all nearest neighbours at the same distance, as in a lattice.
+            points with two equally distant nearest neighbours each, as in a lattice.
 
     >>> square = torch.rand(2000, 2, generator=torch.Generator().manual_seed(0))
     >>> round(two_nn(square)), round(two_nn(square @ torch.randn(2, 50, generator=torch.Generator().manual_seed(1))))
@@ -72,8 +72,8 @@ def two_nn_with_error(points: Tensor, discard: float = 0.1, resamples: int = 200
     """Estimate the intrinsic dimension with `two_nn`, and the standard error of the estimate by a bootstrap.
 
     The error is the standard deviation of the estimate over bootstrap samples of the ratios of distances. It assumes
-    independent points. It does not include the bias of small samples, whose nearest neighbours are farther away, so
-    that the estimate describes the cloud at a larger scale.
+    independent points. It does not include the bias of small samples: their nearest neighbours are farther away, so the
+    estimate describes the cloud at a larger scale.
 
     Args:
         points: as in `two_nn`.

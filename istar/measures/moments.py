@@ -35,8 +35,8 @@ class BatchMoments(NamedTuple):
 def mask_to_indices(mask: Tensor | None) -> Tensor | None:
     """Convert a mask, bool or 0/1, to the row indices `(n,)` of its nonzero entries in points flattened to `(n, d)`.
 
-    Returns None if all points count: if there is no mask, or if all its entries are nonzero. On a GPU, this call waits
-    for the device, so it is made once per forward pass, and all layers use the same indices.
+    Returns None without a mask, or if all its entries are nonzero. On a GPU, this call waits for the device, so it is
+    made once per forward pass, and all layers use the same indices.
     """
     if mask is None:
         return None
@@ -66,8 +66,8 @@ def mean_and_scatter(
         mask: `(...)`, bool or 0/1. Points where the mask is 0 are ignored, even if they are NaN; their gradient is 0.
         matmul_dtype: dtype of the factors in the two large matrix products: M in the forward pass and
             :math:`(x_i - m)(G + G^T)` in the backward pass. None uses the dtype of M. With bfloat16, the products are
-            two to three times as fast on hardware that supports it, IsoScore has a relative error of about 1e-5, and
-            there is no second derivative.
+            two to three times as fast on hardware that supports it, IsoScore has a relative error of about 1e-5, and a
+            second derivative raises `UserError`.
         indices: result of `mask_to_indices`, in place of a mask.
 
     Returns:

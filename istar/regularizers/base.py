@@ -1,4 +1,4 @@
-"""The base classes of penalties on hidden states: of all, and of those on the moments of the points."""
+"""Base classes of penalties on hidden states: `Penalty`, and `MomentsPenalty` for penalties on moments."""
 
 import math
 import warnings
@@ -73,8 +73,8 @@ class SetPoint:
 
     With a score s and a target t, the penalty is :math:`|\lambda| \, h(s - t)^2`, where h is the identity, or a hinge
     that leaves one side alone. The gradient for a point is :math:`2 |\lambda| \, h(s - t) \, \partial s / \partial x`:
-    the direction of the penalty without a set-point, with a force that falls to 0 at the target. The distance to the
-    target decides on the direction, so that the sign of lambda has no meaning.
+    the direction of the penalty without a set-point, with a force that falls to 0 at the target. The direction depends
+    on the side of the target, not on the sign of lambda.
 
     >>> import istar, torch
     >>> penalty = istar.CosReg(weight=2.0, set_point=istar.SetPoint(0.1, side="above"))
@@ -93,9 +93,9 @@ class SetPoint:
     side: str = "both"
     """Deviations from the target that are penalized: both, above (only of scores above the target) or below."""
     batches: int = 1
-    """Number of micro-batches, counted from the first, whose mean score is the target if it is keep. Meanwhile the
-    target is their mean so far. The target is the score of the model before training if the number is at most that of
-    the gradient accumulation. Losses that are not finite, or without gradients, do not count."""
+    """With keep, the target is the mean score of this number of first micro-batches, and meanwhile their mean so far.
+    If the number is at most the micro-batches per optimizer step, the target is the score before training. Losses that
+    are not finite, or without gradients, do not count."""
 
     def __post_init__(self) -> None:
         is_number = not isinstance(self.score, str | bool) and math.isfinite(self.score)
@@ -128,7 +128,7 @@ class SetPoint:
 
 
 class Terms(NamedTuple):
-    """The unweighted penalty of a batch and the quantities behind it, all 0-d tensors.
+    """The unweighted penalty of a batch, its score and further quantities for logs, all 0-d tensors except `sums`.
 
     Attributes:
         value: the penalty, differentiable.
@@ -137,7 +137,7 @@ class Terms(NamedTuple):
         zeta: the weight of the shrinkage covariance if it is estimated from the points, otherwise None.
         left_out: number of points that `Points.max_norm_ratio` has left out, counted as `points`; None without a ratio.
         target: the target score; None without a set-point.
-        sums: the sums over the points from which `value` is computed. They are finite if and only if all points are.
+        sums: sums over the points, from which `value` is computed. They are finite if and only if all points are.
     """
 
     value: Tensor
@@ -164,7 +164,7 @@ class Terms(NamedTuple):
         is_undefined = self.score.detach().isnan() & is_finite
 
         def stop_nan(gradient: Tensor | None) -> Tensor | None:
-            """Return the gradient of a sum, or 0 instead of the NaN that it is without a score."""
+            """Return the gradient of a sum, or 0 instead of NaN without a score."""
             return None if gradient is None else gradient.masked_fill(is_undefined, 0)
 
         for total in self.sums:
@@ -204,7 +204,7 @@ class Penalty(nn.Module, ABC):
     time."""
     _: KW_ONLY
     layers: Layers = "last"
-    """Layers whose hidden states are penalized: all, last, with_embeddings, or a list of numbers (0: embeddings)."""
+    """Layers to penalize: all, last, with_embeddings, or a list of numbers (0: embeddings)."""
     include_padding: bool = False
     """Count padding tokens as points."""
     sync: bool = True
@@ -225,8 +225,8 @@ class Penalty(nn.Module, ABC):
     shrinkage_covariance: Tensor | None = field(init=False)
     """Sigma_S of a penalty that needs it, `(d, d)`; a buffer."""
 
-    # Without annotations, these are no options. First the name of the score in logs, and the open interval in which a
-    # target score must lie; then the smallest numbers with which points can have a score.
+    # Not options, because they lack annotations: the name of the score in logs, the open interval for a target score,
+    # and the smallest numbers with which points can have a score.
     measure = ""
     score_range = (-math.inf, math.inf)
     min_points = 2
@@ -320,7 +320,7 @@ class Penalty(nn.Module, ABC):
     def _update_target(self, score: Tensor) -> Tensor:
         """Return the target of the score of a loss, 0-d.
 
-        With the set-point `keep`, the target is the mean of the scores of the first losses, of which this may be one.
+        With the set-point `keep`, it is the mean score of the first losses, possibly including this one.
         """
         assert self.set_point is not None
         score = score.detach()
@@ -381,7 +381,7 @@ class MomentsPenalty(Penalty):
     def value_and_score(self, moments: Moments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Compute the unweighted penalty and the score, 0-d each, of moments in float64 (float32 on MPS).
 
-        The moments have the rounding errors of `dtype`, in which the sums over the points of each layer were computed.
+        The sums over the points of each layer were computed in `dtype`, and have its rounding errors.
         """
 
 

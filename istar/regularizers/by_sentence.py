@@ -195,7 +195,7 @@ class _TotalsAndScatters(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mean: Tensor, layouts: Sequence[_Layout], *rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sums and the scatter matrices of the union of the layers, whose rows and layouts are given."""
+        """Return the sums and the scatter matrices of the union of layers, from their rows and layouts."""
         dtype = torch.promote_types(rows[0].dtype, torch.float32)
         num_sentences, dim = layouts[0].num_sentences, len(mean)
         totals = torch.zeros(num_sentences, dim, dtype=dtype, device=mean.device)

@@ -34,7 +34,7 @@ class CosReg(Penalty):
         return torch.cat([units.sum(0), counts])
 
     def score(self, summaries: Sequence[Tensor]) -> Terms:
-        # A summary holds d coordinates and two counts.
+        # A summary consists of d coordinates and two counts.
         check_same_width(len(summary) - 2 for summary in summaries)
         sums = self.sum_over_layers(summaries)
         total, num_nonzero, count = sums[:-2], sums[-2], sums[-1]
@@ -56,7 +56,7 @@ def cosine_penalty(hidden_states: Sequence[Tensor], attention_mask: Tensor | Non
         0-d tensor in [-1 / M, 1 - 1 / M], float32 or wider, differentiable; NaN without points.
 
     Raises:
-        UserError: if shapes do not match, or there are no hidden states.
+        UserError: if shapes do not match, or without hidden states.
     """
     if not hidden_states:
         raise UserError("no hidden states were given; expected at least one layer")

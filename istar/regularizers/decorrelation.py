@@ -2,7 +2,7 @@ r"""The redundancy reduction of Barlow Twins for one view: :math:`\lambda \sum_{
 
 *Barlow Twins: Self-Supervised Learning via Redundancy Reduction* (Zbontar et al., ICML 2021), the second term of
 equation (1). The paper's R is the cross-correlation of two views of the same images; here it is the correlation matrix
-`(d, d)` of the dimensions of the hidden states, whose diagonal is 1, so that the paper's first term is 0.
+`(d, d)` of the dimensions of the hidden states. Its diagonal is 1, so the paper's first term is 0.
 """
 
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class Decorrelation(MomentsPenalty):
 
     The penalty depends neither on the scale of the dimensions nor, except for the sampling error, on the number of
     points n: independent dimensions have a sum of about d (d - 1) / (n - 1). It grows with the square of the width d,
-    as in the paper, whose lambda of 0.005 is for d = 8192. The score is the mean squared correlation, which does not
-    grow with the width: it is the penalty divided by d (d - 1), in [0, 1]. A dimension without variance has the
-    correlation 0 with all others.
+    as in the paper; its lambda of 0.005 is for d = 8192. The score is the mean squared correlation, the penalty divided
+    by d (d - 1), in [0, 1], which does not grow with the width. A dimension without variance has the correlation 0 with
+    all others.
     """
 
     weight: float = 0.005

@@ -99,7 +99,7 @@ class ShrinkageEstimator(Estimator):
         return Estimate(score.to(summaries[0].scatter.dtype), moments.count, (moments.scatter,))
 
     def score_covariance(self, covariance: Tensor, has_variance: Tensor, shrinkage: Tensor | None) -> Tensor:
-        """Return the score of a covariance after shrinkage; without shrinkage, NaN if there is no variance."""
+        """Return the score of a covariance after shrinkage; without shrinkage, NaN for points without variance."""
         if shrinkage is None:
             return torch.where(has_variance, unchecked_isoscore(covariance), torch.nan)
         shrinkage = convert_shrinkage(shrinkage, covariance)

@@ -37,7 +37,7 @@ class Gor(MomentsPenalty):
     def value_and_score(self, moments: Moments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         n, total = moments.count, moments.count * moments.mean
         second_moment = moments.scatter + torch.outer(total, moments.mean)
-        # The squared norms of the unit vectors add up to the number of nonzero points, which has no gradient.
+        # The squared norms of the unit vectors add up to the number of nonzero points, a constant.
         num_nonzero = second_moment.trace().detach()
         # Without pairs, 0 / 0 gives NaN.
         num_pairs = n * (n - 1)

@@ -1,9 +1,9 @@
 r"""The I-STAR penalty, :math:`\lambda \, (1 - \mathrm{IsoScore}^*(\bigcup_l X_l, \zeta, \Sigma_S))`.
 
 *Stable Anisotropic Regularization* (Rudman and Eickhoff, ICLR 2024), equation (2). Training with a positive weight
-increases isotropy, and with a negative weight decreases it. The options that are not in the paper are other estimators
-of the score: of one point cloud or of points about the mean of their class, in `istar.regularizers.estimators`, and of
-tokens that depend on the others of their sentence, in `istar.regularizers.by_sentence`.
+increases isotropy, and with a negative weight decreases it. Options that are not in the paper choose other estimators
+of the score: `istar.regularizers.estimators` for one point cloud or for points about the mean of their class, and
+`istar.regularizers.by_sentence` for tokens that depend on the others of their sentence.
 """
 
 from collections.abc import Sequence
@@ -45,8 +45,8 @@ class IStar(Penalty):
 
     Raises:
         OptionError: for an option outside of its range, and for options that exclude each other.
-        UserError: for a Sigma_S that is not a covariance. In a forward pass with `within`, without labels and with
-            labels that are no classes.
+        UserError: for a Sigma_S that is not a covariance. In a forward pass with `within`, for missing labels and for
+            labels that are not classes.
 
     >>> penalty = IStar(weight=-1.0, zeta=0.4)
     >>> penalty.shrinkage_covariance = torch.eye(8)
@@ -69,8 +69,8 @@ class IStar(Penalty):
     """Dtype of the penalty's matrix products with the points: float32 or bf16. None is float32 or, in a run, the
     dtype that trainer.precision allows."""
     within: str | None = None
-    """label computes the score within the classes of a classification task: from points that are centered on the mean
-    of their class, for Sigma_S as well. None computes the score of all points together."""
+    """label: the score within the classes of a classification task, from points centered on the mean of their class,
+    for Sigma_S as well. None: the score of all points together."""
     shrinkage_covariance: Tensor | None = field(init=False)
 
     score_range = (0.0, 1.0)
@@ -175,7 +175,7 @@ def parse_zeta(zeta: Any) -> float | str:
 
 
 def _resize_shrinkage_covariance(module: IStar, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Give the buffer of Sigma_S the shape that `state_dict` holds, or set it to None if `state_dict` has no Sigma_S.
+    """Give the buffer of Sigma_S the shape of the saved one, or set it to None if `state_dict` has none.
 
     This hook runs before `load_state_dict`, which fills buffers but does not create or resize them.
     """

@@ -28,8 +28,8 @@ class Kurtosis(Penalty):
     The coordinates of the selected layers form one sample. The paper takes the mean of the penalties of its layers
     instead; the two agree for one layer, which is the default. The kurtosis depends neither on the scale nor, except
     for the sampling error, on the number of points or dimensions, so that a published lambda carries over for one
-    layer. It is above 1, and not defined if all coordinates are equal. As in the paper, 3 is not subtracted, and there
-    is no correction for bias.
+    layer. It is above 1, and not defined if all coordinates are equal. As in the paper, 3 is not subtracted, and bias
+    is not corrected.
 
     The target is 1.8 by default. Without a set-point, the penalty is lambda times the kurtosis.
     """

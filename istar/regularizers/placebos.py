@@ -62,27 +62,25 @@ def random_rotation(d: int, seed: int) -> Tensor:
 
 
 class _RotateGradient(torch.autograd.Function):
-    """The identity, whose backward pass multiplies the gradient of each point `(..., d)` by a matrix `(d, d)`."""
+    """The identity; its backward pass multiplies the gradient of each point `(..., d)` by a matrix `(d, d)`."""
 
     @staticmethod
     def forward(ctx: Any, points: Tensor, rotation: Tensor) -> Tensor:
-        """Return the points unchanged."""
         ctx.save_for_backward(rotation)
         return points.view_as(points)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Return the rotated gradient."""
         (rotation,) = ctx.saved_tensors
         with full_precision(gradient.device):
             return (gradient.to(rotation.dtype) @ rotation.T).to(gradient.dtype), None
 
 
 def set_dropout(model: nn.Module, probability: float) -> None:
-    """Set the probability of all dropout modules of a model, also of those in its attention and its head.
+    """Set the probability of all dropout modules of a model, including its attention and its head.
 
     Raises:
-        UserError: if the model has no dropout modules, as Llama has none.
+        UserError: for a model without dropout modules, such as Llama.
     """
     modules = [module for module in model.modules() if isinstance(module, nn.Dropout)]
     if not modules:

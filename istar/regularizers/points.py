@@ -1,4 +1,4 @@
-"""Selection of the layers and of the tokens whose hidden states a penalty uses."""
+"""Selection of the layers and tokens of a penalty."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,12 +28,12 @@ class Points:
     """
 
     which: str = "all"
-    """Tokens whose hidden states are penalized: all, content (no special tokens), labelled (those from which a token
-    with a label is predicted), first or last (of each sequence or packed document; the first token of encoders is
-    [CLS]), or completion (those with a label)."""
+    """Tokens to penalize: all, content (no special tokens), labelled (tokens that predict a token with a label), first
+    or last (of each sequence or packed document; the first token of encoders is [CLS]), or completion (tokens with a
+    label)."""
     max_norm_ratio: float | None = None
-    """Leave out points whose norm is more than this number times the median norm of the layer's points in the batch,
-    such as attention sinks; None keeps all. Each process takes the median of its part of the batch."""
+    """Leave out points with a norm above this number times the median norm of the layer's points in the batch, such as
+    attention sinks; None keeps all. Each process takes the median of its part of the batch."""
     special_ids: Sequence[int] = ()
     """Token ids of the special tokens, see `special_ids`; needed for `content`."""
 
@@ -151,7 +151,7 @@ class Tokens:
     Args:
         attention_mask: `(batch, tokens)`, 1 for tokens and 0 for padding. Or `(batch, 1 or heads, tokens, tokens)`, as
             for packed documents: bool, or floating to be added to the attention scores; a token that may attend to
-            itself is not padding. None if there is no padding.
+            itself is not padding. None: no padding.
         points: which tokens are points.
         input_ids: token ids, `(batch, tokens)`; needed for `content`.
         labels: labels of the tokens, `(batch, tokens)`; needed for `labelled` and `completion`. For `classes_of`, the
@@ -323,7 +323,7 @@ class Tokens:
 
 
 def non_padding_mask(attention_mask: Tensor | None) -> Tensor | None:
-    """Return the mask of the tokens that are not padding, `(batch, tokens)`, or None if there is no padding."""
+    """Return the mask of the tokens that are not padding, `(batch, tokens)`, or None without a mask."""
     if attention_mask is None or attention_mask.dim() != 4:
         return attention_mask
     return _may_attend(attention_mask.diagonal(dim1=-2, dim2=-1))
@@ -375,16 +375,10 @@ def next_token_has_label(has_label: Tensor, starts: Tensor) -> Tensor:
 
 
 def select_by_norm_ratio(points: Tensor, indices: Tensor | None, ratio: float) -> Tensor | None:
-    """Return the row indices of the points whose norm is at most `ratio` times the median norm of the points.
+    """Return the row indices of the points with a norm of at most `ratio` (above 1) times the median norm.
 
-    Args:
-        points: `(n, d)`.
-        indices: rows that are points; None for all rows.
-        ratio: a number above 1.
-
-    Returns:
-        Row indices; `indices` itself if no point is left out. Points whose norm is NaN are kept, so that the penalty is
-        NaN and does not hide them.
+    `indices` are the rows of `points` `(n, d)` that are points; None means all. If no point is left out, `indices`
+    itself is returned. Points with a NaN norm are kept, so that the penalty is NaN and does not hide them.
     """
     points = points.detach() if indices is None else points.detach()[indices]
     if not len(points):

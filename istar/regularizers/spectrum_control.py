@@ -65,7 +65,7 @@ class Spectrum(MomentsPenalty):
         second_moment = torch.where(has_spectrum, second_moment / trace, torch.eye(moments.dim).to(second_moment))
         eigenvalues = torch.linalg.eigvalsh(second_moment).flip(0)
         relative_eigenvalues = eigenvalues / eigenvalues[0]
-        # Smaller eigenvalues are rounding errors of a matrix without full rank, and a root has no gradient at 0.
+        # Smaller eigenvalues are rounding errors of a matrix without full rank; a root lacks a gradient at 0.
         is_positive = relative_eigenvalues > moments.dim * torch.finfo(dtype).eps
         singular_values = torch.where(is_positive, relative_eigenvalues, 1).sqrt() * is_positive
         prior = prior_singular_values(moments.dim, self.decay, self.rate).to(second_moment)

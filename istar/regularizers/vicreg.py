@@ -8,7 +8,7 @@ r"""The variance and covariance terms of VICReg as a penalty on hidden states.
     + \nu \frac{1}{d} \sum_{i \ne j} C_{ij}^2.
 
 The first term keeps the standard deviation of each dimension above gamma, and the second one decorrelates the
-dimensions. The paper's third term, the invariance between two views of an image, has no counterpart here.
+dimensions. The paper's third term, the invariance between two views of an image, is left out.
 """
 
 import math
