@@ -260,7 +260,7 @@ def test_the_commands_measure_models_and_compare_them(
     tokenizer = tiny.make_tokenizer(demo.vocabulary())
     for seed, name in enumerate("ab"):
         torch.manual_seed(seed)
-        hf.BertModel(tiny.make_config(len(tokenizer))).save_pretrained(name)
+        hf.BertModel(tiny.make_tiny_config(len(tokenizer))).save_pretrained(name)
         tokenizer.save_pretrained(name)
     Path("text.txt").write_text("\n".join(" ".join(demo.vocabulary()[row : row + 9]) for row in range(40)))
     assert main(["measure", "a", "--text", "text.txt", "--length", "16", "--out", "first"]) == 0
