@@ -2,9 +2,9 @@
 
 Prints the tables behind the last section of benchmarks/README.md: the bytes that processes exchange; the duration of a
 step with I-STAR over that without, as predicted from the numbers of multiplications and as measured, for models of
-different depth and width and texts of different lengths; and the cost of the paper's whole grid. The measured ratio is
-that of `benchmarks.step` in float32 on the CPU; the order of both steps rotates from round to round. The defaults take
-5 minutes on two idle cores, `--no-check` a few seconds.
+different depth and width and texts of different lengths; and the cost of the paper's whole grid. The ratio is measured
+as in `benchmarks.step`, in float32 on the CPU; the order of both steps rotates from round to round. The defaults take 5
+minutes on two idle cores, `--no-check` a few seconds.
 """
 
 import argparse

@@ -163,7 +163,7 @@ class _MinorFormatter(LogFormatter):
 
 
 def _set_y_range(axes: Axes, plot: Plot, panel: Panel) -> None:
-    """Set the limits of the y axis for a bounded measure, and for one whose values differ by rounding errors only.
+    """Set the limits of the y axis for bounded measures, and for values that differ by rounding errors only.
 
     The axis shows the whole range of a bounded measure, unless the values span little of it. Then it shows the part
     with the values, from 0 if the range begins at 0 and no value is negative, and the label of the axis says that it is

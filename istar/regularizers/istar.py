@@ -1,9 +1,9 @@
 r"""The I-STAR penalty, :math:`\lambda \, (1 - \mathrm{IsoScore}^*(\bigcup_l X_l, \zeta, \Sigma_S))`.
 
 *Stable Anisotropic Regularization* (Rudman and Eickhoff, ICLR 2024), equation (2). Training with a positive weight
-increases isotropy, and with a negative weight decreases it. Options that are not in the paper choose other estimators
-of the score: `istar.regularizers.estimators` for one point cloud or for points about the mean of their class, and
-`istar.regularizers.by_sentence` for tokens that depend on the others of their sentence.
+increases isotropy, and with a negative weight decreases it. Options beyond the paper choose other estimators
+of the score. `istar.regularizers.estimators` treats all points alike, or centers each class by its mean.
+`istar.regularizers.by_sentence` allows for dependence between the tokens of a sentence.
 """
 
 from collections.abc import Sequence

@@ -318,7 +318,8 @@ def test_when_checkpoints_are_written(small, monkeypatch, interval, steps):
     assert [name for name in written_names if name.startswith("step")] == [f"step-{step}.ckpt" for step in steps]
 
 
-def test_a_run_that_had_stopped_early_stays_stopped(run_interrupted):
+def test_a_run_that_had_stopped_early_stays_stopped(run_interrupted, run_uninterrupted):
     overrides = ("trainer.early_stopping=1", "trainer.max_epochs=6", "optim.lr=1e-9")
     folder = run_interrupted(pretrained, "save", 1, *overrides)
     assert len(results.read_result(folder).epochs) == 2
+    assert_same(folder, run_uninterrupted(*overrides))
