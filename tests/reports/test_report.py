@@ -31,11 +31,11 @@ from istar.reports import (
     paper_tables,
     plan_file,
     report,
+    run_frame,
     stability,
     sweep_commands,
     training_figures,
 )
-from istar.reports import run_frame as run_folders
 from istar.reports.run_frame import load_runs
 from tests.reports import plans
 from tests.reports.synthetic import BASE, cosreg, istar, make_geometry, record, save, write_fifty_runs
@@ -627,13 +627,13 @@ def test_every_run_is_read_once_and_every_picture_drawn_once(one_run: Path, monk
 
         monkeypatch.setattr(owner, name, counting_call)
 
-    count_calls_of(run_folders, "read")
+    count_calls_of(run_frame, "read_result")
     count_calls_of(stability, "compute_stability_scores")
     count_calls_of(rendering, "render")
     report.write_report(one_run / "runs", one_run / "report")
     pictures = list((one_run / "report" / "figures").glob("*.png"))
     assert len(pictures) > 3
-    assert calls == {"read": 3, "compute_stability_scores": 1, "render": len(pictures)}
+    assert calls == {"read_result": 3, "compute_stability_scores": 1, "render": len(pictures)}
     files = [target for _, target in parsed(one_run / "report" / "index.html").references if target[0] != "#"]
     assert {Path(file).suffix for file in files} >= {".svg", ".pdf", ".png", ".csv", ".md", ".tex"}
     assert all((one_run / "report" / file).is_file() for file in files)
