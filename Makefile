@@ -33,4 +33,7 @@ docs:  ## The documentation site, in site/
 notebooks:  ## Execute the tutorials anew and keep their outputs
 	$(PYTHON) docs/execute_notebooks.py
 
-.PHONY: help setup demo lint test slow mutants docs notebooks
+address:  ## Fill in where the project is: make address REPOSITORY_URL=github.com/ORGANIZATION/istar
+	git grep -lF https://REPOSITORY_URL -- ':!Makefile' | xargs sed -i 's|https://REPOSITORY_URL|https://$(REPOSITORY_URL)|g'
+
+.PHONY: help setup demo lint test slow mutants docs notebooks address
