@@ -24,7 +24,7 @@ _MODULE_BY_NAME = {
     "isoscore_unbiased": "istar.measures",
 }
 _PACKAGES = ("istar.hidden_states", "istar.regularizers")
-"""Packages with public names that this package exports, too."""
+"""Packages with public names that this package exports too."""
 
 
 def __getattr__(name: str) -> Any:
@@ -46,6 +46,5 @@ def __dir__() -> list[str]:
 
 
 def _list_public_names() -> list[str]:
-    """Return the public names, sorted."""
     names_of_packages = [importlib.import_module(package).__all__ for package in _PACKAGES]
     return sorted(["__version__", *_MODULE_BY_NAME, *itertools.chain.from_iterable(names_of_packages)])
