@@ -130,7 +130,10 @@ def sd_interval(sd: float, pairs: int, level: float = 0.95) -> Interval:
 
 
 def pairs_needed_sentence(difference: float, sd: float, alpha: float = 0.05, power: float = 0.8) -> str:
-    """Return a sentence on the number of seeds needed to find a difference; arguments are as in `pairs_needed`."""
+    """Return a sentence that says how many seeds are needed to find a difference.
+
+    Arguments and errors are as in `pairs_needed`.
+    """
     pairs = pairs_needed(difference, sd, alpha, power)
     return (
         f"To find a difference of {abs(difference):g} with probability {power:g}, train each method with {pairs} "
