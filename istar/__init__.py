@@ -41,7 +41,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return all names of the package, including the public names that have not been imported yet."""
     return sorted({*globals(), *_list_public_names()})
 
 

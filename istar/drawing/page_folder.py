@@ -160,11 +160,7 @@ def check(out: Path, kind: PageKind, inputs: Iterable[str | Path] = ()) -> None:
 def write(out: Path, contents: Mapping[str, bytes], kind: PageKind, drafts: Mapping[str, Path] | None = None) -> Path:
     """Write the files of a page in place of an earlier page of this kind, and return the path of `index.html`.
 
-    Args:
-        out: the folder.
-        contents: content of each file by its path in the folder.
-        kind: kind of the page.
-        drafts: drafts of folders by name; see `istar.files.outputs.Output.make_draft`.
+    `contents` is by path in `out`; `drafts` are folders by name, see `istar.files.outputs.Output.make_draft`.
 
     Raises:
         UserError: if a foreign or edited file would be replaced, or the folder cannot be written.

@@ -157,7 +157,6 @@ def to_latex(sheet: Sheet) -> str:
 
 
 def _escape_latex(text: str) -> str:
-    """Escape LaTeX's special characters, and the Greek letters and signs in our tables."""
     return " ".join(text.split()).translate(_LATEX_CHARACTERS)
 
 
@@ -171,19 +170,16 @@ _LATEX_CHARACTERS = str.maketrans({
 
 
 def _format_latex_entry(entry: Entry) -> str:
-    """Return a cell as LaTeX, in typewriter type if it is a command, and in bold if it is the best of its column."""
     text = _escape_latex(entry.text)
     text = rf"\texttt{{{text}}}" if entry.code else text
     return rf"\textbf{{{text}}}" if entry.bold else text
 
 
 def _format_markdown_entry(entry: Entry) -> str:
-    """Return a cell as Markdown, in backquotes if it is a command, and in bold if it is the best of its column."""
     text = f"`{entry.text.replace('`', ' ')}`" if entry.code and entry.text else _escape_markdown(entry.text)
     text = text.replace("|", "\\|") if entry.code else text
     return f"**{text}**" if entry.bold else text
 
 
 def _escape_markdown(text: str) -> str:
-    """Escape the special characters of Markdown, and replace each run of white space by a space."""
     return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", " ".join(text.split()))

@@ -119,7 +119,6 @@ def draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Styles) -> None:
 
 
 def _set_scales(axes: Axes, plot: Plot, panel: Panel) -> None:
-    """Set linear or logarithmic scales for both axes, and the positions and labels of the ticks."""
     xs = sorted({x for line in panel.lines for x in line.x if math.isfinite(x)})
     if plot.log_y or panel.log_y:
         axes.set_yscale("log")
@@ -256,7 +255,6 @@ def _mark_points(axes: Axes, lines: Sequence[Line], styles: Styles) -> None:
 
 
 def _are_columns_narrow(plot: Plot, panel: Panel) -> bool:
-    """Return whether a panel's columns are too narrow for values next to each other."""
     num_groups = len({x for line in panel.lines for x in line.x})
     return num_groups * len(panel.lines) > (8 if len(plot.panels) > 1 else 14)
 
@@ -273,7 +271,6 @@ def _draw_columns(axes: Axes, lines: Sequence[Line], styles: Styles, has_upright
 
 
 def _draw_ridges(axes: Axes, lines: Sequence[Line], styles: Styles) -> None:
-    """Draw each line as a filled curve in its own row, and name the rows on the y axis."""
     baselines = range(len(lines) - 1, -1, -1)
     for line, baseline, ys in zip(lines, baselines, stack_ridges([line.y for line in lines]), strict=True):
         color = styles[line.label]["color"]

@@ -69,7 +69,7 @@ class Plot:
 
     name: str  # name of its files, without suffix
     title: str  # short title, for the heading
-    caption: str  # what the figure shows, over which data, in which units
+    caption: str  # what the figure shows, over what data, in what units
     kind: str
     x_label: str
     panels: tuple[Panel, ...]
@@ -153,13 +153,11 @@ def make_projection_panels(
 ) -> tuple[list[Panel], str]:
     """Return scatter plots of a matrix's rows, raw and centered, and an explanation of the colours.
 
-    A matrix with one dimension gives an empty list of panels.
+    A matrix with one dimension gives an empty list of panels. Their titles are `title` with the form added.
 
     Args:
         rows: result of `istar.measures.partition.project_rows`: `ids`, and coordinates `raw` and `centered`.
         counts: occurrences of each row's token in texts; None or empty if unknown.
-        title: title of the panels, to which the form is added.
-        model: model of the panels; empty for none.
     """
     panels = []
     groups, explanation = group_rows(rows["ids"], counts)
@@ -176,8 +174,7 @@ def make_projection_panels(
 def group_rows(ids: Sequence[int], counts: Sequence[float] | np.ndarray | None) -> tuple[dict[str, np.ndarray], str]:
     """Group rows by their tokens' frequencies, or by ids if most tokens do not occur in the texts.
 
-    Returns:
-        Row indices by the group's label, and an explanation of the colours.
+    Returns the row indices by the group's label, and an explanation of the colours.
     """
     explanation = f"{len(ids):,} rows, evenly spaced by token id; the colour is the"
     frequencies = np.array(counts if counts is not None else [])

@@ -81,10 +81,7 @@ def make_singular_value_plot(models: Sequence[ModelEmbeddings]) -> Plot:
 
 
 def make_sphere_plots() -> tuple[Plot, Plot]:
-    """Return plots of points on spheres at several distances from the origin, and of their singular values.
-
-    They are Figure 2 (a, b) of *Too Much in Common*.
-    """
+    """Return Figure 2 (a, b): points on spheres at several distances from the origin, and their singular values."""
     # Each point has an opposite one, so that the mean is exactly the center.
     half_of_points = np.random.Generator(np.random.Philox(0)).standard_normal((_SPHERE_POINTS // 2, 3))
     half_of_points /= np.linalg.norm(half_of_points, axis=1, keepdims=True)
@@ -157,10 +154,7 @@ def make_centering_plot(models: Sequence[ModelEmbeddings]) -> Plot:
 
 
 def make_frequency_norm_plot(models: Sequence[ModelEmbeddings]) -> Plot:
-    """Return a plot of the average norm of the tokens' rows by rank of frequency.
-
-    Section 5.2 of *Too Much in Common* describes it without a figure.
-    """
+    """Return a plot of the average norm of the tokens' rows by rank of frequency (section 5.2 of the paper, without figure)."""
     lines = []
     for model in models:
         if not model.token_frequencies.empty:

@@ -46,7 +46,11 @@ WORDSIM_FORMS = ("raw", "centered", "scaled_centered", "all_but_the_top")
 
 @dataclass(frozen=True)
 class EmbeddingSettings:
-    """Which matrix of each model is measured, and in which forms."""
+    """The matrix of each model to measure, and its forms.
+
+    Raises:
+        UserError: if `components` is given without an all-but-the-top form.
+    """
 
     matrix: Side = "input"  # input or output embeddings
     forms: tuple[str, ...] = WORDSIM_FORMS  # forms for word similarity, keys of `FORM_FUNCTIONS`; raw is added
@@ -54,11 +58,6 @@ class EmbeddingSettings:
     policy: wordsim.Policy = "single_token"  # treatment of words of several tokens; see `wordsim.word_vectors`
 
     def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            UserError: if `components` has no effect.
-        """
         if self.components is not None and not any(form.startswith("all_but_the_top") for form in self.forms):
             raise UserError(
                 f"--components needs an all_but_the_top form, but the forms are {', '.join(self.forms)}; "
@@ -202,7 +201,7 @@ def read_benchmarks(paths: Sequence[Path]) -> list[wordsim.Benchmark]:
     """Read the files of word similarity benchmarks.
 
     Raises:
-        UserError: if a file cannot be read, or a benchmark is given twice, because it would count twice in the average.
+        UserError: if a file cannot be read, or a benchmark is given twice.
     """
     benchmarks = [wordsim.read_benchmark(path) for path in paths]
     for name, count in Counter(benchmark.name for benchmark in benchmarks).items():
@@ -248,8 +247,7 @@ def make_matrix_files(
 ) -> dict[str, bytes]:
     """Return the contents of `MATRIX_FILES` for a processed matrix; `matrix` is the stored one.
 
-    `tokens.txt` has the token of each row as a JSON string, or `null` for a row without a token. `settings`, with the
-    form and the number of removed components, becomes metadata of the file.
+    `tokens.txt` has a JSON string for each row, or `null` for a row without a token. `settings` becomes metadata.
     """
     metadata = {**make_metadata(model.config, matrix), **settings}
     texts = {name: str(value) for name, value in metadata.items() if value is not None}

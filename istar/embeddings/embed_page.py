@@ -28,10 +28,9 @@ _MAX_FLAGS = 4
 def make_contents(
     models: Sequence[ModelEmbeddings], sheets: Mapping[str, Sheet], words: pd.DataFrame, command: str = ""
 ) -> dict[str, bytes]:
-    """Return the files of the page of embedding matrices, with its figures, tables and data, by path.
+    """Return the files of the page, with its figures, tables and data, by path; `command` is the command line to show.
 
-    `sheets` is the result of `make_tables`; `words` has the frequencies of the texts' words and is empty without texts;
-    `command` is the command line to show on the page.
+    `sheets` is the result of `make_tables`; `words` has the frequencies of the texts' words, if there are texts.
     """
     contents = page_folder.page_files(_make_page(models, sheets, words, command), sheets)
     model_records = [{"label": model.label, **model.metadata, "figures": model.measures_by_form} for model in models]
@@ -55,7 +54,6 @@ def make_contents(
 
 
 def _join_tables(table_by_label: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """Stack the tables of all models, with the models' labels in the first column."""
     tables = [pd.DataFrame({"label": label}, table.index).join(table) for label, table in table_by_label.items()]
     tables = [table for table in tables if not table.empty]
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()

@@ -211,7 +211,6 @@ def _make_published_rows(
 
 
 def _find_paper_model(model: ModelEmbeddings) -> str:
-    """Return the model's name in *Too Much in Common*; empty if the paper lacks its embedding matrix."""
     is_same_matrix = model.metadata["matrix"] == "input" or model.metadata["tied"]
     return find_paper_model(model.label, model.metadata["model"]) if is_same_matrix else ""
 
@@ -248,7 +247,6 @@ def _describe_left_out(models: Sequence[ModelEmbeddings]) -> list[str]:
 
 
 def _describe_kept_pairs(models: Sequence[ModelEmbeddings]) -> list[str]:
-    """Return a sentence for each model with the number of correlated word pairs of each benchmark."""
     sentences = []
     for model in models:
         rows = model.word_similarity.to_dict("records")

@@ -43,7 +43,7 @@ def count_tokens(texts: Iterable[Source], tokenizer: PreTrainedTokenizerBase, ro
 def make_token_table(counts: np.ndarray, tokens: Sequence[str | None], norms: np.ndarray) -> pd.DataFrame:
     """Return a row for each token that occurs, the most frequent first, with its share and the cumulative share.
 
-    `counts` are numbers of occurrences, and `norms` are norms of the embeddings; all arguments are by token id.
+    All arguments are by token id: numbers of occurrences, tokens, and norms of the embeddings.
     """
     ids = sort_by_frequency(counts)
     names = {"id": ids, "token": [json.dumps(tokens[token_id]) for token_id in ids]}
@@ -65,7 +65,6 @@ def count_words(texts: Iterable[Source]) -> pd.DataFrame:
 
 
 def _make_frequency_table(names: dict[str, Any], counts: np.ndarray) -> pd.DataFrame:
-    """Return a table with the rank, the names, the count, the share and the cumulative share of each token or word."""
     shares = counts / max(1, counts.sum())
     ranks = np.arange(1, len(counts) + 1)
     return pd.DataFrame({"rank": ranks, **names, "count": counts, "share": shares, "cumulative_share": shares.cumsum()})

@@ -64,8 +64,6 @@ class WordSimilarity(NamedTuple):
 
 
 class _Format(NamedTuple):
-    """The line format of a benchmark."""
-
     pattern: str  # pattern of a line; its groups are the two words and the rating
     max_rating: float  # largest rating; the smallest is 0
     example_line: str  # a line, for error messages

@@ -145,11 +145,7 @@ class Output:
             self._remove_drafts()
 
     def remove_folder(self, name: str) -> None:
-        """Remove a folder that `write` has written, if it exists.
-
-        Raises:
-            UserError: if it contains a foreign or edited file.
-        """
+        """Remove a folder of `write`, if it exists; raise a `UserError` if it contains a foreign or edited file."""
         with self._user_errors():
             entries = self._read_manifest()
             self._check_own(name, entries)
@@ -173,7 +169,6 @@ class Output:
 
     @contextmanager
     def _user_errors(self) -> Iterator[None]:
-        """After an OSError, undo unfinished work and raise a `UserError` that names the folder."""
         try:
             yield
         except OSError as error:

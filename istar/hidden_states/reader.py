@@ -145,7 +145,7 @@ class HiddenStateReader:
         return {}
 
     def copied_state(self) -> dict[str, Any]:
-        """Return the attributes for the reader of a copied `HiddenStatePenalty`: all except those of a pass."""
+        """Return the attributes for the reader of a copied `HiddenStatePenalty`: all except the state of a pass."""
         return {**self.__dict__, "_summaries": None, "_labels": None, "_pass": None}
 
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -31,7 +31,7 @@ def add_adapters(model: PreTrainedModel, config: ModelConfig, kind: Kind) -> "Pe
     the pretrained weights and is not trained.
 
     Raises:
-        UserError: if `config.lora_target_modules` is None and peft has no default for the architecture, or if it names
+        UserError: if `config.lora_target_modules` is None and peft lacks a default for the architecture, or if it names
             a module that the model lacks.
     """
     peft = _import_peft("model.lora=true")

@@ -112,7 +112,6 @@ def override_config(config: PreTrainedConfig, values: Mapping[str, Any], label: 
 def _build_config(
     config_class: Any, base_values: Mapping[str, Any], values: Mapping[str, Any], label: str
 ) -> PreTrainedConfig:
-    """Build a configuration from `base_values`, updated with the user's `values`."""
     try:
         known_names = {*config_class().to_dict(), *config_class.attribute_map} - _SET_BY_ISTAR
         for name in values:

@@ -89,7 +89,6 @@ def accepts_position_ids(model: nn.Module) -> bool:
 
 
 def _unwrap_adapters(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model inside a peft wrapper, or the model itself."""
     return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 

@@ -187,7 +187,6 @@ def _generate_errand(rng: random.Random, index: int) -> Example:
 
 
 def _generate_document(rng: random.Random, index: int) -> Example:
-    """Generate a document of four sentences, in random order, about two people."""
     who, other_who = rng.sample(GRAMMAR["who"], 2)
     names = {"who": who, "other_who": other_who, "other_place": "{place}"}
     kinds = rng.sample(("judgement", "judgement", "scene", "errand", "stay", "weather"), 4)

@@ -65,14 +65,10 @@ def is_corpus_file(path: Path) -> bool:
 
 
 def cache_documents(documents: Iterable[str], folder: Path, digest: str) -> Dataset:
-    """Write documents to a cache folder, unless it contains them; return them as a memory-mapped data set.
+    """Write documents to a cache folder, created if absent; return them as a memory-mapped data set.
 
-    The data set has one column, `text`.
-
-    Args:
-        documents: the documents; not read if an earlier call has written them.
-        folder: cache folder, created if absent.
-        digest: digest of the files that contain the documents; names the cached file.
+    The data set has one column, `text`. `digest`, of the files that contain the documents, names the cached file. If
+    this file exists, the documents are not read.
 
     Raises:
         UserError: if the file cannot be written.
@@ -103,7 +99,7 @@ def compute_content_digest(path: Path) -> str:
 
 
 def iterate_texts(dataset: Dataset, source: str) -> Iterator[str]:
-    """Yield the values of a data set's column `text`. `source` names the data set in error messages.
+    """Yield the values of a data set's column `text`; `source` names the data set in error messages.
 
     Raises:
         UserError: if the column is missing, or a value in it is not a string.

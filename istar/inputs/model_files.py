@@ -47,7 +47,7 @@ def load_pretrained(config: ModelConfig, auto_class: Any, /, **options: Any) -> 
 
 
 def build_meta_model(model_config: Any) -> PreTrainedModel:
-    """Build a checkpoint's model with its head, but without weights (meta device).
+    """Build a checkpoint's model with its head, without weights (meta device).
 
     Raises:
         UserError: if transformers does not support the architecture.

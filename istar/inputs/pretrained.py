@@ -158,7 +158,7 @@ def load_config(config: ModelConfig, spec: TaskSpec, tokenizer: PreTrainedTokeni
 
 
 def _make_architecture_config(config: ModelConfig) -> Any:
-    """Load or build a model's configuration with the values of `config.config`, but not yet those of the task."""
+    """Load or build a model's configuration with the values of `config.config`, but not yet the task's values."""
     if config.architecture is not None:
         return make_config(config.architecture, config.config)
     model_config = load_pretrained(config, AutoConfig)
@@ -176,10 +176,7 @@ def _set_tokenizer_values(config: ModelConfig, model_config: Any, tokenizer: Pre
 def _check_language_modelling(
     config: ModelConfig, spec: TaskSpec, model_config: Any, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Raise a `UserError` if the model cannot do the language modelling of the task.
-
-    Causal language modelling needs a decoder; masked language modelling an encoder and a mask token.
-    """
+    """Raise a `UserError` unless the model and tokenizer can do the task's language modelling."""
     if spec.kind == "causal_lm" and not is_decoder(model_config):
         raise UserError(
             f"task={spec.name} needs a decoder, such as model=gpt2 or small_decoder, but {config.label} is an encoder "

@@ -199,11 +199,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a UTF-8 file.
-
-    Raises:
-        UserError: if the file cannot be read, or is not UTF-8 text; the message names the line.
-    """
+    """Return the content of a UTF-8 file; raise a `UserError`, with the line, if it is not UTF-8 or cannot be read."""
     try:
         refuse_special_file(path)
         content = path.read_bytes()

@@ -39,11 +39,7 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], lis
 
 
 def count_text_tokens(length: int, prefix: Sequence[int], suffix: Sequence[int]) -> int:
-    """Return how many tokens of a text fit into a block of `length` tokens with the special tokens.
-
-    Raises:
-        UserError: if the special tokens leave no room for text.
-    """
+    """Return how many tokens of a text fit into a block with the special tokens; raise a `UserError` if none do."""
     num_text_tokens = length - len(prefix) - len(suffix)
     if num_text_tokens < 1:
         raise UserError(

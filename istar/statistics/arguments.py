@@ -48,8 +48,8 @@ def is_constant(values: Vector, scale: float = 1.0) -> bool:
 
     Args:
         values: numbers, for example differences of scores.
-        scale: size of the numbers from which the values were computed. The default suits scores: their differences
-            count as equal within 1e-12, however small they are. 0 means the values' own size.
+        scale: size of the numbers that the values are computed from. The default suits scores: their differences count
+            as equal within 1e-12, however small they are. 0 means the values' own size.
     """
     return bool(np.ptp(values) <= 1e-12 * max(scale, float(np.abs(values).max())))
 

@@ -56,11 +56,7 @@ class Comparison:
     obstacle: str = ""
 
     def __post_init__(self) -> None:
-        """Check that the numbers are in range.
-
-        Raises:
-            UserError: if a count or the p-value is out of range, or the interval does not contain the difference.
-        """
+        """Raise a `UserError` if a count or the p-value is out of range, or the interval lacks the difference."""
         name = f"{self.method} on {self.task}"
         if min(self.pairs, self.unmatched) < 0 or min(self.chosen_among, self.reference_chosen_among) < 1:
             raise UserError(f"{name}: a count is negative, or a choice among fewer than 1 configuration; expected more")
@@ -170,7 +166,6 @@ def _make_main_sentence(row: Comparison, alpha: float) -> str:
 
 
 def _find_obstacle(row: Comparison, alpha: float) -> str:
-    """Return why the runs cannot be compared; empty if they can."""
     if row.obstacle:
         return row.obstacle
     if not row.has_equal_budgets:

@@ -49,7 +49,6 @@ def t_test_power(difference: float, sd: float, pairs: int, alpha: float = 0.05) 
 
 
 def _compute_power(noncentrality: float, pairs: int, alpha: float) -> float:
-    """Return the power of the two-sided paired t-test for a noncentrality parameter."""
     critical_value = stats.t.isf(alpha / 2, pairs - 1)
     upper_tail = stats.nct.sf(critical_value, pairs - 1, noncentrality)
     # The other tail underflows for a large effect, where SciPy may return NaN.
