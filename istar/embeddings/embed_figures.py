@@ -154,7 +154,7 @@ def make_centering_plot(models: Sequence[ModelEmbeddings]) -> Plot:
 
 
 def make_frequency_norm_plot(models: Sequence[ModelEmbeddings]) -> Plot:
-    """Return a plot of the average norm of the tokens' rows by rank of frequency (section 5.2 of the paper, without figure)."""
+    """Return a plot of the average norm of the tokens' rows by rank of frequency; see section 5.2 of the paper."""
     lines = []
     for model in models:
         if not model.token_frequencies.empty:
