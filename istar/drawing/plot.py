@@ -153,7 +153,7 @@ def make_projection_panels(
 ) -> tuple[list[Panel], str]:
     """Return scatter plots of a matrix's rows, raw and centered, and an explanation of the colours.
 
-    A matrix with one dimension gives an empty list of panels. Their titles are `title` with the form added.
+    A matrix with one dimension gives an empty list of panels. The panels' titles are `title` with the form added.
 
     Args:
         rows: result of `istar.measures.partition.project_rows`: `ids`, and coordinates `raw` and `centered`.

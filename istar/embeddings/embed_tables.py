@@ -211,6 +211,7 @@ def _make_published_rows(
 
 
 def _find_paper_model(model: ModelEmbeddings) -> str:
+    """Return the model's name in *Too Much in Common*; empty if the paper lacks its embedding matrix."""
     is_same_matrix = model.metadata["matrix"] == "input" or model.metadata["tied"]
     return find_paper_model(model.label, model.metadata["model"]) if is_same_matrix else ""
 

@@ -169,6 +169,7 @@ class Output:
 
     @contextmanager
     def _user_errors(self) -> Iterator[None]:
+        """After an OSError, undo unfinished work and raise a `UserError` that names the folder."""
         try:
             yield
         except OSError as error:

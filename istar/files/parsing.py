@@ -162,10 +162,10 @@ def _check_values(content: Any, max_integer: int = _MAX_INTEGER) -> None:
 def find_mismatch(value: Any, expected: Any, name: str) -> str:
     """Return how a JSON value `value`, called `name`, differs from a type annotation, or "" if it agrees.
 
-    Handles `Any`, None, bool, int, float, str, unions, `Literal`, `dict[str, X]`, `list[X]`, `Sequence[X]`, `tuple[X,
-    Y]`, dataclasses and `TypedDict`s. `Annotated[X, 3]` demands a number of at least 3, and `Annotated[X, Y]` the more
-    precise type Y. A float may be an int. A str may not contain control characters except tabs and line breaks. A
-    `TypedDict` may have further keys, a dataclass may not.
+    Handles `Any`, None, bool, int, float, str, unions, `Literal`, `tuple[X, Y]`, `dict[str, X]`, `list[X]`,
+    `Sequence[X]`, dataclasses and `TypedDict`s. `Annotated[X, 3]` demands a number of at least 3, and `Annotated[X, Y]`
+    the more precise type Y. A float may be an int. A str may not contain control characters except tabs and line
+    breaks. A `TypedDict` may have further keys, a dataclass may not.
     """
     origin, arguments = get_origin(expected), get_args(expected)
     if expected is Any:

@@ -36,8 +36,7 @@ def read_documents(path: Path) -> Iterator[str]:
     Documents that contain only whitespace are left out. In plain text, whitespace around a line is removed.
 
     Raises:
-        UserError: if the path cannot be read, is not such a file or folder, or text is not UTF-8; the message names the
-            file.
+        UserError: if the path cannot be read or is not one of these, or text is not UTF-8; the message names the file.
     """
     suffix = path.suffix.lower()
     documents: Iterator[str]

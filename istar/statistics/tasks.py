@@ -143,7 +143,8 @@ def t_interval_over_tasks(differences: Sequence[ArrayLike], level: float = 0.95)
     belong in one average with them.
 
     Args:
-        differences: one sequence for each task: its paired differences by seed, or just their mean.
+        differences: one sequence for each task: its paired differences by seed, or only their mean, as a sequence of
+            one.
         level: confidence level.
 
     Raises:
