@@ -58,12 +58,8 @@ def identity_hash(config: Mapping[str, Any], data: str, model: str) -> str:
 def configuration_hash(config: Mapping[str, Any], data: str = "", ignored_key: str = "") -> str:
     """Return a hash of everything that changes a run's outcome except the seed; see `identity_hash`.
 
-    The settings of a penalty of weight 0 are ignored.
-
-    Args:
-        config: resolved config as plain data.
-        data: fingerprint of the examples; empty to compare runs on any data.
-        ignored_key: a further key to ignore, `group.key`, or `group` for a whole config group.
+    The settings of a penalty of weight 0 are ignored, as well as `ignored_key`: `group.key`, or `group` for a whole
+    config group. `data` is the fingerprint of the examples, or empty to compare runs on any data.
     """
     settings = {group: dict(values) for group, values in config.items() if isinstance(values, Mapping)}
     model = os.path.normpath(str(settings["model"].get("name")))

@@ -1,7 +1,7 @@
 """How the metrics of tasks are compared and shown, and the names of the layers' measures in logs."""
 
 _LOSSES = ("loss", "perplexity")
-"""Metrics with better lower values. All others are fractions or correlations; higher values are better."""
+"""Metrics to minimize. All others are fractions or correlations to maximize."""
 
 
 def is_lower_better(metric: str) -> bool:

@@ -129,14 +129,13 @@ def compare_methods(
 ) -> ComparedMethods:
     """Compare every method of each model and task with a reference, such as Base or a placebo.
 
-    The p-values of the paired differences are adjusted by Holm's method over all methods, tasks and models together.
-    The interval is Student's 95% interval of the mean difference, not adjusted.
+    The p-values of the paired differences are adjusted by Holm's method over all methods, tasks and models together;
+    `alpha` is their significance level, the probability of any false difference. The interval is Student's 95% interval
+    of the mean difference, not adjusted. `all_runs` is from `configurations.add_selection_columns`.
 
     Args:
-        all_runs: the runs of a report, from `configurations.add_selection_columns`.
         test: a key of `paired.TESTS`. The sign-flip permutation test is exact for up to 20 pairs. The paired t-test
             assumes approximately normal differences, and is not defined if all differences are equal.
-        alpha: significance level of the adjusted p-values, the probability of any false difference.
         reference: name of a method, such as `random direction λ=1 ζ=0.4`. The settings at its end may be left out
             where only one method has the rest of the name.
 
@@ -200,7 +199,7 @@ def _adjust_p_values(
 def _compare_with_reference(
     method: Method, reference: Method | None, reference_name: str, test: str
 ) -> MethodComparison:
-    """Compare a method with the reference without adjusting the p-value; there are no pairs if `reference` is None."""
+    """Compare a method with the reference without adjusting the p-value; without a reference, `pairs` is 0."""
     scores, reference_scores = method.score_by_seed, reference.score_by_seed if reference else {}
     seeds = sorted(scores.keys() & reference_scores.keys())
     difference_by_seed = {seed: scores[seed] - reference_scores[seed] for seed in seeds}
@@ -328,7 +327,6 @@ def compute_budget(runs: pd.DataFrame) -> Budget:
 
 
 def _describe_limit(run: Mapping[str, Any]) -> str:
-    """Return a run's training limit in words: its length, and the part of the training data."""
     max_steps = run["trainer.max_steps"]
     # A number of steps replaces the number of epochs as the limit.
     has_max_steps = is_finite(max_steps) and max_steps > 0

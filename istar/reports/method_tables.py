@@ -102,13 +102,11 @@ def build_conclusions_sheet(compared_methods: ComparedMethods) -> Sheet:
 
 
 def _describe_test(test: str) -> str:
-    """Return the name of a paired test for a caption; `test` is a key of `paired.TESTS`."""
     name = paired.TESTS[test]
     return f"{name} (a permutation test, exact up to {paired.MAX_EXACT_PAIRS} pairs)" if test == "sign-flip" else name
 
 
 def _describe_holm_correction(compared_methods: ComparedMethods) -> str:
-    """Return a caption's sentence on the number of tests in Holm's correction."""
     return f"{compared_methods.holm.sentence()} m = {compared_methods.holm.tests}."
 
 

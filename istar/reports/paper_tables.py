@@ -184,7 +184,6 @@ def build_table2_sheet(cells: Sequence[Cell], all_runs: pd.DataFrame) -> Sheet:
 
 
 def _mark_collapsed(text: str, row: TableRow) -> str:
-    """Return the text of a mean, marked if all of its runs have collapsed to constant predictions."""
     return f"{text} (collapsed)" if row["all_collapsed"] else text
 
 

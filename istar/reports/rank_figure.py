@@ -82,7 +82,6 @@ class RankedMethods:
         return f"{text}.{self._describe_unranked_methods()}"
 
     def _describe_unranked_methods(self) -> str:
-        """Return a sentence that names the unranked methods; empty if there are none."""
         if not self.unranked_methods:
             return ""
         return (
@@ -162,7 +161,6 @@ def _is_complete(comparison_by_task: dict[str, MethodComparison], tasks: tuple[s
 
 
 def _compute_mean_merit(method: Method) -> float:
-    """Return the mean over seeds of the headline metric, as a number that is higher for better methods."""
     return merit(method.metric, float(np.mean(list(method.score_by_seed.values()))))
 
 

@@ -56,17 +56,13 @@ def write_report(
 ) -> WrittenReport:
     """Write the report of the runs below `root` to the folder `out`.
 
-    Args:
-        root: folder of the runs, see `run.root`.
-        out: folder of the report. An earlier report in it is replaced, and other files stay as they are.
-        console: shows the progress if it is a terminal.
-        plan_path: `plan.yaml` of `istar plan`. The report uses its test and significance level, and a section lists
-            the departures from it.
-        reference: name of the method to compare the others with, see `method_comparisons.compare_methods`.
+    An earlier report in `out` is replaced, and other files stay as they are. `console` shows the progress if it is a
+    terminal. With a `plan.yaml` from `istar plan`, the report uses the plan's test and significance level, and lists
+    the departures from it. The other methods are compared with `reference`, see `method_comparisons.compare_methods`.
 
     Raises:
-        UserError: if `plan_path` is not a plan, if there are no runs, if no method or several are the reference, if
-            `out` contains files other than a report, or if it cannot be written.
+        UserError: if `plan_path` is not a plan, if `root` lacks runs, if no method or several are the reference, if
+            `out` contains files that are not a report, or if it cannot be written.
     """
     page_folder.check(out, REPORT_KIND, (root,) if plan_path is None else (root, plan_path))
     plan = None if plan_path is None else plan_file.read_plan(plan_path)

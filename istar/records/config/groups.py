@@ -1,7 +1,7 @@
 """The settings of a run: one dataclass per config group, which checks its values in `__post_init__`.
 
-Defaults are defined only here; the files in conf/ contain only other values. `istar.records.config.schema` turns these
-classes into Hydra's schema of keys and types.
+Defaults are defined only here; the files in conf/ contain only values that differ. `istar.records.config.schema` turns
+these classes into Hydra's schema of keys and types.
 """
 
 import math

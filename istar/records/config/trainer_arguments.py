@@ -31,7 +31,7 @@ _MEANING_OF_NONE = {
     "limit_val_batches": 1.0,
     "val_check_interval": 1.0,
 }
-"""Arguments of `lightning.Trainer` with the default None -> the value that None stands for."""
+"""Arguments of `lightning.Trainer` with the default None -> the value that None means."""
 
 
 def check_trainer_arguments(arguments: Mapping[str, Any], field_names: Iterable[str]) -> None:
