@@ -41,7 +41,7 @@ class IsoScoreStar:
 class Geometry:
     """Measures on the validation set at the epoch with the best headline metric."""
 
-    num_examples: int  # number of examples in `mean_activation`
+    num_examples: int  # number of examples used for `mean_activation`
     mean_activation: tuple[float, ...]  # mean over tokens of the last layer, one value per dimension
     two_nn: tuple[float, ...]  # TwoNN dimension of the first token by layer (0: embeddings), NaN where undefined
     isoscore_star: IsoScoreStar | None = None  # None if the run did not measure it

@@ -47,7 +47,7 @@ def compute_stability_scores(
     """Return the scores of random batches of a Gaussian cloud in 768 dimensions with variances 10, 6, 4, 4, 1, ..., 1.
 
     The batches and the `num_shrinkage_points` of the shrinkage covariance Sigma_S are sampled independently with a
-    fixed seed. Each batch size, 4 or more, has `num_draws` batches.
+    fixed seed. `num_draws` batches are drawn of each size; sizes are 4 or more.
     """
     generator = torch.Generator().manual_seed(0)
     variances = torch.ones(NUM_DIMENSIONS)
