@@ -112,7 +112,7 @@ class ComparedMethods:
     """All methods of a report, and the comparison of each with the reference."""
 
     methods: list[Method]  # by model and task; Base first, then the others by name
-    reference: str  # name of the method with which the others are compared, possibly without its settings
+    reference: str  # name of the method that the others are compared with, possibly without its settings
     comparisons: list[MethodComparison]  # in the same order
     holm: Holm  # Holm's correction over all comparisons that have a test
     test: str  # the paired test, a key of `paired.TESTS`

@@ -19,7 +19,7 @@ from istar.statistics import tasks as over_tasks
 from istar.statistics.paired import Interval
 
 MIN_TASKS = 3
-"""Fewest tasks over which methods are ranked."""
+"""Minimum number of tasks for ranking methods."""
 
 
 @dataclass(frozen=True)

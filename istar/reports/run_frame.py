@@ -74,7 +74,7 @@ def load_runs(root: Path, keep_records: bool = False, excluded: Path | None = No
 
 
 def check_export(path: Path) -> None:
-    """Refuse, before any work is done, a file to which `export_frame` cannot write a table.
+    """Check, before any work is done, that `export_frame` can write a table to a file.
 
     Raises:
         UserError: if the suffix is not a known format, or if a file exists that `export_frame` did not write.

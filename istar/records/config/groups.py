@@ -290,7 +290,7 @@ class TrainerConfig:
     monitor_isotropy: bool = field(default=False, metadata=NOT_IN_IDENTITY)
     """Also log the InterSim, norms and ranks of each layer after every validation."""
     stop_at_inter_sim: float | None = None
-    """Mean InterSim of the layers, in [-1, 1], at which training stops if it persists; null never stops."""
+    """Mean InterSim of the layers, in [-1, 1], that stops training if it persists; null never stops."""
     inter_sim_patience: int = 2
     """Number of consecutive validations that must reach `stop_at_inter_sim`."""
     checkpoints: bool = True
@@ -381,7 +381,7 @@ class WandbConfig(LoggerConfig):
     group: str | None = None
     """Name under which W&B groups this run with others; None for no group."""
     tags: list[str] = field(default_factory=list)
-    """W&B tags, by which runs can be filtered."""
+    """W&B tags for filtering runs."""
     mode: str = "auto"
     """online, offline, disabled, or auto: the value of WANDB_MODE, or else online if there is an API key."""
 
