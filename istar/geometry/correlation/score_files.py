@@ -17,7 +17,7 @@ from istar.inputs.saved_checkpoints import step_from_name
 CHECKPOINT_COLUMNS = ["model", "revision", "step"]
 """Columns that identify a checkpoint, in all tables of this package."""
 _MODEL_FILE = "model_meta.json"
-"""File in which MTEB names the model of the result files in the same folder."""
+"""Name of the file where MTEB names the model of the result files in the same folder."""
 _MISSING_REVISIONS = ("None", "no_revision_available", "external")
 """Values that MTEB writes for a model without a revision."""
 _DEFAULT_REVISION = "main"
@@ -27,10 +27,10 @@ class Score(NamedTuple):
     """A score in a result file of lm-evaluation-harness or MTEB."""
 
     model: str  # hub id or folder of the model, as in the file; may be empty
-    revision: str  # revision on the hub; empty if the file has none
+    revision: str  # revision on the hub; empty if the file lacks it
     task: str  # name of the task, with the metric, filter, split or subset that it needs
     score: float
-    standard_error: float = math.nan  # NaN if the file has none
+    standard_error: float = math.nan  # NaN if the file lacks it
 
 
 def read_scores(path: Path) -> tuple[pd.DataFrame, list[str]]:
@@ -48,7 +48,7 @@ def read_scores(path: Path) -> tuple[pd.DataFrame, list[str]]:
         A row for each score, with `CHECKPOINT_COLUMNS`, `task`, `score` and `standard_error`, and remarks for the user.
 
     Raises:
-        UserError: if the path cannot be read, or has no scores in these formats.
+        UserError: if the path cannot be read, or lacks scores in these formats.
     """
     if not path.is_dir() and path.suffix != ".json":
         return _read_csv_scores(path), []
@@ -83,8 +83,7 @@ def _read_csv_scores(path: Path) -> pd.DataFrame:
 def _read_result_file(path: Path) -> list[Score]:
     """Return the scores of a result file of lm-evaluation-harness or MTEB; none if it has another format.
 
-    Raises:
-        UserError: if the file cannot be read, or is not JSON.
+    Raises a `UserError` if the file cannot be read, or is not JSON.
     """
     content = read_json(path)
     if not isinstance(content, dict):
@@ -102,9 +101,8 @@ def parse_harness_scores(content: Mapping[str, Any]) -> Iterator[Score]:
 
     `results` has the metrics by task, as `acc,none` (metric and filter) or, in files of versions before 0.4, as `acc`,
     and their standard errors as `acc_stderr,none` or `acc_stderr`. A score is named by its task, metric and filter, as
-    in `sciq acc` or `gsm8k exact_match strict-match`. The model and its revision are those of `model_args` in `config`,
-    either a string such as `pretrained=<name>,revision=<name>` or a mapping; without a name there, the model is
-    `model_name`.
+    in `sciq acc` or `gsm8k exact_match strict-match`. The model and its revision are in `model_args` in `config`, a
+    string such as `pretrained=<name>,revision=<name>` or a mapping; without a name there, the model is `model_name`.
     """
     config = content.get("config")
     model_args = config.get("model_args") if isinstance(config, dict) else None
@@ -135,12 +133,8 @@ def parse_mteb_scores(content: Mapping[str, Any], path: Path) -> Iterator[Score]
     """Yield the main scores of a file `<task>.json` that MTEB wrote, of version 1.11 or later.
 
     `scores` has a list for each split, with an entry for each subset of the data. A score is named by its task, and by
-    its split and subset unless they are `test` and `default`. The model and its revision are those of
-    `model_meta.json` in the same folder or, without that file, those in the path `<model>/<revision>/<task>.json`.
-
-    Args:
-        content: content of the file.
-        path: path of the file.
+    its split and subset unless they are `test` and `default`. The model and its revision are in `model_meta.json` in
+    the same folder or, without that file, in the path `<model>/<revision>/<task>.json`.
     """
     try:
         metadata = read_json(path.parent / _MODEL_FILE)
@@ -202,10 +196,9 @@ def _complete_checkpoint_columns(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _parse_cell(text: str, location: str) -> float:
-    """Return the number that a cell states, or NaN if the cell is empty; `location` begins the error message.
+    """Return the number in a cell, or NaN if the cell is empty.
 
-    Raises:
-        UserError: if the text is not a number.
+    Raises a `UserError` that begins with `location` if the text is not a number.
     """
     try:
         return float(text or np.nan)
@@ -216,8 +209,7 @@ def _parse_cell(text: str, location: str) -> float:
 def to_long_format(table: pd.DataFrame, key_columns: Sequence[str], name: str, value: str) -> pd.DataFrame:
     """Return a row for each finite number of a table: the keys, the column's name (`name`) and the number (`value`).
 
-    Raises:
-        UserError: if there are no columns of numbers, a cell is not a number, or a checkpoint has two numbers.
+    Raises a `UserError` if all columns are keys, a cell is not a number, or a checkpoint has two numbers.
     """
     if not set(table) - set(key_columns):
         raise UserError(f"{table.index[0]}: there is no column of numbers; expected at least one")
@@ -226,10 +218,9 @@ def to_long_format(table: pd.DataFrame, key_columns: Sequence[str], name: str, v
 
 
 def _to_numbers(long_table: pd.DataFrame, name: str, value: str) -> pd.DataFrame:
-    """Return a table in long format with the column `value` as numbers, without the rows that have none.
+    """Return a table in long format with `value` as numbers, without the rows that lack one.
 
-    Raises:
-        UserError: if a cell is not a number, or a checkpoint has two numbers for the same `name`.
+    Raises a `UserError` if a cell is not a number, or a checkpoint has two numbers for the same `name`.
     """
     numbers = [
         _parse_cell(text, f"{location}: {label}")
