@@ -81,8 +81,7 @@ def run(options: argparse.Namespace) -> None:
 def _compose_sweep(arguments: Sequence[str], command: str) -> Iterator["SweepRequest"]:
     """Yield the sweep that `istar train -m` would execute; its runs can be composed within the `with` block.
 
-    Raises:
-        UserError: for overrides that Hydra refuses, even within the block.
+    Raises a `UserError` for overrides that Hydra refuses, even within the block.
     """
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra

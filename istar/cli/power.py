@@ -98,7 +98,7 @@ def _make_spread_table(options: argparse.Namespace) -> "Table":
 def compare_with_base(folder: Path) -> "list[MethodComparison]":
     """Return the comparisons of methods with Base that have a seed in common, for the runs in a folder.
 
-    Raises a `UserError` if `folder` is not a folder, or there is no such comparison.
+    Raises a `UserError` if `folder` is not a folder, or lacks such a comparison.
     """
     from istar.reports.configurations import add_selection_columns
     from istar.reports.method_comparisons import compare_methods

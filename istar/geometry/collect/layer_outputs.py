@@ -28,8 +28,7 @@ class Taps:
     The model must be without a head and in eval mode. `names` are the taps from the input to the output; `norm` is the
     final normalization, or None.
 
-    Raises:
-        UserError: if the model does not return one hidden state per layer and token.
+    Raises a `UserError` if the model does not return one hidden state per layer and token.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -89,7 +89,7 @@ class Layer(Accumulator):
 
     A `vocabulary_size` of 0 leaves out IntraSim and the measures by frequency; `types` is then None. The `origin`,
     `(d,)`, is a point near the mean, on the device of the hidden states. Accumulators to merge need the same origin and
-    settings. `types` has norms and directions by token type, and `positions` by `log2_bins` of the position.
+    settings. `types` contains norms and directions by token type, and `positions` by `log2_bins` of the position.
     """
 
     power_sums: Tensor
@@ -246,10 +246,7 @@ class Layer(Accumulator):
         return _summarize_bins(self.positions)
 
     def summarize_by_frequency(self) -> dict[str, list[float]]:
-        """Return the average norm and InterSim of the tokens by how often their type occurs; {} without a vocabulary.
-
-        See `_summarize_bins` for the columns.
-        """
+        """Return the average norm and InterSim of tokens by how often their type occurs; {} without a vocabulary."""
         return {} if self.types is None else _summarize_bins(self.types.regroup(log2_bins(self.types.count)))
 
     def compute_replicates(self) -> dict[str, list[float]]:
@@ -257,7 +254,7 @@ class Layer(Accumulator):
 
         The result has a list for each measure, in the order of the groups that are left out, and under `tokens` the
         numbers of tokens without each group. A list is empty if a group has 0 points, or if the measure is undefined
-        without one of the groups. Without groups, there are no lists.
+        without one of the groups. Without groups, the result is empty.
         """
         if self._groups is None:
             return {}

@@ -129,8 +129,7 @@ def _replace_nested(value: Any, is_replaced: Callable[[Any], bool], substitute: 
 def read_measurement(path: Path) -> Measurements:
     """Read the measures of a model from `measures.json`; undefined numbers, null in the file, become NaN.
 
-    Raises:
-        UserError: if the file cannot be read, is damaged, or has another version of the format.
+    Raises a `UserError` if the file cannot be read, is damaged, or has another version of the format.
     """
     try:
         contents = read_record(path, dict[str, Any], "a file of measures", MEASUREMENT_FORMAT)

@@ -73,8 +73,7 @@ def compute_mean_states(
     The result is `(documents, d)` by tap, float32 on the CPU. `length` is the maximum number of tokens of a document,
     including special tokens; the rest is left out. `batch_tokens` is as for `corpus.split_into_batches`.
 
-    Raises:
-        UserError: if a document lacks tokens, because the rows of two models must belong to the same documents.
+    Raises a `UserError` if a document lacks tokens, because the rows of two models must belong to the same documents.
     """
     blocks = Blocks(tokenizer, length)
     first_blocks: list[Block] = []
@@ -122,10 +121,8 @@ def compute_similarities(
 ) -> list[Similarity]:
     """Compute CKA of all layers for each pair of labelled models. Only one model is in memory at a time.
 
-    Each document is represented by its mean hidden state; see `compute_mean_states`.
-
-    Raises:
-        UserError: if a model cannot be loaded, a document lacks tokens, or a layer has equal states for all documents.
+    Each document is represented by its mean hidden state; see `compute_mean_states`. Raises a `UserError` if a model
+    cannot be loaded, a document lacks tokens, or a layer has equal states for all documents.
     """
     labelled_states: list[tuple[str, dict[str, Tensor]]] = []
     with Progress(console=console, disable=console is None, transient=True) as progress:

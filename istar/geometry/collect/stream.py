@@ -90,10 +90,7 @@ class Stream:
 
         With several sources, `combined` is the summary of all of them. `summarize` must not keep the statistics, which
         are large: once it has returned, they are merged into the statistics of all sources. The console shows a
-        progress bar and warnings.
-
-        Raises:
-            UserError: if a source cannot be read or contains no text.
+        progress bar and warnings. Raises a `UserError` if a source cannot be read or contains no text.
         """
         if console is not None:
             for line in self.settings.describe_missing_measures(self._config.hidden_size, len(self.taps.names)):

@@ -94,11 +94,9 @@ def _print_line(console: Console, line: str) -> None:
 
 
 def refuse_other_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint]) -> None:
-    """Refuse an output folder with the measures of another model or of other checkpoints.
+    """Raise a `UserError` if `plan.out` contains the table of another model, or measures of another checkpoint.
 
-    Raises:
-        UserError: if `plan.out` contains the table of another model, or measures of a checkpoint with the same label
-            but from another place and with other weights.
+    Another checkpoint has the same label as one of these, but comes from another place and has other weights.
     """
     path = plan.out / measures_file.TRAJECTORY_FILE
     if path.is_file():
@@ -228,10 +226,7 @@ def _convert_checkpoint(path: Path, folder: Path) -> None:
 
 
 def make_csv(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> bytes:
-    """Return the content of `trajectory.csv`, the measures of all checkpoints that were measured.
-
-    A checkpoint has one row per text and layer, one per embedding matrix, and one for a final normalization.
-    """
+    """Return the content of `trajectory.csv`: the rows of `make_rows` for all checkpoints that were measured."""
     rows = []
     for checkpoint in checkpoints:
         if checkpoint.label in trajectory.measurements:
@@ -244,7 +239,7 @@ def make_csv(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajectory
 def make_rows(measured: Measurements) -> Iterator[dict[str, Any]]:
     """Yield a checkpoint's rows of `trajectory.csv`, without the columns that identify the checkpoint.
 
-    They are the layers by text, the embedding matrices, and the final normalization.
+    There is one row per text and layer, one per embedding matrix, and one for a final normalization.
     """
     for source, measures_by_layer in measured.sources.items():
         for layer, measures in measures_by_layer.items():

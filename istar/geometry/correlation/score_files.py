@@ -44,11 +44,8 @@ def read_scores(path: Path) -> tuple[pd.DataFrame, list[str]]:
     If no result file states a revision, each file is of another checkpoint of the same model, and the last part of the
     model's name is its revision. Otherwise a file without a revision is of revision `main`.
 
-    Returns:
-        A row for each score, with `CHECKPOINT_COLUMNS`, `task`, `score` and `standard_error`, and remarks for the user.
-
-    Raises:
-        UserError: if the path cannot be read, or lacks scores in these formats.
+    The table has a row for each score, with `CHECKPOINT_COLUMNS`, `task`, `score` and `standard_error`. The list has
+    remarks for the user. Raises a `UserError` if the path cannot be read, or lacks scores in these formats.
     """
     if not path.is_dir() and path.suffix != ".json":
         return _read_csv_scores(path), []
@@ -165,8 +162,7 @@ def read_checkpoint_table(path: Path) -> pd.DataFrame:
     The index says where each row is, for error messages. A model is named by the last part of its name: a folder and a
     hub id are the same model. A step is a number or, without one, the n of a revision `step<n>`; NaN if it is unknown.
 
-    Raises:
-        UserError: if the file cannot be read, is not a table, or has neither a column `revision` nor a column `step`.
+    Raises a `UserError` if the file cannot be read, is not a table, or lacks both columns `revision` and `step`.
     """
     records = iterate_csv(path)
     header = [name.strip() for name in next(records, (0, []))[1]]
@@ -196,10 +192,7 @@ def _complete_checkpoint_columns(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _parse_cell(text: str, location: str) -> float:
-    """Return the number in a cell, or NaN if the cell is empty.
-
-    Raises a `UserError` that begins with `location` if the text is not a number.
-    """
+    """Return the number in a cell, or NaN if it is empty; else raise a `UserError` that begins with `location`."""
     try:
         return float(text or np.nan)
     except ValueError:

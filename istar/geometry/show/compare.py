@@ -91,10 +91,7 @@ def has_trajectory(argument: ModelArgument) -> bool:
 
 
 def parse_compared_models(arguments: Sequence[str]) -> list[ModelArgument]:
-    """Parse the models of a comparison, each written as `[label=]<folder, run or hub id>[@revision]`.
-
-    Raises a `UserError` if there are fewer than two, or one of them is given twice.
-    """
+    """Parse two or more distinct models, each `[label=]<folder, run or hub id>[@revision]`, or raise a `UserError`."""
     if len(arguments) < 2:
         raise UserError("a comparison needs two models or more; give their names, or folders of istar measure")
     models = [parse_model_argument(argument) for argument in arguments]
@@ -105,12 +102,10 @@ def parse_compared_models(arguments: Sequence[str]) -> list[ModelArgument]:
 
 
 def label_models(arguments: Sequence[ModelArgument], measurements: Sequence[Measurements]) -> list[MeasuredModel]:
-    """Give the measurements of each model a distinct label.
+    """Give the measurements of each model a distinct label, or raise a `UserError`.
 
     A model without a label on the command line is labelled by its name and its revision, if it has one. If several
     models have the same name, the folder's name is added.
-
-    Raises a `UserError` if two models have the same label.
     """
     labels = [
         argument.label or _name_model(measured) for argument, measured in zip(arguments, measurements, strict=True)
@@ -297,8 +292,8 @@ def choose_error_method(first: MeasuredModel, other: MeasuredModel) -> ErrorMeth
 def compute_differences(first: MeasuredModel, other: MeasuredModel) -> Iterator[dict[str, Any]]:
     """Yield a row for each layer and measure, with the difference `other - first` and its 95% interval.
 
-    There are no rows if the models cannot be compared; see `explain_no_differences`. Models with the same number of
-    layers are compared layer by layer, and at the final normalization if both have one. Other models are compared at
+    Models that cannot be compared yield nothing; see `explain_no_differences`. Models with the same number of layers
+    are compared layer by layer, and at the final normalization if both have one. Other models are compared at
     their last layers, before a final normalization.
     """
     if explain_no_differences(first, other):
@@ -342,7 +337,7 @@ def compute_differences(first: MeasuredModel, other: MeasuredModel) -> Iterator[
 
 
 def find_last_difference(first: MeasuredModel, other: MeasuredModel, measure: str) -> dict[str, Any] | None:
-    """Return the row of `compute_differences` for a measure of two models' last layers; None if it is undefined."""
+    """Return a measure's row of `compute_differences` for the last layers; None if it or its error is undefined."""
     rows = compute_differences(first, other)
     return next((row for row in rows if row["is_last"] and row["measure"] == measure), None)
 

@@ -70,10 +70,7 @@ def _find_values(measured: Measurements, name: str) -> dict[str, float]:
 
 
 def _compare_norms(measured: Measurements) -> dict[str, float]:
-    """Return the average norm of each layer divided by the smallest one.
-
-    The final normalization, which is there to change the norm, does not count.
-    """
+    """Return each layer's average norm divided by the smallest, without the final norm, which is to change it."""
     norms = _find_values(measured, "average_norm")
     norms.pop(FINAL_NORM, None)
     smallest = min(filter(math.isfinite, norms.values()), default=0.0)

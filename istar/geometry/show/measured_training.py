@@ -120,9 +120,7 @@ def read_trainings(arguments: Sequence[ModelArgument]) -> list[MeasuredTraining]
     A training without a label on the command line is labelled by its model. If several trainings are of the same model,
     the folder's name is added.
 
-    Raises:
-        UserError: if a folder lacks measures of a training, a checkpoint lacks a step, or two trainings have the same
-            label.
+    Raises a `UserError` if a folder lacks measures of a training, a checkpoint a step, or two trainings share a label.
     """
     tables = [_read_table(argument) for argument in arguments]
     names = [Path(table["model"].iloc[0]).name for table in tables]
