@@ -41,7 +41,7 @@ from istar.measures.numerics import accumulation_dtype, full_precision, inverse_
 from istar.measures.point_groups import NUM_LOG2_BINS
 
 MeasureSet = Literal["basic", "all"]
-"""Which measures to compute: `basic` leaves out those that take the most time, see `LayerSettings`."""
+"""Which measures to compute: `basic` leaves out the slowest, see `LayerSettings`."""
 _FLOAT32_RANGE = (1e-5, 1e8)
 """Norms and deviations of dimensions in this range have fourth powers within float32's range and precision."""
 _NORM_EDGES = torch.logspace(-2, 4, 241).tolist()
@@ -285,7 +285,7 @@ class Layer(Accumulator):
         if self.settings.scatter_by_group:
             moments_without_each = self._moments.compute_moments_without_each_group()
         for left_out_index, moments in zip(group_indices, moments_without_each, strict=True):
-            # All other groups become group 0, and the one that is left out becomes group 1.
+            # All other groups become group 0, and the left-out group becomes group 1.
             other_points = self._groups.regroup((group_indices == left_out_index).long(), 2).compute()[0]
             measures: dict[str, float | Tensor] = {
                 "tokens": other_points.count,

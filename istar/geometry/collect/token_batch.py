@@ -45,8 +45,8 @@ class Sentences:
 class TokenBatch:
     """The tokens of a batch as all layers' accumulators need them.
 
-    A part of a batch is the tokens of one group of documents that belong to a sentence, or those that do not. The rows
-    of the batch are its tokens sorted by part, with the parts of sentences first, so that each part is a slice.
+    A part of a batch is the tokens of one group of documents in sentences, or its other tokens. The rows of the batch
+    are its tokens sorted by part, with the parts of sentences first, so that each part is a slice.
 
     Attributes:
         order: index of the token at each row, `(n,)`, on the CPU.

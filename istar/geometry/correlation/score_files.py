@@ -68,7 +68,6 @@ def read_scores(path: Path) -> tuple[pd.DataFrame, list[str]]:
 
 
 def _read_csv_scores(path: Path) -> pd.DataFrame:
-    """Return the scores of a CSV file in long format."""
     table = read_checkpoint_table(path)
     if not {"task", "score"} <= set(table):
         return to_long_format(table, CHECKPOINT_COLUMNS, "task", "score").assign(standard_error=math.nan)

@@ -259,7 +259,6 @@ def _build_sheets(content: PageContent) -> list[Sheet]:
 
 
 def _make_plots(content: PageContent) -> list[Plot]:
-    """Return the figures of a page in their order."""
     models, detailed = content.models, content.detailed_models
     width = max((model.measurements.width for model in models), default=0)
     plots = [model_figures.plot_differences(detailed)] if len(models) > 1 else []

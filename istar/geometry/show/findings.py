@@ -70,9 +70,9 @@ def _find_values(measured: Measurements, name: str) -> dict[str, float]:
 
 
 def _compare_norms(measured: Measurements) -> dict[str, float]:
-    """Return each layer's average norm divided by the smallest, without the final norm, which is to change it."""
+    """Return each layer's average norm divided by the smallest, without the final normalization."""
     norms = _find_values(measured, "average_norm")
-    norms.pop(FINAL_NORM, None)
+    norms.pop(FINAL_NORM, None)  # it changes the norm by design
     smallest = min(filter(math.isfinite, norms.values()), default=0.0)
     return {layer: norm / smallest for layer, norm in norms.items()} if smallest > 0 else {}
 
@@ -113,8 +113,8 @@ def describe_model(measured: Measurements) -> list[str]:
 def describe_models(models: Sequence[MeasuredModel]) -> list[str]:
     """Return at most five lines on several models.
 
-    They name the models with the largest and the smallest IsoScore and InterSim of the last layer among those that were
-    measured over the same tokens as the first, the other models, and then the most unusual measures of each model.
+    The first lines are on models measured over the same tokens as the first: the largest and the smallest IsoScore and
+    InterSim of the last layer. Then come the other models, and the most unusual measures of each model.
     """
     compared = [model for model in models if compare.have_same_tokens(models[0], model)]
     lines = [line for measure in _COMPARED for line in _rank_models(compared, measure)]
@@ -163,7 +163,7 @@ def describe_trainings(trainings: Sequence[MeasuredTraining]) -> list[str]:
 
 
 def _describe_largest_change(trainings: Sequence[MeasuredTraining], measure: Measure) -> list[str]:
-    """Return a line on the training with the largest change of its last layer from first to last step, if any."""
+    """Return a line on the training with the largest change of its last layer over the steps, if any changes."""
     curves = [(training, training.values_by_step(training.last_layer, measure.name)) for training in trainings]
     defined = [(training, ys[0], ys[-1]) for training, ys in curves if math.isfinite(ys[-1] - ys[0])]
     if not defined:

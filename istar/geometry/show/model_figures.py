@@ -84,7 +84,7 @@ class States:
     tap: str
 
     def find(self, field_name: str) -> Any:
-        """Return the entry of a field of the measurements for these states over all texts together; None for none."""
+        """Return the entry of a field of the measurements for these states over all texts together, or None."""
         values = getattr(self.measurements, field_name).get(self.measurements.combined_key, {})
         return values.get(self.tap)
 
