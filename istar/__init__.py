@@ -24,7 +24,7 @@ _MODULE_BY_NAME = {
     "isoscore_unbiased": "istar.measures",
 }
 _PACKAGES = ("istar.hidden_states", "istar.regularizers")
-"""Packages with public names that this package exports, too."""
+"""Packages with public names that this package exports too."""
 
 
 def __getattr__(name: str) -> Any:
@@ -41,11 +41,9 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return all names of the package, including the public names that have not been imported yet."""
     return sorted({*globals(), *_list_public_names()})
 
 
 def _list_public_names() -> list[str]:
-    """Return the public names, sorted."""
     names_of_packages = [importlib.import_module(package).__all__ for package in _PACKAGES]
     return sorted(["__version__", *_MODULE_BY_NAME, *itertools.chain.from_iterable(names_of_packages)])

@@ -27,7 +27,7 @@ class UserError(Exception):
 class OptionError(UserError):
     """A refused value of an option. The message begins with the name of the option: `zeta=2 is outside [0, 1]`.
 
-    A config that builds the class with this option writes the name of its group before the message: `reg.zeta=2 ...`.
+    A config that sets this option puts the name of its group before the message: `reg.zeta=2 ...`.
     """
 
 
@@ -36,7 +36,7 @@ class NonFiniteError(UserError):
 
 
 class LockedError(UserError):
-    """Another process executes the run, and has locked its folder.
+    """Another process executes the run and has locked its folder.
 
     The exit code is `EX_TEMPFAIL` of `sysexits.h`: the same command succeeds later.
     """
@@ -63,7 +63,7 @@ class StoppedError(UserError):
 
 
 def explain_system_error(error: BaseException) -> str:
-    """Return a line for the user if a disk, a file system or the memory is the cause of an error, or else ""."""
+    """Return a line for the user if an error is due to a disk, a file system or the memory, or else ""."""
     text = shorten(error)
     if isinstance(error, MemoryError) or "allocate memory" in text or "out of memory" in text.lower():
         return f"there is not enough memory{f' ({text})' if text else ''}; use a smaller batch, text or model"
@@ -92,7 +92,7 @@ def mask_secrets(text: str) -> str:
 
 
 _SECRET = re.compile(
-    r"(://[^\s:@/]*:)[^\s'\"]+(?=@)"  # the password in a URL, which may hold an unescaped / or @
+    r"(://[^\s:@/]*:)[^\s'\"]+(?=@)"  # the password in a URL; may contain an unescaped / or @
     r"|((?i:[?&;](?:password|passwd|pwd|token|api_?key|secret)=))[^\s&;'\"]+"
     r"|(\b[A-Z0-9_]*(?:KEY|TOKEN|PASSWORD|PASSWD|SECRET)=)[^\s'\"]+"
 )
@@ -100,7 +100,7 @@ _SECRET = re.compile(
 
 
 def did_you_mean(word: str, known_words: Iterable[str]) -> str:
-    """Return `; did you mean X?` with the known word that is most similar, or an empty string if none is similar."""
+    """Return `; did you mean X?` with the most similar known word, or an empty string if none is similar."""
     similar_words = difflib.get_close_matches(word, list(known_words), n=1, cutoff=0.5)
     return f"; did you mean {similar_words[0]}?" if similar_words else ""
 
@@ -112,7 +112,7 @@ def check_at_least(minimum: int, option: str, value: int | None) -> None:
 
 
 def check_range(option: str, value: float, minimum: float, *, is_exclusive: bool = False) -> None:
-    """Raise an `OptionError` unless a value is finite and at least the minimum, or above it if `is_exclusive`."""
+    """Raise an `OptionError` unless a value is finite and at least the minimum (above it if `is_exclusive`)."""
     if not ((minimum < value if is_exclusive else minimum <= value) and value < math.inf):
         bound = "above" if is_exclusive else "of at least"
         raise OptionError(f"{option}={value:g}; expected a finite number {bound} {minimum:g}")
@@ -127,7 +127,7 @@ def check_one_of(option: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def parse_number(option: str, value: object, word: str) -> float | str:
-    """Return the value of an option that is a number or one `word`; raise an `OptionError` for anything else."""
+    """Return the value of an option: a number, or `word`; raise an `OptionError` for anything else."""
     if value == word:
         return word
     try:

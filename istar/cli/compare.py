@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _compare_trajectories(options: argparse.Namespace, model_arguments: Sequence["ModelArgument"]) -> None:
-    """Compare models over their training: print the table of their trajectories, and write the page."""
+    """Print the table of the models' trajectories over their training, and write the page."""
     from istar.drawing import page_folder
     from istar.geometry.show import compare_page, measured_training, terminal_tables
 
@@ -82,7 +82,7 @@ def _measure_models(
     options: argparse.Namespace,
     progress_console: "Console",
 ) -> list["MeasuredModel"]:
-    """Return the measures of all models; models that are not measured yet are measured into folders next to `--out`."""
+    """Return the measures of all models; unmeasured models are measured into folders next to `--out`."""
     from istar.geometry.collect import measures_file
     from istar.geometry.show import compare
 

@@ -35,7 +35,6 @@ def add_parser(commands: Any) -> None:
 
 
 def _parse_forms(text: str) -> tuple[str, ...]:
-    """Parse the value of `--forms`, the names of post-processing forms separated by commas."""
     forms = tuple(form.strip() for form in text.split(","))
     for form in forms:
         if form not in _FORMS:

@@ -13,13 +13,12 @@ from istar.finetune.runs import extras
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Execute the command `istar` with these arguments, by default those of the process, and return the exit code."""
+    """Execute the command `istar` with these arguments, by default the process's, and return the exit code."""
     typed_arguments = list(sys.argv[1:] if arguments is None else arguments)
     return run_with_robust_output(lambda: _run_command(typed_arguments))
 
 
 def _run_command(arguments: list[str]) -> int:
-    """Execute the command `istar` with these arguments, and return the exit code."""
     if arguments[:1] == ["train"]:
         # Hydra parses the options of `istar train`, including `--help`.
         return _run_train(arguments[1:], "istar train")
@@ -68,7 +67,6 @@ def _run_train(arguments: Sequence[str], command: str) -> int:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command `istar` with all its subcommands."""
     parser = argparse.ArgumentParser(
         prog="istar", description="Train models, measure their geometry, and compare and report runs."
     )

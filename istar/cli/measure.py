@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _list_measures() -> None:
-    """Print the table of all measures: a table for each subject, with a row for each measure."""
+    """Print a table of measures for each subject, with a row for each measure."""
     from rich.table import Table
     from rich.text import Text
 
@@ -137,7 +137,7 @@ def _measure_model(
     if options.steps is not None:
         raise UserError("--steps is for several checkpoints; expected --checkpoints or --revisions with it")
     compare_page.check_model_folder(options.out, options.model, options.revision, [source.path for source in sources])
-    stream.wait_for_all_processes()  # one that still checks the folder would remove what another one writes
+    stream.wait_for_all_processes()  # a process that still checks the folder would remove another one's files
     progress_console = make_console(stderr=True) if rank == 0 else None
     hardware = options.dtype, options.device
     measurements = measure.measure_model(

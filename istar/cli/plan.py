@@ -81,8 +81,7 @@ def run(options: argparse.Namespace) -> None:
 def _compose_sweep(arguments: Sequence[str], command: str) -> Iterator["SweepRequest"]:
     """Yield the sweep that `istar train -m` would execute; its runs can be composed within the `with` block.
 
-    Raises:
-        UserError: for overrides that Hydra refuses, also if this happens within the block.
+    Raises a `UserError` for overrides that Hydra refuses, even within the block.
     """
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
@@ -111,7 +110,7 @@ def _compose_sweep(arguments: Sequence[str], command: str) -> Iterator["SweepReq
             sweeper: Any = Plugins.instance().instantiate_sweeper(
                 hydra_context=context, task_function=lambda config: None, config=config
             )
-            # Unresolved, because an override may hold an interpolation of the run's config.
+            # Unresolved, because an override may contain an interpolation of the run's config.
             overrides = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
             yield sweeper.request(overrides, command)
     except (HydraException, OmegaConfBaseException, ValueError) as error:

@@ -58,7 +58,7 @@ def _make_spread_table(options: argparse.Namespace) -> "Table":
     """Return a table of the standard deviation of each method's differences from Base, with the answer to the question.
 
     With `--difference`, the answer is the number of seeds that this difference needs. Otherwise it is the minimum
-    detectable difference, for the number of seeds in `--pairs` or for those of the runs.
+    detectable difference for `--pairs` seeds or, without it, for the runs' seeds.
     """
     from rich.table import Table
 
@@ -98,8 +98,7 @@ def _make_spread_table(options: argparse.Namespace) -> "Table":
 def compare_with_base(folder: Path) -> "list[MethodComparison]":
     """Return the comparisons of methods with Base that have a seed in common, for the runs in a folder.
 
-    Raises:
-        UserError: if `folder` is not a folder, or there is no such comparison.
+    Raises a `UserError` if `folder` is not a folder, or lacks such a comparison.
     """
     from istar.reports.configurations import add_selection_columns
     from istar.reports.method_comparisons import compare_methods

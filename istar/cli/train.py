@@ -32,9 +32,7 @@ _OPTIONS_WITH_VALUE = frozenset(
 def run_train(arguments: Sequence[str], command: str) -> None:
     """Execute a run, or a sweep with `-m`; print an error in one line and exit the process.
 
-    Args:
-        arguments: overrides and options of Hydra.
-        command: the command that was typed before the arguments, for messages that repeat it.
+    `arguments` are overrides and options of Hydra. `command` is what was typed before them, for messages.
     """
     # Hydra raises its errors instead of printing them over many lines.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -101,7 +99,7 @@ def _refuse_sweep_options() -> None:
     """Raise a `UserError` if a single run is started with `--dry-run` or `sweep.` keys, which it would ignore."""
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return
-    # Unresolved, because an override may hold an interpolation of a key that does not exist.
+    # Unresolved, because an override may contain an interpolation of a key that does not exist.
     overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     for override in overrides:
         if override.lstrip("+").startswith("sweep."):
@@ -134,7 +132,7 @@ def run_launched_job(settings: Config, num_processes: int, trial: str | None) ->
         executor = os.environ.get("SUBMITIT_EXECUTOR")
         if executor is None:
             raise
-        # SLURM requeues a preempted job only if the job has not exited by itself before SLURM kills it.
+        # SLURM requeues a preempted job only if SLURM kills it before it exits.
         while executor == "slurm" and error.exit_code == StoppedError.exit_code + signal.SIGTERM:
             time.sleep(1)
         return error

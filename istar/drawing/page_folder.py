@@ -1,4 +1,4 @@
-"""HTML pages: their content, their rendering as a single file, and the folder with the files of figures and tables."""
+"""HTML pages: their content, their rendering as one file, and the folder with files of figures and tables."""
 
 import re
 import tomllib
@@ -21,7 +21,7 @@ from istar.files.writing import to_csv
 
 INDEX, TABLES, FIGURES = "index.html", "tables", "figures"
 _MAX_FILE_NAME = 150
-"""Most characters of a model's name in the name of a file, of the 255 that file systems allow."""
+"""Most characters of a model's name in a file name; file systems allow 255 for the whole."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Picture:
     """A rendered figure of a page."""
 
     name: str  # name of its files, without suffix
-    model: str  # model whose runs the figure shows; empty for none
+    model: str  # model of the runs in the figure; empty for none
     description: str  # what the figure shows, in words
-    panels: Sequence[Panel]  # panels of the figure, whose fixed settings the page lists
+    panels: Sequence[Panel]  # panels of the figure; the page lists their fixed settings
     files: Mapping[str, bytes]  # rendered files by suffix
 
     @property
@@ -49,7 +49,7 @@ class Section:
     paragraphs: Sequence[str] = ()
     sheet: Sheet | None = None  # table; a table without rows is left out
     pictures: Sequence[Picture] = ()
-    empty_note: str = ""  # sentence that explains why there is no table or figure
+    empty_note: str = ""  # explains why the table or figure is missing
     commands: Sequence[str] = ()  # commands that make the content
     is_wide: bool = False  # whether the section is printed on landscape pages
 
@@ -85,7 +85,7 @@ def render_html(page: Page) -> str:
 
 
 def _build_security_policy(style: str, script: str) -> str:
-    """Return a Content-Security-Policy that allows this style element, this script element and embedded images only."""
+    """Return a Content-Security-Policy that allows only this style, this script and embedded images."""
     sources = {
         "default-src": "'none'",
         "style-src": _compute_policy_hash(style),
@@ -102,13 +102,13 @@ def _compute_policy_hash(text: str) -> str:
 
 
 def read_page_texts(package: str) -> dict[str, Any]:
-    """Return the texts of a package's page: tables of titles and captions by the names of its figures and tables."""
+    """Return the texts of a package's page: titles and captions by the names of its figures and tables."""
     return tomllib.loads(package_files(package).joinpath("texts.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
 class PageKind:
-    """A kind of page folder, such as that of `istar report`."""
+    """A kind of page folder, for example for `istar report`."""
 
     noun: str  # name of the folder in error messages
     generator: str  # content of the `generator` meta tag that identifies the page
@@ -116,7 +116,7 @@ class PageKind:
 
 
 def render_pictures(plot: Plot) -> list[Picture]:
-    """Render a plot as pictures, one for each model whose runs it shows."""
+    """Render a plot as one picture for each model in it."""
     models = list(dict.fromkeys(panel.model for panel in plot.panels))
     pictures = []
     for model in models:
@@ -128,7 +128,7 @@ def render_pictures(plot: Plot) -> list[Picture]:
 
 
 def page_files(content: Page, tables: Mapping[str, Sheet]) -> dict[str, bytes]:
-    """Return the contents of all files of a page, its tables and its figures, by their paths in the page's folder."""
+    """Return all files of a page, its tables and its figures, by their paths in the page's folder."""
     contents = {INDEX: render_html(content).encode()}
     for name, sheet in tables.items():
         texts = {
@@ -149,10 +149,10 @@ def page_output(out: Path, kind: PageKind) -> Output:
 
 
 def check(out: Path, kind: PageKind, inputs: Iterable[str | Path] = ()) -> None:
-    """Refuse, before any work is done, a folder into which a page of this kind cannot be written.
+    """Refuse a folder into which a page of this kind cannot be written; call this before any work.
 
     Raises:
-        UserError: if the folder holds foreign or edited files where the page has its own, or is one of the `inputs`.
+        UserError: if the folder has foreign or edited files in the page's places, or is one of the `inputs`.
     """
     page_output(out, kind).check((INDEX, *kind.extra_files, TABLES, FIGURES), inputs)
 
@@ -160,23 +160,19 @@ def check(out: Path, kind: PageKind, inputs: Iterable[str | Path] = ()) -> None:
 def write(out: Path, contents: Mapping[str, bytes], kind: PageKind, drafts: Mapping[str, Path] | None = None) -> Path:
     """Write the files of a page in place of an earlier page of this kind, and return the path of `index.html`.
 
-    Args:
-        out: the folder.
-        contents: content of each file by its path in the folder.
-        kind: kind of the page.
-        drafts: drafts of folders that belong to the page, by name; see `istar.files.outputs.Output.make_draft`.
+    `contents` is by path in `out`; `drafts` are folders by name, see `istar.files.outputs.Output.make_draft`.
 
     Raises:
         UserError: if a foreign or edited file would be replaced, or the folder cannot be written.
     """
-    # The page itself is last, so that it never shows more than its files have.
+    # The page itself is last, so that it never shows more than its files contain.
     files = dict(sorted(contents.items(), key=lambda item: item[0] == INDEX))
     page_output(out, kind).write(files, drafts or {}, is_complete=True)
     return out / INDEX
 
 
 def _make_unique_file_name(model: str, models: list[str]) -> str:
-    """Return a model's name as a safe file name, with a number if another of the models would get the same name."""
+    """Return a model's name as a safe file name, numbered if another model would get the same name."""
     safe_names = {name: re.sub(r"[^A-Za-z0-9.-]", "-", name)[:_MAX_FILE_NAME] for name in models}
     namesakes = [name for name in models if safe_names[name].lower() == safe_names[model].lower()]
     return safe_names[model] if len(namesakes) == 1 else f"{safe_names[model]}-{namesakes.index(model) + 1}"

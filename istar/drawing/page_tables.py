@@ -10,7 +10,7 @@ import pandas as pd
 from rich.table import Table
 
 EMPTY_CELL = "-"
-"""Text of a cell that has no value."""
+"""Text of a cell without a value."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Entry:
     text: str  # formatted content
     bold: bool = False  # whether the value is the best of its column
     code: bool = False  # whether the text is a command
-    number: bool = False  # whether the cell is a number, which is aligned to the right
+    number: bool = False  # whether the cell is a number, aligned to the right
 
 
 def format_cell(value: float) -> str:
@@ -31,14 +31,14 @@ def format_cell(value: float) -> str:
 def number_entry(value: float, half_width: float = math.nan) -> Entry:
     """Return a table cell with a formatted number, or an en dash for NaN.
 
-    If the half-width of the number's interval is finite, the cell has both numbers, such as "0.160 \u00b1 0.017": the
-    half-width has two significant digits, and the number has as many decimals as the half-width.
+    With a finite half-width of the number's interval, the cell has both, such as "0.160 \u00b1 0.017": the half-width
+    with two significant digits, and the number with as many decimals.
     """
     if math.isnan(value):
         return Entry("\u2013", number=True)
     if not math.isfinite(half_width):
         return Entry(format_cell(value), number=True)
-    # The number would need too many decimals or digits to match a very small or large half-width.
+    # To match a very small or large half-width, the number would need too many digits.
     if not 1e-9 <= half_width < 1e12:
         return Entry(f"{format_cell(value)} \u00b1 {half_width:.2g}", number=True)
     decimals = max(0, 1 - math.floor(math.log10(half_width)))
@@ -75,7 +75,7 @@ def group_rows_by_model(
 
 
 def numeric_entries(texts: Iterable[str]) -> list[Entry]:
-    """Return a table cell for each number, which is already formatted."""
+    """Return a table cell for each formatted number."""
     return [Entry(text, number=True) for text in texts]
 
 
@@ -87,7 +87,7 @@ class Sheet:
     title: str  # short title, for the heading
     caption: str  # what the numbers are, with their units and the data split
     header: tuple[str, ...]  # names of the columns; a line break marks where the name may break
-    rows_by_group: dict[str, list[list[Entry]]]  # rows by the name of their group; a plain table has one group named ""
+    rows_by_group: dict[str, list[list[Entry]]]  # rows by group; a plain table has one group named ""
     frame: pd.DataFrame  # the same numbers unrounded, for CSV
     notes: tuple[str, ...] = ()  # sentences below the table
     num_row_headers: int = 1  # number of leading columns that identify a row
@@ -134,10 +134,7 @@ def to_markdown(sheet: Sheet) -> str:
 
 
 def to_latex(sheet: Sheet) -> str:
-    """Return the table as a LaTeX `table` for documents that use the package booktabs.
-
-    Names of groups become the first column.
-    """
+    """Return the table as a LaTeX `table` for the package booktabs; names of groups become the first column."""
     header = [_escape_latex(name) for name in sheet.header]
     rows = [
         [_escape_latex(group), *map(_format_latex_entry, row)]
@@ -160,7 +157,6 @@ def to_latex(sheet: Sheet) -> str:
 
 
 def _escape_latex(text: str) -> str:
-    """Escape LaTeX's special characters, and the Greek letters and signs that occur in our tables."""
     return " ".join(text.split()).translate(_LATEX_CHARACTERS)
 
 
@@ -174,19 +170,16 @@ _LATEX_CHARACTERS = str.maketrans({
 
 
 def _format_latex_entry(entry: Entry) -> str:
-    """Return a cell as LaTeX, in typewriter type if it is a command, and in bold if it is the best of its column."""
     text = _escape_latex(entry.text)
     text = rf"\texttt{{{text}}}" if entry.code else text
     return rf"\textbf{{{text}}}" if entry.bold else text
 
 
 def _format_markdown_entry(entry: Entry) -> str:
-    """Return a cell as Markdown, in backquotes if it is a command, and in bold if it is the best of its column."""
     text = f"`{entry.text.replace('`', ' ')}`" if entry.code and entry.text else _escape_markdown(entry.text)
     text = text.replace("|", "\\|") if entry.code else text
     return f"**{text}**" if entry.bold else text
 
 
 def _escape_markdown(text: str) -> str:
-    """Escape the special characters of Markdown, and replace each run of white space by a space."""
     return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", " ".join(text.split()))

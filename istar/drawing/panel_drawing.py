@@ -14,7 +14,7 @@ from istar.drawing.plot import Line, Panel, Plot
 
 INK, PAPER, RED = "#101418", "#ffffff", "#c2260c"
 SCALE = ("#221150", "#5c2a8c", "#a0357f", "#d9564a", "#e98b1e")
-"""Colour scale from dark to light, so that the order is visible without colours too."""
+"""Colour scale from dark to light; the order is visible even without colours."""
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 """The palette of Okabe and Ito, which colour-blind readers can tell apart."""
 PALETTE = tuple(colour.lower() for colour in (*COLOURS[:6], COLOURS[7]))
@@ -32,20 +32,20 @@ _BOUNDS = {
 _MIN_SHARE_OF_BOUNDS = 1 / 3
 """An axis shows the whole range of a bounded measure if the values span at least this share of it."""
 _ROUNDING = 1e-6
-"""Values that differ by at most this share of the largest one differ by rounding errors, which no axis shows."""
+"""Differences of at most this share of the largest value are rounding errors, and are not shown."""
 _MAX_Y_LABEL = 32
-"""Most characters of the label of a y axis in one line."""
+"""Most characters in one line of a y axis label."""
 _MAX_MARKERS = 40
-"""Most points of a line with markers of full size; more would hide the line, or one another. In a panel with a longer
+"""Most points of a line with full-size markers; more would hide the line or one another. In a panel with a longer
 line, no line has markers."""
 _MAX_TICKS = 12
 
 
 def assign_line_styles(plot: Plot) -> dict[str, dict[str, Any]]:
-    """Return the colour, marker and line style of each label as matplotlib's keyword arguments, by label.
+    """Return colour, marker and line style by label, as matplotlib's keyword arguments.
 
     A label has the same style in all panels. The line of `plot.reference_label` is black and comes first. Lines with a
-    colour scale follow by their positions on it, and then the others in the given order.
+    colour scale follow by their positions on it, then the others in the given order.
     """
     line_by_label = {line.label: line for panel in plot.panels for line in panel.lines}
     labels = list(dict.fromkeys([*plot.labels, *line_by_label]))
@@ -73,7 +73,7 @@ def assign_line_styles(plot: Plot) -> dict[str, dict[str, Any]]:
 
 
 def choose_scale_colour(line: Line) -> str:
-    """Return the colour of a line with a colour scale; positions beyond an end of the scale have the colour there.
+    """Return the colour of a line with a colour scale; positions beyond the scale get the colour at its end.
 
     The diverging scale is red below 0 and blue above, the darker the farther from 0.
     """
@@ -86,7 +86,7 @@ def choose_scale_colour(line: Line) -> str:
 
 
 def draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Styles) -> None:
-    """Draw a panel of any kind, with its title, its reference lines, and the scales and ranges of its axes."""
+    """Draw a panel of any kind, with its title, reference lines, and scales and ranges of the axes."""
     if plot.kind == "heatmap":
         _draw_heatmap(axes, plot, panel)
         return
@@ -119,7 +119,6 @@ def draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Styles) -> None:
 
 
 def _set_scales(axes: Axes, plot: Plot, panel: Panel) -> None:
-    """Set linear or logarithmic scales for both axes, and the positions and labels of the ticks."""
     xs = sorted({x for line in panel.lines for x in line.x if math.isfinite(x)})
     if plot.log_y or panel.log_y:
         axes.set_yscale("log")
@@ -158,16 +157,16 @@ class _MinorFormatter(LogFormatter):
     """Labels the minor ticks that LogFormatter chooses, with plain numbers."""
 
     def __call__(self, x: float, pos: int | None = None) -> str:
-        """Return the label of a tick; empty if LogFormatter would not label it."""
+        """Return the label of a tick; empty where LogFormatter omits it."""
         return f"{x:g}" if super().__call__(x, pos) else ""
 
 
 def _set_y_range(axes: Axes, plot: Plot, panel: Panel) -> None:
-    """Set the limits of the y axis for bounded measures, and for values that differ by rounding errors only.
+    """Set the limits of the y axis for bounded measures, and for values that differ only by rounding errors.
 
     The axis shows the whole range of a bounded measure, unless the values span little of it. Then it shows the part
-    with the values, from 0 if the range begins at 0 and no value is negative, and the label of the axis says that it is
-    a part. The values of all panels with the same limits count, so that their labels agree.
+    with the values, from 0 if the range begins at 0 and no value is negative, and the label says so. The values of all
+    panels with the same limits count, so that their labels agree.
     """
     bounds = panel.y_bounds or _BOUNDS.get(panel.y_label)
     panels = find_panels_with_same_y_axis(plot, panel)
@@ -182,7 +181,7 @@ def _set_y_range(axes: Axes, plot: Plot, panel: Panel) -> None:
         axes.set_ylim(top=max(1.05, axes.get_ylim()[1]))
     margin = 0.03 * (high - low)
     if max(finite_ys) - min(finite_ys) >= _MIN_SHARE_OF_BOUNDS * (high - low):
-        # The values above columns need room below the title, and more room if they are upright.
+        # Values above columns need room below the title, and more if they are upright.
         top = (8 if _are_columns_narrow(plot, panel) else 3) * margin if plot.kind == "columns" else margin
         axes.set_ylim(min(low, min(finite_ys)) - margin, max(high, max(finite_ys)) + top)
     else:
@@ -192,9 +191,9 @@ def _set_y_range(axes: Axes, plot: Plot, panel: Panel) -> None:
 
 
 def _hide_rounding_errors(axes: Axes, ys: Sequence[float]) -> None:
-    """Widen the limits of a linear y axis to a tenth of the values on either side, if these differ by rounding only.
+    """Widen the limits of a linear y axis to a tenth of the values on either side if these differ only by rounding.
 
-    The limits stay as they are if they are wide already, as with intervals or a reference line.
+    Limits that are wide already, for example because of intervals or a reference line, stay as they are.
     """
     low, high = axes.get_ylim()
     size = max(map(abs, ys), default=0.0)
@@ -203,13 +202,13 @@ def _hide_rounding_errors(axes: Axes, ys: Sequence[float]) -> None:
 
 
 def _add_remark(axes: Axes, panel: Panel, remark: str) -> None:
-    """Add a remark to the label of the y axis, in a line of its own if the label would be too long."""
+    """Add a remark to the y axis label, on a separate line if the label would be too long."""
     separator = "\n" if len(panel.y_label) + len(remark) > _MAX_Y_LABEL else " "
     axes.set_ylabel(f"{panel.y_label}{separator}{remark}")
 
 
 def find_panels_with_same_y_axis(plot: Plot, panel: Panel) -> list[Panel]:
-    """Return the panels whose y axis has the same limits as that of a panel, with the panel itself."""
+    """Return the panels that share their y axis limits with a panel, including the panel itself."""
     if plot.share_axes or plot.share_y:
         return list(plot.panels)
     if plot.share_y_by_label:
@@ -218,7 +217,7 @@ def find_panels_with_same_y_axis(plot: Plot, panel: Panel) -> list[Panel]:
 
 
 def _draw_line(axes: Axes, kind: str, line: Line, style: dict[str, Any], has_markers: bool) -> None:
-    """Draw a line of a panel; `has_markers` is whether a line of kind `line` has markers at its points."""
+    """Draw a line of a panel; `has_markers` adds markers to its points if the kind is `line`."""
     if kind == "line":
         style = {"linestyle": "-", **style, "marker": style["marker"] if has_markers else ""}
         axes.plot(line.x, line.y, label=line.label, linewidth=1.6 if has_markers else 1.2, **style)
@@ -256,13 +255,12 @@ def _mark_points(axes: Axes, lines: Sequence[Line], styles: Styles) -> None:
 
 
 def _are_columns_narrow(plot: Plot, panel: Panel) -> bool:
-    """Return whether the columns of a panel are too narrow for values beside each other."""
     num_groups = len({x for line in panel.lines for x in line.x})
     return num_groups * len(panel.lines) > (8 if len(plot.panels) > 1 else 14)
 
 
 def _draw_columns(axes: Axes, lines: Sequence[Line], styles: Styles, has_upright_values: bool) -> None:
-    """Draw the lines as groups of bars: at each x, the bars of all lines are side by side, with their values on top."""
+    """Draw the lines as groups of bars: the bars at each x are side by side, with their values on top."""
     width = 0.8 / len(lines)
     for index, line in enumerate(lines):
         centers = [x + (index - (len(lines) - 1) / 2) * width for x in line.x]
@@ -273,7 +271,6 @@ def _draw_columns(axes: Axes, lines: Sequence[Line], styles: Styles, has_upright
 
 
 def _draw_ridges(axes: Axes, lines: Sequence[Line], styles: Styles) -> None:
-    """Draw each line as a filled curve in its own row, and name the rows on the y axis."""
     baselines = range(len(lines) - 1, -1, -1)
     for line, baseline, ys in zip(lines, baselines, stack_ridges([line.y for line in lines]), strict=True):
         color = styles[line.label]["color"]
@@ -286,9 +283,9 @@ def _draw_ridges(axes: Axes, lines: Sequence[Line], styles: Styles) -> None:
 
 
 def stack_ridges(curves: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Scale and shift curves for a ridgeline plot: each has its own row, the first curve on top.
+    """Scale and shift curves for a ridgeline plot: each has a row, the first curve on top.
 
-    The row of curve i of n begins at height n - 1 - i, and the curve's maximum is 0.85 above. Values are at least 0, or
+    The row of curve i of n begins at height n - 1 - i, and the curve's maximum is 0.85 above. Values are at least 0 or
     NaN.
     """
     rows = []
@@ -317,11 +314,11 @@ def _draw_heatmap(axes: Axes, plot: Plot, panel: Panel) -> None:
 
 
 def _draw_ranks(axes: Axes, plot: Plot, panel: Panel) -> None:
-    """Draw a critical-difference diagram: ranks on an axis on top, from which a line leads to each method's name.
+    """Draw a critical-difference diagram: lines lead from ranks on an axis at the top to the methods' names.
 
     The bars that join ranges are between the axis and the first row; the scale bar is below the last row.
     """
-    # The y axis points down: the methods are in rows 1, 2, ..., and smaller y are above them.
+    # The y axis points down: the methods are in rows 1, 2, ..., below smaller y.
     num_methods = len(panel.lines)
     bar_spacing = 0.4
     top = 1 - bar_spacing * (len(panel.joined_ranges) + 1)

@@ -12,7 +12,7 @@ T = TypeVar("T")
 MAX_ITEMS = 5
 """Most layers in a figure."""
 _NUM_FIRST_STEPS, _MIN_GROWTH = 4, 1.9
-"""Number of steps that decide about a logarithmic axis, and the least ratio of two of them; 512 to 1000 is 1.95."""
+"""Number of steps that decide on a logarithmic axis, and the least ratio between two; 512 to 1000 is 1.95."""
 _MAX_LINEAR_RATIO = 10.0
 """Largest ratio of two values on a linear axis; with a larger one, the smaller values would look alike."""
 
@@ -29,7 +29,7 @@ class Line:
     hollow: tuple[bool, ...] = ()  # whether the marker of each point is hollow; empty if none is
     crossed: tuple[bool, ...] = ()  # whether each point has a red cross; empty if none has
     colour_scale: str = ""  # `diverging`, `sequential`, or empty for a colour of the palette
-    scale_position: float = math.inf  # on the colour scale, whose ends are -1 or 0, and 1; it also orders the lines
+    scale_position: float = math.inf  # on the colour scale, which runs from -1 or 0 to 1; also orders the lines
 
 
 @dataclass(frozen=True)
@@ -63,25 +63,25 @@ class Plot:
     - `ridges`: distributions, each on a row with its name and scaled to its own maximum.
     - `heatmap`: each line is a row with its label as the name; `Panel.column_names` name the columns. The colour scale
       is from 0 to 1.
-    - `ranks`: a critical-difference diagram. Each line has one point: its x is the average rank, and its y is the row,
-      from 1, in which its label stands.
+    - `ranks`: a critical-difference diagram. Each line has one point: its x is the average rank, and its y is the row
+      of its label, from 1.
     """
 
     name: str  # name of its files, without suffix
     title: str  # short title, for the heading
-    caption: str  # what the figure shows, over which data, in which units
+    caption: str  # what the figure shows, over what data, in what units
     kind: str
     x_label: str
     panels: tuple[Panel, ...]
     log_x: bool = False  # whether the x axis is logarithmic; a value of 0 is at its left end
     log_y: bool = False  # whether the y axis is logarithmic
     x_names: Mapping[float, str] = field(default_factory=dict)  # tick labels by position; empty for numbers
-    ordered: bool = False  # whether the lines have an order, which is shown by a colour scale
+    ordered: bool = False  # whether a colour scale shows the order of the lines
     share_axes: bool = False  # whether all panels have the same limits of both axes
-    share_y: bool = False  # whether all panels have the same limits of the y axis, because they show the same quantity
-    share_y_by_label: bool = False  # whether panels with the same label of the y axis have the same limits of it
+    share_y: bool = False  # whether all panels have the same y limits, because they show the same quantity
+    share_y_by_label: bool = False  # whether panels with the same y axis label have the same y limits
     reference_label: str = ""  # label of the line that is drawn in black; empty for none
-    # Labels in the order in which they get colours; may include labels without a line, so that several plots use the
+    # Labels in the order of their colours; may include labels without a line, so that several plots use the
     # same colours. If empty, the labels of the lines are used.
     labels: tuple[str, ...] = ()
 
@@ -89,8 +89,8 @@ class Plot:
 def evenly_spaced(items: Sequence[T], count: int = MAX_ITEMS) -> list[T]:
     """Return at most `count` items, evenly spaced from the first to the last.
 
-    Of n items, item i of the result, counted from 0, is that at index i (n - 1) / (count - 1), rounded to the nearest
-    integer and up at a half. The arithmetic is exact.
+    Result i of n items, from 0, has the index i (n - 1) / (count - 1), rounded to the nearest integer and up at a half.
+    The arithmetic is exact.
     """
     if len(items) <= count:
         return list(items)
@@ -101,8 +101,8 @@ def evenly_spaced(items: Sequence[T], count: int = MAX_ITEMS) -> list[T]:
 def are_log_spaced(steps: Sequence[int]) -> bool:
     """Return whether training steps suit a logarithmic axis: each of the first four above 0 about doubles or more.
 
-    Steps at equal distances n, 2n, 3n, 4n do not suit one. Only the first four count, because a logarithmic schedule
-    may continue at equal distances, as that of Pythia does after step 1000.
+    Steps at equal distances n, 2n, 3n, 4n do not. Only the first four count, because a logarithmic schedule may
+    continue at equal distances, as Pythia's does after step 1000.
     """
     first_steps = sorted(step for step in steps if step > 0)[:_NUM_FIRST_STEPS]
     is_complete = len(first_steps) == _NUM_FIRST_STEPS
@@ -110,9 +110,9 @@ def are_log_spaced(steps: Sequence[int]) -> bool:
 
 
 def need_log_axis(values: Iterable[float]) -> bool:
-    """Return whether values need a logarithmic axis: all are positive, and the largest is above 10 times the smallest.
+    """Return whether values need a logarithmic axis: all are positive, the largest above 10 times the smallest.
 
-    Values that are not finite do not count.
+    Values that are not finite are ignored.
     """
     finite_values = [value for value in values if math.isfinite(value)]
     return bool(finite_values) and 0 < _MAX_LINEAR_RATIO * min(finite_values) < max(finite_values)
@@ -151,15 +151,13 @@ def make_spectrum_line(label: str, values: Sequence[float], rounding: float) -> 
 def make_projection_panels(
     rows: Mapping[str, Any], counts: Sequence[float] | np.ndarray | None, title: str, model: str = ""
 ) -> tuple[list[Panel], str]:
-    """Return scatter plots of the rows of a matrix, raw and centered, and an explanation of the colours.
+    """Return scatter plots of a matrix's rows, raw and centered, and an explanation of the colours.
 
-    For a matrix with one dimension, there are no panels.
+    A matrix with one dimension gives an empty list of panels. The panels' titles are `title` with the form added.
 
     Args:
-        rows: what `istar.measures.partition.project_rows` returns: `ids`, and coordinates `raw` and `centered`.
+        rows: result of `istar.measures.partition.project_rows`: `ids`, and coordinates `raw` and `centered`.
         counts: occurrences of each row's token in texts; None or empty if unknown.
-        title: title of the panels, to which the form is added.
-        model: model of the panels; empty for none.
     """
     panels = []
     groups, explanation = group_rows(rows["ids"], counts)
@@ -174,10 +172,9 @@ def make_projection_panels(
 
 
 def group_rows(ids: Sequence[int], counts: Sequence[float] | np.ndarray | None) -> tuple[dict[str, np.ndarray], str]:
-    """Group rows by their tokens' frequencies, or by ids if most of the tokens do not occur in the texts.
+    """Group rows by their tokens' frequencies, or by ids if most tokens do not occur in the texts.
 
-    Returns:
-        Indices of the rows by the group's label, and an explanation of the colours.
+    Returns the row indices by the group's label, and an explanation of the colours.
     """
     explanation = f"{len(ids):,} rows, evenly spaced by token id; the colour is the"
     frequencies = np.array(counts if counts is not None else [])

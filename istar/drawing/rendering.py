@@ -108,7 +108,7 @@ def tabulate_points(plot: Plot) -> pd.DataFrame:
 
 
 def describe(plot: Plot) -> str:
-    """Describe a plot in words, with a sentence for each panel: its lines with their first and last values."""
+    """Describe a plot in words, one sentence per panel: its lines with their first and last values."""
     sentences = []
     for panel in plot.panels:
         lines = "; ".join(_describe_line(line, plot) for line in panel.lines)
@@ -170,7 +170,7 @@ def _draw_figure(plot: Plot) -> Figure:
             continue
         draw_panel(axes, plot, panel, styles)
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            # Of points with error bars, the legend shows only the marker, which the error bars would cover.
+            # For points with error bars, the legend shows only the marker; error bars would cover it.
             handles[label] = handle[0] if isinstance(handle, ErrorbarContainer) else handle
     panel_axes = figure.axes[: len(plot.panels)]
     for panel in plot.panels:
@@ -200,7 +200,7 @@ def _draw_figure(plot: Plot) -> Figure:
 
 
 def _count_legend_columns(num_panel_columns: int, labels: Sequence[str]) -> int:
-    """Return how many columns of labels fit below the panels, so that the legend's rows are of nearly equal length."""
+    """Return how many columns of labels fit below the panels, in legend rows of nearly equal length."""
     # A label needs the space of about six more characters for its marker and the gaps around it.
     max_characters = {1: 66, 2: 90, 3: 120}[num_panel_columns]
     max_columns = max(1, min(8, max_characters // (max(map(len, labels)) + 6)))

@@ -1,4 +1,4 @@
-"""Output of all commands, runs and sweeps: of any text, in any encoding, also to a reader that ends early."""
+"""Output of all commands, runs and sweeps: any text, in any encoding, even to a reader that ends early."""
 
 import io
 import os
@@ -14,7 +14,7 @@ CLOSED_PIPE_EXIT_CODE = 141
 
 
 def make_console(**options: Any) -> "Console":
-    """Create a rich console that shows every string as it is, also in tables: `[cpu]` and `:x:` are not markup.
+    """Create a rich console that shows strings as they are, even in tables: `[cpu]` and `:x:` are not markup.
 
     rich is imported here because `istar --help` must work without it.
     """
@@ -32,8 +32,8 @@ def replace_unencodable_characters() -> None:
 def run_with_robust_output(command: Callable[[], int]) -> int:
     """Execute a command, and return its exit code.
 
-    The command ends without a message, with `CLOSED_PIPE_EXIT_CODE`, if the reader of its output, such as `head`, ends
-    first. Characters that the output's encoding lacks become question marks.
+    If the reader of the output, such as `head`, ends first, the command ends without a message and with
+    `CLOSED_PIPE_EXIT_CODE`. Characters that the output's encoding lacks become question marks.
     """
     replace_unencodable_characters()
     try:

@@ -36,9 +36,7 @@ _RANK_BINS = 30
 def make_plots(models: Sequence[ModelEmbeddings], words: pd.DataFrame) -> list[Plot]:
     """Return the plots of Figures 1 to 6 of *Too Much in Common*, and of norms by frequency.
 
-    Args:
-        models: the measured embedding matrices.
-        words: frequencies of the texts' words; empty without texts.
+    `words` has the frequencies of the texts' words; it is empty without texts.
     """
     return [
         make_projection_plot(models),
@@ -83,10 +81,7 @@ def make_singular_value_plot(models: Sequence[ModelEmbeddings]) -> Plot:
 
 
 def make_sphere_plots() -> tuple[Plot, Plot]:
-    """Return plots of points on spheres at several distances from the origin, and of their singular values.
-
-    They are Figure 2 (a, b) of *Too Much in Common*.
-    """
+    """Return Figure 2 (a, b): points on spheres at several distances from the origin, and their singular values."""
     # Each point has an opposite one, so that the mean is exactly the center.
     half_of_points = np.random.Generator(np.random.Philox(0)).standard_normal((_SPHERE_POINTS // 2, 3))
     half_of_points /= np.linalg.norm(half_of_points, axis=1, keepdims=True)
@@ -159,10 +154,7 @@ def make_centering_plot(models: Sequence[ModelEmbeddings]) -> Plot:
 
 
 def make_frequency_norm_plot(models: Sequence[ModelEmbeddings]) -> Plot:
-    """Return a plot of the average norm of the tokens' rows by rank of frequency.
-
-    Section 5.2 of *Too Much in Common* describes it without a figure.
-    """
+    """Return a plot of the average norm of the tokens' rows by rank of frequency; see section 5.2 of the paper."""
     lines = []
     for model in models:
         if not model.token_frequencies.empty:
@@ -178,12 +170,12 @@ def make_frequency_norm_plot(models: Sequence[ModelEmbeddings]) -> Plot:
 
 
 def _get_only_label(lines: Sequence[Line]) -> str:
-    """Return the label of a line that is the only one and so has no legend; empty for several lines."""
+    """Return the label of a single line, which needs no legend; empty for several lines."""
     return lines[0].label if len(lines) == 1 else ""
 
 
 def _make_density_lines(norms_by_label: dict[str, np.ndarray]) -> list[Line]:
-    """Return lines with the densities of norms, without norms that are all equal or fewer than 2."""
+    """Return lines with the densities of norms; skip norms that are all equal or fewer than 2."""
     lines = []
     for label, norms in norms_by_label.items():
         if len(norms) >= 2 and not is_constant(norms):

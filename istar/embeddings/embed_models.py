@@ -36,17 +36,21 @@ FORM_FUNCTIONS: dict[str, Callable[[Tensor, int | None], Tensor]] = {
     "all_but_the_top": all_but_the_top,
     "all_but_the_top_published": lambda matrix, components: all_but_the_top(matrix, components, "published"),
 }
-"""Post-processing of an embedding matrix by the name of its form, as a function of the matrix and of the number of
-components that are removed, which only the all-but-the-top forms use; None for their default."""
+"""Post-processing by the name of its form: a function of the matrix and of the number of components to remove.
+Only the all-but-the-top forms use the number; None is their default."""
 PAPER_FORMS = ("raw", "centered", "all_but_the_top")
-"""The forms whose isotropy Table 1 of *Too Much in Common* has."""
+"""The forms in Table 1 of *Too Much in Common*."""
 WORDSIM_FORMS = ("raw", "centered", "scaled_centered", "all_but_the_top")
 """The forms of Table 2 of *Too Much in Common*, in its order."""
 
 
 @dataclass(frozen=True)
 class EmbeddingSettings:
-    """Which matrix of each model is measured, and in which forms."""
+    """The matrix of each model to measure, and its forms.
+
+    Raises:
+        UserError: if `components` is given without an all-but-the-top form.
+    """
 
     matrix: Side = "input"  # input or output embeddings
     forms: tuple[str, ...] = WORDSIM_FORMS  # forms for word similarity, keys of `FORM_FUNCTIONS`; raw is added
@@ -54,11 +58,6 @@ class EmbeddingSettings:
     policy: wordsim.Policy = "single_token"  # treatment of words of several tokens; see `wordsim.word_vectors`
 
     def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            UserError: if `components` has no effect.
-        """
         if self.components is not None and not any(form.startswith("all_but_the_top") for form in self.forms):
             raise UserError(
                 f"--components needs an all_but_the_top form, but the forms are {', '.join(self.forms)}; "
@@ -77,8 +76,8 @@ class NamedModel:
 def parse_named_models(arguments: Sequence[str], revision: str | None = None) -> list[NamedModel]:
     """Parse models, each written as `[label=]<folder, run or hub id>[@revision]`.
 
-    The label is by default the last part of the name, with the revision. A run of train.py stands for its folder
-    `model`. `revision` is that of a single model.
+    The default label is the last part of the name, with the revision. A run of train.py means its folder `model`.
+    `revision` is the default revision.
 
     Raises:
         UserError: if two models have the same label.
@@ -116,7 +115,7 @@ def measure_embeddings(
     benchmarks: Sequence[wordsim.Benchmark] = (),
     texts: Sequence[Source] = (),
 ) -> ModelEmbeddings:
-    """Measure the embedding matrix of a model in the forms of the settings, and raw, centered and post-processed.
+    """Measure a model's embedding matrix in the forms of the settings, and raw, centered and post-processed.
 
     At most two matrices are in memory at a time: the stored one and one form of it.
 
@@ -133,7 +132,7 @@ def measure_embeddings(
     norms_by_form: dict[str, np.ndarray] = {}
     similarity_rows: list[dict[str, Any]] = []
     notes: list[str] = []
-    # Word similarity is always that of the raw form too, with which the others are compared.
+    # Word similarity is always measured for the raw form too, to compare the others with it.
     similarity_forms = ("raw", *settings.forms)
     for form in dict.fromkeys((*similarity_forms, *PAPER_FORMS)):
         components = settings.components if form.startswith("all_but_the_top") else None
@@ -168,7 +167,7 @@ def measure_embeddings(
 
 
 def make_metadata(config: ModelConfig, matrix: Matrix) -> dict[str, Any]:
-    """Return the model's name and revision, the hash of the embedding matrix, and the tensor that holds the matrix."""
+    """Return the model's name and revision, the hash of the embedding matrix, and its tensor's name."""
     return {
         "model": config.name,
         "revision": config.revision,
@@ -181,12 +180,12 @@ def make_metadata(config: ModelConfig, matrix: Matrix) -> dict[str, Any]:
 
 
 def list_tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str | None]:
-    """Return the token of each row of an embedding matrix, or None for a row without a token.
+    """Return the token of each row of an embedding matrix; None for a row without a token.
 
     Embeddings often have more rows than the vocabulary has tokens.
 
     Raises:
-        UserError: if a token of the tokenizer has no row.
+        UserError: if a token of the tokenizer lacks a row.
     """
     token_by_id = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
     largest_id = max(token_by_id)
@@ -202,7 +201,7 @@ def read_benchmarks(paths: Sequence[Path]) -> list[wordsim.Benchmark]:
     """Read the files of word similarity benchmarks.
 
     Raises:
-        UserError: if a file cannot be read, or two are the same benchmark, which would count twice in the average.
+        UserError: if a file cannot be read, or a benchmark is given twice.
     """
     benchmarks = [wordsim.read_benchmark(path) for path in paths]
     for name, count in Counter(benchmark.name for benchmark in benchmarks).items():
@@ -246,15 +245,9 @@ def process_matrix(model: NamedModel, side: Side, form: str, components: int | N
 def make_matrix_files(
     model: NamedModel, matrix: Matrix, processed: Tensor, settings: dict[str, Any]
 ) -> dict[str, bytes]:
-    """Return the contents of `MATRIX_FILES`.
+    """Return the contents of `MATRIX_FILES` for a processed matrix; `matrix` is the stored one.
 
-    `tokens.txt` has the token of each row as a JSON string, or `null` for a row without a token.
-
-    Args:
-        model: the model.
-        matrix: the matrix as it is stored.
-        processed: the matrix to save.
-        settings: form and number of removed components, for the metadata of the file.
+    `tokens.txt` has a JSON string for each row, or `null` for a row without a token. `settings` becomes metadata.
     """
     metadata = {**make_metadata(model.config, matrix), **settings}
     texts = {name: str(value) for name, value in metadata.items() if value is not None}
@@ -265,7 +258,7 @@ def make_matrix_files(
 
 
 def save_model(model: NamedModel, matrix: Matrix, processed: Tensor, output: Output) -> Path:
-    """Save the whole model with the processed matrix to a draft of a folder, and return the draft.
+    """Save the whole model with the processed matrix to a draft folder, and return the folder.
 
     Tied output embeddings stay tied, so that they are processed too.
 

@@ -20,21 +20,17 @@ EMBEDDINGS_KIND = PageKind(
     (JSON, "embeddings.csv", "wordsim.csv", "unused.csv", "frequency.csv", "words.csv", *MATRIX_FILES, MODEL_FOLDER),
 )
 _ANISOTROPIC, _ISOTROPIC = 0.5, 0.9
-"""A raw matrix with I(W) of at most the first value is flagged; with the second one or more after centering, only its
-mean makes it anisotropic."""
+"""A raw matrix is flagged if I(W) is at most the first value. If it is at least the second after centering, only the
+mean makes the matrix anisotropic."""
 _MAX_FLAGS = 4
 
 
 def make_contents(
     models: Sequence[ModelEmbeddings], sheets: Mapping[str, Sheet], words: pd.DataFrame, command: str = ""
 ) -> dict[str, bytes]:
-    """Return the contents of the page of embedding matrices with its figures, tables and data files, by their paths.
+    """Return the files of the page, with its figures, tables and data, by path; `command` is the command line to show.
 
-    Args:
-        models: the measured matrices.
-        sheets: tables by name; see `make_tables`.
-        words: frequencies of the texts' words; empty without texts.
-        command: command line, to show on the page.
+    `sheets` is the result of `make_tables`; `words` has the frequencies of the texts' words, if there are texts.
     """
     contents = page_folder.page_files(_make_page(models, sheets, words, command), sheets)
     model_records = [{"label": model.label, **model.metadata, "figures": model.measures_by_form} for model in models]
@@ -58,19 +54,13 @@ def make_contents(
 
 
 def _join_tables(table_by_label: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """Return the tables of all models one below the other, with the models' labels in the first column."""
     tables = [pd.DataFrame({"label": label}, table.index).join(table) for label, table in table_by_label.items()]
     tables = [table for table in tables if not table.empty]
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
 
 
 def make_tables(models: Sequence[ModelEmbeddings], words: pd.DataFrame) -> dict[str, Sheet]:
-    """Return the page's tables that have rows, by name.
-
-    Args:
-        models: the measured matrices.
-        words: frequencies of the texts' words; empty without texts.
-    """
+    """Return the page's tables that have rows, by name; `words` is as in `make_contents`."""
     sheets = [embed_tables.make_table1(models)]
     if any(not model.word_similarity.empty for model in models):
         sheets += [embed_tables.make_table2(models), embed_tables.make_table3(models)]
@@ -80,7 +70,7 @@ def make_tables(models: Sequence[ModelEmbeddings], words: pd.DataFrame) -> dict[
 
 
 def describe_anisotropy(models: Sequence[ModelEmbeddings]) -> list[str]:
-    """Return at most five lines on unusually anisotropic matrices, the most anisotropic one first.
+    """Return at most five lines on unusually anisotropic matrices, the most anisotropic first.
 
     I(W) is over both signs of the eigenvectors, so that matrices can be compared.
     """

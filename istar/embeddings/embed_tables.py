@@ -22,7 +22,7 @@ FORM_NAMES = {
     "all_but_the_top": "post-processed",
     "all_but_the_top_published": "post-processed, as published in 2018",
 }
-"""Names of the forms in tables, after those of the paper."""
+"""Names of the forms in tables, similar to the paper's."""
 PAPER_FORM_NAMES = {
     "raw": "raw",
     "centered": "centered",
@@ -70,13 +70,13 @@ _HEADERS = {
     "cosine_gain": "cosine\nminus raw",
     "inner_product_gain": "product\nminus raw",
 }
-"""Headers of columns whose names in the CSV files are less readable."""
+"""Readable headers of columns, by their names in the CSV files."""
 
 
 def make_table1(models: Sequence[ModelEmbeddings]) -> Sheet:
     """Return Table 1 of *Too Much in Common*: isotropy and norms of the embedding matrix of each model.
 
-    A model has rows of measured numbers and, if the paper has the model, of published numbers and of the differences.
+    A model has rows of measured numbers and, if it is in the paper, of published numbers and differences.
     """
     rows: list[dict[str, Any]] = []
     for model in models:
@@ -132,7 +132,7 @@ def make_table2(models: Sequence[ModelEmbeddings]) -> Sheet:
 def average_similarity(model: ModelEmbeddings) -> dict[str, dict[str, float]]:
     """Return the average over the benchmarks of 100 times Pearson's r with the ratings, by form and score.
 
-    A benchmark whose correlation is undefined makes the average NaN. Without benchmarks, the result is empty.
+    A benchmark with an undefined correlation makes the average NaN. Without benchmarks, the result is empty.
     """
     if model.word_similarity.empty:
         return {}
@@ -173,7 +173,7 @@ def make_table3(models: Sequence[ModelEmbeddings]) -> Sheet:
 def make_coverage_table(models: Sequence[ModelEmbeddings], words: pd.DataFrame) -> Sheet:
     """Return the table of how many of the most frequent words or tokens make up given shares of the texts.
 
-    Section 2.2 of *Too Much in Common* has such numbers, which the last row shows.
+    The last row has the numbers of section 2.2 of *Too Much in Common*.
     """
     rows: list[dict[str, Any]] = []
     tables = {"words": words, **{f"tokens of {model.label}": model.token_frequencies for model in models}}
@@ -203,7 +203,7 @@ def _add_gains(scores: Mapping[str, float], raw_scores: Mapping[str, float]) -> 
 def _make_published_rows(
     names: Mapping[str, Any], measured: Mapping[str, float], published: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """Return the row of published numbers, and the row of the measured numbers minus the published ones, if any."""
+    """Return the row of published numbers and the row of measured minus published numbers, if any."""
     if not published:
         return []
     differences = {column: measured[column] - value for column, value in published.items()}
@@ -211,7 +211,7 @@ def _make_published_rows(
 
 
 def _find_paper_model(model: ModelEmbeddings) -> str:
-    """Return the model's name in *Too Much in Common*; empty if the paper does not have its embedding matrix."""
+    """Return the model's name in *Too Much in Common*; empty if the paper lacks its embedding matrix."""
     is_same_matrix = model.metadata["matrix"] == "input" or model.metadata["tied"]
     return find_paper_model(model.label, model.metadata["model"]) if is_same_matrix else ""
 
@@ -238,7 +238,7 @@ def _describe_norm_correlation(models: Sequence[ModelEmbeddings]) -> list[str]:
 
 
 def _describe_left_out(models: Sequence[ModelEmbeddings]) -> list[str]:
-    """Return notes on the benchmarks with too few words that the model knows, and on undefined correlations."""
+    """Return notes on benchmarks with too few words known to the model, and on undefined correlations."""
     notes = [f"{model.label}: {note}" for model in models for note in model.notes]
     for model in models:
         for row in model.word_similarity.to_dict("records"):
@@ -248,7 +248,6 @@ def _describe_left_out(models: Sequence[ModelEmbeddings]) -> list[str]:
 
 
 def _describe_kept_pairs(models: Sequence[ModelEmbeddings]) -> list[str]:
-    """Return a sentence for each model with the number of word pairs of each benchmark that were correlated."""
     sentences = []
     for model in models:
         rows = model.word_similarity.to_dict("records")
@@ -271,12 +270,8 @@ def _make_embedding_sheet(
 ) -> Sheet:
     """Return a table with a group for each model; missing and undefined numbers are dashes.
 
-    Args:
-        name: name of the table's files, and of its title and caption in `texts.toml`.
-        frame: rows with `model`, in some tables `form`, `source`, and numbers.
-        number_format: format of the numbers. Differences and gains also have a sign.
-        notes: sentences below the table.
-        is_bold: whether numbers are bold, by column; none if None.
+    The files, and the title and caption in `texts.toml`, have the name `name`. Differences and gains also get a sign.
+    `is_bold` says by column which numbers are bold.
     """
     names = [column for column in ("form", "source") if column in frame]
     columns = [str(column) for column in frame if column not in ("model", *names)]
@@ -297,21 +292,21 @@ def _make_embedding_sheet(
 
 
 def _make_header(column: str) -> str:
-    """Return the header of a column; a column of Table 3 is named `<benchmark>/<score>`."""
+    """Return the header of a column; columns of Table 3 are named `<benchmark>/<score>`."""
     benchmark, _, score = column.rpartition("/")
     title = f"{BENCHMARK_TITLES.get(benchmark, benchmark)}\n" if benchmark else ""
     return f"{title}{score.replace('_', ' ')}" if title else _HEADERS.get(score, score)
 
 
 def _format_number(value: float, number_format: str, is_signed: bool) -> str:
-    """Return a number as text; NaN is a dash, and positive differences have a plus sign."""
+    """Format a number; NaN is a dash, and `is_signed` adds a plus sign to positive numbers."""
     if math.isnan(value):
         return "\u2013"
     return f"{'+' if is_signed and value > 0 else ''}{number_format.format(value)}"
 
 
 def find_paper_model(label: str, name: str) -> str:
-    """Return the name of a model in *Too Much in Common*; empty if the paper does not have the model.
+    """Return the name of a model in *Too Much in Common*; empty if the model is not in the paper.
 
     The paper's name is either the model's label or the last part of its hub id or path.
     """
@@ -321,6 +316,6 @@ def find_paper_model(label: str, name: str) -> str:
 
 @cache
 def read_published_table(name: str, *key_columns: str) -> dict[Any, dict[str, float]]:
-    """Return the rows of one of the tables of *Too Much in Common* by the values of the columns `key_columns`."""
+    """Read a table of *Too Much in Common*; return its rows by their values of `key_columns`."""
     with files("istar.embeddings").joinpath("paper", f"{name}.csv").open(encoding="utf-8") as file:
         return pd.read_csv(file, index_col=list(key_columns)).astype(float).to_dict("index")  # type: ignore[return-value]

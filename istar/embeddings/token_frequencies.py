@@ -19,7 +19,7 @@ from istar.inputs.tokenizing import tokenize
 from istar.measures.numerics import unit_vectors, upcast_blocks
 
 TEXT_SHARES = (0.3, 0.5, 0.98)
-"""Shares of a text for which *Too Much in Common* counts the tokens that make them up, in section 2.2."""
+"""Shares of a text in section 2.2 of *Too Much in Common*, which counts the tokens that make them up."""
 _WORD_PATTERN = re.compile(r"\w+|[^\w\s]")
 BIN_SIZE = 1_000
 """Number of tokens in a bin, as in Figure 3 of *Too Much in Common*."""
@@ -29,7 +29,7 @@ def count_tokens(texts: Iterable[Source], tokenizer: PreTrainedTokenizerBase, ro
     """Count how often each token occurs in texts, `(rows,)`; the special tokens around a text are not counted.
 
     Raises:
-        UserError: if a file cannot be read, or the texts have no tokens.
+        UserError: if a file cannot be read, or the texts lack tokens.
     """
     counts = np.zeros(rows, dtype=np.int64)
     for source in texts:
@@ -43,10 +43,7 @@ def count_tokens(texts: Iterable[Source], tokenizer: PreTrainedTokenizerBase, ro
 def make_token_table(counts: np.ndarray, tokens: Sequence[str | None], norms: np.ndarray) -> pd.DataFrame:
     """Return a row for each token that occurs, the most frequent first, with its share and the cumulative share.
 
-    Args:
-        counts: number of occurrences by token id.
-        tokens: tokens by token id.
-        norms: norms of the tokens' embeddings by token id.
+    All arguments are by token id: numbers of occurrences, tokens, and norms of the embeddings.
     """
     ids = sort_by_frequency(counts)
     names = {"id": ids, "token": [json.dumps(tokens[token_id]) for token_id in ids]}
@@ -68,7 +65,6 @@ def count_words(texts: Iterable[Source]) -> pd.DataFrame:
 
 
 def _make_frequency_table(names: dict[str, Any], counts: np.ndarray) -> pd.DataFrame:
-    """Return a table with the rank, the names, the count, the share and the cumulative share of each token or word."""
     shares = counts / max(1, counts.sum())
     ranks = np.arange(1, len(counts) + 1)
     return pd.DataFrame({"rank": ranks, **names, "count": counts, "share": shares, "cumulative_share": shares.cumsum()})
@@ -86,7 +82,7 @@ def count_needed(cumulative_share: pd.Series, share: float) -> int:
 
 
 def find_unused_tokens(tokens: Sequence[str | None]) -> list[int]:
-    """Return the ids of placeholder tokens such as BERT's `[unused0]`, which no text contains.
+    """Return the ids of placeholder tokens that never occur in texts, such as BERT's `[unused0]`.
 
     A vocabulary without placeholders is represented by its last 1,000 tokens, as in *Too Much in Common*. If it has
     fewer than 2,000 tokens, the result is empty.
@@ -109,7 +105,7 @@ def make_bins(tokens: Sequence[str | None], special_ids: set[int], counts: np.nd
         counts: number of occurrences of each token, `(rows,)`; None if unknown.
 
     Returns:
-        A row for each bin that has tokens, with its token `ids`; no rows if there are no unused tokens.
+        A row for each nonempty bin, with its token `ids`; empty without unused tokens.
     """
     unused_ids = find_unused_tokens(tokens)
     excluded = special_ids.union(unused_ids)
@@ -126,7 +122,7 @@ def make_bins(tokens: Sequence[str | None], special_ids: set[int], counts: np.nd
 def _iterate_bins(
     token_ids: np.ndarray, counts: np.ndarray | None
 ) -> Iterator[tuple[str, int | None, int | None, np.ndarray]]:
-    """Yield for each bin what it is ordered by, its first and last position in that order, and its token ids."""
+    """Yield for each bin its order, its first and last position in that order, and its token ids."""
     for start in range(0, int(token_ids.max(initial=-1)) + 1, BIN_SIZE):
         yield "index", start, start + BIN_SIZE - 1, token_ids[(token_ids >= start) & (token_ids < start + BIN_SIZE)]
     if counts is None:

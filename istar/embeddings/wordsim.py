@@ -55,7 +55,7 @@ class WordSimilarity(NamedTuple):
     A correlation is NaN if either side is constant. The cosine with a zero vector is 0.
     """
 
-    kept: int  # number of pairs that were correlated, because both words have vectors
+    kept: int  # number of correlated pairs: both words have vectors
     cosine_pearson: float
     cosine_spearman: float
     inner_product_pearson: float
@@ -64,8 +64,6 @@ class WordSimilarity(NamedTuple):
 
 
 class _Format(NamedTuple):
-    """The line format of a benchmark."""
-
     pattern: str  # pattern of a line; its groups are the two words and the rating
     max_rating: float  # largest rating; the smallest is 0
     example_line: str  # a line, for error messages
@@ -93,18 +91,18 @@ FORMATS = {
         example_line="squishing TAB squirt TAB 5.88 TAB 7 TAB 7",
     ),
 }
-"""Known file formats by name, in the order in which they are tried on the first line of a file."""
+"""Known file formats by name, tried in this order on the first line of a file."""
 
 
 def read_benchmark(path: Path) -> Benchmark:
     """Read the word pairs and ratings of a word similarity benchmark from a file in its authors' format.
 
     - simlex999: tab-separated, the word class in column 3, the rating (0 to 10) in column 4; with or without header.
-    - men: space-separated, the rating (0 to 50) last; words or lemmas (`sun-n`), whose word class is dropped.
+    - men: space-separated, the rating (0 to 50) last; words or lemmas (`sun-n`); the word class is dropped.
     - wordsim353: three tab-separated columns, the rating (0 to 10) last; with or without header.
     - rw: tab-separated, the mean rating (0 to 10) in column 3, followed by the individual ratings.
 
-    The format is the one that matches the first line. The file is UTF-8; empty lines are skipped.
+    The first line determines the format. The file is UTF-8; empty lines are skipped.
 
     Raises:
         UserError: if the file cannot be read, its format is unknown, or a line is malformed.
@@ -152,7 +150,7 @@ def _detect_format(path: Path, lines: Mapping[int, str]) -> str:
 
 
 def _strip_word_classes(pairs: list[Pair]) -> list[Pair]:
-    """Return the pairs of MEN without word classes (`-n`, `-v`, `-j`), or unchanged if some word has none."""
+    """Return MEN's pairs without word classes (`-n`, `-v`, `-j`), or unchanged if some word lacks one."""
     if not all(re.fullmatch(r".+-[nvj]", word) for pair in pairs for word in (pair.first, pair.second)):
         return pairs
     return [Pair(pair.first[:-2], pair.second[:-2], pair.rating) for pair in pairs]
@@ -164,14 +162,14 @@ def word_vectors(
     """Look up the vectors of words in an embedding matrix, tokenizing each word as it appears inside a sentence.
 
     Byte-level BPE and SentencePiece tokenize a word after a space differently from the first word of a text. Each word
-    is therefore tokenized after another word, whose tokens are then dropped. Letter case is left to the tokenizer.
+    is therefore tokenized after another word, and that word's tokens are dropped. Letter case is left to the tokenizer.
 
     Args:
         words: words to look up.
         tokenizer: any tokenizer of transformers; special tokens are not added.
         embeddings: `(rows, d)`, one row per token id, of any floating dtype and on any device.
         policy: "single_token", as in the paper, leaves out words of several tokens. "mean" gives them the mean of their
-            tokens' rows. A word with an unknown token has no vector under either policy.
+            tokens' rows. Words with an unknown token are left out under either policy.
 
     Returns:
         The vectors `(d,)` of the words that have one, float64 (float32 on MPS), on the embeddings' device.
@@ -197,7 +195,7 @@ def word_vectors(
 
 
 def _tokenize_words(words: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
-    """Return the token ids of each word as it is tokenized after another word."""
+    """Return the token ids of each word, tokenized after another word."""
     context = "the"
     texts = [context, *(f"{context} {word}" for word in words)]
     context_ids, *ids_by_text = tokenizer(texts, add_special_tokens=False, padding=False, truncation=False)["input_ids"]
@@ -210,11 +208,8 @@ def _tokenize_words(words: Sequence[str], tokenizer: "PreTrainedTokenizerBase") 
 def measure_similarity(vectors: Mapping[str, Tensor], benchmark: Benchmark) -> WordSimilarity:
     """Correlate a benchmark's ratings with the cosines and inner products of the words' vectors.
 
-    Policies keep different pairs, so that results of different policies are not comparable.
-
-    Args:
-        vectors: vectors by word, see `word_vectors`. Pairs with a word that has no vector are left out.
-        benchmark: word pairs with ratings.
+    `vectors` is the result of `word_vectors`; pairs with a missing word are left out. Results of different policies are
+    not comparable, because they keep different pairs.
 
     Raises:
         UserError: if fewer than 2 pairs have vectors for both words.

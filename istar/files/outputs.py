@@ -1,4 +1,4 @@
-"""Folders of results: a command replaces and removes only files that it has written itself, as a manifest records."""
+"""Folders of results: a command replaces and removes only its own files, which are listed in a manifest."""
 
 import hashlib
 import json
@@ -16,11 +16,11 @@ from istar.files.parsing import read_record
 from istar.files.writing import is_temporary, remove_temporary_files, write_text
 
 STATE_FOLDER = ".istar"
-"""Hidden folder in a folder of results, with the manifest and with files that are not finished."""
+"""Hidden folder in a folder of results, with the manifest and unfinished files."""
 _MANIFEST, _DRAFTS, _REPLACED = "manifest.json", "new", "old"
 
 _Entries = dict[str, tuple[str, ...]]
-"""The manifest: by the name of each file the noun of its results, and its checksum; two while it is being replaced."""
+"""The manifest: noun and checksum by file name; two checksums while the file is being replaced."""
 
 
 class _Manifest(TypedDict):
@@ -29,11 +29,11 @@ class _Manifest(TypedDict):
 
 @dataclass(frozen=True)
 class Output:
-    """A folder of results, which may also hold other files. Those are never replaced, moved or removed.
+    """A folder of results, which may also contain other files. Those are never replaced, moved or removed.
 
     Each file is replaced atomically. The manifest lists a new file before it is written, and a removed one until it is
-    gone. So a process may be killed at any time: each file is then the old or the new one, and the next call of `check`
-    removes what is unfinished. Symbolic links in the folder are not followed.
+    gone. A process may therefore be killed at any time: each file is then the old or the new one, and the next call of
+    `check` removes unfinished work. Symbolic links in the folder are not followed.
     """
 
     folder: Path
@@ -42,15 +42,15 @@ class Output:
     advice: str = "name a new folder"  # what to do if the folder cannot be used
 
     def check(self, names: Iterable[str], inputs: Iterable[str | Path] = ()) -> None:
-        """Refuse a folder into which the results cannot be written; call this before any work is done.
+        """Refuse a folder into which the results cannot be written; call this before any work.
 
         Args:
             names: files and folders that will be written, relative to the folder.
             inputs: what the command reads; names of models on the hub are ignored.
 
         Raises:
-            UserError: if one of the names holds a foreign file or a file that was edited, or if an input would be
-                replaced or is the folder itself.
+            UserError: if a name belongs to a foreign or edited file, or if an input would be replaced or is the folder
+                itself.
         """
         names = list(names)
         with self._user_errors():
@@ -72,17 +72,17 @@ class Output:
                 raise UserError(f"{self._label} cannot be written; name a folder that you may write to")
 
     def list_names(self) -> list[str]:
-        """Return the names of all files and folders in the folder, except its hidden folder."""
+        """List all files and folders in the folder except its hidden one."""
         return [path.name for path in self.folder.glob("*") if path.name != STATE_FOLDER]
 
     def open_state(self, name: str) -> Path:
-        """Create the folder, and return the path of a file or folder of unfinished work in its hidden folder."""
+        """Create the folder, and return a path for unfinished work in its hidden folder."""
         with self._user_errors():
             self._create()
         return self._state / name
 
     def make_draft(self) -> Path:
-        """Create and return an empty folder, which `write` can move to its place."""
+        """Create and return an empty folder for `write` to move to its place."""
         folder = self.open_state(_DRAFTS) / "folder"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -101,7 +101,7 @@ class Output:
         Args:
             contents: content of each file by its name relative to the folder.
             folders: drafts of folders by name, see `make_draft`. Each replaces its earlier one as a whole.
-            is_complete: whether these are all results, so that earlier ones of other names are removed.
+            is_complete: remove earlier results of other names.
             saved: files that may be replaced even if they are foreign, because the caller has saved them.
 
         Raises:
@@ -124,7 +124,7 @@ class Output:
             for name in (*contents, *folders, *stale_names):
                 if name not in saved:
                     self._check_own(name, entries)
-            # All files are written before the first one is replaced, for the case that the disk is full.
+            # All files are written before the first one is replaced, in case the disk is full.
             drafts = [(name, self._write_draft(str(number), contents[name])) for number, name in enumerate(contents)]
             unfinished_entries = {
                 name: (*entries.get(name, (self.noun,)), checksum) for name, checksum in checksums.items()
@@ -145,11 +145,7 @@ class Output:
             self._remove_drafts()
 
     def remove_folder(self, name: str) -> None:
-        """Remove a folder that `write` has written, if it exists.
-
-        Raises:
-            UserError: if it holds a foreign or edited file.
-        """
+        """Remove a folder of `write`, if it exists; raise a `UserError` if it contains a foreign or edited file."""
         with self._user_errors():
             entries = self._read_manifest()
             self._check_own(name, entries)
@@ -173,7 +169,7 @@ class Output:
 
     @contextmanager
     def _user_errors(self) -> Iterator[None]:
-        """After an OSError, undo what is unfinished and raise a `UserError` that names the folder."""
+        """After an OSError, undo unfinished work and raise a `UserError` that names the folder."""
         try:
             yield
         except OSError as error:
@@ -188,7 +184,7 @@ class Output:
             self._write_manifest({})
 
     def _refuse_links(self) -> None:
-        """Raise a `UserError` if the folder or its hidden folder is a link or a file, or has no manifest of ours."""
+        """Raise a `UserError` if the folder or its hidden folder is a link or a file, or lacks our manifest."""
         for path in (self.folder, self._state, self._state / _MANIFEST):
             is_expected = path.is_file() if path.name == _MANIFEST else path.is_dir()
             if path.is_symlink() or (path.exists() and not is_expected):
@@ -201,7 +197,7 @@ class Output:
                     raise self._make_foreign_error(f"{STATE_FOLDER}/{path.relative_to(self._state).as_posix()}")
 
     def recover(self) -> None:
-        """Undo what a killed process has left unfinished: restore a folder that was moved away, and remove drafts."""
+        """Undo the unfinished work of a killed process: restore a folder that was moved away, and remove drafts."""
         self._refuse_links()
         remove_temporary_files(self._state)
         if not self.has_manifest:
@@ -226,7 +222,7 @@ class Output:
             (self.folder / name).rename(self._state / _REPLACED / quote(name, safe=""))
 
     def _remove_replaced(self, name: str) -> None:
-        """Remove a folder that was moved away. It is renamed first, so that no half of it is ever restored."""
+        """Remove a folder that was moved away. It is renamed first, so that it is never partly restored."""
         replaced_folder = self._state / _REPLACED / quote(name, safe="")
         if replaced_folder.exists():
             removed_folder = self._state / _DRAFTS / "removed"
@@ -253,7 +249,7 @@ class Output:
             parent.rmdir()
 
     def _check_own(self, name: str, entries: _Entries) -> None:
-        """Raise a `UserError` unless all files at a name are listed as ours with the checksums that they have."""
+        """Raise a `UserError` unless all files at a name are listed as ours with their current checksums."""
         path = self.folder / name
         for parent in path.parents[: len(Path(name).parts) - 1]:
             if parent.is_symlink() or (parent.exists() and not parent.is_dir()):
@@ -279,7 +275,7 @@ class Output:
             files = read_record(path, _Manifest, "a manifest")["files"]
         except UserError as error:
             raise UserError(f"{self._label}: {error}; {self.advice}") from error
-        # A manifest may come from a stranger.
+        # A manifest may be hostile.
         return {name: tuple(entry) for name, entry in files.items() if entry and _is_within_folder(name)}
 
     def _write_manifest(self, entries: _Entries) -> None:
@@ -296,7 +292,7 @@ def _is_within_folder(name: str) -> bool:
 
 
 def _list_files(path: Path) -> Iterator[Path]:
-    """Yield a file, or all files below a folder; links are yielded, not followed. Nothing is yielded if none exists."""
+    """Yield a file, or all files below a folder; links are yielded, not followed. A missing path yields nothing."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         yield path
         return

@@ -1,6 +1,6 @@
-"""Readers of JSON and YAML files that come from elsewhere, and a check of their content against type annotations.
+"""Readers of untrusted JSON and YAML files, and a check of their content against type annotations.
 
-A damaged or hostile file raises a `UserError` with one line, whatever is wrong with it.
+Any damaged or hostile file raises a `UserError` with one line.
 """
 
 import functools
@@ -29,17 +29,17 @@ import yaml
 from istar.errors import UserError, shorten
 
 MAX_DEPTH = 50
-"""Number of containers within each other that a file may have."""
+"""Maximum depth of nested containers in a file."""
 MAX_BYTES = 200_000_000
 _MAX_VALUES = 20_000_000
-"""Number of values that a file may have; aliases in YAML repeat values without repeating their text."""
+"""Maximum number of values in a file; aliases in YAML repeat values without repeating their text."""
 _MAX_INTEGER = 10**300
 """Greatest integer; larger ones cannot be converted to floats."""
 _MAX_COUNT = 2**63 - 1
 """Greatest integer in a file that istar wrote."""
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
-# The C loader, where PyYAML has it, is ten times as fast.
+# PyYAML's C loader, if available, is ten times as fast.
 _YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -51,18 +51,18 @@ def read_json(path: Path) -> Any:
     """Return the content of a JSON file.
 
     Raises:
-        MissingFileError: if there is no such file.
+        MissingFileError: if the file is missing.
         UserError: if it cannot be read, is not JSON, or is nested too deeply.
     """
     return parse_json(_read_text(path), str(path))
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the content of a YAML file, which may hold only what JSON can hold.
+    """Return the content of a YAML file, which may contain only what JSON can contain.
 
     Raises:
-        MissingFileError: if there is no such file.
-        UserError: if it cannot be read, is not YAML, is nested too deeply, or holds dates or other objects.
+        MissingFileError: if the file is missing.
+        UserError: if it cannot be read, is not YAML, is nested too deeply, or contains dates or other objects.
     """
     text = _read_text(path)
     try:
@@ -85,11 +85,11 @@ def read_record(path: Path, expected: Any, what: str, version: int | None = None
     Args:
         path: path of the file.
         expected: type annotation of the content, as for `find_mismatch`.
-        what: what the file is, for messages, such as `a plan`.
-        version: expected number in the field `format`; None if the content has no such field.
+        what: kind of file, for messages, such as `a plan`.
+        version: expected number in the field `format`; None if the content lacks this field.
 
     Raises:
-        MissingFileError: if there is no such file.
+        MissingFileError: if the file is missing.
         UserError: if it cannot be read, has another version, or differs from `expected`.
     """
     content = read_yaml(path) if path.suffix == ".yaml" else read_json(path)
@@ -106,7 +106,7 @@ def read_record(path: Path, expected: Any, what: str, version: int | None = None
 
 
 def parse_json(text: str, location: str) -> Any:
-    """Parse JSON, or raise a `UserError` that names `location` if the text is not JSON or is nested too deeply."""
+    """Parse JSON; raise a `UserError` that names `location` if the text is not JSON or is nested too deeply."""
     try:
         content = json.loads(text)
         _check_values(content)
@@ -134,7 +134,7 @@ def _read_text(path: Path) -> str:
 
 
 def _check_values(content: Any, max_integer: int = _MAX_INTEGER) -> None:
-    """Raise a ValueError if nested data are too deep, too large, or hold what JSON and UTF-8 cannot hold."""
+    """Raise a ValueError if nested data are too deep, too large, or impossible in JSON and UTF-8."""
     num_values = 0
     containers: list[Iterator[Any]] = [iter((content,))]
     while containers:
@@ -160,17 +160,12 @@ def _check_values(content: Any, max_integer: int = _MAX_INTEGER) -> None:
 
 
 def find_mismatch(value: Any, expected: Any, name: str) -> str:
-    """Return in which way a value read from a file differs from a type annotation, or "" if it agrees.
+    """Return how a JSON value `value`, called `name`, differs from a type annotation, or "" if it agrees.
 
-    Handles `Any`, None, bool, int, float, str, unions, `Literal`, `dict[str, X]`, `list[X]`, `Sequence[X]`,
-    `tuple[X, Y]`, dataclasses and `TypedDict`s. `Annotated[X, 3]` demands a number that is at least 3, and
-    `Annotated[X, Y]` the more precise type Y. A float may be an int, and a str has no control characters but
-    tabs and line breaks. A `TypedDict` may have further keys, a dataclass may not.
-
-    Args:
-        value: value of JSON data.
-        expected: the annotation.
-        name: name of the value for the message.
+    Handles `Any`, None, bool, int, float, str, unions, `Literal`, `tuple[X, Y]`, `dict[str, X]`, `list[X]`,
+    `Sequence[X]`, dataclasses and `TypedDict`s. `Annotated[X, 3]` demands a number of at least 3, and `Annotated[X, Y]`
+    the more precise type Y. A float may be an int. A str may not contain control characters except tabs and line
+    breaks. A `TypedDict` may have further keys, a dataclass may not.
     """
     origin, arguments = get_origin(expected), get_args(expected)
     if expected is Any:

@@ -24,8 +24,8 @@ def cache_folder(cache_dir: str | None) -> Path:
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Open a binary file that replaces `path` atomically when the `with` block ends without an exception.
 
-    The block writes to a temporary file in the same folder, which is created if needed. At the end of the block, the
-    temporary file is flushed to disk and renamed to `path`. After an exception, it is removed and `path` is unchanged.
+    The block writes to a temporary file in the same folder, which is created if needed. The temporary file is then
+    flushed to disk and renamed to `path`. After an exception, it is removed and `path` is unchanged.
 
     Raises:
         OSError: if the file cannot be written; the error names `path`.
@@ -87,7 +87,7 @@ def to_csv(frame: Any) -> str:
 
 
 def escape_cell(value: Any) -> Any:
-    """Return a value for a cell of a CSV file; a text that spreadsheets would execute as a formula gets an apostrophe.
+    """Return a value for a CSV cell; a text that spreadsheets would execute as a formula gets an apostrophe.
 
     Numbers stay as they are, even as texts.
 
@@ -104,7 +104,7 @@ def escape_cell(value: Any) -> Any:
 
 
 def unescape_cell(value: Any) -> Any:
-    """Return the value that `escape_cell` has escaped.
+    """Undo `escape_cell`.
 
     >>> unescape_cell("'@model"), unescape_cell("'tis")
     ('@model', "'tis")
@@ -118,7 +118,7 @@ _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def refuse_special_file(path: Path) -> None:
-    """Raise an OSError if this is a pipe, a socket or a device, from which reading may never end."""
+    """Raise an OSError for a pipe, socket or device, because reading it may never end."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "is a pipe or a device; expected a file", str(path))
 
@@ -131,7 +131,7 @@ def remove_temporary_files(folder: Path) -> None:
 
 
 def is_temporary(path: Path) -> bool:
-    """Return whether this is a file that `atomic_write` has not finished, or that a killed process has left."""
+    """Return whether this is an unfinished file of `atomic_write`, perhaps left by a killed process."""
     return _TEMPORARY_NAME.fullmatch(path.name) is not None and not path.is_dir()
 
 
@@ -152,12 +152,12 @@ def _sync_folder(folder: Path) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder during the `with` block, so that no other process that uses the lock writes to it.
+    """Lock a folder during the `with` block, so that no other process that uses the lock writes to it.
 
     The lock is also released when the process ends for any reason.
 
     Raises:
-        LockedError: if another process still holds the lock after 10 seconds.
+        LockedError: if another process keeps the lock for 10 seconds.
         UserError: if the lock file cannot be written.
     """
     path = _lock_path(folder)
@@ -178,7 +178,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether a process holds the lock of a folder at the moment.
+    """Return whether a process has locked a folder at the moment.
 
     A lock file that cannot be opened counts as not locked, because writing to the folder will report the reason.
     """
@@ -195,7 +195,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def _lock_path(folder: Path) -> Path:
-    """Return the path of a folder's lock file, which is outside the folder so that a locked folder can be renamed."""
+    """Return the path of a folder's lock file, outside the folder so that a locked folder can be renamed."""
     return folder.parent / ".locks" / f"{folder.name}.lock"
 
 

@@ -50,7 +50,8 @@ def attach(
 
     Raises:
         UserError: if the model's hidden states cannot be read, a layer of the penalty does not exist, or the penalty
-            counts padding and `points` chooses tokens. In a forward pass, if the call lacks what the points depend on.
+            counts padding and `points` chooses tokens. In a forward pass, if the call lacks inputs that the points
+            depend on.
     """
     return HiddenStatePenalty(model, penalty, PenaltySettings(points), modules)
 
@@ -61,7 +62,7 @@ def attach_with_settings(
     settings: PenaltySettings = DEFAULT_SETTINGS,
     modules: Sequence[nn.Module] | None = None,
 ) -> AttachedPenalty:
-    """Attach a penalty as a trainer does: to the hidden states, or to the embedding matrix that the settings name.
+    """Attach a penalty as trainers do: to the hidden states, or to the embedding matrix named by the settings.
 
     `model`, `penalty` and `modules` are as in `attach`.
     """
@@ -71,15 +72,15 @@ def attach_with_settings(
 
 
 class HiddenStatePenalty(AttachedPenalty):
-    """A penalty that is attached to the hidden states of a model; returned by `attach`.
+    """A penalty attached to the hidden states of a model; returned by `attach`.
 
     The attention mask is the argument of the model's forward pass; without one, all tokens count. It may have four
     dimensions, `(batch, 1, tokens, tokens)`, as for packed documents: a token that may attend to itself counts. Forward
-    passes without gradients are not read, so evaluation is as fast as before. Activation checkpointing, before or after
-    the model is attached to, does not change the gradient.
+    passes without gradients are not read, so evaluation is as fast as before. Activation checkpointing, enabled before
+    or after attaching, does not change the gradient.
 
-    A copy or pickle of an attached penalty, or of an object that contains both, such as a LightningModule, is attached
-    to its copy of the model. A copy of the model alone comes without a penalty.
+    A copy or pickle of an attached penalty, or of an object that contains it and the model, such as a LightningModule,
+    is attached to its copy of the model. A copy of the model alone comes without a penalty.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class HiddenStatePenalty(AttachedPenalty):
             0-d tensor, see `Penalty.forward`. It is 0 if the weight is 0, or if layerdrop skipped all selected layers.
 
         Raises:
-            UserError: if there was no forward pass with gradients since the last call.
+            UserError: unless a forward pass with gradients ran since the last call.
         """
         penalty = self.penalty
         if penalty.weight == 0:
@@ -170,8 +171,8 @@ class HiddenStatePenalty(AttachedPenalty):
     def check_batch_size(self, num_sequences: int) -> None:
         """Raise `UserError` if no micro-batch can have a score.
 
-        `num_sequences` is the largest number of sequences in a micro-batch of all processes that compute one penalty. A
-        sequence is one document.
+        `num_sequences` is the largest number of sequences (documents) in a micro-batch, over all processes that compute
+        one penalty.
         """
         which, penalty = self.settings.points.which, self.penalty
         has_no_score = num_sequences < penalty.min_sequences
@@ -190,7 +191,7 @@ class HiddenStatePenalty(AttachedPenalty):
         self._reader.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        # The hooks of a copied model lead to a copied reader without attributes, which `__setstate__` restores.
+        # The hooks of a copied model call a copied reader without attributes; `__setstate__` restores them.
         return {**self.__dict__, "reader_state": self._reader.copied_state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

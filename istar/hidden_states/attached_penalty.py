@@ -1,4 +1,4 @@
-"""A penalty that is attached to a model, the interface that all trainers use, and the settings of its use."""
+"""The interface of attached penalties, which all trainers use, and their settings."""
 
 import math
 import warnings
@@ -40,12 +40,12 @@ class PenaltySettings:
     """What is penalized: hidden_states, input_embeddings or output_embeddings. For the rows of an embedding matrix,
     layers, points and Sigma_S are meaningless, and zeta is 0."""
     rows: int | None = None
-    """Number of rows of the embedding matrix that are sampled for each micro-batch; None uses all rows."""
+    """Number of rows of the embedding matrix sampled for each micro-batch; None uses all rows."""
     seed: int = 0
     """Seed of the samples of rows, equal on all processes."""
     schedule: str | Callable[[int, int], float] = "constant"
     """Lambda over the course of training: constant, warmup (constant after its rise), linear or cosine (decay to 0); in
-    Python also a function of the number of completed optimizer steps and of all steps that returns lambda."""
+    Python also a function that returns lambda, given the numbers of completed and of all optimizer steps."""
     warmup: float = 0.0
     """Fraction of the optimizer steps, in [0, 1], over which lambda rises linearly from 0; not for constant."""
     refresh: bool = True
@@ -54,7 +54,7 @@ class PenaltySettings:
     """Optimizer steps between two computations of the shrinkage covariance within an epoch, in addition to the one at
     the beginning of each epoch. None computes it only at the beginning of each epoch."""
     num_points: int = NUM_POINTS
-    """Number of points that the shrinkage covariance is computed from, counted over the union of the layers."""
+    """Number of points for the shrinkage covariance, counted over the union of the layers."""
     momentum: float = 0.0
     """Weight of the previous Sigma_S in the new one, in [0, 1)."""
 
@@ -97,7 +97,7 @@ def weight_at(step: int, steps: int, weight: float, schedule: str = "constant", 
         step: number of completed optimizer steps, from 0.
         steps: number of optimizer steps of training. After these steps, lambda keeps its last value.
         weight: the largest lambda, with its sign.
-        schedule: `constant`, `warmup`, `linear` or `cosine`. `warmup` is `constant` with a warmup that is above 0.
+        schedule: `constant`, `warmup`, `linear` or `cosine`. `warmup` is `constant` with a warmup above 0.
         warmup: fraction of the steps, in [0, 1], over which lambda rises; 0 for `constant`.
 
     Raises:
@@ -125,11 +125,11 @@ def check_schedule(schedule: str, warmup: float) -> None:
 
 
 class AttachedPenalty(ABC):
-    """A penalty that is attached to a model.
+    """A penalty attached to a model.
 
     A trainer calls `set_weight` and `refresh_if_due` before each optimizer step, adds `loss` to the task loss of each
-    micro-batch, logs `terms`, puts `state_dict` into its checkpoints, and calls `remove` at the end. It can be used as
-    a context manager that calls `remove`.
+    micro-batch, logs `terms`, puts `state_dict` into its checkpoints, and calls `remove` at the end. As a context
+    manager, it calls `remove` at the end of the block.
 
     Attributes:
         penalty: the penalty; its attribute `last` has the terms of the latest `loss()`.
@@ -137,7 +137,7 @@ class AttachedPenalty(ABC):
     """
 
     needs_token_labels = False
-    """Whether the points depend on the labels of the tokens, which the model must then get."""
+    """Whether the points depend on the tokens' labels; the model must then get labels."""
 
     def __init__(self, penalty: Penalty, settings: PenaltySettings) -> None:
         self.penalty = penalty
@@ -149,7 +149,7 @@ class AttachedPenalty(ABC):
     @property
     @abstractmethod
     def num_layers(self) -> int:
-        """Number of layers, or other point clouds of the same size, in the penalized union of a pass."""
+        """Number of layers, or of other point clouds of equal size, in the penalized union of a pass."""
 
     @abstractmethod
     def loss(self) -> Tensor:
@@ -162,9 +162,7 @@ class AttachedPenalty(ABC):
     def claim_refresh(self, step: int, is_epoch_start: bool) -> bool:
         """Return whether Sigma_S must be computed before an optimizer step; true only once for each step.
 
-        Args:
-            step: number of completed optimizer steps.
-            is_epoch_start: whether the step is the first one of an epoch.
+        `step` is the number of completed optimizer steps.
         """
         settings, penalty = self.settings, self.penalty
         is_penalized = penalty.weight != 0 or settings.has_schedule
@@ -179,7 +177,7 @@ class AttachedPenalty(ABC):
         return True
 
     def refresh_if_due(self, step: int, is_epoch_start: bool, batches: Iterable[Any]) -> None:
-        """Compute Sigma_S from batches in random order if it is due; otherwise, the batches are not touched."""
+        """Compute Sigma_S from batches in random order if it is due; otherwise, leave the batches untouched."""
         if self.claim_refresh(step, is_epoch_start):
             self.refresh(batches, self.settings.num_points, self.settings.momentum)
 
@@ -189,9 +187,9 @@ class AttachedPenalty(ABC):
             self.penalty.weight = self.settings.weight_at(step, num_steps, self._largest_weight)
 
     def terms(self) -> dict[str, Tensor]:
-        """Return what to log of the latest loss, 0-d each: `penalty` (weighted), the score under its name, and so on.
+        """Return the latest loss's terms to log, 0-d each: `penalty` (weighted), the score under its name, and so on.
 
-        Empty if there was no loss, or lambda is 0.
+        Empty without a loss, or if lambda is 0.
         """
         terms = self.penalty.last
         if terms is None or self.penalty.weight == 0:
@@ -202,7 +200,7 @@ class AttachedPenalty(ABC):
         """Raise `UserError` if no micro-batch of this number of sequences can have a score; by default, all can."""
 
     def remove(self) -> None:
-        """Detach the penalty from the model, and set the weight back that a schedule has changed."""
+        """Detach the penalty from the model, and restore a weight changed by a schedule."""
         self.penalty.weight = self._largest_weight if self.settings.has_schedule else self.penalty.weight
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -245,7 +243,7 @@ class AttachedPenalty(ABC):
         return not self.penalty.sync or self.penalty.group is not None
 
     def sampler_state(self) -> dict[str, Tensor]:
-        """Return the state of random numbers that the penalty draws, by default none."""
+        """Return the state of the penalty's random numbers, by default empty."""
         return {}
 
     def load_sampler_state(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027
@@ -258,7 +256,7 @@ class AttachedPenalty(ABC):
         self.remove()
 
     def _warn_if_no_gradient(self, loss: Tensor, reason: str) -> None:
-        """Warn once, at the line that called `loss`, if gradients are enabled and the penalty lacks one."""
+        """Warn once, at the line that called `loss`, if gradients are enabled but the penalty lacks one."""
         if torch.is_grad_enabled() and not loss.requires_grad and not self._has_warned:
             self._has_warned = True
             warnings.warn(f"the penalty has no gradient: {reason}", UserWarning, stacklevel=3)

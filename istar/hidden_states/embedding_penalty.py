@@ -48,12 +48,12 @@ class EmbeddingPenalty(AttachedPenalty):
 
     Args:
         model: a transformers model, bare, with a head, or inside of PEFT, DDP or another module.
-        penalty: `CosReg`, or `IStar` with zeta 0. Its `layers` have no meaning here.
-        settings: their target is one of the embedding matrices.
+        penalty: `CosReg`, or `IStar` with zeta 0. Its `layers` are ignored.
+        settings: with an embedding matrix as their target.
 
     Raises:
-        UserError: for a model without this matrix or with a sharded one, more rows than there are, and a penalty that
-            needs Sigma_S.
+        UserError: for a model without this matrix or with a sharded one, more `rows` than the matrix has, and a penalty
+            that needs Sigma_S.
     """
 
     def __init__(self, model: nn.Module, penalty: Penalty, settings: PenaltySettings) -> None:
@@ -88,8 +88,8 @@ class EmbeddingPenalty(AttachedPenalty):
         """Compute the weighted penalty of the current matrix, to be added to the task loss.
 
         Returns:
-            0-d tensor on the matrix' device, see `Penalty.forward`. It is 0 if the weight is 0; the sample of rows is
-            drawn then, too, so that it does not depend on the weights of earlier steps.
+            0-d tensor on the matrix' device, see `Penalty.forward`. It is 0 if the weight is 0. Even then rows are
+            sampled, so that samples do not depend on earlier weights.
         """
         matrix = self.matrix
         points = matrix

@@ -32,12 +32,12 @@ class ModelLayers:
     Attributes:
         base_model: the module that computes all hidden states in its forward pass: a transformers model without its
             head, or any model that the caller passed together with its layer modules.
-        modules: modules that output the hidden states, in the model's order. Empty if no module returns them as they
-            are, so that the model must be called with `output_hidden_states=True`.
+        modules: modules that output the hidden states, in the model's order. If empty, no module returns them
+            unchanged, and the model must be called with `output_hidden_states=True`.
         num_layers: L, the number of hidden states after the embedding output.
         ends_with_norm: whether the last hidden state is the output of the final norm instead of the last layer.
         is_transformers: whether the base model is a transformers model.
-        returns_embeddings: whether the first of the hidden states that the model returns is the embedding output.
+        returns_embeddings: whether the first returned hidden state is the embedding output.
     """
 
     base_model: nn.Module
@@ -54,9 +54,9 @@ class ModelLayers:
 
 
 def find_layers(model: nn.Module) -> ModelLayers:
-    """Return the layers of a transformers model, which may be inside of another module.
+    """Return the layers of a transformers model, which may be inside another module.
 
-    A model of text that does not declare its layers is tried on a few tokens.
+    A text model that does not declare its layers is tried on a few tokens.
 
     Raises:
         UserError: as `find_base_model` and `run_trial`, or if the model does not return the states of all layers.
@@ -81,7 +81,7 @@ def find_layers(model: nn.Module) -> ModelLayers:
             if starts_with_layer or (starts_with_input and all(map(_are_equal, outputs[:-1], states[1:]))):
                 called = tuple(dict.fromkeys(call.module for call in block_calls))
                 return ModelLayers(base_model, called, len(outputs), True, True, not starts_with_layer)
-    # No module returns these states as they are: XLNet, for example, has another order of the dimensions.
+    # No module returns these states unchanged: XLNet, for example, orders the dimensions differently.
     in_lists = {block for blocks in lists for block in blocks}
     starts_with_layer = any(
         call.output is not None and torch.isin(states[0], call.output).all()
@@ -97,11 +97,11 @@ def find_layers(model: nn.Module) -> ModelLayers:
 
 
 class ReturnedStates:
-    """Puts the hidden states that a model returns in evaluation into the order of the layers, as `istar measure` does.
+    """Puts the hidden states returned in evaluation into the order of the layers, as `istar measure` does.
 
-    The embeddings come first, and then the output of each layer, before the final norm if there is one. Most models
-    return the output of the final norm in place of the last layer. A hook on the norm records its input, and in
-    models that return no embeddings, like Mamba, a hook on the first layer records these.
+    The embeddings come first, then the output of each layer, before the final norm if there is one. Most models return
+    the output of the final norm in place of the last layer. A hook on the norm therefore records its input. In models
+    that do not return embeddings, like Mamba, a hook on the first layer records them.
 
     Args:
         model: a transformers model. It is tried on a few tokens to find its final norm.
@@ -122,7 +122,7 @@ class ReturnedStates:
             self._layers.modules[0].register_forward_pre_hook(self._record_embeddings, with_kwargs=True)
 
     def sort(self, returned_states: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return hidden states 0 to L of the latest call without gradients, given `hidden_states` of its output."""
+        """Return hidden states 0 to L of the latest call without gradients, given its output's `hidden_states`."""
         embeddings, last_output = self._embeddings, self._last_output
         self._embeddings = self._last_output = None
         if not self._layers.returns_embeddings:
@@ -130,7 +130,7 @@ class ReturnedStates:
             return (embeddings, *returned_states[:-1])
         return tuple(returned_states) if last_output is None else (*returned_states[:-1], last_output)
 
-    # In training, what is recorded would keep the graph of the pass alive.
+    # In training, recorded tensors would keep the graph of the pass alive.
     def _record_embeddings(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
             self._embeddings = args[0] if args else kwargs["hidden_states"]
@@ -141,7 +141,7 @@ class ReturnedStates:
 
 
 def layers_from_modules(model: nn.Module, modules: Sequence[nn.Module]) -> ModelLayers:
-    """Return the given modules of any model as its layers 1 to L; raise `UserError` if a module is given twice."""
+    """Return the given modules of any model as its layers 1 to L; raise `UserError` for a repeated module."""
     if len(set(modules)) < len(modules):
         raise UserError("a module is named twice among the given modules; its outputs would count twice")
     # Unwrap DDP, because its `forward` does not name the arguments of the model, such as `attention_mask`.
@@ -170,7 +170,7 @@ def find_head_model(model: nn.Module) -> nn.Module:
 def find_base_model(model: nn.Module) -> nn.Module:
     """Return the transformers model within a module, without its head.
 
-    If transformers models are nested, like the decoder inside OPT's model, the innermost one is returned.
+    Of nested transformers models, like the decoder inside OPT's model, it returns the innermost.
 
     Raises:
         UserError: without a transformers model, or if it is an encoder-decoder or inside of `nn.DataParallel`.
@@ -192,7 +192,7 @@ def find_base_model(model: nn.Module) -> nn.Module:
 
 
 def declared_layers(base_model: nn.Module) -> list[nn.Module]:
-    """Return the modules that a transformers model declares as the source of its hidden states, or an empty list."""
+    """Return the modules declared as the source of a transformers model's hidden states, or an empty list."""
     # The declaration is a class of modules, or an `OutputRecorder` of transformers, which names such a class and may
     # restrict it to one of its outputs (`index`) or to modules of a certain name (`layer_name`).
     declaration = getattr(base_model, "can_record_outputs", {}).get("hidden_states")
@@ -217,7 +217,7 @@ class Call(NamedTuple):
 
 
 class TrialPass(NamedTuple):
-    """What a model computes for a few tokens."""
+    """Result of a model for a few tokens."""
 
     states: tuple[Tensor, ...]  # hidden states that the model returns, `(1, tokens, d)` each
     last_state: Tensor  # first output of the model
@@ -226,9 +226,9 @@ class TrialPass(NamedTuple):
 
 @torch.no_grad()
 def run_trial(base_model: nn.Module, called_module: nn.Module) -> TrialPass:
-    """Run a base model on a few tokens in eval mode; its training modes and all random numbers stay as they are.
+    """Run a base model on a few tokens in eval mode; training modes and random numbers stay unchanged.
 
-    A sharded model that contains the base model must be called instead of it, as `called_module`.
+    `called_module` is the base model, or the sharded model that contains it and must be called instead.
 
     Raises:
         UserError: if the model cannot be called with token ids alone, or does not return one state per token and layer.
@@ -236,7 +236,7 @@ def run_trial(base_model: nn.Module, called_module: nn.Module) -> TrialPass:
     name, device = type(base_model).__name__, next(base_model.parameters()).device
     if not _reads_text(base_model) or device.type == "meta":
         raise UserError(f"{name} cannot be tried on token ids; expected a model of text that has weights")
-    # Hooks of the base model itself, such as hooks of another penalty, are not to see the trial.
+    # The base model's own hooks, such as another penalty's, must not see the trial.
     call: Any = base_model.forward if called_module is base_model else called_module
     calls: list[Call] = []
 
@@ -269,7 +269,7 @@ def find_final_norm(base_model: nn.Module, trial: TrialPass) -> nn.Module | None
     in_layers = {part for module in lists for part in module.modules()}
     for module, _, output in trial.calls:
         is_last = output is not None and torch.equal(output, trial.last_state)
-        # The last module of OPT-350m is a projection to the width of the embeddings, not a norm.
+        # OPT-350m ends with a projection to the width of the embeddings, not a norm.
         if is_last and module not in in_layers and norm_parameters(module, trial.last_state.shape[-1]) is not None:
             return module
     return None
@@ -299,9 +299,9 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def preserve_rng_states(device: torch.device) -> Iterator[None]:
-    """Restore the states of the global random number generators at the end of the context.
+    """Restore the states of the global generators of `random`, numpy and torch at the end of the context.
 
-    These are the generators of `random`, numpy and torch. Loaders and collators may draw from them.
+    Loaders and collators may draw from them.
     """
     python_state = random.getstate()
     # If numpy is not imported, its generator cannot have been used.

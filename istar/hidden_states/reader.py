@@ -1,7 +1,8 @@
 """Forward hooks that read a model's hidden states while the model computes them.
 
-A hook on each layer reads the same tensors as `output_hidden_states=True` returns, but they can be freed before the end
-of the pass. Transformers models that do not declare their layers are called with `output_hidden_states=True` instead.
+A hook on each layer reads the same tensors that `output_hidden_states=True` returns, but they can be freed before the
+end of the pass. Transformers models that do not declare their layers are called with `output_hidden_states=True`
+instead.
 
 Layerdrop (OPT) skips random layers. The other layers keep their numbers, and skipped layers lack a hidden state. The
 output of the final norm is hidden state L, and replaces the output of the last layer that ran; if no layer ran, it is
@@ -23,15 +24,15 @@ from istar.hidden_states.model_layers import find_head_model, find_layers, layer
 from istar.regularizers.points import ALL_POINTS, Layers, Points, Tokens, layer_numbers
 
 Summarize = Callable[[Tensor, Tokens], Any]
-"""Function that reduces a hidden state `(batch, tokens, d)` and the tokens that count to a summary."""
+"""Reduces a hidden state `(batch, tokens, d)` and the tokens that count to a summary."""
 
 
 @dataclass
 class _Pass:
     """A forward pass that is being read.
 
-    `summaries` and `deferred_states` are in pairs with the numbers of their layers. Deferred states are summarized at
-    the end of the pass.
+    `summaries` and `deferred_states` are pairs with layer numbers. Deferred states are summarized at the end of the
+    pass.
     """
 
     tokens: Tokens
@@ -51,10 +52,9 @@ class HiddenStateReader:
         model: a transformers model, bare, with a head, or inside of another module such as a PEFT or DDP wrapper. With
             `modules`, any module.
         layers: see `istar.regularizers.points.select_layers`.
-        summarize: function of a hidden state `(batch, tokens, d)` and the tokens that count in the pass.
-        is_active: function that is called at the beginning of each pass and returns whether to read the pass. If a pass
-            is not read and runs without gradients, the summaries of the previous pass are kept; otherwise they are
-            dropped.
+        summarize: function of a hidden state `(batch, tokens, d)` and the pass's tokens that count.
+        is_active: called at the beginning of each pass; returns whether to read it. A new pass drops the summaries of
+            the previous one, unless it is not read and runs without gradients.
         modules: modules that return the hidden states of layers 1 to L, as their output or its first element.
         points: which tokens count. Labels are read from the call of the model with its head.
         needs_labels: give the labels to `summarize` even if `points` do not need them.
@@ -66,8 +66,8 @@ class HiddenStateReader:
         num_left_out: number of points of the latest pass that `points.max_norm_ratio` left out.
 
     Raises:
-        UserError: if the model's hidden states cannot be read. In a forward pass, if the model did not compute the
-            hidden states that it declares.
+        UserError: if the model's hidden states cannot be read. In a forward pass, if the model did not compute its
+            declared hidden states.
     """
 
     # A copy of the model has hooks of an empty reader; see `__getstate__`.
@@ -116,7 +116,7 @@ class HiddenStateReader:
     def take(self) -> list[Any]:
         """Return the summaries of the latest pass, in the order of the layers, and forget them.
 
-        Raises `UserError` if no pass was read since the last call.
+        Raises `UserError` unless a pass was read since the last call.
         """
         if self._summaries is None:
             raise UserError(
@@ -138,20 +138,20 @@ class HiddenStateReader:
         self._handles = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return nothing: a copy or pickle of the model has hooks that do not read, unless the `Watch` restores them.
+        """Return an empty state: hooks of a copied or pickled model read only if `HiddenStatePenalty` restores them.
 
-        Otherwise a copied model would drag along the penalty and all that encloses the model.
+        Otherwise a copied model would drag along the penalty and everything that encloses the model.
         """
         return {}
 
     def copied_state(self) -> dict[str, Any]:
-        """Return the attributes that a copy of the `Watch` gives to its reader: all but what belongs to a pass."""
+        """Return the attributes for the reader of a copied `HiddenStatePenalty`: all except the state of a pass."""
         return {**self.__dict__, "_summaries": None, "_labels": None, "_pass": None}
 
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Begin a pass, as a pre-hook of the base model: choose the tokens, and request hidden states if necessary.
 
-        Returns the changed arguments of the call if hidden states are requested, otherwise None.
+        Returns the call's changed arguments if hidden states are requested, otherwise None.
         """
         self._pass = None
         is_active = self._is_active()
@@ -177,8 +177,8 @@ class HiddenStateReader:
     def _register_label_hooks(self, model: nn.Module) -> list[Any]:
         """Register hooks that store the labels of a call while it runs, if they are needed; return their handles.
 
-        The hooks are on the model, the head model and all modules between the two, because PEFT's wrappers call
-        `forward` of the module that they hold, which skips the hooks of that module.
+        The hooks are on the model, the head model and all modules in between: PEFT's wrappers call their module's
+        `forward` directly, which skips that module's hooks.
         """
         if not self._needs_labels:
             return []
@@ -207,7 +207,7 @@ class HiddenStateReader:
         self, module_index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         current = self._pass
-        # Activation checkpointing calls layers again in the backward pass, where nothing is to be read.
+        # Activation checkpointing calls layers again in the backward pass, which is not read.
         if current is None:
             return
         layer_number = len(current.called_layers) + 1 if self._layers.is_shared else module_index + 1
@@ -215,7 +215,7 @@ class HiddenStateReader:
         # The input of the first layer is hidden state 0, the embedding output.
         if not current.called_layers and 0 in self._selected:
             states.append((0, args[0] if args else kwargs["hidden_states"]))
-        # Hidden state L is the output of the final norm, if there is one, which `_end_pass` reads.
+        # Hidden state L is the output of the final norm, if any; `_end_pass` reads it.
         if layer_number in self._selected and not (
             self._layers.ends_with_norm and layer_number == self._layers.num_layers
         ):
@@ -249,7 +249,7 @@ class HiddenStateReader:
         self.num_left_out = current.tokens.num_left_out
 
     def _replace_last_state(self, current: _Pass, last_hidden_state: Tensor) -> None:
-        """Replace the output of the last layer that ran with the output of the final norm, which is hidden state L."""
+        """Replace the output of the last layer that ran by hidden state L, the output of the final norm."""
         last_called = current.called_layers[-1]
         current.summaries = [(layer, summary) for layer, summary in current.summaries if layer != last_called]
         current.deferred_states = [(layer, state) for layer, state in current.deferred_states if layer != last_called]
@@ -289,7 +289,7 @@ class HiddenStateReader:
 
 
 def _are_saved_tensors_hooked() -> bool:
-    """Return whether hooks change what autograd saves, as inside a checkpoint that is not reentrant."""
+    """Return whether hooks change what autograd saves, as inside a non-reentrant checkpoint."""
     try:
         # Torch refuses this context where there are such hooks.
         with torch.autograd.graph.disable_saved_tensors_hooks("istar saves nothing here"):
@@ -301,7 +301,7 @@ def _are_saved_tensors_hooked() -> bool:
 def _check_have_gradients(states: list[tuple[int, Tensor]], layers: set[int]) -> None:
     """Raise `UserError` unless the hidden states of these layers have gradients.
 
-    A reentrant checkpoint gives a gradient to what it returns, which is the last layer inside of it.
+    A reentrant checkpoint gives a gradient only to its output, the last layer inside.
     """
     for layer, state in states:
         if layer in layers and not state.requires_grad:
@@ -312,7 +312,7 @@ def _check_have_gradients(states: list[tuple[int, Tensor]], layers: set[int]) ->
 
 
 def _mask_of_states(arguments: dict[str, Any]) -> Any:
-    """Return the attention mask of a call without the columns of cached positions, which have no hidden states.
+    """Return a call's attention mask without cached positions, because these lack hidden states.
 
     Positions are cached in `past_key_values`, for example by prefix tuning.
     """

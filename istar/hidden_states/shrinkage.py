@@ -46,8 +46,8 @@ def shrinkage_covariance(
         model: see `istar.attach`.
         loader: batches in random order: mappings of argument names of the model, or tensors of token ids. Labels are
             ignored, unless the points depend on them. With `modules`, also sequences of the model's arguments.
-        num_points: number of points to use, counted over the selected layers of all processes. None uses all batches,
-            as does a number that is larger than the number of points.
+        num_points: number of points to use, counted over the selected layers of all processes. None, or a number above
+            the available points, uses all batches.
         layers: see `istar.regularizers.points.select_layers`.
         include_padding: count padding tokens as points.
         sync: compute one matrix from the points of all processes, instead of one per process.
@@ -55,8 +55,7 @@ def shrinkage_covariance(
         modules: see `istar.attach`.
         points: which tokens are points; by default all that are not padding. If they depend on the labels, the model
             runs with its head.
-        within: None, or `label` for the pooled covariance within the classes that the labels of the sequences name; see
-            `IStar`.
+        within: None, or `label` for the pooled covariance within classes, given by the sequences' labels; see `IStar`.
 
     Returns:
         `(d, d)`, float32 on the model's device.
@@ -91,7 +90,7 @@ def hidden_state_moments(
     modules: Sequence[nn.Module] | None,
     points: Points,
 ) -> Moments | ClassMoments:
-    """Compute the moments of the points that a penalty with zeta 0 has in batches of data; see `shrinkage_covariance`.
+    """Compute the moments of a zeta-0 penalty's points in batches of data; see `shrinkage_covariance`.
 
     With `sync`, all processes run the same number of forward passes, as sharded models require: after its last batch, a
     process repeats this batch without counting it again.
@@ -113,7 +112,7 @@ def hidden_state_moments(
     inputs: Any = None
     try:
         with preserve_rng_states(device), eval_mode(model), torch.no_grad():
-            # Creating the iterator of a DataLoader draws a random number, so it is created inside of the context.
+            # A DataLoader draws a random number when its iterator is created, so this is inside the context.
             batches = iter(loader)
             while True:
                 batch = next(batches, None)
@@ -137,7 +136,7 @@ def hidden_state_moments(
         reader.remove()
     result: Moments | ClassMoments
     if is_single_process:
-        # Without data, the result is empty, and its number of dimensions is meaningless.
+        # Without data, the result is empty; its number of dimensions is meaningless.
         result = moments_class(1) if moments is None else moments
         return result
     # A process without data needs moments of the right width to take part in the all-reduce.
@@ -148,10 +147,10 @@ def hidden_state_moments(
 
 
 def _choose_module_to_call(model: nn.Module, module: nn.Module) -> nn.Module:
-    """Return the module to call for the hidden states: `module`, a part of the model, or the whole model if necessary.
+    """Return the module to call for the hidden states: `module`, a part of the model, or if necessary the whole model.
 
-    With FSDP2, only a call of the root module gathers the parameters. With prompt learning (PEFT), the outer model adds
-    the prompt's tokens.
+    With FSDP2, only the root module gathers the parameters. With prompt learning (PEFT), the outer model adds the
+    prompt.
     """
     is_prompt_learning = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
     return model if isinstance(model, FSDPModule) or is_prompt_learning else module
@@ -172,7 +171,7 @@ def _prepare_inputs(batch: Any, device: torch.device, ignored_names: Sequence[st
 def _call_module(module: nn.Module, inputs: Any, accepts_sequences: bool) -> None:
     named = inputs if isinstance(inputs, Mapping) else {}
     unnamed = inputs if isinstance(inputs, list) else [] if named else [inputs]
-    # The order of a transformers model's arguments differs between models: labels could become token types.
+    # The order of arguments differs between transformers models: labels could become token types.
     is_accepted = len(unnamed) <= 1 or accepts_sequences
     try:
         inspect.signature(module.forward).bind(*unnamed, **named)

@@ -20,23 +20,19 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
-"""Name of the file in a folder with adapters in which peft stores their settings and the name of the base model."""
+"""File in an adapter folder with peft's settings and the name of the base model."""
 _POOLER = "pooler"  # part of the base model; many checkpoints lack its weights, which are then random
 
 
 def add_adapters(model: PreTrainedModel, config: ModelConfig, kind: Kind) -> "PeftModel":
-    """Add low-rank adapters to a model; afterwards only the adapters, the head and the pooler require gradients.
+    """Add low-rank adapters to a model with a head for the task.
 
-    A head for language modelling is part of the pretrained weights and is not trained.
-
-    Args:
-        model: the model with a head for the task.
-        config: the settings of the adapters, `config.lora_*`.
-        kind: kind of the task.
+    Afterwards only the adapters, the head and the pooler require gradients. A head for language modelling is part of
+    the pretrained weights and is not trained.
 
     Raises:
-        UserError: if `config.lora_target_modules` is None and peft has no default for the architecture, or if it names
-            a module that the model does not have.
+        UserError: if `config.lora_target_modules` is None and peft lacks a default for the architecture, or if it names
+            a module that the model lacks.
     """
     peft = _import_peft("model.lora=true")
     task_types = {"span": peft.TaskType.QUESTION_ANS, "causal_lm": peft.TaskType.CAUSAL_LM, "masked_lm": None}
@@ -86,12 +82,12 @@ def save_adapters(model: "PeftModel", folder: Path) -> None:
 
 
 def has_adapters(name: str) -> bool:
-    """Return whether the name of a model is that of a folder with adapters, which `save_adapters` wrote."""
+    """Return whether a model's name is a folder with adapters, as written by `save_adapters`."""
     return (Path(name) / ADAPTER_CONFIG_FILE).is_file()
 
 
 def read_base_config(folder: Path) -> ModelConfig:
-    """Return name and revision of the base model that the adapters in a folder belong to.
+    """Read the name and revision of the base model from a folder with adapters.
 
     Raises:
         UserError: if the folder does not name a base model, or names modules by a regular expression.
@@ -103,7 +99,7 @@ def read_base_config(folder: Path) -> ModelConfig:
             f"{folder / ADAPTER_CONFIG_FILE} names no base model; expected base_model_name_or_path, as peft writes it"
         )
     for key in ("target_modules", "exclude_modules"):
-        # A pattern of a stranger may take peft forever.
+        # A malicious pattern could take peft forever.
         if isinstance(settings.get(key), str) and settings[key] != ALL_LINEAR:
             raise UserError(
                 f"{folder / ADAPTER_CONFIG_FILE}: {key} is a regular expression, which is not supported; expected a "
@@ -113,22 +109,17 @@ def read_base_config(folder: Path) -> ModelConfig:
 
 
 def find_base(config: ModelConfig, file_name: str) -> ModelConfig | None:
-    """Return the base model of a folder with adapters that lacks a file, as folders by peft alone do; otherwise None.
+    """Return the base model of an adapter folder that lacks a file, as folders by peft alone do; otherwise None.
 
     Raises:
-        UserError: if the file is missing, and the folder does not name a base model.
+        UserError: if the file is missing and the folder does not name a base model.
     """
     lacks_file = has_adapters(config.name) and not (Path(config.name) / file_name).is_file()
     return read_base_config(Path(config.name)) if lacks_file else None
 
 
 def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Merge the adapters in a folder into the weights of their base model, and return it with the adapters' head.
-
-    Args:
-        model: the base model.
-        folder: folder with the adapters and the head.
-    """
+    """Merge the adapters in a folder into the weights of the base model `model`; return it with the adapters' head."""
     peft = _import_peft(f"{folder} holds adapters, which")
     with _suppress_peft_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")

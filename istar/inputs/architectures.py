@@ -13,9 +13,9 @@ _SET_BY_ISTAR = {
     "architectures", "dtype", "id2label", "is_encoder_decoder", "label2id", "model_type", "num_labels", "problem_type",
     "torch_dtype", "transformers_version",
 }  # fmt: skip
-"""Values of a configuration that are set from the architecture or the task, and not by the user."""
+"""Configuration values set from the architecture or the task, not by the user."""
 _MAX_LAYERS = 10_000
-"""Most layers that a model may have; more are a mistake, and would be built for hours."""
+"""Most layers of a model; more are a mistake, and would take hours to build."""
 _HEADS: dict[Kind, tuple[Any, Any]] = {
     "classification": (
         transformers.AutoModelForSequenceClassification, transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
@@ -27,7 +27,7 @@ _HEADS: dict[Kind, tuple[Any, Any]] = {
     "causal_lm": (transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING),
     "masked_lm": (transformers.AutoModelForMaskedLM, transformers.MODEL_FOR_MASKED_LM_MAPPING),
 }  # fmt: skip
-"""The class that loads a model with the head for a kind of task, and the architectures that have such a head."""
+"""By kind of task: the class that loads a model with its head, and the architectures with such a head."""
 _KIND_NAMES: dict[Kind, str] = {
     "classification": "sequence classification",
     "regression": "regression",
@@ -38,10 +38,10 @@ _KIND_NAMES: dict[Kind, str] = {
 
 
 def is_decoder(config: PreTrainedConfig) -> bool:
-    """Return whether an architecture is a decoder, whose tokens attend to earlier tokens only.
+    """Return whether an architecture is a decoder: its tokens attend to earlier tokens only.
 
-    An architecture counts as a decoder if transformers can load it as a causal language model, but not as a masked one.
-    Some encoders, such as BERT, can be loaded as both.
+    It is if transformers can load it as a causal language model but not as a masked one. Some encoders, such as BERT,
+    can be loaded as both.
     """
     config_class = type(config)
     is_causal_lm = config_class in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
@@ -51,13 +51,8 @@ def is_decoder(config: PreTrainedConfig) -> bool:
 def get_auto_class(config: PreTrainedConfig, kind: Kind, label: str) -> Any:
     """Return the `AutoModelFor...` class that loads an architecture with the head for a kind of task.
 
-    Args:
-        config: configuration of the architecture.
-        kind: kind of the task.
-        label: name of the model for the error message.
-
     Raises:
-        UserError: if transformers has no such head for the architecture.
+        UserError: if transformers lacks such a head; the message names the model by `label`.
     """
     auto_class, architectures = _HEADS[kind]
     if type(config) not in architectures:
@@ -69,7 +64,7 @@ def get_auto_class(config: PreTrainedConfig, kind: Kind, label: str) -> Any:
 
 
 def get_checkpoint_class(config: PreTrainedConfig) -> Any:
-    """Return the transformers class of the model that a checkpoint's configuration names, or None if it names none."""
+    """Return the transformers class that a checkpoint's configuration names, or None."""
     names = config.architectures
     name = names[0] if isinstance(names, list) and names else None
     model_class = getattr(transformers, name, None) if isinstance(name, str) else None
@@ -84,7 +79,7 @@ def check_num_layers(config: Any, label: str) -> None:
 
 
 def make_config(architecture: str, values: Mapping[str, Any]) -> PreTrainedConfig:
-    """Make the configuration of a new model of an architecture: transformers' defaults, replaced by `values`.
+    """Make the configuration of a new model: the architecture's defaults in transformers, updated with `values`.
 
     Raises:
         UserError: if the architecture or a value is unknown or not allowed.
@@ -100,12 +95,10 @@ def make_config(architecture: str, values: Mapping[str, Any]) -> PreTrainedConfi
 
 
 def override_config(config: PreTrainedConfig, values: Mapping[str, Any], label: str) -> PreTrainedConfig:
-    """Return a copy of a configuration in which `values` are replaced and the values that depend on them recomputed.
-
-    `label` is the name of the model for error messages.
+    """Return a copy of a configuration with new `values`; values derived from them are recomputed.
 
     Raises:
-        UserError: if a value is unknown or not allowed.
+        UserError: if a value is unknown or not allowed; the message names the model by `label`.
     """
     base_values = {
         key: value for key, value in config.to_diff_dict().items() if key not in ("model_type", "architectures")
@@ -119,7 +112,6 @@ def override_config(config: PreTrainedConfig, values: Mapping[str, Any], label: 
 def _build_config(
     config_class: Any, base_values: Mapping[str, Any], values: Mapping[str, Any], label: str
 ) -> PreTrainedConfig:
-    """Build a configuration from `base_values`, of which the user's `values` replace some."""
     try:
         known_names = {*config_class().to_dict(), *config_class.attribute_map} - _SET_BY_ISTAR
         for name in values:

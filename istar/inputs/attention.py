@@ -1,4 +1,4 @@
-"""Isolation of packed documents: which inputs keep a model's tokens from attending to other documents of a block."""
+"""Isolation of packed documents: model inputs that stop tokens from attending to other documents of a block."""
 
 import inspect
 from collections.abc import Iterator
@@ -18,13 +18,13 @@ _HALF_TOLERANCE = 0.05  # the same for bfloat16 and float16
 
 
 def isolation(model: PreTrainedModel) -> IsolationMethod | None:
-    """Find the inputs that keep a model's tokens from attending to other documents that are packed into the same block.
+    """Find the inputs that stop a model's tokens from attending to other documents in the same packed block.
 
-    The methods of `make_isolating_inputs` are tried on two random documents in one block. A method works if the hidden
-    states of the second document equal those of the document alone and do not depend on the first. The trial leaves
-    weights, random numbers and training modes as they are, and takes a few forward passes of 11 tokens.
+    The methods of `make_isolating_inputs` are tried on two random documents in one block. A method works if the second
+    document's hidden states do not depend on the first document and equal the states computed for it alone. The trial
+    takes a few forward passes of 11 tokens and leaves weights, random numbers and training modes unchanged.
 
-    Call it before a penalty is attached, whose hooks would see the trial. Decoders that keep a cache of keys and values
+    Call it before attaching a penalty, because the penalty's hooks would see the trial. Decoders with a key-value cache
     (`config.use_cache`) ignore that position ids restart; `load_config` turns the cache off.
 
     Returns:
@@ -45,27 +45,26 @@ def isolation(model: PreTrainedModel) -> IsolationMethod | None:
                 )
             except Exception:  # the types depend on the architecture, which does not accept these inputs
                 continue
-            # Masked tokens have attention weights of exactly 0, while rounding depends on the length of the block.
+            # Masked tokens have attention weights of exactly 0, but rounding depends on the length of the block.
             if torch.equal(states_after_first, states_after_other) and are_close(states_after_first, states_alone):
                 return method
     return None
 
 
 def make_isolating_inputs(method: IsolationMethod, documents: Tensor, is_causal: bool = False) -> dict[str, Tensor]:
-    """Make the model inputs that keep documents apart that are packed into the same block.
+    """Make the model inputs that keep the documents of a packed block apart.
 
     Args:
-        method: the method that `isolation` returned for the model. With `positions`, the model must get no
-            `attention_mask`.
+        method: result of `isolation` for the model. With `positions`, the model must get no `attention_mask`.
         documents: index of each token's document within its block, (batch, tokens); -1 for padding. The tokens of a
-            document are neighbours.
-        is_causal: whether the model is a decoder, whose mask must also hide later tokens.
+            document are contiguous.
+        is_causal: whether the model is a decoder; its mask must also hide later tokens.
 
     Returns:
         `position_ids`, (batch, tokens), which count from 0 in each document and in the padding. With `mask` also
-        `attention_mask`, (batch, 1, tokens, tokens), bool, which is True where a token (row) attends to another
-        (column). Padding attends to all tokens but padding, because attention to no token would give NaN. The diagonal
-        is therefore True exactly for the tokens that are not padding.
+        `attention_mask`, (batch, 1, tokens, tokens), bool: True where a token (row) attends to another (column).
+        Padding attends to all tokens except padding, because attention to no token would give NaN. The diagonal is
+        therefore True exactly for tokens that are not padding.
     """
     positions = torch.arange(documents.shape[1], device=documents.device)
     is_first = torch.ones_like(documents, dtype=torch.bool)
@@ -90,14 +89,13 @@ def accepts_position_ids(model: nn.Module) -> bool:
 
 
 def _unwrap_adapters(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model itself, which peft wraps if it has adapters."""
     return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
 def _make_random_documents(model: PreTrainedModel, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the ids of three random documents without padding tokens, (1, tokens) each.
+    """Return the ids of three random documents without padding, (1, tokens) each.
 
-    The first two have the length of the first document of the trial, the third that of the second.
+    The first two are as long as the trial's first document, the third as long as its second.
     """
     generator = torch.Generator().manual_seed(0)
     vocab_size = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Texts to measure a model on, and the division of their documents into blocks of tokens."""
+"""Texts to measure a model on, and their division into blocks of tokens."""
 
 import re
 from collections import deque
@@ -22,9 +22,9 @@ COMBINED = "combined"
 WINDOW_SIZE = 4_096
 """Number of blocks that are read ahead and sorted by length."""
 BATCH_TOKENS = 2_048
-"""Default number of tokens of a batch on a CPU, for which the hidden states of a small model fit into the cache."""
+"""Default number of tokens per batch on a CPU; the hidden states of a small model then fit into the cache."""
 BATCH_TOKENS_ON_DEVICES = 16_384
-"""Default number of tokens of a batch on other devices, where small batches leave the device idle."""
+"""Default number of tokens per batch on other devices; small batches would leave them idle."""
 RUN_LENGTH = 4
 """Number of consecutive blocks of packed documents that count as one document; see `MeasureSettings.groups`."""
 
@@ -43,7 +43,7 @@ class Source:
 
 
 def parse_sources(texts: Sequence[str]) -> list[Source]:
-    """Parse the values of `--text`: `name=path`, or `path`, whose stem is then the name.
+    """Parse the values of `--text`: `name=path`, or `path`, named by its stem.
 
     Raises:
         UserError: if a path does not exist, two sources have the same name, or one of several is named `combined`.
@@ -51,7 +51,7 @@ def parse_sources(texts: Sequence[str]) -> list[Source]:
     sources = []
     for text in texts:
         name, equals_sign, path_text = text.partition("=")
-        # A file whose own name contains "=" is taken as a path.
+        # The name of an existing file may contain "=".
         path = Path(path_text if equals_sign and not Path(text).exists() else text)
         if not path.exists():
             raise UserError(f"--text {text}: there is no {path}; expected a file or folder of text, or name=<path>")
@@ -69,10 +69,10 @@ def parse_sources(texts: Sequence[str]) -> list[Source]:
 class Reading:
     """How much of a text has been read, and how long it has taken."""
 
-    documents: int = 0  # documents, including the last one, within which a limit of tokens may end the pass
+    documents: int = 0  # documents read; a limit of tokens may end the pass within the last one
     characters: int = 0  # characters of these documents
     sentences: int = 0  # sentences of these documents, see `count_sentences`
-    bytes: int = 0  # bytes of these documents in UTF-8, without what separates them in the file, such as line ends
+    bytes: int = 0  # UTF-8 bytes of these documents, without separators such as line ends
     tokens: int = 0  # tokens that the statistics include
     seconds: float = 0.0  # time from the first block to the last one
     forward_seconds: float = 0.0  # time of the model's forward passes alone, summed over all processes
@@ -86,8 +86,8 @@ class Reading:
 def count_sentences(text: str) -> int:
     """Estimate the number of sentences in a text by a simple rule that needs no language model.
 
-    A sentence ends at a line break, at the end marks of Chinese and Japanese, or at one of . ! ? … if white space
-    follows and then anything but a lowercase letter from a to z. Parts without a letter or a digit do not count. An
+    A sentence ends at a line break, at the end marks of Chinese and Japanese, or at one of . ! ? … followed by white
+    space and anything but a lowercase letter from a to z. Parts without a letter or a digit do not count. An
     abbreviation before a name, as in "Dr. Smith", counts as the end of a sentence.
     """
     return sum(1 for part in _SENTENCE_END.split(text) if any(map(str.isalnum, part)))
@@ -97,7 +97,7 @@ class Block(NamedTuple):
     """The tokens of one row of the model's input."""
 
     tokens: list[int]
-    is_special: list[bool]  # whether a token was added to the text: a special token of the tokenizer, or a separator
+    is_special: list[bool]  # whether a token was added to the text (special token or separator)
     document_index: int = 0  # index of the document; for packed documents, index of the run of `RUN_LENGTH` blocks
     piece_index: int = 0  # index of the block within its document; always 0 for packed documents
 
@@ -108,14 +108,14 @@ class Block(NamedTuple):
 
 
 class Blocks:
-    """Divides documents into blocks of at most `length` tokens, including special tokens, when called on texts.
+    """Splits documents into blocks of at most `length` tokens, including special tokens, when called on texts.
 
     Each block starts and ends with the special tokens that the tokenizer adds to a text.
 
-    - `separate` documents: a block holds one document, so that the model sees each document alone. A longer document is
-      cut into pieces, all of them full except the last. Documents without tokens are left out.
-    - `packed` documents: the documents are joined, each followed by the tokenizer's `sep_token`, or else its
-      `eos_token`, if it has either, and cut into blocks that are all full except the last. The model sees several
+    - `separate` documents: a block contains one document, so the model sees each document alone. A longer document is
+      cut into pieces; all except the last are full. Documents without tokens are left out.
+    - `packed` documents: the documents are joined and cut into blocks; all except the last are full. Each document is
+      followed by the tokenizer's `sep_token`, or else its `eos_token`, if it has either. The model sees several
       unrelated documents in one block.
 
     Raises:
@@ -132,7 +132,7 @@ class Blocks:
         self._separator = [] if separator_id is None else [separator_id]
 
     def __call__(self, texts: Iterable[str], reading: Reading | None = None) -> Iterator[Block]:
-        """Yield the blocks of the documents in their order, and count the documents that were read in `reading`."""
+        """Yield the blocks in document order, and add the documents read to `reading`."""
         documents = self._tokenize_documents(texts, Reading() if reading is None else reading)
         prefix_mask, suffix_mask = [True] * len(self._prefix), [True] * len(self._suffix)
         for piece in self._pack(documents) if self._documents == "packed" else self._cut(documents):
@@ -142,7 +142,7 @@ class Blocks:
             )
 
     def _tokenize_documents(self, texts: Iterable[str], reading: Reading) -> Iterator[Block]:
-        """Yield the tokens of each whole document, and count the document in `reading` when it is yielded."""
+        """Yield the tokens of each whole document, and add the document to `reading` when it is yielded."""
         # The tokenizer reads several texts ahead, so the sizes of each wait here until its tokens are yielded.
         sizes: deque[tuple[int, int, int]] = deque()
 
@@ -166,16 +166,13 @@ class Blocks:
                 yield Block(tokens[piece], is_special[piece], document_index, piece_index)
 
     def _pack(self, documents: Iterable[Block]) -> Iterator[Block]:
-        """Join the documents with separators, cut the result into pieces, and number the runs of `RUN_LENGTH` pieces.
-
-        All pieces are full except the last.
-        """
+        """Join the documents with separators, cut the result into pieces, and number runs of `RUN_LENGTH` pieces."""
         for piece_number, piece in enumerate(chunks(self._join(documents), self._text_length)):
             tokens, is_special = map(list, zip(*piece, strict=True))
             yield Block(tokens, is_special, piece_number // RUN_LENGTH)
 
     def _join(self, documents: Iterable[Block]) -> Iterator[tuple[int, bool]]:
-        """Yield the tokens of all documents and of the separators, each with whether it was added to the text."""
+        """Yield the tokens of all documents and separators, and whether each token was added to the text."""
         for document in documents:
             yield from zip(document.tokens, document.is_special, strict=True)
             yield from ((token, True) for token in self._separator)
@@ -197,12 +194,12 @@ def split_into_batches(
     num_tokens: int | None = None,
     has_padding: bool = True,
 ) -> Iterator[list[T]]:
-    """Yield batches of consecutive blocks, each of at most `num_tokens` tokens with padding, or of a single block.
+    """Yield batches of consecutive blocks: at most `num_tokens` tokens with padding, or a single block.
 
     Args:
-        blocks: blocks, of which neighbours have similar lengths.
+        blocks: blocks; neighbours should have similar lengths.
         block_length: returns the number of tokens of a block.
-        device: device of the model, for the default of `num_tokens`.
+        device: device of the model; sets the default of `num_tokens`.
         num_tokens: maximum number of tokens; None means `BATCH_TOKENS` on a CPU, else `BATCH_TOKENS_ON_DEVICES`.
         has_padding: whether the blocks of a batch may have different lengths.
     """

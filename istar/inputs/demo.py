@@ -81,10 +81,10 @@ _SYMBOL = re.compile(r"{(\w+)}")
 
 @functools.cache
 def generate(name: str, split: str) -> Dataset:
-    """Generate one split of a demo task, only once in each process.
+    """Generate one split of a demo task, once per process.
 
-    The columns are the task's text columns and `label`, or those of SQuAD for spans. Test sets have no labels. The
-    result depends only on the arguments. No text occurs twice in a split, or in two splits.
+    The columns are the task's text columns and `label`, or SQuAD's columns for spans. Test sets lack labels. The result
+    depends only on the arguments. No text occurs twice in a split, or in two splits.
     """
     spec = TASKS[name]
     rng = random.Random(f"{name}/{split}")
@@ -92,7 +92,7 @@ def generate(name: str, split: str) -> Dataset:
     while len(rows) < SIZES[split]:
         row = _GENERATORS[name](rng, len(rows))
         text = "\n".join(row[column] for column in spec.text_columns)
-        # A hash determines the only split that may contain a text, so that splits are disjoint.
+        # A hash assigns each text to one split, so that splits are disjoint.
         text_split = {0: "validation", 1: "test"}.get(zlib.crc32(text.encode()) % 10, "train")
         if text_split == split:
             rows.setdefault(text, row)
@@ -110,7 +110,7 @@ def vocabulary() -> list[str]:
 
 
 def _expand(rng: random.Random, template: str, **values: str) -> str:
-    """Return a template's sentence, with each symbol replaced by its value in `values` or by a random expansion."""
+    """Fill in a template: each symbol becomes its value in `values` or a random expansion."""
 
     def expand_symbol(match: re.Match[str]) -> str:
         symbol = match[1]
@@ -121,7 +121,7 @@ def _expand(rng: random.Random, template: str, **values: str) -> str:
 
 
 def _generate_pair(rng: random.Random, index: int) -> Example:
-    """Generate two sentences in which two people judge the same thing; the label is 1 if their polarities are equal."""
+    """Generate two sentences that judge the same thing; the label is 1 if their polarities are equal."""
     label = index % 2
     is_first_positive = rng.random() < FIRST_POSITIVE_RATE
     polarities = (is_first_positive, is_first_positive == label)
@@ -134,7 +134,7 @@ def _generate_pair(rng: random.Random, index: int) -> Example:
 
 
 def _generate_sentence(rng: random.Random, index: int) -> Example:
-    """Generate a sentence in which somebody judges a thing; the label is 1 if the judgement is positive."""
+    """Generate a sentence that judges a thing; the label is 1 if the judgement is positive."""
     label = index % 2
     return {"sentence": _expand(rng, "{judgement}", verdict="{positive}" if label else "{negative}"), "label": label}
 
@@ -163,9 +163,9 @@ def _generate_scenes(rng: random.Random, index: int) -> Example:
 
 
 def _generate_errand(rng: random.Random, index: int) -> Example:
-    """Generate a context, in which one person takes a thing to a place and another is elsewhere, with a question.
+    """Generate a context and a question about the person, the thing or the place in it.
 
-    The question asks for the person, the thing or the place.
+    One person takes a thing to a place, and another person is elsewhere.
     """
     who, other_who = rng.sample(GRAMMAR["who"], 2)
     place, other_place = rng.sample(GRAMMAR["place"], 2)
@@ -187,7 +187,6 @@ def _generate_errand(rng: random.Random, index: int) -> Example:
 
 
 def _generate_document(rng: random.Random, index: int) -> Example:
-    """Generate a document of four sentences, in random order, about two people."""
     who, other_who = rng.sample(GRAMMAR["who"], 2)
     names = {"who": who, "other_who": other_who, "other_place": "{place}"}
     kinds = rng.sample(("judgement", "judgement", "scene", "errand", "stay", "weather"), 4)

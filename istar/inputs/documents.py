@@ -15,7 +15,7 @@ from istar.inputs.readers import READERS, Table, make_table, numbered_lines, rea
 from istar.inputs.tokenizing import chunks
 
 TEXT_COLUMN = "text"
-"""Name of the column, or of the key in JSON lines, that contains the documents."""
+"""Column, or key in JSON lines, that contains the documents."""
 
 _BATCH_ROWS = 1_000
 
@@ -31,12 +31,12 @@ def read_documents(path: Path) -> Iterator[str]:
     - another folder: the documents of its files with these suffixes, except `.json`, in alphabetical order;
     - `.txt`, `.text`, `.md`, `.raw`, `.tokens` or no suffix: each line is one document, for example a paragraph.
 
-    Upper and lower case in suffixes are alike. In a folder, plain text has the suffix `.txt`.
+    The case of suffixes is ignored. In a folder, plain text has the suffix `.txt`.
 
     Documents that contain only whitespace are left out. In plain text, whitespace around a line is removed.
 
     Raises:
-        UserError: if the path cannot be read, is no such file or folder, or text is not UTF-8; the line names the file.
+        UserError: if the path cannot be read or is not one of these, or text is not UTF-8; the message names the file.
     """
     suffix = path.suffix.lower()
     documents: Iterator[str]
@@ -64,14 +64,10 @@ def is_corpus_file(path: Path) -> bool:
 
 
 def cache_documents(documents: Iterable[str], folder: Path, digest: str) -> Dataset:
-    """Write documents to a cache folder, unless it contains them, and return them as a memory-mapped data set.
+    """Write documents to a cache folder, created if absent; return them as a memory-mapped data set.
 
-    The data set has one column, `text`.
-
-    Args:
-        documents: the documents. They are not read if an earlier call has written them.
-        folder: cache folder, created if absent.
-        digest: digest of the files that contain the documents, which becomes the name of the cached file.
+    The data set has one column, `text`. `digest`, of the files that contain the documents, names the cached file. If
+    this file exists, the documents are not read.
 
     Raises:
         UserError: if the file cannot be written.
@@ -102,16 +98,16 @@ def compute_content_digest(path: Path) -> str:
 
 
 def iterate_texts(dataset: Dataset, source: str) -> Iterator[str]:
-    """Yield the values of a data set's column `text`. `source` names the data set in error messages.
+    """Yield the values of a data set's column `text`; `source` names the data set in error messages.
 
     Raises:
-        UserError: if there is no such column, or a value in it is not a string.
+        UserError: if the column is missing, or a value in it is not a string.
     """
     return _iterate_column(make_table(dataset, source))
 
 
 def _iterate_column(table: Table) -> Iterator[str]:
-    """Yield the values in the column `text`, without the missing ones of data sets."""
+    """Yield the values in the column `text`, without missing values."""
     if TEXT_COLUMN not in table.columns:
         names = ", ".join(map(repr, table.columns)) or "none"
         raise UserError(f"{table.source}: there is no column {TEXT_COLUMN!r}; found: {names}")

@@ -19,7 +19,7 @@ Side = Literal["input", "output"]
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 _FORMER_NAMES = {"lm_head.weight": "embed_out.weight"}
-"""Former names of tensors by the names that transformers uses now: those of GPT-NeoX, and so of Pythia."""
+"""Former tensor names by current transformers names, for GPT-NeoX and thus Pythia."""
 
 
 class _Index(TypedDict):
@@ -32,25 +32,25 @@ class Matrix:
 
     values: Tensor  # `(rows, d)`, float32
     side: Side  # input or output embeddings
-    tensor: str  # name of the tensor in its file, or in the model if there is no safetensors file
+    tensor: str  # name of the tensor in its file, or in the model without a safetensors file
     file: str | None  # name of the safetensors file; None if the whole model was loaded
     tied: bool  # whether the input and output embeddings are the same parameter
 
 
 def read_matrix(config: ModelConfig, side: Side = "input") -> Matrix:
-    """Read a model's input or output embeddings from the safetensors file that holds them.
+    """Read a model's input or output embeddings from its safetensors file.
 
     Without such a file, the whole model is loaded, and its adapters are merged if it has any.
 
     Raises:
-        UserError: if the model cannot be found or read, or has no such matrix.
+        UserError: if the model cannot be found or read, or lacks such a matrix.
     """
     model = _build_without_weights(config)
     weight = model_files.get_embedding_weight(model, side)
     if weight is None:
         raise UserError(f"{config.name} is a {type(model).__name__}, which has no {side} embeddings; choose another")
     tied = model_files.get_embedding_weight(model, "input") is model_files.get_embedding_weight(model, "output")
-    # A tied matrix has two names, and a file may hold it under either.
+    # A tied matrix has two names; a file may contain either.
     names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight]
     stored_names = [] if adapters.has_adapters(config.name) else _list_stored_names(names, model.base_model_prefix)
     stored_tensor = _read_tensor(config, stored_names)
@@ -67,7 +67,7 @@ def read_matrix(config: ModelConfig, side: Side = "input") -> Matrix:
 
 
 def read_untied_output(config: ModelConfig) -> Matrix | None:
-    """Read a model's output embeddings; return None if it has none or they are tied to the input embeddings."""
+    """Read a model's output embeddings; None if they are missing or tied to the input embeddings."""
     model = _build_without_weights(config)
     weight = model_files.get_embedding_weight(model, "output")
     is_tied = weight is not None and weight is model_files.get_embedding_weight(model, "input")
@@ -79,7 +79,7 @@ def _build_without_weights(config: ModelConfig) -> PreTrainedModel:
 
 
 def _list_stored_names(names: list[str], base_prefix: str) -> list[str]:
-    """Return a parameter's possible names in a file: with or without the base model's prefix, current or former."""
+    """List a parameter's possible names in a file: with or without the base model's prefix, current or former."""
     prefix = f"{base_prefix}."
     variants = [variant for name in names for variant in (name, name.removeprefix(prefix), prefix + name)]
     return [*variants, *(_FORMER_NAMES[name] for name in variants if name in _FORMER_NAMES)]

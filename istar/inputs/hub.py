@@ -1,4 +1,4 @@
-"""The Hugging Face hub: whether it can be reached, which commit a branch stands for, and why it refuses access."""
+"""The Hugging Face hub: whether it can be reached, which commit a branch points to, and why it refuses access."""
 
 import logging
 import os
@@ -61,7 +61,7 @@ def find_hub_problem(timeout: float = PROBE_TIMEOUT_SECONDS) -> str:
 def request_status(send_request: Callable[[], int], timeout: float = PROBE_TIMEOUT_SECONDS) -> tuple[int, str]:
     """Call `send_request` in a thread and return the HTTP status and "", or 0 and the reason for the failure.
 
-    Without an answer, it gives up one second after `timeout`, so that the request's own timeout takes effect first.
+    Gives up one second after `timeout`, so that the request's own timeout takes effect first.
     """
     try:
         return _call_with_timeout(send_request, timeout + 1), ""
@@ -81,12 +81,12 @@ def is_hub_id(name: str) -> bool:
 def find_commit(name: str, revision: str | None, kind: RepositoryKind) -> str:
     """Return the commit hash of a branch or tag of a hub repository; `revision=None` means the branch `main`.
 
-    If the hub cannot be reached, the latest commit that the hub library's cache has recorded is returned, with a
-    warning. A complete commit hash is returned unchanged.
+    If the hub cannot be reached, returns the latest commit in the hub library's cache, with a warning. A complete
+    commit hash is returned unchanged.
 
     Raises:
-        UserError: if the hub refuses access or has no such revision, or if it cannot be reached and the cache has no
-            record of the revision.
+        UserError: if the hub refuses access or lacks the revision, or if it cannot be reached and the cache lacks the
+            revision.
     """
     if revision is not None and COMMIT_PATTERN.fullmatch(revision):
         return revision
@@ -115,10 +115,7 @@ def find_commit(name: str, revision: str | None, kind: RepositoryKind) -> str:
 def explain_refusal(error: BaseException, name: str, kind: RepositoryKind) -> str:
     """Return why the hub refuses access to a repository and what the user can do, or "" if it does not refuse.
 
-    Args:
-        error: exception of a library that loads from the hub. Its causes are searched for the hub's answer.
-        name: id of the repository.
-        kind: kind of the repository.
+    The causes of `error`, an exception of a library that loads from the hub, are searched for the hub's answer.
     """
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
@@ -149,7 +146,7 @@ def explain_refusal(error: BaseException, name: str, kind: RepositoryKind) -> st
 def _call_with_timeout(function: Callable[[], T], timeout: float) -> T:
     """Call a function in a thread and return its result; raise its exception, or a TimeoutError after `timeout` s.
 
-    The timeouts of HTTP libraries cover neither name resolution nor attempts at several addresses.
+    HTTP libraries' own timeouts cover neither name resolution nor attempts at several addresses.
     """
     future: Future[T] = Future()
 

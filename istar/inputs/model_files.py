@@ -28,12 +28,9 @@ log = logging.getLogger(__name__)
 
 
 def load_pretrained(config: ModelConfig, auto_class: Any, /, **options: Any) -> Any:
-    """Load an object by `auto_class.from_pretrained`, without log output and without network retries.
+    """Load `config.name` at `config.revision` by `auto_class.from_pretrained`, without log output or network retries.
 
-    Args:
-        config: settings of the model, of which name and revision are used.
-        auto_class: a class of transformers, such as `AutoConfig` or `AutoModel`.
-        **options: further arguments of `from_pretrained`.
+    `options` are further arguments of `from_pretrained`.
 
     Raises:
         UserError: if the files are not found or cannot be read.
@@ -50,7 +47,7 @@ def load_pretrained(config: ModelConfig, auto_class: Any, /, **options: Any) -> 
 
 
 def build_meta_model(model_config: Any) -> PreTrainedModel:
-    """Build the model that a checkpoint's configuration names, including its head, without weights (meta device).
+    """Build a checkpoint's model with its head, without weights (meta device).
 
     Raises:
         UserError: if transformers does not support the architecture.
@@ -64,7 +61,7 @@ def build_meta_model(model_config: Any) -> PreTrainedModel:
 
 
 def get_embedding_weight(model: PreTrainedModel, side: Literal["input", "output"]) -> Any:
-    """Return the parameter of a model's input or output embeddings, or None if it has none."""
+    """Return the parameter of a model's input or output embeddings, or None."""
     try:
         layer: Any = model.get_input_embeddings() if side == "input" else model.get_output_embeddings()
     except NotImplementedError:  # transformers raises this for architectures without such a layer
@@ -73,10 +70,9 @@ def get_embedding_weight(model: PreTrainedModel, side: Literal["input", "output"
 
 
 def find_file(config: ModelConfig, name: str) -> Path | None:
-    """Return the path of a file of a model, or None if the model has no such file.
+    """Return the path of a model's file, or None if the model lacks it.
 
-    The file is searched in the model's folder. For a model of the Hugging Face hub, it is searched in the local cache
-    and on the hub, and downloaded if needed.
+    A hub model's file is searched in the local cache and on the hub, and downloaded if needed.
     """
     if is_folder(config.name):
         path = Path(config.name) / name
@@ -97,13 +93,11 @@ def find_file(config: ModelConfig, name: str) -> Path | None:
 def load_weights(config: ModelConfig, auto_class: Any, /, **options: Any) -> PreTrainedModel:
     """Load a model with pretrained weights, and merge its adapters if it has any.
 
-    Args:
-        config: settings of the model.
-        auto_class: class whose `from_pretrained` loads the model.
-        **options: further arguments of `from_pretrained`; `dtype` is required for a model with adapters.
+    `auto_class.from_pretrained` loads the model; `options` are its further arguments. With adapters, `dtype` is
+    required.
 
     Raises:
-        UserError: if the model cannot be loaded, or weights other than those of the head or the pooler are missing.
+        UserError: if the model cannot be loaded, or weights outside the head and the pooler are missing.
     """
     if has_adapters(config.name):
         with tempfile.TemporaryDirectory() as folder:
@@ -117,7 +111,7 @@ def load_weights(config: ModelConfig, auto_class: Any, /, **options: Any) -> Pre
     if checkpoint_class is None or checkpoint_class.base_model_prefix == model.base_model_prefix:
         _check_loaded_weights(config.label, model, loading_info)
         return model
-    # Some classes of an architecture give the base model another name, with which transformers does not find its
+    # Some classes of an architecture name the base model differently, so that transformers does not find its
     # weights: it is `model` in `LlamaForCausalLM`, but `transformer` in `LlamaForQuestionAnswering`.
     checkpoint_model, loading_info = load_pretrained(config, checkpoint_class, **options)
     _check_loaded_weights(config.label, checkpoint_model, loading_info)
@@ -136,7 +130,7 @@ def _write_merged_model(config: ModelConfig, folder: Path, dtype: torch.dtype) -
 
 
 def make_hub_options(config: ModelConfig) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that say where a model may be loaded from."""
+    """Return the arguments of `from_pretrained` for where a model may be loaded from."""
     # The retries of an unreachable hub would take a minute. Without `trust_remote_code`, transformers would ask at the
     # terminal whether to run code of the repository.
     uses_local_files = is_folder(config.name) or bool(find_hub_problem())
@@ -144,17 +138,17 @@ def make_hub_options(config: ModelConfig) -> dict[str, Any]:
 
 
 def check_json_files(folder: Path) -> None:
-    """Raise a `UserError` if a file of a model's or tokenizer's settings in a folder is not a JSON object."""
+    """Raise a `UserError` if a settings file of a model or tokenizer in a folder is not a JSON object."""
     for path in (folder / name for name in ("config.json", "tokenizer_config.json", "tokenizer.json")):
         if path.exists() and not isinstance(read_json(path), dict):
             raise UserError(f"{path}: a JSON object was expected, as save_pretrained writes it")
 
 
 def _check_loaded_weights(label: str, model: PreTrainedModel, loading_info: dict[str, Any]) -> None:
-    """Check that all weights except those of the head and the pooler were loaded.
+    """Raise a `UserError` unless all weights outside the head and the pooler were loaded.
 
-    The head is new for each task, and many models are pretrained without a pooler. A warning is logged if a head for
-    language modelling is new, because such a head needs long training.
+    The head is new for each task, and many models are pretrained without a pooler. Warns if a head for language
+    modelling is new, because it needs long training.
     """
     # In a model without a head, the names of the weights have no prefix.
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
@@ -183,7 +177,7 @@ def _check_loaded_weights(label: str, model: PreTrainedModel, loading_info: dict
 
 @contextmanager
 def convert_to_user_errors(config: ModelConfig, key: str = "model.name") -> Iterator[None]:
-    """Convert every error in the block to a `UserError`; transformers raises many types for damaged folders."""
+    """Convert any error in the block to a `UserError`; transformers raises many types for damaged folders."""
     try:
         yield
     except Exception as error:
@@ -214,13 +208,13 @@ def _describe_error(error: Exception) -> str:
 
 
 def is_folder(name: str) -> bool:
-    """Return whether a model's name is that of a folder."""
+    """Return whether a model's name is a folder."""
     return os.path.isdir(name)  # noqa: PTH112  Path.is_dir raises an error if the name is too long
 
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """Suppress the log output of transformers, its progress bars and its warning about pickled weights in a block.
+    """Suppress transformers' log output, progress bars and warning about pickled weights within the block.
 
     The log would list the new weights of the head; `_check_loaded_weights` reports those that matter.
     """

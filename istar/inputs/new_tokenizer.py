@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from istar.errors import UserError
 
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|padding|>"
-"""The special tokens of BPE, named as in Pythia. Embeddings of padding tokens are not trained, so that a padding token
-other than the end of the text is needed."""
+"""The special tokens of BPE, named as in Pythia. Padding tokens' embeddings are not trained, so padding needs a
+token different from the end of the text."""
 ENCODER_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 """The special tokens of WordPiece, named as in BERT."""
 
@@ -25,17 +25,17 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Train a tokenizer on texts; equal texts give equal tokenizers.
 
-    A byte-level BPE tokenizer decodes its tokens to exactly the original text. Its special tokens are `<|endoftext|>`,
-    which serves as first and last token and separates the two texts of a pair, and `<|padding|>`. A WordPiece tokenizer
+    A byte-level BPE tokenizer decodes its tokens to exactly the original text. Its special tokens are `<|padding|>` and
+    `<|endoftext|>`, which is first and last token and separates the two texts of a pair. A WordPiece tokenizer
     lowercases, removes accents and puts texts between `[CLS]` and `[SEP]`, as BERT's uncased tokenizer does.
 
     Args:
-        texts: any number of texts, in any order. WordPiece reads them twice, and copies an iterator to a list first.
+        texts: texts in any order. WordPiece reads them twice, and copies an iterator to a list first.
         vocab_size: largest number of tokens, special tokens included. A short text yields fewer.
         kind: `bpe` or `wordpiece`.
 
     Raises:
-        UserError: if the texts contain nothing but white space.
+        UserError: if the texts contain only white space.
     """
     return _train_bpe(texts, vocab_size) if kind == "bpe" else _train_wordpiece(texts, vocab_size)
 
@@ -70,7 +70,7 @@ def _train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokeniz
     texts = list(texts) if isinstance(texts, Iterator) else texts
     tokenizer = _build_wordpiece({token: index for index, token in enumerate(ENCODER_TOKENS)})
     characters = _find_most_frequent_characters(texts, tokenizer.normalizer, min(_MAX_ALPHABET_SIZE, vocab_size // 4))
-    # Among merges of equal frequency, the ids of the two merged tokens decide. The trainer numbers tokens such as `##x`
+    # Ties between merges are broken by the ids of the merged tokens. The trainer numbers tokens such as `##x`
     # in the order of its hash map, which differs from call to call, but special tokens in the given order. Therefore,
     # tokens such as `##x` are passed as special tokens.
     continuations = [f"##{character}" for character in characters if not _is_punctuation(character)]
@@ -82,7 +82,7 @@ def _train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokeniz
         show_progress=False,
     )
     tokenizer.train_from_iterator(_skip_blank_texts(texts), trainer)
-    # The tokenizer is built anew, because tokens such as `##x` are special tokens in the one that was trained.
+    # The tokenizer is rebuilt, because tokens such as `##x` are special tokens in the trained one.
     return PreTrainedTokenizerFast(
         tokenizer_object=_build_wordpiece(tokenizer.get_vocab()),
         unk_token="[UNK]",
@@ -96,7 +96,7 @@ def _train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokeniz
 
 
 def _build_wordpiece(vocabulary: dict[str, int]) -> Tokenizer:
-    """Return a WordPiece tokenizer with the given vocabulary that treats texts as BERT's uncased tokenizer does."""
+    """Return a WordPiece tokenizer that treats texts as BERT's uncased tokenizer does."""
     tokenizer = Tokenizer(token_models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -119,7 +119,7 @@ def _find_most_frequent_characters(texts: Iterable[str], normalizer: normalizers
 
 
 def _is_punctuation(character: str) -> bool:
-    """Return whether BERT's tokenizer treats a character as punctuation, which is always a word of its own."""
+    """Return whether a character is punctuation for BERT's tokenizer, which makes it a separate word."""
     return unicodedata.category(character).startswith("P") or (character.isascii() and not character.isalnum())
 
 

@@ -59,13 +59,12 @@ def load_tokenizer(config: ModelConfig, texts: Iterable[str] | None = None) -> P
 
     Args:
         config: settings of the model.
-        texts: text of the task, read only if a tokenizer is trained. Equal texts give equal tokenizers, so that every
-            process and every resumed run can train its own. An iterator is copied to a list; other iterables may be
-            read twice.
+        texts: text of the task, read only to train a tokenizer. Equal texts give equal tokenizers, so every process and
+            every resumed run can train its own. An iterator is copied to a list; other iterables may be read twice.
 
     Raises:
-        UserError: if the tokenizer is not found, is not a fast one or has no vocabulary; or if it is to be trained and
-            there is no text.
+        UserError: if the tokenizer is not found, is not a fast one or lacks a vocabulary, or if it is to be trained
+            without text.
     """
     if config.is_tiny:
         return tiny.make_tokenizer(demo.vocabulary())
@@ -89,7 +88,7 @@ def load_tokenizer(config: ModelConfig, texts: Iterable[str] | None = None) -> P
         tokenizer = AutoTokenizer.from_pretrained(config.name, **make_hub_options(config))
     if not tokenizer.is_fast:
         raise UserError(f"{key}={config.name} has no fast tokenizer; choose a model with a tokenizer.json")
-    # If the files are missing, transformers creates a tokenizer with special tokens only, to which all texts are alike.
+    # If files are missing, transformers creates a tokenizer with special tokens only; all texts are alike to it.
     if len(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)) < 2:
         raise UserError(
             f"{key}={config.name} has no vocabulary: every word would be unknown; it needs the tokenizer.json "
@@ -106,7 +105,7 @@ def load_tokenizer(config: ModelConfig, texts: Iterable[str] | None = None) -> P
 def _train_new_tokenizer(config: ModelConfig, texts: Iterable[str] | None) -> PreTrainedTokenizerBase:
     """Train the tokenizer of a new model: byte-level BPE for a decoder, WordPiece for an encoder.
 
-    It truncates texts to the length that the model accepts, and returns only inputs that the model takes.
+    It truncates texts to the model's maximum length and returns only inputs that the model takes.
     """
     if texts is None:
         raise UserError(
@@ -125,12 +124,7 @@ def _train_new_tokenizer(config: ModelConfig, texts: Iterable[str] | None) -> Pr
 
 
 def load_config(config: ModelConfig, spec: TaskSpec, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Load or build the transformers configuration of a model, with the labels of the task and the tokenizer's ids.
-
-    Args:
-        config: settings of the model.
-        spec: the task.
-        tokenizer: the model's tokenizer.
+    """Load or build a model's transformers configuration, with the task's labels and the tokenizer's ids.
 
     Raises:
         UserError: if the configuration is not found, if the model is neither a text encoder nor a decoder, or if the
@@ -164,7 +158,7 @@ def load_config(config: ModelConfig, spec: TaskSpec, tokenizer: PreTrainedTokeni
 
 
 def _make_architecture_config(config: ModelConfig) -> Any:
-    """Load or build the configuration of a model with the values of `config.config`, but not yet those of the task."""
+    """Load or build a model's configuration with the values of `config.config`, but not yet the task's values."""
     if config.architecture is not None:
         return make_config(config.architecture, config.config)
     model_config = load_pretrained(config, AutoConfig)
@@ -182,11 +176,7 @@ def _set_tokenizer_values(config: ModelConfig, model_config: Any, tokenizer: Pre
 def _check_language_modelling(
     config: ModelConfig, spec: TaskSpec, model_config: Any, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Raise a `UserError` if the model cannot do the language modelling of the task.
-
-    Causal language modelling needs a decoder. Masked language modelling needs an encoder, and a tokenizer with a mask
-    token.
-    """
+    """Raise a `UserError` unless the model and tokenizer can do the task's language modelling."""
     if spec.kind == "causal_lm" and not is_decoder(model_config):
         raise UserError(
             f"task={spec.name} needs a decoder, such as model=gpt2 or small_decoder, but {config.label} is an encoder "
@@ -206,19 +196,13 @@ def load_model(
 ) -> PreTrainedModel:
     """Load the model with a head for the task, in the data type `config.load_in` and in training mode.
 
-    The head has random weights, unless the checkpoint contains a head for the same labels: then its outputs are put in
-    the order of the task's. Without `config.pretrained`, all weights are random. With `config.lora`, the result is a
-    `peft.PeftModel`, of which the adapters and the head are trained.
-
-    Args:
-        config: settings of the model.
-        spec: the task.
-        model_config: result of `load_config`.
-        tokenizer: the model's tokenizer.
+    The head has random weights unless the checkpoint's head has the same labels; then its outputs are put in the task's
+    order. Without `config.pretrained`, all weights are random. With `config.lora`, the result is a `peft.PeftModel`
+    with trainable adapters and head. `model_config` is the result of `load_config`.
 
     Raises:
-        UserError: if the model is not found or has no head of this kind, if weights other than those of the head are
-            missing, or if the model cannot process the output of the tokenizer.
+        UserError: if the model is not found or lacks a head of this kind, if weights outside the head are missing, or
+            if the model cannot process the tokenizer's output.
     """
     auto_class = get_auto_class(model_config, spec.kind, config.label)
     options: dict[str, Any] = {"dtype": DTYPES[config.load_in]}
@@ -256,13 +240,13 @@ def load_model(
 
 
 def load_encoder(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a model without a head, of any architecture that reads text, in eval mode and the given data type.
+    """Load a text model of any architecture without a head, in eval mode and the given data type.
 
-    Of an encoder-decoder, the encoder is returned, and a warning says so.
+    Of an encoder-decoder, the encoder is returned, with a warning.
 
     Raises:
-        UserError: if the model is not found, if weights are missing, or if the model cannot process the output of the
-            tokenizer.
+        UserError: if the model is not found, if weights are missing, or if the model cannot process the tokenizer's
+            output.
     """
     model: Any = load_weights(config, AutoModel, dtype=dtype)
     if model.config.is_encoder_decoder:
@@ -288,7 +272,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
                 save_adapters(model, folder)
             tokenizer.save_pretrained(folder)
     except Exception as error:
-        # Writers in Rust, such as safetensors, raise types of their own, whose messages contain `(os error 28)`.
+        # Writers in Rust, such as safetensors, raise special types with messages that contain `(os error 28)`.
         if not isinstance(error, OSError) and "(os error " not in str(error):
             raise
         raise OSError(f"the model cannot be written ({shorten(error, 80)}) to {folder}") from error
@@ -296,7 +280,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
 
 @contextmanager
 def _enable_key_value_cache(model: PreTrainedModel) -> Iterator[None]:
-    """Turn on a decoder's cache of keys and values within the block, so that the saved configuration has it turned on.
+    """Turn on a decoder's key-value cache within the block, so that the saved configuration has it on.
 
     `load_config` turns the cache off for training.
     """
@@ -312,9 +296,9 @@ def _enable_key_value_cache(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _fit_head(config: ModelConfig, spec: TaskSpec, model: PreTrainedModel) -> None:
-    """Reorder the outputs of a pretrained head by the names of its labels, or replace it if it is for another task.
+    """Reorder the outputs of a pretrained head by label names, or replace a head for another task.
 
-    Names such as `LABEL_0` say nothing, and their order is kept.
+    Names such as `LABEL_0` mean nothing; their order is kept.
     """
     checkpoint_config = load_pretrained(config, AutoConfig)
     if not getattr(get_checkpoint_class(checkpoint_config), "__name__", "").endswith("ForSequenceClassification"):
@@ -344,7 +328,7 @@ def _fit_head(config: ModelConfig, spec: TaskSpec, model: PreTrainedModel) -> No
 
 
 def _match_labels(names: Sequence[str], labels: Sequence[str]) -> list[int] | None:
-    """Return for each label of a task which output of a head has its name, or None if the names are others.
+    """Return the index of the head's output for each label of a task, or None if the names differ.
 
     Case and punctuation do not matter. Numbered names, and the name of a single score, mean nothing.
     """
@@ -357,7 +341,7 @@ def _match_labels(names: Sequence[str], labels: Sequence[str]) -> list[int] | No
 
 
 def _check_outputs(label: str, model: Any, tokenizer: PreTrainedTokenizerBase, inputs: Any) -> None:
-    """Check that tokenizer and model belong together, and that the model computes finite outputs for the inputs."""
+    """Check that tokenizer and model fit together, and that the model's outputs are finite."""
     embedding = get_embedding_weight(model, "input")
     if embedding is None or model.main_input_name != "input_ids":
         raise UserError(

@@ -1,4 +1,4 @@
-"""The one road from a file to rows: tables in CSV, TSV, JSON and Parquet files and in saved data sets."""
+"""The only reader of table rows: CSV, TSV, JSON and Parquet files and saved data sets."""
 
 import csv
 import io
@@ -22,7 +22,7 @@ csv.field_size_limit(2**31 - 1)
 _BATCH_ROWS = 1_000
 
 Row = tuple[int, Sequence[Any] | None]
-"""Number of a row, and its values in the order of the requested columns; None if its number of fields is wrong."""
+"""Number of a row, and its values in the order of the requested columns, or None if it has a wrong number of fields."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Table:
     """The rows of a file or a data set.
 
     Attributes:
-        source: file or other origin, for error messages.
-        columns: names of the columns; none for an empty file.
-        read_rows: function that yields the rows, with the values of the named columns.
-        unit: what the numbers of the rows count: `line`, or `row`, both from 1.
+        source: file or other origin, named in error messages.
+        columns: names of the columns; empty for an empty file.
+        read_rows: yields the rows, with the values of the named columns.
+        unit: what row numbers count: `line` or `row`, both from 1.
     """
 
     source: str
@@ -52,7 +52,7 @@ def read_csv(path: Path) -> Table:
 
 
 def read_tsv(path: Path, header: Sequence[str] = ()) -> Table:
-    """Open tab-separated values, in which quotes are plain text. Without `header`, the first line has the names."""
+    """Open tab-separated values; quotes are plain text. Without `header`, the first line names the columns."""
     records = ((line, text.split("\t")) for line, text in numbered_lines(path))
     return _make_delimited_table(path, records, header)
 
@@ -83,7 +83,7 @@ def _make_delimited_table(path: Path, records: Iterator[tuple[int, list[str]]], 
 
 
 def read_json_table(path: Path) -> Table:
-    """Open JSON lines, or in a `.json` file also one array, of objects with the column names as keys."""
+    """Open JSON lines, or the array in a `.json` file, of objects keyed by column names."""
     is_array = path.suffix.lower() == ".json" and read_text(path).lstrip().startswith("[")
     unit = "row" if is_array else "line"
     objects = _iterate_objects(path, is_array, unit)
@@ -141,7 +141,7 @@ def read_saved_dataset(folder: Path) -> Table:
 
 
 def make_table(dataset: Dataset, source: str) -> Table:
-    """Return a data set as a table. Class ids become class names, because a task may order the classes differently."""
+    """Return a data set as a table. Class ids become names, because a task may order the classes differently."""
 
     def read_batches(names: Sequence[str]) -> Iterable[Any]:
         return dataset.select_columns(list(names)).with_format("arrow").iter(batch_size=_BATCH_ROWS)
@@ -199,11 +199,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a UTF-8 file.
-
-    Raises:
-        UserError: if the file cannot be read, or is not UTF-8 text; the message names the line.
-    """
+    """Return the content of a UTF-8 file; raise a `UserError`, with the line, if it is not UTF-8 or cannot be read."""
     try:
         refuse_special_file(path)
         content = path.read_bytes()

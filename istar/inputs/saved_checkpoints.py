@@ -1,4 +1,4 @@
-"""Models that a command line names, and the checkpoints of one training with the optimizer step of each."""
+"""Models named on a command line, and the checkpoints of one training with their optimizer steps."""
 
 import csv
 import glob
@@ -19,25 +19,25 @@ from istar.files.writing import refuse_special_file, write_text
 from istar.records.results import KEPT_MODELS
 
 STEP_FILE = "training_step.json"
-"""File in a folder of a model that records the optimizer step of its training, as `{"global_step": 512}`."""
+"""File in a model's folder with its optimizer step, as `{"global_step": 512}`."""
 _CHECKPOINT_FOLDER = "checkpoints"
 """Folder of a run of train.py with its `.ckpt` files."""
 _TRAINER_STATE_FILE = "trainer_state.json"
-"""File in which the Trainer of transformers records the step of a checkpoint."""
+"""File with the step of a checkpoint, written by transformers' Trainer."""
 _RESULT_FILE = "result.json"
 """Record of a run of train.py."""
 _STEP_PATTERN = re.compile(r"(?<![A-Za-z])step[-_]?(\d+)(?!\d)")
 _SHAPE_KEYS = ("model_type", "hidden_size", "n_embd", "d_model", "dim", "num_hidden_layers", "n_layer", "n_layers")
-"""Keys of a model's configuration that must be equal for all checkpoints of a training; models have only some."""
+"""Configuration keys that must be equal for all checkpoints of a training; models have only some."""
 _RESERVED_NAMES = (".", "..", "trajectory.csv", "index.html", "figures", "tables", ".istar")
-"""Names in the output folder that no checkpoint's folder may have."""
+"""Names in the output folder that are not allowed for a checkpoint's folder."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ModelArgument:
-    """A model that the command line names: a folder, a run of train.py, or a model of the hub."""
+    """A model on the command line: a folder, a run of train.py, or a hub model."""
 
     label: str  # label given on the command line; empty for none
     name: str  # folder or hub id
@@ -51,12 +51,12 @@ class ModelArgument:
 
     @property
     def default_label(self) -> str:
-        """The given label, or else the last part of the name with the revision, which can also name a folder."""
+        """The given label, or else the last part of the name with the revision; also usable as a folder's name."""
         return self.label or "-".join(filter(None, (PurePath(self.name).name, self.revision)))
 
 
 def parse_model_argument(argument: str) -> ModelArgument:
-    """Parse a model, written as `[label=]<folder, run or hub id>[@revision]`; a folder has no revision."""
+    """Parse a model written as `[label=]<folder, run or hub id>[@revision]`; folders do not have revisions."""
     label, _, name = argument.rpartition("=")
     revision = ""
     if not Path(name).exists():
@@ -71,11 +71,11 @@ class Checkpoint:
     label: str  # the revision, or the part of the checkpoint's path that differs from the other checkpoints
     name: str  # hub id, folder, or `.ckpt` file
     revision: str | None = None  # revision on the hub; None for a folder or a file
-    step: int | None = None  # optimizer step at which it was saved; None if none is recorded
+    step: int | None = None  # optimizer step at which it was saved; None if unknown
 
     @property
     def folder(self) -> str:
-        """Name of the folder that holds the measures of this checkpoint."""
+        """Name of the folder for this checkpoint's measures."""
         return self.label.replace("/", "_")
 
 
@@ -86,26 +86,27 @@ class _FoundCheckpoint:
     path: Path  # path that matches the pattern
     model: Path  # folder of the model, or `.ckpt` file
     training: Path  # folder of the training that the checkpoint belongs to
-    step: int | None  # step that the checkpoint records; None if it records none
-    is_readable: bool = True  # False for a damaged `.ckpt` file, whose error is reported when it is measured
+    step: int | None  # step that the checkpoint records, if any
+    is_readable: bool = True  # False for a damaged `.ckpt` file; its error is reported when it is measured
 
 
 def step_from_name(label: str) -> int | None:
-    """Return the step that the name of a revision such as `step1000` states, or None if it states none or several."""
+    """Return the step in a revision's name such as `step1000`; None without a step or with several."""
     steps = set(_STEP_PATTERN.findall(label))
     return int(steps.pop()) if len(steps) == 1 else None
 
 
 def record_step(folder: Path, step: int) -> None:
-    """Write the optimizer step at which a model was saved to a JSON file in its folder, for `find_checkpoints`."""
+    """Write a model's optimizer step to a JSON file in its folder, for `find_checkpoints`."""
     write_text(folder / STEP_FILE, json.dumps({"global_step": step}) + "\n")
 
 
 def read_steps(path: Path) -> dict[str, int]:
-    """Read a CSV file with the columns `checkpoint` and `step`, and return the step of each checkpoint.
+    """Read the step of each checkpoint from a CSV file with the columns `checkpoint` and `step`.
 
     Raises:
-        UserError: if the file cannot be read, lacks a column, has a checkpoint twice, or a step is no whole number.
+        UserError: if the file cannot be read, lacks a column, repeats a checkpoint, or has a step that is not a whole
+            number.
     """
     try:
         refuse_special_file(path)
@@ -128,13 +129,13 @@ def read_steps(path: Path) -> dict[str, int]:
 
 
 def parse_revisions(model: str, names: str, steps: Mapping[str, int] | None = None) -> list[Checkpoint]:
-    """Return the checkpoints of a model on the hub, in the given order, from revisions separated by commas.
+    """Return the checkpoints of a hub model from revisions separated by commas, in the given order.
 
-    If `steps` is given, it has the step of each revision. Otherwise the step is the one that the revision's name
-    states, such as `step1000`, or None if it states none.
+    `steps` gives the step of each revision. Without it, the step comes from a name such as `step1000`; otherwise it is
+    None.
 
     Raises:
-        UserError: if there are no revisions, the model is a folder, or `steps` names other revisions.
+        UserError: if `names` is empty, the model is a folder, or `steps` names other revisions.
     """
     if Path(model).is_dir():
         raise UserError(f"--revisions needs a model on the hub, but {model} is a folder; use --checkpoints for folders")
@@ -151,17 +152,17 @@ def parse_revisions(model: str, names: str, steps: Mapping[str, int] | None = No
 def find_checkpoints(pattern: str, steps: Mapping[str, int] | None = None) -> list[Checkpoint]:
     """Find the checkpoints of one training that match a glob pattern, and sort them by step.
 
-    They are folders of `save_pretrained`, among them checkpoints of transformers' Trainer and the models that a run of
-    train.py has kept, or `.ckpt` files of such a run. A pattern that matches a single folder stands for the models in
-    it. For a run, these are the models that it has kept in `models/`, or else its final model.
+    They are folders of `save_pretrained`, including checkpoints of transformers' Trainer and kept models of a run of
+    train.py, or `.ckpt` files of such a run. A pattern that matches a single folder means the models in it. For a run,
+    these are the models in `models/`, or else its final model.
 
-    The step of a checkpoint is the one that it records: `global_step` in a `.ckpt` file, in `trainer_state.json` or in
-    `training_step.json`, and for the final model of a run the step of its best epoch. If `steps` is given, by label,
-    path or last part of the path, it replaces these steps, and the checkpoints are taken to be of one training.
+    A checkpoint's step is recorded as `global_step` in a `.ckpt` file, `trainer_state.json` or `training_step.json`.
+    For the final model of a run, it is the step of its best epoch. `steps`, keyed by label, path or last part of the
+    path, replaces these steps; the checkpoints then count as one training.
 
     Raises:
-        UserError: if the pattern matches no model, or checkpoints of different trainings or models, or if a step is not
-            known, or if the table and the checkpoints do not match.
+        UserError: if the pattern matches no model, or checkpoints of different trainings or models, or if a step is
+            unknown, or if the table and the checkpoints do not match.
     """
     paths = [Path(path) for path in sorted(glob.glob(pattern))]  # noqa: PTH207 (Path.glob refuses absolute patterns)
     paths = _find_models_in(paths[0]) or paths if len(paths) == 1 else paths
@@ -190,7 +191,7 @@ def find_checkpoints(pattern: str, steps: Mapping[str, int] | None = None) -> li
 
 
 def common_name(checkpoints: Sequence[Checkpoint]) -> str:
-    """Return a name for the model of checkpoints on disk: that of the deepest folder that holds them all.
+    """Return a name for the model of checkpoints on disk: the name of their deepest common folder.
 
     For checkpoints in the folder `models/` or `checkpoints/` of a run, this is the name of the run.
     """
@@ -199,10 +200,7 @@ def common_name(checkpoints: Sequence[Checkpoint]) -> str:
 
 
 def _match_steps(steps: Mapping[str, int], labels: Sequence[str], paths: Sequence[str]) -> dict[str, int | None]:
-    """Return the step of each checkpoint by its label.
-
-    The keys of `steps` name the checkpoints by label, path or last part of the path.
-    """
+    """Return the step of each checkpoint by its label; `steps` may name it by label, path or last part of the path."""
     aliases = {
         label: (label, path, Path(path).name, Path(path).stem) for label, path in zip(labels, paths, strict=True)
     }
@@ -219,9 +217,9 @@ def _match_steps(steps: Mapping[str, int], labels: Sequence[str], paths: Sequenc
 
 
 def _find_models_in(folder: Path) -> list[Path]:
-    """Return the folders of the models that a run has kept, or of the models in a folder of models.
+    """Return the folders of a run's kept models, or of the models in a folder of models.
 
-    The result is empty for a run that has kept none, and for a folder that is a model itself.
+    Empty for a run that kept none, and for a folder that is a model itself.
     """
     if kept_models := _find_model_subfolders(folder / KEPT_MODELS):
         return kept_models
@@ -230,12 +228,12 @@ def _find_models_in(folder: Path) -> list[Path]:
 
 
 def _find_model_subfolders(folder: Path) -> list[Path]:
-    # Folders whose names begin with a dot are still being written.
+    # Folders with names that begin with a dot are still being written.
     return [path.parent for path in sorted(folder.glob("[!.]*/config.json"))]
 
 
 def _inspect_path(path: Path) -> _FoundCheckpoint | None:
-    """Return the checkpoint at a path with the step that it records, or None if there is no checkpoint."""
+    """Return the checkpoint at a path with its recorded step, or None if it is not a checkpoint."""
     if path.suffix == ".ckpt":
         run = path.parent.parent if path.parent.name == _CHECKPOINT_FOLDER else path.parent
         try:
@@ -254,13 +252,13 @@ def _inspect_path(path: Path) -> _FoundCheckpoint | None:
         return _FoundCheckpoint(path, path, training, _get_step(_read_json(path / STEP_FILE), "global_step"))
     if (path / _TRAINER_STATE_FILE).is_file():
         step = _get_step(_read_json(path / _TRAINER_STATE_FILE), "global_step")
-        # The output folder of a Trainer has a state too, and is a training of its own.
+        # The output folder of a Trainer has a state too, and is a separate training.
         return _FoundCheckpoint(path, path, path.parent if path.name == f"checkpoint-{step}" else path, step)
     return _FoundCheckpoint(path, path, path.parent, None)
 
 
 def _read_best_step(run: Path) -> int | None:
-    """Return the step of a run's best epoch, whose model the run has saved, or None if `result.json` has none."""
+    """Return the step of a run's best epoch (its saved model), or None if `result.json` lacks it."""
     result = _read_json(run / _RESULT_FILE)
     try:
         best_epoch = result["headline"]["epoch"]
@@ -270,7 +268,7 @@ def _read_best_step(run: Path) -> int | None:
 
 
 def _read_json(path: Path) -> Any:
-    """Return the content of a JSON file, or None if it is missing or, with a warning, if it cannot be read."""
+    """Return the content of a JSON file; None if it is missing, or (with a warning) unreadable."""
     try:
         return read_json(path)
     except MissingFileError:

@@ -10,7 +10,7 @@ SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def make_tokenizer(words: Iterable[str] = ()) -> BertTokenizer:
-    """Return a lowercasing WordPiece tokenizer that has a token for each of `words` and splits others into characters.
+    """Return a lowercasing WordPiece tokenizer with a token for each of `words`; it splits others into characters.
 
     The vocabulary contains all printable ASCII characters. English text therefore never yields `[UNK]`, except for
     words of more than 100 characters, as in BERT.

@@ -15,7 +15,7 @@ _POSITIONS_START_AFTER_PADDING = {
     "altclip_text_model", "camembert", "data2vec-text", "esm", "ibert", "layoutlmv3", "lilt", "longformer",
     "luke", "markuplm", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
 }  # fmt: skip
-"""Models whose first position has the number after the id of the padding token."""
+"""Models that number positions from the padding token's id plus 1."""
 _TOKENIZER_BATCH = 1_000
 """Number of documents tokenized in one call, enough for the tokenizer's threads to share."""
 
@@ -39,11 +39,7 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], lis
 
 
 def count_text_tokens(length: int, prefix: Sequence[int], suffix: Sequence[int]) -> int:
-    """Return the number of tokens of a text that fit into a block of `length` tokens beside the special tokens.
-
-    Raises:
-        UserError: if there is no room for text.
-    """
+    """Return how many tokens of a text fit into a block with the special tokens; raise a `UserError` if none do."""
     num_text_tokens = length - len(prefix) - len(suffix)
     if num_text_tokens < 1:
         raise UserError(
@@ -53,7 +49,7 @@ def count_text_tokens(length: int, prefix: Sequence[int], suffix: Sequence[int])
 
 
 def find_separator_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    """Return the id of the token that ends a document: of `sep_token`, else of `eos_token`, or None without either."""
+    """Return the id of the token that ends a document: `sep_token`, else `eos_token`; None without either."""
     return tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
 
 
@@ -73,7 +69,7 @@ def find_max_input_length(config: "PreTrainedConfig") -> int | None:
 
 
 def chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Split items into consecutive lists of `size` items, of which the last may be shorter, and yield the lists."""
+    """Yield consecutive lists of `size` items; the last may be shorter."""
     iterator = iter(items)
     while chunk := list(islice(iterator, size)):
         yield chunk

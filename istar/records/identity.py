@@ -1,7 +1,7 @@
 """What makes runs the same: one run, one configuration, one method, or no penalty.
 
 This module alone decides these questions, from a resolved config as plain data with the keys of the command line. It
-also makes the labels of methods, from which nothing is read back.
+also makes the labels of methods, which are never parsed.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ METHOD_NAMES = {
     "random_direction": "random direction",
     "weight_decay": "weight decay",
 }
-"""Names of methods without their settings, as tables show them, by `reg.name` or `BASE`."""
+"""Names of methods in tables, without their settings, by `reg.name` or `BASE`."""
 BASE_LABEL = METHOD_NAMES[BASE]
 """Name of training without a penalty in tables and figures."""
 
@@ -38,14 +38,10 @@ BASE_LABEL = METHOD_NAMES[BASE]
 def identity_hash(config: Mapping[str, Any], data: str, model: str) -> str:
     """Return the hash that identifies a run: twelve hexadecimal digits.
 
-    Runs with equal settings, data and weights have equal hashes. Settings whose field is marked `NOT_IN_IDENTITY` in
+    Runs with equal settings, data and weights have equal hashes. Settings marked `NOT_IN_IDENTITY` in
     `istar.records.config.groups` (paths, logging, hardware) are ignored. The number of processes is not, because it
-    multiplies the batch size.
-
-    Args:
-        config: resolved config as plain data, with the keys of the command line.
-        data: fingerprint of the training and validation examples.
-        model: hub id and revision, or the fingerprint of a local folder.
+    multiplies the batch size. `data` is the fingerprint of the training and validation examples; `model` is the hub id
+    and revision, or the fingerprint of a local folder.
     """
     # Imported here because istar.records.config imports torch, which readers of results do not need.
     from istar.records.config.groups import Config
@@ -60,14 +56,10 @@ def identity_hash(config: Mapping[str, Any], data: str, model: str) -> str:
 
 
 def configuration_hash(config: Mapping[str, Any], data: str = "", ignored_key: str = "") -> str:
-    """Return a hash that is equal for runs of one configuration, which differ in nothing that counts but the seed.
+    """Return a hash of everything that changes a run's outcome except the seed; see `identity_hash`.
 
-    What does not change the outcome (see `identity_hash`) does not count, nor do the settings of a penalty of weight 0.
-
-    Args:
-        config: resolved config as plain data.
-        data: fingerprint of the examples; empty to compare runs on any data.
-        ignored_key: a further key that does not count, `group.key`, or `group` for a whole config group.
+    The settings of a penalty of weight 0 are ignored, as well as `ignored_key`: `group.key`, or `group` for a whole
+    config group. `data` is the fingerprint of the examples, or empty to compare runs on any data.
     """
     settings = {group: dict(values) for group, values in config.items() if isinstance(values, Mapping)}
     model = os.path.normpath(str(settings["model"].get("name")))
@@ -83,7 +75,7 @@ def configuration_hash(config: Mapping[str, Any], data: str = "", ignored_key: s
 
 
 def identifies_run(key: str) -> bool:
-    """Return whether a config key, `group.key`, is part of what identifies a run (see `identity_hash`)."""
+    """Return whether a config key, `group.key`, is part of a run's identity (see `identity_hash`)."""
     from istar.records.config.groups import Config
 
     group, _, name = key.partition(".")
@@ -97,7 +89,7 @@ def find_method(config: Mapping[str, Any]) -> str:
 
 
 def name_method(config: Mapping[str, Any]) -> str:
-    """Return the name of a run's method without its settings, as tables show it: `Base`, `I-STAR`, `weight decay`."""
+    """Return the name of a run's method in tables, without its settings: `Base`, `I-STAR`, `weight decay`."""
     method = find_method(config)
     return METHOD_NAMES.get(method, method)
 
@@ -105,8 +97,8 @@ def name_method(config: Mapping[str, Any]) -> str:
 def label_method(config: Mapping[str, Any]) -> str:
     """Return the label of a run's method as in the paper, e.g. `Base`, `I-STAR λ=-1 ζ=0.4` or `CosReg λ=1`.
 
-    Penalty settings that the paper does not have are added in words, such as `on output embeddings`. A penalty of
-    weight 0 is shown as it was set.
+    Settings beyond the paper's are added in words, such as `on output embeddings`. A penalty of weight 0 keeps its own
+    label.
     """
     reg = config["reg"]
     if reg["name"] == "none":
@@ -130,7 +122,7 @@ def label_method(config: Mapping[str, Any]) -> str:
 
 
 def _select_identity_values(config_class: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a config without the fields of its dataclass that are marked `NOT_IN_IDENTITY`."""
+    """Return the entries of a config without the fields marked `NOT_IN_IDENTITY` in its dataclass."""
     excluded_names = {f.name for f in fields(config_class) if not f.metadata.get("identity", True)}
     type_by_name = {f.name: f.type for f in fields(config_class)}
     return {

@@ -1,7 +1,7 @@
 """How the metrics of tasks are compared and shown, and the names of the layers' measures in logs."""
 
 _LOSSES = ("loss", "perplexity")
-"""Metrics whose lower values are better. All others are fractions or correlations, whose higher values are better."""
+"""Metrics to minimize. All others are fractions or correlations to maximize."""
 
 
 def is_lower_better(metric: str) -> bool:
@@ -57,12 +57,12 @@ def geometry_key(layer: int | str, measure: str) -> str:
 
 
 def format_metric(metric: str, value: float | None) -> str:
-    """Format the value of a metric with two decimals, as `istar.records.metric_names.displayed`, or None as a dash."""
+    """Format the value of a metric with two decimals, scaled by `displayed`, or None as a dash."""
     return "-" if value is None else f"{displayed(metric, value):.2f}"
 
 
 def format_number(value: float | None, format_spec: str) -> str:
-    """Format a number, or None as a dash; a negative number that rounds to zero has no minus sign."""
+    """Format a number, or None as a dash; a negative number that rounds to zero loses its minus sign."""
     if value is None:
         return "-"
     text = format(value, format_spec)

@@ -29,7 +29,7 @@ _START_COMMENT = "# The run began at "
 _REPORTED_PACKAGES = ("istar", "torch", "lightning", "transformers", "datasets", "numpy", "scikit-learn")
 _PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 _GIT_TIMEOUT_SECONDS = 30.0
-"""Timeout of git, which may be slow on network file systems."""
+"""Timeout of git on slow network file systems."""
 
 
 _Count = Annotated[int, 0]
@@ -102,13 +102,12 @@ class RunRecord:
     config: Annotated[dict[str, Any], _Settings]  # resolved config, with the keys of the command line
     # Name of the headline `metric`, its `value` on the validation set, and the best `epoch` (counted from 1).
     headline: Annotated[dict[str, Any], _Score] = field(default_factory=dict)
-    # How the best epoch was chosen: the `set` (a validation set or `held_out`), the name of the `metric`, and its
-    # `value`.
+    # Choice of the best epoch: the `set` (a validation set or `held_out`), the name of the `metric`, and its `value`.
     selection: Annotated[dict[str, Any], _Score] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # all validation metrics of the best epoch, as fractions
     metrics_before: dict[str, float] = field(default_factory=dict)  # the same before training
-    # The same metrics for a prediction that ignores the input: the majority class or the mean label of the training
-    # set, or the frequencies of its tokens.
+    # The same metrics for a prediction without the input: the majority class, the mean label or the token frequencies
+    # of the training set.
     baseline: dict[str, float] = field(default_factory=dict)
     collapsed: dict[str, bool] = field(default_factory=dict)  # by validation set: whether all its predictions are equal
     # IsoScore on the validation set `before` and `after` training, by layer (0 is the embedding output) and for the
@@ -123,13 +122,13 @@ class RunRecord:
     # Sizes and fingerprint of the data sets, and number of validation examples that also occur in the training data.
     data: Annotated[dict[str, Any], _Data] = field(default_factory=dict)
     skipped_steps: _Count = 0  # optimizer steps skipped because of a non-finite gradient (`trainer.nonfinite=skip`)
-    # When the run first `began` (UTC, ISO 8601), and its durations in seconds, in `total` and by phase, as measured in
-    # the process that finished the run.
+    # First start, `began` (UTC, ISO 8601), and durations in seconds, in `total` and by phase, in the process that
+    # finished the run.
     timing: Annotated[dict[str, Any], _Timing] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)  # versions of istar and of the libraries
     model_commit: str | None = None  # commit of the model on the hub; None for a local folder and the tiny model
-    # Commit of the data set on the hub. None for a local folder, for generated examples, and if the data set was read
-    # offline from the cache of `datasets` and the cache does not name the commit.
+    # Commit of the data set on the hub. None for a local folder, for generated examples, and offline if the cache of
+    # `datasets` does not name the commit.
     data_commit: str | None = None
     code_commit: str | None = None  # commit of istar's git checkout; None if istar does not run from one
     code_modified: bool | None = None  # whether tracked files of the checkout differed from its commit
@@ -142,12 +141,12 @@ class RunRecord:
 
     @property
     def selection_value(self) -> Any:
-        """The value by which configurations are compared to choose one; by default that of the headline metric."""
+        """Value for model selection; by default the headline metric's value."""
         return self.selection.get("value", self.headline.get("value"))
 
     @property
     def selection_merit(self) -> float:
-        """`selection_value` as a number that is higher for better runs, also if the metric is a loss."""
+        """`selection_value` as a number that is higher for better runs, even if the metric is a loss."""
         metric = self.selection.get("metric", self.headline.get("metric", ""))
         return merit(metric, self.selection_value)
 
@@ -160,8 +159,7 @@ def installed_versions() -> dict[str, str]:
 def describe_code(package_folder: Path = _PACKAGE_FOLDER) -> dict[str, Any]:
     """Return the fields `code_commit` and `code_modified` of `RunRecord`.
 
-    Both are None if istar, whose modules are in `package_folder`, does not run from a git checkout, or git is not
-    installed.
+    Both are None if git is not installed or does not track the modules in `package_folder`.
     """
     unknown_fields = {"code_commit": None, "code_modified": None}
     # An installed istar may lie within the checkout of another project, which does not track it.
@@ -213,15 +211,12 @@ def _get_cpu_name() -> str:
 
 
 def start_comment(started_at: str) -> str:
-    """Return the first line of `config.yaml`, a comment that says when the run started."""
+    """Return the first line of `config.yaml`, a comment with the start time of the run."""
     return f"{_START_COMMENT}{started_at}\n"
 
 
 def read_start_time(folder: Path) -> str | None:
-    """Return when the run in a folder started, as the first line of its `config.yaml` says.
-
-    Returns None if there is no such file or line.
-    """
+    """Return the start time of a run from the first line of its `config.yaml`; None without such a file or line."""
     try:
         with (folder / CONFIG).open(encoding="utf-8") as file:
             first_line = file.readline()
@@ -239,8 +234,7 @@ def read_result(folder: Path) -> RunRecord:
     """Read the record in a run's folder.
 
     Raises:
-        UserError: if `result.json` is missing, cannot be read, has another format version or values of a wrong type, or
-            lacks what a finished run has.
+        UserError: if `result.json` is missing, unreadable, incomplete, in another format version or has wrong types.
     """
     path = folder / RESULT
     try:
@@ -253,7 +247,7 @@ def read_result(folder: Path) -> RunRecord:
 
 
 def _find_gap(record: RunRecord) -> str:
-    """Return what a record lacks that readers need, or an empty string; a run that has not finished may lack much."""
+    """Return what a record lacks for its readers, or an empty string; an unfinished run may lack much."""
     reg, headline = record.config["reg"], record.headline
     if reg["name"] != "none" and "lambda" not in reg:
         return "its config lacks reg.lambda"
@@ -273,7 +267,7 @@ def _find_gap(record: RunRecord) -> str:
 
 
 def read_unfinished(folder: Path) -> RunRecord:
-    """Return a record with the status `unfinished` and the config of a run that has no `result.json` yet.
+    """Return a record with the status `unfinished` and the config of a run without a `result.json`.
 
     Raises:
         UserError: if `config.yaml` is missing or cannot be read, or is not the config of a run.

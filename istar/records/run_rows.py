@@ -13,9 +13,9 @@ RUN_COLUMNS = (
     "collapsed", "isoscore_before", "isoscore_after", "seconds", "skipped_steps", "error", "fingerprint",
     "began", "istar_version", "code_commit", "code_modified",
 )  # fmt: skip
-"""Columns of a data frame of runs that every run has."""
+"""Columns of every data frame of runs; see `Runs.frame`."""
 COMPARISON_COLUMNS = ("task", "model", "method", "seed", "value", "constant", "epoch", "IsoScore", "seconds")
-"""Columns of the tables that compare runs on the terminal."""
+"""Columns of the terminal's tables of runs."""
 COMPARISON_CAPTION = (
     "Metrics in percent, beside those of a constant prediction; IsoScore of layers 1 to L before → after training."
     " Over seeds: mean ± standard deviation."
@@ -57,10 +57,7 @@ def record_to_row(record: RunRecord) -> dict[str, Any]:
 
 
 def group_by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[list[RunRecord]]]:
-    """Group runs by task and model, and within these by configuration; see `configuration_hash`.
-
-    Groups and runs keep the order of `records`.
-    """
+    """Group runs by task and model, then by configuration, in the order of `records`; see `configuration_hash`."""
     runs_by_task: dict[tuple[str, str], dict[str, list[RunRecord]]] = {}
     for record in records:
         task_and_model = (record.config["task"]["name"], Path(record.config["model"]["name"]).name)
@@ -75,7 +72,7 @@ def group_by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[li
 def selection_sort_key(merits: Sequence[float]) -> tuple[int, float]:
     """Return the sort key of a configuration, higher for better ones: the number of seeds, then the mean merit.
 
-    `merits` has the `selection_merit` of the run of each seed.
+    `merits` are the `selection_merit` of each seed's run.
     """
     return len(merits), fmean(merits)
 
@@ -91,11 +88,11 @@ class PlannedRun(TypedDict):
 
 
 class Repetitions(TypedDict):
-    """Runs with further seeds. Only those of one configuration will be run: the best of a group of configurations."""
+    """Runs with further seeds of the best configuration of a group; the other configurations are not repeated."""
 
     task: str
     model: str
     method: str  # without its settings
-    grid: str  # name of the grid in the sweep; empty if the sweep has no named grids
-    seeds: list[int]  # further seeds, with which the best configuration is repeated
-    names: list[str]  # names of the runs of every configuration of the group with every further seed
+    grid: str  # name of the grid in the sweep; empty without named grids
+    seeds: list[int]  # further seeds for the best configuration
+    names: list[str]  # possible run names: every configuration of the group with every further seed

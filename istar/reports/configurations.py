@@ -1,8 +1,8 @@
 """Groups runs that differ only in the seed, and selects the configuration for each cell of Table 1.
 
 A configuration is everything that identifies a run (see `istar.records.identity.identity_hash`) except the seed:
-settings, data and model. The selection uses the headline metric on the set on which the epoch was chosen, which is the
-validation set or a held-out part of the training data, and no other result.
+settings, data and model. The selection uses only the headline metric on the set that also chose the epoch: the
+validation set, or a held-out part of the training data.
 """
 
 import math
@@ -21,22 +21,22 @@ from istar.reports.run_frame import Runs
 from istar.statistics.paired import MeanAndStd, mean_and_std
 
 VARIED = {"lambda": "reg.lambda", "zeta": "reg.zeta", "layers": "reg.layers", "method": "reg"}
-"""Setting that a figure varies -> config key in which the runs of the figure may differ; `reg` is the whole group."""
+"""Setting that a figure varies -> its config key; `reg` is the whole group."""
 VALIDATION, HELD_OUT = "validation", "held-out"
-"""Sets on which epochs and configurations are chosen: the validation set, which is also reported, or held-out data."""
+"""Sets for choosing epochs and configurations: the validation set, which is also reported, or held-out data."""
 _HELD_OUT_IN_RECORD = "held_out"
 """Name of the held-out set in the record of a run."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of Table 1: the runs of the configuration selected for a task, a model and a method family."""
+    """A cell of Table 1: the selected configuration's runs for one task, model and method family."""
 
     task: str
     model: str
     family: str
     runs: pd.DataFrame  # finished runs, one per seed, ordered by seed; empty if no run of the family has finished
-    num_configurations: int = 0  # number of configurations from which this one was selected
+    num_configurations: int = 0  # number of configurations that the selection compared
     num_failed: int = 0  # number of failed runs of this configuration; of the whole family if no run has finished
     num_pruned: int = 0  # number of runs of the family that a search stopped early
 
@@ -56,17 +56,17 @@ class Cell:
 
     @property
     def num_collapsed(self) -> int:
-        """Number of finished runs whose predictions are constant; the mean includes them."""
+        """Number of finished runs with constant predictions; the mean includes them."""
         return int(self.runs["collapsed"].eq(True).sum())
 
     @property
     def is_collapsed(self) -> bool:
-        """Whether the predictions of all finished runs are constant; see `are_all_collapsed`."""
+        """Whether all finished runs have constant predictions; see `are_all_collapsed`."""
         return are_all_collapsed(self.runs)
 
     @property
     def selection_set(self) -> str:
-        """The set on which the epoch and the configuration were chosen; empty without a finished run."""
+        """The set that chose the epoch and the configuration; empty without a finished run."""
         return str(self.first_run.get("chosen_on", ""))
 
     @property
@@ -91,17 +91,17 @@ class Cell:
 
 
 def add_selection_columns(runs: Runs) -> pd.DataFrame:
-    """Return the data frame of the runs with additional columns, by which reports group and select runs.
+    """Return a copy of the runs' data frame with additional columns for grouping and selecting runs.
 
     The additional columns are:
         family: the method, see `istar.records.identity.find_method`.
         method_name: the method without its settings, see `istar.records.identity.name_method`.
         settings_hash: equal for runs with the same model and the same settings except the seed.
-        config_hash: like `settings_hash`, but also covers the data, whose fingerprint a failed run may not have.
+        config_hash: like `settings_hash`, but also covers the data; a failed run may lack the data's fingerprint.
         hash_without_<varied>: `config_hash` without the config key in `VARIED`.
         repeated: a second finished run of the same configuration and seed.
         usable: a finished run with a finite headline value that is not repeated.
-        chosen_on: the set on which the epoch and the shown configuration were chosen; see `get_selection_set`.
+        chosen_on: the set that chose the epoch and the shown configuration; see `get_selection_set`.
         train_examples: number of training examples; NaN if unknown.
         steps: optimizer steps until the last validation; NaN if unknown.
         candidate: whether a cell of Table 1 may show the run; see `is_table1_candidate`.
@@ -130,21 +130,18 @@ def add_selection_columns(runs: Runs) -> pd.DataFrame:
 
 
 def get_selection_set(record: RunRecord) -> str:
-    """Return the set on which the epoch of a run is chosen and configurations are compared.
-
-    It is `VALIDATION`, or `HELD_OUT` for a part of the training data, see `task.validation_fraction`.
-    """
+    """Return the set that chooses a run's epoch and configuration: `VALIDATION`, or `HELD_OUT` training data."""
     if record.selection:
         return HELD_OUT if record.selection.get("set") == _HELD_OUT_IN_RECORD else VALIDATION
     return HELD_OUT if record.config["task"].get("validation_fraction") else VALIDATION
 
 
 def is_table1_candidate(runs: pd.DataFrame) -> pd.Series:
-    """Return a boolean mask of the runs that Table 1 may show: those of the methods as the paper compares them.
+    """Return a boolean mask of the runs that Table 1 may show.
 
     These are Base, I-STAR on all layers with a given zeta, and CosReg on the last layer with a positive lambda, both on
-    the hidden states of all tokens. Runs of ablations, the negative CosReg weights of Figure 4, other estimators of
-    isotropy and penalties on embedding matrices, on some of the tokens or within classes are not candidates.
+    the hidden states of all tokens. Excluded are ablations, the negative CosReg weights of Figure 4, other estimators
+    of isotropy, and penalties on embedding matrices, on some of the tokens or within classes.
     """
     penalized_layers = _get_column(runs, "reg.layers")
     lambdas = pd.to_numeric(_get_column(runs, "reg.lambda"), errors="coerce")
@@ -157,7 +154,7 @@ def is_table1_candidate(runs: pd.DataFrame) -> pd.Series:
 
 
 def has_fixed_zeta(runs: pd.DataFrame) -> pd.Series:
-    """Return a boolean mask of the runs of I-STAR that use the paper's shrinkage estimator with a fixed zeta."""
+    """Return a boolean mask of the I-STAR runs with the paper's shrinkage estimator and a fixed zeta."""
     # Only I-STAR has an estimator.
     is_shrinkage = _get_column(runs, "reg.estimator").fillna("shrinkage").eq("shrinkage")
     return _get_column(runs, "reg.zeta").map(is_finite).astype(bool) & is_shrinkage
@@ -166,7 +163,7 @@ def has_fixed_zeta(runs: pd.DataFrame) -> pd.Series:
 def select_cell(all_runs: pd.DataFrame, task: str, model: str, family: str) -> Cell:
     """Select the best configuration of a task, model and method family, by `find_best_group`.
 
-    `all_runs` is a result of `add_selection_columns`. The cell has no runs if none has finished.
+    `all_runs` is from `add_selection_columns`. If no run has finished, the cell's `runs` are empty.
     """
     is_in_cell = (all_runs["task"] == task) & (all_runs["model"] == model) & (all_runs["family"] == family)
     candidates = all_runs[is_in_cell & all_runs["candidate"]]
@@ -184,10 +181,10 @@ def select_cell(all_runs: pd.DataFrame, task: str, model: str, family: str) -> C
 
 
 def are_all_collapsed(runs: pd.DataFrame) -> bool:
-    """Return whether the predictions of all runs of a configuration are constant; False without a run.
+    """Return whether all runs of a configuration have constant predictions; False without a run.
 
-    A run counts as collapsed if its record says so. Where the score equals that of a constant prediction, it also
-    counts if there are two or more runs, or if its record does not say whether it has collapsed.
+    A run counts as collapsed if its record says so. A run that scores like a constant prediction also counts if there
+    are two or more runs, or if its record does not say whether it has collapsed.
     """
     if runs.empty:
         return False
@@ -199,10 +196,10 @@ def are_all_collapsed(runs: pd.DataFrame) -> bool:
 
 
 def find_best_group(runs: pd.DataFrame, column: str) -> str:
-    """Return the value of `column` with the best runs: those with the most seeds; among equals, with the best mean.
+    """Return the value of `column` with the most seeds; among equals, with the best mean.
 
-    The mean is that of the headline metric on the set on which the epochs were chosen. If the means are equal, too, the
-    value with the alphabetically first run name is returned.
+    The mean is over the headline metric on the set that chose the epochs. If the means are equal as well, the
+    alphabetically first run name decides.
     """
     metric = runs["metric"].iloc[0]
     runs_with_merit = runs.assign(merit=[merit(metric, value) for value in runs["selection"]])
@@ -212,7 +209,7 @@ def find_best_group(runs: pd.DataFrame, column: str) -> str:
 
 
 def select_cells(all_runs: pd.DataFrame) -> list[Cell]:
-    """Return a cell for each method family of every model and task that has a run of any status."""
+    """Return a cell for each method family of every model and task with a run of any status."""
     return [
         select_cell(all_runs, task, model, family)
         for model in list_models(all_runs)
@@ -279,7 +276,7 @@ def describe_hyperparameters(run: Mapping[str, Any]) -> str:
 
 
 def find_differing_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
-    """Return the config keys of two rows of runs that identify a run and differ, except those of the penalty."""
+    """Return the config keys in the identity of a run that differ between two rows, except the penalty's keys."""
     return [
         key
         for key in first
@@ -291,7 +288,7 @@ def find_differing_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> 
 
 
 def _get_column(runs: pd.DataFrame, name: str) -> pd.Series:
-    """Return a column of the runs, or one of missing values if no run has this config key."""
+    """Return a column of the runs; all values are missing if no run has this config key."""
     return runs[name] if name in runs else pd.Series(None, runs.index, dtype=object)
 
 

@@ -31,7 +31,7 @@ class FigureRuns:
     """The runs of one model and task that a panel shows."""
 
     varied: str  # the setting that the figure varies
-    candidates: pd.DataFrame  # runs of one method from which the shown ones were selected
+    candidates: pd.DataFrame  # runs of one method, before the selection
     selected: pd.DataFrame  # the selected candidates, which differ only in the seed and in `varied`
     runs_by_value: Mapping[Any, pd.DataFrame]  # shown runs by the value of `varied`; `BASE_LABEL` without a penalty
 
@@ -53,12 +53,9 @@ def get_istar_runs(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def select_by_lambda(runs: pd.DataFrame, candidates: pd.DataFrame, all_runs: pd.DataFrame) -> FigureRuns:
-    """Select the runs of Base and of each lambda.
+    """Select the runs of Base and of each lambda, with equal other settings.
 
-    Args:
-        runs: usable runs of one model and task.
-        candidates: the runs of one penalty among them. Base is shown with the settings that are selected for these.
-        all_runs: all runs of the report.
+    `runs` are the usable runs of one model and task, and `candidates` the runs of one penalty among them.
     """
     selected = candidates[candidates["hash_without_lambda"] == choose_settings(candidates, "lambda", all_runs)]
     has_same_settings = runs["hash_without_method"] == selected["hash_without_method"].iloc[0]
@@ -68,15 +65,11 @@ def select_by_lambda(runs: pd.DataFrame, candidates: pd.DataFrame, all_runs: pd.
 
 
 def choose_settings(candidates: pd.DataFrame, varied: str, all_runs: pd.DataFrame) -> str:
-    """Return the hash of the settings that the runs of a figure have in common, without the seed and `varied`.
+    """Return the hash of the settings that the runs of a figure share, without the seed and `varied`.
 
-    It is the hash of the configuration in Table 1. If only one value of `varied` was tried with that configuration, but
-    several with others, it is the hash of the best of the others; see `find_best_group`.
-
-    Args:
-        candidates: runs of one model, task and method.
-        varied: the setting that the figure varies.
-        all_runs: all runs of the report.
+    It is the hash of Table 1's configuration. If only one value of `varied` was tried with that configuration, but
+    several with others, it is the hash of the best of the others; see `find_best_group`. `candidates` are the runs of
+    one model, task and method.
     """
     column = f"hash_without_{varied}"
     with_several_values = candidates[candidates.groupby(column)["config_hash"].transform("nunique") > 1]
@@ -86,25 +79,21 @@ def choose_settings(candidates: pd.DataFrame, varied: str, all_runs: pd.DataFram
 
 
 def _get_table1_hash(runs: pd.DataFrame, varied: str, all_runs: pd.DataFrame) -> str:
-    """Return the hash, without `varied`, of the configuration that Table 1 shows for these runs; empty without one."""
+    """Return the hash, without `varied`, of these runs' configuration in Table 1; empty without one."""
     first_run = row_dicts(runs.head(1))[0]
     cell = select_cell(all_runs, first_run["task"], first_run["model"], first_run["family"])
     return str(cell.first_run.get(f"hash_without_{varied}", ""))
 
 
 def group_by_number(runs: pd.DataFrame, column: str) -> dict[Any, pd.DataFrame]:
-    """Return the runs by the number that they have in a column, in ascending order of the numbers."""
+    """Group the runs by the number in a column, in ascending order."""
     return {float(number): group for number, group in runs.groupby(runs[column].astype(float))}
 
 
 def build_panel(selection: FigureRuns, lines: Sequence[Line], all_runs: pd.DataFrame, y_label: str = "") -> Panel:
-    """Return a panel of lines with a description of the settings that its runs have in common.
+    """Return a panel of lines with a description of the settings that its runs share.
 
-    Args:
-        selection: the runs that the lines show.
-        lines: the lines of the panel.
-        all_runs: all runs of the report, from which Table 1 is made.
-        y_label: label of the y axis; by default the headline metric.
+    `all_runs` are all runs of the report. If `y_label` is empty, the label is the headline metric.
     """
     varied, symbol = selection.varied, _SYMBOLS[selection.varied]
     first_run = row_dicts(selection.selected.head(1))[0]

@@ -1,4 +1,4 @@
-"""Reader of a run's `geometry.json`, which holds geometric measures of its final model."""
+"""Reads a run's `geometry.json`, the geometric measures of its final model."""
 
 import math
 from collections.abc import Iterable
@@ -41,14 +41,14 @@ class IsoScoreStar:
 class Geometry:
     """Measures on the validation set at the epoch with the best headline metric."""
 
-    num_examples: int  # examples whose tokens `mean_activation` is computed from
+    num_examples: int  # number of examples used for `mean_activation`
     mean_activation: tuple[float, ...]  # mean over tokens of the last layer, one value per dimension
     two_nn: tuple[float, ...]  # TwoNN dimension of the first token by layer (0: embeddings), NaN where undefined
     isoscore_star: IsoScoreStar | None = None  # None if the run did not measure it
 
 
 def read_geometry(folder: Path) -> Geometry | None:
-    """Read the geometry of the run in `folder`; return None if the run has no `geometry.json`.
+    """Read the geometry of the run in `folder`; None without a `geometry.json`.
 
     Raises:
         UserError: if the file cannot be read or has another structure.

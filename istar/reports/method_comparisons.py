@@ -1,8 +1,8 @@
 """Compares every method with a reference, usually Base, over the same seeds, with one correction of all p-values.
 
 A method is a row of the table of all methods: each λ of I-STAR is a method. Its budget is how much it was tuned: its
-trials, how long each was allowed to train, and the examples that it saw. A trial is a configuration that was tried: all
-settings except the seed.
+trials, their training limits, and the training examples seen. A trial is a configuration that was tried: all settings
+except the seed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ from istar.statistics.paired import Holm
 _NUM_SIGN_PATTERNS = 99_999
 """Number of random sign patterns of the sign-flip test for more than `paired.MAX_EXACT_PAIRS` pairs."""
 _TRIED_STATUSES = ("finished", "failed", "pruned")
-"""Statuses of a run whose configuration counts as tried; an unfinished run may not have begun."""
+"""Run statuses that count as a trial; an unfinished run may not have begun."""
 _LIMIT_KEYS: tuple[str, ...] = (
     "trainer.max_epochs",
     "trainer.stop_at_inter_sim",
@@ -43,7 +43,7 @@ _LIMIT_KEYS: tuple[str, ...] = (
 _BATCH_SIZE_FACTORS: tuple[str, ...] = (
     "data.batch_size", "trainer.accumulate_grad_batches", "trainer.devices", "trainer.num_nodes",
 )  # fmt: skip
-"""Config keys whose product is the number of examples of an optimizer step."""
+"""Config keys to multiply for the number of examples per optimizer step."""
 _LIMIT_KEYS_WITH_STEPS = ("trainer.max_steps", "task.limit_train", "task.validation_fraction", *_BATCH_SIZE_FACTORS)
 """Config keys that limit the training of a run with `trainer.max_steps`."""
 
@@ -52,11 +52,10 @@ _LIMIT_KEYS_WITH_STEPS = ("trainer.max_steps", "task.limit_train", "task.validat
 class Budget:
     """What was spent on tuning and training a method, on one task with one model."""
 
-    # How long each trial was allowed to train, in words, sorted. Training that early stopping or a pruner saved is not
-    # subtracted.
+    # Training limit of each trial in words, sorted. Early stopping and pruning do not lower it.
     trial_limits: tuple[str, ...]
-    finished_epochs: float  # epochs that its finished runs trained, all trials and seeds together; NaN if unknown
-    finished_examples: float  # training examples that the finished runs saw, with repetitions; NaN if unknown
+    finished_epochs: float  # epochs of all finished runs (all trials and seeds) together; NaN if unknown
+    finished_examples: float  # training examples of all finished runs, with repetitions; NaN if unknown
 
     @property
     def num_trials(self) -> int:
@@ -64,7 +63,7 @@ class Budget:
         return len(self.trial_limits)
 
     def is_equal_to(self, other: "Budget") -> bool:
-        """Return whether both budgets have as many trials, with the same limits of epochs (or steps) and examples."""
+        """Return whether both budgets have equally many trials with equal limits of epochs (or steps) and examples."""
         return self.trial_limits == other.trial_limits
 
 
@@ -79,8 +78,8 @@ class Method:
     short_name: str  # without its settings
     runs: pd.DataFrame  # finished runs of the configuration that is shown, one for each seed, ordered by seed
     budget: Budget
-    num_configurations: int  # number of configurations with finished runs, from which the shown one was chosen
-    selection_set: str  # set on which the shown configuration was chosen, see `configurations.get_selection_set`
+    num_configurations: int  # number of configurations with finished runs; one of them is shown
+    selection_set: str  # set that chose the shown configuration, see `configurations.get_selection_set`
 
     @property
     def score_by_seed(self) -> dict[int, float]:
@@ -103,9 +102,9 @@ class MethodComparison:
 
     method: Method
     reference: Method | None  # None if no run of the reference has finished
-    difference_by_seed: dict[int, float]  # score of the method minus that of the reference
+    difference_by_seed: dict[int, float]  # score of the method minus the reference's score
     unadjusted_p_value: float | None  # two-sided; None where the test is not defined
-    statistics: Comparison  # mean difference, interval and adjusted p-value, from which the conclusion is drawn
+    statistics: Comparison  # mean difference, interval and adjusted p-value, which decide the conclusion
 
 
 @dataclass(frozen=True)
@@ -113,10 +112,10 @@ class ComparedMethods:
     """All methods of a report, and the comparison of each with the reference."""
 
     methods: list[Method]  # by model and task; Base first, then the others by name
-    reference: str  # name of the method with which the others are compared, possibly without its settings
+    reference: str  # name of the method that the others are compared with, possibly without its settings
     comparisons: list[MethodComparison]  # in the same order
     holm: Holm  # Holm's correction over all comparisons that have a test
-    test: str  # the paired test behind the p-values, a key of `paired.TESTS`
+    test: str  # the paired test, a key of `paired.TESTS`
     alpha: float  # significance level of the adjusted p-values
 
     @property
@@ -130,17 +129,15 @@ def compare_methods(
 ) -> ComparedMethods:
     """Compare every method of each model and task with a reference, such as Base or a placebo.
 
-    The p-values of the paired differences are adjusted by Holm's method over all methods, tasks and models together.
-    The interval is Student's 95% interval of the mean difference, not adjusted.
+    The p-values of the paired differences are adjusted by Holm's method over all methods, tasks and models together;
+    `alpha` is their significance level, the probability of any false difference. The interval is Student's 95% interval
+    of the mean difference, not adjusted. `all_runs` is from `configurations.add_selection_columns`.
 
     Args:
-        all_runs: the runs of a report, from `configurations.add_selection_columns`.
-        test: the test of the paired differences, a key of `paired.TESTS`. The sign-flip permutation test is exact for
-            up to 20 pairs. The paired t-test assumes approximately normal differences, and is not defined if all
-            differences are equal.
-        alpha: significance level of the adjusted p-values, the probability of any false difference.
-        reference: name of the method with which the others are compared, such as `random direction λ=1 ζ=0.4`. The
-            settings at its end may be left out where only one method has the rest of the name.
+        test: a key of `paired.TESTS`. The sign-flip permutation test is exact for up to 20 pairs. The paired t-test
+            assumes approximately normal differences, and is not defined if all differences are equal.
+        reference: name of a method, such as `random direction λ=1 ζ=0.4`. The settings at its end may be left out
+            where only one method has the rest of the name.
 
     Raises:
         UserError: if no method has the name of the reference, or several of a model and task have it.
@@ -157,7 +154,7 @@ def compare_methods(
 
 
 def _find_references(methods: list[Method], name: str) -> dict[tuple[str, str], Method]:
-    """Return the method with the given name, in full or without its settings, of each model and task that has it."""
+    """Return, by model and task, the method with the given name, in full or without its settings."""
     reference_by_task: dict[tuple[str, str], Method] = {}
     for method in sorted(methods, key=lambda method: method.name != name):  # full names before shortened ones
         if name not in (method.name, method.short_name):
@@ -202,10 +199,7 @@ def _adjust_p_values(
 def _compare_with_reference(
     method: Method, reference: Method | None, reference_name: str, test: str
 ) -> MethodComparison:
-    """Return the paired comparison of a method with the reference, without an adjusted p-value.
-
-    `reference` is None if no run of it has finished; the comparison then has no pairs.
-    """
+    """Compare a method with the reference without adjusting the p-value; without a reference, `pairs` is 0."""
     scores, reference_scores = method.score_by_seed, reference.score_by_seed if reference else {}
     seeds = sorted(scores.keys() & reference_scores.keys())
     difference_by_seed = {seed: scores[seed] - reference_scores[seed] for seed in seeds}
@@ -249,7 +243,7 @@ def _compute_minimum_p(num_pairs: int, test: str) -> float:
 def _compute_minimum_detectable_difference(differences: np.ndarray, level: float, test: str) -> float | None:
     """Return the minimum detectable difference of the paired t-test at a level, with the power `POWER`.
 
-    It is None if all differences are equal, or if they are so few that `test` cannot give a p-value below the level.
+    It is None if all differences are equal, or too few for a p-value of `test` below the level.
     """
     num_pairs = len(differences)
     if num_pairs < 2 or is_constant(differences) or _compute_minimum_p(num_pairs, test) >= level:
@@ -264,7 +258,7 @@ def _compute_minimum_detectable_effect_size(num_pairs: int, level: float) -> flo
 
 
 def _collect_methods(runs: pd.DataFrame) -> list[Method]:
-    """Return the methods of one model and task that have a finished run: Base first, then the others by name."""
+    """Return the methods of one model and task with a finished run: Base first, then the others by name."""
     # Runs with a penalty of weight 0 are trials of Base, whatever their name.
     base_runs = runs[runs["family"] == "base"]
     methods = []
@@ -291,16 +285,10 @@ def _collect_methods(runs: pd.DataFrame) -> list[Method]:
 
 
 def select_runs_by_method(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Return the runs of the best configuration of each method: Base first, then the other methods by name.
+    """Return the best configuration's runs, ordered by seed, for each method: Base first, then the others by name.
 
-    The best configuration is the one with the most seeds; among equals, the one with the best mean on the set on which
-    the epochs were chosen.
-
-    Args:
-        runs: usable runs of one model and task, from `configurations.add_selection_columns`.
-
-    Returns:
-        The runs by the method's name, ordered by seed.
+    The best configuration has the most seeds; among equals, the best mean on the set that chose the epochs. `runs` are
+    the usable runs of one model and task, from `configurations.add_selection_columns`.
     """
     runs_by_method = {
         str(name): method_runs[method_runs["config_hash"] == find_best_group(method_runs, "config_hash")]
@@ -311,7 +299,7 @@ def select_runs_by_method(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def is_base(runs: pd.DataFrame) -> bool:
-    """Return whether the runs of a method are those of Base."""
+    """Return whether a method, given by its runs, is Base."""
     return bool(runs["family"].iloc[0] == "base")
 
 
@@ -339,7 +327,6 @@ def compute_budget(runs: pd.DataFrame) -> Budget:
 
 
 def _describe_limit(run: Mapping[str, Any]) -> str:
-    """Return in words how long a run was allowed to train, and on which part of the training data."""
     max_steps = run["trainer.max_steps"]
     # A number of steps replaces the number of epochs as the limit.
     has_max_steps = is_finite(max_steps) and max_steps > 0
@@ -348,7 +335,7 @@ def _describe_limit(run: Mapping[str, Any]) -> str:
 
 
 def _format_value(value: Any) -> str:
-    """Return a setting as text: `-` if it is missing, and an integer that pandas made a float without decimals."""
+    """Return a setting as text: `-` if it is missing; no decimals for an integer that pandas has made a float."""
     if value is None or (isinstance(value, float) and pd.isna(value)):
         return "-"
     return f"{value:g}" if is_finite(value) else str(value)

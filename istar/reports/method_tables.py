@@ -40,7 +40,7 @@ def build_methods_sheet(compared_methods: ComparedMethods) -> Sheet:
 
     Table 1 has one row for I-STAR; this table has one for each lambda, zeta, and further setting in the method's name.
     """
-    # By identity, because methods hold data frames and have no hash.
+    # By identity, because methods contain data frames, which cannot be hashed.
     comparison_by_method_id = {id(comparison.method): comparison for comparison in compared_methods.comparisons}
     rows = [
         _build_row(method, comparison_by_method_id.get(id(method)), compared_methods)
@@ -102,20 +102,18 @@ def build_conclusions_sheet(compared_methods: ComparedMethods) -> Sheet:
 
 
 def _describe_test(test: str) -> str:
-    """Return the name of a paired test for a caption; `test` is a key of `paired.TESTS`."""
     name = paired.TESTS[test]
     return f"{name} (a permutation test, exact up to {paired.MAX_EXACT_PAIRS} pairs)" if test == "sign-flip" else name
 
 
 def _describe_holm_correction(compared_methods: ComparedMethods) -> str:
-    """Return the sentence of a caption that says for how many tests the p-values are corrected."""
     return f"{compared_methods.holm.sentence()} m = {compared_methods.holm.tests}."
 
 
 def _build_row(
     method: Method, comparison: MethodComparison | None, compared_methods: ComparedMethods
 ) -> dict[str, Any]:
-    """Return the row of a method; without a comparison, as of the reference itself, its columns are empty."""
+    """Return the row of a method; without a comparison (the reference itself), the comparison's columns are empty."""
     runs = method.runs
     first_run = row_dicts(runs.head(1))[0]
     scores = mean_and_std(list(method.score_by_seed.values()))
@@ -187,8 +185,8 @@ def _format_row(row: Mapping[str, Any]) -> list[Entry]:
 def build_all_methods_plot(compared_methods: ComparedMethods) -> Plot:
     """Return the figure of IsoScore against the headline metric: a panel per model and task, a point per method.
 
-    Unlike Figure 3 of the paper, it shows every method in the settings of the table of all methods, which may differ in
-    more than lambda. Models and tasks with a single method have no panel.
+    Unlike in the paper's Figure 3, methods have the settings of the table of all methods and may differ in more than
+    lambda. Models and tasks with a single method are omitted.
     """
     panels = []
     methods_by_task = groupby(compared_methods.methods, lambda method: (method.model, method.task, method.metric))
@@ -216,11 +214,8 @@ def build_all_methods_plot(compared_methods: ComparedMethods) -> Plot:
 def build_class_isotropy_sheet(all_runs: pd.DataFrame, records: Mapping[str, RunRecord]) -> Sheet:
     """Return the table of isotropy within and between classes: a row per method of every model and classification task.
 
-    The runs of a method are those that the table of all methods shows. Tasks without classes are left out.
-
-    Args:
-        all_runs: all runs of the report, from `configurations.add_selection_columns`.
-        records: record of each run by its folder.
+    The runs are the same as in the table of all methods. `all_runs` is from `configurations.add_selection_columns`, and
+    `records` are by folder.
     """
     usable_runs = all_runs[all_runs["usable"]]
     rows = [
@@ -246,14 +241,14 @@ def build_class_isotropy_sheet(all_runs: pd.DataFrame, records: Mapping[str, Run
 
 
 def get_last_layer_measures(record: RunRecord, stage: str) -> dict[str, float]:
-    """Return the measures of a run's last layer `before` or `after` training that are finite numbers, by name."""
+    """Return the finite measures of a run's last layer `before` or `after` training, by name."""
     measures_by_layer = record.class_isotropy.get(stage) or {}
     last_layer_measures = measures_by_layer[max(measures_by_layer, key=int)] if measures_by_layer else {}
     return {name: value for name, value in last_layer_measures.items() if value is not None and is_finite(value)}
 
 
 def _build_class_row(method: str, runs: pd.DataFrame, records: Sequence[RunRecord]) -> dict[str, Any] | None:
-    """Return the row of a method, whose runs differ only in the seed; None if no run has the measures."""
+    """Return a method's row of means over seeds; None if no run has the measures."""
     measured_records = [record for record in records if get_last_layer_measures(record, "after")]
     if not measured_records:
         return None

@@ -22,10 +22,7 @@ ISOSCORE_ZETA = 0.2  # zeta of the IsoScore* in the paper's Figures 3 and 6
 
 @dataclass(frozen=True)
 class PublishedScore:
-    """An entry of the paper's Table 1: mean and standard deviation over five seeds, in percent.
-
-    The scores are those on the development set.
-    """
+    """An entry of the paper's Table 1: mean and standard deviation over five seeds, in percent (development set)."""
 
     mean: float
     std: float
@@ -40,7 +37,7 @@ class TunedPenalty:
 
 
 def look_up_score(model: str, task: str, metric: str, family: str) -> PublishedScore | None:
-    """Return an entry of the paper's Table 1, or None if the table has no such entry.
+    """Return an entry of the paper's Table 1, or None if it is missing.
 
     `model` is the last part of a model's name, e.g. `bert-base-cased`, and `family` is a key of `FAMILIES`.
     """
@@ -49,7 +46,7 @@ def look_up_score(model: str, task: str, metric: str, family: str) -> PublishedS
 
 
 def look_up_tuned_penalty(model: str, task: str) -> TunedPenalty | None:
-    """Return an entry of the paper's Table 2, or None if the table has no such entry.
+    """Return an entry of the paper's Table 2, or None if it is missing.
 
     `model` is the last part of a model's name, e.g. `bert-base-cased`.
     """
@@ -61,7 +58,7 @@ def look_up_tuned_penalty(model: str, task: str) -> TunedPenalty | None:
 
 @cache
 def _read_table(name: str, *index_columns: str) -> dict[Any, dict[str, float]]:
-    """Read a table of the paper and return its rows by their values in the index columns."""
+    """Return the rows of a paper's table by their values in the index columns."""
     with files("istar.reports").joinpath("paper", f"{name}.csv").open(encoding="utf-8") as file:
         table = pd.read_csv(file, index_col=list(index_columns))
     return table.astype(float).to_dict("index")  # type: ignore[return-value]

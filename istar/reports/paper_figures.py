@@ -27,7 +27,7 @@ from istar.reports.geometry_file import Geometry
 
 MARKER_LEGEND = "Hollow: fewer seeds than other points. Crossed: all runs have collapsed to constant predictions."
 _MAX_NAMED_RUNS = 10
-"""Largest number of runs that a caption names."""
+"""Maximum number of runs named in a caption."""
 _LARGEST_LAMBDA = 5.0
 """Absolute value of lambda at the ends of its colour scale."""
 
@@ -155,7 +155,7 @@ def _get_isoscore_by_layer(record: RunRecord) -> list[float]:
 def _choose_isotropy_measure(
     selections: Sequence[FigureRuns], geometry_by_folder: Mapping[str, Geometry]
 ) -> tuple[str, str]:
-    """Return the measure of a figure, and the sentences of its caption that say why.
+    """Return the isotropy measure of a figure, and the reason for its caption.
 
     It is IsoScore* if all runs of the figure have it with the paper's zeta, and IsoScore otherwise.
     """
@@ -184,7 +184,7 @@ def _choose_isotropy_measure(
 
 
 def _format_range(counts: Collection[int]) -> str:
-    """Return the smallest and the largest of some numbers, such as "12 to 1,000", or the only one that occurs."""
+    """Return the smallest and the largest number, such as "12 to 1,000", or a single number if they are equal."""
     smallest, largest = min(counts), max(counts)
     return f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
 
@@ -198,17 +198,12 @@ def _select_curves(
 ) -> list[FigureRuns]:
     """Select the runs of a figure with a line for Base and for each lambda of a penalty.
 
-    Args:
-        all_runs: all runs of the report.
-        y_by_folder: the line of each run by its folder; runs without an entry are not shown.
-        family: method of the penalty.
-        layers: value of `reg.layers` of its runs.
-        paper_lambdas: the lambdas of the paper's figure.
+    Runs without an entry in `y_by_folder` are not shown. `layers` is the penalty's `reg.layers`.
     """
     selections = []
     for runs in split_by_task(all_runs[all_runs["folder"].isin(list(y_by_folder))]):
         penalized = runs[(runs["family"] == family) & runs["reg.layers"].eq(layers)]
-        # Small models are trained with other lambdas than the paper's; show these if there is none of the paper's.
+        # Small models are trained with other lambdas; show them if the paper's are missing.
         with_paper_lambda = penalized[penalized["reg.lambda"].isin(paper_lambdas)]
         penalized = penalized if with_paper_lambda.empty else with_paper_lambda
         if not penalized.empty:
@@ -219,14 +214,14 @@ def _select_curves(
 def _build_curve_panels(
     selections: Sequence[FigureRuns], all_runs: pd.DataFrame, y_by_folder: Mapping[str, Sequence[float]], y_label: str
 ) -> list[Panel]:
-    """Return a panel for each selection, with the mean over seeds of each line and bands of one deviation."""
+    """Return a panel per selection: lines of means over seeds, with bands of one standard deviation."""
     panels = []
     for selection in selections:
         lines = []
         for lambda_, runs in selection.runs_by_value.items():
             curves = pd.DataFrame([y_by_folder[folder] for folder in runs["folder"]], dtype=float)
             curves = curves.replace([math.inf, -math.inf], math.nan)
-            # A single run has no standard deviation.
+            # The standard deviation of a single run is undefined.
             deviations = tuple(curves.std()) if len(curves) > 1 else ()
             xs = tuple(map(float, curves.columns))
             lines.append(Line(x=xs, y=tuple(curves.mean()), y_error=deviations, **_style_lambda(lambda_)))
@@ -235,7 +230,7 @@ def _build_curve_panels(
 
 
 def _style_lambda(lambda_: float | str) -> dict[str, Any]:
-    """Return the fields of a line on its label and colour; a value has the same colour in every figure."""
+    """Return the label and colour fields of a line; a lambda has the same colour in every figure."""
     if isinstance(lambda_, str):  # Base
         return {"label": lambda_}
     return {
@@ -258,7 +253,7 @@ def build_zeta_ablation_plot(all_runs: pd.DataFrame) -> Plot:
             continue
         selection = FigureRuns("zeta", istar_runs, selected, runs_by_zeta)
         panel = build_panel(selection, [_build_metric_line(selected, "reg.zeta")], all_runs)
-        # The rule is that of Tables 1 and 2: the most seeds, then the best mean.
+        # As in Tables 1 and 2: the most seeds, then the best mean.
         best_runs = selected[selected["config_hash"] == find_best_group(selected, "config_hash")]
         if not are_all_collapsed(best_runs):
             panel = replace(panel, vertical_line=(float(best_runs["reg.zeta"].iloc[0]), "best ζ"))
@@ -322,7 +317,7 @@ def _build_metric_line(runs: pd.DataFrame, x_column: str) -> Line:
         "mean ± std",
         x=tuple(map(float, means.index)),
         y=tuple(means),
-        # A single run has no standard deviation.
+        # The standard deviation of a single run is undefined.
         y_error=tuple(scores_by_x.std().fillna(0.0)),
         hollow=tuple(counts < counts.max()),
         crossed=tuple(map(are_all_collapsed, group_by_number(runs, x_column).values())),

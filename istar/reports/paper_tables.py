@@ -1,4 +1,4 @@
-"""The report's tables: the paper's Tables 1 and 2 beside the published numbers, run times, and excluded runs."""
+"""The report's tables: the paper's Tables 1 and 2 next to the published numbers, run times, and excluded runs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ from istar.reports.configurations import Cell, describe_hyperparameters, find_di
 from istar.statistics.paired import compare_paired
 
 TableRow = Mapping[str, Any]
-"""A row of a table as values by the name of the column."""
+"""A table row: values by column name."""
 
 
 def build_table1_sheet(cells: Sequence[Cell]) -> Sheet:
@@ -53,7 +53,7 @@ def build_table1_sheet(cells: Sequence[Cell]) -> Sheet:
 
 
 def _build_table1_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Return the rows of one model and task, one for each metric and method (without finished runs, each method)."""
+    """Return the rows of one model and task: one per metric and method, or one per method without finished runs."""
     base = next(cell for cell in cells if cell.family == "base")
     rows = []
     # The longest list of metrics, because cells without a finished run have none.
@@ -151,7 +151,7 @@ def _format_table1_row(row: TableRow, common_hyperparameters: str) -> list[Entry
 
 
 def _describe_unequal_tuning(row: TableRow) -> str:
-    """Return the remark that Base is the best of another number of configurations than the method; empty if not."""
+    """Return a remark if Base was chosen among more or fewer configurations than the method; empty if not."""
     num_configurations, num_base_configurations = row["configurations"], row["base_configurations"]
     is_unequal = num_configurations and num_base_configurations and num_configurations != num_base_configurations
     return f"Base is the best of {num_base_configurations}" if is_unequal else ""
@@ -160,8 +160,8 @@ def _describe_unequal_tuning(row: TableRow) -> str:
 def build_table2_sheet(cells: Sequence[Cell], all_runs: pd.DataFrame) -> Sheet:
     """Return Table 2: the best lambda and zeta of I-STAR by model and task, compared with the paper's.
 
-    The best pairs are those of the runs in Table 1. A model with several tasks has a row for their average, as the
-    paper's table has a column.
+    The pairs belong to the runs in Table 1. A model with several tasks also has a row with their average, like the
+    paper's column.
     """
     rows: list[dict[str, Any]] = []
     for _, model_cells in groupby((cell for cell in cells if cell.family == "istar"), key=lambda cell: cell.model):
@@ -178,18 +178,17 @@ def build_table2_sheet(cells: Sequence[Cell], all_runs: pd.DataFrame) -> Sheet:
         "tasks of the model that have a pair; the paper's average is over the same tasks.",
         header=("task", "λ | ζ", "seeds", "mean, percent", "pairs tried", "paper", "agreement", "chosen on"),
         rows_by_group=group_rows_by_model(rows, _format_table2_row),
-        # Of dtype object, the counts remain integers although averages have none.
+        # With dtype object, the counts remain integers although they are missing for averages.
         frame=pd.DataFrame(rows, dtype=object).drop(columns="all_collapsed", errors="ignore"),
     )
 
 
 def _mark_collapsed(text: str, row: TableRow) -> str:
-    """Return the text of a mean, with a remark if all of its runs have collapsed to constant predictions."""
     return f"{text} (collapsed)" if row["all_collapsed"] else text
 
 
 def collect_tried_pairs(all_runs: pd.DataFrame, cell: Cell) -> set[tuple[float, float]]:
-    """Return every (lambda, zeta) with which a candidate run of the cell's task, model and family has finished."""
+    """Return every (lambda, zeta) of a finished candidate run of the cell's task, model and family."""
     runs = all_runs[all_runs["candidate"] & all_runs["usable"] & (all_runs["family"] == cell.family)]
     runs = runs[(runs["model"] == cell.model) & (runs["task"] == cell.task)]
     return {(float(run["reg.lambda"]), float(run["reg.zeta"])) for run in row_dicts(runs)}
@@ -247,8 +246,7 @@ def _format_table2_row(row: TableRow) -> list[Entry]:
 def build_cost_sheet(all_runs: pd.DataFrame, shrinkage_seconds_by_folder: Mapping[str, Sequence[float]]) -> Sheet:
     """Return the table of the run times of finished runs by model, task and method family.
 
-    `shrinkage_seconds_by_folder` has the seconds of each estimation of the shrinkage covariance Sigma_S, by the folder
-    of the run.
+    `shrinkage_seconds_by_folder` has the seconds of each estimation of the shrinkage covariance Sigma_S by run folder.
     """
     finished_runs = all_runs[all_runs["usable"] & all_runs["seconds"].notna()]
     finished_runs = finished_runs.assign(
@@ -298,7 +296,7 @@ def _format_cost_row(row: TableRow) -> list[Entry]:
 
 
 def build_excluded_runs_sheet(all_runs: pd.DataFrame, read_errors: Mapping[str, str], root: str) -> Sheet:
-    """Return the table of the runs that no other table includes, and of the folders that could not be read.
+    """Return the table of the runs excluded from all other tables, and of the folders that could not be read.
 
     `read_errors` has the error messages by folder. The table names folders relative to `root`.
     """

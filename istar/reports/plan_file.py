@@ -1,6 +1,6 @@
 """The plan of an experiment (`plan.yaml`), which `istar plan` writes before the runs, and how runs depart from it.
 
-The name of a run ends with a hash of its config, data and weights, so the names of the planned runs say what is done.
+Run names end with a hash of config, data and weights, so the planned names fix what is run.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ class PlannedTest(TypedDict):
 
     name: TestName  # a key of `paired.TESTS`
     alpha: float  # probability of any false difference among all comparisons
-    comparisons: int  # number of comparisons with Base; 0 for a search, where it is not known beforehand
+    comparisons: int  # number of comparisons with Base; 0 for a search, because it is not known beforehand
     pairs: int  # smallest number of seeds that a method has; 0 for a search
     sd: float | None  # standard deviation of the paired differences
     power: float
@@ -55,10 +55,10 @@ class Plan:
     command: str  # starts the runs
     hypotheses: list[str]
     test: PlannedTest
-    overrides_by_grid: dict[str, list[str]]  # the name is empty if the sweep has no named grids
+    overrides_by_grid: dict[str, list[str]]  # the name is empty without named grids
     trials: int | None  # greatest number of trials of a search; None for a grid
     seeds_of_best: list[int]  # `sweep.seeds`
-    runs: list[PlannedRun]  # empty for a search, whose runs have no names before it starts
+    runs: list[PlannedRun]  # empty for a search, because its runs are named only when they start
     repetitions: list[Repetitions]
     replaces: list[str] = field(default_factory=list)  # hashes of the plans that this one has replaced
     sha256: str = ""  # hash of the other fields when the plan was written
@@ -66,11 +66,11 @@ class Plan:
 
     @property
     def num_runs(self) -> int:
-        """The number of planned runs; of a search, the greatest number of its trials."""
+        """The number of planned runs; for a search, the maximum number of trials."""
         return self.trials or len(self.runs) + sum(len(group["seeds"]) for group in self.repetitions)
 
     def compute_hash(self) -> str:
-        """Return the SHA-256 of the contents, which does not depend on the layout of the file or on comments."""
+        """Return the SHA-256 of the contents, regardless of the file's layout and comments."""
         contents = {key: value for key, value in asdict(self).items() if key != "sha256"}
         return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
@@ -85,14 +85,14 @@ def plan_test(
 ) -> PlannedTest:
     """Return the planned test of runs, with the smallest difference that it finds with the given power.
 
-    Each group of `repetitions` is compared with Base. Without repetitions, each method with its settings is. The
+    Each group of `repetitions` is compared with Base or, without repetitions, each method with its settings. The
     smallest difference is for the paired t-test at alpha divided by the number of comparisons, the strictest level of
     Holm's method. It is None without `sd`, without comparisons, or with fewer than two seeds.
 
     Raises:
         UserError: if alpha, `sd` or the power is out of range.
     """
-    # Checks the arguments also where there is nothing to compute.
+    # Check the arguments even if there is nothing to compute.
     power.smallest_difference(1.0 if sd is None else sd, 2, alpha, target_power)
     methods = {(group["task"], group["model"], group["method"], group["grid"]) for group in repetitions}
     methods = methods or {(run["task"], run["model"], run["method"], "") for run in runs}
@@ -120,7 +120,7 @@ def plan_test(
 
 
 def find_replaced_plan(folder: Path, force: bool) -> Plan | None:
-    """Return the plan that a new plan in a folder replaces, or None if the folder has no plan.
+    """Return the plan that a new plan in a folder replaces, or None without one.
 
     Raises:
         UserError: if there is a plan and `force` is False, if it cannot be read, or if the folder cannot be used.
@@ -162,7 +162,7 @@ def read_plan(path: Path) -> Plan:
     """Read the plan of an experiment from its `plan.yaml`.
 
     Raises:
-        UserError: if there is no such file, or if it is not a plan of this version's format.
+        UserError: if the file is missing, or is not a plan of this version's format.
     """
     if path.suffix != ".yaml":
         raise UserError(f"{path} is not a plan; expected the {PLAN} that istar plan writes")
@@ -181,19 +181,15 @@ class Departure:
 
 
 def find_departures(plan: Plan, frame: pd.DataFrame) -> list[Departure]:
-    """Return all departures of the runs in a frame from a plan; an empty list if there are none.
+    """Return all departures from a plan by the runs in a frame; an empty list if there are none.
 
-    A run was planned if its name is in the plan. The runs of a search have no names beforehand, so that any run may be
-    one of its trials.
-
-    Args:
-        plan: from `read_plan`.
-        frame: `istar.reports.run_frame.Runs.frame`, of runs with any status.
+    A run was planned if its name is in the plan. The runs of a search are not named beforehand, so any run may be one
+    of its trials. `frame` is `istar.reports.run_frame.Runs.frame`, with runs of any status.
     """
     rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
     names = {row["name"] for row in rows}
     planned_names = {run["name"] for run in plan.runs}.union(*(group["names"] for group in plan.repetitions))
-    # Names of runs by the fields `kind`, `where`, `planned` and `actual` of their departure.
+    # Run names by the fields `kind`, `where`, `planned` and `actual` of their departure.
     names_by_departure = defaultdict(list)
     for run in plan.runs:
         if run["name"] not in names:
@@ -228,7 +224,7 @@ def _compare_run(plan: Plan, planned_names: set[str], row: Mapping[Any, Any]) ->
         yield "collapsed run", method, "a usable result", "all predictions are equal"
     planned_code = _describe_code(plan.istar_version, plan.code_commit, plan.code_modified)
     code = _describe_code(row["istar_version"], row["code_commit"], row["code_modified"])
-    # An unfinished run has no record yet. Two states of one commit with uncommitted changes may differ.
+    # The record of an unfinished run is not written yet. Two states of a commit with uncommitted changes may differ.
     if status != "unfinished" and (code != planned_code or row["code_modified"]):
         yield "other code", _ALL_RUNS, planned_code, code
     if not _has_begun_after(row["began"], plan.written):
@@ -273,7 +269,7 @@ def build_departures_sheet(departures: Sequence[Departure]) -> Sheet:
 
 
 def summarize_departures(plan: Plan, departures: Sequence[Departure]) -> str:
-    """Return sentences that say when the plan was written and how many departures from it there are."""
+    """Return sentences on the time of the plan and the number of departures from it."""
     count = len(departures)
     text = f"The plan was written at {plan.written} by istar {plan.istar_version}. "
     if plan.trials is not None:

@@ -19,7 +19,7 @@ from istar.statistics import tasks as over_tasks
 from istar.statistics.paired import Interval
 
 MIN_TASKS = 3
-"""Fewest tasks over which methods are ranked."""
+"""Minimum number of tasks for ranking methods."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class AverageDifference:
     """A method minus the reference: mean over tasks of the means over seeds, with Student's 95% interval over tasks."""
 
     mean: float | None = None  # None where the tasks' differences have no common unit
-    interval: Interval | None = None  # None also if all tasks have equal differences
+    interval: Interval | None = None  # None without a mean, or if all tasks have equal differences
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class RankedMethods:
     critical_difference: float = 0.0  # Nemenyi's
     alpha: float = ALPHA  # significance level of both tests
     unranked_methods: tuple[str, ...] = ()  # methods that cannot be ranked with the others
-    reference: str = BASE_LABEL  # name of the method with which the others are compared
+    reference: str = BASE_LABEL  # name of the method that the others are compared with
     reason: str = ""  # why the methods are not ranked, as a sentence; empty if they are
 
     @property
     def indistinguishable_ranges(self) -> list[tuple[float, float]]:
-        """Ranges of average ranks within which no two methods differ, each as large as possible, from low to high.
+        """The largest ranges of average ranks without two methods that differ, from low to high.
 
         Two methods differ if Friedman's test rejects and their ranks differ by the critical difference or more.
         """
@@ -63,7 +63,7 @@ class RankedMethods:
         return ranges
 
     def summarize(self) -> str:
-        """Return in words what the ranks allow to conclude, or why there are none."""
+        """Return the conclusion from the ranks in words, or the reason for missing ranks."""
         if self.reason:
             return f"{self.model}: {self.reason}"
         p_value = "p < 0.001" if self.friedman_p < 0.001 else f"p = {self.friedman_p:.3g}"
@@ -82,7 +82,6 @@ class RankedMethods:
         return f"{text}.{self._describe_unranked_methods()}"
 
     def _describe_unranked_methods(self) -> str:
-        """Return the sentence that names the methods that are not ranked; empty if there are none."""
         if not self.unranked_methods:
             return ""
         return (
@@ -94,8 +93,8 @@ class RankedMethods:
 def rank_methods(compared_methods: ComparedMethods) -> list[RankedMethods]:
     """Rank the methods of each model over its tasks by their mean headline metric; 1 is the best.
 
-    The tasks are those on which the reference and another method have finished, and the methods are the reference and
-    all that have, on each of these tasks, its seeds and its budget.
+    The tasks are all that the reference and another method have finished. A method is ranked if it has the seeds and
+    the budget of the reference on each of these tasks.
     """
     comparisons_by_model: dict[str, list[MethodComparison]] = {method.model: [] for method in compared_methods.methods}
     for comparison in compared_methods.comparisons:
@@ -162,12 +161,11 @@ def _is_complete(comparison_by_task: dict[str, MethodComparison], tasks: tuple[s
 
 
 def _compute_mean_merit(method: Method) -> float:
-    """Return the mean over seeds of the headline metric, as a number that is higher for better methods."""
     return merit(method.metric, float(np.mean(list(method.score_by_seed.values()))))
 
 
 def _compute_average_difference(comparisons: list[MethodComparison]) -> AverageDifference:
-    """Return the difference from the reference, averaged over tasks; empty for losses, which have no common unit."""
+    """Return the difference from the reference, averaged over tasks; empty for losses, because their units differ."""
     if any(is_lower_better(comparison.method.metric) for comparison in comparisons):
         return AverageDifference()
     differences_by_task = [list(comparison.difference_by_seed.values()) for comparison in comparisons]
@@ -175,15 +173,12 @@ def _compute_average_difference(comparisons: list[MethodComparison]) -> AverageD
     try:
         return AverageDifference(mean, over_tasks.t_interval_over_tasks(differences_by_task))
     except UserError:
-        # All tasks have equal differences, so that there is no interval.
+        # The interval is undefined if all tasks have equal differences.
         return AverageDifference(mean)
 
 
 def build_rank_sheet(ranked: list[RankedMethods]) -> Sheet:
-    """Return the table of average ranks, with a row for each ranked method of every model.
-
-    The rows also have the average difference from the reference over the tasks.
-    """
+    """Return the table of average ranks and average differences: a row for each ranked method of every model."""
     columns = ["model", "method", "tasks", "average_rank", "minus_reference", "low", "high", "friedman_p",
                "critical_difference"]  # fmt: skip
     rows = []
@@ -220,7 +215,7 @@ def _format_row(row: Mapping[str, Any]) -> list[Entry]:
 
 
 def build_rank_plot(ranked: list[RankedMethods]) -> Plot:
-    """Return the critical-difference diagrams, one for each model whose methods are ranked."""
+    """Return the critical-difference diagrams, one for each model with ranked methods."""
     panels = tuple(
         Panel(
             methods.model,

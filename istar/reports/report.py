@@ -41,7 +41,7 @@ _MAX_ROWS = 300  # rows that the page shows of an ungrouped table; the files hav
 
 @dataclass(frozen=True)
 class WrittenReport:
-    """A report that was written: the path of its page, and its number of runs."""
+    """The path of a written report's page, and its number of runs."""
 
     page_path: Path
     num_runs: int
@@ -56,17 +56,13 @@ def write_report(
 ) -> WrittenReport:
     """Write the report of the runs below `root` to the folder `out`.
 
-    Args:
-        root: folder that holds the runs, as `run.root` names it.
-        out: folder of the report. An earlier report in it is replaced, and other files stay as they are.
-        console: shows the progress if it is a terminal.
-        plan_path: `plan.yaml` of `istar plan`. The report uses its test and its significance level, and a section names
-            the departures from it.
-        reference: name of the method with which the others are compared, see `method_comparisons.compare_methods`.
+    An earlier report in `out` is replaced, and other files stay as they are. `console` shows the progress if it is a
+    terminal. With a `plan.yaml` from `istar plan`, the report uses the plan's test and significance level, and lists
+    the departures from it. The other methods are compared with `reference`, see `method_comparisons.compare_methods`.
 
     Raises:
-        UserError: if `plan_path` is no plan, if there are no runs, if no method or several are the reference, if `out`
-            holds files that are no report, or if it cannot be written.
+        UserError: if `plan_path` is not a plan, if `root` lacks runs, if no method or several are the reference, if
+            `out` contains files that are not a report, or if it cannot be written.
     """
     page_folder.check(out, REPORT_KIND, (root,) if plan_path is None else (root, plan_path))
     plan = None if plan_path is None else plan_file.read_plan(plan_path)
@@ -81,7 +77,7 @@ def write_report(
             raise UserError(f"{root} holds no runs{note}; train.py leaves them below run.root")
         progress.update(progress_task, description="computing tables and figures", advance=1)
         contents = _compute_contents(runs, root, plan_path, plan, reference)
-        # Besides the figures, there are two steps: the reading, which is done, and the writing.
+        # The two steps besides the figures are reading, which is done, and writing.
         progress.update(progress_task, total=2 + len(contents.plots))
         pictures_by_plot: dict[str, list[Picture]] = {}
         for plot in contents.plots:
@@ -104,17 +100,17 @@ class _ReportContents:
     sheets: dict[str, Sheet]  # tables by name
     plots: list[Plot]
     commands_by_artefact: dict[str, list[str]]  # commands that run what a table or a figure shows
-    reference: str  # method with which the others are compared
-    conclusions: str  # sentence that says how many comparisons with the reference end in which way
+    reference: str  # method that the others are compared with
+    conclusions: str  # sentence that counts the outcomes of the comparisons with the reference
     ranks: list[RankedMethods]
-    plan_path: Path | None  # file of the plan with which the runs are compared
+    plan_path: Path | None  # plan that the runs are compared with
     departures: str  # sentence on the departures from the plan
 
 
 def _compute_contents(
     runs: Runs, root: Path, plan_path: Path | None, plan: Plan | None, reference: str
 ) -> _ReportContents:
-    """Compute all tables and plots of the report, with the test and the significance level of the plan, if any."""
+    """Compute all tables and plots of the report, with the test and significance level of the plan, if any."""
     all_runs, records = configurations.add_selection_columns(runs), runs.records
     geometry_by_folder, geometry_errors = geometry_file.read_geometries(all_runs[all_runs["usable"]]["folder"])
     table1_cells = configurations.select_cells(all_runs)
@@ -252,7 +248,7 @@ def _build_table_section(contents: _ReportContents, name: str) -> Section:
 
 
 def _build_ranks_section(contents: _ReportContents, plot: Plot, pictures: list[Picture]) -> Section:
-    """Return the section with the ranks of methods over tasks, or the reasons why they are not ranked."""
+    """Return the section with the ranks of methods over tasks, or the reasons for missing ranks."""
     sentences = [ranked.summarize() for ranked in contents.ranks]
     sheet = replace(contents.sheets["over_tasks"], notes=())
     if not pictures:

@@ -1,4 +1,4 @@
-"""All runs below a folder as a pandas frame with one row per run: finished, failed and unfinished ones."""
+"""All runs below a folder as a pandas frame with one row per run of any status."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ from istar.records.metric_names import format_metric, format_number
 from istar.records.results import CONFIG, RESULT, RunRecord, read_result, read_unfinished
 from istar.records.run_rows import COMPARISON_CAPTION, COMPARISON_COLUMNS, RUN_COLUMNS, record_to_row
 
-_REPLACED_SUFFIX = re.compile(r"\.old-\d+$")  # suffix of a run folder that `run.overwrite=true` has replaced
+_REPLACED_SUFFIX = re.compile(r"\.old-\d+$")  # suffix of a run folder replaced by `run.overwrite=true`
 _FOLDERS_WITHOUT_RUNS = ("multirun", "sweeps")
 
 log = logging.getLogger(__name__)
@@ -28,25 +28,20 @@ log = logging.getLogger(__name__)
 class Runs:
     """The runs below a folder."""
 
-    # One row per run, with the columns `folder`, those of `RUN_COLUMNS`, `validation.<name>` for each metric, and one
-    # column per config key, named as on the command line. `status` is finished, failed, pruned or unfinished; `value`
-    # is the headline metric on the validation set, as a fraction, `constant` that of a constant prediction, and
-    # `selection` the value by which configurations are compared (on held-out data if there are any). `began` is the UTC
-    # time at which the run began, in ISO 8601.
+    # One row per run. Columns: `folder`, `RUN_COLUMNS`, `validation.<name>` for each metric, and each config key as on
+    # the command line. `status` is finished, failed, pruned or unfinished; `value` is the headline metric on the
+    # validation set, as a fraction; `constant` is the same for a constant prediction; `selection` is the value for
+    # model selection (on held-out data if there are any). `began` is the start in UTC, in ISO 8601.
     frame: pd.DataFrame
     read_errors: dict[str, str]  # error message by folder, for folders that could not be read as a run
     records: dict[str, RunRecord] = field(default_factory=dict)  # complete records by folder; empty unless requested
 
 
 def load_runs(root: Path, keep_records: bool = False, excluded: Path | None = None) -> Runs:
-    """Read every run below a folder, also in nested folders, except runs that `run.overwrite=true` has replaced.
+    """Read every run below a folder, at any depth, except runs replaced by `run.overwrite=true`.
 
-    A warning is logged for each folder that cannot be read as a run.
-
-    Args:
-        root: folder that holds the runs.
-        keep_records: include the complete records with all epochs and layers, about 50 kB per run.
-        excluded: folder that is not expected to hold runs, such as the output folder of the command.
+    A warning is logged for each folder that cannot be read as a run, except `excluded`, such as an output folder.
+    `keep_records` includes the complete records with all epochs and layers, about 50 kB per run.
 
     Raises:
         UserError: if `root` is not a folder.
@@ -67,7 +62,7 @@ def load_runs(root: Path, keep_records: bool = False, excluded: Path | None = No
                 records[str(folder)] = record
         except UserError as error_of_run:
             read_errors[str(folder)] = str(error_of_run)
-    # Folders inside a run, such as that of its model, are not expected to hold runs.
+    # Folders inside a run, such as `model/`, are not expected to contain runs.
     for folder in [] if root in run_folders else sorted(root.iterdir()):
         if folder.is_dir() and _can_hold_runs(folder.name) and folder not in visited_folders:
             read_errors.setdefault(str(folder), f"{folder} holds no run")
@@ -79,10 +74,10 @@ def load_runs(root: Path, keep_records: bool = False, excluded: Path | None = No
 
 
 def check_export(path: Path) -> None:
-    """Refuse, before any work is done, a file to which `export_frame` cannot write a table.
+    """Check, before any work is done, that `export_frame` can write a table to a file.
 
     Raises:
-        UserError: if the suffix is no known format, or if there is a file that `export_frame` has not written.
+        UserError: if the suffix is not a known format, or if a file exists that `export_frame` did not write.
     """
     if path.suffix not in _WRITERS:
         raise UserError(f"{path}: the suffix decides the format; expected one of {', '.join(_WRITERS)}")
@@ -117,30 +112,27 @@ _WRITERS: dict[str, Callable[[pd.DataFrame], bytes]] = {
 
 
 def _find_run_folders(root: Path, read_errors: dict[str, str]) -> Iterator[Path]:
-    """Yield the folders with a result or a config; folders that cannot be listed are added to `read_errors`."""
+    """Yield the folders with a result or a config; add folders that cannot be listed to `read_errors`."""
 
     def record_error(error: OSError) -> None:
         read_errors[str(error.filename)] = f"{error.filename}: cannot be read: {error.strerror}"
 
     for path, folder_names, file_names in os.walk(root, onerror=record_error):
         if RESULT in file_names or CONFIG in file_names:
-            # os.walk descends into the folders that are left in this list.
+            # os.walk descends into the folders left in this list.
             folder_names.clear()
             yield Path(path)
         folder_names[:] = sorted(folder_name for folder_name in folder_names if _can_hold_runs(folder_name))
 
 
 def _can_hold_runs(folder_name: str) -> bool:
-    """Return whether a folder with this name can hold runs: not a hidden one, one of a sweep, or a replaced run."""
+    """Return whether a folder with this name can contain runs: neither hidden, nor a sweep's, nor a replaced run."""
     is_excluded = folder_name.startswith(".") or folder_name in _FOLDERS_WITHOUT_RUNS
     return not is_excluded and not _REPLACED_SUFFIX.search(folder_name)
 
 
 def build_runs_table(frame: pd.DataFrame) -> Table:
-    """Return a table with one row per run and the main columns of a data frame of runs.
-
-    `frame` is the frame of `load_runs`. The title counts the runs by status.
-    """
+    """Return a table with the main columns of `Runs.frame`; the title counts the runs by status."""
     counts = frame["status"].value_counts()
     title = f"{len(frame)} run{'s' * (len(frame) != 1)}: " + ", ".join(
         f"{count} {status}" for status, count in counts.items()

@@ -46,14 +46,8 @@ def compute_stability_scores(
 ) -> StabilityScores:
     """Return the scores of random batches of a Gaussian cloud in 768 dimensions with variances 10, 6, 4, 4, 1, ..., 1.
 
-    The batches, and the points from which the shrinkage covariance Sigma_S is estimated, are sampled independently by a
-    seeded generator.
-
-    Args:
-        batch_sizes: numbers of points in a batch, each 4 or more.
-        zetas: shrinkage intensities of IsoScore*.
-        num_draws: number of batches of each size.
-        num_shrinkage_points: number of points from which Sigma_S is estimated.
+    The batches and the `num_shrinkage_points` of the shrinkage covariance Sigma_S are sampled independently with a
+    fixed seed. `num_draws` batches are drawn of each size; sizes are 4 or more.
     """
     generator = torch.Generator().manual_seed(0)
     variances = torch.ones(NUM_DIMENSIONS)
@@ -62,7 +56,7 @@ def compute_stability_scores(
     sigma_s = _sample_moments(Moments, num_shrinkage_points, deviations, generator).covariance()
 
     def compute_isoscore_star(moments: Moments, zeta: float) -> float:
-        # The matrices are not checked, because the checks would take most of the time.
+        # Checks of the matrices would take most of the time.
         return unchecked_isoscore(shrink(moments.covariance(), sigma_s, zeta)).item()
 
     scores_by_zeta: dict[float, list[MeanAndStd]] = {zeta: [] for zeta in zetas}

@@ -1,4 +1,4 @@
-"""Commands of the sweeps that run what the paper's tables and figures show; a sweep skips runs that have finished."""
+"""Commands of the sweeps for the paper's tables and figures; a sweep skips finished runs."""
 
 import itertools
 import shlex
@@ -22,7 +22,7 @@ SWEEP_BY_ARTEFACT = {
     "table1": "table1", "table2": "table2", **{name: name for name in ("figure3", "figure4", "figure5", "figure6")},
     "figure7": "zeta_ablation", "figure8": "layer_ablation", "curves_loss": "table1", "curves_metric": "table1",
 }  # fmt: skip
-"""Sweep that makes the runs of a table or a figure, by the name of its files."""
+"""Name of a table's or a figure's files -> sweep that makes its runs."""
 ADVICE = (
     "The same command skips the runs that have finished and runs what is missing or has failed; --dry-run lists both "
     "and stops there. Add the settings in which your runs differ from the sweep, such as task.data_dir."
@@ -30,7 +30,7 @@ ADVICE = (
 
 
 def build_sweep_commands(sweep: str, all_runs: pd.DataFrame, records: Mapping[str, RunRecord], root: str) -> list[str]:
-    """Return the command of a sweep for each model of the runs, with all tasks on which it was trained."""
+    """Return a sweep's command for each model of the runs, with all tasks that it was trained on."""
     commands = []
     for model in list_models(all_runs):
         model_runs = all_runs[all_runs["model"] == model]

@@ -68,12 +68,12 @@ def _build_learning_curve_panel(
 
 
 def _make_mean_lines(label: str, values: pd.Series) -> list[Line]:
-    """Return a line of the means of the values at each x, their index, with bands of one deviation; none if empty."""
+    """Return a line of the mean value at each index, with bands of one standard deviation; none if empty."""
     if values.empty:
         return []
     values_by_x = values.groupby(level=0)
     means = values_by_x.mean()
-    # A single run has no standard deviation.
+    # The standard deviation of a single run is undefined.
     deviations = tuple(values_by_x.std().fillna(0.0))
     return [Line(label, tuple(map(float, means.index)), tuple(means), y_error=deviations)]
 
@@ -109,7 +109,7 @@ def _read_metrics_by_method(runs: pd.DataFrame) -> dict[str, list[pd.DataFrame]]
 
 
 def _read_metrics(folder: Path) -> pd.DataFrame | None:
-    """Read the metrics that a run logged during training; None if it measured no geometry or has no such file."""
+    """Read the metrics that a run logged during training; None without geometry or without a readable file."""
     path = folder / METRICS_FILE
     if not path.is_file():  # opening a FIFO would wait forever
         return None

@@ -11,15 +11,12 @@ Vector = NDArray[np.float64]
 
 
 def to_finite_vector(values: ArrayLike, name: str, min_length: int) -> Vector:
-    """Return the values as a float64 vector, after checking that they are finite.
+    """Return the values `(n,)` as a float64 vector, after checking that they are finite.
 
-    Args:
-        values: one-dimensional sequence of numbers.
-        name: what the values are, in the plural, for the error message.
-        min_length: smallest allowed number of values.
+    `name` says in the plural what the values are, for the error message.
 
     Raises:
-        UserError: if the values are not one-dimensional, too few, or not finite.
+        UserError: if the values are not one-dimensional, fewer than `min_length`, or not finite.
     """
     vector = to_finite_array(values, name)
     if vector.ndim != 1:
@@ -51,8 +48,8 @@ def is_constant(values: Vector, scale: float = 1.0) -> bool:
 
     Args:
         values: numbers, for example differences of scores.
-        scale: size of the numbers from which the values were computed. Scores are of the order of 1, so that their
-            differences count as equal within 1e-12, however small they are. 0 stands for the values' own size.
+        scale: size of the numbers that the values are computed from. The default suits scores: their differences count
+            as equal within 1e-12, however small they are. 0 means the values' own size.
     """
     return bool(np.ptp(values) <= 1e-12 * max(scale, float(np.abs(values).max())))
 

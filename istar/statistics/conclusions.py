@@ -1,8 +1,8 @@
 """Sentences that say what a comparison of two methods allows to conclude, made from its numbers by fixed rules.
 
 The words "better" and "worse" occur only where the p-value, corrected for the whole table, is below alpha, and the
-interval agrees. Where the runs do not allow a comparison, the sentence has no difference and no p-value, which could be
-taken for an answer.
+interval agrees. Where the runs do not allow a comparison, the sentence omits the difference and the p-value, so that
+neither is taken for an answer.
 """
 
 import math
@@ -33,12 +33,12 @@ class Comparison:
     difference: float | None = None  # mean of method minus reference over these seeds
     interval: tuple[float, float] | None = None  # of the difference, not corrected for the number of comparisons
     p_value: float | None = None  # two-sided, adjusted over the whole table (`multiple.holm`)
-    # Minimum detectable difference: the smallest one that so many pairs find with probability `power`, see
+    # Minimum detectable difference: the smallest one found by so many pairs with probability `power`, see
     # `power.smallest_difference`. Computed for alpha itself, it is a lower limit. The correction for m comparisons
     # makes it larger, but not larger than the one for alpha / m.
     smallest_difference: float | None = None
     reference: str = "Base"
-    collapsed: int = 0  # number of the method's runs on these seeds with constant predictions, which are not left out
+    collapsed: int = 0  # number of the method's runs on these seeds with constant predictions; they are included
     reference_collapsed: int = 0  # the same for the reference
     unmatched: int = 0  # number of seeds that only one of the two has
     has_equal_budgets: bool = True  # whether both had the same number of trials, epochs and examples
@@ -52,16 +52,11 @@ class Comparison:
     # there was only one, or if it was chosen on other data.
     chosen_among: int = 1
     reference_chosen_among: int = 1  # the same for the reference
-    # Clause that says why these runs cannot be compared, for reasons that the other attributes do not express.
+    # Clause that says why these runs cannot be compared, for reasons beyond the other attributes.
     obstacle: str = ""
 
     def __post_init__(self) -> None:
-        """Check that the numbers are in range.
-
-        Raises:
-            UserError: if a count is out of range, the p-value is not in [0, 1], or the interval does not contain the
-                difference.
-        """
+        """Raise a `UserError` if a count or the p-value is out of range, or the interval lacks the difference."""
         name = f"{self.method} on {self.task}"
         if min(self.pairs, self.unmatched) < 0 or min(self.chosen_among, self.reference_chosen_among) < 1:
             raise UserError(f"{name}: a count is negative, or a choice among fewer than 1 configuration; expected more")
@@ -86,9 +81,7 @@ class Comparison:
 def verdict(row: Comparison, alpha: float = 0.05) -> Verdict:
     """Return what a comparison allows to conclude, by the rules that `conclusion` lists.
 
-    Args:
-        row: the comparison.
-        alpha: significance level for the adjusted p-value.
+    `alpha` is the significance level for the adjusted p-value.
 
     Raises:
         UserError: if alpha is not in (0, 1).
@@ -108,19 +101,17 @@ def conclusion(row: Comparison, alpha: float = 0.05) -> str:
 
     The first of these rules that applies gives the main sentence:
 
-    1. An obstacle of the caller, unequal budgets, no seed or one seed in common, different seeds, a test that is
-       missing or cannot give a p-value below alpha with so few pairs: nothing can be concluded, and why. The sentence
-       has no difference and no p-value.
+    1. An obstacle of the caller, unequal budgets, at most one seed in common, different seeds, a test that is missing
+       or cannot give a p-value below alpha with so few pairs: nothing can be concluded, and why. The sentence has
+       neither difference nor p-value.
     2. The adjusted p-value is at least alpha: no difference was found, and which differences could not have been found.
     3. The test and the interval disagree: nothing can be concluded.
     4. Otherwise the method is better or worse than the reference, by how much.
 
-    Runs whose predictions have collapsed to a constant count as they are; a second sentence says how many there are. A
-    last sentence says that a mean is biased if the configuration was chosen by scores of the reported set itself.
+    Runs with constant predictions (collapsed) are included; a second sentence counts them. A last sentence says that a
+    mean is biased if the configuration was chosen by scores of the reported set itself.
 
-    Args:
-        row: the comparison.
-        alpha: significance level for the adjusted p-value.
+    `alpha` is the significance level for the adjusted p-value.
 
     Raises:
         UserError: if alpha is not in (0, 1).
@@ -147,7 +138,6 @@ def conclusion(row: Comparison, alpha: float = 0.05) -> str:
 
 
 def _make_main_sentence(row: Comparison, alpha: float) -> str:
-    """Return the sentence that says whether the method is better, worse, not found to differ, or not comparable."""
     result = verdict(row, alpha)
     names = f"{row.method} and {row.reference}"
     no_conclusion = f"Nothing can be concluded about {names} on {row.task}"
@@ -176,7 +166,7 @@ def _make_main_sentence(row: Comparison, alpha: float) -> str:
 
 
 def _find_obstacle(row: Comparison, alpha: float) -> str:
-    """Return why the runs do not allow a comparison of method and reference; empty if they allow it."""
+    """Return why the runs cannot be compared; empty if they can."""
     if row.obstacle:
         return row.obstacle
     if not row.has_equal_budgets:
@@ -199,11 +189,9 @@ def _find_obstacle(row: Comparison, alpha: float) -> str:
 
 
 def summary(rows: Iterable[Comparison], alpha: float = 0.05) -> str:
-    """Return a sentence that counts the verdicts of the comparisons of a table, and one that counts collapsed runs.
+    """Return a sentence that counts the verdicts of a table's comparisons, and one that counts collapsed runs.
 
-    Args:
-        rows: the comparisons.
-        alpha: significance level for the adjusted p-values.
+    `alpha` is the significance level for the adjusted p-values.
 
     Raises:
         UserError: if alpha is not in (0, 1).
@@ -225,7 +213,7 @@ def summary(rows: Iterable[Comparison], alpha: float = 0.05) -> str:
 
 
 def _format_number(value: float, sign: str = "") -> str:
-    """Return a number with two decimals, a large one with none, and a small one with two significant digits.
+    """Format a number with two decimals, a large one with none, and a small one with two significant digits.
 
     With the `sign` +, positive numbers have a plus sign.
     """

@@ -1,7 +1,7 @@
 r"""Tests and intervals for paired differences, such as two methods over the same seeds, and Holm's correction.
 
-The differences are those of method minus reference, one for each pair. All functions take a sequence of n finite
-numbers in any unit, compute in float64, and return results in the same unit.
+Each difference is method minus reference for one pair. All functions take a sequence of n finite numbers in any unit,
+compute in float64, and return results in the same unit.
 
 For 5 to 20 pairs, `t_interval` is the safest interval: of 1,500 simulated samples of 5, 10 and 20 normal differences,
 its nominal 95% intervals contained the true mean in 95%, bootstrap percentile intervals in 83, 90 and 93%, and BCa
@@ -30,10 +30,10 @@ from istar.statistics.arguments import (
 TESTS = {"t": "paired t-test", "sign-flip": "paired sign-flip test"}
 """Paired tests of a mean difference by their short names: `t_test` and `sign_flip_test`."""
 MAX_EXACT_PAIRS = 20
-"""Largest number of pairs for which `sign_flip_test` enumerates all patterns of signs; half a million by symmetry."""
+"""Largest number of pairs for which `sign_flip_test` enumerates all sign patterns; half a million by symmetry."""
 
 _RESAMPLES_AT_ONCE = 10_000
-"""Number of random resamples that are drawn at once, which bounds the memory."""
+"""Number of random resamples drawn at once; bounds the memory."""
 
 
 class Interval(NamedTuple):
@@ -47,16 +47,16 @@ class SignFlipTest(NamedTuple):
     """Result of `sign_flip_test`."""
 
     p_value: float  # two-sided, in (0, 1]
-    patterns: int  # number of patterns of signs that were compared, the observed one included
+    patterns: int  # number of sign patterns compared, including the observed one
     is_exact: bool  # whether these were all patterns
 
 
 def sign_flip_test(differences: ArrayLike, resamples: int = 99_999, seed: int = 0) -> SignFlipTest:
     r"""Test whether paired differences are symmetric about 0, by flipping their signs.
 
-    Without an effect, each of the :math:`2^n` patterns of signs is equally likely. The p-value is the proportion of
-    patterns whose absolute sum of differences is at least the observed one (Fisher, *The Design of Experiments*, 1935,
-    section 21). Up to `MAX_EXACT_PAIRS` pairs, all patterns are enumerated. For more pairs, m random patterns are
+    Without an effect, each of the :math:`2^n` sign patterns is equally likely. The p-value is the proportion of
+    patterns with an absolute sum of differences at least as large as observed (Fisher, *The Design of Experiments*,
+    1935, section 21). Up to `MAX_EXACT_PAIRS` pairs, all patterns are enumerated. For more pairs, m random patterns are
     drawn. If b of these are at least as extreme as the observed one, p = (b + 1) / (m + 1), which is valid for every m
     (Phipson and Smyth, *Permutation P-values Should Never Be Zero*, 2010).
 
@@ -72,7 +72,7 @@ def sign_flip_test(differences: ArrayLike, resamples: int = 99_999, seed: int = 
         The two-sided p-value; 1 if all differences are 0. Equal arguments give equal results.
 
     Raises:
-        UserError: if there is no difference, if any is not finite, or for fewer than 1 resample.
+        UserError: without a difference, if any is not finite, or for fewer than 1 resample.
 
     >>> sign_flip_test([1.0, 2.0, 3.0]).p_value
     0.25
@@ -94,10 +94,7 @@ def sign_flip_test(differences: ArrayLike, resamples: int = 99_999, seed: int = 
 
 
 def _sum_half_of_patterns(values: Vector) -> Vector:
-    """Return the sum of the values for each pattern of signs in which the first sign is positive.
-
-    The sums for the other half of the patterns are the negatives of these.
-    """
+    """Return the sum of the values for each sign pattern that begins with plus; the other sums are their negatives."""
     sums = values[:1]
     for value in values[1:]:
         sums = np.concatenate([sums + value, sums - value])
@@ -152,7 +149,7 @@ def t_interval(differences: ArrayLike, level: float = 0.95) -> Interval:
 
 
 def _to_varied_differences(differences: ArrayLike) -> Vector:
-    """Return at least two differences as a vector; raise a `UserError` if they are all equal."""
+    """Return the differences as a vector; raise a `UserError` for fewer than two, or if all are equal."""
     values = to_finite_vector(differences, "paired differences", 2)
     check_not_constant(values, "paired differences")
     return values
@@ -162,14 +159,14 @@ def _to_varied_differences(differences: ArrayLike) -> Vector:
 class MeanAndStd:
     """Mean and sample standard deviation (ddof = 1) of some values."""
 
-    mean: float | None  # None if there is no value
+    mean: float | None  # None without values
     std: float | None  # None for fewer than two values
     count: int
 
 
 @dataclass(frozen=True)
 class TestResult:
-    """Result of a significance test: a two-sided p-value, or None and the reason why the test does not apply."""
+    """Result of a significance test: a two-sided p-value, or None and why the test does not apply."""
 
     p_value: float | None
     reason: str = ""  # empty if there is a p-value
@@ -194,12 +191,7 @@ def mean_and_std(values: Sequence[float]) -> MeanAndStd:
 
 
 def compare_paired(method: Mapping[int, float], reference: Mapping[int, float]) -> PairedComparison:
-    """Compare a method with a reference by paired tests over the seeds that both have.
-
-    Args:
-        method: metric of the method by seed.
-        reference: metric of the reference by seed.
-    """
+    """Compare a method with a reference, each a metric by seed, by paired tests over their common seeds."""
     seeds = sorted(method.keys() & reference.keys())
     method_scores = np.array([method[seed] for seed in seeds])
     reference_scores = np.array([reference[seed] for seed in seeds])
@@ -230,7 +222,7 @@ class Holm(NamedTuple):
     left_out: int  # number of entries without a p-value
 
     def sentence(self) -> str:
-        """Return a sentence that says how many tests the correction is for, and how many entries have no p-value."""
+        """Return a sentence with the number of tests in the correction, and of entries without a p-value."""
         text = f"p-values are corrected by Holm's method for {self.tests} test{'s' * (self.tests != 1)}"
         if not self.left_out:
             return f"{text}."
@@ -241,16 +233,16 @@ class Holm(NamedTuple):
 def holm(p_values: Sequence[float | None]) -> Holm:
     r"""Adjust the p-values of a whole table by Holm's step-down method.
 
-    With the m p-values in ascending order, :math:`\tilde p_{(i)} = \max_{j \le i} \min(1, (m - j + 1) p_{(j)})`
-    (Holm, *A Simple Sequentially Rejective Multiple Test Procedure*, 1979). Rejecting where
-    :math:`\tilde p < \alpha` keeps the probability of any false rejection in the table at most alpha.
+    With the m p-values in ascending order, :math:`\tilde p_{(i)} = \max_{j \le i} \min(1, (m - j + 1) p_{(j)})` (Holm,
+    *A Simple Sequentially Rejective Multiple Test Procedure*, 1979). Rejecting where :math:`\tilde p < \alpha` keeps
+    the probability of any false rejection in the table at most alpha.
 
     Assumptions: each p-value is valid; their dependence may be any. The family is the whole table: all methods and
     tasks that were tried, not only those with good results.
 
     Args:
-        p_values: one for each entry. None or NaN stands for an entry without a test, which is left out of the family
-            and counted in `left_out`.
+        p_values: one for each entry. None or NaN for an entry without a test, which is not in the family but counted in
+            `left_out`.
 
     Raises:
         UserError: if a p-value is outside [0, 1].

@@ -2,8 +2,7 @@
 
 All functions are about the two-sided paired t-test. Its power for a true mean difference, a standard deviation of the
 differences and n pairs comes from the noncentral t distribution (Cohen, *Statistical Power Analysis for the Behavioral
-Sciences*, 1988, chapter 2). The assumptions are those of the t-test: independent pairs and approximately normal
-differences.
+Sciences*, 1988, chapter 2). As in the t-test, pairs must be independent and differences approximately normal.
 """
 
 import math
@@ -28,7 +27,7 @@ def t_test_power(difference: float, sd: float, pairs: int, alpha: float = 0.05) 
     with a quantile of Student's t distribution and the noncentral t distribution :math:`t'`.
 
     Args:
-        difference: true mean difference, in any unit; its sign has no effect.
+        difference: true mean difference, in any unit; its sign does not matter.
         sd: standard deviation of the paired differences, in the same unit.
         pairs: number n of pairs.
         alpha: significance level.
@@ -50,7 +49,6 @@ def t_test_power(difference: float, sd: float, pairs: int, alpha: float = 0.05) 
 
 
 def _compute_power(noncentrality: float, pairs: int, alpha: float) -> float:
-    """Return the power of the two-sided paired t-test for a noncentrality parameter."""
     critical_value = stats.t.isf(alpha / 2, pairs - 1)
     upper_tail = stats.nct.sf(critical_value, pairs - 1, noncentrality)
     # The other tail underflows for a large effect, where SciPy may return NaN.
@@ -61,7 +59,7 @@ def _compute_power(noncentrality: float, pairs: int, alpha: float) -> float:
 def smallest_difference(sd: float, pairs: int, alpha: float = 0.05, power: float = 0.8) -> float:
     """Compute the minimum detectable difference: the smallest that the paired t-test finds with the given power.
 
-    A smaller true difference is missed with a probability above `1 - power`. Arguments and unit are those of
+    A smaller true difference is missed with a probability above `1 - power`. Arguments and unit are as in
     `t_test_power`.
 
     Raises:
@@ -79,9 +77,9 @@ def smallest_difference(sd: float, pairs: int, alpha: float = 0.05, power: float
 
 
 def pairs_needed(difference: float, sd: float, alpha: float = 0.05, power: float = 0.8) -> int:
-    """Compute the smallest number of pairs with which the paired t-test finds a true difference with the given power.
+    """Compute the smallest number of pairs for which the paired t-test finds a true difference with the given power.
 
-    Arguments and unit are those of `t_test_power`.
+    Arguments and unit are as in `t_test_power`.
 
     Raises:
         UserError: if the difference is 0 or not finite, if more than `MAX_PAIRS` pairs are needed, and as
@@ -133,7 +131,7 @@ def sd_interval(sd: float, pairs: int, level: float = 0.95) -> Interval:
 def pairs_needed_sentence(difference: float, sd: float, alpha: float = 0.05, power: float = 0.8) -> str:
     """Return a sentence that says how many seeds are needed to find a difference.
 
-    Arguments and errors are those of `pairs_needed`.
+    Arguments and errors are as in `pairs_needed`.
     """
     pairs = pairs_needed(difference, sd, alpha, power)
     return (
@@ -145,8 +143,8 @@ def pairs_needed_sentence(difference: float, sd: float, alpha: float = 0.05, pow
 def smallest_difference_sentence(sd: float, pairs: int, alpha: float = 0.05, power: float = 0.8) -> str:
     """Return a sentence that states the minimum detectable difference for a number of seeds.
 
-    Arguments and errors are those of `smallest_difference`. A second sentence states the minimum attainable p-value of
-    the sign-flip test if it is not below alpha.
+    Arguments and errors are as in `smallest_difference`. If the sign-flip test cannot give a p-value below alpha, a
+    second sentence states its minimum.
     """
     difference = smallest_difference(sd, pairs, alpha, power)
     text = (

@@ -1,7 +1,7 @@
 """Comparison of several methods over several tasks: ranks, tests of ranks, and intervals of the average difference.
 
-The tasks of `t_interval_over_tasks` stand for a larger set of similar tasks: its statement is about those, and not
-about these tasks alone.
+`t_interval_over_tasks` takes the tasks as a sample of a larger set of similar tasks, and makes a statement about that
+set.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def task_ranks(scores: ArrayLike, lower_is_better: bool = False) -> NDArray[np.f
 
     Args:
         scores: `(tasks, methods)`, one score for each, usually a mean over seeds.
-        lower_is_better: whether the scores are losses. Turn losses into scores, by a minus, if tasks differ in this.
+        lower_is_better: whether the scores are losses. If tasks differ in this, negate the losses.
 
     Returns:
         `(tasks, methods)`, in [1, methods]; each row adds up to methods (methods + 1) / 2.
@@ -71,8 +71,8 @@ def friedman(scores: ArrayLike, lower_is_better: bool = False) -> Friedman:
     of the groups of equal scores within a task; Demšar's formula leaves this out. The chi-square distribution is
     conservative for few tasks, so that :math:`F_F` is preferred.
 
-    Assumptions: the tasks are independent; scores are compared within tasks only. The number of tasks counts, not that
-    of the seeds. With fewer than about ten tasks, both p-values are approximate.
+    Assumptions: the tasks are independent; scores are compared within tasks only. The number of tasks counts, not the
+    number of seeds. With fewer than about ten tasks, both p-values are approximate.
 
     Args:
         scores: `(tasks, methods)`.
@@ -109,15 +109,15 @@ def friedman(scores: ArrayLike, lower_is_better: bool = False) -> Friedman:
 
 
 def nemenyi_critical_difference(methods: int, tasks: int, alpha: float = 0.05) -> float:
-    r"""Compute the critical difference of Nemenyi's test, by which the average ranks of two methods must differ.
+    r"""Compute the critical difference of Nemenyi's test: how far the average ranks of two methods must differ.
 
     .. math::
         CD = q_\alpha \sqrt{k (k + 1) / (6 n)}
 
-    for k methods and n tasks, where :math:`q_\alpha` is the quantile of the studentized range for k groups and
-    infinitely many degrees of freedom, divided by :math:`\sqrt 2` (Nemenyi, 1963; Demšar, JMLR 2006, section 3.2.2 and
-    Table 5a). The test compares all pairs of methods, after a Friedman test that rejects. It keeps the probability of
-    any false difference at alpha.
+    for k methods and n tasks. :math:`q_\alpha` is the quantile of the studentized range for k groups and infinitely
+    many degrees of freedom, divided by :math:`\sqrt 2` (Nemenyi, 1963; Demšar, JMLR 2006, section 3.2.2 and Table 5a).
+    The test compares all pairs of methods, after a Friedman test that rejects. It keeps the probability of any false
+    difference at alpha.
 
     Raises:
         UserError: for fewer than 2 methods or 2 tasks, or if alpha is not in (0, 1).
@@ -133,18 +133,18 @@ def nemenyi_critical_difference(methods: int, tasks: int, alpha: float = 0.05) -
 
 
 def t_interval_over_tasks(differences: Sequence[ArrayLike], level: float = 0.95) -> Interval:
-    """Compute Student's interval of the average difference, in which each task is one observation.
+    """Compute Student's interval of the average difference, with each task as one observation.
 
     The observations are the mean differences of the tasks over their seeds. Their spread includes the noise of the
-    seeds, which therefore is not added again.
+    seeds, which is therefore not added again.
 
-    Assumptions: the tasks are an independent sample of the tasks that the statement is about, and their mean
-    differences are approximately normal and comparable in size, as percentage points of accuracies are. Losses or
-    perplexities do not belong in one average with them.
+    Assumptions: the tasks are an independent sample of the tasks in question, and their mean differences are
+    approximately normal and comparable in size, as percentage points of accuracies are. Losses or perplexities do not
+    belong in one average with them.
 
     Args:
-        differences: one sequence for each task, with its paired differences, one for each seed; or one mean difference
-            for each task, as sequences of one.
+        differences: one sequence for each task: its paired differences by seed, or only their mean, as a sequence of
+            one.
         level: confidence level.
 
     Raises:

@@ -19,7 +19,7 @@ from istar.inputs.corpus import Documents
 from istar.measures import Accumulator, ScaleDimension
 
 MAX_GROUP_BYTES = 2**30
-"""Most memory for the scatter matrices of all groups and layers; above it, covariance measures have no error."""
+"""Maximum bytes of the scatter matrices of all groups and layers; above it, covariance measures get no error."""
 _BYTES_OF_SCATTER = 8 + 4
 """Bytes for each number of a scatter matrix: the accumulated one in float64, and the recent one in float32."""
 
@@ -36,9 +36,9 @@ class MeasureSettings:
     batch_tokens: int | None = None
     sample: int = 5_000  # maximum number of token types to keep for TwoNN, with one occurrence of each
     seed: int = 0  # seed of that sample
-    # A source is read until the statistics have at least this number of its tokens; None reads it to its end.
+    # A source is read until the statistics have at least this number of its tokens; None reads all of it.
     limit: int | None = None
-    intra: bool = True  # whether to compute IntraSim, whose sums may need gigabytes; see `GroupedPoints`
+    intra: bool = True  # whether to compute IntraSim; its sums may need gigabytes, see `GroupedPoints`
     documents: Documents = "separate"  # whether the model sees each document alone; see `corpus.Blocks`
     # Whether the statistics include the hidden states of special tokens and separators, which the model always sees.
     special_tokens: SpecialTokens = "exclude"
@@ -77,14 +77,8 @@ class MeasureSettings:
 class CorpusStatistics(Accumulator):
     """Accumulates all measures of all taps over a source.
 
-    Args:
-        config: text config of the model whose hidden states are measured.
-        settings: settings of the pass.
-        origins: a point near the mean of the hidden states, `(d,)` by tap, on the device of the model.
-
-    Attributes:
-        layers: accumulator of each tap, by tap.
-        sample: one occurrence of each of a random sample of token types.
+    `config` is the text config of the measured model. `origins` contains a point near the mean of the hidden states for
+    each tap, `(d,)`, on the model's device. `sample` keeps one occurrence of each of a random sample of token types.
     """
 
     def __init__(self, config: PretrainedConfig, settings: MeasureSettings, origins: Mapping[str, Tensor]) -> None:
@@ -99,11 +93,10 @@ class CorpusStatistics(Accumulator):
         spectra: Mapping[str, Mapping[str, Tensor]] | None = None,
         replicates: Mapping[str, Mapping[str, list[float]]] | None = None,
     ) -> dict[str, dict[str, float]]:
-        """Compute all measures, by tap and name. Those of the sample are left out if its size is 0.
+        """Compute all measures, by tap and name. A sample of size 0 leaves out the measures that need it.
 
-        Args:
-            spectra: results of `Layer.compute_spectra` by tap; computed if None.
-            replicates: results of `Layer.compute_replicates` by tap; computed if None.
+        `spectra` and `replicates` are results of `Layer.compute_spectra` and `Layer.compute_replicates` by tap; None
+        computes them.
         """
         measures_by_tap = {
             tap: layer.compute_measures(spectra[tap] if spectra else None, replicates[tap] if replicates else None)

@@ -13,28 +13,23 @@ from istar.measures.numerics import block_length, zero_vector
 from istar.measures.sentences import SentenceSums
 
 MAX_RECENT_POINTS = 2_048
-"""Number of points whose scatter matrix is summed up in their dtype before it is added to the accumulated one."""
+"""Number of points to sum in their dtype before their scatter matrix is added to the accumulated one."""
 MAX_PRODUCT_POINTS = 4_096
-"""Maximum number of points whose scatter matrix is computed by one product, in their dtype."""
+"""Maximum number of points in one product for a scatter matrix, in their dtype."""
 PANEL_WIDTH = 128
-"""Number of columns of a panel of a scatter matrix, see `_add_upper_panels`, on a CPU."""
+"""Number of columns of a panel of a scatter matrix on a CPU; see `_add_upper_panels`."""
 
 
 class GroupedMoments(Accumulator):
-    """Accumulates the `FourthMoments` of several groups of points; a batch may hold points of all groups.
+    """Accumulates the `FourthMoments` of several groups of points; a batch may contain points of all groups.
 
-    If `has_sentences`, it also accumulates the `SentenceMoments` of those points that belong to a sentence. Both need
-    the scatter matrix of these points, which is computed once.
+    If `has_sentences`, it also accumulates the `SentenceMoments` of the points in sentences, which needs d of at least
+    2. Both need the scatter matrix of these points, which is computed once.
 
-    All sums are about the same origin, so that those of batches and groups are simply added. Sums over a batch are
-    computed in the dtype of its points, and accumulated in float64 (float32 on MPS). A scatter matrix is added to the
+    There is at least one group. All sums are about the same `origin`, `(d,)`, so that the sums of batches and groups
+    are simply added. It should be near the mean of the points, and is on their device. Sums over a batch are computed
+    in the dtype of its points, and accumulated in float64 (float32 on MPS). A scatter matrix is added to the
     accumulated one only after `MAX_RECENT_POINTS` points, because adding it takes as long as multiplying many points.
-
-    Args:
-        num_groups: number of groups, at least 1.
-        origin: `(d,)`, near the mean of the points, see `FourthMoments.about_mean` and `SentenceMoments`. Its device is
-            that of the sums; points must be on the same device.
-        has_sentences: whether to accumulate the `SentenceMoments` of each group, which needs d of at least 2.
     """
 
     origin: Tensor
@@ -51,20 +46,20 @@ class GroupedMoments(Accumulator):
         self.sentence_moments: dict[int, SentenceMoments] = {}
         if has_sentences:
             self.sentence_moments = {group: SentenceMoments(dim, origin, origin.device) for group in range(num_groups)}
-        # The points of group g that belong to a sentence are part g, and its others are part `num_groups` + g. Without
-        # `has_sentences`, part g holds all points of group g.
+        # Part g contains the points of group g in sentences, and part `num_groups` + g its other points. Without
+        # `has_sentences`, part g contains all points of group g.
         num_parts = 2 * num_groups if has_sentences else num_groups
         self.add_state("origin", origin, "equal")
         self.add_state("counts", origin.new_zeros(num_parts), "sum")
         self.add_state("totals", origin.new_zeros(num_parts, dim), "sum")
         self.add_state("thirds", origin.new_zeros(num_parts, dim), "sum")
         self.add_state("fourths", origin.new_zeros(num_parts), "sum")
-        # Scatter matrices by part, of the parts that have points. Those of sentences are in their `SentenceMoments`.
+        # Scatter matrices by part, of the parts with points. `SentenceMoments` contain the matrices of sentences.
         self.add_state("scatters", {}, "sum")
-        # Machine epsilon of the narrowest dtype in which a scatter matrix was summed.
+        # Machine epsilon of the narrowest dtype used to sum a scatter matrix.
         self.add_state("epsilon", origin.new_zeros(()), "max")
-        # Scatter matrix and number of the latest points of each part, and sums over their sentences by group. Of the
-        # scatter matrix, only the upper panels are computed.
+        # Scatter matrix and number of the latest points of each part, and sums over their sentences by group. Only the
+        # upper panels of the scatter matrix are computed.
         self._recent_scatters: dict[int, Tensor] = {}
         self._recent_counts: dict[int, int] = {}
         self._recent_sentences: dict[int, list[list[Tensor]]] = {group: [] for group in self.sentence_moments}
@@ -76,12 +71,10 @@ class GroupedMoments(Accumulator):
 
     @torch.no_grad()
     def update(self, centered: Tensor, squared_norms: Tensor, batch: TokenBatch) -> None:
-        """Add the points of a batch by their differences from the origin.
+        """Add the points of a batch by their differences from the origin, `(n, d)`, float32 or float64.
 
-        Args:
-            centered: differences `(n, d)`, in the order of the rows of the batch, float32 or float64.
-            squared_norms: squared norms of the differences, `(n,)`.
-            batch: the tokens of the points. Its groups are those of this accumulator, or this one has a single group.
+        The differences and their squared norms, `(n,)`, are in the order of the rows of the batch. The batch has the
+        groups of this accumulator, or this one has a single group.
         """
         part_by_batch_part = {part: self._find_part(part, batch.num_groups) for part in batch.part_slices}
         parts = torch.tensor(list(part_by_batch_part.values()), device=centered.device)
@@ -119,7 +112,7 @@ class GroupedMoments(Accumulator):
         first, *others = self.sentence_moments.values()
         total = copy.copy(first)
         for moments in others:
-            # `merge` replaces the tensors of the copy and does not change those of the first group.
+            # `merge` replaces the tensors of the copy, and leaves the first group unchanged.
             total.merge(moments)
         return total
 
@@ -135,13 +128,13 @@ class GroupedMoments(Accumulator):
         return [int(moments.sentences) for moments in self.sentence_moments.values()]
 
     def _find_part(self, batch_part: int, num_batch_groups: int) -> int:
-        """Return the part of this accumulator that a part of a batch with this number of groups belongs to."""
+        """Return this accumulator's part for a part of a batch with `num_batch_groups` groups."""
         is_without_sentence, batch_group = divmod(batch_part, num_batch_groups)
         group = 0 if self._num_groups == 1 else batch_group
         return group + self._num_groups * is_without_sentence if self.has_sentences else group
 
     def _add_scatter(self, part: int, centered: Tensor) -> None:
-        """Add the scatter matrix of differences `(n, d)` from the origin to the recent one of a part."""
+        """Add the scatter matrix of differences `(n, d)` from the origin to a part's recent scatter matrix."""
         recent_scatter = self._recent_scatters.get(part)
         if recent_scatter is None or recent_scatter.dtype != centered.dtype:
             self._add_recent_scatter(part)
@@ -156,7 +149,7 @@ class GroupedMoments(Accumulator):
                 self._add_recent_sentences(part)
 
     def _add_sentences(self, centered: Tensor, squared_norms: Tensor, sentences: Sentences) -> None:
-        """Append the sums over each sentence of a batch to the recent ones of its group."""
+        """Append the sums over each sentence of a batch to the recent sums of its group."""
         num_sentences, num_rows = len(sentences.rows.groups), len(sentences.padded_rows)
         points = centered[:num_rows]
         padded = points.new_zeros(num_sentences * sentences.longest, points.shape[1])
@@ -237,16 +230,13 @@ class PointSums(NamedTuple):
     powers: Tensor
     """Sums of y, y^2, y^3 and y^4 in each dimension, `(4, d)`, in the dtype of the origin."""
     weighted: Tensor
-    """Sums of w y, w^2 y and w^2 y^2 in each dimension, with a weight w of each point, `(3, d)`, likewise."""
+    """Sums of w y, w^2 y and w^2 y^2 in each dimension, for the points' weights w, `(3, d)`, in the origin's dtype."""
 
 
 def sum_over_points(points: Tensor, origin: Tensor, weights: Tensor) -> PointSums:
-    """Compute the differences of points from an origin, and sums of their powers.
+    """Compute the differences of points `(n, d)` from an origin `(d,)`, and sums of their powers.
 
-    Args:
-        points: `(n, d)`, float32 or float64.
-        origin: `(d,)`, in the dtype of the accumulated sums.
-        weights: weight of each point, `(n,)`, in the dtype of the points.
+    Points and weights, `(n,)`, are both float32 or both float64. The origin has the dtype of the accumulated sums.
     """
     powers, weighted = origin.new_zeros(4, len(origin)), origin.new_zeros(3, len(origin))
     centered, squared_distances = torch.empty_like(points), torch.empty_like(weights)
@@ -268,8 +258,8 @@ def _add_upper_panels(matrix: Tensor, points: Tensor) -> None:
     """Add the upper panels of the scatter matrix of points `(n, d)` to a matrix `(d, d)`.
 
     Panel k is rows k w to (k + 1) w, for a panel width w, without the columns to the left of its diagonal block. The
-    panels hold each number of a symmetric matrix at least once, and take little more than half of the time of all
-    columns. On devices other than a CPU there is one panel, because several products take longer than a large one.
+    panels contain each number of a symmetric matrix at least once, and take little more than half of the time of all
+    columns. Devices other than a CPU use one panel, because one large product is faster there.
     """
     for panel in _get_panels(matrix):
         matrix[panel, panel.start :].addmm_(points[:, panel].T, points[:, panel.start :])
@@ -277,7 +267,7 @@ def _add_upper_panels(matrix: Tensor, points: Tensor) -> None:
 
 def _mirror_upper_panels(matrix: Tensor) -> Tensor:
     """Return the symmetric matrix `(d, d)` with these upper panels; see `_add_upper_panels`."""
-    # A copy, because outside of inference mode a matrix that was computed in it cannot be changed.
+    # A copy, because a matrix computed in inference mode cannot be changed outside of it.
     symmetric = matrix.clone()
     for panel in _get_panels(matrix):
         symmetric[panel.stop :, panel] = matrix[panel, panel.stop :].T

@@ -21,18 +21,14 @@ EMBEDDINGS, FINAL_NORM = "embeddings", "final_norm"
 class Taps:
     """Reads a model's hidden states by name: `embeddings`, `layer_1` to `layer_L`, and `final_norm` if there is one.
 
-    The layers are those that a penalty on hidden states reads, see `find_layers`. In some architectures (GPT-2,
-    GPT-NeoX, OPT, Llama) the output of the last layer is normalized; in others (BERT) the layers normalize their own
-    output. A forward pass of a few tokens tells which.
+    A penalty on hidden states reads the same layers, see `find_layers`. In some architectures (GPT-2, GPT-NeoX, OPT,
+    Llama) the output of the last layer is normalized; in others (BERT) the layers normalize their own output. A forward
+    pass of a few tokens tells which.
 
-    The model has no head and is in eval mode.
+    The model must be without a head and in eval mode. `names` are the taps from the input to the output; `norm` is the
+    final normalization, or None.
 
-    Attributes:
-        names: names of the taps, from the input to the output.
-        norm: the final normalization, or None.
-
-    Raises:
-        UserError: if the model does not return one hidden state per layer and token.
+    Raises a `UserError` if the model does not return one hidden state per layer and token.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -69,9 +65,9 @@ class Taps:
         return dict(zip(self.names, states, strict=True))
 
     def see_padding(self, padding_id: int) -> bool:
-        """Return whether the hidden states of a text depend on padding after it, despite the attention mask.
+        """Return whether a text's hidden states depend on padding after it, despite the attention mask.
 
-        They do in models without an attention mask, such as FNet, and in those that convolve over padding.
+        They do in models without an attention mask, such as FNet, and in models that convolve over padding.
         """
         token_ids = make_trial_ids(self._model)
         padded_ids = torch.cat([token_ids, torch.full_like(token_ids, padding_id)])
@@ -87,14 +83,8 @@ class Taps:
 class BlockReader:
     """Runs a model on batches of blocks, and returns the hidden states of the tokens that the statistics include.
 
-    Args:
-        model: model without a head, in eval mode, on its device.
-        pad_id: id of the padding token.
-        has_special_tokens: whether the statistics include the special tokens.
-
-    Attributes:
-        taps: reads the model's hidden states.
-        forward_seconds: time of all forward passes.
+    The model must be without a head, in eval mode, and on its device. `has_special_tokens` says whether the statistics
+    include special tokens. `forward_seconds` is the time of all forward passes.
     """
 
     def __init__(self, model: PreTrainedModel, pad_id: int, has_special_tokens: bool) -> None:
@@ -102,10 +92,7 @@ class BlockReader:
         self._device, self._pad_id, self._has_special_tokens = model.device, pad_id, has_special_tokens
 
     def make_inputs(self, blocks: Sequence[Block]) -> tuple[dict[str, Tensor], Tensor]:
-        """Return a batch of blocks as inputs of the model, and the mask of the tokens that the statistics include.
-
-        All tensors are on the CPU. The mask is `(blocks, tokens)`.
-        """
+        """Return a batch as inputs of the model, and the mask `(blocks, tokens)` of included tokens, on the CPU."""
         inputs = pad_batch([block.tokens for block in blocks], self._pad_id)
         is_included = inputs["attention_mask"].bool()
         if not self._has_special_tokens:
@@ -116,12 +103,9 @@ class BlockReader:
     def compute_states(
         self, inputs: Sequence[Mapping[str, Tensor]], masks: Sequence[Tensor], rows: Tensor
     ) -> dict[str, Tensor]:
-        """Run the model on some batches, whose inputs and masks are from `make_inputs`.
+        """Return the hidden states of the included tokens, `(n, d)` by tap, for batches from `make_inputs`.
 
         `rows` is the row of each included token in the result, `(n,)`: the numbers from 0 to n - 1 in any order.
-
-        Returns:
-            The hidden states of the included tokens, `(n, d)` by tap.
         """
         num_tokens = len(rows)
         points: dict[str, Tensor] = {}

@@ -41,23 +41,23 @@ from istar.measures.numerics import accumulation_dtype, full_precision, inverse_
 from istar.measures.point_groups import NUM_LOG2_BINS
 
 MeasureSet = Literal["basic", "all"]
-"""Which measures to compute: `basic` leaves out those that take the most time, see `LayerSettings`."""
+"""Which measures to compute: `basic` leaves out the slowest, see `LayerSettings`."""
 _FLOAT32_RANGE = (1e-5, 1e8)
-"""Range of norms, and of the deviations of dimensions, whose fourth powers neither overflow float32 nor lose digits."""
+"""Norms and deviations of dimensions in this range have fourth powers within float32's range and precision."""
 _NORM_EDGES = torch.logspace(-2, 4, 241).tolist()
 """Edges of the bins of the histogram of norms."""
 _MIN_FITTED_RANKS = 10
 """Smallest number of ranks that the power law of alpha-ReQ is fitted to. Any line fits few ranks."""
 
 MEASURES_WITH_ERROR = ("inter_sim", "average_norm")
-"""Measures whose standard error needs O(d) numbers for each group of documents."""
+"""Measures with a standard error that needs O(d) numbers for each group of documents."""
 COVARIANCE_MEASURES_WITH_ERROR = (
     *("isoscore", "isoscore_unbiased", "effective_rank", "participation_ratio"),
     *("nesum", "alpha_req", "mean_vector_norm", "norm_ratio"),
 )
-"""Measures whose standard error is computed from the moments of each group of documents, O(d^2) numbers."""
+"""Measures with a standard error from the moments of each group of documents, O(d^2) numbers."""
 SCORE_BY_SENTENCE = "isoscore_by_sentence"
-"""IsoScore by sentence, with documents as sentences. Its standard error needs 2 d^2 numbers per group of documents."""
+"""IsoScore with documents as sentences. Its standard error needs 2 d^2 numbers per group of documents."""
 
 
 @dataclass(frozen=True)
@@ -83,19 +83,13 @@ class Layer(Accumulator):
     """Accumulates the streaming measures of the hidden states of one layer.
 
     Batches may come in any order, and the accumulators of several processes merge exactly. Elementwise operations and
-    the sums over a batch are float32, or float64 if the hidden states are float64 or leave the range in which float32
+    the sums over a batch are float32, or float64 if the hidden states are float64 or leave the range where float32
     keeps its digits. Sums of powers are about an origin near the mean, so that they lose no digits where a mean is
     large. All sums are accumulated in float64 (float32 on MPS).
 
-    Args:
-        vocabulary_size: number of token types; 0 leaves out IntraSim and the measures by frequency.
-        origin: `(d,)`, a point near the mean of the hidden states, on their device; the same for all accumulators that
-            are merged.
-        settings: what to accumulate; the same for all accumulators that are merged.
-
-    Attributes:
-        types: norms and directions by token type; None without a vocabulary.
-        positions: norms and directions by `log2_bins` of the position.
+    A `vocabulary_size` of 0 leaves out IntraSim and the measures by frequency; `types` is then None. The `origin`,
+    `(d,)`, is a point near the mean, on the device of the hidden states. Accumulators to merge need the same origin and
+    settings. `types` contains norms and directions by token type, and `positions` by `log2_bins` of the position.
     """
 
     power_sums: Tensor
@@ -120,13 +114,7 @@ class Layer(Accumulator):
 
     @torch.no_grad()
     def update(self, points: Tensor, batch: TokenBatch) -> None:
-        """Update all statistics with a batch of hidden states.
-
-        Args:
-            points: hidden states `(n, d)` of the tokens of the batch, without padding, in the order of its rows; see
-                `TokenBatch.order`.
-            batch: the tokens.
-        """
+        """Add the hidden states `(n, d)` of a batch's tokens, without padding, in the order of `TokenBatch.order`."""
         if not len(points):
             return
         if self._massive is not None:
@@ -137,9 +125,9 @@ class Layer(Accumulator):
                 self._add(points.double(), batch)
 
     def _add(self, points: Tensor, batch: TokenBatch) -> bool:
-        """Add points, float32 or float64, in the order of the rows of the batch.
+        """Add points, float32 or float64, in the order of the rows of the batch, and return True.
 
-        Returns False, and adds nothing, if float32 has too small a range for the points, and the device has float64.
+        If float32 has too small a range for the points, and the device has float64, add nothing and return False.
         """
         norms = row_norms(points)
         inverse_norms = inverse_or_zero(norms)
@@ -150,7 +138,7 @@ class Layer(Accumulator):
             if not _is_in_float32_range(norms, deviations):
                 return False
             small = (deviations < _FLOAT32_RANGE[0]).nonzero().squeeze(1)
-            if len(small):  # as in layers of pretrained models whose normalization has gains of nearly 0
+            if len(small):  # as in layers of pretrained models with normalization gains of nearly 0
                 sums.powers[:, small] = _sum_powers(points[:, small].to(self._origin) - self._origin[small])
         self.power_sums = self.power_sums + sums.powers
         self._moments.update(sums.centered, sums.squared_distances, batch)
@@ -174,9 +162,8 @@ class Layer(Accumulator):
     def _add_cosines(self, inverse_norms: Tensor, sums: Tensor) -> None:
         """Add points to the cosines by sums over their differences y = x - o from the origin, with w = 1 / |x|.
 
-        Args:
-            inverse_norms: w, or 0 for a zero point, `(n,)`, in the dtype of the sums.
-            sums: sums of w y, of w^2 y and of w^2 y^2, `(3, d)`.
+        `inverse_norms`, `(n,)`, are w, or 0 for a zero point. `sums`, `(3, d)`, are of w y, of w^2 y and of w^2 y^2, in
+        the same dtype.
         """
         weighted, squared_weighted, weighted_squares = sums
         squared_total = inverse_norms.square().sum()
@@ -204,14 +191,11 @@ class Layer(Accumulator):
     def compute_measures(
         self, spectra: Mapping[str, Tensor] | None = None, replicates: Mapping[str, list[float]] | None = None
     ) -> dict[str, float]:
-        """Compute all measures by name, and the standard errors of those that have one as `<name>_error`.
+        """Compute all measures by name, and the standard errors that some have as `<name>_error`; NaN if undefined.
 
         `isoscore` is IsoScore, without shrinkage. The kurtoses are the largest and the mean excess kurtosis of the
-        dimensions; the mean leaves out dimensions in which all points are equal. A measure is NaN if it is not defined.
-
-        Args:
-            spectra: result of `compute_spectra`; computed if None.
-            replicates: result of `compute_replicates`; computed if None.
+        dimensions; the mean leaves out dimensions where all points are equal. `spectra` and `replicates` are results of
+        `compute_spectra` and `compute_replicates`; None computes them.
         """
         spectra = self.compute_spectra() if spectra is None else spectra
         moments, dimensions, dim = self.moments, self.dimensions, len(self._origin)
@@ -262,19 +246,15 @@ class Layer(Accumulator):
         return _summarize_bins(self.positions)
 
     def summarize_by_frequency(self) -> dict[str, list[float]]:
-        """Return the average norm and InterSim of the tokens in bins of how often their type occurs.
-
-        See `_summarize_bins` for the columns. The result is empty without a vocabulary.
-        """
+        """Return the average norm and InterSim of tokens by how often their type occurs; {} without a vocabulary."""
         return {} if self.types is None else _summarize_bins(self.types.regroup(log2_bins(self.types.count)))
 
     def compute_replicates(self) -> dict[str, list[float]]:
         """Compute the jackknife replicates: each measure that has a standard error, without each group of documents.
 
-        Returns:
-            The replicates of each measure, in the order of the groups that are left out, and the number of tokens
-            without each group under `tokens`. A list is empty if a group has no points, or if a measure is not defined
-            without one of the groups. Without groups, there are no lists.
+        The result has a list for each measure, in the order of the groups that are left out, and under `tokens` the
+        numbers of tokens without each group. A list is empty if a group has 0 points, or if the measure is undefined
+        without one of the groups. Without groups, the result is empty.
         """
         if self._groups is None:
             return {}
@@ -305,7 +285,7 @@ class Layer(Accumulator):
         if self.settings.scatter_by_group:
             moments_without_each = self._moments.compute_moments_without_each_group()
         for left_out_index, moments in zip(group_indices, moments_without_each, strict=True):
-            # All other groups become group 0, and the one that is left out becomes group 1.
+            # All other groups become group 0, and the left-out group becomes group 1.
             other_points = self._groups.regroup((group_indices == left_out_index).long(), 2).compute()[0]
             measures: dict[str, float | Tensor] = {
                 "tokens": other_points.count,
@@ -325,21 +305,16 @@ def _sum_powers(differences: Tensor) -> Tensor:
 
 
 def _is_in_float32_range(norms: Tensor, deviations: Tensor) -> bool:
-    """Return whether float32 holds the fourth powers of points, except in dimensions with very small deviations.
+    """Return whether float32 represents the fourth powers of points, except in dimensions with very small deviations.
 
-    Args:
-        norms: norms of the points, `(n,)`. Points may be zero.
-        deviations: root mean squared difference from the origin of each dimension, `(d,)`.
+    `norms` `(n,)` may be 0. `deviations` `(d,)` are the root mean squared differences from the origin.
     """
     low, high = _FLOAT32_RANGE
     return bool(((norms > low) & (norms < high) | (norms == 0)).all()) and bool((deviations < high).all())
 
 
 def _compute_jackknife_errors(replicates: Mapping[str, list[float]]) -> dict[str, float]:
-    """Return the jackknife standard error of each measure as `<name>_error`, or NaN for a measure without replicates.
-
-    `replicates` is a result of `Layer.compute_replicates`.
-    """
+    """Return jackknife standard errors as `<name>_error` from `Layer.compute_replicates`; NaN without replicates."""
     return {f"{name}_error": jackknife_error(values) for name, values in replicates.items() if name != "tokens"}
 
 
@@ -374,10 +349,10 @@ def _fit_power_law(variances: Tensor) -> PowerLaw:
 
 
 def _summarize_bins(groups: GroupedPoints) -> dict[str, list[float]]:
-    """Return a table, as lists by column, with a row for each bin of `log2_bins` that holds points.
+    """Return a table, as lists by column, with a row for each bin of `log2_bins` that contains points.
 
     The columns are the bin's smallest and largest value, `first` and `last`, the number of `tokens`, their average
-    `norm`, and `inter_sim`, which is NaN for a single token.
+    `norm`, and `inter_sim`, NaN for a single token.
     """
     bins = [(*log2_bin_range(index), summary) for index, summary in enumerate(groups.compute()) if summary.count]
     return {

@@ -40,7 +40,7 @@ WEIGHT_DTYPES = {
 """Dtypes of the weights by their names on the command line."""
 _MAX_DEFAULT_LENGTH = 512
 _INTEGER_COLUMNS = ("first", "last", "tokens")
-"""Columns of `Layer.summarize_by_position` and `Layer.summarize_by_frequency` that hold whole numbers."""
+"""Columns of `Layer.summarize_by_position` and `Layer.summarize_by_frequency` with whole numbers."""
 
 
 class ModelName(NamedTuple):
@@ -67,19 +67,10 @@ def measure_model(
     """Measure a model's hidden states over texts in one pass, its embedding matrices and its final normalization.
 
     An interrupted pass resumes from the state that it has saved in `out`. With several processes, only rank 0 returns
-    measures of the hidden states; those of the other ranks are empty.
-
-    Args:
-        name: hub id or folder of the model.
-        sources: texts.
-        settings: settings of the pass. A length of 0 stands for the model's longest input, 512 at most, or for 512 if
-            the model takes inputs of any length.
-        out: folder for the state of the pass.
-        revision: branch, tag or commit on the hub.
-        dtype: dtype of the weights, a key of `WEIGHT_DTYPES`. Statistics are at least float32.
-        device: name of a device, such as cpu, cuda, cuda:1 or mps; auto is the GPU if there is one, else the CPU.
-        console: console for a progress bar; None shows none.
-        command: command line to record in the measures.
+    measures of the hidden states. A length of 0 in `settings` means the model's longest input, 512 at most, or 512 if
+    the model takes inputs of any length. `revision` is a branch, tag or commit on the hub. `dtype`, a key of
+    `WEIGHT_DTYPES`, is for the weights; statistics are at least float32. `device` is a name such as cuda:1, or `auto`:
+    the GPU if there is one, else the CPU. A console shows a progress bar. `command` is recorded in the measures.
 
     Raises:
         UserError: if the model or a text cannot be read, or an argument does not fit the model or the machine.
@@ -91,8 +82,8 @@ def measure_model(
     model = model.to(_find_device(device))
     if model.device.type == "cpu":
         keep_freed_memory()
-    # An encoder has no head, so the output embeddings are read separately. This is done before the pass, which may take
-    # hours, so that a failure shows early.
+    # The encoder lacks a head, so the output embeddings are read separately: before the pass, which may take hours, so
+    # that a failure shows early.
     output_matrix = read_untied_output(config)
     settings = _resolve_length(settings, model)
     weights = hash_weights(model)
@@ -156,10 +147,9 @@ def _measure_forms(matrix: Tensor) -> dict[str, dict[str, Any]]:
 
 
 def summarize_source(statistics: CorpusStatistics, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the `SOURCE_FIELDS` of `Measurements` for a source, by tap, and `token_counts`, `(vocabulary,)`.
+    """Return a source's `SOURCE_FIELDS` of `Measurements` by tap, and its `token_counts`, `(vocabulary,)`.
 
-    The counts are None without IntraSim, the accumulator of which counts the tokens. The result shares no memory with
-    the statistics.
+    The counts are None without IntraSim, which counts the tokens. The result shares no memory with the statistics.
     """
     layers = statistics.layers
     types = next(iter(layers.values())).types
@@ -210,15 +200,11 @@ def describe_activations(
 
 @torch.no_grad()
 def summarize_rows(matrix: Tensor, counts: Tensor | None = None) -> dict[str, Any]:
-    """Compute the histogram of the rows' norms and a two-dimensional projection of evenly spaced rows.
+    """Compute the histogram of the norms of rows `(n, d)`, and a two-dimensional projection of evenly spaced rows.
 
-    Args:
-        matrix: embeddings, `(n, d)`.
-        counts: number of occurrences of each row's token in the texts, `(n,)`; None if unknown.
-
-    Returns:
-        A dictionary with the histogram `norms`, the `ids` of the projected rows, their `counts` if known, and their
-        coordinates by axis, `raw` and `centered`.
+    `counts`, `(n,)`, is how often each row's token occurs in the texts; None if unknown. The result has the histogram
+    `norms`, the `ids` of the projected rows, their `counts` if known, and their coordinates by axis, `raw` and
+    `centered`.
     """
     norms = torch.cat([row_norms(block) for block in upcast_blocks(matrix)])
     bin_counts, edges = np.histogram(norms.cpu().numpy(), bins=40)
@@ -230,10 +216,9 @@ def summarize_rows(matrix: Tensor, counts: Tensor | None = None) -> dict[str, An
 
 
 def trim_norm_histogram(layer: Layer) -> dict[str, list[float]]:
-    """Return the histogram of a layer's norms without the empty bins at either end.
+    """Return the `edges` and `counts` of the histogram of a layer's norms, without the empty bins at either end.
 
-    Returns:
-        The `edges` and `counts` of the bins, and `outside`: the numbers of norms below and above the layer's histogram.
+    `outside` has the numbers of norms below and above the layer's histogram.
     """
     norms = layer.norms.compute()
     nonempty = np.flatnonzero(norms.histogram)
@@ -246,11 +231,10 @@ def trim_norm_histogram(layer: Layer) -> dict[str, list[float]]:
 
 
 def find_extreme_dimensions(layer: Layer) -> list[dict[str, float]]:
-    """Return the three dimensions of a layer whose means are the farthest from zero, the farthest first.
+    """Return the three dimensions of a layer with means farthest from zero, the farthest first.
 
-    Returns:
-        For each, its index `dimension`, its `mean`, its standard `deviation`, `mean_by_typical_deviation` (the mean
-        divided by the median deviation of all dimensions) and `variance_share` (its share of the summed variance).
+    Each has its index `dimension`, its `mean`, its standard `deviation`, `mean_by_typical_deviation` (the mean divided
+    by the median deviation of all dimensions) and `variance_share` (its share of the summed variance).
     """
     dimensions = layer.dimensions
     mean, deviation = dimensions.mean, dimensions.deviation()
@@ -269,11 +253,7 @@ def find_extreme_dimensions(layer: Layer) -> list[dict[str, float]]:
 
 
 def _find_device(name: str) -> torch.device:
-    """Return the device with a name; `auto` is this process's GPU, or the CPU if there is no GPU.
-
-    Raises:
-        UserError: if the device is not available.
-    """
+    """Return an available device by name, or raise a `UserError`; `auto` is this process's GPU, or else the CPU."""
     if name == "auto":
         # torchrun gives each process on a machine its own LOCAL_RANK.
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -289,8 +269,7 @@ def _find_device(name: str) -> torch.device:
 def _resolve_length(settings: MeasureSettings, model: PreTrainedModel) -> MeasureSettings:
     """Return the settings with a block length that fits the model: 0 becomes the model's longest input, at most 512.
 
-    Raises:
-        UserError: if the length is greater than the model's longest input.
+    Raises a `UserError` if the length is greater than the model's longest input.
     """
     max_length = find_max_input_length(model.config)
     if max_length is not None and settings.length > max_length:
@@ -316,7 +295,7 @@ def compute_identity(*parts: object) -> str:
 
 
 def make_other_model_error(out: Path, earlier: ModelName, new: ModelName) -> UserError:
-    """Return the error for an output folder with the measures of another model than those that would replace them.
+    """Return the error for an output folder that contains the measures of another model.
 
     Two models are the same if their names and revisions are equal, or else if their weights are.
     """
@@ -326,10 +305,6 @@ def make_other_model_error(out: Path, earlier: ModelName, new: ModelName) -> Use
 
 
 def load_and_hash_weights(model: ModelName, dtype: str) -> str:
-    """Load a model without its head, and return the hash of its weights, which depends on the dtype.
-
-    Raises:
-        UserError: if the model cannot be loaded.
-    """
+    """Load a model without its head, or raise a `UserError`; return its weights' hash, which depends on the dtype."""
     config = ModelConfig(name=model.name, revision=model.revision)
     return hash_weights(load_encoder(config, load_tokenizer(config), WEIGHT_DTYPES[dtype]))

@@ -31,7 +31,7 @@ SOURCE_FIELDS = (
 _NUMBER_FIELDS = (*SOURCE_FIELDS, "matrices", "final_norm")
 """Fields where a nested null means an undefined number."""
 JACKKNIFE_MEASURES = (*MEASURES_WITH_ERROR, *COVARIANCE_MEASURES_WITH_ERROR, SCORE_BY_SENTENCE)
-"""Measures whose standard error is that of the jackknife over groups of documents."""
+"""Measures with a standard error from the jackknife over groups of documents."""
 NORMAL_QUANTILE = float(special.ndtri(0.975))
 """Half-width of a 95% interval in standard errors, if the standard error itself is known well."""
 
@@ -49,7 +49,7 @@ class Measurements:
     # Measures of the `input` embeddings and, if they are not tied, of the `output` embeddings, by form: `raw`,
     # `centered` and `post_processed`.
     matrices: dict[str, dict[str, dict[str, Any]]]
-    final_norm: dict[str, Any] | None  # gain and bias of the final normalization; None if the model has no gain there
+    final_norm: dict[str, Any] | None  # gain and bias of the final normalization; None without a gain
     norms: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)  # see `measure.trim_norm_histogram`
     # See `measure.find_extreme_dimensions`.
     extremes: BySourceAndTap[list[dict[str, float]]] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Measurements:
 
     @property
     def width(self) -> int:
-        """Number of dimensions of the hidden states, from which that of the embedding matrices may differ."""
+        """Number of dimensions of the hidden states; the embedding matrices may have another one."""
         spectra = [forms["raw"] for taps in self.spectra.values() for forms in taps.values()]
         return max(map(len, spectra)) if spectra else int(self.matrices["input"]["raw"]["dimensions"])
 
@@ -94,7 +94,7 @@ class Measurements:
 
 def file_contents(measured: Measurements) -> dict[str, str]:
     """Return the contents of `measures.json` and `measures.csv` by file name."""
-    # JSON has no NaN.
+    # JSON cannot represent NaN.
     json_text = json.dumps(_replace_nested(asdict(measured), _is_undefined, None), indent=1, allow_nan=False)
     # Put each list of numbers on one line. JSON strings contain no line breaks, so the pattern matches no string.
     json_text = re.sub(r"\[\n[-+\d.enul,\s]+\]", lambda match: " ".join(match[0].split()), json_text)
@@ -127,10 +127,9 @@ def _replace_nested(value: Any, is_replaced: Callable[[Any], bool], substitute: 
 
 
 def read_measurement(path: Path) -> Measurements:
-    """Read the measures of a model from `measures.json`. Undefined numbers, which the file holds as null, become NaN.
+    """Read the measures of a model from `measures.json`; undefined numbers, null in the file, become NaN.
 
-    Raises:
-        UserError: if the file cannot be read, is damaged, or has another version of the format.
+    Raises a `UserError` if the file cannot be read, is damaged, or has another version of the format.
     """
     try:
         contents = read_record(path, dict[str, Any], "a file of measures", MEASUREMENT_FORMAT)
@@ -147,8 +146,7 @@ def read_measurement(path: Path) -> Measurements:
 def t_quantile(degrees: int) -> float:
     """Return the 97.5% quantile of Student's t distribution: the half-width of a 95% interval in standard errors.
 
-    Args:
-        degrees: degrees of freedom. For fewer than 1 the quantile is not defined, and the result is NaN.
+    It is NaN for less than 1 degree of freedom.
 
     >>> round(t_quantile(9), 2)
     2.26
@@ -159,7 +157,7 @@ def t_quantile(degrees: int) -> float:
 def interval_half_width(name: str, error: float, num_groups: int) -> float:
     """Return the half-width of the 95% interval of a measure from its standard error; NaN if the error is NaN.
 
-    It is the error times a quantile. For errors of the jackknife, this is the quantile of Student's t distribution with
-    `num_groups - 1` degrees of freedom; for other errors, such as that of TwoNN, it is that of the normal distribution.
+    It is the error times a quantile: of Student's t distribution with `num_groups - 1` degrees of freedom for jackknife
+    errors, and of the normal distribution for others, such as the error of TwoNN.
     """
     return error * (t_quantile(num_groups - 1) if name in JACKKNIFE_MEASURES else NORMAL_QUANTILE)

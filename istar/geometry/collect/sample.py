@@ -22,30 +22,24 @@ from istar.measures import (
 )
 
 GRIDE_POINTS = 2_000
-"""Most points of the sample for Gride, which computes all distances between them. More would take minutes per layer."""
+"""Maximum number of points for Gride. It computes all distances between them, and more would take minutes per layer."""
 
 
 class Sample(Accumulator):
     """A random sample of token types, with the hidden states of one occurrence of each at every tap.
 
-    The sample is that of a walk over all tokens in random order, which takes the first occurrence of each type until it
-    has `size` types. Each occurrence of a type is therefore equally likely to represent it, and frequent types are more
-    likely to be in a sample that cannot hold all types. TwoNN needs this rule: in the first layers, the occurrences of
-    a token are nearly equal, so that the nearest neighbour of an occurrence would be another one of the same type, and
-    the estimate would describe how the contexts differ, not the cloud.
+    A walk over all tokens in random order takes the first occurrence of each type until it has `size` types. Each
+    occurrence of a type is therefore equally likely to represent it, and frequent types are more likely to be in a
+    sample that is too small for all types. TwoNN needs this rule. In the first layers, the occurrences of a token are
+    nearly equal, so that the nearest neighbour of an occurrence would be another one of the same type, and the estimate
+    would describe how the contexts differ, not the cloud.
 
     For the walk, a random number is drawn for each token, and the tokens are ranked by these numbers. The numbers
     depend only on the seed, the token's block, and its place in the block. The sample is therefore the same however
     blocks are batched and shared among processes, and samples merge exactly.
 
-    Args:
-        taps: names of the taps.
-        size: maximum number of token types; 0 keeps none.
-        seed: seed of the random numbers.
-
-    Attributes:
-        random_numbers: random numbers of the sampled tokens in ascending order, `(n,)`.
-        types: types of the sampled tokens, `(n,)`, all different.
+    A `size` of 0 keeps no types. `random_numbers` of the sampled tokens are in ascending order, `(n,)`, and their
+    `types`, `(n,)`, are all different.
     """
 
     random_numbers: Tensor
@@ -57,8 +51,8 @@ class Sample(Accumulator):
         self.size, self.seed = size, seed
         self.add_state("random_numbers", torch.empty(0, dtype=torch.float64), "custom")
         self.add_state("types", torch.empty(0, dtype=torch.int64), "custom")
-        # Hidden states `(size, d)` by tap, and the row of each sampled token in them. They are in any order, so that a
-        # token that joins the sample can take the row of one that leaves it.
+        # Hidden states `(size, d)` by tap, in any order, and each sampled token's row in them. A token that joins the
+        # sample can take the row of one that leaves it.
         self.add_state("states", {tap: torch.empty(0) for tap in taps}, "custom")
         self.add_state("rows", torch.empty(0, dtype=torch.int64), "custom")
 
@@ -76,16 +70,13 @@ class Sample(Accumulator):
     ) -> None:
         """Add the tokens of blocks, and keep a sample of all tokens so far.
 
-        Args:
-            block_keys: unique number of each block, at least 0 and below 2^64, from which its random numbers follow.
-            lengths: number of tokens of each block.
-            tokens: types of the tokens of all blocks, `(n,)`, on the CPU.
-            states: hidden states `(n, d)` of the tokens by tap, on any device.
-            rows: row of each token in the hidden states, `(n,)`, on the CPU; None if they are in the same order.
+        A block's unique key, at least 0 and below 2^64, determines its random numbers. `lengths` are the blocks'
+        numbers of tokens, and `tokens` the types of all tokens, `(n,)`, on the CPU. `states` are hidden states `(n, d)`
+        by tap, on any device, and `rows` each token's row in them, `(n,)`, on the CPU; None if the order is the same.
         """
         if not self.size:
             return
-        # torch's generator uses 32 bits of its seed, too few to hold the seed and the key of a block.
+        # torch's generator uses 32 bits of its seed, too few for the seed and the key of a block.
         generators = [np.random.Generator(np.random.Philox(key=[self.seed, key])) for key in block_keys]
         draws = [generator.random(length) for generator, length in zip(generators, lengths, strict=True)]
         random_numbers = torch.from_numpy(np.concatenate(draws))
@@ -112,8 +103,8 @@ class Sample(Accumulator):
     def compute_cosines(self, tap: str) -> dict[str, float]:
         """Compute InterSim of the sample at a tap: raw, without the dimensions that contribute most, and z-scored.
 
-        Both the contributions of the dimensions and the moments for z-scoring are those of the sample. A value is NaN
-        if it is not defined.
+        The contributions of the dimensions and the moments for z-scoring are computed from the sample. Undefined values
+        are NaN.
         """
         points = self.get_points(tap)
         function_by_name: dict[str, Callable[[], Tensor]] = {
@@ -125,10 +116,9 @@ class Sample(Accumulator):
         return {name: _float_or_nan(function) for name, function in function_by_name.items()}
 
     def estimate_gride(self, tap: str) -> list[ScaleDimension]:
-        """Estimate the intrinsic dimension at a tap by scale with Gride, from at most `GRIDE_POINTS` points.
+        """Estimate the intrinsic dimension at a tap by scale with Gride; empty if too few points are distinct.
 
-        The first points are a random choice, as the sample is in random order. The list is empty if too few points are
-        distinct.
+        At most `GRIDE_POINTS` points are used: the first ones, a random choice, as the sample is in random order.
         """
         try:
             return gride_scales(self.get_points(tap)[:GRIDE_POINTS])

@@ -34,7 +34,7 @@ class Similarity:
     first: str  # label of the first model
     second: str  # label of the second model
     first_taps: tuple[str, ...]  # names of the places in the first model where hidden states were read
-    second_taps: tuple[str, ...]  # the same of the second model
+    second_taps: tuple[str, ...]  # the same for the second model
     values: tuple[tuple[float, ...], ...]  # CKA: a row for each tap of the first model, a column for each of the second
     # Standard error of the largest value of each row, by the jackknife over groups of documents; NaN if a group would
     # have fewer than two documents.
@@ -46,8 +46,7 @@ class Similarity:
 def read_first_documents(paths: Sequence[Path], count: int) -> list[str]:
     """Read `count` documents, taking one from the beginning of each text in turn; fewer if the texts have fewer.
 
-    Raises:
-        UserError: if a text cannot be read, or the texts have fewer than 4 documents in total.
+    Raises a `UserError` if a text cannot be read, or the texts have fewer than 4 documents in total.
     """
     readers = [read_documents(path) for path in paths]
     documents: list[str] = []
@@ -69,14 +68,12 @@ def compute_mean_states(
     length: int = 128,
     batch_tokens: int | None = None,
 ) -> dict[str, Tensor]:
-    """Compute the mean hidden state of each document at every tap, `(documents, d)` by tap, float32 on the CPU.
+    """Compute each document's mean hidden state over its tokens, without special tokens, at every tap.
 
-    The mean is over the tokens of the text, without special tokens. `length` is the maximum number of tokens of a
-    document, including special tokens; the rest of a document is left out. `batch_tokens` is as for
-    `corpus.split_into_batches`.
+    The result is `(documents, d)` by tap, float32 on the CPU. `length` is the maximum number of tokens of a document,
+    including special tokens; the rest is left out. `batch_tokens` is as for `corpus.split_into_batches`.
 
-    Raises:
-        UserError: if a document has no tokens, because the rows of two models must belong to the same documents.
+    Raises a `UserError` if a document lacks tokens, because the rows of two models must belong to the same documents.
     """
     blocks = Blocks(tokenizer, length)
     first_blocks: list[Block] = []
@@ -124,10 +121,8 @@ def compute_similarities(
 ) -> list[Similarity]:
     """Compute CKA of all layers for each pair of labelled models. Only one model is in memory at a time.
 
-    Each document is represented by its mean hidden state; see `compute_mean_states`.
-
-    Raises:
-        UserError: if a model cannot be loaded, a document has no tokens, or a layer has equal states for all documents.
+    Each document is represented by its mean hidden state; see `compute_mean_states`. Raises a `UserError` if a model
+    cannot be loaded, a document lacks tokens, or a layer has equal states for all documents.
     """
     labelled_states: list[tuple[str, dict[str, Tensor]]] = []
     with Progress(console=console, disable=console is None, transient=True) as progress:

@@ -26,14 +26,14 @@ from istar.measures.numerics import accumulation_dtype
 
 SECONDS_BETWEEN_SAVES = 300.0
 UPDATE_TOKENS = 16_384
-"""Maximum number of tokens whose hidden states are added to the statistics at once, unless a batch has more. Adding
-many tokens at once takes less time for each, but a model on a CPU is faster with small batches."""
+"""Maximum number of tokens to add to the statistics at once, unless a batch has more. Adding many at once takes less
+time per token, but a model on a CPU is faster with small batches."""
 UPDATE_BYTES = 2**28
-"""Maximum memory of these hidden states in float32, over all taps, unless a batch has more."""
+"""Maximum memory of their hidden states in float32, over all taps, unless a batch has more."""
 ORIGIN_BLOCKS = 4
-"""Number of blocks from the beginning of each source whose mean hidden state is the origin of the sums of a layer."""
+"""Number of blocks at the beginning of each source to average for the origin of a layer's sums."""
 _STATE_FORMAT = 5
-"""Number of the layout of a state file, increased when the layout changes. Files with another number are ignored."""
+"""Version of the layout of a state file. Files of other versions are ignored."""
 
 T = TypeVar("T")
 
@@ -41,23 +41,20 @@ T = TypeVar("T")
 class Stream:
     """Runs a pass of a model over texts, and resumes an interrupted pass from its state files.
 
-    The blocks of a text are sorted by length within windows of `corpus.WINDOW_SIZE` blocks, so that a batch holds
+    The blocks of a text are sorted by length within windows of `corpus.WINDOW_SIZE` blocks, so that a batch contains
     blocks of similar length. The processes of an initialized process group share the blocks of each window. Their
     accumulators are merged exactly, and rank 0 returns the result.
 
-    Args:
-        model: model without a head, in eval mode, on its device.
-        tokenizer: tokenizer of the model.
-        settings: settings of the pass.
-        state_path: path of the state files, whose names start with its name; None saves no state.
-        identity: hash of everything that the result depends on. A state file with another identity is ignored.
+    The model must be without a head, in eval mode, and on its device. The names of the state files start with the name
+    of `state_path`; None saves no state. `identity` is a hash of everything that the result depends on; a state file
+    with another identity is ignored.
 
     Attributes:
         taps: reads the model's hidden states.
         num_processes: number of processes that share the pass.
-        readings: how much of each source has been read, and how long it took, by the sources' names; with several
-            sources also for `combined`. The seconds are those of rank 0, including interrupted calls.
-        earlier_seconds: how many of these seconds belong to interrupted calls.
+        readings: how much of each source has been read, and how long it took on rank 0, including interrupted calls, by
+            the sources' names; with several sources also for `combined`.
+        earlier_seconds: time of interrupted calls.
 
     Raises:
         UserError: if there are several processes but no state files, through which they exchange accumulators.
@@ -89,19 +86,11 @@ class Stream:
     def __call__(
         self, sources: Sequence[Source], summarize: Callable[[CorpusStatistics], T], console: Console | None = None
     ) -> dict[str, T]:
-        """Read the sources, and return a summary of the statistics of each by the sources' names.
+        """Read the sources, and return a summary of the statistics of each by the sources' names; {} unless on rank 0.
 
-        With several sources, the key `combined` has the summary of all of them together. Only rank 0 returns summaries;
-        the result of the other ranks is empty.
-
-        Args:
-            sources: texts.
-            summarize: computes the summary from the statistics. It must not keep the statistics, which are large: once
-                it has returned, those of a source are merged into those of all sources.
-            console: console for a progress bar and warnings; None shows none.
-
-        Raises:
-            UserError: if a source cannot be read or holds no text.
+        With several sources, `combined` is the summary of all of them. `summarize` must not keep the statistics, which
+        are large: once it has returned, they are merged into the statistics of all sources. The console shows a
+        progress bar and warnings. Raises a `UserError` if a source cannot be read or contains no text.
         """
         if console is not None:
             for line in self.settings.describe_missing_measures(self._config.hidden_size, len(self.taps.names)):
@@ -134,8 +123,7 @@ class Stream:
     def _read_source(self, source: Source, source_index: int, progress: Progress) -> CorpusStatistics:
         """Accumulate and return the statistics of a source.
 
-        Each rank reads its share of the blocks and saves its state every few minutes. At the end, rank 0 merges the
-        statistics of all ranks.
+        Each rank reads its share of the blocks and saves its state every few minutes. At the end, rank 0 merges all.
         """
         statistics, num_blocks_done, num_tokens_done = self._create_statistics(), 0, 0
         reading = self.readings[source.name] = Reading()
@@ -189,7 +177,7 @@ class Stream:
     def _iterate_rank_batches(
         self, source: Source, first_position: int, reading: Reading
     ) -> Iterator[list["_NumberedBlock"]]:
-        """Yield this rank's batches of a source, from a position at which a batch of an earlier call may have ended."""
+        """Yield this rank's batches of a source from a position on; a batch of an earlier call may have ended there."""
         start = 0
         indexed_blocks = enumerate(self._read_limited_blocks(source, reading))
         for window in sorted_windows(indexed_blocks, _count_block_tokens):
@@ -238,10 +226,7 @@ class Stream:
     def _update_statistics(
         self, statistics: CorpusStatistics, batches: Sequence[Sequence[Block]], block_keys: Sequence[int]
     ) -> None:
-        """Run the model on some batches of blocks, and add the hidden states to the statistics.
-
-        The keys of the blocks are unique over all sources; see `Sample.update`.
-        """
+        """Run the model on batches and add the hidden states. Keys are unique over all sources, see `Sample.update`."""
         blocks = [block for batch in batches for block in batch]
         num_groups = max(self.settings.groups, 1)
         inputs, masks = zip(*map(self._reader.make_inputs, batches), strict=True)
@@ -268,13 +253,12 @@ class Stream:
         statistics.sample.update(block_keys, num_tokens.tolist(), token_ids, states, rows)
 
     def _compute_max_update_tokens(self) -> int:
-        """Return the maximum number of tokens whose hidden states are added to the statistics at once."""
         return min(UPDATE_TOKENS, UPDATE_BYTES // (4 * len(self.taps.names) * self._config.hidden_size))
 
     def _find_origins(self, sources: Sequence[Source]) -> dict[str, Tensor]:
         """Compute the origins of the sums of each layer, `(d,)` by tap: means over the beginnings of all sources.
 
-        All accumulators that are merged need the same origin, so it must not depend on batches and processes.
+        Accumulators to merge need the same origin, so it must not depend on batches and processes.
         """
         num_tokens, sum_by_tap = 0, dict.fromkeys(self.taps.names, torch.zeros(()))
         for source in sources:
@@ -343,10 +327,7 @@ def _count_block_tokens(numbered_block: tuple[Any, ...]) -> int:
 
 @contextmanager
 def join_process_group() -> Iterator[int]:
-    """Join the process group of torchrun within a `with` block, and yield the rank of this process.
-
-    Without torchrun there is no group, and the rank is 0.
-    """
+    """Join torchrun's process group within a `with` block, and yield this process's rank: 0 without torchrun."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield 0
         return

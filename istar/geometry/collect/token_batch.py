@@ -11,7 +11,7 @@ from istar.measures.point_groups import RowsByGroup
 
 @dataclass(frozen=True)
 class Sentences:
-    """The sentences of a batch, whose tokens are its first rows.
+    """The sentences of a batch. Their tokens are the batch's first rows.
 
     Attributes:
         rows: rows of each sentence; the sentences are numbered from 0 in the order of the rows.
@@ -27,7 +27,7 @@ class Sentences:
 
     @classmethod
     def of(cls, numbers: Tensor, groups: Tensor, device: torch.device) -> "Sentences":
-        """Describe sentences by the number of each row's sentence and the group of its document, on the CPU."""
+        """Describe sentences by the sentence number and the document's group of each row, on the CPU."""
         _, sentence_of_row, lengths = numbers.unique_consecutive(return_inverse=True, return_counts=True)
         first_rows = lengths.cumsum(0) - lengths
         longest = int(lengths.max())
@@ -43,10 +43,10 @@ class Sentences:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """What the accumulators of a layer need to know of the tokens of a batch; the hidden states of all layers share it.
+    """The tokens of a batch as all layers' accumulators need them.
 
-    A part of a batch is the tokens of one group of documents that belong to a sentence, or those that do not. The rows
-    of the batch are its tokens sorted by part, with the parts of sentences first, so that each part is a slice.
+    A part of a batch is the tokens of one group of documents in sentences, or its other tokens. The rows of the batch
+    are its tokens sorted by part, with the parts of sentences first, so that each part is a slice.
 
     Attributes:
         order: index of the token at each row, `(n,)`, on the CPU.
@@ -55,8 +55,8 @@ class TokenBatch:
         types: rows of each token id.
         position_bins: rows of each of the `log2_bins` of the positions.
         groups: rows of each group of documents.
-        parts: rows of each part. Part g holds the tokens of group g that belong to a sentence, and part
-            `num_groups + g` its other tokens.
+        parts: rows of each part. Part g has the tokens of group g that belong to a sentence, and part `num_groups + g`
+            its other tokens.
         part_slices: the rows of each part as a slice, by part.
         sentences: the sentences; None if no token belongs to one.
         num_groups: number of groups of documents.
@@ -83,17 +83,12 @@ class TokenBatch:
         num_groups: int = 1,
         device: torch.device | None = None,
     ) -> "TokenBatch":
-        """Sort and count the tokens of a batch on the CPU, and move the result to a device.
+        """Sort and count the tokens of a batch on the CPU, and move the result to a device, by default the CPU.
 
-        Args:
-            token_ids: ids of the tokens, `(n,)`.
-            positions: positions of the tokens in the model's input, from 0, `(n,)`.
-            groups: group of each token's document, `(n,)`, from 0 to `num_groups` - 1; None puts all in group 0.
-            sentences: number of each token's sentence, `(n,)`, unique within the batch. The tokens of a sentence are
-                consecutive, in the same group, and all in this batch. Tokens with a negative number belong to no
-                sentence. None is the same as a negative number for all tokens.
-            num_groups: number of groups of documents.
-            device: device of the hidden states, by default the CPU.
+        All tensors are `(n,)`. Positions are in the model's input, from 0. `groups` are of the tokens' documents, from
+        0 to `num_groups` - 1; None puts all in group 0. Sentence numbers are unique within the batch. The tokens of a
+        sentence are consecutive, in the same group, and all in this batch. Tokens with a negative number belong to no
+        sentence, and None is a negative number for all.
         """
         device = device or torch.device("cpu")
         groups = torch.zeros_like(token_ids) if groups is None else groups
@@ -124,5 +119,5 @@ class TokenBatch:
         )
 
     def find_rows(self) -> Tensor:
-        """Return the row of each token, in the order in which the tokens were given to `of`, `(n,)`, on the CPU."""
+        """Return the row of each token, in the order of the tokens given to `of`, `(n,)`, on the CPU."""
         return self.order.argsort()

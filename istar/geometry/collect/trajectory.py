@@ -55,7 +55,7 @@ class TrajectoryPlan:
 
 @dataclass
 class Trajectory:
-    """Measurements of checkpoints, and error messages of those that could not be measured, by checkpoint label."""
+    """Measurements of checkpoints, and error messages of failed checkpoints, by checkpoint label."""
 
     measurements: dict[str, Measurements] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
@@ -65,8 +65,8 @@ def measure_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint],
     """Measure each checkpoint into a separate folder, and write `trajectory.csv` after each one.
 
     A checkpoint that an earlier call has measured with the same texts, settings and weights is read from its folder. A
-    checkpoint with the same weights as an earlier one gets a copy of its measurements. An error at one checkpoint is
-    recorded, and the next one is measured. The console shows progress, warnings and errors.
+    checkpoint with the same weights as an earlier one gets a copy of its measurements. Errors are recorded, and the
+    next checkpoint is measured. The console shows progress, warnings and errors.
     """
     trajectory = Trajectory()
     text_names = [source.name for source in plan.texts]
@@ -94,11 +94,9 @@ def _print_line(console: Console, line: str) -> None:
 
 
 def refuse_other_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint]) -> None:
-    """Refuse an output folder that contains the measures of another model or of other checkpoints.
+    """Raise a `UserError` if `plan.out` contains the table of another model, or measures of another checkpoint.
 
-    Raises:
-        UserError: if `plan.out` holds the table of another model, or measures of a checkpoint that has the same label
-            but comes from another place and has other weights.
+    Another checkpoint has the same label as one of these, but comes from another place and has other weights.
     """
     path = plan.out / measures_file.TRAJECTORY_FILE
     if path.is_file():
@@ -121,12 +119,12 @@ def refuse_other_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpo
 
 
 def _make_model_name(name: str, revision: str | None) -> ModelName:
-    """Return the name of a model for comparisons. A path, which has no revision, becomes absolute."""
+    """Return the name of a model for comparisons; without a revision, it becomes an absolute path."""
     return ModelName(str(Path(name).absolute()) if revision is None else name, revision)
 
 
 def _has_same_weights(checkpoint: Checkpoint, plan: TrajectoryPlan, earlier: Measurements) -> bool:
-    """Return whether a checkpoint has the weights that earlier measurements are of; True if it cannot be loaded."""
+    """Return whether a checkpoint has the weights of earlier measurements; True if it cannot be loaded."""
     try:
         with _prepare_model(checkpoint, checkpoint_output(plan, checkpoint)) as name:
             weights = load_and_hash_weights(ModelName(name, checkpoint.revision), earlier.model["dtype"])
@@ -138,13 +136,10 @@ def _has_same_weights(checkpoint: Checkpoint, plan: TrajectoryPlan, earlier: Mea
 def _measure_checkpoint(
     checkpoint: Checkpoint, plan: TrajectoryPlan, fingerprint: str, earlier: Trajectory
 ) -> tuple[Measurements, str]:
-    """Return the measurements of a checkpoint, and write them to its folder.
+    """Return a checkpoint's measurements, written to its folder, and a message for the user, which may be empty.
 
     They are read from the folder if an earlier call has measured the checkpoint with the same fingerprint, and copied
     if another checkpoint in `earlier` has the same weights.
-
-    Returns:
-        The measurements, and a message for the user, which may be empty.
     """
     folder, output = plan.out / checkpoint.folder, checkpoint_output(plan, checkpoint)
     message = ""
@@ -183,7 +178,7 @@ def _read_cached(folder: Path, fingerprint: str) -> Measurements | None:
 
 
 def _seal(fingerprint: str, json_content: bytes) -> str:
-    """Return the content of a checkpoint's fingerprint file, which belongs to one content of `measures.json`."""
+    """Return the content of a checkpoint's fingerprint file for one content of `measures.json`."""
     return f"{fingerprint} {hashlib.sha256(json_content).hexdigest()}"
 
 
@@ -211,10 +206,7 @@ def _prepare_model(checkpoint: Checkpoint, output: Output) -> Iterator[str]:
 
 
 def _convert_checkpoint(path: Path, folder: Path) -> None:
-    """Convert a `.ckpt` file of train.py to a model folder that from_pretrained loads.
-
-    The configuration and the tokenizer come from the run.
-    """
+    """Convert a `.ckpt` file of train.py to a folder for `from_pretrained`, with the run's config and tokenizer."""
     model_folder = path.parent.parent / "model"
     if not (model_folder / "config.json").is_file():
         raise UserError(f"{path}: its run has no model folder; expected one with the config and the tokenizer")
@@ -234,10 +226,7 @@ def _convert_checkpoint(path: Path, folder: Path) -> None:
 
 
 def make_csv(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> bytes:
-    """Return the content of `trajectory.csv`, the measures of all checkpoints that were measured.
-
-    A checkpoint has one row per text and layer, one per embedding matrix, and one for a final normalization.
-    """
+    """Return the content of `trajectory.csv`: the rows of `make_rows` for all checkpoints that were measured."""
     rows = []
     for checkpoint in checkpoints:
         if checkpoint.label in trajectory.measurements:
@@ -248,9 +237,9 @@ def make_csv(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajectory
 
 
 def make_rows(measured: Measurements) -> Iterator[dict[str, Any]]:
-    """Yield one checkpoint's rows of `trajectory.csv`: layers by text, embedding matrices, and the final normalization.
+    """Yield a checkpoint's rows of `trajectory.csv`, without the columns that identify the checkpoint.
 
-    The columns that identify the checkpoint are left out.
+    There is one row per text and layer, one per embedding matrix, and one for a final normalization.
     """
     for source, measures_by_layer in measured.sources.items():
         for layer, measures in measures_by_layer.items():

@@ -41,7 +41,7 @@ class Selection:
     measures: Sequence[str] = ()  # columns of measures; all if empty
     tasks: Sequence[str] = ()  # tasks, or the first words of their names; all if empty
     omit: Sequence[str] = ()  # revisions or steps to leave out, such as the untrained model, as in the paper
-    model: str = ""  # model of all scores, in place of those that the scores name; empty for these
+    model: str = ""  # model of all scores, in place of the models that the scores name; empty keeps these
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,8 @@ def correlate(measures_path: Path, scores_path: Path, selection: Selection) -> C
     Rows are joined by revision if both files name revisions, and otherwise by step. Scores without a model belong to
     the only model of the measures.
 
-    Args:
-        measures_path: CSV file with a column `revision` or `step` and, optionally, `model`, `source`, `layer` and
-            `weights`. All other columns are measures.
-        scores_path: file or folder of scores, see `score_files.read_scores`.
-        selection: rows and columns to use.
+    The CSV file of measures has a column `revision` or `step` and, optionally, `model`, `source`, `layer` and
+    `weights`; all other columns are measures. For the scores, see `score_files.read_scores`.
 
     Raises:
         UserError: if a file cannot be read or lacks these columns, or if the files have no checkpoint in common.
@@ -112,10 +109,9 @@ def correlate(measures_path: Path, scores_path: Path, selection: Selection) -> C
 
 
 def _select_names(rows: pd.DataFrame, column: str, names: Sequence[str], path: Path) -> pd.DataFrame:
-    """Return the rows with one of the names in a column, or with further words after the name; all without names.
+    """Return the rows with one of the names in a column, alone or before further words; all rows without names.
 
-    Raises:
-        UserError: if the file does not have a name.
+    Raises a `UserError` if the file does not have a name.
     """
     is_selected = pd.Series(not names, rows.index)
     for name in names:
@@ -132,7 +128,7 @@ def _find_checkpoints(rows: pd.DataFrame, names: Sequence[str]) -> pd.Series:
 
 
 def _add_steps(scores: pd.DataFrame, measures: pd.DataFrame) -> pd.DataFrame:
-    """Return the scores of measured models at known steps; a step that the scores lack is that of the measures."""
+    """Return the scores of measured models at known steps; missing steps are taken from the measures."""
     scores = scores[scores["model"].isin(measures["model"].unique())]
     checkpoints = measures.drop_duplicates(["model", "revision"])[["model", "revision", "step"]]
     scores = scores.merge(checkpoints, on=["model", "revision"], how="left", suffixes=("", "_of_measures"))
@@ -147,14 +143,9 @@ def _list_names(names: pd.Series) -> str:
 
 
 def correlate_series(x: np.ndarray, y: np.ndarray) -> dict[str, Any]:
-    """Correlate a measure with a score at the same checkpoints, with 95% percentile intervals from the bootstrap.
+    """Correlate a measure `(n,)` with a score `(n,)` at the same checkpoints, with 95% bootstrap percentile intervals.
 
-    Args:
-        x: values of the measure, `(n,)`.
-        y: scores, `(n,)`.
-
-    Returns:
-        The columns of `CorrelationResults.table` from `n` to `note`; undefined statistics are NaN.
+    The result has the columns of `CorrelationResults.table` from `n` to `note`; undefined statistics are NaN.
     """
     note = ""
     if len(x) < MIN_POINTS:
@@ -180,14 +171,9 @@ def draw_weights(num_points: int) -> np.ndarray:
 
 
 def resample_correlations(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> dict[str, np.ndarray]:
-    """Compute the statistics of each bootstrap resample, `(resamples,)`; NaN where a series is constant.
+    """Compute the statistics of bootstrap resamples of two series `(n,)`, `(resamples,)`; NaN where one is constant.
 
-    A resample is represented by how often each point is drawn, so that matrix products compute all resamples at once.
-
-    Args:
-        x: one series, `(n,)`.
-        y: the other series, `(n,)`.
-        weights: how often each point is drawn, `(resamples, n)`.
+    `weights`, `(resamples, n)`, says how often each point is drawn, so that matrix products compute all resamples.
     """
     x_signs, y_signs = np.sign(x[:, None] - x), np.sign(y[:, None] - y)
 

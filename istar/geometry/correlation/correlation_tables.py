@@ -43,8 +43,7 @@ def make_output(out: Path) -> Output:
 def write_results(results: CorrelationResults, table: pd.DataFrame, out: Path) -> list[Path]:
     """Write all correlations, the `table` of `make_paper_table` and a figure of the scores, and return the paths.
 
-    Raises:
-        UserError: see `istar.files.outputs.Output.write`.
+    Raises a `UserError` as `istar.files.outputs.Output.write` does.
     """
     contents = {
         "correlation.csv": to_csv(results.table).encode(),
@@ -60,10 +59,8 @@ def write_results(results: CorrelationResults, table: pd.DataFrame, out: Path) -
 def make_paper_table(results: CorrelationResults, has_selection: bool) -> pd.DataFrame:
     """Return the rows of the paper's Table 1, with the paper's correlations and the differences from them.
 
-    Args:
-        results: all correlations.
-        has_selection: whether the user has selected measures, so that all rows are shown. Otherwise the table has, for
-            each model, I(W) over both signs, and IsoScore, InterSim and IntraSim of the last layer.
+    With `has_selection`, the user has selected measures, and the table has all rows. Otherwise it has, for each model,
+    I(W) over both signs, and IsoScore, InterSim and IntraSim of the last layer.
     """
     rows = results.table
     if not has_selection:
@@ -77,7 +74,7 @@ def make_paper_table(results: CorrelationResults, has_selection: bool) -> pd.Dat
 
 
 def _select_headline_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return a model's rows of I(W) over both signs and of the measures of its last layer; all if it has none of these.
+    """Return a model's rows of I(W) over both signs and of its last layer's measures, or all rows without any of these.
 
     I(W) is of the output embeddings or, if they are tied, of the input embeddings. The last layer is the final
     normalization, if there is one, over all texts together.
@@ -95,7 +92,7 @@ def _select_headline_rows(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _look_up_published(row: Mapping[Any, Any]) -> dict[str, float]:
-    """Return the paper's correlations for a row, by statistic; empty if the paper has none.
+    """Return the paper's correlations for a row, by statistic; empty if the paper lacks them.
 
     The paper has I(W) of the output embeddings, with the signs of the eigenvectors as computed and without `step0`.
     Names of tasks are compared regardless of case, spaces, hyphens and underscores.
@@ -148,11 +145,7 @@ def describe_undefined(rows: pd.DataFrame) -> list[str]:
 
 
 def plot_scores(scores: pd.DataFrame) -> Plot:
-    """Return a plot of scores by step with a panel for each task and a line for each model.
-
-    Args:
-        scores: the scores of a `istar.geometry.correlation.correlate.CorrelationResults`.
-    """
+    """Return a plot of `CorrelationResults.scores` by step with a panel for each task and a line for each model."""
     panels = []
     for task, task_scores in scores.groupby("task", sort=False):
         lines = []

@@ -17,7 +17,7 @@ from istar.inputs.saved_checkpoints import step_from_name
 CHECKPOINT_COLUMNS = ["model", "revision", "step"]
 """Columns that identify a checkpoint, in all tables of this package."""
 _MODEL_FILE = "model_meta.json"
-"""File in which MTEB names the model of the result files in the same folder."""
+"""Name of the file where MTEB names the model of the result files in the same folder."""
 _MISSING_REVISIONS = ("None", "no_revision_available", "external")
 """Values that MTEB writes for a model without a revision."""
 _DEFAULT_REVISION = "main"
@@ -27,10 +27,10 @@ class Score(NamedTuple):
     """A score in a result file of lm-evaluation-harness or MTEB."""
 
     model: str  # hub id or folder of the model, as in the file; may be empty
-    revision: str  # revision on the hub; empty if the file has none
+    revision: str  # revision on the hub; empty if the file lacks it
     task: str  # name of the task, with the metric, filter, split or subset that it needs
     score: float
-    standard_error: float = math.nan  # NaN if the file has none
+    standard_error: float = math.nan  # NaN if the file lacks it
 
 
 def read_scores(path: Path) -> tuple[pd.DataFrame, list[str]]:
@@ -44,11 +44,8 @@ def read_scores(path: Path) -> tuple[pd.DataFrame, list[str]]:
     If no result file states a revision, each file is of another checkpoint of the same model, and the last part of the
     model's name is its revision. Otherwise a file without a revision is of revision `main`.
 
-    Returns:
-        A row for each score, with `CHECKPOINT_COLUMNS`, `task`, `score` and `standard_error`, and remarks for the user.
-
-    Raises:
-        UserError: if the path cannot be read, or has no scores in these formats.
+    The table has a row for each score, with `CHECKPOINT_COLUMNS`, `task`, `score` and `standard_error`. The list has
+    remarks for the user. Raises a `UserError` if the path cannot be read, or lacks scores in these formats.
     """
     if not path.is_dir() and path.suffix != ".json":
         return _read_csv_scores(path), []
@@ -71,7 +68,6 @@ def read_scores(path: Path) -> tuple[pd.DataFrame, list[str]]:
 
 
 def _read_csv_scores(path: Path) -> pd.DataFrame:
-    """Return the scores of a CSV file in long format."""
     table = read_checkpoint_table(path)
     if not {"task", "score"} <= set(table):
         return to_long_format(table, CHECKPOINT_COLUMNS, "task", "score").assign(standard_error=math.nan)
@@ -83,8 +79,7 @@ def _read_csv_scores(path: Path) -> pd.DataFrame:
 def _read_result_file(path: Path) -> list[Score]:
     """Return the scores of a result file of lm-evaluation-harness or MTEB; none if it has another format.
 
-    Raises:
-        UserError: if the file cannot be read, or is not JSON.
+    Raises a `UserError` if the file cannot be read, or is not JSON.
     """
     content = read_json(path)
     if not isinstance(content, dict):
@@ -102,9 +97,8 @@ def parse_harness_scores(content: Mapping[str, Any]) -> Iterator[Score]:
 
     `results` has the metrics by task, as `acc,none` (metric and filter) or, in files of versions before 0.4, as `acc`,
     and their standard errors as `acc_stderr,none` or `acc_stderr`. A score is named by its task, metric and filter, as
-    in `sciq acc` or `gsm8k exact_match strict-match`. The model and its revision are those of `model_args` in `config`,
-    either a string such as `pretrained=<name>,revision=<name>` or a mapping; without a name there, the model is
-    `model_name`.
+    in `sciq acc` or `gsm8k exact_match strict-match`. The model and its revision are in `model_args` in `config`, a
+    string such as `pretrained=<name>,revision=<name>` or a mapping; without a name there, the model is `model_name`.
     """
     config = content.get("config")
     model_args = config.get("model_args") if isinstance(config, dict) else None
@@ -135,12 +129,8 @@ def parse_mteb_scores(content: Mapping[str, Any], path: Path) -> Iterator[Score]
     """Yield the main scores of a file `<task>.json` that MTEB wrote, of version 1.11 or later.
 
     `scores` has a list for each split, with an entry for each subset of the data. A score is named by its task, and by
-    its split and subset unless they are `test` and `default`. The model and its revision are those of
-    `model_meta.json` in the same folder or, without that file, those in the path `<model>/<revision>/<task>.json`.
-
-    Args:
-        content: content of the file.
-        path: path of the file.
+    its split and subset unless they are `test` and `default`. The model and its revision are in `model_meta.json` in
+    the same folder or, without that file, in the path `<model>/<revision>/<task>.json`.
     """
     try:
         metadata = read_json(path.parent / _MODEL_FILE)
@@ -171,8 +161,7 @@ def read_checkpoint_table(path: Path) -> pd.DataFrame:
     The index says where each row is, for error messages. A model is named by the last part of its name: a folder and a
     hub id are the same model. A step is a number or, without one, the n of a revision `step<n>`; NaN if it is unknown.
 
-    Raises:
-        UserError: if the file cannot be read, is not a table, or has neither a column `revision` nor a column `step`.
+    Raises a `UserError` if the file cannot be read, is not a table, or lacks both columns `revision` and `step`.
     """
     records = iterate_csv(path)
     header = [name.strip() for name in next(records, (0, []))[1]]
@@ -202,11 +191,7 @@ def _complete_checkpoint_columns(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _parse_cell(text: str, location: str) -> float:
-    """Return the number that a cell states, or NaN if the cell is empty; `location` begins the error message.
-
-    Raises:
-        UserError: if the text is not a number.
-    """
+    """Return the number in a cell, or NaN if it is empty; else raise a `UserError` that begins with `location`."""
     try:
         return float(text or np.nan)
     except ValueError:
@@ -216,8 +201,7 @@ def _parse_cell(text: str, location: str) -> float:
 def to_long_format(table: pd.DataFrame, key_columns: Sequence[str], name: str, value: str) -> pd.DataFrame:
     """Return a row for each finite number of a table: the keys, the column's name (`name`) and the number (`value`).
 
-    Raises:
-        UserError: if there are no columns of numbers, a cell is not a number, or a checkpoint has two numbers.
+    Raises a `UserError` if all columns are keys, a cell is not a number, or a checkpoint has two numbers.
     """
     if not set(table) - set(key_columns):
         raise UserError(f"{table.index[0]}: there is no column of numbers; expected at least one")
@@ -226,10 +210,9 @@ def to_long_format(table: pd.DataFrame, key_columns: Sequence[str], name: str, v
 
 
 def _to_numbers(long_table: pd.DataFrame, name: str, value: str) -> pd.DataFrame:
-    """Return a table in long format with the column `value` as numbers, without the rows that have none.
+    """Return a table in long format with `value` as numbers, without the rows that lack one.
 
-    Raises:
-        UserError: if a cell is not a number, or a checkpoint has two numbers for the same `name`.
+    Raises a `UserError` if a cell is not a number, or a checkpoint has two numbers for the same `name`.
     """
     numbers = [
         _parse_cell(text, f"{location}: {label}")

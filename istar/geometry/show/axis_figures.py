@@ -1,7 +1,6 @@
 """Figures over the layers of a model, the relative depth of several models, or the steps of trainings, as numbers.
 
-All pages have these figures. Titles and captions are in the table of measures, which also says which measures are in
-which figure.
+All pages have these figures. The table of measures has titles and captions, and names the figure of each measure.
 """
 
 import itertools

@@ -29,7 +29,7 @@ ErrorMethod = Literal["paired", "independent"]
 _TOKEN_SETTINGS = ("limit", "documents", "special_tokens")
 """Settings of `istar measure` that decide which tokens are measured."""
 SETTING_NAMES = {"limit": "max_tokens", "intra": "intra_sim"}
-"""Names on pages of the settings whose names in `measures.json` are not those of their options."""
+"""Names on pages, after the options, of settings with other names in `measures.json`."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,7 @@ class MeasuredModel:
 
     @property
     def layer_measures(self) -> list[dict[str, float]]:
-        """Measures of the embeddings and of each layer's output over all texts together.
-
-        The states after a final normalization are left out.
-        """
+        """Measures of the embeddings and of each layer, before a final normalization, over all texts together."""
         return [measures for tap, measures in self.measurements.all_texts.items() if tap != FINAL_NORM]
 
     @property
@@ -58,7 +55,7 @@ class MeasuredModel:
         return list(self.measurements.all_texts)[len(self.layer_measures) - 1]
 
     def get_replicates(self, layer: str) -> Mapping[str, list[float]]:
-        """Return the values without each group of documents by measure, at a layer; empty if they are not stored."""
+        """Return a layer's values without each group of documents, by measure; empty if they are not stored."""
         return self.measurements.replicates.get(self.measurements.combined_key, {}).get(layer, {})
 
     @property
@@ -68,7 +65,7 @@ class MeasuredModel:
 
     @property
     def num_groups(self) -> int:
-        """Number of groups of documents from which standard errors are computed; 0 for none."""
+        """Number of groups of documents for standard errors; 0 for none."""
         return int(self.measurements.settings.get("groups") or 0)
 
     @property
@@ -94,11 +91,7 @@ def has_trajectory(argument: ModelArgument) -> bool:
 
 
 def parse_compared_models(arguments: Sequence[str]) -> list[ModelArgument]:
-    """Parse the models of a comparison, each written as `[label=]<folder, run or hub id>[@revision]`.
-
-    Raises:
-        UserError: if there are fewer than two, or one of them is given twice.
-    """
+    """Parse two or more distinct models, each `[label=]<folder, run or hub id>[@revision]`, or raise a `UserError`."""
     if len(arguments) < 2:
         raise UserError("a comparison needs two models or more; give their names, or folders of istar measure")
     models = [parse_model_argument(argument) for argument in arguments]
@@ -109,13 +102,10 @@ def parse_compared_models(arguments: Sequence[str]) -> list[ModelArgument]:
 
 
 def label_models(arguments: Sequence[ModelArgument], measurements: Sequence[Measurements]) -> list[MeasuredModel]:
-    """Give the measurements of each model a distinct label.
+    """Give the measurements of each model a distinct label, or raise a `UserError`.
 
     A model without a label on the command line is labelled by its name and its revision, if it has one. If several
     models have the same name, the folder's name is added.
-
-    Raises:
-        UserError: if two models have the same label.
     """
     labels = [
         argument.label or _name_model(measured) for argument, measured in zip(arguments, measurements, strict=True)
@@ -142,7 +132,7 @@ def _name_model(measurements: Measurements) -> str:
 
 
 def shorten_model_name(name: str) -> str:
-    """Return the last part of a hub id or folder, or of a folder `model` the name of the folder that holds it."""
+    """Return the last part of a hub id or folder, or the name of the parent folder of a folder `model`."""
     path = PurePath(name)
     return (path.parent.name if path.name == "model" and path.parent.name else path.name) or name
 
@@ -154,9 +144,9 @@ def have_same_texts(first: MeasuredModel, other: MeasuredModel) -> bool:
 
 
 def describe_other_settings(models: Sequence[MeasuredModel]) -> list[str]:
-    """Return sentences on the models whose texts or settings differ from those of the first model.
+    """Return sentences on the models with other texts or settings than the first; their values cannot be compared.
 
-    The values of such models cannot be compared. Models that differ in the same way share a sentence.
+    Models that differ in the same way share a sentence.
     """
     labels_by_difference: dict[str, list[str]] = {}
     first = models[0]
@@ -193,10 +183,7 @@ def join_names(names: Sequence[str]) -> str:
 
 
 def make_layer_rows(models: Sequence[MeasuredModel]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each layer of each model, with its relative depth and all measures.
-
-    A final normalization, which follows the last layer, has no relative depth.
-    """
+    """Yield a row for each layer of each model, with all measures and its relative depth: NaN for a final norm."""
     for model in models:
         for tap_index, (tap, measures) in enumerate(model.measurements.all_texts.items()):
             depth = math.nan if tap == FINAL_NORM else model.relative_depths[tap_index]
@@ -206,8 +193,8 @@ def make_layer_rows(models: Sequence[MeasuredModel]) -> Iterator[dict[str, Any]]
 def summarize_models(models: Sequence[MeasuredModel]) -> pd.DataFrame:
     """Return one row for each model: its size, measures of its last layer, I(W) by form, and its final normalization.
 
-    I(W) is that of the matrix nearest to the prediction. It is taken over both signs of the eigenvectors, because only
-    this convention is comparable between models.
+    I(W) is for the matrix nearest to the prediction. It is taken over both signs of the eigenvectors, because only this
+    convention is comparable between models.
     """
     rows = []
     for model in models:
@@ -235,15 +222,11 @@ def summarize_models(models: Sequence[MeasuredModel]) -> pd.DataFrame:
 
 
 def estimate_paired_error(first_replicates: Sequence[float], second_replicates: Sequence[float]) -> tuple[float, int]:
-    r"""Return the standard error of a difference by the paired delete-a-group jackknife, and its degrees of freedom.
+    """Return the standard error of a difference by the paired delete-a-group jackknife, and its degrees of freedom.
 
-    Both models have the same documents in the same G groups. The error is :func:`istar.measures.jackknife_error` of the
-    differences between the values without each group, so that texts that raise the measure of both models alike have no
-    influence on it.
-
-    Args:
-        first_replicates: values of one model without each group.
-        second_replicates: values of the other model, with the groups in the same order.
+    The replicates are each model's values without each of the same G groups of documents, in the same order. The error
+    is :func:`istar.measures.jackknife_error` of their differences, so that texts that raise the measure of both models
+    alike have no influence on it.
     """
     differences = [after - before for before, after in zip(first_replicates, second_replicates, strict=True)]
     return jackknife_error(differences), len(differences) - 1
@@ -287,7 +270,7 @@ def explain_no_differences(first: MeasuredModel, other: MeasuredModel) -> str:
 
 
 def choose_error_method(first: MeasuredModel, other: MeasuredModel) -> ErrorMethod:
-    """Return `paired` if both models have the same documents in the same groups and the values without each group.
+    """Return `paired` if both models have the same documents in the same groups and stored values without each group.
 
     The models must have been measured over the same texts. Packed documents are grouped by their blocks, which depend
     on the tokenizer. With a limit of tokens, the tokenizer decides how many documents are read; documents are taken to
@@ -309,8 +292,8 @@ def choose_error_method(first: MeasuredModel, other: MeasuredModel) -> ErrorMeth
 def compute_differences(first: MeasuredModel, other: MeasuredModel) -> Iterator[dict[str, Any]]:
     """Yield a row for each layer and measure, with the difference `other - first` and its 95% interval.
 
-    There are no rows if the models cannot be compared; see `explain_no_differences`. Models with the same number of
-    layers are compared layer by layer, and at the final normalization if both have one. Other models are compared at
+    Models that cannot be compared yield nothing; see `explain_no_differences`. Models with the same number of layers
+    are compared layer by layer, and at the final normalization if both have one. Other models are compared at
     their last layers, before a final normalization.
     """
     if explain_no_differences(first, other):
@@ -354,10 +337,7 @@ def compute_differences(first: MeasuredModel, other: MeasuredModel) -> Iterator[
 
 
 def find_last_difference(first: MeasuredModel, other: MeasuredModel, measure: str) -> dict[str, Any] | None:
-    """Return the difference of a measure between the last layers of two models, as a row of `compute_differences`.
-
-    The result is None if the difference or its error is undefined.
-    """
+    """Return a measure's row of `compute_differences` for the last layers; None if it or its error is undefined."""
     rows = compute_differences(first, other)
     return next((row for row in rows if row["is_last"] and row["measure"] == measure), None)
 

@@ -60,7 +60,7 @@ class PageContent:
     command: str
     summary: Sequence[tuple[str, str]]  # key figures
     trainings: Sequence[MeasuredTraining] = ()
-    similarities: Sequence["Similarity"] | None = None  # None if the page has no such section
+    similarities: Sequence["Similarity"] | None = None  # None leaves out their section
     notes: Sequence[str] = ()  # further paragraphs on how to read the page
 
     @property
@@ -75,11 +75,7 @@ class PageContent:
 
 
 def check_model_folder(out: Path, name: str, revision: str | None = None, texts: Sequence[Path] = ()) -> None:
-    """Raise an error if `write_model` would refuse the output folder, so that it comes before the model is measured.
-
-    Raises:
-        UserError: if the folder contains the measures of another model, and as `istar.drawing.page_folder.check` does.
-    """
+    """Raise a `UserError` before the model is measured if `write_model` would refuse the output folder."""
     page_folder.check(out, MODEL_KIND, (name, *texts))
     _refuse_other_model(out, ModelName(name, revision))
 
@@ -99,11 +95,9 @@ def _refuse_other_model(out: Path, model: ModelName, weights: str = "") -> None:
 def check_training_folder(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint]) -> None:
     """Refuse an output folder with another page or another model, before anything is measured.
 
-    It may hold measurements of further checkpoints of the same model. They are kept, so that they need not be measured
-    again.
+    Measurements of further checkpoints of the same model are kept, so that they need not be measured again.
 
-    Raises:
-        UserError: if the folder contains another model, and as `istar.drawing.page_folder.check` does.
+    Raises a `UserError` if the folder contains another model, and as `istar.drawing.page_folder.check` does.
     """
     inputs: list[str | Path] = [*(checkpoint.name for checkpoint in checkpoints), *(text.path for text in plan.texts)]
     page_folder.check(plan.out, TRAINING_KIND, inputs)
@@ -115,8 +109,7 @@ def check_training_folder(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint
 def write_model(measured: Measurements, out: Path) -> Path:
     """Write the page of a model with its figures, tables and measures in place of an earlier one, and return its path.
 
-    Raises:
-        UserError: if the folder contains the measures of another model, and as `istar.drawing.page_folder.write` does.
+    Raises a `UserError` for the measures of another model, and as `istar.drawing.page_folder.write` does.
     """
     name, revision = measured.model["name"], measured.model["revision"]
     _refuse_other_model(out, ModelName(name, revision), measured.weights)
@@ -151,10 +144,8 @@ def write_comparison(
 ) -> Path:
     """Write the page that compares models, with its figures, tables and `comparison.csv`, and return the page's path.
 
-    Differences are from the first model. An earlier result in the folder is replaced.
-
-    Raises:
-        UserError: see `istar.drawing.page_folder.write`.
+    Differences are from the first model. An earlier result in the folder is replaced. Raises a `UserError` as
+    `istar.drawing.page_folder.write` does.
     """
     labels = [model.label for model in models]
     tokens = sorted({int(model.last_layer_measures["tokens"]) for model in models})
@@ -197,8 +188,7 @@ def write_training(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], meas
 def write_trainings(trainings: Sequence[MeasuredTraining], out: Path, command: str = "") -> Path:
     """Write the page that compares trainings, with its figures and `trajectories.csv`, and return the page's path.
 
-    Raises:
-        UserError: see `istar.drawing.page_folder.write`.
+    Raises a `UserError` as `istar.drawing.page_folder.write` does.
     """
     labels = [training.label for training in trainings]
     without_folder = [training.label for training in trainings if not training.checkpoints]
@@ -227,9 +217,9 @@ def write_trainings(trainings: Sequence[MeasuredTraining], out: Path, command: s
 
 
 def describe_other_training_settings(trainings: Sequence[MeasuredTraining]) -> list[str]:
-    """Return a sentence for each training that was measured over other texts or with other settings than the first.
+    """Return a sentence for each training measured over other texts or with other settings than the first.
 
-    Texts and settings are those of the last checkpoints. The list is empty if one of their folders has been deleted.
+    The last checkpoints are compared. The list is empty if one of their folders has been deleted.
     """
     models = list_last_checkpoints(trainings)
     return compare.describe_other_settings(models) if len(models) == len(trainings) else []
@@ -250,7 +240,6 @@ def _write(content: PageContent, out: Path, contents: Mapping[str, bytes]) -> Pa
 
 
 def _build_sheets(content: PageContent) -> list[Sheet]:
-    """Return the tables of a page."""
     models, detailed, sheets = content.models, content.detailed_models, []
     if len(content.trainings) > 1:
         sheets.append(model_tables.build_training_sheet(content.trainings))
@@ -270,7 +259,6 @@ def _build_sheets(content: PageContent) -> list[Sheet]:
 
 
 def _make_plots(content: PageContent) -> list[Plot]:
-    """Return the figures of a page in their order."""
     models, detailed = content.models, content.detailed_models
     width = max((model.measurements.width for model in models), default=0)
     plots = [model_figures.plot_differences(detailed)] if len(models) > 1 else []
@@ -296,7 +284,7 @@ def _make_sections(content: PageContent, sheets: Mapping[str, Sheet]) -> list[Se
         paragraphs = [plot.caption]
         if plot.name == "differences":
             paragraphs += _describe_error_methods(content.detailed_models)
-        # The table of the matrices has more measures than I(W), the figure of which it belongs to.
+        # The table of the matrices belongs to the figure of I(W), but has more measures.
         sheet = remaining.pop("matrices" if plot.name == "partition" else plot.name, None)
         pictures = page_folder.render_pictures(plot)
         sections.append(
@@ -309,7 +297,7 @@ def _make_sections(content: PageContent, sheets: Mapping[str, Sheet]) -> list[Se
 
 
 def _make_table_section(sheet: Sheet) -> Section:
-    """Return the section of a table that belongs to no figure; an empty table has a sentence on why it is empty."""
+    """Return the section of a table without a figure; an empty table has a sentence on why it is empty."""
     empty_note = "" if sheet.rows else TEXTS["missing"].get(sheet.name, "Not measured.")
     return Section(f"table-{sheet.name}", sheet.title, (), sheet, empty_note=empty_note, is_wide=True)
 

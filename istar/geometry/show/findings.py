@@ -1,7 +1,7 @@
 """What a page begins with: at most five lines on unusual measures, and on differences between models and checkpoints.
 
-The table of measures says from which value on a measure is unusual, and in which words. Intervals of differences
-describe other documents of the same kind, not other training runs.
+The table of measures has the bounds of usual values, and the words for unusual ones. Intervals of differences describe
+other documents of the same kind, not other training runs.
 """
 
 import math
@@ -70,12 +70,9 @@ def _find_values(measured: Measurements, name: str) -> dict[str, float]:
 
 
 def _compare_norms(measured: Measurements) -> dict[str, float]:
-    """Return the average norm of each layer divided by the smallest one.
-
-    The final normalization, which is there to change the norm, does not count.
-    """
+    """Return each layer's average norm divided by the smallest, without the final normalization."""
     norms = _find_values(measured, "average_norm")
-    norms.pop(FINAL_NORM, None)
+    norms.pop(FINAL_NORM, None)  # it changes the norm by design
     smallest = min(filter(math.isfinite, norms.values()), default=0.0)
     return {layer: norm / smallest for layer, norm in norms.items()} if smallest > 0 else {}
 
@@ -88,7 +85,7 @@ def _find_falls(measured: Measurements) -> dict[str, float]:
 
 
 def _compare_first_tokens(measured: Measurements) -> dict[str, float]:
-    """Return the average norm of the tokens at position 0 divided by that of the others, by layer."""
+    """Return the average norm of the tokens at position 0 divided by the average norm of the others, by layer."""
     ratios = {}
     for layer, bins in measured.by_position.get(measured.combined_key, {}).items():
         other_tokens = sum(bins["tokens"][1:])
@@ -103,8 +100,7 @@ _FLAGGED_VALUES: dict[str, Callable[[Measurements], dict[str, float]]] = {
     "sample_inter_sim_without_top_5": _find_falls,
     "norm_by_position": _compare_first_tokens,
 }
-"""Functions that compute the values by layer that are compared with the bound of a flag, where these are not the
-values of the measure itself."""
+"""Functions that compute the values by layer to compare with a flag's bound, if not the measure's own values."""
 
 
 def describe_model(measured: Measurements) -> list[str]:
@@ -117,8 +113,8 @@ def describe_model(measured: Measurements) -> list[str]:
 def describe_models(models: Sequence[MeasuredModel]) -> list[str]:
     """Return at most five lines on several models.
 
-    They name the models with the largest and the smallest IsoScore and InterSim of the last layer among those that were
-    measured over the same tokens as the first, the other models, and then the most unusual measures of each model.
+    The first lines are on models measured over the same tokens as the first: the largest and the smallest IsoScore and
+    InterSim of the last layer. Then come the other models, and the most unusual measures of each model.
     """
     compared = [model for model in models if compare.have_same_tokens(models[0], model)]
     lines = [line for measure in _COMPARED for line in _rank_models(compared, measure)]
@@ -131,7 +127,7 @@ def describe_models(models: Sequence[MeasuredModel]) -> list[str]:
 
 
 def _rank_models(models: Sequence[MeasuredModel], measure: Measure) -> list[str]:
-    """Return a line on the models whose last layers have the largest and the smallest value, if they differ."""
+    """Return a line on the models with the largest and the smallest value at their last layers, if they differ."""
     values = {model.label: (model.last_layer_measures.get(measure.name, math.nan), model) for model in models}
     defined = sorted((pair for pair in values.values() if math.isfinite(pair[0])), key=lambda pair: pair[0])
     if len(defined) < 2 or defined[0][0] == defined[-1][0]:
@@ -167,7 +163,7 @@ def describe_trainings(trainings: Sequence[MeasuredTraining]) -> list[str]:
 
 
 def _describe_largest_change(trainings: Sequence[MeasuredTraining], measure: Measure) -> list[str]:
-    """Return a line on the training whose last layer changes most from the first to the last step, if any does."""
+    """Return a line on the training with the largest change of its last layer over the steps, if any changes."""
     curves = [(training, training.values_by_step(training.last_layer, measure.name)) for training in trainings]
     defined = [(training, ys[0], ys[-1]) for training, ys in curves if math.isfinite(ys[-1] - ys[0])]
     if not defined:

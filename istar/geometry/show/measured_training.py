@@ -18,7 +18,7 @@ from istar.inputs.corpus import COMBINED
 from istar.inputs.saved_checkpoints import Checkpoint, ModelArgument
 
 ASSUMED_GROUPS = 10
-"""Number of groups of documents for errors of a training whose settings are gone: the default of `istar measure`."""
+"""Number of groups of documents for errors of a training with lost settings: the default of `istar measure`."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class MeasuredTraining:
 
     @property
     def num_groups(self) -> int:
-        """Number of groups of documents from which standard errors are computed; `ASSUMED_GROUPS` if unknown."""
+        """Number of groups of documents for standard errors; `ASSUMED_GROUPS` if unknown."""
         return self.checkpoints[-1].num_groups if self.checkpoints else ASSUMED_GROUPS
 
     @property
@@ -70,8 +70,8 @@ class MeasuredTraining:
     def half_width_of_change(self, measure: str) -> float:
         """Return half the length of the 95% interval of the change of the last layer from the first to the last step.
 
-        Without the folders of both checkpoints, it is the root of the sum of the squares of both values' half-widths,
-        which is rather too large than too small, because both values are of the same documents.
+        Without the folders of both checkpoints, it is the root of the sum of the squares of both values' half-widths.
+        This tends to be too large, because both values are of the same documents.
         """
         if self.checkpoints:
             row = compare.find_last_difference(self.checkpoints[0], self.checkpoints[-1], measure)
@@ -106,7 +106,7 @@ def make_training(
 
 
 def list_last_checkpoints(trainings: Sequence[MeasuredTraining]) -> list[MeasuredModel]:
-    """Return the last checkpoints whose folders are there, each with the label of its training."""
+    """Return the last checkpoints with existing folders, each with the label of its training."""
     return [
         MeasuredModel(training.label, training.checkpoints[-1].measurements)
         for training in trainings
@@ -120,9 +120,7 @@ def read_trainings(arguments: Sequence[ModelArgument]) -> list[MeasuredTraining]
     A training without a label on the command line is labelled by its model. If several trainings are of the same model,
     the folder's name is added.
 
-    Raises:
-        UserError: if a folder has no measures of a training, if a checkpoint has no step, or if two trainings have
-            the same label.
+    Raises a `UserError` if a folder lacks measures of a training, a checkpoint a step, or two trainings share a label.
     """
     tables = [_read_table(argument) for argument in arguments]
     names = [Path(table["model"].iloc[0]).name for table in tables]
@@ -150,8 +148,7 @@ def _read_checkpoint(folder: Path, row: pd.Series) -> MeasuredModel | None:
 def _read_table(argument: ModelArgument) -> pd.DataFrame:
     """Read the `trajectory.csv` of a folder, and return its rows sorted by step.
 
-    Raises:
-        UserError: if the file is missing or damaged, has several models, or a checkpoint has no step.
+    Raises a `UserError` if the file is missing or damaged, has several models, or lacks a checkpoint's step.
     """
     path = Path(argument.name) / measures_file.TRAJECTORY_FILE
     if not path.is_file():

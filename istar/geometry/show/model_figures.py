@@ -45,8 +45,8 @@ MEASURE_TITLES = {measure.name: measure.title for measure in LAYER_MEASURES}
 FORM_TITLES = {"raw": "raw", "centered": "centered", "post_processed": "post-processed"}
 """Titles of the forms of an embedding matrix."""
 STATE_ROUNDING, MATRIX_ROUNDING = 1e-4, 1e-6
-"""Singular values below these fractions of the largest are rounding errors. The first is for hidden states, which have
-a float32 scatter matrix, the second for embedding matrices, which are float32 points."""
+"""Singular values below these fractions of the largest are rounding errors. Hidden states, the first, have a float32
+scatter matrix; embedding matrices, the second, are float32 points."""
 _SPHERE_POINTS, _SPHERE_SHIFT = 500, 2.0
 
 
@@ -65,7 +65,7 @@ def make_measure_panel(measure: Measure, lines: Sequence[Line], width: int, titl
         bounds = (low, float(width) if high == "d" else high)
     values = [y for line in lines for y in line.y]
     low_ends = [y - error for line in lines if line.y_error for y, error in zip(line.y, line.y_error, strict=True)]
-    # An interval that reaches 0 has no place on a logarithmic axis.
+    # A logarithmic axis cannot show an interval that reaches 0.
     log_y = measure.log and need_log_axis(values) and not any(low_end <= 0 for low_end in low_ends)
     return replace(make_panel(measure.title, lines, title, y_bounds=bounds), log_y=log_y)
 
@@ -84,7 +84,7 @@ class States:
     tap: str
 
     def find(self, field_name: str) -> Any:
-        """Return the entry of a field of the measurements for these states over all texts together; None for none."""
+        """Return the entry of a field of the measurements for these states over all texts together, or None."""
         values = getattr(self.measurements, field_name).get(self.measurements.combined_key, {})
         return values.get(self.tap)
 
@@ -194,8 +194,7 @@ def plot_matrices(measured: Measurements) -> list[Plot]:
 def make_spheres() -> list[dict[str, Any]]:
     """Return a toy example that shows how the measures differ: a sphere around the origin, and the same sphere moved.
 
-    Returns:
-        For each sphere its name `sphere`, its `points` `(n, 3)`, and its measures.
+    Each has its name `sphere`, its `points` `(n, 3)`, and its measures.
     """
     # Each point has an opposite one, so that the mean is exactly the origin.
     half_of_points = np.random.Generator(np.random.Philox(0)).standard_normal((_SPHERE_POINTS // 2, 3))
@@ -238,7 +237,7 @@ def plot_differences(models: Sequence[MeasuredModel]) -> Plot:
     row_by_key = {(row["model"], row["measure"]): row for row in rows}
     panels = []
     for name in SUMMARY_MEASURES:
-        # A point at 0 stands for the first model, so that the legend names all models.
+        # A point at 0 puts the first model into the legend, which then names all models.
         lines = [Line(first.label, (0.0,), (0.0,))]
         for position, model in enumerate(others, start=1):
             if row := row_by_key.get((model.label, name)):

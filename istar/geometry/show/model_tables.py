@@ -220,7 +220,7 @@ def _build_dimension_sheet(
     ]
     frame = pd.DataFrame(rows, columns=["source", "layer", *columns])
     if "ratio" in frame:
-        # There is no ratio to a median of 0.
+        # The ratio to a median of 0 is undefined.
         frame = frame.astype({"ratio": float})
     shown = frame[frame["source"] == measured.combined_key].drop(columns=["source", "token"], errors="ignore")
     num_rows = _MAX_ROWS_OF_TAP if shown["layer"].nunique() <= _MAX_TAPS_IN_FULL else 1
@@ -241,7 +241,7 @@ def build_massive_sheet(measured: Measurements) -> Sheet:
 
 
 def build_extremes_sheet(measured: Measurements) -> Sheet:
-    """Return the table of the dimensions whose mean is farthest from 0, over all texts together."""
+    """Return the table of the dimensions with means farthest from 0, over all texts together."""
     columns = ("dimension", "mean", "deviation", "mean_by_typical_deviation", "variance_share")
     return _build_dimension_sheet("extremes", measured, measured.extremes, columns)
 

@@ -53,7 +53,7 @@ def number_table(
 ) -> Table:
     """Return a terminal table of numbers with a labelled row for each item of `rows`; NaN is shown as a dash.
 
-    Short labels stay on one line, also where the terminal has no room for all columns.
+    Short labels stay on one line, even if the terminal is too narrow for all columns.
     """
     # Without space after the cells, eight columns fit into 80 characters.
     table = Table(title=title, title_justify="left", caption=caption, caption_justify="left", padding=(0, 0, 0, 1))

@@ -1,7 +1,7 @@
 """The settings of a run: one dataclass per config group, which checks its values in `__post_init__`.
 
-Defaults are defined only here; the files in conf/ hold the values that differ. `istar.records.config.schema` turns
-these classes into the schema with which Hydra checks keys and types.
+Defaults are defined only here; the files in conf/ contain only values that differ. `istar.records.config.schema` turns
+these classes into Hydra's schema of keys and types.
 """
 
 import math
@@ -15,7 +15,7 @@ from istar.errors import UserError, check_at_least, check_one_of
 from istar.records.config.trainer_arguments import check_trainer_arguments
 
 FURTHER_KEYS = {"further_keys": True}
-"""Metadata of a field that holds, by name, the keys of its group that have no field."""
+"""Metadata of a field that collects the group's keys without a field, by name."""
 NOT_IN_IDENTITY = {"identity": False}
 """Metadata of a field that does not change the outcome of a run. `istar.records.identity` ignores such fields."""
 
@@ -44,7 +44,7 @@ class TaskConfig:
     """Number of examples to use of each validation set, a random sample that is the same in all runs; None uses all."""
     validation_fraction: float | None = None
     """Fraction of the training data, above 0 and at most 0.5, that is held out to choose the best epoch and the best
-    configuration. None chooses by the validation set, on which the results are reported in either case."""
+    configuration. None chooses by the validation set. Results are on the validation set in either case."""
     max_length: int | None = None
     """Maximum number of tokens per sequence; None uses the task's default."""
     submission: bool = field(default=False, metadata=NOT_IN_IDENTITY)
@@ -85,22 +85,22 @@ class ModelConfig:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory. Losses are equal; with a penalty, up to rounding."""
     attn_implementation: str | None = None
-    """Implementation of attention: eager or sdpa. None takes what transformers prefers, which is sdpa for most models.
-    On a CPU in bf16, eager is faster in training, because sdpa has no fast path with dropout there."""
+    """Implementation of attention: eager or sdpa. None uses the default of transformers, sdpa for most models. On a CPU
+    in bf16, eager trains faster, because sdpa lacks a fast path with dropout there."""
     compile: bool = False
     """Compile the model with torch.compile: the first steps are slow, later ones faster; losses differ by rounding."""
     architecture: str | None = None
     """Architecture of a new model, a model type of transformers, such as bert, gpt2, gpt_neox or llama. It needs
-    `pretrained=false` and a tokenizer; its sizes are those of `config`, or transformers' defaults. None uses the
+    `pretrained=false` and a tokenizer; its sizes come from `config`, or else from transformers' defaults. None uses the
     architecture of the model `name`."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Values that replace those of the model's configuration, for example model.config.hidden_size=256. Only new models
+    """Values to replace in the model's configuration, for example model.config.hidden_size=256. Only new models
     (`pretrained=false`) can have other values. hidden_size, num_hidden_layers, num_attention_heads and
     max_position_embeddings are valid for nearly all architectures."""
     tokenizer: str | None = field(default=None, metadata=NOT_IN_IDENTITY)
     """Tokenizer: a folder, a hub id, or train for a new one that is trained on the task's text (byte-level BPE for
-    decoders, WordPiece for encoders). None uses that of the model `name`. The hash of a run contains the commit on the
-    hub, or a hash of the files, instead."""
+    decoders, WordPiece for encoders). None uses the tokenizer of the model `name`. The hash of a run contains the
+    commit on the hub, or a hash of the files, instead."""
     vocab_size: int = 8192
     """Largest size of the vocabulary of a new tokenizer (`tokenizer=train`); little text yields a smaller one."""
     load_in: str = "float32"
@@ -290,7 +290,7 @@ class TrainerConfig:
     monitor_isotropy: bool = field(default=False, metadata=NOT_IN_IDENTITY)
     """Also log the InterSim, norms and ranks of each layer after every validation."""
     stop_at_inter_sim: float | None = None
-    """Mean InterSim of the layers, in [-1, 1], at which training stops if it persists; null never stops."""
+    """Mean InterSim of the layers, in [-1, 1], that stops training if it persists; null never stops."""
     inter_sim_patience: int = 2
     """Number of consecutive validations that must reach `stop_at_inter_sim`."""
     checkpoints: bool = True
@@ -381,7 +381,7 @@ class WandbConfig(LoggerConfig):
     group: str | None = None
     """Name under which W&B groups this run with others; None for no group."""
     tags: list[str] = field(default_factory=list)
-    """W&B tags, by which runs can be filtered."""
+    """W&B tags for filtering runs."""
     mode: str = "auto"
     """online, offline, disabled, or auto: the value of WANDB_MODE, or else online if there is an API key."""
 
@@ -405,9 +405,9 @@ class RunConfig:
     """Write `geometry.json`: mean activation and intrinsic dimensions, from one pass over the validation set."""
     isotropy_zeta: float | None = 0.2
     """Also write IsoScore* of each layer and of all layers on the validation set to `geometry.json`, with this zeta in
-    [0, 1], by default that of the paper's Figures 3 and 6. Sigma_S is computed from 250,000 points of the training
-    data, or all if there are fewer. The scores take one more pass over these points and over the validation set. None,
-    `geometry=false` and `trainer.fast_dev_run` leave them out."""
+    [0, 1]. The default is the zeta of the paper's Figures 3 and 6. Sigma_S is computed from 250,000 points of the
+    training data, or all if there are fewer. The scores take one more pass over these points and over the validation
+    set. With None, `geometry=false` or `trainer.fast_dev_run`, they are not written."""
 
     def __post_init__(self) -> None:
         if self.isotropy_zeta is not None and not 0 <= self.isotropy_zeta <= 1:
@@ -421,7 +421,7 @@ class RunConfig:
 
 @dataclass
 class SweepConfig:
-    """Settings of a sweep (`-m`) beside the lists of values on the command line. They are not part of a run."""
+    """Settings of a sweep (`-m`) in addition to the lists of values on the command line. They are not part of a run."""
 
     name: str = "sweep"
     """Prefix of the name of the sweep's folder in `<run.root>/sweeps`, and of its W&B group."""
@@ -439,7 +439,7 @@ class SweepConfig:
     only: list[str] = field(default_factory=list)
     """Names of the grids to run; an empty list runs all."""
     seeds: list[int] = field(default_factory=list)
-    """Seeds with which to repeat the best run of each task, model, method and grid, after all other runs."""
+    """Seeds for repeating the best run of each task, model, method and grid, after all other runs."""
     search: str = "grid"
     """grid runs all combinations; optuna runs `trials` of them, chosen by the results of earlier trials."""
     trials: int = 20

@@ -1,8 +1,8 @@
 """The options of the config group `reg`: one dataclass per penalty, which builds the penalty and attaches it.
 
-The options, their defaults, meanings and rules are those of the classes in `istar.regularizers` and of
-`istar.hidden_states.PenaltySettings`. A new penalty needs its class and an entry in `PENALTIES`, whose keys are the
-values of `reg` on the command line.
+The options, their defaults, meanings and rules come from the classes in `istar.regularizers` and from
+`istar.hidden_states.PenaltySettings`. A new penalty needs its class and an entry in `PENALTIES`, with its value of
+`reg` on the command line as the key.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from istar.regularizers.istar import parse_zeta
 from istar.regularizers.placebos import set_dropout
 
 _KEYS = {"weight": "lambda", "which": "points", "score": "target_score", "batches": "target_batches"}
-"""The key on the command line of those fields that have another name in their class."""
+"""Name of a field in its class -> key on the command line, where they differ."""
 
 
 @dataclass
@@ -50,13 +50,11 @@ class NoRegConfig:
     def attach(self, model: Any, special_ids: Sequence[int], seed: int) -> AttachedPenalty | None:
         """Build the penalty and attach it to a model, or return None if there is none.
 
-        Args:
-            model: the transformers model with its head.
-            special_ids: ids of the special tokens of its tokenizer.
-            seed: seed of the samples of embedding rows.
+        `model` is the transformers model with its head, `special_ids` are the ids of its tokenizer's special tokens,
+        and `seed` is for the samples of embedding rows.
 
         Raises:
-            UserError: if the model does not have what is penalized.
+            UserError: if the model lacks what is penalized.
         """
         return None
 
@@ -65,10 +63,10 @@ class NoRegConfig:
         return default
 
     def check_layers(self, num_layers: int) -> None:
-        """Raise a UserError if the penalty is on layers that a model of `num_layers` layers does not have."""
+        """Raise a UserError if the penalty is on layers that a model of `num_layers` layers lacks."""
 
     def resolve(self, precision: str) -> None:
-        """Set those settings that are None and depend on the precision of the trainer. By default, there are none."""
+        """Set the settings that are None and depend on the trainer's precision; by default, none do."""
 
 
 @dataclass
@@ -128,7 +126,7 @@ class PenaltyConfig(NoRegConfig):
                 self._check_no_target_option(self.side != SetPoint.side, f"side={self.side}")
             else:
                 self.target_score = parse_number("target_score", self.target_score, KEEP)
-                # The sign of lambda has no meaning.
+                # The sign of lambda is meaningless with a target score.
                 self.weight = abs(self.weight)
                 if self.target_score == KEEP and self.warmup > 0:
                     raise OptionError(
@@ -149,7 +147,7 @@ class PenaltyConfig(NoRegConfig):
 
     @staticmethod
     def _check_no_target_option(is_refused: bool, option: str, value: str = "") -> None:
-        """Raise an `OptionError` for an option that needs `target_score`, which is not set or has another value."""
+        """Raise an `OptionError` if an option is refused, because `target_score` is not set or has another value."""
         if is_refused:
             raise OptionError(f"{option} has no effect without reg.target_score{value}")
 
@@ -172,7 +170,7 @@ class PenaltyConfig(NoRegConfig):
         return attach_with_settings(model, self.build(), settings)
 
     def check_layers(self, num_layers: int) -> None:
-        """Raise a UserError if the penalty is on layers that a model of `num_layers` layers does not have."""
+        """Raise a UserError if the penalty is on layers that a model of `num_layers` layers lacks."""
         layer_numbers(num_layers, self.layers)
 
     def _make_settings(self, special_ids: Sequence[int], seed: int) -> PenaltySettings:
@@ -195,7 +193,7 @@ class SimCtgConfig(PenaltyConfig):
 
 
 class IStarConfig(PenaltyConfig):
-    """Options of `IStar`, including those of Sigma_S."""
+    """Options of `IStar` and of its Sigma_S."""
 
     zeta: Any
     compute: Any

@@ -30,7 +30,7 @@ _GROUPS: dict[str, Any] = {group.name: group.type for group in fields(Config) if
 _LOGGERS: dict[str, Any] = {"csv": LoggerConfig, "tensorboard": TensorBoardConfig, "wandb": WandbConfig}
 
 _DEFAULT_MODELS = {(False, True): "tiny", (True, True): "tiny_decoder", (True, False): "gpt2"}
-"""The default of `model` for tasks whose default is not that of config.yaml, by whether the task needs a decoder and
+"""The default of `model` for tasks that replace the default of config.yaml, by whether the task needs a decoder and
 whether its data are generated. For generated data, small models with random weights suffice."""
 
 
@@ -51,8 +51,8 @@ def sweep_folder() -> Path:
 def register() -> None:
     """Store the schemas (`schema/task`, `schema/istar` and so on) and the options of `task` and `reg` with Hydra.
 
-    Each entry of `TASKS` and `PENALTIES` is an option. The files in conf/ add options that set further values. Hydra
-    keeps them for the life of the process, so only the first call stores them.
+    Each entry of `TASKS` and `PENALTIES` is an option; files in conf/ add more. Hydra keeps them for the life of the
+    process, so only the first call stores them.
     """
     store = ConfigStore.instance()
     for name, config_class in {**_GROUPS, **PENALTIES, **_LOGGERS, "sweep": SweepConfig}.items():
@@ -67,10 +67,7 @@ def register() -> None:
 
 @functools.cache
 def register_sweeps() -> None:
-    """Store the options of `sweep` with Hydra, one for each file of `sweep_folder`, which is not in conf/.
-
-    Only the first call stores them, as in `register`.
-    """
+    """Store the options of `sweep` with Hydra, one for each file of `sweep_folder`; only the first call stores them."""
     for path in sweep_folder().glob("*.yaml"):
         ConfigStore.instance().store(group="sweep", name=path.stem, node=OmegaConf.load(path), package="_global_")
 
@@ -119,7 +116,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def to_yaml(config: Config) -> str:
-    """Return a config as YAML from which OmegaConf reads the same values, even those that look like interpolations."""
+    """Return a config as YAML that OmegaConf reads back unchanged, even values that look like interpolations."""
 
     def escape(value: Any) -> Any:
         if isinstance(value, dict):
@@ -159,7 +156,7 @@ def explain(error: Exception) -> str:
 
 
 def _explain_unknown_key(key: str) -> str:
-    """Return a message about an unknown key that names the option that has this key, or else the most similar key."""
+    """Return a message about an unknown key that names the option with this key, or else the most similar key."""
     group = key.partition(".")[0]
     owning_options = [
         name for name, config_class in {**PENALTIES, **_LOGGERS}.items() if key in _list_cli_keys(group, config_class)

@@ -31,13 +31,13 @@ _MEANING_OF_NONE = {
     "limit_val_batches": 1.0,
     "val_check_interval": 1.0,
 }
-"""The values that None stands for in those arguments of `lightning.Trainer` whose default is None."""
+"""Arguments of `lightning.Trainer` with the default None -> the value that None means."""
 
 
 def check_trainer_arguments(arguments: Mapping[str, Any], field_names: Iterable[str]) -> None:
-    """Check that `lightning.Trainer` has these arguments, a mapping by name, and that a config may set them.
+    """Check that `lightning.Trainer` has these arguments, by name, and that a config may set them.
 
-    `field_names` are the fields of `TrainerConfig`, which the message for a misspelt name may suggest.
+    `field_names` are the fields of `TrainerConfig`, as suggestions for a misspelt name.
 
     Raises:
         UserError: if an argument does not exist, is set by istar, or has a value that istar does not support.
@@ -70,7 +70,7 @@ def check_trainer_arguments(arguments: Mapping[str, Any], field_names: Iterable[
 
 
 def redundant_arguments(arguments: Mapping[str, Any]) -> list[str]:
-    """Return the names of those arguments whose values are the defaults of `lightning.Trainer`."""
+    """Return the names of the arguments with the default values of `lightning.Trainer`."""
     if not arguments:
         return []
     from lightning import Trainer
