@@ -76,8 +76,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure() -> None:
-    """Obey the permissions of files, and collect garbage less often: a collection visits a million objects."""
+    """Obey the permissions of files, wait for no disk, and collect garbage less often, as it visits a million objects."""
     obey_permissions()
+    os.fsync = lambda descriptor: None
     gc.set_threshold(100_000, 50, 100)
 
 
@@ -162,7 +163,7 @@ def compose_in(folder: Path, *overrides: str) -> DictConfig:
 
 def merge_values(folder: Path, *overrides: str) -> DictConfig:
     """Return the config of `compose_in` faster: options of groups are composed once, and values merged into a copy."""
-    is_value = [re.match(r"[a-z_]+\.[^=]+=", override) is not None for override in overrides]
+    is_value = [re.match(r"(seed|[a-z_]+\.[^=]+)=", override) is not None for override in overrides]
     config = copy.deepcopy(compose_in(folder, *compress(overrides, map(not_, is_value))))
     for override in OverridesParser.create().parse_overrides(list(compress(overrides, is_value))):
         OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
@@ -188,8 +189,12 @@ def composed() -> Callable[..., Config]:
 
 
 @pytest.fixture
-def small(composed: Callable[..., Config], tmp_path: Path) -> Callable[..., Config]:
-    """Return a function like `composed` whose config trains within a second and writes below `tmp_path`."""
+def small(composed: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
+    """Return a function like `composed` whose config trains within a second and writes below `tmp_path`.
+
+    The picture of a run, which takes a third of its time, is blank; tests/finetune/runs/test_run_summary.py draws it.
+    """
+    monkeypatch.setattr("istar.finetune.runs.record.render_isotropy_plot", lambda record: b"")
 
     def build(*overrides: str) -> Config:
         config = composed(*SMALL, *overrides)

@@ -24,7 +24,10 @@ from istar.reports import report
 from istar.reports.run_frame import load_runs
 from tests.reports.synthetic import BASE, istar, record, save
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules after import")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*found in sys.modules after import"),
+    pytest.mark.usefixtures("blank_figures"),
+]
 
 BERT = "google-bert/bert-base-cased"
 GOOD = record("rte", BERT, istar(), 1)
@@ -150,7 +153,6 @@ def test_power(root: Path, caplog: Any, capsys: Any) -> None:
     assert "I-STAR" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("svg_only")
 def test_report(root: Path, caplog: Any, tmp_path: Path) -> None:
     assert main(["report", str(root), "--out", str(tmp_path / "report")]) == 0
     lines_about(bad_folders(root), caplog)
@@ -202,7 +204,6 @@ BAD_METRICS = [
 ]
 
 
-@pytest.mark.usefixtures("svg_only")
 def test_files_beside_the_result(tmp_path: Path) -> None:
     for index, text in enumerate(BAD_GEOMETRIES):
         folder = save(record("rte", BERT, istar(), index, 0.6), tmp_path / "runs")

@@ -5,6 +5,7 @@ Any damaged or hostile file raises a `UserError` with one line.
 
 import functools
 import json
+import math
 import re
 import stat
 from collections.abc import Iterable, Iterator
@@ -31,8 +32,8 @@ from istar.errors import UserError, shorten
 MAX_DEPTH = 50
 """Maximum depth of nested containers in a file."""
 MAX_BYTES = 200_000_000
-_MAX_VALUES = 20_000_000
-"""Maximum number of values in a file; aliases in YAML repeat values without repeating their text."""
+_MAX_VALUES_PER_CHARACTER = 10
+"""Maximum number of values in a YAML file by the length of its text; aliases repeat values without their text."""
 _MAX_INTEGER = 10**300
 """Greatest integer; larger ones cannot be converted to floats."""
 _MAX_COUNT = 2**63 - 1
@@ -73,7 +74,7 @@ def read_yaml(path: Path) -> Any:
             if depth > MAX_DEPTH:
                 raise ValueError(f"more than {MAX_DEPTH} lists and mappings within each other")
         content = yaml.load(text, Loader=_YAML_LOADER)
-        _check_values(content)
+        _check_values(content, max_values=_MAX_VALUES_PER_CHARACTER * len(text))
     except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{path}: not YAML: {shorten(error)}") from error
     return content
@@ -97,7 +98,7 @@ def read_record(path: Path, expected: Any, what: str, version: int | None = None
     if version is not None and isinstance(file_version, int) and file_version != version:
         raise UserError(f"{path} has format {file_version}; this version reads {version}")
     try:
-        _check_values(content, _MAX_COUNT)
+        _check_values(content, max_integer=_MAX_COUNT)
     except ValueError as error:
         raise UserError(f"{path} is not {what}: {shorten(error)}") from error
     if mismatch := find_mismatch(content, expected, "its content"):
@@ -133,7 +134,7 @@ def _read_text(path: Path) -> str:
         raise UserError(f"{path}: not UTF-8 text: {shorten(error)}") from error
 
 
-def _check_values(content: Any, max_integer: int = _MAX_INTEGER) -> None:
+def _check_values(content: Any, max_values: float = math.inf, max_integer: int = _MAX_INTEGER) -> None:
     """Raise a ValueError if nested data are too deep, too large, or impossible in JSON and UTF-8."""
     num_values = 0
     containers: list[Iterator[Any]] = [iter((content,))]
@@ -155,8 +156,8 @@ def _check_values(content: Any, max_integer: int = _MAX_INTEGER) -> None:
             containers.pop()
         if len(containers) > MAX_DEPTH + 1:
             raise ValueError(f"more than {MAX_DEPTH} lists and objects within each other")
-        if num_values > _MAX_VALUES:
-            raise ValueError(f"more than {_MAX_VALUES:,} values")
+        if num_values > max_values:
+            raise ValueError(f"more than {max_values:,} values, by aliases")
 
 
 def find_mismatch(value: Any, expected: Any, name: str) -> str:

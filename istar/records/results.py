@@ -1,5 +1,6 @@
 """The record of a run (`result.json`): its fields, what the run was made with, and functions that write and read it."""
 
+import functools
 import json
 import os
 import platform
@@ -156,10 +157,12 @@ def installed_versions() -> dict[str, str]:
     return {name: version(name) for name in _REPORTED_PACKAGES}
 
 
+@functools.cache
 def describe_code(package_folder: Path = _PACKAGE_FOLDER) -> dict[str, Any]:
     """Return the fields `code_commit` and `code_modified` of `RunRecord`.
 
-    Both are None if git is not installed or does not track the modules in `package_folder`.
+    Both are None if git is not installed or does not track the modules in `package_folder`. A process keeps the first
+    result, because later commits do not change the modules that it has imported.
     """
     unknown_fields = {"code_commit": None, "code_modified": None}
     # An installed istar may lie within the checkout of another project, which does not track it.

@@ -40,6 +40,7 @@ def test_a_checkout_has_a_commit_and_may_be_modified(package: Path) -> None:
     (package / "notes.txt").touch()
     assert describe_code(package) == {"code_commit": commit, "code_modified": False}
     (package / "__init__.py").write_text("more = 1")
+    describe_code.cache_clear()
     assert describe_code(package) == {"code_commit": commit, "code_modified": True}
 
 
