@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure() -> None:
-    """Obey the permissions of files, wait for no disk, and collect garbage less often, as it visits a million objects."""
+    """Obey the permissions of files, wait for no disk, and collect garbage less often: it visits a million objects."""
     obey_permissions()
     os.fsync = lambda descriptor: None
     gc.set_threshold(100_000, 50, 100)

@@ -13,6 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import HydraContext
 from rich.console import Console
+from sqlalchemy import Engine, event
 
 from hydra_plugins.istar_sweeper import IstarSweeper
 from istar.finetune.sweeps.planned_runs import SweepRequest, SweepRuns
@@ -30,6 +31,12 @@ def compose_sweeper(*arguments: str) -> IstarSweeper:
     context = HydraContext(GlobalHydra.instance().config_loader(), Callbacks(master))
     sweeper.setup(hydra_context=context, task_function=lambda config: None, config=master)
     return sweeper
+
+
+@event.listens_for(Engine, "connect")
+def wait_for_no_disk(connection: Any, record: Any) -> None:
+    """Let SQLite write the files of the tests' studies without waiting for the disk."""
+    connection.execute("PRAGMA synchronous=OFF")
 
 
 @functools.cache

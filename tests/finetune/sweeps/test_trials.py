@@ -225,8 +225,10 @@ def test_every_sweep_file_has_the_values_of_the_paper(name: str, make_sweeper: C
             for overrides in combinations_by_grid[grid]
         ]
         assert sorted(map(format_settings, run_settings)) == sorted(map(format_settings, expected_settings))
-    # The sweeper composes faster than Hydra, with the same result.
-    overrides = list(expand([f"+sweep={name}", *required], sweeper.params, settings.grids or {}).values())[-1][-1]
+
+
+def check_composition(sweeper: IstarSweeper, overrides: tuple[str, ...]) -> None:
+    """Assert that the sweeper, which composes faster than Hydra, composes a valid config, and the one of Hydra."""
     composed = sweeper.compose(overrides)
     schema.load(composed)
     expected = OmegaConf.to_container(
@@ -246,7 +248,7 @@ def test_the_runs_of_all_grids_of_every_sweep_file_compose(
     grids = schema.load_sweep(sweeper.config).grids or {}
     for combinations in expand([f"+sweep={name}", *required], sweeper.params, grids).values():
         for overrides in (combinations[0], combinations[-1]):
-            schema.load(sweeper.compose(overrides))
+            check_composition(sweeper, overrides)
 
 
 def test_all_methods_of_the_sweep_of_penalties_have_equal_trials(make_sweeper: Callable[..., IstarSweeper]) -> None:
@@ -257,7 +259,9 @@ def test_all_methods_of_the_sweep_of_penalties_have_equal_trials(make_sweeper: C
         settings = schema.load_sweep(sweeper.config)
         assert settings.seeds == list(range(1, 11))
         expansions.append(expand([], sweeper.params, settings.grids or {}))
-        config = sweeper.compose([choice, "task=mrpc", *expansions[-1]["random_direction"][0]])
+        overrides = (choice, "task=mrpc", *expansions[-1]["random_direction"][0])
+        check_composition(sweeper, overrides)
+        config = sweeper.compose(overrides)
         assert (config.task.name, config.task.validation_fraction) == ("mrpc", 0.1)
         assert config.reg.name == "random_direction"
     assert expansions[0] == expansions[1]
