@@ -35,6 +35,8 @@ def attach(
     >>> model = transformers.GPT2LMHeadModel(config)
     >>> batch = {"input_ids": torch.arange(40).view(4, 10), "labels": torch.arange(40).view(4, 10)}
     >>> attached = istar.attach(model, istar.IStar(weight=-1.0, zeta=0.4))
+    >>> attached
+    HiddenStatePenalty(GPT2LMHeadModel, IStar(weight=-1.0), 2 layers)
     >>> points = attached.refresh([batch])
     >>> loss = model(**batch).loss + attached.loss()
     >>> loss.backward()
@@ -99,6 +101,9 @@ class HiddenStatePenalty(AttachedPenalty):
         self._reader = HiddenStateReader(
             model, penalty.layers, penalty.summarize, self._is_active, modules, points, penalty.needs_labels
         )
+
+    def __repr__(self) -> str:
+        return f"HiddenStatePenalty({type(self._model).__name__}, {self.penalty}, {self.num_layers} layers)"
 
     @property
     def num_layers(self) -> int:

@@ -128,8 +128,8 @@ class AttachedPenalty(ABC):
     """A penalty attached to a model.
 
     A trainer calls `set_weight` and `refresh_if_due` before each optimizer step, adds `loss` to the task loss of each
-    micro-batch, logs `terms`, puts `state_dict` into its checkpoints, and calls `remove` at the end. As a context
-    manager, it calls `remove` at the end of the block.
+    micro-batch, logs `terms` and `progress`, puts `state_dict` into its checkpoints, and calls `remove` at the end. As a
+    context manager, it calls `remove` at the end of the block.
 
     Attributes:
         penalty: the penalty; its attribute `last` has the terms of the latest `loss()`.
@@ -186,15 +186,25 @@ class AttachedPenalty(ABC):
         if self.settings.has_schedule:
             self.penalty.weight = self.settings.weight_at(step, num_steps, self._largest_weight)
 
-    def terms(self) -> dict[str, Tensor]:
-        """Return the latest loss's terms to log, 0-d each: `penalty` (weighted), the score under its name, and so on.
+    def terms(self, task_loss: Tensor | None = None) -> dict[str, Tensor]:
+        """Return what to log of the latest loss, 0-d each, by the names that all integrations share.
 
-        Empty without a loss, or if lambda is 0.
+        These are `task_loss`, `penalty` (weighted), and the names of `Terms.named`. Without a loss, or with lambda 0,
+        `task_loss` is alone.
         """
-        terms = self.penalty.last
-        if terms is None or self.penalty.weight == 0:
-            return {}
-        return {"penalty": self.penalty.factor * terms.value, **terms.named(self.penalty.measure)}
+        terms, penalty = self.penalty.last, self.penalty
+        named = {} if task_loss is None else {"task_loss": task_loss.detach()}
+        if terms is None or penalty.weight == 0:
+            return named
+        return {**named, "penalty": penalty.factor * terms.value, **terms.named(penalty.measure)}
+
+    def progress(self) -> dict[str, float | Tensor]:
+        """Return what else to log: `lambda` if it has a schedule, and `undefined` once it is above 0.
+
+        `undefined` is the number of losses without a score so far.
+        """
+        named: dict[str, float | Tensor] = {"lambda": self.penalty.weight} if self.settings.has_schedule else {}
+        return named | ({"undefined": self.penalty.undefined.total.float()} if self.penalty.undefined.seen > 0 else {})
 
     def check_batch_size(self, num_sequences: int) -> None:  # noqa: B027
         """Raise `UserError` if no micro-batch of this number of sequences can have a score; by default, all can."""
@@ -239,7 +249,6 @@ class AttachedPenalty(ABC):
 
     @property
     def _has_state_per_process(self) -> bool:
-        """Whether the state differs between processes."""
         return not self.penalty.sync or self.penalty.group is not None
 
     def sampler_state(self) -> dict[str, Tensor]:

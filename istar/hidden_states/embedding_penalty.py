@@ -43,6 +43,8 @@ class EmbeddingPenalty(AttachedPenalty):
     >>> attached = istar.EmbeddingPenalty(model, istar.CosReg(weight=1.0), settings)
     >>> loss = model(**batch).loss + attached.loss()
     >>> loss.backward()
+    >>> attached
+    EmbeddingPenalty(GPT2LMHeadModel, CosReg(weight=1.0), output embeddings)
     >>> attached.penalty.last.points.item()
     50.0
 
@@ -73,6 +75,9 @@ class EmbeddingPenalty(AttachedPenalty):
             raise UserError(f"rows={rows}; expected 2 to {num_rows}, the number of rows of the {_describe(target)}")
         penalty.sync = False
         self._generator = torch.Generator().manual_seed(settings.seed)
+
+    def __repr__(self) -> str:
+        return f"EmbeddingPenalty({type(self._head_model).__name__}, {self.penalty}, {_describe(self.target)})"
 
     @property
     def matrix(self) -> Tensor:

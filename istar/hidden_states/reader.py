@@ -138,21 +138,15 @@ class HiddenStateReader:
         self._handles = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return an empty state: hooks of a copied or pickled model read only if `HiddenStatePenalty` restores them.
-
-        Otherwise a copied model would drag along the penalty and everything that encloses the model.
-        """
+        """Return nothing: a copied model must not drag along the penalty. `HiddenStatePenalty` restores the hooks."""
         return {}
 
     def copied_state(self) -> dict[str, Any]:
-        """Return the attributes for the reader of a copied `HiddenStatePenalty`: all except the state of a pass."""
+        """Return the attributes for the reader of a copied penalty: all but what belongs to a pass."""
         return {**self.__dict__, "_summaries": None, "_labels": None, "_pass": None}
 
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Begin a pass, as a pre-hook of the base model: choose the tokens, and request hidden states if necessary.
-
-        Returns the call's changed arguments if hidden states are requested, otherwise None.
-        """
+        """Return the changed arguments of the call if hidden states are requested, otherwise None."""
         self._pass = None
         is_active = self._is_active()
         if is_active or torch.is_grad_enabled():
@@ -200,7 +194,6 @@ class HiddenStateReader:
         self._labels = self._labels if labels is None else labels
 
     def _clear_labels(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forget the labels at the end of a call, even if it failed."""
         self._labels = None
 
     def _read_layer(
@@ -249,7 +242,6 @@ class HiddenStateReader:
         self.num_left_out = current.tokens.num_left_out
 
     def _replace_last_state(self, current: _Pass, last_hidden_state: Tensor) -> None:
-        """Replace the output of the last layer that ran by hidden state L, the output of the final norm."""
         last_called = current.called_layers[-1]
         current.summaries = [(layer, summary) for layer, summary in current.summaries if layer != last_called]
         current.deferred_states = [(layer, state) for layer, state in current.deferred_states if layer != last_called]
@@ -261,7 +253,6 @@ class HiddenStateReader:
         return [(layer, self._summarize(state, tokens)) for layer, state in states]
 
     def _check_all_layers_called(self, current: _Pass) -> None:
-        """Raise `UserError` unless all layers called their hooks, except those that layerdrop skipped."""
         called_layers, num_layers = current.called_layers, self._layers.num_layers
         if self._layers.is_transformers:
             is_complete = len(called_layers) == num_layers or current.may_skip
@@ -299,10 +290,7 @@ def _are_saved_tensors_hooked() -> bool:
 
 
 def _check_have_gradients(states: list[tuple[int, Tensor]], layers: set[int]) -> None:
-    """Raise `UserError` unless the hidden states of these layers have gradients.
-
-    A reentrant checkpoint gives a gradient only to its output, the last layer inside.
-    """
+    """A reentrant checkpoint gives a gradient only to what it returns, which is the last layer inside of it."""
     for layer, state in states:
         if layer in layers and not state.requires_grad:
             raise UserError(
@@ -312,10 +300,7 @@ def _check_have_gradients(states: list[tuple[int, Tensor]], layers: set[int]) ->
 
 
 def _mask_of_states(arguments: dict[str, Any]) -> Any:
-    """Return a call's attention mask without cached positions, because these lack hidden states.
-
-    Positions are cached in `past_key_values`, for example by prefix tuning.
-    """
+    """Cached positions in `past_key_values`, as with prefix tuning, are in the mask but have no hidden states."""
     mask, inputs = arguments.get("attention_mask"), arguments.get("input_ids")
     inputs = arguments.get("inputs_embeds") if inputs is None else inputs
     if arguments.get("past_key_values") is None or not isinstance(mask, Tensor) or inputs is None:
@@ -330,6 +315,5 @@ def _read_argument_names(module: nn.Module) -> list[str]:
 
 
 def _is_causal_language_model(model: nn.Module) -> bool:
-    """Return whether a model is a causal language model: its output at a token predicts the next label."""
     can_generate = getattr(model, "can_generate", None)
     return can_generate is not None and bool(can_generate())

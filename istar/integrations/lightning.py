@@ -20,35 +20,13 @@ class PenaltyCallback(L.Callback):
 
     Callbacks cannot change the loss, so `training_step` must add the penalty:
 
-    >>> import istar, lightning, torch, transformers
-    >>> class Classifier(lightning.LightningModule):
-    ...     def __init__(self, penalty):
-    ...         super().__init__()
-    ...         self.penalty = penalty
-    ...         config = transformers.BertConfig(
-    ...             hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=50
-    ...         )
-    ...         self.model = transformers.BertForSequenceClassification(config)
-    ...
-    ...     def training_step(self, batch, batch_idx):
-    ...         return self.model(**batch).loss + self.penalty.loss()
-    ...
-    ...     def configure_optimizers(self):
-    ...         return torch.optim.AdamW(self.parameters(), lr=1e-3)
-    >>> penalty = PenaltyCallback(istar.IStar(weight=-1.0, zeta=0.4))
-    >>> rows = [{"input_ids": torch.randint(50, (12,)), "labels": torch.tensor(i % 2)} for i in range(16)]
-    >>> loader = torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True)
-    >>> quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-    >>> trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", callbacks=[penalty], **quiet)
-    >>> trainer.fit(Classifier(penalty), loader)
-    >>> sorted(trainer.callback_metrics)
-    ['train/isoscore_star', 'train/penalty', 'train/points']
+        def training_step(self, batch, batch_idx):
+            return self.model(**batch).loss + self.penalty.loss()
 
-    On the trainer's logging steps, the callback logs `train/penalty` (weighted, as in the loss), the score,
-    `train/points` (the number of points), `train/points_left_out` if the points have a `max_norm_ratio`, `train/zeta`
-    if zeta is estimated, `train/lambda` if there is a schedule, and `train/undefined` once micro-batches had no score:
-    their number so far. They add 0 to the loss. With gradient accumulation, the penalty is computed per micro-batch,
-    and the gradient is the mean over the micro-batches of task loss and penalty.
+    On the trainer's logging steps, the callback logs `istar.AttachedPenalty.terms` and `progress` as `train/task_loss`
+    (missing in manual optimization), `train/penalty` and so on. With gradient accumulation, the penalty is computed per
+    micro-batch, and the gradient is the mean over the micro-batches of task loss and penalty.
+
     Checkpoints contain the penalty's state, such as Sigma_S. With `sync=False`, each process has its state, so that all
     processes must save together, as Lightning's checkpointing does.
 
@@ -151,16 +129,14 @@ class PenaltyCallback(L.Callback):
             UserError: if `training_step` did not add the penalty to its loss.
         """
         assert self._attached is not None
-        if self.settings.has_schedule:
-            pl_module.log("train/lambda", self.penalty.weight)
-        if self.penalty.weight == 0:
-            return
-        if self.penalty.last is None:
+        if self.penalty.weight != 0 and self.penalty.last is None:
             raise UserError("training_step did not call loss() of the PenaltyCallback; add it to the task loss")
-        # Log tensors rather than numbers, so that the host does not wait for the device in each step.
-        pl_module.log_dict({f"train/{name}": value for name, value in self._attached.terms().items()})
-        if self.penalty.undefined.seen > 0:
-            pl_module.log("train/undefined", self.penalty.undefined.total.float())
+        # Tensors are logged rather than numbers, so that the host does not wait for the device in each step.
+        terms: dict[str, float | Tensor] = {**self._attached.terms(), **self._attached.progress()}
+        if pl_module.automatic_optimization and outputs and outputs["loss"] is not None:
+            # Lightning has divided the loss by the number of micro-batches.
+            terms["task_loss"] = outputs["loss"] * trainer.accumulate_grad_batches - terms.get("penalty", 0)
+        pl_module.log_dict({f"train/{name}": value for name, value in terms.items()})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the penalty's state; see `istar.AttachedPenalty.state_dict`."""

@@ -55,7 +55,6 @@ def check_first_batch(attached: AttachedPenalty, loader: Any) -> None:
 
 
 def _copy_loader(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
-    """Return a copy of a DataLoader with seeded copies of its samplers and generator. The copy shares the dataset."""
     # Samplers often refer to the dataset; this memo keeps deepcopy from copying the dataset.
     memo: dict[int, Any] = {id(loader.dataset): loader.dataset}
     arguments: dict[str, Any] = {
@@ -77,7 +76,6 @@ def _copy_loader(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
 
 
 def _seed_samplers(loader_or_sampler: Any, seed: int) -> None:
-    """Seed the generator and set the epoch of a loader or sampler and, recursively, of its samplers."""
     if isinstance(getattr(loader_or_sampler, "generator", None), torch.Generator):
         loader_or_sampler.generator.manual_seed(seed)
     if hasattr(loader_or_sampler, "set_epoch"):

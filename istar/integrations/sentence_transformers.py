@@ -26,39 +26,12 @@ POINT_TYPES = ("tokens", "pooled")
 class PenaltyLoss(nn.Module):
     """Adds a penalty on the hidden states or the sentence embeddings of all text columns to another loss.
 
-    >>> import datasets, istar, tempfile, transformers
-    >>> from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
-    >>> from sentence_transformers import SentenceTransformerTrainingArguments
-    >>> from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
-    >>> from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-    >>> folder = tempfile.mkdtemp()
-    >>> words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "dog", "sat", "ran", "away"]
-    >>> tokenizer = transformers.BertTokenizer(vocab={word: i for i, word in enumerate(words)})
-    >>> config = transformers.BertConfig(
-    ...     hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=11
-    ... )
-    >>> _ = tokenizer.save_pretrained(folder), transformers.BertModel(config).save_pretrained(folder)
-    >>> model = SentenceTransformer(modules=[Transformer(folder), Pooling(16)], device="cpu")
-    >>> pairs = {"anchor": ["the cat sat", "the dog ran"] * 4, "positive": ["a cat", "dog"] * 4}
-    >>> loss = PenaltyLoss(model, MultipleNegativesRankingLoss(model), istar.IStar(weight=-1.0, zeta=0.4))
-    >>> args = SentenceTransformerTrainingArguments(
-    ...     folder, per_device_train_batch_size=4, max_steps=2, report_to="none", use_cpu=True
-    ... )
-    >>> trainer = SentenceTransformerTrainer(
-    ...     model,
-    ...     args,
-    ...     train_dataset=datasets.Dataset.from_dict(pairs),
-    ...     loss=loss,
-    ...     callbacks=[PenaltyLossCallback(loss)],
-    ... )
-    >>> _ = trainer.train()  # doctest: +ELLIPSIS
-    {'train_runtime': ...}
-    >>> loss.penalty.last.points.item() > 0
-    True
+        loss = PenaltyLoss(model, MultipleNegativesRankingLoss(model), istar.IStar(weight=-1.0, zeta=0.4))
+        trainer = SentenceTransformerTrainer(model, args, dataset, loss=loss, callbacks=[PenaltyLossCallback(loss)])
 
-    The loss returns its components by name; the trainer adds them up and logs each. With gradient accumulation, the
-    penalty is computed per micro-batch, and the gradient is the mean over the micro-batches of loss and penalty. In
-    evaluation, without gradients, the penalty is left out.
+    The trainer logs the components of the loss and `istar.AttachedPenalty.terms`, as means since the last log. With
+    gradient accumulation, the penalty is computed per micro-batch, and the gradient is the mean over the micro-batches
+    of loss and penalty. In evaluation, without gradients, the penalty is left out.
 
     Args:
         model: the model that is trained.
@@ -129,7 +102,7 @@ class PenaltyLoss(nn.Module):
     def forward(
         self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Return the components of the wrapped loss (or `task_loss`) and the weighted `penalty`.
+        """Return the components of the wrapped loss (or `task_loss`), the weighted `penalty`, and its terms for logs.
 
         Raises:
             UserError: if the wrapped loss did not run the model with gradients.
@@ -140,11 +113,16 @@ class PenaltyLoss(nn.Module):
             loss = self.loss(sentence_features, labels)
         finally:
             self._collects_points, self._collected_states = False, []
-        components = _Components(loss) if isinstance(loss, Mapping) else _Components(task_loss=loss)
+        components = _Components(loss if isinstance(loss, Mapping) else {"task_loss": loss})
+        # The wrapped loss may be a `PenaltyLoss`, too, with other points.
+        suffix = f"_{len(components.values())}" if "penalty" in components else ""
+        components.add_logged({"task_loss": torch.stack(components.values()).sum()})
         if is_penalized:
-            # The wrapped loss may be a `PenaltyLoss`, too, with other points.
-            name = f"penalty_{len(components)}" if "penalty" in components else "penalty"
-            components[name] = self.attached.loss()
+            components[f"penalty{suffix}"] = self.attached.loss()
+            terms = {**self.attached.terms(), **self.attached.progress()}
+            # The processes may disagree on whether there is this term, and the trainer would wait for all of them.
+            terms.pop("undefined", None)
+            components.add_logged({f"{name}{suffix}": term for name, term in terms.items()})
         return components
 
     def take_summaries(self) -> list[Any]:
@@ -210,10 +188,7 @@ class PenaltyLoss(nn.Module):
         self._point_summaries.append(self.penalty.summarize(points, Tokens(mask)))
 
     def _iterate_inputs_by_column(self, loader: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
-        """Yield the model's inputs for each text column of each batch.
-
-        The trainer's batches contain all columns in one mapping, with the column's name as a prefix of each key.
-        """
+        """The trainer's batches contain all columns in one mapping, with the column's name as a prefix of each key."""
         for batch in loader:
             prefixes = [name.removesuffix("input_ids") for name in batch if name.endswith("input_ids")]
             for prefix in prefixes:
@@ -226,7 +201,22 @@ class PenaltyLoss(nn.Module):
 
 
 class _Components(dict[str, Tensor]):
-    """The components of a loss by name, which the trainer adds up."""
+    """The components of a loss, and further terms to log: in `items`, but not in `values`, which are added up."""
+
+    def __init__(self, components: Mapping[str, Tensor]) -> None:
+        super().__init__(components.items())
+        self._logged = set(getattr(components, "_logged", ()))
+
+    def add_logged(self, terms: Mapping[str, float | Tensor]) -> None:
+        """Add terms that are only logged, except those that are components already."""
+        device = self.values()[0].device
+        for name, term in terms.items():
+            if name not in self:
+                self[name] = torch.as_tensor(term, device=device).detach()
+                self._logged.add(name)
+
+    def values(self) -> Any:  # a list, because the trainer makes one
+        return [component for name, component in self.items() if name not in self._logged]
 
     def __mul__(self, factor: Any) -> NoReturn:
         """Refuse what losses around other losses do, such as `MatryoshkaLoss`: they multiply a single number."""

@@ -2,23 +2,29 @@
 
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from istar.errors import UserError
+from istar.errors import UserError, check_one_of
 from istar.files.writing import atomic_write
 from istar.hidden_states import AttachedPenalty, PenaltySettings, attach_with_settings
 from istar.hidden_states.attach import DEFAULT_SETTINGS
 from istar.hidden_states.model_layers import eval_mode, preserve_rng_states
+from istar.hidden_states.reader import HiddenStateReader
 from istar.integrations.loaders import check_first_batch, iterate_in_new_order
-from istar.regularizers import Penalty
+from istar.measures.accumulator import world_size
+from istar.measures.layer_sums import LAYER_MEASURES, LayerSums
+from istar.regularizers import Penalty, Points
+from istar.regularizers.points import ALL_POINTS, Layers, Tokens
 
 if TYPE_CHECKING:
     _TrainerBase = Trainer
@@ -52,11 +58,9 @@ class PenaltyMixin(_TrainerBase):
     training that resumes from a checkpoint loads it. If a checkpoint lacks this state, training warns and goes on with
     the current state.
 
-    **Logs.** The logged `loss` includes the penalty. The trainer also logs the means since the last log of `penalty`
-    (weighted, as in the loss), of the score under its name (`isoscore_star`), of `points` (number of points in one
-    penalty), of `points_left_out` if the points have a `max_norm_ratio` and, if it is estimated, of `zeta`, and, if
-    there is a schedule, the current `lambda`. Micro-batches without a score add 0 to the loss, and are not part of the
-    score's mean; `undefined` is their number so far, if there are any. Evaluation losses do not include the penalty.
+    **Logs.** The logged `loss` includes the penalty. The trainer also logs `istar.AttachedPenalty.terms`, as means over
+    the micro-batches since the last log, and `progress`. Micro-batches without a score add 0 to the loss, and are not
+    part of the score's mean. Evaluation losses do not include the penalty.
 
     `nn.DataParallel` is not supported, nor are losses of several forward passes with gradients: only the last pass
     would count. DeepSpeed and tensor, context and sequence parallelism are not tested.
@@ -151,16 +155,15 @@ class PenaltyMixin(_TrainerBase):
         result: Any = super().compute_loss(model, inputs, **kwargs)
         loss, outputs = result if return_outputs else (result, None)
         self.penalty.last = None
-        loss = loss + scale * self._attached.loss().to(loss.device)
-        self._accumulate_terms()
+        task_loss, loss = loss / scale, loss + scale * self._attached.loss().to(loss.device)
+        self._accumulate_terms(self._attached.terms(task_loss))
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Call `Trainer.log`, with the means of the penalty's terms added to logs of the training loss."""
-        if "loss" in logs:
+        if "loss" in logs and self._attached is not None:
             logs.update(self._pop_mean_terms())
-            if self._attached is not None and self.settings.has_schedule:
-                logs["lambda"] = self.penalty.weight
+            logs.update({name: float(value) for name, value in self._attached.progress().items()})
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -170,10 +173,7 @@ class PenaltyMixin(_TrainerBase):
             save_penalty(self._attached, Path(str(output_dir or self.args.output_dir)), self.args)
 
     def _compute_penalty_scale(self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None) -> float:
-        """Return the factor by which the penalty is scaled before it is added to the task loss of a micro-batch.
-
-        The conditions are those under which `Trainer.training_step` divides the loss by the number of micro-batches.
-        """
+        """The conditions are those under which `Trainer.training_step` divides by the number of micro-batches."""
         num_micro_batches = self.current_gradient_accumulation_steps
         # Trainer has this attribute since transformers 5.19; older versions ignore a model's setting.
         is_declared_scaled = self.loss_is_scaled_for_ga if hasattr(Trainer, "loss_is_scaled_for_ga") else None
@@ -214,57 +214,29 @@ class PenaltyMixin(_TrainerBase):
             if not self.task_loss_is_normalized:
                 self._unnormalized_loss_factor = max(round(loss / compute_total_loss(None)), 1)
 
-    def _accumulate_terms(self) -> None:
-        """Add the terms of the latest penalty to the sums for the next log, without making the host wait for a GPU."""
-        assert self._attached is not None
-        for name, term in self._attached.terms().items():
+    def _accumulate_terms(self, terms: dict[str, Tensor]) -> None:
+        """Add the terms of a micro-batch to the sums for the next log, without making the host wait for a GPU."""
+        last = self.penalty.last
+        is_undefined = False if last is None else last.is_undefined
+        for name, term in terms.items():
             # The means leave out the NaN terms of points without a score.
-            assert self.penalty.last is not None
-            has_term = ~(term.isnan() & self.penalty.last.is_undefined)
+            has_term = ~(term.isnan() & is_undefined)
             sum_and_count = torch.stack([torch.where(has_term, term, 0), has_term]).float()
             self._term_sums[name] = self._term_sums.get(name, 0) + sum_and_count
 
     def _pop_mean_terms(self) -> dict[str, float]:
-        """Return the means of the penalty's terms since the last call, and reset their sums.
-
-        Without `sync`, the means are also averaged over the processes.
-        """
         if not self._term_sums:
             return {}
         names = list(self._term_sums)
         sums_and_counts = torch.stack([self._term_sums[name].to(self.args.device) for name in names])
-        if not self.penalty.sync:
-            sums_and_counts = self.accelerator.reduce(sums_and_counts, "sum")
+        sums_and_counts = self.accelerator.reduce(sums_and_counts, "sum")
         self._term_sums = {}
         means = sums_and_counts[:, 0] / sums_and_counts[:, 1]
-        # The counter does not wait for a GPU, but here the host waits anyway.
-        num_undefined = int(self.penalty.undefined.total)
-        return dict(zip(names, means.tolist(), strict=True)) | ({"undefined": num_undefined} if num_undefined else {})
+        return dict(zip(names, means.tolist(), strict=True))
 
 
 class PenaltyTrainer(PenaltyMixin, Trainer):
-    """transformers' `Trainer` with a penalty on hidden states; see `PenaltyMixin` for the arguments.
-
-    >>> import istar, tempfile
-    >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
-    >>> config = BertConfig(
-    ...     vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
-    ... )
-    >>> examples = [{"input_ids": [i, 7, i + 1, 9], "attention_mask": [1] * 4, "labels": i % 2} for i in range(16)]
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> trainer = PenaltyTrainer(
-    ...     model=BertForSequenceClassification(config),
-    ...     args=TrainingArguments(folder.name, max_steps=2, logging_steps=2, use_cpu=True, report_to="none"),
-    ...     train_dataset=examples,
-    ...     penalty=istar.IStar(weight=-1.0, zeta=0.4),
-    ... )
-    >>> output = trainer.train()  # doctest: +ELLIPSIS
-    {...'loss': ...'penalty': ...'isoscore_star': ...'points': ...}
-    ...
-    >>> trainer.penalty.shrinkage_covariance.shape
-    torch.Size([16, 16])
-    >>> folder.cleanup()
-    """
+    """transformers' `Trainer` with a penalty on hidden states; see `PenaltyMixin` for the arguments."""
 
 
 class PenaltyCallback(TrainerCallback):
@@ -316,3 +288,103 @@ def save_penalty(attached: AttachedPenalty, folder: Path, args: TrainingArgument
     if args.should_save:
         with atomic_write(folder / STATE_FILE) as file:
             file.write(save(state))
+
+
+class IsotropyCallback(TrainerCallback):
+    """Measures the hidden states of each evaluation of any `Trainer`, and logs for example `eval_isoscore`.
+
+        trainer.add_callback(IsotropyCallback(trainer, measures=["isoscore", "inter_sim"]))
+
+    The points are the tokens of the whole evaluation set in all chosen layers together. They are read during the
+    evaluation, without additional forward passes. Several processes give the same values as one: examples that are
+    repeated to give all processes equally many count once, except in padding-free batches. A measure that is not
+    defined, for example because the model has diverged, is NaN. `Trainer.evaluate` and `Trainer.predict` return the
+    values, so that `metric_for_best_model` can name one. With `eval_on_start=True`, the trainer also evaluates before
+    training.
+
+    Args:
+        trainer: the trainer with the evaluations.
+        measures: names from `istar.measures.layer_sums.LAYER_MEASURES`.
+        layers: as in `istar.IStar`.
+        points: as in `istar.PenaltySettings`.
+
+    Raises:
+        UserError: for an unknown measure, a model that `istar.attach` cannot read, and an evaluation of another model.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        measures: Sequence[str] = ("isoscore",),
+        layers: Layers = "all",
+        points: Points = ALL_POINTS,
+    ) -> None:
+        for measure in measures:
+            check_one_of("measure", measure, LAYER_MEASURES)
+        self._trainer: Any = trainer
+        self._measures, self._layers, self._points = measures, layers, points
+        self._loader: Any = None
+        self._sums: LayerSums | None = None
+        self._reader = self._attach()
+
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Read the model that is trained, which `model_init` may have made."""
+        self._reader.remove()
+        self._reader = self._attach()
+
+    def on_evaluate(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Log the measures, and add them to the metrics."""
+        self._trainer.log(self._add_measures(kwargs["metrics"]))
+
+    def on_predict(self, args: TrainingArguments, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+        """Add the measures to the metrics, which are not logged."""
+        self._add_measures(metrics)
+
+    def _attach(self) -> HiddenStateReader:
+        return HiddenStateReader(
+            self._trainer.model, self._layers, self._add_points, self._is_evaluating, points=self._points
+        )
+
+    def _is_evaluating(self) -> bool:
+        loader = self._trainer.callback_handler.eval_dataloader
+        active_loader = self._trainer.accelerator.gradient_state.active_dataloader
+        if torch.is_grad_enabled() or loader is None or loader is not active_loader:
+            return False
+        if loader is not self._loader:
+            # An earlier evaluation may have been interrupted.
+            self._loader, self._sums = loader, None
+        return True
+
+    def _add_points(self, state: Tensor, tokens: Tokens) -> None:
+        points, indices = state.flatten(0, 1), tokens.indices_of(state)
+        loader_state, num_counted = self._trainer.accelerator.gradient_state, len(state)
+        if loader_state.end_of_dataloader and loader_state.remainder > 0:
+            # The last batches of all processes have this number of examples; those after them are repeated.
+            num_counted = max(loader_state.remainder - self._trainer.args.process_index * len(state), 0)
+        if self._sums is None:
+            self._sums = LayerSums(points.shape[-1], points.device)
+        end = num_counted * state.shape[1]
+        self._sums.update(points[:end] if indices is None else points[indices[indices < end]])
+
+    def _add_measures(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Return the measures by names with the prefix of the metrics, such as `eval_`."""
+        sums, self._sums = self._sums, None
+        if world_size() > 1:
+            # A process without a batch needs the width to take part in the sums over processes.
+            width = torch.tensor(0 if sums is None else sums.moments.dim, device=self._trainer.args.device)
+            dist.all_reduce(width, dist.ReduceOp.MAX)
+            sums = (sums or LayerSums(int(width), width.device)).all_reduce() if width > 0 else None
+        if sums is None:
+            raise UserError(
+                "the evaluation did not run the trainer's model on batches of a dataloader that accelerate has "
+                "prepared: IsotropyCallback needs them; remove it from this trainer"
+            )
+        prefix = next(name.removesuffix("runtime") for name in metrics if name.endswith("_runtime"))
+        named = {}
+        for measure in self._measures:
+            try:
+                named[f"{prefix}{measure}"] = sums.compute([measure])[measure]
+            except UserError:
+                named[f"{prefix}{measure}"] = math.nan
+        metrics.update(named)
+        return named

@@ -134,7 +134,6 @@ class Accumulator:
         return {name: getattr(self, name) for name, merge in self._merges.items() if kind in (None, merge)}
 
     def _find_children(self) -> dict[str, "Accumulator"]:
-        """Return the attributes that are accumulators, or in dictionaries of them, by name."""
         children: dict[str, Accumulator] = {}
         for name, value in vars(self).items():
             members = {f"{name}.{key}": member for key, member in value.items()} if isinstance(value, dict) else {}
@@ -168,7 +167,6 @@ class Accumulator:
         return value.to(own) if isinstance(value, Tensor) else value
 
     def _gather(self, group: dist.ProcessGroup | None) -> Self:
-        """Gather the states of all processes, and merge them on each process."""
         states: list[Any] = [None] * world_size(group)
         dist.all_gather_object(states, self.state_dict(), group=group)
         others = [copy.deepcopy(self) for _ in states[1:]]
@@ -197,7 +195,6 @@ def _sum_all(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> 
 
 
 def _maximize_all(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """Return the largest values over all processes, with one all-reduce."""
     packed = _pack(tensors)
     dist.all_reduce(packed, dist.ReduceOp.MAX, group=group)
     return _unpack(packed, tensors)
@@ -208,7 +205,6 @@ def _pack(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def _unpack(packed: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parts of a packed tensor in the shapes and dtypes of the tensors that were packed."""
     parts = packed.split([tensor.numel() for tensor in tensors.values()])
     return {
         name: part.view_as(tensor).to(tensor.dtype) for (name, tensor), part in zip(tensors.items(), parts, strict=True)
@@ -216,7 +212,6 @@ def _unpack(packed: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _describe(value: Any) -> str:
-    """Describe a state in an error: a large tensor by its shape."""
     return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) and value.dim() else f"{value}"
 
 

@@ -351,13 +351,7 @@ class MassiveActivations(Accumulator):
         )
 
     def _add_candidates(self, block: Tensor, magnitudes: Tensor, tokens_and_positions: list[Tensor]) -> None:
-        """Update the kept activations and places with the activations of a block that are among the largest so far.
-
-        Args:
-            block: points of the batch, `(n, d)`.
-            magnitudes: absolute values of the block.
-            tokens_and_positions: token ids and positions of the points, `(n,)` each.
-        """
+        """Keep the largest of a block `(n, d)` of the points, with their token ids and positions, `(n,)` each."""
         row_indices, dimensions = (_round_down_to_bfloat16(magnitudes) > self.minimum).nonzero(as_tuple=True)
         values = block[row_indices, dimensions].to(self.values)
         if len(self.values) == self.capacity:
@@ -370,10 +364,7 @@ class MassiveActivations(Accumulator):
             self._keep_largest(values, torch.stack(places, dim=1))
 
     def _keep_largest(self, values: Tensor, places: Tensor) -> None:
-        """Add activations `(k,)` and their places `(k, 3)` to the kept ones, and keep the largest `capacity`.
-
-        Equal magnitudes are sorted by dimension, token and position, and then by value.
-        """
+        """Equal magnitudes are sorted by dimension, token and position, and then by value."""
         values, places = torch.cat([self.values, values]), torch.cat([self.places, places])
         # Stable sorts, from the last sort key to the first: value, position, token, dimension, magnitude.
         order = values.argsort()
@@ -389,11 +380,9 @@ def _to_bfloat16_bits(magnitudes: Tensor) -> Tensor:
 
 
 def _from_bfloat16_bits(bits: Tensor) -> Tensor:
-    """Return the numbers with these bfloat16 bit patterns, in float64."""
     return (bits.to(torch.int32) << 16).view(torch.float32).double()
 
 
 def _round_down_to_bfloat16(magnitudes: Tensor) -> Tensor:
-    """Round magnitudes down to bfloat16, as the histogram does. Returns float32 of the same shape."""
     bits = (_to_bfloat16_bits(magnitudes) << 16).view(torch.float32)
     return bits.reshape(magnitudes.shape)

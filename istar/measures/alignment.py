@@ -106,20 +106,14 @@ def cka_with_error(first: Tensor, second: Tensor, groups: int = 10) -> ValueWith
 
 
 def _center_points(points: Tensor) -> Tensor:
-    """Return points `(n, d)` minus their mean, in float64 (float32 on MPS).
-
-    CKA does not change, but its rounding errors are smaller.
-    """
+    """CKA does not change, but its rounding errors, in float64 (float32 on MPS), are smaller."""
     points = select_rows(points)
     points = points.to(accumulation_dtype(points.device))
     return points - points.mean(0)
 
 
 def _estimate_hsic(xs: Tensor, ys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the unbiased estimate of HSIC for points `(n, d_x)` and `(n, d_y)`, and the typical size of its terms.
-
-    The rounding error is proportional to the typical size.
-    """
+    """Return the unbiased estimate, and the typical size of its terms, to which the rounding error is proportional."""
     n = len(xs)
     x_squares, y_squares = xs.square().sum(1), ys.square().sum(1)
     x_total, y_total, outer, products = xs.sum(0), ys.sum(0), xs.T @ ys, x_squares @ y_squares

@@ -355,6 +355,5 @@ def count_classes(labels: Tensor) -> int:
 
 
 def _pad_with_zeros(rows: Tensor, num_rows: int) -> Tensor:
-    """Return rows `(n, ...)` followed by rows of zeros, so that there are `num_rows` in all."""
     num_missing = num_rows - len(rows)
     return rows if num_missing == 0 else pad(rows, [0, 0] * (rows.dim() - 1) + [0, num_missing])

@@ -276,6 +276,5 @@ class IntraSim(Accumulator):
 
 
 def _check_tokens(tokens: Tensor, points: Tensor) -> None:
-    """Raise `UserError` unless `tokens` has one integer for each point."""
     check_one_per_point(tokens, "tokens", points)
     check_integers(tokens, "tokens")

@@ -95,11 +95,7 @@ def two_nn_with_error(points: Tensor, discard: float = 0.1, resamples: int = 200
 
 
 def _compute_sorted_log_ratios(points: Tensor, discard: float) -> Tensor:
-    """Return log(r_2 / r_1) in ascending order, for the distances of each distinct point to its two nearest neighbours.
-
-    Raises:
-        UserError: if no slope can be fitted to these numbers, see `two_nn`.
-    """
+    """Return log(r_2 / r_1), ascending, for the distances of each distinct point to its two nearest neighbours."""
     distances, _ = _find_neighbour_distances(points, 2)
     ratios = distances[:, 1] / distances[:, 0]
     n = len(ratios)
@@ -261,10 +257,7 @@ def _find_distinct_points(points: Tensor) -> tuple[Tensor, float]:
 
 
 def _fit_dimension(near: Tensor, far: Tensor, n1: int, n2: int) -> Dimension:
-    """Return the maximum-likelihood estimate of the dimension and its standard error; see `gride`.
-
-    `near` and `far` are the distances of the points to their neighbours number n1 and n2, `(n,)` each.
-    """
+    """`near` and `far` are the distances of the points to their neighbours number n1 and n2, `(n,)` each."""
     log_ratios = (far / near).log()
     log_ratios = log_ratios[log_ratios > _TOLERANCE]
     n = len(log_ratios)

@@ -252,7 +252,6 @@ def check_covariance(covariance: Tensor, name: str) -> None:
 
 
 def _to_moments(points: Tensor | MomentsT, mask: Tensor | None, moments_class: type[MomentsT]) -> MomentsT:
-    """Return the moments of points, or given moments as they are; raise `UserError` for moments with a mask."""
     if isinstance(points, Tensor):
         return moments_class.of(points, mask)
     if mask is not None:
@@ -269,7 +268,6 @@ def _check_same_shape(covariance: Tensor, shrinkage_covariance: Tensor) -> None:
 
 
 def _check_nonzero_trace(covariance: Tensor, name: str) -> None:
-    """Raise `UserError` unless the covariance has at least 2 dimensions, is finite and has a positive trace."""
     dim = covariance.shape[0]
     if dim < 2:
         raise UserError(f"isotropy needs at least 2 dimensions; {name} has {dim}")

@@ -196,7 +196,6 @@ _SAFE_NORMS = {torch.float64: (1e-140, 1e140), torch.float32: (1e-12, 1e12)}
 
 
 def _squares_are_safe(norms: Tensor) -> bool:
-    """Return whether the squares summed for these norms were in the dtype's range."""
     # For other dtypes, no norm is in the range from 1 to 0.
     low, high = _SAFE_NORMS.get(norms.dtype, (1.0, 0.0))
     return bool(len(norms) and norms.min() > low and norms.max() < high)

@@ -77,7 +77,6 @@ def partition_isotropy(embeddings: Tensor, signs: Signs = "as_computed") -> Part
 
 
 def _compute_gram_eigenvectors(embeddings: Tensor) -> Tensor:
-    """Return the unit eigenvectors of W^T W as the columns of a matrix `(d, d)`."""
     # Scaling keeps the squares of very large or small numbers in range; a power of two adds no rounding error.
     largest = max(block.abs().amax().item() for block in upcast_blocks(embeddings))
     scale = 2.0 ** -max(-1000, min(1000, math.frexp(largest)[1]))

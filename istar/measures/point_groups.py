@@ -175,7 +175,6 @@ class RowSums(Accumulator):
         return (self.row_of_group >= 0).nonzero().squeeze(1)
 
     def _assign_rows(self, groups: Tensor) -> None:
-        """Give a row to each of some groups `(n,)` without one."""
         new_groups = groups[self.row_of_group[groups] < 0].unique()
         if not len(new_groups):
             return
@@ -351,7 +350,6 @@ def _average_cosine_by_group(totals: Tensor, counts: Tensor) -> Tensor:
 
 
 def _convert_groups(groups: Tensor, num_groups: int) -> Tensor:
-    """Return the groups `(n,)` as int64; raise `UserError` unless they are integers from 0 to num_groups - 1."""
     check_integers(groups, "groups")
     if len(groups) and (groups.min() < 0 or groups.max() >= num_groups):
         raise UserError(f"groups are {groups.min():d} to {groups.max():d}; expected 0 to {num_groups - 1}")

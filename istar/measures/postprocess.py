@@ -107,10 +107,7 @@ def _compute_mean_row(embeddings: Tensor) -> Tensor:
 
 
 def _compute_principal_directions(embeddings: Tensor, mean: Tensor) -> Tensor:
-    """Return the eigenvectors of the scatter matrix of the rows as columns `(d, d)`, largest variance first.
-
-    `mean` is the mean of the rows, `(d,)`.
-    """
+    """Return the eigenvectors of the scatter matrix as columns `(d, d)`, largest variance first."""
     scatter = torch.zeros(len(mean), len(mean), dtype=mean.dtype, device=mean.device)
     for block in upcast_blocks(embeddings):
         scatter += (block - mean).T @ (block - mean)

@@ -86,7 +86,6 @@ def isoscore_by_sentence_with_error(
 
 
 def _make_empty_moments(points: Tensor, mask: Tensor | None) -> "SentenceMoments":
-    """Return an accumulator without sentences. Its origin is the mean of the points."""
     _check_sentences(points, mask)
     included_points = points.reshape(-1, points.shape[-1]) if mask is None else points[mask.bool()]
     origin = included_points.to(accumulation_dtype(points.device)).mean(0) if len(included_points) else None
@@ -295,7 +294,6 @@ class SentenceMoments(Accumulator):
         )
 
     def _count_tuples(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the numbers of ordered pairs, triples and quadruples of points of distinct sentences."""
         # Sums over sentences of the number of points and of its powers, for inclusion and exclusion.
         n, n2, n3, n4 = self.counts
         return (
@@ -306,7 +304,6 @@ class SentenceMoments(Accumulator):
 
 
 def _check_sentences(points: Tensor, mask: Tensor | None) -> None:
-    """Raise `UserError` unless points are floating, `(sentences, tokens, d)`, and a mask has one value per point."""
     if points.dim() != 3 or points.shape[-1] < 1:
         raise UserError(f"points have shape {tuple(points.shape)}; expected (sentences, tokens, d)")
     if not points.is_floating_point():

@@ -148,6 +148,10 @@ class Terms(NamedTuple):
     target: Tensor | None = None
     sums: tuple[Tensor, ...] = ()
 
+    def __repr__(self) -> str:
+        terms = {name: term for name, term in self._asdict().items() if isinstance(term, Tensor)}
+        return f"Terms({', '.join(f'{name}={term.item():.6g}' for name, term in terms.items())})"
+
     def detach(self) -> Self:
         """Return the terms without their autograd graph and without `sums`, for logs."""
         zeta, left_out, target = (None if term is None else term.detach() for term in self[3:6])
@@ -318,10 +322,7 @@ class Penalty(nn.Module, ABC):
         return self.factor * terms.value
 
     def _update_target(self, score: Tensor) -> Tensor:
-        """Return the target of the score of a loss, 0-d.
-
-        With the set-point `keep`, it is the mean score of the first losses, possibly including this one.
-        """
+        """With the set-point `keep`, it is the mean score of the first losses, possibly including this one."""
         assert self.set_point is not None
         score = score.detach()
         if not self.set_point.is_kept:

@@ -138,7 +138,6 @@ def score_or_nan(moments: SentenceMoments) -> Tensor:
 
 
 def _compute_mean(layers: Sequence[SentencePoints], sync: bool, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the mean `(d,)` of the points of all layers; 0 without points."""
     dtype = accumulation_dtype(layers[0].rows.device)
     sums = [torch.sum(_select_rows(layer.rows, layer.indices), 0, dtype=dtype) for layer in layers]
     num_points = sum(len(layer.rows) if layer.indices is None else len(layer.indices) for layer in layers)
@@ -155,7 +154,6 @@ def _group_by_pass(layers: Sequence[SentencePoints]) -> list[list[SentencePoints
 
 
 def _sum_sentences(layers: Sequence[SentencePoints], mean: Tensor) -> SentenceSums:
-    """Return the sums over the points of each sentence, about `mean`, in all given layers of one forward pass."""
     layouts: list[_Layout] = []
     for index, layer in enumerate(layers):
         # Layers that share the indices of their points share a layout.
@@ -174,7 +172,6 @@ def _sum_sentences(layers: Sequence[SentencePoints], mean: Tensor) -> SentenceSu
 
 
 def _make_layout(layer: SentencePoints) -> _Layout:
-    """Return the layout of a layer's points in a block with a row of points for each sentence."""
     sentence_indices = _select_rows(layer.sentences, layer.indices)
     num_sentences = int(layer.sentences.max()) + 1 if len(layer.sentences) else 0
     counts = sentence_indices.new_zeros(num_sentences).index_add(0, sentence_indices, torch.ones_like(sentence_indices))
@@ -244,10 +241,7 @@ def _split_layers(layouts: Sequence[_Layout], dim: int) -> Iterator[Sequence[int
 
 
 def _pad_sentences(rows: Tensor, mean: Tensor, layout: _Layout) -> Tensor:
-    """Return the points of a layer minus the mean by sentence, `(sentences, max_length, d)`, float32 or wider.
-
-    Shorter sentences are padded with zeros.
-    """
+    """Return `(sentences, max_length, d)`, float32 or wider; shorter sentences are padded with zeros."""
     dtype = torch.promote_types(rows.dtype, torch.float32)
     points = _select_rows(rows, layout.indices).to(dtype) - mean.to(dtype)
     block = points.new_zeros(layout.num_sentences * layout.max_length, rows.shape[1])

@@ -262,7 +262,6 @@ class Tokens:
         return self._document_indices[shape]
 
     def _compute_point_mask(self, hidden_state: Tensor) -> Tensor | None:
-        """Return the mask of the points before `max_norm_ratio` is applied; None if all tokens are points."""
         is_token = non_padding_mask(self.attention_mask)
         which = self.points.which
         if which == "all":
@@ -284,7 +283,6 @@ class Tokens:
         return is_token & (next_token_has_label(has_label, starts) if self.predicts_next else has_label)
 
     def _check_hidden_state(self, hidden_state: Tensor) -> None:
-        """Raise `UserError` unless a hidden state fits the attention mask and the arguments that the points need."""
         if not hidden_state.is_floating_point():
             raise UserError(f"hidden states are {hidden_state.dtype}; expected a floating dtype")
         shape = tuple(hidden_state.shape)
@@ -303,7 +301,6 @@ class Tokens:
             self._check_arguments(shape)
 
     def _check_arguments(self, shape: tuple[int, ...]) -> None:
-        """Raise `UserError` unless the call had what the points depend on, for a hidden state of this shape."""
         which = self.points.which
         if len(shape) != 3:
             raise UserError(f"points={which!r} needs hidden states (batch, tokens, d); these have shape {shape}")
@@ -391,12 +388,10 @@ def select_by_norm_ratio(points: Tensor, indices: Tensor | None, ratio: float) -
 
 
 def _may_attend(mask: Tensor) -> Tensor:
-    """Return where a diagonal of an attention mask, `(batch, heads, tokens)`, allows attention in any head."""
     return (mask == 0 if mask.is_floating_point() else mask != 0).any(1)
 
 
 def _mask_fits(mask: Tensor, shape: tuple[int, ...]) -> bool:
-    """Return whether the shape of an attention mask fits hidden states of shape `shape`; see `Tokens`."""
     if mask.dim() != 4:
         return tuple(mask.shape) == shape[:-1]
     return len(shape) == 3 and (mask.shape[0], *mask.shape[2:]) == (shape[0], shape[1], shape[1])

@@ -67,10 +67,7 @@ class SimCtg(Penalty):
             return self._summarize_sequences(hidden_state, is_point)
 
     def _summarize_sequences(self, hidden_state: Tensor, is_point: Tensor) -> Tensor:
-        """Return the sum over all pairs, the number of pairs and the number of points, `(3,)`.
-
-        `is_point` is the mask of the points, `(batch, tokens)`.
-        """
+        """Return the sum over all pairs, the number of pairs and of points, `(3,)`; the mask is `(batch, tokens)`."""
         # Tokens that are not points may be NaN, so they are set to 0.
         units = unit_points(hidden_state.masked_fill(~is_point[..., None], 0), None)
         with full_precision(units.device):

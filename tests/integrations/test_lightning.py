@@ -220,11 +220,19 @@ def test_points_left_out_and_lambda_are_logged():
         istar.CosReg(WEIGHT, layers="all"),
         make_settings(points=istar.Points(max_norm_ratio=1.000001), schedule="warmup", warmup=1.0),
     )  # fmt: skip
-    trainer = make_trainer(callback, max_epochs=1)
+    losses = []
+
+    class LossRecorder(Classifier):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            losses.append(super().training_step(batch, batch_idx))
+            return losses[-1]
+
+    trainer = make_trainer(callback, max_epochs=1, accumulate_grad_batches=2)
     trainer.fit(
-        Classifier(make_classifier("bert"), callback), make_loader(make_examples("classification", 2 * BATCH_SIZE))
+        LossRecorder(make_classifier("bert"), callback), make_loader(make_examples("classification", 4 * BATCH_SIZE))
     )
     metrics = trainer.callback_metrics
+    assert_close((metrics["train/task_loss"] + metrics["train/penalty"]).double(), losses[-1].detach(), **CLOSE)
     assert metrics["train/lambda"] == pytest.approx(WEIGHT / 2)
     assert metrics["train/points_left_out"] > 0
 
@@ -324,6 +332,7 @@ def test_the_weighted_penalty_its_score_and_the_points_are_logged_and_validation
     assert_close(metrics["train/penalty"].double(), expected, rtol=1e-6, atol=0)
     assert_close(metrics["train/isoscore_star"].double(), 1 - expected / WEIGHT, rtol=1e-6, atol=0)
     assert metrics["train/points"] == len(points)
+    assert_close(metrics["train/task_loss"].double(), task_loss, rtol=1e-6, atol=0)
     assert_close(metrics["val_loss"].double(), task_loss, rtol=1e-6, atol=0)
 
 

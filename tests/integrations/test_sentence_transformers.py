@@ -181,6 +181,8 @@ def test_the_gradient_is_that_of_the_mean_over_micro_batches(bert_folder, tmp_pa
     assert first_log["task_loss"] == pytest.approx(torch.stack(expected_losses).mean().item(), abs=1e-3)
     assert first_log["penalty"] == pytest.approx(torch.stack(expected_penalties).mean().item(), abs=1e-3)
     assert first_log["loss"] == pytest.approx(first_log["task_loss"] + first_log["penalty"], abs=1e-3)
+    assert first_log["isoscore_star"] == pytest.approx(1 - first_log["penalty"] / WEIGHT, abs=1e-3)
+    assert first_log["points"] == pytest.approx(len(points) / accumulation)
     assert not model[0].model.config.output_hidden_states
 
 
@@ -264,7 +266,9 @@ def test_in_evaluation_there_is_no_penalty_and_with_lambda_0_it_is_0(bert_folder
     model = make_encoder(bert_folder)
     loss = PenaltyLoss(model, losses.MultipleNegativesRankingLoss(model), istar.CosReg(1.0))
     features = [model.preprocess(["a b", "c d e"]), model.preprocess(["f", "g h"])]
-    assert set(loss([dict(column) for column in features], None)) == {"task_loss", "penalty"}
+    components = loss([dict(column) for column in features], None)
+    assert set(components) == {"task_loss", "penalty", "average_cosine", "points"}
+    assert_close(sum(components.values()), components["task_loss"] + components["penalty"], rtol=0, atol=0)
     with torch.no_grad():
         assert set(loss([dict(column) for column in features], None)) == {"task_loss"}
     loss.penalty.weight = 0.0
@@ -306,7 +310,10 @@ def test_two_penalties_around_one_loss_are_added_up(bert_folder):
     second = PenaltyLoss(model, first, istar.CosReg(2.0), on="pooled")
     features = [model.preprocess(["a b", "c d e"]), model.preprocess(["f", "g h"])]
     components = second(features, None)
-    assert list(components) == ["task_loss", "penalty", "penalty_2"]
+    assert len(components.values()) == 3
+    names = ["penalty", "average_cosine", "points"]
+    assert list(components) == ["task_loss", *names, *(f"{name}_2" for name in names)]
+    assert_close(sum(components.values()), components["task_loss"] + components["penalty"] + components["penalty_2"])
     assert components["penalty"] == first.penalty.last.value
     assert components["penalty_2"] == 2 * second.penalty.last.value
 

@@ -19,7 +19,7 @@ from transformers import BertForSequenceClassification, Trainer, TrainerCallback
 
 import istar
 from istar.errors import UserError
-from istar.integrations.transformers import PenaltyMixin, PenaltyTrainer
+from istar.integrations.transformers import IsotropyCallback, PenaltyMixin, PenaltyTrainer
 from tests.forks import run_in_processes
 from tests.integrations.naive import (
     collate,
@@ -31,6 +31,7 @@ from tests.integrations.naive import (
     sgd_arguments,
     task_loss,
 )
+from tests.oracles import algorithm_1, stack
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning"),
@@ -225,12 +226,32 @@ def run_worker(rank, processes, port, folder):
         results[case, accumulation] = train_step_and_expected(
             name, f"{folder}/{rank}", accumulation, factor, trainer_class, arguments
         )
+    results["evaluations"] = [evaluate(f"{folder}/{rank}", num_examples) for num_examples in (3, 2 * processes + 1)]
     results["state"] = refresh_and_save(f"{folder}/shared", sync=True)
     results["states"] = refresh_and_save(f"{folder}/apart", sync=False)
     torch.save(results, f"{folder}/{rank}.pt")
     dist.barrier()
     # Skip the shutdown of the interpreter, in which the process group may abort.
     os._exit(0)
+
+
+MEASURES = ("isoscore", "inter_sim", "mean_kurtosis")
+
+
+def evaluate(folder, num_examples, **arguments):
+    """The logged measures of an evaluation, of which accelerate repeats examples to fill the batches of processes."""
+    trainer = Trainer(
+        model=make_model("bert classification"),
+        args=sgd_arguments(folder, per_device_eval_batch_size=2),
+        eval_dataset=make_examples("bert classification", num_examples),
+        data_collator=collate,
+    )
+    trainer.add_callback(IsotropyCallback(trainer, MEASURES, **arguments))
+    metrics = trainer.evaluate()
+    logged = trainer.state.log_history[-1]
+    measures = {name: logged[f"eval_{name}"] for name in MEASURES}
+    assert measures == {name: metrics[f"eval_{name}"] for name in MEASURES}
+    return measures
 
 
 def refresh_and_save(folder, sync):
@@ -246,7 +267,7 @@ def refresh_and_save(folder, sync):
     dist.barrier()
     return (
         trainer.penalty.shrinkage_covariance,
-        trainer.state.log_history[0]["points"],
+        trainer.state.log_history[0],
         sorted(path.name for path in Path(folder, "checkpoint-1").iterdir()),
     )
 
@@ -276,9 +297,34 @@ def test_processes_share_one_shrinkage_covariance_and_file_or_have_one_each(resu
     )
     assert "istar_penalty.safetensors" in states_with_sync[0][2]
     assert not torch.equal(states_without_sync[0][0], states_without_sync[1][0])
-    # The mean number of points of the penalty of one process is logged.
-    assert states_without_sync[0][1] == pytest.approx(states_with_sync[0][1] / len(results), rel=1e-6)
+    # Logs are means over the processes: the number of points is that of one process without sync.
+    for log in (states_with_sync[0][1], states_without_sync[0][1]):
+        assert log["loss"] == pytest.approx(log["task_loss"] + log["penalty"], rel=1e-5)
+    ratio = states_with_sync[0][1]["points"] / states_without_sync[0][1]["points"]
+    assert ratio == pytest.approx(len(results), rel=1e-6)
     assert "istar_penalty.safetensors" in states_without_sync[0][2]
+
+
+def test_an_evaluation_of_several_processes_is_measured_as_by_one(results, tmp_path):
+    expected = [evaluate(tmp_path, num_examples) for num_examples in (3, 2 * len(results) + 1)]
+    for result in results:
+        for measures, expected_measures in zip(result["evaluations"], expected, strict=True):
+            assert measures == pytest.approx(expected_measures, rel=1e-9)
+
+
+def test_an_evaluation_is_measured_over_all_its_tokens_in_the_chosen_layers(tmp_path):
+    examples = make_examples("bert classification", 5)
+    outputs = make_model("bert classification").eval()(**collate(examples), output_hidden_states=True)
+    for layers, states in (("all", outputs.hidden_states[1:]), ([0], outputs.hidden_states[:1])):
+        points = stack(states, collate(examples)["attention_mask"]).detach()
+        measures = evaluate(tmp_path, 5, layers=layers)
+        cosines = torch.nn.functional.normalize(points) @ torch.nn.functional.normalize(points).T
+        assert measures["isoscore"] == pytest.approx(
+            algorithm_1(points, torch.zeros(12, 12).double(), 0.0, torch.linalg.eigvalsh).item(), rel=1e-9
+        )
+        assert measures["inter_sim"] == pytest.approx(
+            ((cosines.sum() - len(points)) / (len(points) * (len(points) - 1))).item(), rel=1e-9
+        )
 
 
 # What surrounds a step --------------------------------------------------------------------------------------------
@@ -337,7 +383,9 @@ def test_a_penalty_of_weight_0_and_its_refreshes_change_nothing_bit_for_bit(tmp_
         torch.equal(*pair)
         for pair in zip(copy_parameters(trainer), copy_parameters(trainer_without_penalty), strict=True)
     )
-    assert "penalty" not in trainer.state.log_history[0]
+    first_log = trainer.state.log_history[0]
+    assert "penalty" not in first_log
+    assert first_log["task_loss"] == pytest.approx(first_log["loss"] / 2)  # Trainer adds up the micro-batches.
 
 
 def test_the_training_uses_the_same_batches_with_and_without_a_penalty(tmp_path):
@@ -419,6 +467,7 @@ def test_logs_hold_the_means_of_the_terms_since_the_last_log(tmp_path):
     for index, log in enumerate(logs):
         value, score, points, zeta, loss = torch.tensor(terms[4 * index : 4 * index + 4]).mean(0).tolist()
         expected = {"penalty": 2.0 * value, "isoscore_star": score, "points": points, "zeta": zeta, "loss": 2 * loss}
+        expected["task_loss"] = loss - 2.0 * value
         assert {name: log[name] for name in expected} == pytest.approx(expected, rel=1e-5)
         assert log["penalty"] == pytest.approx(2.0 * (1 - log["isoscore_star"]), rel=1e-5)
     assert not any("penalty" in log for log in trainer.state.log_history if "loss" not in log)

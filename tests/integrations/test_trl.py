@@ -160,6 +160,7 @@ def test_the_penalty_is_refreshed_and_logged_and_evaluations_hold_none(tmp_path)
     task_loss = trainer_without_penalty.state.log_history[0]["loss"]
     first_log = trainer.state.log_history[0]
     assert first_log["penalty"] == pytest.approx(WEIGHT * (1 - first_log["isoscore_star"]), rel=1e-5)
+    assert first_log["task_loss"] == pytest.approx(task_loss, rel=1e-4)
     assert first_log["loss"] == pytest.approx(task_loss + first_log["penalty"], rel=1e-4)
     [evaluation] = [log for log in trainer.state.log_history if "eval_loss" in log]
     assert evaluation["eval_loss"] < 4.5

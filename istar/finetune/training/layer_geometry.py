@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
 
 from istar.errors import NonFiniteError, UserError
 from istar.finetune.tasks.features import TokenizedRows
@@ -25,17 +24,8 @@ from istar.finetune.training.final_geometry import (
 from istar.finetune.training.module import FineTuner, log_immediately
 from istar.hidden_states.model_layers import preserve_rng_states
 from istar.inputs.architectures import is_decoder
-from istar.measures import (
-    Accumulator,
-    AverageCosine,
-    ClassMoments,
-    DimensionMoments,
-    Moments,
-    Norms,
-    effective_rank,
-    isoscore,
-    singular_values,
-)
+from istar.measures import ClassMoments, Moments, isoscore
+from istar.measures.layer_sums import LayerSums
 from istar.records.metric_names import geometry_key, isotropy_key
 
 CLASS_SCORES = ("within", "between", "between_share")
@@ -47,34 +37,6 @@ SAMPLED = ("isoscore", "inter_sim", "effective_rank", "mean_kurtosis", "average_
 SECONDS_KEY = "geometry/seconds"
 """Name under which the duration of a measurement is logged."""
 _SAMPLE_SEED = 0
-
-
-class LayerSums(Accumulator):
-    """Accumulates what the measures in `MONITORED` and `SAMPLED` of one layer are computed from."""
-
-    def __init__(self, dim: int, device: torch.device) -> None:
-        self.moments, self.cosine = Moments(dim, device), AverageCosine(dim, device)
-        self.dimensions, self.norms = DimensionMoments(dim, device), Norms(dim, device=device)
-
-    def update(self, points: Tensor, mask: Tensor) -> None:
-        """Add the points `(batch, tokens, d)` where the mask `(batch, tokens)` is not 0."""
-        points = points[mask.bool()]
-        for sums in (self.moments, self.cosine, self.dimensions, self.norms):
-            sums.update(points)
-
-    def compute(self, names: Sequence[str]) -> dict[str, float]:
-        """Return some measures by name."""
-        norms = self.norms.compute()
-        functions: dict[str, Callable[[], float | Tensor]] = {
-            "isoscore": lambda: isoscore(self.moments),
-            "inter_sim": self.cosine.compute,
-            "average_norm": lambda: norms.average,
-            "norm_ratio": lambda: norms.ratio,
-            "effective_rank": lambda: effective_rank(singular_values(self.moments)),
-            "participation_ratio": lambda: 1 + (self.moments.dim - 1) * isoscore(self.moments),
-            "mean_kurtosis": lambda: self.dimensions.kurtosis().nanmean(),
-        }
-        return {name: float(functions[name]()) for name in names}
 
 
 @contextmanager

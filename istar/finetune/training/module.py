@@ -126,19 +126,17 @@ class FineTuner(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the task loss plus the weighted penalty."""
         loss = self.task_loss(batch)
-        logged_metrics = {"train/task_loss": loss.detach()}
+        terms = {"task_loss": loss.detach()}
         self.step_guard.record("task loss", loss)
-        if self.penalty is not None:
-            weight = self.penalty.penalty.weight
-            if self.penalty.settings.has_schedule:
-                logged_metrics["train/lambda"] = torch.tensor(weight, dtype=torch.float64, device=loss.device)
-            # With weight 0, the loss equals the task loss bit for bit.
-            if weight != 0:
-                weighted_penalty = self.penalty.loss()
-                self.step_guard.record("penalty", weighted_penalty)
-                loss = loss + weighted_penalty.to(loss.dtype)
-                logged_metrics |= {f"train/{name}": term for name, term in self.penalty.terms().items()}
-        self._micro_batches.append({"train/loss": loss.detach(), **logged_metrics})
+        # With weight 0, the loss equals the task loss bit for bit.
+        if self.penalty is not None and self.penalty.penalty.weight != 0:
+            weighted_penalty = self.penalty.loss()
+            self.step_guard.record("penalty", weighted_penalty)
+            terms = self.penalty.terms(loss)
+            loss = loss + weighted_penalty.to(loss.dtype)
+        self._micro_batches.append(
+            {"train/loss": loss.detach(), **{f"train/{name}": term for name, term in terms.items()}}
+        )
         return loss
 
     def configure_gradient_clipping(
@@ -163,8 +161,8 @@ class FineTuner(L.LightningModule):
         elif gradient_clip_val is not None:
             clip_grads_with_norm_(parameters, gradient_clip_val, gradient_norm)
         step_metrics = {"train/grad_norm": gradient_norm, "train/lr": optimizer.param_groups[0]["lr"]}
-        if self.penalty is not None and self.penalty.penalty.undefined.seen > 0:
-            step_metrics["train/undefined"] = self.penalty.penalty.undefined.total
+        if self.penalty is not None:
+            step_metrics |= {f"train/{name}": value for name, value in self.penalty.progress().items()}
         self._log_step(step_metrics)
 
     def _log_step(self, step_metrics: Mapping[str, Any]) -> None:
