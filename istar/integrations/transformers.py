@@ -22,7 +22,7 @@ from istar.hidden_states.model_layers import eval_mode, preserve_rng_states
 from istar.hidden_states.reader import HiddenStateReader
 from istar.integrations.loaders import check_first_batch, iterate_in_new_order
 from istar.measures.accumulator import world_size
-from istar.measures.layer_sums import LAYER_MEASURES, LayerSums
+from istar.measures.layer_sums import TRAINING_MEASURES, LayerSums
 from istar.regularizers import Penalty, Points
 from istar.regularizers.points import ALL_POINTS, Layers, Tokens
 
@@ -304,7 +304,7 @@ class IsotropyCallback(TrainerCallback):
 
     Args:
         trainer: the trainer with the evaluations.
-        measures: names from `istar.measures.layer_sums.LAYER_MEASURES`.
+        measures: names from `istar.measures.layer_sums.TRAINING_MEASURES`.
         layers: as in `istar.IStar`.
         points: as in `istar.PenaltySettings`.
 
@@ -320,7 +320,7 @@ class IsotropyCallback(TrainerCallback):
         points: Points = ALL_POINTS,
     ) -> None:
         for measure in measures:
-            check_one_of("measure", measure, LAYER_MEASURES)
+            check_one_of("measure", measure, TRAINING_MEASURES)
         self._trainer: Any = trainer
         self._measures, self._layers, self._points = measures, layers, points
         self._loader: Any = None

@@ -13,7 +13,7 @@ from istar.measures.moments import Moments
 from istar.measures.norms import Norms
 from istar.measures.spectrum import effective_rank, singular_values
 
-LAYER_MEASURES = (
+TRAINING_MEASURES = (
     *("isoscore", "inter_sim", "average_norm", "norm_ratio", "effective_rank", "participation_ratio"),
     "mean_kurtosis",
 )
@@ -21,7 +21,7 @@ LAYER_MEASURES = (
 
 
 class LayerSums(Accumulator):
-    """Accumulates what the measures in `LAYER_MEASURES` are computed from."""
+    """Accumulates what the measures in `TRAINING_MEASURES` are computed from."""
 
     def __init__(self, dim: int, device: torch.device) -> None:
         self.moments, self.cosine = Moments(dim, device), AverageCosine(dim, device)
