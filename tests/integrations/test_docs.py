@@ -137,6 +137,7 @@ SCRIPTS: dict[str, tuple[str, Callable[[], Names]]] = {
     "trl": ("trl", make_sft_script),
     "sentence-transformers": ("sentence_transformers", make_sentence_script),
     "Lightning": ("lightning", make_lightning_script),
+    "Isotropy of the evaluation set": ("accelerate", make_trainer_script),
     "Which tokens": ("torch", make_decoder),
     "Embedding matrices": ("torch", make_decoder),
 }
