@@ -128,8 +128,8 @@ class AttachedPenalty(ABC):
     """A penalty attached to a model.
 
     A trainer calls `set_weight` and `refresh_if_due` before each optimizer step, adds `loss` to the task loss of each
-    micro-batch, logs `terms` and `progress`, puts `state_dict` into its checkpoints, and calls `remove` at the end. As a
-    context manager, it calls `remove` at the end of the block.
+    micro-batch, logs `terms` and `progress`, puts `state_dict` into its checkpoints, and calls `remove` at the end. As
+    a context manager, it calls `remove` at the end of the block.
 
     Attributes:
         penalty: the penalty; its attribute `last` has the terms of the latest `loss()`.

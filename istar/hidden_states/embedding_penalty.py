@@ -44,7 +44,7 @@ class EmbeddingPenalty(AttachedPenalty):
     >>> loss = model(**batch).loss + attached.loss()
     >>> loss.backward()
     >>> attached
-    EmbeddingPenalty(GPT2LMHeadModel, CosReg(weight=1.0), output embeddings)
+    EmbeddingPenalty(GPT2LMHeadModel, CosReg(weight=1.0, sync=False), output embeddings)
     >>> attached.penalty.last.points.item()
     50.0
 
