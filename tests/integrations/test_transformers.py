@@ -238,8 +238,8 @@ def run_worker(rank, processes, port, folder):
 MEASURES = ("isoscore", "inter_sim", "mean_kurtosis")
 
 
-def evaluate(folder, num_examples, **arguments):
-    """The logged measures of an evaluation, of which accelerate repeats examples to fill the batches of processes."""
+def make_measured_trainer(folder, num_examples, **arguments):
+    """A trainer whose evaluation set accelerate extends, to give all processes full batches."""
     trainer = Trainer(
         model=make_model("bert classification"),
         args=sgd_arguments(folder, per_device_eval_batch_size=2),
@@ -247,6 +247,12 @@ def evaluate(folder, num_examples, **arguments):
         data_collator=collate,
     )
     trainer.add_callback(IsotropyCallback(trainer, MEASURES, **arguments))
+    return trainer
+
+
+def evaluate(folder, num_examples, **arguments):
+    """The logged measures of an evaluation."""
+    trainer = make_measured_trainer(folder, num_examples, **arguments)
     metrics = trainer.evaluate()
     logged = trainer.state.log_history[-1]
     measures = {name: logged[f"eval_{name}"] for name in MEASURES}
@@ -325,6 +331,26 @@ def test_an_evaluation_is_measured_over_all_its_tokens_in_the_chosen_layers(tmp_
         assert measures["inter_sim"] == pytest.approx(
             ((cosines.sum() - len(points)) / (len(points) * (len(points) - 1))).item(), rel=1e-9
         )
+
+
+def test_an_evaluation_that_was_interrupted_does_not_count(tmp_path):
+    expected = evaluate(tmp_path, 5)
+    trainer = make_measured_trainer(tmp_path, 5)
+    calls = []
+
+    def fail_in_the_second_call(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise StopError
+
+    handle = trainer.model.register_forward_pre_hook(fail_in_the_second_call)
+    with pytest.raises(StopError):
+        trainer.evaluate()
+    handle.remove()
+    metrics = trainer.predict(trainer.eval_dataset).metrics
+    assert {name: metrics[f"test_{name}"] for name in MEASURES} == expected
+    with pytest.raises(UserError, match="measure=isoscor is not known; did you mean isoscore"):
+        IsotropyCallback(trainer, ["isoscor"])
 
 
 # What surrounds a step --------------------------------------------------------------------------------------------
