@@ -27,8 +27,12 @@ from istar.integrations.transformers import PenaltyTrainer
 PICTURE = Path(__file__).parent / "images" / "log.svg"
 GREY = "#808893"
 """Color of text and axes that can be read on white and on black."""
-RUNS = ((-0.1, "#0072b2", "-"), (-1.0, "#d55e00", "--"), (0.0, GREY, ":"))
-"""Lambda, color and line of each training."""
+RUNS = (
+    (-0.1, "lambda = -0.1: good", "#2a87d0", "-"),
+    (-1.0, "lambda = -1: too strong", "#d9671c", "--"),
+    (0.0, "lambda = 0: no penalty", GREY, ":"),
+)
+"""Lambda, label, color and line of each training."""
 PANELS = ("task_loss", "isoscore_star")
 NUM_EXAMPLES, BATCH_SIZE, LOGGING_STEPS = 960, 16, 5
 
@@ -74,11 +78,11 @@ def draw(logs: dict[float, list[dict[str, float]]]) -> Figure:
     mpl.rcParams.update(dict.fromkeys(("xtick.color", "ytick.color"), GREY))
     figure, all_axes = plt.subplots(1, 2, figsize=(8.2, 3.2), layout="constrained")
     for axes, name in zip(all_axes, PANELS, strict=True):
-        for weight, color, line in RUNS:
+        for weight, label, color, line in RUNS:
             points = [(log["step"], log[name]) for log in logs[weight] if name in log]
             if points:
-                axes.plot(*zip(*points, strict=True), line, color=color, linewidth=2, label=f"lambda = {weight:g}")
-        axes.set(xlabel="step", title=name, ylim=(0, None))
+                axes.plot(*zip(*points, strict=True), line, color=color, linewidth=2, label=label)
+        axes.set(xlabel="step", title=name, xlim=(0, None), ylim=(0, 1.05 * axes.get_ylim()[1]))
         axes.spines[["top", "right"]].set_visible(False)
     all_axes[0].legend(frameon=False)
     return figure
@@ -88,7 +92,7 @@ def main() -> None:
     """Train the runs, and write the picture."""
     encoder, trees = sys.argv[1:]
     examples = random.Random(0).sample(read_examples(Path(trees) / "train.txt"), NUM_EXAMPLES)
-    logs = {weight: train(encoder, examples, weight) for weight, _, _ in RUNS}
+    logs = {weight: train(encoder, examples, weight) for weight, *_ in RUNS}
     draw(logs).savefig(PICTURE, transparent=True, metadata={"Date": None})
 
 
