@@ -93,6 +93,7 @@ def _save_outputs(job: Job) -> None:
 def _measure_geometry(job: Job) -> dict[str, Any]:
     """Return the geometry of the model on the first validation set, as `geometry.json` stores it."""
     config, validation = job.config, job.data.validation[0]
+    job.progress.show("measuring")
     reader = StateReader(job.trainer, job.module, job.data_module.collate, config.data.eval_batch_size)
     geometry = measure_validation_geometry(reader, validation)
     if config.run.isotropy_zeta is not None and not config.trainer.fast_dev_run:
@@ -103,6 +104,7 @@ def _measure_geometry(job: Job) -> dict[str, Any]:
 
 
 def _predict_and_write_submission(job: Job) -> None:
+    job.progress.show("predicting")
     outputs: Any = job.trainer.predict(job.module, datamodule=job.data_module)
     # Lightning returns a list of batches for a single test set, and a list of such lists for several.
     evaluators = job.data.test_evaluators

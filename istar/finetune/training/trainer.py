@@ -13,10 +13,9 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping
 
-from istar.drawing.terminal import make_console
 from istar.errors import UserError, shorten
 from istar.finetune.training.checkpoints import AtomicCheckpointIO, Checkpoints
-from istar.finetune.training.token_rate import EpochLines, TokenRate, TrainingProgressBar
+from istar.finetune.training.token_rate import TokenRate
 from istar.records.config import TrainerConfig
 from istar.records.metric_names import is_lower_better
 
@@ -65,13 +64,7 @@ def build_trainer(
                 check_on_train_epoch_end=False,
             )
         )
-    max_steps = settings.lightning.get("max_steps")
-    token_rate = TokenRate(max_steps)
-    callbacks += [StopAfterLastStep(max_steps), token_rate]
-    console = make_console()
-    shows_bar = settings.progress_bar and (console.is_terminal or console.is_jupyter)
-    if settings.progress_bar:
-        callbacks.append(TrainingProgressBar(token_rate) if shows_bar else EpochLines(token_rate))
+    callbacks += [StopAfterLastStep(settings.lightning.get("max_steps")), TokenRate()]
     if checkpoints is not None:
         callbacks.append(checkpoints)
     return _construct_trainer(
@@ -82,7 +75,7 @@ def build_trainer(
         deterministic=settings.deterministic,
         fast_dev_run=settings.fast_dev_run,
         log_every_n_steps=settings.log_every_n_steps,
-        enable_progress_bar=shows_bar,
+        enable_progress_bar=False,
         enable_checkpointing=checkpoints is not None,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,

@@ -149,9 +149,7 @@ def train(name, world_size):
     start = parameters_to_vector(module.parameters()).detach().clone()
     callbacks = []
     if penalty == "istar":
-        callbacks = [
-            RecordingShrinkage(penalized, FeatureRows(setup.train), setup.collate, 8, seed=3, progress_bar=False)
-        ]
+        callbacks = [RecordingShrinkage(penalized, FeatureRows(setup.train), setup.collate, 8, seed=3)]
     with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
         recorder = BatchRecorder(all_reduce)
         make_trainer(

@@ -62,9 +62,7 @@ def test_twenty_steps_of_the_paper_code_preset_equal_algorithm_1_by_hand(setting
     weight, zeta = -1.0, 0.4
     regularizer = IStar(weight, zeta, include_padding=True, sync=False)
     module, recorder = setting.module(regularizer), harness.Losses()
-    callback = ShrinkageCovariance(
-        module.penalty, FeatureRows(setting.train), setting.collate, 16, seed=3, progress_bar=False
-    )
+    callback = ShrinkageCovariance(module.penalty, FeatureRows(setting.train), setting.collate, 16, seed=3)
     sample = callback.sample_examples(epoch=0)
     L.seed_everything(5, verbose=False)
     harness.trainer(recorder, callback, limit_train_batches=STEPS, gradient_clip_val=1.0).fit(
@@ -137,9 +135,7 @@ def test_dropout_is_on_in_training_steps(setting, harness):
             training_modes.append(all(module.training for module in pl_module.modules()))
 
     module = setting.module(IStar(-1.0, 0.4))
-    callback = ShrinkageCovariance(
-        module.penalty, FeatureRows(setting.train), setting.collate, 16, seed=0, progress_bar=False
-    )
+    callback = ShrinkageCovariance(module.penalty, FeatureRows(setting.train), setting.collate, 16, seed=0)
     harness.trainer(ModeRecorder(), callback, limit_train_batches=3).fit(module, datamodule=setting.data())
     assert training_modes == [True] * 3
 
