@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from rich.console import Console
-from rich.table import Table
 
 from istar.errors import StoppedError, UserError, shorten
 from istar.files.writing import lock_folder
@@ -149,7 +148,7 @@ def _train_and_record(job: Job, checkpoint: Path | None, start_time: float) -> R
 
 
 @rank_zero_only
-def _print(console: Console | None, *parts: Table | str) -> None:
+def _print(console: Console | None, *parts: Any) -> None:
     """Print tables and lines, on rank 0 only; without a console, print nothing."""
     if console is not None:
         for part in parts:

@@ -91,7 +91,6 @@ class SweepState:
     jobs: Annotated[int, 1]
     # Number of planned runs without an entry yet, in the second stage or in a search.
     to_come: Annotated[int, 0] = 0
-    begun: float = 0.0  # when this command started, in seconds since 1970
     seen: float = 0.0  # when the file was last written, in seconds since 1970
     is_over: bool = False
     expected: float | None = None  # estimated seconds per run, used until a run has finished; None without an estimate
@@ -124,7 +123,6 @@ class Board:
         self._updated_at = 0.0
 
     def __enter__(self) -> "Board":
-        self.state.begun = time.time()
         if self.console.is_terminal:
             self._live = Live(render_sweep(self.state), console=self.console, auto_refresh=False)
             self._live.__enter__()
@@ -301,7 +299,6 @@ _RUNNING_TITLES = {"running": "running", "elsewhere": "running elsewhere"}
 
 
 def _format_progress_line(entry: SweepEntry) -> str:
-    """Return what a running run does and, if this sweep has started it, the time since then."""
     elapsed = f", {format_duration(time.time() - entry.started)}" if entry.started else ""
     return f"  {entry.label}: {entry.progress or 'starting'}{elapsed}"
 

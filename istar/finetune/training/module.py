@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -118,6 +119,8 @@ class FineTuner(L.LightningModule):
         self.total_steps = 0
         self.step_metrics: dict[str, float] = {}
         self._micro_batches: list[dict[str, Tensor]] = []
+        self._num_tokens: Any = 0  # number of tokens, without padding, since `_interval_start`
+        self._interval_start: Any = None  # time of the latest logged step, or of the first batch after a validation
         self.evaluations: dict[str, Evaluation] = {}
         self.metrics: dict[str, float] = {}
         self._outputs: list[Outputs] = []
@@ -178,18 +181,24 @@ class FineTuner(L.LightningModule):
         """
         micro_batches, self._micro_batches = self._micro_batches, []
         if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            num_tokens, now = float(sum_over_processes(self._num_tokens.double())), time.perf_counter()
+            step_metrics = {**step_metrics, "train/tokens_per_second": num_tokens / (now - self._interval_start)}
+            self._num_tokens, self._interval_start = 0, now
             self.step_metrics = log_immediately(self.trainer, {**_average_metrics(micro_batches), **step_metrics})
 
     def on_train_start(self) -> None:
         """Discard the losses and metrics of an unfinished step, and move a restored penalty to the device."""
         self.step_guard.reset()
-        self._micro_batches = []
+        self._micro_batches, self._interval_start = [], None
         if self.penalty is not None:
             self.penalty.penalty.to(self.device)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         if self.penalty is not None:
             self.penalty.set_weight(self.trainer.global_step, self.total_steps)
+        if self._interval_start is None:
+            self._num_tokens, self._interval_start = 0, time.perf_counter()
+        self._num_tokens += token_mask(batch).sum()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["skipped_steps"] = self.step_guard.num_skipped
@@ -231,7 +240,7 @@ class FineTuner(L.LightningModule):
         # All processes compute the same values; sync_dist avoids a warning of Lightning and does not change them.
         for name, value in self.metrics.items():
             self.log(f"val/{name}", value, sync_dist=True)
-        self._outputs = []
+        self._outputs, self._interval_start = [], None
 
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Outputs:
         return logits_by_feature(batch, self.model(**inputs_with_labels(batch)))

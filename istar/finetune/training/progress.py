@@ -21,8 +21,8 @@ from istar.finetune.training.module import FineTuner
 from istar.records.metric_names import format_metric
 from istar.records.results import PROGRESS
 
-_SHOWN_METRICS = {"train/task_loss": "loss", "train/isoscore_star": "IsoScore*", "train/penalty": "penalty"}
-"""Labels of logged metrics, of which the first two that a training has are shown."""
+_LABELS = {"task_loss": "loss", "isoscore_star": "IsoScore*", "isoscore": "IsoScore", "penalty": "penalty"}
+"""Labels of the metrics `train/<name>`, of which the first two that a training has are shown."""
 
 
 class RunProgress(L.Callback):
@@ -32,17 +32,15 @@ class RunProgress(L.Callback):
 
     Args:
         folder: folder of the run; None writes nothing.
-        is_shown: whether to print lines and the bar.
-
-    Attributes:
-        bar: the bar, which is shown while it is entered as a context manager, and only on a terminal.
+        is_shown: whether to print lines and, within `with progress.bar:`, the bar.
     """
 
     def __init__(self, folder: Path | None = None, is_shown: bool = False) -> None:
         self.folder, self.is_shown, self.console = folder, is_shown, make_console()
-        columns = TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[details]}")
         self.bar = Progress(
-            *columns,
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[details]}", markup=False),
             console=self.console,
             refresh_per_second=4,
             transient=True,
@@ -126,8 +124,8 @@ class RunProgress(L.Callback):
     def _describe(self, trainer: L.Trainer, pl_module: L.LightningModule) -> str:
         """Return the task loss, the score or the value of the penalty, the headline metric and the time left."""
         assert isinstance(pl_module, FineTuner)
-        metrics = pl_module.step_metrics
-        shown = [f" · {label} {metrics[name]:.3g}" for name, label in _SHOWN_METRICS.items() if name in metrics]
+        value_by_label = {label: pl_module.step_metrics.get(f"train/{name}") for name, label in _LABELS.items()}
+        shown = [f" · {label} {value:.3g}" for label, value in value_by_label.items() if value is not None]
         text = "".join([*shown[:2], self._score])
         completed_steps = trainer.global_step - self._first_step
         steps_left = pl_module.total_steps - trainer.global_step

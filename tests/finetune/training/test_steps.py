@@ -119,8 +119,8 @@ def test_negative_lambda_lowers_and_positive_lambda_raises_the_score_of_the_batc
     scores = []
 
     class ScoreRecorder(L.Callback):
-        def on_train_batch_end(self, trainer, *args):
-            scores.append(trainer.callback_metrics["train/isoscore"].item())
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            scores.append(pl_module.step_metrics["train/isoscore"])
 
     regularizer = IStar(weight, 0.0)
     harness.trainer(ScoreRecorder(), log_every_n_steps=1).fit(setting.module(regularizer), datamodule=setting.data())
@@ -156,8 +156,8 @@ def test_schedules(setting, harness, schedule, warmup, expected):
     rates = []
 
     class RateRecorder(L.Callback):
-        def on_train_batch_end(self, trainer, *args):
-            rates.append(trainer.callback_metrics["train/lr"].item())
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            rates.append(pl_module.step_metrics["train/lr"])
 
     module = setting.module(lr=1.0, schedule=schedule, warmup=warmup)
     harness.trainer(RateRecorder(), limit_train_batches=4, log_every_n_steps=1).fit(module, datamodule=setting.data())
@@ -209,7 +209,7 @@ def test_logged_figures_are_means_over_the_micro_batches_of_a_step(setting, harn
     class MetricRecorder(L.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if (batch_idx + 1) % 4 == 0:
-                logged.append({name: value.item() for name, value in trainer.callback_metrics.items()})
+                logged.append(pl_module.step_metrics)
 
     harness.trainer(
         recorder, MetricRecorder(), limit_train_batches=8, accumulate_grad_batches=4, log_every_n_steps=1
