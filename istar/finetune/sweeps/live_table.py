@@ -22,7 +22,7 @@ from istar.files.writing import write_text
 from istar.finetune.sweeps.trials import Trial
 from istar.records import identity
 from istar.records.config.schema import to_dict
-from istar.records.metric_names import displayed
+from istar.records.metric_names import format_metric
 from istar.records.results import PROGRESS, RunRecord
 from istar.records.run_rows import record_to_row
 
@@ -233,7 +233,7 @@ def format_result_line(state: SweepState, entry: SweepEntry) -> str:
         collapsed = ", collapsed" if entry.collapsed else ""
         pruned = ", pruned" if entry.status == "pruned" else ""
         origin = "by another process" if entry.started is None else format_duration(entry.seconds)
-        return f"{prefix}{entry.metric} {displayed(entry.metric or '', entry.value):.2f}{collapsed}{pruned} ({origin})"
+        return f"{prefix}{entry.metric} {format_metric(entry.metric or '', entry.value)}{collapsed}{pruned} ({origin})"
     if entry.status == "stopped":
         return f"{prefix}{entry.error}"
     return f"{prefix}{entry.status}: {entry.error}" + (f" ({entry.log})" if entry.log else "")
@@ -249,15 +249,14 @@ _STATUSES_BY_COLUMN = {
 
 
 def render_sweep(state: SweepState) -> Group:
-    """Render the live table of a sweep: a status line, a row for each task, model and method, and the running runs.
+    """Render a status line, a row for each task, model and method, their best configurations, and the running runs.
 
     The column "running" also counts runs that other processes execute.
     """
     table = Table("task", "model", "method")
     for column in _STATUSES_BY_COLUMN:
         table.add_column(column, justify="right")
-    table.add_column("best so far")
-    table.add_column("by")
+    lines: list[str] = []
     entries_by_group: dict[tuple[str, str, str], list[SweepEntry]] = {}
     for entry in state.entries:
         entries_by_group.setdefault(entry.group, []).append(entry)
@@ -265,19 +264,18 @@ def render_sweep(state: SweepState) -> Group:
         counts = [
             str(sum(entry.status in statuses for entry in group_entries)) for statuses in _STATUSES_BY_COLUMN.values()
         ]
-        best_score, best_settings = "-", "-"
+        table.add_row(*group_key, *counts)
         if best_entries := find_best_configuration(group_entries):
-            metric = best_entries[0].metric or ""
-            mean = displayed(metric, fmean(entry.value or 0 for entry in best_entries))
-            best_score = f"{metric} {mean:.2f} ({len(best_entries)} seed{'s' if len(best_entries) > 1 else ''})"
+            best, mean = best_entries[0], fmean(entry.value or 0 for entry in best_entries)
+            seeds = "1 seed" if len(best_entries) == 1 else f"{len(best_entries)} seeds"
+            score = f"{best.metric} {format_metric(best.metric or '', mean)} ({seeds})"
             distinctive_overrides = [
                 override
-                for override in best_entries[0].overrides
+                for override in best.overrides
                 if not override.startswith("seed=") and not all(override in entry.overrides for entry in group_entries)
             ]
-            best_settings = " ".join(distinctive_overrides) or best_entries[0].method
-        table.add_row(*group_key, *counts, best_score, best_settings)
-    lines = []
+            lines.append(f"  {best.task} · {best.model} · {best.method}: {', '.join([score, *distinctive_overrides])}")
+    lines = ["best so far:", *lines] if lines else []
     for status, title in _RUNNING_TITLES.items():
         entries = state.entries_with(status)
         lines += [f"{title}:", *map(_format_progress_line, entries)] if entries else []

@@ -49,7 +49,7 @@ class RunProgress(L.Callback):
             redirect_stderr=sys.stderr.isatty(),
             disable=not (is_shown and self.console.is_terminal),
         )
-        self._phase, self._task = "", self.bar.add_task("", details="")
+        self._phase, self._task = "", self.bar.add_task("starting", details="")
         self._epoch, self._score, self._num_completed, self._num_batches = "", "", 0, 0
         self._first_step, self._start_time = 0, 0.0
 
@@ -66,7 +66,7 @@ class RunProgress(L.Callback):
         details = f"{completed}/{total}{details}" if total else details
         self.bar.update(self._task, completed=completed, details=details)
 
-    def track(self, batches: DataLoader[Any], phase: str) -> Iterator[Any]:
+    def show_batches(self, batches: DataLoader[Any], phase: str) -> Iterator[Any]:
         """Iterate over batches, and show the phase and how many of them are completed."""
         for num_completed, batch in enumerate(batches):
             self.show(phase, num_completed, len(batches))

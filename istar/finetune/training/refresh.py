@@ -76,7 +76,7 @@ class ShrinkageCovariance(L.Callback):
         loader = build_evaluation_loader(self.rows, self.collate, self.batch_size, indices_of_rank)
 
         def iterate_inputs() -> Iterator[Batch]:
-            for batch in self.progress.track(loader, "computing Sigma_S"):
+            for batch in self.progress.show_batches(loader, "computing Sigma_S"):
                 self.stop_signal.raise_if_signaled()
                 yield {name: value for name, value in batch.items() if name != "feature_id"}
 

@@ -41,6 +41,7 @@ def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_entry(run_number: int = 1, **values: Any) -> SweepEntry:
     default_values = {
+        "overrides": [f"seed={run_number}", "task=rte"],
         "task": "rte",
         "model": "bert",
         "method": "I-STAR λ=-1 ζ=0.4",
@@ -49,7 +50,7 @@ def make_entry(run_number: int = 1, **values: Any) -> SweepEntry:
         "seed": run_number,
         "stage": "search",
     }
-    return SweepEntry(f"run{run_number}", [f"seed={run_number}", "task=rte"], **{**default_values, **values})
+    return SweepEntry(f"run{run_number}", **{**default_values, **values})
 
 
 def render_text(state: SweepState) -> str:
@@ -121,9 +122,10 @@ def test_the_table() -> None:
     [row] = [row for row in text.splitlines() if "│ I-STAR" in row]
     # The score of a pruned run is not shown as the best.
     assert [cell.strip() for cell in row.strip("│ ").split("│")] == [
-        "rte", "bert", "I-STAR", "3", "1", "1", "1", "accuracy 65.00 (2 seeds)", "I-STAR λ=-1 ζ=0.4",
+        "rte", "bert", "I-STAR", "3", "1", "1", "1",
     ]  # fmt: skip
     lines = [line.strip() for line in text.splitlines()]
+    assert lines[lines.index("best so far:") + 1] == "rte · bert · I-STAR λ=-1 ζ=0.4: accuracy 65.00 (2 seeds)"
     assert (
         lines[lines.index("running:") + 1]
         == "rte · bert · I-STAR λ=-1 ζ=0.4 · seed 5: epoch 2/3 · computing Sigma_S, 65 s"
@@ -137,14 +139,12 @@ def test_the_best_configuration_has_the_best_mean_over_its_seeds(metric: str, di
     entries = []
     for lambda_, merits in {"-1": (0.9, 0.1), "1": (0.6, 0.8), "2": (0.5, 0.7)}.items():
         for seed, merit in enumerate(merits, start=1):
-            overrides = ["task=rte", f"reg.lambda={lambda_}", f"seed={seed}"]
+            overrides = "task=rte", f"reg.lambda={lambda_}", f"seed={seed}"
             scores = {"metric": metric, "value": direction * merit, "selection_merit": merit}
-            entry = make_entry(seed, status="finished", configuration=lambda_, **scores)
-            entry.overrides = overrides
-            entries.append(entry)
-    [row] = [row for row in render_text(make_state(*entries)).splitlines() if "│ I-STAR" in row]
+            entries.append(make_entry(seed, status="finished", configuration=lambda_, overrides=overrides, **scores))
     score = "accuracy 70.00" if metric == "accuracy" else "perplexity -0.70"
-    assert [cell.strip() for cell in row.strip("│ ").split("│")][-2:] == [f"{score} (2 seeds)", "reg.lambda=1"]
+    text = render_text(make_state(*entries))
+    assert f"best so far:\n  rte · bert · I-STAR λ=-1 ζ=0.4: {score} (2 seeds), reg.lambda=1\n" in text
 
 
 def test_runs_of_a_configuration_differ_in_the_seed_only(composed: Any) -> None:
