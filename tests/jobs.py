@@ -31,8 +31,9 @@ class Done:
     stderr: str
 
     def lines(self) -> list[str]:
-        """Return the lines of stderr, but not the one which says that an interrupted run resumes."""
-        return [line for line in self.stderr.splitlines() if "was interrupted; it resumes from step-" not in line]
+        """Return the lines of stderr without the usual warnings of small runs and of runs that resume."""
+        usual = re.compile(r"was interrupted; it resumes from step-|fewer than reg\.num_points")
+        return [line for line in self.stderr.splitlines() if not usual.search(line)]
 
     def line(self) -> str:
         """Return the only one of `lines`."""

@@ -1,6 +1,5 @@
 """Runs with a model and a data set from the hub, which is a mock server on this machine."""
 
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
