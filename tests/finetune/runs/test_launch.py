@@ -304,7 +304,7 @@ def test_a_signal_where_nothing_is_to_be_saved(tmp_path, start):
 
     def stop_refresh() -> Done:
         job = start(tmp_path / "refreshing", *LONG, "reg.num_points=1000000", "data.eval_batch_size=1")
-        job.until(lambda: "the shrinkage covariance uses all" in job.files[0].read_text())
+        job.until(lambda: "the shrinkage covariance uses all" in job.files[1].read_text())
         return job.send(signal.SIGTERM).wait()
 
     for done in at_once(stop_validation, stop_refresh):
