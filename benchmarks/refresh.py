@@ -65,7 +65,7 @@ class Refresh:
         attached = HiddenStatePenalty(self.model, self.penalty, PenaltySettings(num_points=points))
         rows = FeatureRows(random_texts(points // shape.layers, shape.tokens))
         batch_size = 2 * shape.batch
-        self.callback = ShrinkageCovariance(attached, rows, collate, batch_size, 0, progress_bar=False)
+        self.callback = ShrinkageCovariance(attached, rows, collate, batch_size, 0)
         self.sample = self.callback.sample_examples(epoch=0)
         self.loader = lambda: build_evaluation_loader(rows, collate, batch_size, self.sample)
 

@@ -194,7 +194,7 @@ def small(composed: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.M
 
     The picture of a run, which takes a third of its time, is blank; tests/finetune/runs/test_run_summary.py draws it.
     """
-    monkeypatch.setattr("istar.finetune.runs.record.render_isotropy_plot", lambda record: b"")
+    monkeypatch.setattr("istar.finetune.runs.record.render", lambda plot, formats: dict.fromkeys(formats, b""))
 
     def build(*overrides: str) -> Config:
         config = composed(*SMALL, *overrides)

@@ -6,7 +6,7 @@ import logging
 import os
 import random
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from istar.files.parsing import MAX_DEPTH, parse_json, read_json, read_yaml
 from istar.finetune.runs.finished_runs import read_finished_run
 from istar.finetune.sweeps import live_table, sweep
 from istar.inputs.saved_checkpoints import find_checkpoints
-from istar.records.results import CONFIG, RESULT, RunRecord
+from istar.records.results import CONFIG, PROGRESS, RESULT, RunRecord
 from istar.reports import report
 from istar.reports.run_frame import load_runs
 from tests.reports.synthetic import BASE, istar, record, save
@@ -220,12 +220,12 @@ def test_files_beside_the_result(tmp_path: Path) -> None:
 # ---- sweeps
 
 STATE = live_table.SweepState("good-123456", "train.py -m", "runs", 1, seen=0.0)
-ENTRY = live_table.SweepEntry("run", ("seed=1",), "rte", "bert", "I-STAR", 1, "I-STAR", "search")
+ENTRY = live_table.SweepEntry("run", ("seed=1",), "rte", "bert", "I-STAR", 1, "I-STAR", "c1", "search")
 SWEEPS: dict[str, dict[str, Any] | str] = {
     "no jobs": {"jobs": 0},
     "jobs": {"jobs": "two"},
     "entries": {"entries": [1]},
-    "epochs": {"entries": [{**asdict(ENTRY), "epochs": [1]}]},
+    "progress": {"entries": [{**asdict(ENTRY), "progress": [1]}]},
     "status": {"entries": [{**asdict(ENTRY), "status": []}]},
     "method": {"entries": [{**asdict(ENTRY), "method": None}]},
     "seen": {"seen": "yesterday"},
@@ -251,15 +251,17 @@ def test_watch(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert live_table.find_sweeps(tmp_path, "no jobs")[0] == []
 
 
-@pytest.mark.parametrize("text", ["", "val/accuracy,step\n0.5,1\n" + "x" * 200_000, "val/a\n\0\n", b"\xff"])
-def test_the_live_table_of_a_run_with_damaged_metrics(tmp_path: Path, text: str | bytes) -> None:
-    (tmp_path / "metrics.csv").write_bytes(text.encode() if isinstance(text, str) else text)
-    assert live_table.count_validated_epochs(tmp_path) in (0, 1)
-
-
-def test_the_live_table_does_not_wait_for_a_fifo(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "metrics.csv")
-    assert live_table.count_validated_epochs(tmp_path) == 0
+@pytest.mark.parametrize("content", [b"", b'["epoch 1/3"', b"\xff", b"[" * 100_000, None])
+def test_the_live_table_of_a_run_with_damaged_progress(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / ENTRY.name / PROGRESS
+    path.parent.mkdir(parents=True)
+    if content is None:
+        os.mkfifo(path)  # reading it would wait forever
+    else:
+        path.write_bytes(content)
+    running_entry = replace(ENTRY, status="running")
+    live_table.update_progress(replace(STATE, entries=[running_entry]), tmp_path)
+    assert running_entry.progress == ""
 
 
 # ---- the reader

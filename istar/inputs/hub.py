@@ -40,11 +40,6 @@ _TITLES: dict[RepositoryKind, str] = {"model": "model", "dataset": "data set"}
 
 log = logging.getLogger(__name__)
 
-# The HTTP clients of the hub's libraries log every request at INFO, which is the level of the root logger in a run.
-for _client in ("httpx", "httpx2"):
-    if logging.getLogger(_client).level == logging.NOTSET:
-        logging.getLogger(_client).setLevel(logging.WARNING)
-
 
 def find_hub_problem(timeout: float = PROBE_TIMEOUT_SECONDS) -> str:
     """Return why the Hugging Face hub cannot be used, or "" if it responds within `timeout` seconds."""

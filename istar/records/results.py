@@ -24,6 +24,7 @@ RESULT = "result.json"
 CONFIG = "config.yaml"
 GEOMETRY = "geometry.json"
 METRICS_FILE = "metrics.csv"
+PROGRESS = ".istar/progress.json"
 KEPT_MODELS = "models"
 RECORD_FORMAT = 1
 _START_COMMENT = "# The run began at "

@@ -181,13 +181,15 @@ def test_a_log_file_has_a_line_for_each_epoch(tmp_path: Path, own_cache: Path) -
     with starting(own_cache) as start:
         arguments = ("debug=smoke", "trainer.max_epochs=2", "trainer.accelerator=cpu", "trainer.progress_bar=true")
         result = start(tmp_path, *arguments).wait()
-    assert (result.code, result.stderr) == (0, "")
-    epoch_lines = [line for line in result.stdout.splitlines() if line.lower().startswith("epoch ")]
+    assert result.code == 0
+    assert re.fullmatch(r"the training data has \d+ points, fewer than reg\.num_points=20000; .+\n", result.stderr)
+    penalty_line, *epoch_lines = result.stdout.splitlines()[:3]
+    assert penalty_line == "penalty: I-STAR λ=0.2 ζ=0.4 (change with reg=, reg.lambda=, reg.zeta=)"
     assert [line.split()[1] for line in epoch_lines] == ["1/2", "2/2"]
     for line in epoch_lines:
-        assert re.search(r"loss \S+ · val/accuracy \S+ · [\d,]+ tokens/s · \d:\d\d:\d\d left$", line)
-    # Neither Lightning's bar nor its validation before the training appears.
-    assert not re.search("it/s|Validation", result.stdout)
+        assert re.search(r" · loss \S+ · IsoScore\* \S+ · accuracy \d+\.\d\d($| · \d:\d\d left$)", line)
+    # No other phase appears.
+    assert not re.search("━|validating|Sigma_S|measuring", result.stdout.partition("\n┏")[0])
 
 
 def test_characters_that_the_encoding_of_the_output_lacks_become_question_marks(

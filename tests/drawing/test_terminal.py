@@ -52,7 +52,7 @@ def test_results_and_power(tmp_path: Path, capsys: Any, monkeypatch: pytest.Monk
 def test_watch(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "400")
     entries = [
-        live_table.SweepEntry("run", (text,), text, "[cpu]", text, 1, text, "search", "running") for text in TEXTS
+        live_table.SweepEntry("run", (text,), text, "[cpu]", text, 1, text, text, "search", "running") for text in TEXTS
     ]
     state = live_table.SweepState("[/sweep]", "train.py -m", "runs", 1, entries=entries)
     write_text(tmp_path / "sweeps" / "a" / live_table.STATE_FILE, json.dumps(asdict(state)))

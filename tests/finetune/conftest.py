@@ -14,5 +14,5 @@ def blank_isotropy_picture() -> Iterator[None]:
     `tests/finetune/runs/test_run_summary.py` tests the picture.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record, "render_isotropy_plot", lambda run_record: b"blank")
+        patch.setattr(record, "render", lambda plot, formats: dict.fromkeys(formats, b"blank"))
         yield

@@ -161,7 +161,7 @@ MUTATIONS = [
     Mutation(
         "The schedule of lambda has no effect on the training.",
         "istar/finetune/training/module.py",
-        "self.penalty.set_weight(self.trainer.global_step, self._total_steps)",
+        "self.penalty.set_weight(self.trainer.global_step, self.total_steps)",
         "pass",
         "tests/finetune/training/test_resume.py::test_between_two_refreshes_and_on_a_schedule",
     ),

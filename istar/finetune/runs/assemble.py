@@ -24,6 +24,7 @@ from istar.finetune.training.history import MetricsFile
 from istar.finetune.training.kept_models import KeptModels
 from istar.finetune.training.language_model import LanguageModelTuner
 from istar.finetune.training.layer_geometry import GeometryProbe
+from istar.finetune.training.progress import RunProgress
 from istar.finetune.training.signals import StopSignal
 from istar.finetune.training.trainer import (
     build_trainer,
@@ -56,6 +57,7 @@ class Job:
     checkpoints: Checkpoints | None
     metrics_file: MetricsFile
     stop_signal: StopSignal
+    progress: RunProgress
 
     @property
     def identity(self) -> RunIdentity:
@@ -104,8 +106,9 @@ def assemble(prepared: PreparedRun, trial: str | None) -> Job:
     )
     history = History(spec.selection_metric, geometry, writes_checkpoints(config.trainer))
     stop_signal, metrics_file = StopSignal(), MetricsFile(folder / results.METRICS_FILE)
-    covariance_callback = _make_covariance_callback(config, module, data_module, stop_signal)
-    callbacks: list[L.Callback] = [stop_signal, geometry, history]
+    progress = RunProgress(folder, config.trainer.progress_bar)
+    covariance_callback = _make_covariance_callback(config, module, data_module, progress, stop_signal)
+    callbacks: list[L.Callback] = [stop_signal, geometry, history, progress]
     if trial is not None:
         from istar.finetune.training.pruning import PruningCallback, TrialReference
 
@@ -142,6 +145,7 @@ def assemble(prepared: PreparedRun, trial: str | None) -> Job:
         checkpoints=checkpoints,
         metrics_file=metrics_file,
         stop_signal=stop_signal,
+        progress=progress,
     )
     _check_num_processes(job)
     _check_batch_size(job)
@@ -168,21 +172,14 @@ def _make_module(
 
 
 def _make_covariance_callback(
-    config: Config, module: FineTuner, data_module: FineTuningData, stop_signal: StopSignal
+    config: Config, module: FineTuner, data_module: FineTuningData, progress: RunProgress, stop_signal: StopSignal
 ) -> ShrinkageCovariance | None:
     """Return the callback that refreshes the shrinkage covariance, or None if the penalty does not need it."""
     penalty = module.penalty
     if penalty is None or not penalty.penalty.needs_shrinkage_covariance or penalty.penalty.weight == 0:
         return None
-    return ShrinkageCovariance(
-        penalty,
-        data_module.train,
-        data_module.collate,
-        config.data.eval_batch_size,
-        config.seed,
-        config.trainer.progress_bar,
-        stop_signal,
-    )
+    data_arguments = data_module.train, data_module.collate, config.data.eval_batch_size
+    return ShrinkageCovariance(penalty, *data_arguments, config.seed, progress, stop_signal)
 
 
 def _check_num_processes(job: Job) -> None:

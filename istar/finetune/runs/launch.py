@@ -5,7 +5,6 @@ does not start them: it would repeat the command line, which with `-m` belongs t
 """
 
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -246,7 +245,6 @@ def execute_process(arguments: Sequence[str], is_parent_alive: Callable[[], bool
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
     _terminate_with_parent(is_parent_alive)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     replace_unencodable_characters()
     schema.register()
     try:

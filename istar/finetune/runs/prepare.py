@@ -124,7 +124,6 @@ def load_or_train_tokenizer(
     if not folder.exists():
         text_columns = [examples.train[name] for name in spec.text_columns]
         texts = text_columns[0] if len(text_columns) == 1 else list(chain(*text_columns))
-        log.info("training a tokenizer on %d texts", len(texts))
         tokenizer = pretrained.load_tokenizer(config.model, texts)
         try:
             with atomic_folder(folder) as temporary_folder:

@@ -5,10 +5,11 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
+from istar.drawing.rendering import render
 from istar.files.outputs import run_output
 from istar.files.writing import atomic_write, write_text
 from istar.finetune.runs.assemble import CHECKPOINTS_FOLDER, Job
-from istar.finetune.runs.run_summary import render_geometry_plot, render_isotropy_plot
+from istar.finetune.runs.run_summary import build_geometry_plot, build_isotropy_plot
 from istar.finetune.tasks.evaluation import write_submission
 from istar.finetune.tasks.loading import count_overlap
 from istar.finetune.training import merge_outputs
@@ -58,11 +59,12 @@ def record_results(job: Job, record: RunRecord, timing: dict[str, Any], start_ti
         return record
     if job.checkpoints is not None:
         remove_old_checkpoints(job.folder / CHECKPOINTS_FOLDER, job.checkpoints.best_weights_path())
-    with atomic_write(job.folder / ISOTROPY_PICTURE) as file:
-        file.write(render_isotropy_plot(record))
+    plot_by_name = {ISOTROPY_PICTURE: build_isotropy_plot(record)}
     if job.config.trainer.measure_every_n_steps is not None:
-        with atomic_write(job.folder / GEOMETRY_PICTURE) as file:
-            file.write(render_geometry_plot(job.metrics_file.rows))
+        plot_by_name[GEOMETRY_PICTURE] = build_geometry_plot(job.metrics_file.rows)
+    for name, plot in plot_by_name.items():
+        with atomic_write(job.folder / name) as file:
+            file.write(render(plot, ["png"])["png"])
     # result.json is written last, because a folder that has it counts as a finished run.
     job.metrics_file.finalize("success")
     log_result(job.trainer, asdict(record))
@@ -93,6 +95,7 @@ def _save_outputs(job: Job) -> None:
 def _measure_geometry(job: Job) -> dict[str, Any]:
     """Return the geometry of the model on the first validation set, as `geometry.json` stores it."""
     config, validation = job.config, job.data.validation[0]
+    job.progress.show("measuring")
     reader = StateReader(job.trainer, job.module, job.data_module.collate, config.data.eval_batch_size)
     geometry = measure_validation_geometry(reader, validation)
     if config.run.isotropy_zeta is not None and not config.trainer.fast_dev_run:
@@ -103,6 +106,7 @@ def _measure_geometry(job: Job) -> dict[str, Any]:
 
 
 def _predict_and_write_submission(job: Job) -> None:
+    job.progress.show("predicting")
     outputs: Any = job.trainer.predict(job.module, datamodule=job.data_module)
     # Lightning returns a list of batches for a single test set, and a list of such lists for several.
     evaluators = job.data.test_evaluators

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
@@ -26,7 +26,7 @@ from istar.finetune.runs.finished_runs import read_finished_run
 from istar.finetune.runs.identify import identify
 from istar.finetune.runs.prepare import prepare
 from istar.finetune.runs.record import ISOTROPY_PICTURE, record_results, start_record
-from istar.finetune.runs.run_summary import build_run_table
+from istar.finetune.runs.run_summary import build_run_table, describe_penalty
 from istar.finetune.runs.train import add_advice, claim_folder, train
 from istar.finetune.training.loggers import attach_loggers, log_result_to_sweep_agent
 from istar.finetune.training.module import all_gather_object
@@ -34,6 +34,7 @@ from istar.finetune.training.signals import preserve_signal_handlers
 from istar.finetune.training.trainer import suppress_lightning_messages
 from istar.records import results
 from istar.records.config import Config
+from istar.records.config.schema import to_dict
 from istar.records.results import RunRecord
 
 T = TypeVar("T")
@@ -64,6 +65,7 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
         # Only rank 0 logs, because all ranks would log the same.
         logging.getLogger("istar").setLevel(logging.ERROR)
     identity = identify(config)
+    _print(console, describe_penalty(to_dict(identity.config)))
     finished_record = read_finished_run(identity.folder, identity.config)
     if finished_record is None:
         job = assemble(prepare(identity), trial)
@@ -73,12 +75,12 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
             if finished_record is None:
                 with preserve_signal_handlers():
                     record = _train_and_record(job, checkpoint, start_time)
-                _print_summary(
-                    console, record, f"{job.folder}{os.sep}, with a picture of the table: {ISOTROPY_PICTURE}"
-                )
+                note = f"{job.folder}{os.sep}, with a picture of the table: {ISOTROPY_PICTURE}"
+                _print(console, build_run_table(record), note)
                 return record
     log_result_to_sweep_agent(identity.config, asdict(finished_record), identity.folder)
-    _print_summary(console, finished_record, f"{identity.folder} is finished; run.overwrite=true runs it again")
+    note = f"{identity.folder} is finished; run.overwrite=true runs it again"
+    _print(console, build_run_table(finished_record), note)
     return finished_record
 
 
@@ -126,7 +128,9 @@ def _train_and_record(job: Job, checkpoint: Path | None, start_time: float) -> R
     """Train, from a checkpoint if there is one, and record the results; on failure, write a record of the failure."""
     record = start_record(job)
     try:
-        with suppress_lightning_messages(), attach_loggers(job.trainer, job.metrics_file, job.config, job.folder):
+        loggers = attach_loggers(job.trainer, job.metrics_file, job.config, job.folder)
+        bar = job.progress.bar if job.trainer.is_global_zero else nullcontext()
+        with suppress_lightning_messages(), loggers, bar:
             timing = train(job, checkpoint)
             return record_results(job, record, timing, start_time)
     except StoppedError:
@@ -144,8 +148,8 @@ def _train_and_record(job: Job, checkpoint: Path | None, start_time: float) -> R
 
 
 @rank_zero_only
-def _print_summary(console: Console | None, record: RunRecord, note: str) -> None:
-    """Print the table of results and a line below it, on rank 0 only; without a console, print nothing."""
+def _print(console: Console | None, *parts: Any) -> None:
+    """Print tables and lines, on rank 0 only; without a console, print nothing."""
     if console is not None:
-        console.print(build_run_table(record))
-        console.out(note, highlight=False)
+        for part in parts:
+            console.print(part, soft_wrap=isinstance(part, str))

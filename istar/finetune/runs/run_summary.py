@@ -3,16 +3,23 @@
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from istar.drawing.plot import Line, Panel, Plot, evenly_spaced
-from istar.drawing.rendering import render
-from istar.records.identity import label_method
+from istar.records.identity import BASE, find_method, label_method
 from istar.records.metric_names import GEOMETRY_LABELS, displayed, format_metric, geometry_key, is_lower_better
 from istar.records.results import RunRecord
 
 _MEASURE_KEY = re.compile(geometry_key(r"(\d+)", r"(\w+)"))
+
+
+def describe_penalty(config: Mapping[str, Any]) -> str:
+    """Return a line with the penalty of a run, and the keys that change it; `config` is plain data."""
+    label = "none" if find_method(config) == BASE else label_method(config)
+    keys = [f"reg.{name}=" for name in ("lambda", "zeta") if name in config["reg"]]
+    return f"penalty: {label} (change with {', '.join(['reg=', *keys])})"
 
 
 def build_run_table(record: RunRecord) -> Table:
@@ -82,11 +89,6 @@ def build_isotropy_plot(record: RunRecord) -> Plot:
     )
 
 
-def render_isotropy_plot(record: RunRecord) -> bytes:
-    """Return the plot of `build_isotropy_plot` as a PNG."""
-    return render(build_isotropy_plot(record), ["png"])["png"]
-
-
 def build_geometry_plot(rows: Sequence[Mapping[str, float]]) -> Plot:
     """Return the plot of the layers' measures against the optimizer step, with a panel for each measure.
 
@@ -118,8 +120,3 @@ def build_geometry_plot(rows: Sequence[Mapping[str, float]]) -> Plot:
         panels=tuple(panels),
         ordered=True,
     )
-
-
-def render_geometry_plot(rows: Sequence[Mapping[str, float]]) -> bytes:
-    """Return the plot of `build_geometry_plot` as a PNG."""
-    return render(build_geometry_plot(rows), ["png"])["png"]

@@ -1,6 +1,5 @@
 """Keeps the state of a sweep in a JSON file, which `istar watch` reads, and shows it as a live table."""
 
-import csv
 import json
 import threading
 import time
@@ -8,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 from rich.console import Console, Group
@@ -17,13 +17,13 @@ from rich.text import Text
 
 from istar.drawing.terminal import format_duration
 from istar.errors import UserError
-from istar.files.parsing import read_record
+from istar.files.parsing import read_json, read_record
 from istar.files.writing import write_text
 from istar.finetune.sweeps.trials import Trial
 from istar.records import identity
 from istar.records.config.schema import to_dict
-from istar.records.metric_names import displayed, merit
-from istar.records.results import METRICS_FILE, RunRecord
+from istar.records.metric_names import format_metric
+from istar.records.results import PROGRESS, RunRecord
 from istar.records.run_rows import record_to_row
 
 SWEEPS_FOLDER, STATE_FILE = "sweeps", "sweep.json"  # the state of a sweep is in `<run.root>/sweeps/<sweep>/sweep.json`
@@ -43,16 +43,17 @@ class SweepEntry:
     method: str  # with its settings
     seed: Annotated[int, 0]
     method_name: str  # the method without its settings
+    configuration: str  # hash that is equal for runs that differ in the seed only
     stage: str  # `search` (over the grid or by Optuna) or `seeds` (repetitions of the best configurations)
     # `waiting`, `running`, `elsewhere` (another process executes the run), `finished`, `pruned`, `failed`, or `stopped`
     # (the same command resumes it).
     status: str = "waiting"
     started: float | None = None  # when this command started the run, in seconds since 1970; None if it did not
     ended: float | None = None  # when the run ended under this command, in seconds since 1970; else None
-    epochs: tuple[int, int] = (0, 0)  # number of completed epochs, and of all epochs
+    progress: str = ""  # what a running run does, such as `epoch 2/3 · validating`
     metric: str | None = None
     value: float | None = None  # the headline metric on the validation set, as in `result.json`
-    selection: float | None = None  # value used for model selection, on held-out data if there are any
+    selection_merit: float = 0.0  # value used for model selection, negated for losses so that higher is better
     collapsed: bool = False
     error: str | None = None
     log: str | None = None  # file with the output of the run's processes
@@ -72,21 +73,12 @@ class SweepEntry:
         """Task, model and method without its settings, such as Base, I-STAR or weight decay."""
         return self.task, self.model, self.method_name
 
-    @property
-    def selection_merit(self) -> float:
-        """The value used for model selection, negated for losses so that higher is better.
-
-        States of earlier versions contain only the headline metric, which is then used.
-        """
-        return merit(self.metric or "", (self.value if self.selection is None else self.selection) or 0.0)
-
     def apply_record(self, record: RunRecord) -> None:
-        """Copy status, score, error and epochs from the record of the run."""
+        """Copy status, score and error from the record of the run."""
         self.status = record.status
         self.metric, self.value = record.headline.get("metric"), record.headline.get("value")
-        self.selection = record.selection_value
+        self.selection_merit = record.selection_merit if record.headline else 0.0
         self.collapsed, self.error = any(record.collapsed.values()), record.error
-        self.epochs = (len(record.epochs), self.epochs[1])
 
 
 @dataclass
@@ -99,7 +91,6 @@ class SweepState:
     jobs: Annotated[int, 1]
     # Number of planned runs without an entry yet, in the second stage or in a search.
     to_come: Annotated[int, 0] = 0
-    begun: float = 0.0  # when this command started, in seconds since 1970
     seen: float = 0.0  # when the file was last written, in seconds since 1970
     is_over: bool = False
     expected: float | None = None  # estimated seconds per run, used until a run has finished; None without an estimate
@@ -113,11 +104,11 @@ class SweepState:
 
 def make_entry(trial: Trial, stage: str) -> SweepEntry:
     """Create the entry of a trial that has not started yet."""
-    run_columns = record_to_row(RunRecord(trial.name, "waiting", to_dict(trial.config)))
-    epochs = (0, trial.config.trainer.max_epochs)
+    config = to_dict(trial.config)
+    run_columns = record_to_row(RunRecord(trial.name, "waiting", config))
     labels = {key: run_columns[key] for key in ("task", "model", "method", "seed")}
-    method_name = identity.name_method(to_dict(trial.config))
-    return SweepEntry(trial.name, trial.overrides, method_name=method_name, stage=stage, epochs=epochs, **labels)
+    labels |= {"method_name": identity.name_method(config), "configuration": identity.configuration_hash(config)}
+    return SweepEntry(trial.name, trial.overrides, stage=stage, **labels)
 
 
 class Board:
@@ -132,7 +123,6 @@ class Board:
         self._updated_at = 0.0
 
     def __enter__(self) -> "Board":
-        self.state.begun = time.time()
         if self.console.is_terminal:
             self._live = Live(render_sweep(self.state), console=self.console, auto_refresh=False)
             self._live.__enter__()
@@ -169,11 +159,11 @@ class Board:
             self.console.out(format_result_line(self.state, entry), highlight=False)
 
     def tick(self) -> None:
-        """Update epochs and screen once a second, and the file every ten seconds; call this many times a second."""
+        """Update phases and screen once a second, and the file every ten seconds; call this many times a second."""
         now = time.time()
         if now - self._updated_at > 1:
             self._updated_at = now
-            update_epochs(self.state, Path(self.state.root))
+            update_progress(self.state, Path(self.state.root))
             if self._live is not None:
                 self._live.update(render_sweep(self.state), refresh=True)
             if now - self.state.seen > _HEARTBEAT_SECONDS:
@@ -201,10 +191,11 @@ class Board:
             ticker.join()
 
 
-def update_epochs(state: SweepState, root: Path) -> None:
-    """Update the number of completed epochs of each running run from its folder, even for runs in other processes."""
+def update_progress(state: SweepState, root: Path) -> None:
+    """Read from its folder what each running run does, even for runs in other processes."""
     for entry in state.entries_with("running", "elsewhere"):
-        entry.epochs = (count_validated_epochs(root / entry.name), entry.epochs[1])
+        with suppress(UserError):  # the run has not started to train, or its file is damaged
+            entry.progress = str(read_json(root / entry.name / PROGRESS))
 
 
 def read_state(path: Path) -> SweepState:
@@ -215,24 +206,8 @@ def read_state(path: Path) -> SweepState:
     """
     content = read_record(path, SweepState, "a sweep", STATE_FORMAT)
     for entry in content["entries"]:
-        entry |= {"overrides": tuple(entry["overrides"]), "epochs": tuple(entry["epochs"])}
+        entry["overrides"] = tuple(entry["overrides"])
     return SweepState(**content | {"entries": [SweepEntry(**entry) for entry in content["entries"]]})
-
-
-def count_validated_epochs(folder: Path) -> int:
-    """Return the number of epochs that a run has validated, as its `metrics.csv` shows."""
-    path = folder / METRICS_FILE
-    if not path.is_file():  # opening a FIFO would wait forever
-        return 0
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            metric_columns = [name for name in reader.fieldnames or () if name.startswith("val/")]
-            validation_rows = [row for row in reader if any(row[name] for name in metric_columns)]
-    except (OSError, ValueError, csv.Error):  # the file cannot be read, or is not a table
-        return 0
-    # The first validation takes place before the training.
-    return max(0, len(validation_rows) - 1)
 
 
 def estimate_seconds_left(state: SweepState) -> float | None:
@@ -258,7 +233,7 @@ def format_result_line(state: SweepState, entry: SweepEntry) -> str:
         collapsed = ", collapsed" if entry.collapsed else ""
         pruned = ", pruned" if entry.status == "pruned" else ""
         origin = "by another process" if entry.started is None else format_duration(entry.seconds)
-        return f"{prefix}{entry.metric} {displayed(entry.metric or '', entry.value):.2f}{collapsed}{pruned} ({origin})"
+        return f"{prefix}{entry.metric} {format_metric(entry.metric or '', entry.value)}{collapsed}{pruned} ({origin})"
     if entry.status == "stopped":
         return f"{prefix}{entry.error}"
     return f"{prefix}{entry.status}: {entry.error}" + (f" ({entry.log})" if entry.log else "")
@@ -274,15 +249,14 @@ _STATUSES_BY_COLUMN = {
 
 
 def render_sweep(state: SweepState) -> Group:
-    """Render the live table of a sweep: a status line, a row for each task, model and method, and the running runs.
+    """Render a status line, a row for each task, model and method, their best configurations, and the running runs.
 
     The column "running" also counts runs that other processes execute.
     """
     table = Table("task", "model", "method")
     for column in _STATUSES_BY_COLUMN:
         table.add_column(column, justify="right")
-    table.add_column("best so far")
-    table.add_column("by")
+    lines: list[str] = []
     entries_by_group: dict[tuple[str, str, str], list[SweepEntry]] = {}
     for entry in state.entries:
         entries_by_group.setdefault(entry.group, []).append(entry)
@@ -290,23 +264,32 @@ def render_sweep(state: SweepState) -> Group:
         counts = [
             str(sum(entry.status in statuses for entry in group_entries)) for statuses in _STATUSES_BY_COLUMN.values()
         ]
-        finished_entries = [entry for entry in group_entries if entry.value is not None and entry.status == "finished"]
-        best_entry = max(finished_entries, key=lambda entry: entry.selection_merit, default=None)
-        best_score, best_settings = "-", "-"
-        if best_entry is not None:
-            best_score = f"{best_entry.metric} {displayed(best_entry.metric or '', best_entry.value or 0):.2f}"
+        table.add_row(*group_key, *counts)
+        if best_entries := find_best_configuration(group_entries):
+            best, mean = best_entries[0], fmean(entry.value or 0 for entry in best_entries)
+            seeds = "1 seed" if len(best_entries) == 1 else f"{len(best_entries)} seeds"
+            score = f"{best.metric} {format_metric(best.metric or '', mean)} ({seeds})"
             distinctive_overrides = [
                 override
-                for override in best_entry.overrides
-                if not all(override in entry.overrides for entry in group_entries)
+                for override in best.overrides
+                if not override.startswith("seed=") and not all(override in entry.overrides for entry in group_entries)
             ]
-            best_settings = " ".join(distinctive_overrides) or best_entry.method
-        table.add_row(*group_key, *counts, best_score, best_settings)
-    lines = []
+            lines.append(f"  {best.task} · {best.model} · {best.method}: {', '.join([score, *distinctive_overrides])}")
+    lines = ["best so far:", *lines] if lines else []
     for status, title in _RUNNING_TITLES.items():
         entries = state.entries_with(status)
         lines += [f"{title}:", *map(_format_progress_line, entries)] if entries else []
     return Group(Text(format_status_line(state)), table, *map(Text, lines))
+
+
+def find_best_configuration(entries: Sequence[SweepEntry]) -> list[SweepEntry]:
+    """Return the finished runs, one for each seed, of the configuration with the best mean value for selection."""
+    entries_by_configuration: dict[str, list[SweepEntry]] = {}
+    for entry in entries:
+        if entry.value is not None and entry.status == "finished":
+            entries_by_configuration.setdefault(entry.configuration, []).append(entry)
+    configurations = entries_by_configuration.values()
+    return max(configurations, key=lambda runs: fmean(run.selection_merit for run in runs), default=[])
 
 
 _RUNNING_TITLES = {"running": "running", "elsewhere": "running elsewhere"}
@@ -314,10 +297,8 @@ _RUNNING_TITLES = {"running": "running", "elsewhere": "running elsewhere"}
 
 
 def _format_progress_line(entry: SweepEntry) -> str:
-    """Return the epoch of a running run and, if this sweep has started it, the time since then."""
-    epoch = f"epoch {min(entry.epochs[0] + 1, entry.epochs[1])} of {entry.epochs[1]}"
     elapsed = f", {format_duration(time.time() - entry.started)}" if entry.started else ""
-    return f"  {entry.label}: {epoch}{elapsed}"
+    return f"  {entry.label}: {entry.progress or 'starting'}{elapsed}"
 
 
 def format_status_line(state: SweepState) -> str:
@@ -387,7 +368,7 @@ def find_sweeps(root: Path, name: str | None = None) -> tuple[list[SweepState], 
             errors.append(str(error))
     selected_states = [state for state in states if not state.is_over] or states[-1:]
     for state in selected_states:
-        update_epochs(state, root)
+        update_progress(state, root)
     return selected_states, errors
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -93,6 +94,8 @@ class FineTuner(L.LightningModule):
     Attributes:
         evaluations: metrics and predictions of the latest validation, by the metric suffix of the validation set.
         metrics: all metrics of the latest validation, e.g. `accuracy` and `accuracy_mismatched`.
+        step_metrics: metrics of the latest logged step, as in `metrics.csv`.
+        total_steps: number of optimizer steps of the whole training.
     """
 
     def __init__(
@@ -113,8 +116,11 @@ class FineTuner(L.LightningModule):
         self.max_steps = max_steps
         self.evaluators = dict(evaluators)
         self.step_guard = StepGuard(skip_nonfinite)
-        self._total_steps = 0
+        self.total_steps = 0
+        self.step_metrics: dict[str, float] = {}
         self._micro_batches: list[dict[str, Tensor]] = []
+        self._num_tokens: Any = 0  # number of tokens, without padding, since `_interval_start`
+        self._interval_start: Any = None  # time of the latest logged step, or of the first batch after a validation
         self.evaluations: dict[str, Evaluation] = {}
         self.metrics: dict[str, float] = {}
         self._outputs: list[Outputs] = []
@@ -173,20 +179,24 @@ class FineTuner(L.LightningModule):
         """
         micro_batches, self._micro_batches = self._micro_batches, []
         if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            value_by_name = log_immediately(self.trainer, {**_average_metrics(micro_batches), **step_metrics})
-            self.log_dict({name: torch.tensor(value) for name, value in value_by_name.items()}, logger=False)
-            self.log("loss", torch.tensor(value_by_name["train/loss"]), prog_bar=True, logger=False)
+            num_tokens, now = float(sum_over_processes(self._num_tokens.double())), time.perf_counter()
+            step_metrics = {**step_metrics, "train/tokens_per_second": num_tokens / (now - self._interval_start)}
+            self._num_tokens, self._interval_start = 0, now
+            self.step_metrics = log_immediately(self.trainer, {**_average_metrics(micro_batches), **step_metrics})
 
     def on_train_start(self) -> None:
         """Discard the losses and metrics of an unfinished step, and move a restored penalty to the device."""
         self.step_guard.reset()
-        self._micro_batches = []
+        self._micro_batches, self._interval_start = [], None
         if self.penalty is not None:
             self.penalty.penalty.to(self.device)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         if self.penalty is not None:
-            self.penalty.set_weight(self.trainer.global_step, self._total_steps)
+            self.penalty.set_weight(self.trainer.global_step, self.total_steps)
+        if self._interval_start is None:
+            self._num_tokens, self._interval_start = 0, time.perf_counter()
+        self._num_tokens += token_mask(batch).sum()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["skipped_steps"] = self.step_guard.num_skipped
@@ -226,10 +236,9 @@ class FineTuner(L.LightningModule):
             for name, value in evaluation.metrics.items():
                 self.metrics[f"{name}_{suffix}" if suffix else name] = value
         # All processes compute the same values; sync_dist avoids a warning of Lightning and does not change them.
-        headline = self.evaluators[""].spec.headline
         for name, value in self.metrics.items():
-            self.log(f"val/{name}", value, prog_bar=name == headline, sync_dist=True)
-        self._outputs = []
+            self.log(f"val/{name}", value, sync_dist=True)
+        self._outputs, self._interval_start = [], None
 
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Outputs:
         return logits_by_feature(batch, self.model(**inputs_with_labels(batch)))
@@ -252,8 +261,7 @@ class FineTuner(L.LightningModule):
             eps=self.optim.eps,
             fused=True,
         )
-        num_steps = min(int(self.trainer.estimated_stepping_batches), self.max_steps or sys.maxsize)
-        self._total_steps = num_steps
+        self.total_steps = num_steps = min(int(self.trainer.estimated_stepping_batches), self.max_steps or sys.maxsize)
         num_warmup_steps = count_warmup_steps(self.optim.warmup, num_steps)
         name = "constant_with_warmup" if self.optim.schedule == "constant" else self.optim.schedule
         schedule = get_scheduler(name, optimizer, num_warmup_steps=num_warmup_steps, num_training_steps=num_steps)

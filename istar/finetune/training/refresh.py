@@ -9,11 +9,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from rich.progress import track
 
 from istar.finetune.tasks.features import TokenizedRows
 from istar.finetune.training.data import Collate, build_evaluation_loader, select_rows_with_tokens
 from istar.finetune.training.module import Batch, log_immediately
+from istar.finetune.training.progress import RunProgress
 from istar.finetune.training.signals import StopSignal
 from istar.hidden_states import AttachedPenalty
 
@@ -36,6 +36,7 @@ class ShrinkageCovariance(L.Callback):
         collate: turns rows into a padded batch.
         batch_size: examples per forward pass.
         seed: seed of the sample, combined with the epoch and the step.
+        progress: callback that shows which batches are done.
         stop_signal: callback that is asked before every batch whether a stop signal was received.
         seconds: duration of each refresh so far.
     """
@@ -45,7 +46,7 @@ class ShrinkageCovariance(L.Callback):
     collate: Collate
     batch_size: int
     seed: int
-    progress_bar: bool = True
+    progress: RunProgress = field(default_factory=RunProgress)
     stop_signal: StopSignal = field(default_factory=StopSignal)
     seconds: list[float] = field(default_factory=list, init=False)
     _has_warned: bool = field(default=False, init=False)
@@ -73,10 +74,9 @@ class ShrinkageCovariance(L.Callback):
         """
         indices_of_rank = example_indices[trainer.global_rank :: trainer.world_size]
         loader = build_evaluation_loader(self.rows, self.collate, self.batch_size, indices_of_rank)
-        shows_progress = self.progress_bar and trainer.is_global_zero
 
         def iterate_inputs() -> Iterator[Batch]:
-            for batch in track(loader, "Shrinkage covariance", disable=not shows_progress, transient=True):
+            for batch in self.progress.show_batches(loader, "computing Sigma_S"):
                 self.stop_signal.raise_if_signaled()
                 yield {name: value for name, value in batch.items() if name != "feature_id"}
 

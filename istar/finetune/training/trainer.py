@@ -13,10 +13,8 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping
 
-from istar.drawing.terminal import make_console
 from istar.errors import UserError, shorten
 from istar.finetune.training.checkpoints import AtomicCheckpointIO, Checkpoints
-from istar.finetune.training.token_rate import EpochLines, TokenRate, TrainingProgressBar
 from istar.records.config import TrainerConfig
 from istar.records.metric_names import is_lower_better
 
@@ -65,13 +63,7 @@ def build_trainer(
                 check_on_train_epoch_end=False,
             )
         )
-    max_steps = settings.lightning.get("max_steps")
-    token_rate = TokenRate(max_steps)
-    callbacks += [StopAfterLastStep(max_steps), token_rate]
-    console = make_console()
-    shows_bar = settings.progress_bar and (console.is_terminal or console.is_jupyter)
-    if settings.progress_bar:
-        callbacks.append(TrainingProgressBar(token_rate) if shows_bar else EpochLines(token_rate))
+    callbacks.append(StopAfterLastStep(settings.lightning.get("max_steps")))
     if checkpoints is not None:
         callbacks.append(checkpoints)
     return _construct_trainer(
@@ -82,7 +74,6 @@ def build_trainer(
         deterministic=settings.deterministic,
         fast_dev_run=settings.fast_dev_run,
         log_every_n_steps=settings.log_every_n_steps,
-        enable_progress_bar=shows_bar,
         enable_checkpointing=checkpoints is not None,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
@@ -107,7 +98,7 @@ def check_validation_interval(settings: TrainerConfig, num_batches: int) -> None
 
 def build_bare_trainer(settings: TrainerConfig) -> L.Trainer:
     """Build a trainer without callbacks or loggers, to query the hardware or run forward passes."""
-    return _construct_trainer(settings, enable_checkpointing=False, enable_progress_bar=False)
+    return _construct_trainer(settings, enable_checkpointing=False)
 
 
 def count_processes_to_start(trainer: L.Trainer) -> int:
@@ -163,6 +154,7 @@ def _construct_trainer(settings: TrainerConfig, **arguments: Any) -> L.Trainer:
                 num_nodes=settings.num_nodes,
                 strategy=settings.strategy,
                 logger=False,
+                enable_progress_bar=False,
                 enable_model_summary=False,
                 plugins=plugins,
                 **arguments,

@@ -318,7 +318,7 @@ class TrainerConfig:
     log_every_n_steps: int = field(default=10, metadata=NOT_IN_IDENTITY)
     """Optimizer steps between two logged steps."""
     progress_bar: bool = field(default=True, metadata=NOT_IN_IDENTITY)
-    """Show a progress bar or, where the output is not a terminal, a line for each epoch."""
+    """Print a line for each epoch and, on a terminal, show a bar of what the run does."""
     lightning: dict[str, Any] = field(default_factory=dict, metadata=FURTHER_KEYS)
     """Further arguments of `lightning.Trainer` by name, which are keys of the group: trainer.val_check_interval=0.5."""
 

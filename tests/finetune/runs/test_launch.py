@@ -290,7 +290,7 @@ def test_a_stopped_run_is_saved_and_goes_on_exactly(tmp_path, start, single_proc
         assert re.search(r"seed 1: stopped by SIGTERM: saved at step \d+; run the same command to resume", done.stdout)
     for index, done in enumerate(at_once(*(lambda i=i: resume_case(i) for i in range(len(cases))))):
         logs = [path.read_text() for path in (tmp_path / str(index)).glob("runs/sweeps/*/logs/*")]
-        assert "was interrupted; it resumes from step-" in "".join([done.well().stdout, *logs])
+        assert "was interrupted; it resumes from step-" in "".join([done.well().stderr, *logs])
         assert_same(only_run(tmp_path / str(index) / "runs"), single_process_run)
 
 
@@ -304,7 +304,7 @@ def test_a_signal_where_nothing_is_to_be_saved(tmp_path, start):
 
     def stop_refresh() -> Done:
         job = start(tmp_path / "refreshing", *LONG, "reg.num_points=1000000", "data.eval_batch_size=1")
-        job.until(lambda: "the shrinkage covariance uses all" in job.files[0].read_text())
+        job.until(lambda: "the shrinkage covariance uses all" in job.files[1].read_text())
         return job.send(signal.SIGTERM).wait()
 
     for done in at_once(stop_validation, stop_refresh):
@@ -355,7 +355,7 @@ def test_a_lost_process_a_stop_and_a_lost_parent(tmp_path, start, two_process_ru
     assert not record.exists() or results.read_result(record.parent).status != "finished"
     assert (
         "was interrupted; it resumes from step-"
-        in start(tmp_path, *TWO_PROCESSES, **SBATCH_VARIABLES).wait().well().stdout
+        in start(tmp_path, *TWO_PROCESSES, **SBATCH_VARIABLES).wait().well().stderr
     )
     assert_same(only_run(tmp_path / "runs"), two_process_run[0])
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from istar.finetune.runs.run_summary import build_geometry_plot, build_isotropy_plot, render_isotropy_plot
+from istar.drawing.rendering import render
+from istar.finetune.runs.run_summary import build_geometry_plot, build_isotropy_plot
 from tests.reports.synthetic import istar, record
 
 
@@ -17,7 +18,7 @@ def test_it_shows_every_layer_before_and_after_training():
     assert (before.label, before.y) == ("before training", (0.1, 0.2, 0.4, 0.3))
     assert (after.label, after.y) == ("after training", (0.5, 0.6, 0.8, 0.7))
     assert plot.x_names[0.0] == "emb."
-    assert render_isotropy_plot(run).startswith(b"\x89PNG")
+    assert render(plot, ["png"])["png"].startswith(b"\x89PNG")
 
 
 def test_the_plot_has_the_numbers_of_the_rows() -> None:

@@ -91,7 +91,7 @@ def test_a_preempted_job_is_saved_and_queued_again(tmp_path, start, single_proce
     assert (done.code, done.stderr) == (0, "")
     log = read_logs(tmp_path)
     assert len(re.findall(r"INFO .* Requeued job", log)) == 1
-    [step] = re.findall(r"was interrupted; it resumes from step-(\d+)\.ckpt", log)
+    [step] = re.findall(r"was interrupted; it resumes from step-(\d+)\.ckpt", read_logs(tmp_path, "err"))
     assert int(step) > 0
     runs = {results.read_result(path).config["seed"]: path for path in (tmp_path / "runs").glob("demo-*")}
     assert sorted(runs) == [1, 2]
@@ -108,7 +108,7 @@ def test_a_job_that_is_ended_does_not_end_the_others(tmp_path, start, single_pro
     assert "1 of 2 runs are not done; run the same command to resume" in done.stdout
     resumed = start(tmp_path, *JOBS, "seed=1,2").wait()
     assert (resumed.code, resumed.stderr) == (0, "")
-    assert "it resumes from step-" in read_logs(tmp_path)
+    assert "it resumes from step-" in read_logs(tmp_path, "err")
     assert len(list((tmp_path / "runs").glob("demo-*/result.json"))) == 2
 
 

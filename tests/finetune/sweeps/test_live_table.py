@@ -12,6 +12,7 @@ from rich.console import Console
 from istar.cli.main import main
 from istar.drawing.terminal import format_duration
 from istar.errors import UserError
+from istar.files.writing import write_text
 from istar.finetune.sweeps import live_table
 from istar.finetune.sweeps.live_table import (
     STATE_FILE,
@@ -19,15 +20,15 @@ from istar.finetune.sweeps.live_table import (
     Board,
     SweepEntry,
     SweepState,
-    count_validated_epochs,
     estimate_seconds_left,
     format_result_line,
     read_state,
     render_sweep,
+    update_progress,
 )
 from istar.finetune.sweeps.trials import Trial
 from istar.records.config.schema import to_dict
-from istar.records.results import RunRecord
+from istar.records.results import PROGRESS, RunRecord
 
 NOW = 1_700_000_000.0
 
@@ -40,14 +41,16 @@ def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_entry(run_number: int = 1, **values: Any) -> SweepEntry:
     default_values = {
+        "overrides": [f"seed={run_number}", "task=rte"],
         "task": "rte",
         "model": "bert",
         "method": "I-STAR λ=-1 ζ=0.4",
         "method_name": "I-STAR",
+        "configuration": "c1",
         "seed": run_number,
         "stage": "search",
     }
-    return SweepEntry(f"run{run_number}", [f"seed={run_number}", "task=rte"], **{**default_values, **values})
+    return SweepEntry(f"run{run_number}", **{**default_values, **values})
 
 
 def render_text(state: SweepState) -> str:
@@ -79,16 +82,12 @@ def test_duration(seconds: float | None, expected: str) -> None:
     assert format_duration(seconds) == expected
 
 
-def test_epochs_are_counted_in_the_metrics_file(tmp_path: Path) -> None:
-    assert count_validated_epochs(tmp_path) == 0
-    rows = ["epoch,step,train/loss,val/accuracy,val/loss", "0,0,,0.5,1", "0,10,0.7,,", "0,20,,0.6,0.9", "1,30,0.6,,"]
-    (tmp_path / "metrics.csv").write_text("\n".join(rows[:2]) + "\n")
-    # The validation before training does not count as an epoch.
-    assert count_validated_epochs(tmp_path) == 0
-    (tmp_path / "metrics.csv").write_text("\n".join(rows) + "\n")
-    assert count_validated_epochs(tmp_path) == 1
-    (tmp_path / "metrics.csv").write_text("\n".join([*rows, "1,40,,0.7,0.8"]) + "\n")
-    assert count_validated_epochs(tmp_path) == 2
+def test_the_phase_of_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
+    entries = [make_entry(1, status="running"), make_entry(2, status="elsewhere"), make_entry(3, status="finished")]
+    for entry in entries:
+        write_text(tmp_path / entry.name / PROGRESS, json.dumps("epoch 2/3 · validating"))
+    update_progress(make_state(*entries), tmp_path)
+    assert [entry.progress for entry in entries] == ["epoch 2/3 · validating"] * 2 + [""]
 
 
 def test_the_time_to_go() -> None:
@@ -108,14 +107,14 @@ def test_the_time_to_go() -> None:
 
 def test_the_table() -> None:
     entries = [
-        make_entry(1, status="finished", metric="accuracy", value=0.6),
-        make_entry(2, status="finished", metric="accuracy", value=0.7),
-        make_entry(3, status="pruned", metric="accuracy", value=0.9),
+        make_entry(1, status="finished", metric="accuracy", value=0.6, selection_merit=0.6),
+        make_entry(2, status="finished", metric="accuracy", value=0.7, selection_merit=0.7),
+        make_entry(3, status="pruned", metric="accuracy", value=0.9, selection_merit=0.9),
         make_entry(4, status="failed", error="it broke"),
-        make_entry(5, status="running", started=NOW - 65, epochs=(1, 3)),
+        make_entry(5, status="running", started=NOW - 65, progress="epoch 2/3 · computing Sigma_S"),
         make_entry(6),
         make_entry(7, method="Base", method_name="Base", status="stopped"),
-        make_entry(8, method="Base", method_name="Base", status="elsewhere", epochs=(2, 3)),
+        make_entry(8, method="Base", method_name="Base", status="elsewhere"),
     ]
     text = render_text(make_state(*entries, to_come=4))
     expected = "2 of 12 runs finished · 1 running · 1 running elsewhere · 1 failed · 1 pruned · 1 stopped · 5 left"
@@ -123,20 +122,40 @@ def test_the_table() -> None:
     [row] = [row for row in text.splitlines() if "│ I-STAR" in row]
     # The score of a pruned run is not shown as the best.
     assert [cell.strip() for cell in row.strip("│ ").split("│")] == [
-        "rte", "bert", "I-STAR", "3", "1", "1", "1", "accuracy 70.00", "seed=2",
+        "rte", "bert", "I-STAR", "3", "1", "1", "1",
     ]  # fmt: skip
     lines = [line.strip() for line in text.splitlines()]
-    assert lines[lines.index("running:") + 1] == "rte · bert · I-STAR λ=-1 ζ=0.4 · seed 5: epoch 2 of 3, 65 s"
-    assert lines[lines.index("running elsewhere:") + 1] == "rte · bert · Base · seed 8: epoch 3 of 3"
+    assert lines[lines.index("best so far:") + 1] == "rte · bert · I-STAR λ=-1 ζ=0.4: accuracy 65.00 (2 seeds)"
+    assert (
+        lines[lines.index("running:") + 1]
+        == "rte · bert · I-STAR λ=-1 ζ=0.4 · seed 5: epoch 2/3 · computing Sigma_S, 65 s"
+    )
+    assert lines[lines.index("running elsewhere:") + 1] == "rte · bert · Base · seed 8: starting"
 
 
-def test_the_best_perplexity_is_the_lowest() -> None:
-    entries = [
-        make_entry(number, status="finished", metric="perplexity", value=30.0 + number % 3) for number in (1, 2, 3)
-    ]
-    [row] = [row for row in render_text(make_state(*entries)).splitlines() if "│ I-STAR" in row]
-    assert [cell.strip() for cell in row.strip("│ ").split("│")][-2:] == ["perplexity 30.00", "seed=3"]
-    assert ": perplexity 31.00 (" in format_result_line(make_state(*entries), entries[0])
+@pytest.mark.parametrize(("metric", "direction"), [("accuracy", 1), ("perplexity", -1)])
+def test_the_best_configuration_has_the_best_mean_over_its_seeds(metric: str, direction: int) -> None:
+    """The best single seed belongs to another configuration, and the selection metric alone decides."""
+    entries = []
+    for lambda_, merits in {"-1": (0.9, 0.1), "1": (0.6, 0.8), "2": (0.5, 0.7)}.items():
+        for seed, merit in enumerate(merits, start=1):
+            overrides = "task=rte", f"reg.lambda={lambda_}", f"seed={seed}"
+            scores = {"metric": metric, "value": direction * merit, "selection_merit": merit}
+            entries.append(make_entry(seed, status="finished", configuration=lambda_, overrides=overrides, **scores))
+    score = "accuracy 70.00" if metric == "accuracy" else "perplexity -0.70"
+    text = render_text(make_state(*entries))
+    assert f"best so far:\n  rte · bert · I-STAR λ=-1 ζ=0.4: {score} (2 seeds), reg.lambda=1\n" in text
+
+
+def test_runs_of_a_configuration_differ_in_the_seed_only(composed: Any) -> None:
+    overrides = [("seed=1",), ("seed=2",), ("seed=1", "reg.lambda=2"), ("reg.lambda=0",), ("reg=none", "seed=2")]
+    first, second, other, zero, none = (
+        live_table.make_entry(Trial(chosen, composed("task=rte", *chosen), "run"), "search").configuration
+        for chosen in overrides
+    )
+    assert first == second
+    assert zero == none
+    assert len({first, other, none}) == 3
 
 
 def test_lines() -> None:
@@ -165,11 +184,7 @@ def test_the_file_is_kept_up_to_date(composed: Any, tmp_path: Path) -> None:
         assert read_state(tmp_path / "s" / STATE_FILE).entries[0].status == "running"
         live_board.record_end(entry, make_finished_record(config, 0.7))
         saved_state = read_state(tmp_path / "s" / STATE_FILE)
-        assert (saved_state.entries[0].status, saved_state.entries[0].value, saved_state.entries[0].epochs) == (
-            "finished",
-            0.7,
-            (3, 3),
-        )
+        assert (saved_state.entries[0].status, saved_state.entries[0].value) == ("finished", 0.7)
         assert not saved_state.is_over
         live_board.record_end(entry, UserError("it broke"))
         assert read_state(tmp_path / "s" / STATE_FILE).entries[0].error == "it broke"
@@ -184,7 +199,7 @@ def test_on_a_terminal_the_table_lives(composed: Any, tmp_path: Path) -> None:
         live_board.tick()
         live_board.record_end(entry, UserError("it broke"))
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "epoch 1 of 3" in text
+    assert "seed 42: starting" in text
     assert "1 failed" in text
     assert "[1/1]" not in text
 

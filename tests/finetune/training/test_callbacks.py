@@ -23,9 +23,7 @@ from tests.oracles import algorithm_1
 
 def make_shrinkage_callback(setting, module, num_points=2_000, batch_size=16, seed=3):
     module.penalty.settings = replace(module.penalty.settings, num_points=num_points)
-    return ShrinkageCovariance(
-        module.penalty, FeatureRows(setting.train), setting.collate, batch_size, seed, progress_bar=False
-    )
+    return ShrinkageCovariance(module.penalty, FeatureRows(setting.train), setting.collate, batch_size, seed)
 
 
 @torch.no_grad()
@@ -243,6 +241,6 @@ def test_history_takes_the_first_of_the_best_epochs(setting, metric, values, bes
 
 @pytest.mark.parametrize(("metric", "mode"), [("accuracy", "max"), ("loss", "min"), ("perplexity_held_out", "min")])
 def test_early_stopping_follows_the_direction_of_the_metric(tmp_path, metric, mode):
-    settings = TrainerConfig(early_stopping=2, accelerator="cpu", progress_bar=False)
+    settings = TrainerConfig(early_stopping=2, accelerator="cpu")
     trainer = build_trainer(settings, metric, tmp_path, [], None)
     assert (trainer.early_stopping_callback.monitor, trainer.early_stopping_callback.mode) == (f"val/{metric}", mode)

@@ -68,9 +68,7 @@ def test_istar_is_the_score_of_the_states_in_full(setting, harness, device, prec
     penalty = IStar(-1.0, 0.4)
     recorder = PenaltyRecorder(penalty)
     module = setting.module(penalty)
-    callback = ShrinkageCovariance(
-        module.penalty, FeatureRows(setting.train), setting.collate, 16, seed=3, progress_bar=False
-    )
+    callback = ShrinkageCovariance(module.penalty, FeatureRows(setting.train), setting.collate, 16, seed=3)
     train(setting, harness, module, device, precision, callback)
     shrinkage_covariance = penalty.shrinkage_covariance
     assert shrinkage_covariance.dtype == torch.float32
@@ -122,11 +120,7 @@ def test_states_of_large_mean_and_scale(setting, harness, regularizer, device, p
     module = setting.module(penalty)
     callbacks = []
     if isinstance(penalty, IStar):
-        callbacks = [
-            ShrinkageCovariance(
-                module.penalty, FeatureRows(setting.train), setting.collate, 16, seed=3, progress_bar=False
-            )
-        ]
+        callbacks = [ShrinkageCovariance(module.penalty, FeatureRows(setting.train), setting.collate, 16, seed=3)]
     first_norm, last_norm = (module.model.base_model.encoder.layer[layer].output.LayerNorm for layer in (0, 1))
     with torch.no_grad():
         first_norm.bias.fill_(30.0)

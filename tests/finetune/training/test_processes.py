@@ -17,13 +17,14 @@ from torch.testing import assert_close
 from istar.finetune.tasks.evaluation import Evaluator
 from istar.finetune.tasks.features import Collator, FeatureRows, featurize
 from istar.finetune.tasks.loading import load_splits
-from istar.finetune.training import FineTuner, FineTuningData, ShrinkageCovariance, ValidationGeometry
+from istar.finetune.training import FineTuner, FineTuningData, ShrinkageCovariance, ValidationGeometry, module
 from istar.hidden_states import HiddenStatePenalty, PenaltySettings, attach
 from istar.inputs import pretrained
 from istar.records.config import DataConfig, ModelConfig, OptimConfig
 from istar.records.task_specs import TASKS
 from istar.regularizers import CosReg, IStar
 from tests.finetune.training.conftest import trainer
+from tests.finetune.training.test_tokens_per_second import Clock, Rates
 from tests.forks import run_in_processes
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
@@ -143,15 +144,13 @@ def train(name, world_size):
     settings = PenaltySettings(num_points=5_000)
     penalized = None if regularizer is None else HiddenStatePenalty(model, regularizer, settings)
     skip_nonfinite = name.endswith("skipped")
-    module = (SgdWithNanLoss if skip_nonfinite else Sgd)(
+    tuner = (SgdWithNanLoss if skip_nonfinite else Sgd)(
         model, penalized, OptimConfig(lr=0.02), setup.evaluators, skip_nonfinite=skip_nonfinite
     )
-    start = parameters_to_vector(module.parameters()).detach().clone()
+    start = parameters_to_vector(tuner.parameters()).detach().clone()
     callbacks = []
     if penalty == "istar":
-        callbacks = [
-            RecordingShrinkage(penalized, FeatureRows(setup.train), setup.collate, 8, seed=3, progress_bar=False)
-        ]
+        callbacks = [RecordingShrinkage(penalized, FeatureRows(setup.train), setup.collate, 8, seed=3)]
     with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
         recorder = BatchRecorder(all_reduce)
         make_trainer(
@@ -161,11 +160,11 @@ def train(name, world_size):
             max_epochs=EPOCHS,
             limit_train_batches=STEPS * accumulate // EPOCHS,
             accumulate_grad_batches=accumulate,
-        ).fit(module, datamodule=make_data(setup, world_size))
+        ).fit(tuner, datamodule=make_data(setup, world_size))
     return {
         "start": start,
-        "end": parameters_to_vector(module.parameters()).detach(),
-        "skipped": module.step_guard.num_skipped,
+        "end": parameters_to_vector(tuner.parameters()).detach(),
+        "skipped": tuner.step_guard.num_skipped,
         "tokens": torch.tensor(recorder.tokens),
         "reduced": (recorder.forward, recorder.backward),
         "covariances": [sigma for callback in callbacks for sigma in callback.covariances],
@@ -183,20 +182,31 @@ def restore_covariance(callback, setup, sync):
 
 def validate(name, world_size):
     setup, isotropy = make_setup(name), ValidationGeometry()
-    module = FineTuner(setup.model, None, OptimConfig(), setup.evaluators)
+    tuner = FineTuner(setup.model, None, OptimConfig(), setup.evaluators)
     [logged] = make_trainer(world_size, isotropy, limit_val_batches=1.0).validate(
-        module, datamodule=make_data(setup, world_size), verbose=False
+        tuner, datamodule=make_data(setup, world_size), verbose=False
     )
     return {
-        "evaluation": asdict(module.evaluations[""]),
+        "evaluation": asdict(tuner.evaluations[""]),
         "isotropy": {**isotropy.scores, "points": isotropy.num_points},
         "loss": logged.get("val/loss"),
         "features": len(setup.validation),
     }
 
 
+def measure_rate(world_size):
+    """Return the tokens per second of a step that takes one second, and the tokens of this process."""
+    setup = make_setup("demo")
+    tuner, recorder = FineTuner(copy.deepcopy(setup.model), None, OptimConfig(), setup.evaluators), Rates()
+    with patch.object(module, "time", Clock()):
+        make_trainer(world_size, recorder, max_steps=1, log_every_n_steps=1).fit(
+            tuner, datamodule=make_data(setup, world_size)
+        )
+    return {"rate": recorder.by_step[1], "tokens": recorder.num_tokens[0]}
+
+
 def compute_results(world_size):
-    values = {}
+    values = {"rate": measure_rate(world_size)}
     if world_size != 3:
         values |= {name: train(name, world_size) for name in CASES}
     if world_size != 4:
@@ -269,6 +279,13 @@ def test_shards_are_unequal_and_together_the_batch_of_one_process(results, name,
     assert (tokens.amax(0) > tokens.amin(0)).double().mean() > 0.8
     assert torch.equal(tokens.sum(0), single_result["tokens"])
     assert len(single_result["tokens"]) == STEPS * CASES[name][2]
+
+
+@pytest.mark.parametrize("world_size", TRAINING_WORLD_SIZES)
+def test_tokens_per_second_are_those_of_all_processes(results, world_size):
+    rank_results, single_result = select_results(results, "rate", world_size)
+    assert single_result["rate"] == single_result["tokens"] == sum(result["tokens"] for result in rank_results)
+    assert {result["rate"] for result in rank_results} == {single_result["rate"]}
 
 
 @pytest.mark.parametrize("world_size", TRAINING_WORLD_SIZES)

@@ -62,9 +62,7 @@ def test_twenty_steps_of_the_paper_code_preset_equal_algorithm_1_by_hand(setting
     weight, zeta = -1.0, 0.4
     regularizer = IStar(weight, zeta, include_padding=True, sync=False)
     module, recorder = setting.module(regularizer), harness.Losses()
-    callback = ShrinkageCovariance(
-        module.penalty, FeatureRows(setting.train), setting.collate, 16, seed=3, progress_bar=False
-    )
+    callback = ShrinkageCovariance(module.penalty, FeatureRows(setting.train), setting.collate, 16, seed=3)
     sample = callback.sample_examples(epoch=0)
     L.seed_everything(5, verbose=False)
     harness.trainer(recorder, callback, limit_train_batches=STEPS, gradient_clip_val=1.0).fit(
@@ -121,8 +119,8 @@ def test_negative_lambda_lowers_and_positive_lambda_raises_the_score_of_the_batc
     scores = []
 
     class ScoreRecorder(L.Callback):
-        def on_train_batch_end(self, trainer, *args):
-            scores.append(trainer.callback_metrics["train/isoscore"].item())
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            scores.append(pl_module.step_metrics["train/isoscore"])
 
     regularizer = IStar(weight, 0.0)
     harness.trainer(ScoreRecorder(), log_every_n_steps=1).fit(setting.module(regularizer), datamodule=setting.data())
@@ -137,9 +135,7 @@ def test_dropout_is_on_in_training_steps(setting, harness):
             training_modes.append(all(module.training for module in pl_module.modules()))
 
     module = setting.module(IStar(-1.0, 0.4))
-    callback = ShrinkageCovariance(
-        module.penalty, FeatureRows(setting.train), setting.collate, 16, seed=0, progress_bar=False
-    )
+    callback = ShrinkageCovariance(module.penalty, FeatureRows(setting.train), setting.collate, 16, seed=0)
     harness.trainer(ModeRecorder(), callback, limit_train_batches=3).fit(module, datamodule=setting.data())
     assert training_modes == [True] * 3
 
@@ -160,8 +156,8 @@ def test_schedules(setting, harness, schedule, warmup, expected):
     rates = []
 
     class RateRecorder(L.Callback):
-        def on_train_batch_end(self, trainer, *args):
-            rates.append(trainer.callback_metrics["train/lr"].item())
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            rates.append(pl_module.step_metrics["train/lr"])
 
     module = setting.module(lr=1.0, schedule=schedule, warmup=warmup)
     harness.trainer(RateRecorder(), limit_train_batches=4, log_every_n_steps=1).fit(module, datamodule=setting.data())
@@ -213,7 +209,7 @@ def test_logged_figures_are_means_over_the_micro_batches_of_a_step(setting, harn
     class MetricRecorder(L.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if (batch_idx + 1) % 4 == 0:
-                logged.append({name: value.item() for name, value in trainer.callback_metrics.items()})
+                logged.append(pl_module.step_metrics)
 
     harness.trainer(
         recorder, MetricRecorder(), limit_train_batches=8, accumulate_grad_batches=4, log_every_n_steps=1
