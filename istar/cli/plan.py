@@ -92,6 +92,7 @@ def _compose_sweep(arguments: Sequence[str], command: str) -> Iterator["SweepReq
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    from istar.finetune.sweeps.trials import allow_options_without_key
     from istar.records.config import schema
 
     schema.register()
@@ -102,7 +103,7 @@ def _compose_sweep(arguments: Sequence[str], command: str) -> Iterator["SweepReq
         with initialize_config_dir(str(schema.config_folder()), version_base="1.3", job_name="istar"):
             hydra = GlobalHydra.instance().hydra
             assert hydra is not None
-            all_arguments = [*arguments, "hydra.mode=MULTIRUN"]
+            all_arguments = [*allow_options_without_key(arguments), "hydra.mode=MULTIRUN"]
             config = hydra.compose_config("config", all_arguments, RunMode.MULTIRUN, with_log_configuration=False)
             # No callbacks, because nothing is started.
             no_callbacks: Any = None

@@ -18,6 +18,7 @@ from istar.drawing.terminal import make_console
 from istar.errors import SHOW_TRACE, StoppedError, UserError, explain_system_error
 from istar.finetune.runs import extras, launch
 from istar.finetune.runs.extras import fast_imports
+from istar.finetune.sweeps.trials import allow_options_without_key
 from istar.records.config import Config, schema
 
 DRY_RUN_OPTION = "--dry-run"
@@ -36,11 +37,11 @@ def run_train(arguments: Sequence[str], command: str) -> None:
     """
     # Hydra raises its errors instead of printing them over many lines.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    # Hydra and the sweeper read the arguments from sys.argv.
-    sys.argv = [command, *move_overrides_to_end(arguments)]
     schema.register()
     schema.register_sweeps()
     try:
+        # Hydra and the sweeper read the arguments from sys.argv.
+        sys.argv = [command, *allow_options_without_key(move_overrides_to_end(arguments))]
         refuse_hydra_folders(arguments)
         hydra.main(version_base="1.3", config_path=str(schema.config_folder()), config_name="config")(compose_and_run)()
     except (UserError, HydraException, OmegaConfBaseException, ValueError, KeyboardInterrupt) as error:

@@ -97,12 +97,11 @@ def name_method(config: Mapping[str, Any]) -> str:
 def label_method(config: Mapping[str, Any]) -> str:
     """Return the label of a run's method as in the paper, e.g. `Base`, `I-STAR λ=-1 ζ=0.4` or `CosReg λ=1`.
 
-    Settings beyond the paper's are added in words, such as `on output embeddings`. A penalty of weight 0 keeps its own
-    label.
+    Settings beyond the paper's are added in words, such as `on output embeddings`.
     """
+    if find_method(config) == BASE:
+        return BASE_LABEL
     reg = config["reg"]
-    if reg["name"] == "none":
-        return METHOD_NAMES[BASE]
     parts = [METHOD_NAMES.get(reg["name"], reg["name"]), f"λ={reg['lambda']:g}"]
     if (estimator := reg.get("estimator", "shrinkage")) != "shrinkage":
         parts.append(estimator.replace("_", " "))

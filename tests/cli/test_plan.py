@@ -105,6 +105,14 @@ def test_a_sweep_without_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert HydraConfig.instance().cfg is None
 
 
+def test_a_penalty_of_weight_0_is_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "reg=istar,vicreg", "reg.lambda=0,1", "reg.gamma=2", "seed=1,2", *SMALL]) == 0
+    plan = plan_file.read_plan(tmp_path / "plan" / plan_file.PLAN)
+    assert sorted({run["method"] for run in plan.runs}) == ["Base", "I-STAR λ=1 ζ=0.4", "VICReg λ=1"]
+    assert plan.test["comparisons"] == 2
+    assert "reg.gamma has no effect with reg=istar" in capsys.readouterr().err
+
+
 def test_a_search_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     search = ("reg=istar", "reg.lambda=interval(-1,1)", "sweep.search=optuna", "sweep.trials=7")
     assert main(["plan", *search, *SMALL, "--test", "sign-flip"]) == 0

@@ -13,7 +13,13 @@ from omegaconf import OmegaConf
 
 from hydra_plugins.istar_sweeper import IstarSweeper
 from istar.errors import UserError
-from istar.finetune.sweeps.trials import list_combinations, make_search_spaces, replace_seed, sweep_hash
+from istar.finetune.sweeps.trials import (
+    allow_options_without_key,
+    list_combinations,
+    make_search_spaces,
+    replace_seed,
+    sweep_hash,
+)
 from istar.records.config import schema
 
 
@@ -81,6 +87,21 @@ def test_equal_combinations_are_one() -> None:
 def test_with_seed() -> None:
     assert replace_seed(("seed=1", "reg=none"), 5) == ("reg=none", "seed=5")
     assert replace_seed(("reg=none",), 5) == ("reg=none", "seed=5")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("reg=none,vicreg reg.gamma=2 optim.lr=1", "reg=none,vicreg reg.gamma=choice(2) optim.lr=1"),
+        ("reg.layers=[1,2] reg=choice(none,istar)", "reg.layers=choice([1,2]) reg=choice(none,istar)"),
+        ("reg=none,istar reg.lambda=-1,1 seed=1", "reg=none,istar reg.lambda=-1,1 seed=1"),
+        ("reg=vicreg reg.gamma=2 reg.lambda=1,2", "reg=vicreg reg.gamma=2 reg.lambda=1,2"),
+    ],
+)
+def test_values_of_a_group_that_is_swept_are_lists(arguments: str, expected: str) -> None:
+    texts = allow_options_without_key(arguments.split())
+    assert texts == expected.split()
+    assert expand(texts) == expand(arguments.split())
 
 
 def test_the_same_sweep_is_found_again() -> None:
