@@ -2,14 +2,23 @@
 
 import argparse
 import shlex
+import shutil
+import string
 import sys
+import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 from istar import __version__
 from istar.cli import compare, correlate, embed, measure, plan, power, quantize, report, results, watch
 from istar.drawing.terminal import run_with_robust_output
-from istar.errors import SHOW_TRACE, UserError, explain_system_error, mask_secrets
+from istar.errors import SHOW_TRACE, UserError, did_you_mean, explain_system_error, mask_secrets
 from istar.finetune.runs import extras
+
+_SUBCOMMANDS = {
+    module.__name__.rpartition(".")[2]: module
+    for module in (results, report, watch, measure, compare, embed, correlate, power, plan, quantize)
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,11 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_command(arguments: list[str]) -> int:
     if arguments[:1] == ["train"]:
-        # Hydra parses the options of `istar train`, including `--help`.
         return _run_train(arguments[1:], "istar train")
-    options = _make_parser().parse_args(arguments)
-    options.typed = mask_secrets(shlex.join(["istar", *arguments]))
     try:
+        if arguments and not arguments[0].startswith("-") and arguments[0] not in _SUBCOMMANDS:
+            hint = did_you_mean(arguments[0], ["train", *_SUBCOMMANDS])
+            raise UserError(f"istar {arguments[0]}: there is no such command{hint}; `istar --help` lists all")
+        options = _make_parser().parse_args(arguments)
+        options.typed = mask_secrets(shlex.join(["istar", *arguments]))
         extras.require(f"istar {options.name}", options.extra)
         _check_minima(options)
         options.command(options)
@@ -55,26 +66,69 @@ def train_main(arguments: Sequence[str] | None = None, command: str = "istar tra
 
 def _run_train(arguments: Sequence[str], command: str) -> int:
     """Execute `istar train`, and return the exit code, or exit the process if the run fails."""
+    if "--version" in arguments:
+        print(f"istar {__version__}")
+        return 0
     try:
         extras.require(command, "train")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    # Before the libraries of a run are imported, which takes seconds.
+    if not {"--help", "-h"}.isdisjoint(arguments):
+        print(_format_train_help(command))
+        return 0
     from istar.cli import train
 
     train.run_train(arguments, command)
     return 0
 
 
-def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="istar", description="Train models, measure their geometry, and compare and report runs."
-    )
+def _format_train_help(command: str) -> str:
+    """Fill in the template of conf/config.yaml."""
+    import yaml
+
+    from istar.records.options import config_folder, list_options
+
+    width = min(shutil.get_terminal_size().columns, 100)
+    groups = [
+        textwrap.fill(", ".join(options), width, initial_indent=f"  {group:16}", subsequent_indent=" " * 18)
+        for group, options in list_options().items()
+    ]
+    config = yaml.safe_load((config_folder() / "config.yaml").read_text(encoding="utf-8"))
+    template = string.Template(config["hydra"]["help"]["template"])
+    return template.substitute(command=command, groups="\n".join(groups)).rstrip()
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that explains a mistake in one line."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._known_flags: list[str] = []
+        super().__init__(*arguments, **options)
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        self._known_flags += [name for name in names if name.startswith("--")]
+        return super().add_argument(*names, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unexpected argument {unknown[0]}{did_you_mean(unknown[0], self._known_flags)}")
+        return options, unknown
+
+    def error(self, message: str) -> Any:
+        raise UserError(f"{message}; `{self.prog} --help` shows how to call it")
+
+
+def _make_parser() -> _Parser:
+    """Return the parser of the command `istar` with all its subcommands."""
+    parser = _Parser(prog="istar", description="Train models, measure their geometry, and compare and report runs.")
     parser.add_argument("--version", action="version", version=f"istar {__version__}")
     parser.set_defaults(minima={})
     subparsers = parser.add_subparsers(required=True, metavar="command", dest="name")
     subparsers.add_parser("train", help="train or fine-tune a model: istar train task=rte reg=istar reg.lambda=-1")
-    for subcommand_module in (results, report, watch, measure, compare, embed, correlate, power, plan, quantize):
+    for subcommand_module in _SUBCOMMANDS.values():
         subcommand_module.add_parser(subparsers)
     return parser
 

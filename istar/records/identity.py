@@ -29,6 +29,7 @@ METHOD_NAMES = {
     "spectrum": "spectrum control",
     "random_direction": "random direction",
     "weight_decay": "weight decay",
+    "dropout": "dropout",
 }
 """Names of methods in tables, without their settings, by `reg.name` or `BASE`."""
 BASE_LABEL = METHOD_NAMES[BASE]

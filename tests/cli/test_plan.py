@@ -10,7 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from istar.cli.main import main
 from istar.finetune.runs.run import run
 from istar.records.config import Config
-from istar.records.config.schema import sweep_folder
+from istar.records.options import sweep_folder
 from istar.reports import plan_file
 from istar.reports.run_frame import load_runs
 from istar.statistics import TEST

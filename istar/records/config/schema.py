@@ -8,7 +8,6 @@ import functools
 import re
 from collections.abc import Iterable
 from dataclasses import Field, fields, is_dataclass
-from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args
 
@@ -21,6 +20,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from istar.errors import UserError, check_one_of, did_you_mean
 from istar.records.config.groups import Config, LoggerConfig, SweepConfig, TensorBoardConfig, WandbConfig
 from istar.records.config.penalties import PENALTIES
+from istar.records.options import sweep_folder
 from istar.records.task_specs import TASKS
 
 T = TypeVar("T")
@@ -34,19 +34,6 @@ OPTIONS_BY_GROUP: dict[str, dict[str, Any]] = {"reg": PENALTIES, "logger": _LOGG
 _DEFAULT_MODELS = {(False, True): "tiny", (True, True): "tiny_decoder", (True, False): "gpt2"}
 """The default of `model` for tasks that replace the default of config.yaml, by whether the task needs a decoder and
 whether its data are generated. For generated data, small models with random weights suffice."""
-
-
-def config_folder() -> Path:
-    """Return the folder of config.yaml: `istar/conf` in an installed package, `conf` in a checkout."""
-    package_folder = Path(__file__).resolve().parents[2]
-    installed_folder = package_folder / "conf"
-    return installed_folder if installed_folder.is_dir() else package_folder.parent / "conf"
-
-
-def sweep_folder() -> Path:
-    """Return the folder of the options of `sweep`: `istar/conf/sweep` if istar is installed, `sweep` in a checkout."""
-    installed_folder = config_folder() / "sweep"
-    return installed_folder if installed_folder.is_dir() else config_folder().parent / "sweep"
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from istar.finetune.sweeps.trials import (
     sweep_hash,
 )
 from istar.records.config import schema
+from istar.records.options import sweep_folder
 
 
 def expand(arguments=(), params=None, grids=None, only=()):
@@ -133,7 +134,7 @@ def test_there_is_a_file_for_each_artefact() -> None:
     figure_names = {f"figure{number}" for number in range(3, 9)}
     assert figure_names | {"table1", "table2", "zeta_ablation", "layer_ablation"} <= set(FILES)
     # In a wheel the files are in conf/; in the repository they are in sweep/.
-    assert schema.sweep_folder() == CONF.parent / "sweep"
+    assert sweep_folder() == CONF.parent / "sweep"
 
 
 SEARCH = {"data.batch_size": (8, 16, 32), "optim.lr": (1e-5, 3e-5, 5e-5), "trainer.max_epochs": (3, 4, 5)}
