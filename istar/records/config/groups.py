@@ -125,14 +125,14 @@ class ModelConfig:
             check_one_of("model.attn_implementation", self.attn_implementation, ("eager", "sdpa"))
         check_at_least(MIN_VOCAB_SIZE, "model.vocab_size", self.vocab_size)
         if not self.name.strip():
-            raise UserError("model.name is empty; expected a hub id or a folder that save_pretrained wrote")
+            raise UserError("the name of the model is empty; expected a hub id or a folder that save_pretrained wrote")
         if self.name == TINY and self.pretrained:
             raise UserError(
-                f"model.name={TINY} with model.pretrained=true: istar's tiny model has no pretrained weights; use "
-                f"model={TINY} alone, or model.name=./{TINY} for a folder of that name"
+                f"model {TINY} is istar's own, without pretrained weights; train it with model={TINY}, or write "
+                f"./{TINY} for a folder of that name"
             )
         if self.name == TINY and self.revision is not None:
-            raise UserError(f"model.revision={self.revision} needs a model of the hub, but model={TINY} is istar's")
+            raise UserError(f"revision {self.revision} needs a model of the hub, but model {TINY} is istar's own")
 
     @property
     def is_tiny(self) -> bool:
@@ -141,8 +141,8 @@ class ModelConfig:
 
     @property
     def label(self) -> str:
-        """Key and value that name the model in messages, such as `model.name=gpt2`."""
-        return f"model.name={self.name}" if self.architecture is None else f"model.architecture={self.architecture}"
+        """Name of the model in messages, such as `model gpt2`, which other commands than `istar train` print, too."""
+        return f"model {self.name}" if self.architecture is None else f"model.architecture={self.architecture}"
 
     @property
     def trains_tokenizer(self) -> bool:
