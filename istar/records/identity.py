@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from pathlib import PurePath
 from typing import Any
 
 from istar.records.results import RECORD_FORMAT
@@ -119,6 +120,15 @@ def label_method(config: Mapping[str, Any]) -> str:
     if reg.get("within") is not None:
         parts.append("within classes")
     return " ".join(parts)
+
+
+def shorten_model_name(name: str) -> str:
+    """Return a model's name in tables: the last part of a hub id or folder, or the parent's name of a folder `model`.
+
+    A run saves its model in `<run>/model`.
+    """
+    path = PurePath(name)
+    return (path.parent.name if path.name == "model" and path.parent.name else path.name) or name
 
 
 def _select_identity_values(config_class: Any, values: Mapping[str, Any]) -> dict[str, Any]:

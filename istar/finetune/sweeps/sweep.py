@@ -21,7 +21,7 @@ from istar.finetune.sweeps.planned_runs import SEARCH_STAGE, SEEDS_STAGE, SweepR
 from istar.finetune.sweeps.trials import Overrides, Trial
 from istar.records import results
 from istar.records.config import Config, WandbConfig
-from istar.records.identity import find_method
+from istar.records.identity import find_method, shorten_model_name
 from istar.records.results import RunRecord
 from istar.records.run_rows import group_by_task, selection_sort_key
 
@@ -348,5 +348,5 @@ def estimate_duration(planned: Sequence[tuple[Config, int]], finished: Iterable[
 
 def _make_similarity_keys(model: str, task: str, method: str) -> list[tuple[str, ...]]:
     """Return three keys of a run, the most specific first: model, task and method; model and task; model."""
-    model_name = Path(model).name
+    model_name = shorten_model_name(model)
     return [(model_name, task, method), (model_name, task), (model_name,)]
