@@ -1,6 +1,7 @@
 """The entry point of the command `istar`."""
 
 import argparse
+import re
 import shlex
 import shutil
 import string
@@ -74,10 +75,10 @@ def _run_train(arguments: Sequence[str], command: str) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    # Before the libraries of a run are imported, which takes seconds.
     if not {"--help", "-h"}.isdisjoint(arguments):
         print(_format_train_help(command))
         return 0
+    # Imports the libraries of a run, which takes seconds.
     from istar.cli import train
 
     train.run_train(arguments, command)
@@ -103,18 +104,11 @@ def _format_train_help(command: str) -> str:
 class _Parser(argparse.ArgumentParser):
     """A parser that explains a mistake in one line."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._known_flags: list[str] = []
-        super().__init__(*arguments, **options)
-
-    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        self._known_flags += [name for name in names if name.startswith("--")]
-        return super().add_argument(*names, **options)
-
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unexpected argument {unknown[0]}{did_you_mean(unknown[0], self._known_flags)}")
+            known_options = re.findall(r"--[\w-]+", self.format_usage())
+            self.error(f"unexpected argument {unknown[0]}{did_you_mean(unknown[0], known_options)}")
         return options, unknown
 
     def error(self, message: str) -> Any:

@@ -73,10 +73,7 @@ def move_overrides_to_end(arguments: Sequence[str]) -> list[str]:
 
 
 def check_arguments(arguments: Sequence[str], command: str) -> None:
-    """Raise a `UserError` for an unknown option, for shell completion without a shell, and for Hydra's output folders.
-
-    istar replaces Hydra's output folders by `run.root`.
-    """
+    """Raise a `UserError` for an unknown option, shell completion without a shell, or an output folder of Hydra."""
     for argument in arguments:
         key = argument.partition("=")[0].lstrip("+")
         if key.startswith("-") and not any(option.startswith(key) for option in _OPTIONS):
@@ -89,10 +86,8 @@ def check_arguments(arguments: Sequence[str], command: str) -> None:
             )
     has_shell = any(argument.startswith(("install=", "uninstall=", "query=")) for argument in arguments)
     if {"--shell-completion", "-sc"}.intersection(arguments) and not (has_shell and command.endswith(".py")):
-        raise UserError(
-            "--shell-completion is for `python train.py` in a checkout, and needs the name of your shell (bash, zsh or "
-            'fish): eval "$(python train.py --shell-completion install=bash)"'
-        )
+        usage = 'eval "$(python train.py --shell-completion install=bash)", where bash may be zsh or fish'
+        raise UserError(f"--shell-completion is for python train.py, with the name of a shell: {usage}")
 
 
 def compose_and_run(config: DictConfig) -> object:

@@ -85,7 +85,7 @@ class SweepRuns:
         self._options_by_choices: dict[Overrides, dict[str, str]] = {}  # see `_find_options`
 
     def add_grids(self) -> None:
-        """Add the runs of all grids. Print which keys have no effect, and how many combinations are the same run."""
+        """Add the runs of all grids. Print which keys some of them ignore, and how many combinations are equal runs."""
         combinations: set[Overrides] = set()
         grid_by_overrides: dict[Overrides, str] = {}
         for grid, space in self.space_by_grid.items():
@@ -95,15 +95,11 @@ class SweepRuns:
         self.add_runs(list(grid_by_overrides), SEARCH_STAGE)
         for trial in self.trial_by_name.values():
             self.grid_by_run[trial.name] = grid_by_overrides[trial.overrides]
-        num_runs = len(self.state.entries)
-        notes = [f"{len(combinations)} combinations are {num_runs} runs"] if len(combinations) > num_runs else []
-        reasons = [
-            f"{' and '.join(keys)} {'has' if len(keys) == 1 else 'have'} no effect with {option}"
-            for option, keys in self._keys_left_out.items()
-        ]
-        notes += [", ".join(reasons)] if reasons else []
-        if notes:
-            self.console.out(": ".join(notes), highlight=False)
+        note = ", ".join(f"{option} ignores {' and '.join(keys)}" for option, keys in self._keys_left_out.items())
+        if len(combinations) > len(self.state.entries):
+            note = f"{len(combinations)} combinations are {len(self.state.entries)} runs{': ' if note else ''}{note}"
+        if note:
+            self.console.out(note, highlight=False)
 
     def leave_out_keys_without_effect(self, overrides: Overrides) -> Overrides:
         """Leave out the keys that the options of a run lack, such as `reg.lambda` with `reg=none`.
