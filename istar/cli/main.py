@@ -28,10 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_with_robust_output(lambda: _run_command(typed_arguments))
 
 
-def _run_command(arguments: list[str]) -> int:
-    if arguments[:1] == ["train"]:
-        return _run_train(arguments[1:], "istar train")
+def _run_command(arguments: list[str], train_command: str = "istar train") -> int:
     try:
+        if arguments[:1] == ["train"]:
+            _run_train(arguments[1:], train_command)
+            return 0
         if arguments and not arguments[0].startswith("-") and arguments[0] not in _SUBCOMMANDS:
             hint = did_you_mean(arguments[0], ["train", *_SUBCOMMANDS])
             raise UserError(f"istar {arguments[0]}: there is no such command{hint}; `istar --help` lists all")
@@ -62,27 +63,22 @@ def _check_minima(options: argparse.Namespace) -> None:
 def train_main(arguments: Sequence[str] | None = None, command: str = "istar train") -> int:
     """Execute `istar train` as `main` does; `command` is what was typed before the arguments, for messages."""
     typed_arguments = list(sys.argv[1:] if arguments is None else arguments)
-    return run_with_robust_output(lambda: _run_train(typed_arguments, command))
+    return run_with_robust_output(lambda: _run_command(["train", *typed_arguments], command))
 
 
-def _run_train(arguments: Sequence[str], command: str) -> int:
-    """Execute `istar train`, and return the exit code, or exit the process if the run fails."""
+def _run_train(arguments: Sequence[str], command: str) -> None:
+    """Execute `istar train`, or exit the process if the run fails."""
     if "--version" in arguments:
         print(f"istar {__version__}")
-        return 0
-    try:
-        extras.require(command, "train")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return
+    extras.require(command, "train")
     if not {"--help", "-h"}.isdisjoint(arguments):
         print(_format_train_help(command))
-        return 0
+        return
     # Imports the libraries of a run, which takes seconds.
     from istar.cli import train
 
     train.run_train(arguments, command)
-    return 0
 
 
 def _format_train_help(command: str) -> str:
