@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ class SweepRuns:
         self.run_folders = RunFolders()
         # Keys that runs leave out because their option lacks them, by that option, such as `reg=none`.
         self._keys_left_out: dict[str, list[str]] = {}
-        self._options_by_choices: dict[Overrides, dict[str, str]] = {}  # see `_find_options`
+        self._compose_options = cache(request.compose)  # for overrides without values; many runs share them
 
     def add_grids(self) -> None:
         """Add the runs of all grids. Print which keys some of them ignore, and how many combinations are equal runs."""
@@ -120,12 +120,8 @@ class SweepRuns:
 
     def _find_options(self, overrides: Overrides) -> dict[str, str]:
         """Return the options that a run has of the groups whose options differ in their keys, by group."""
-        choices = tuple(text for text in overrides if not trials.sets_value(text))
-        if choices not in self._options_by_choices:
-            config = self.request.compose(choices)
-            options = {group: OmegaConf.select(config, f"{group}.name") for group in schema.OPTIONS_BY_GROUP}
-            self._options_by_choices[choices] = options
-        return self._options_by_choices[choices]
+        config = self._compose_options(tuple(text for text in overrides if not trials.sets_value(text)))
+        return {group: OmegaConf.select(config, f"{group}.name") for group in schema.OPTIONS_BY_GROUP}
 
     @cached_property
     def _all_options(self) -> list[dict[str, str]]:
