@@ -21,7 +21,7 @@ from istar.errors import UserError, shorten
 from istar.files.parsing import read_json
 from istar.inputs.adapters import find_base, has_adapters, merge_adapters, read_base_config
 from istar.inputs.architectures import check_num_layers, get_checkpoint_class
-from istar.inputs.hub import explain_refusal, find_hub_problem, is_hub_id
+from istar.inputs.hub import LOCAL_COPY_HINTS, explain_refusal, find_hub_problem, is_hub_id
 from istar.records.config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -194,7 +194,7 @@ def _make_load_error_message(noun: str, name: str, error: Exception) -> str:
     problem = find_hub_problem() if isinstance(error, OSError | ValueError | KeyError) else ""
     reason = explain_refusal(error, name, "model") or _describe_error(error)
     reason = f"not in the local cache, and {problem}" if problem else reason
-    return f"{noun} {name}: {reason}; a folder that save_pretrained wrote works without the hub"
+    return f"{noun} {name}: {reason}; {LOCAL_COPY_HINTS['model']}"
 
 
 def _describe_error(error: Exception) -> str:
