@@ -110,8 +110,8 @@ def test_the_repository_holds_no_symbolic_links() -> None:
 
 
 def test_it_has_the_configs_and_the_sweeper_of_the_package(unpacked: Path, tmp_path: Path) -> None:
-    code = "from hydra_plugins import istar_sweeper; from istar.records.config import schema"
-    code = f"{code}; print(schema.config_folder())"
+    code = "from hydra_plugins import istar_sweeper; from istar.records.options import config_folder"
+    code = f"{code}; print(config_folder())"
     completed = run_python("-c", f"{code}; print(istar_sweeper.__file__)", cwd=tmp_path, path=unpacked)
     assert completed.stdout.split() == [
         str(unpacked / name) for name in ("istar/conf", "hydra_plugins/istar_sweeper.py")

@@ -1,15 +1,25 @@
 """The entry point of the command `istar`."""
 
 import argparse
+import re
 import shlex
+import shutil
+import string
 import sys
+import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 from istar import __version__
 from istar.cli import compare, correlate, embed, measure, plan, power, quantize, report, results, watch
 from istar.drawing.terminal import run_with_robust_output
-from istar.errors import SHOW_TRACE, UserError, explain_system_error, mask_secrets
+from istar.errors import SHOW_TRACE, UserError, did_you_mean, explain_system_error, mask_secrets
 from istar.finetune.runs import extras
+
+_SUBCOMMANDS = {
+    module.__name__.rpartition(".")[2]: module
+    for module in (results, report, watch, measure, compare, embed, correlate, power, plan, quantize)
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,13 +28,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_with_robust_output(lambda: _run_command(typed_arguments))
 
 
-def _run_command(arguments: list[str]) -> int:
-    if arguments[:1] == ["train"]:
-        # Hydra parses the options of `istar train`, including `--help`.
-        return _run_train(arguments[1:], "istar train")
-    options = _make_parser().parse_args(arguments)
-    options.typed = mask_secrets(shlex.join(["istar", *arguments]))
+def _run_command(arguments: list[str], train_command: str = "istar train") -> int:
     try:
+        if arguments[:1] == ["train"]:
+            _run_train(arguments[1:], train_command)
+            return 0
+        if arguments and not arguments[0].startswith("-") and arguments[0] not in _SUBCOMMANDS:
+            hint = did_you_mean(arguments[0], ["train", *_SUBCOMMANDS])
+            raise UserError(f"istar {arguments[0]}: there is no such command{hint}; `istar --help` lists all")
+        options = _make_parser().parse_args(arguments)
+        options.typed = mask_secrets(shlex.join(["istar", *arguments]))
         extras.require(f"istar {options.name}", options.extra)
         _check_minima(options)
         options.command(options)
@@ -50,31 +63,62 @@ def _check_minima(options: argparse.Namespace) -> None:
 def train_main(arguments: Sequence[str] | None = None, command: str = "istar train") -> int:
     """Execute `istar train` as `main` does; `command` is what was typed before the arguments, for messages."""
     typed_arguments = list(sys.argv[1:] if arguments is None else arguments)
-    return run_with_robust_output(lambda: _run_train(typed_arguments, command))
+    return run_with_robust_output(lambda: _run_command(["train", *typed_arguments], command))
 
 
-def _run_train(arguments: Sequence[str], command: str) -> int:
-    """Execute `istar train`, and return the exit code, or exit the process if the run fails."""
-    try:
-        extras.require(command, "train")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+def _run_train(arguments: Sequence[str], command: str) -> None:
+    """Execute `istar train`, or exit the process if the run fails."""
+    if "--version" in arguments:
+        print(f"istar {__version__}")
+        return
+    extras.require(command, "train")
+    if not {"--help", "-h"}.isdisjoint(arguments):
+        print(_format_train_help(command))
+        return
+    # Imports the libraries of a run, which takes seconds.
     from istar.cli import train
 
     train.run_train(arguments, command)
-    return 0
 
 
-def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="istar", description="Train models, measure their geometry, and compare and report runs."
-    )
+def _format_train_help(command: str) -> str:
+    """Fill in the template of conf/config.yaml."""
+    import yaml
+
+    from istar.records.options import config_folder, list_options
+
+    width = min(shutil.get_terminal_size().columns, 100)
+    groups = [
+        textwrap.fill(", ".join(options), width, initial_indent=f"  {group:16}", subsequent_indent=" " * 18)
+        for group, options in list_options().items()
+    ]
+    config = yaml.safe_load((config_folder() / "config.yaml").read_text(encoding="utf-8"))
+    template = string.Template(config["hydra"]["help"]["template"])
+    return template.substitute(command=command, groups="\n".join(groups)).rstrip()
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that explains a mistake in one line."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            known_options = re.findall(r"--[\w-]+", self.format_usage())
+            self.error(f"unexpected argument {unknown[0]}{did_you_mean(unknown[0], known_options)}")
+        return options, unknown
+
+    def error(self, message: str) -> Any:
+        raise UserError(f"{message}; `{self.prog} --help` shows how to call it")
+
+
+def _make_parser() -> _Parser:
+    """Return the parser of the command `istar` with all its subcommands."""
+    parser = _Parser(prog="istar", description="Train models, measure their geometry, and compare and report runs.")
     parser.add_argument("--version", action="version", version=f"istar {__version__}")
     parser.set_defaults(minima={})
     subparsers = parser.add_subparsers(required=True, metavar="command", dest="name")
     subparsers.add_parser("train", help="train or fine-tune a model: istar train task=rte reg=istar reg.lambda=-1")
-    for subcommand_module in (results, report, watch, measure, compare, embed, correlate, power, plan, quantize):
+    for subcommand_module in _SUBCOMMANDS.values():
         subcommand_module.add_parser(subparsers)
     return parser
 

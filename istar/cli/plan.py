@@ -92,17 +92,19 @@ def _compose_sweep(arguments: Sequence[str], command: str) -> Iterator["SweepReq
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    from istar.finetune.sweeps.trials import allow_options_without_key
     from istar.records.config import schema
+    from istar.records.options import config_folder
 
     schema.register()
     schema.register_sweeps()
     GlobalHydra.instance().clear()
     previous_config = HydraConfig.instance().cfg
     try:
-        with initialize_config_dir(str(schema.config_folder()), version_base="1.3", job_name="istar"):
+        with initialize_config_dir(str(config_folder()), version_base="1.3", job_name="istar"):
             hydra = GlobalHydra.instance().hydra
             assert hydra is not None
-            all_arguments = [*arguments, "hydra.mode=MULTIRUN"]
+            all_arguments = [*allow_options_without_key(arguments), "hydra.mode=MULTIRUN"]
             config = hydra.compose_config("config", all_arguments, RunMode.MULTIRUN, with_log_configuration=False)
             # No callbacks, because nothing is started.
             no_callbacks: Any = None

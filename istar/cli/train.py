@@ -15,18 +15,20 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from istar.drawing.terminal import make_console
-from istar.errors import SHOW_TRACE, StoppedError, UserError, explain_system_error
+from istar.errors import SHOW_TRACE, StoppedError, UserError, did_you_mean, explain_system_error
 from istar.finetune.runs import extras, launch
 from istar.finetune.runs.extras import fast_imports
+from istar.finetune.sweeps.trials import allow_options_without_key
 from istar.records.config import Config, schema
+from istar.records.options import config_folder
 
 DRY_RUN_OPTION = "--dry-run"
 _DRY_RUN_OVERRIDE = "sweep.dry_run=true"
-_OPTIONS_WITH_VALUE = frozenset(
-    ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd",
-     "--experimental-rerun", "--info", "-i")
-)  # fmt: skip
+_OPTIONS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn",
+                       "--config-dir", "-cd", "--experimental-rerun", "--info", "-i")  # fmt: skip
 """Options of Hydra that the next argument may belong to."""
+_OPTIONS = (*_OPTIONS_WITH_VALUE, DRY_RUN_OPTION, "--multirun", "-m", "--run", "-r", "--resolve", "--help", "-h",
+            "--hydra-help", "--version", "--shell-completion", "-sc")  # fmt: skip
 
 
 def run_train(arguments: Sequence[str], command: str) -> None:
@@ -36,13 +38,13 @@ def run_train(arguments: Sequence[str], command: str) -> None:
     """
     # Hydra raises its errors instead of printing them over many lines.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    # Hydra and the sweeper read the arguments from sys.argv.
-    sys.argv = [command, *move_overrides_to_end(arguments)]
     schema.register()
     schema.register_sweeps()
     try:
-        refuse_hydra_folders(arguments)
-        hydra.main(version_base="1.3", config_path=str(schema.config_folder()), config_name="config")(compose_and_run)()
+        # Hydra and the sweeper read the arguments from sys.argv.
+        sys.argv = [command, *allow_options_without_key(move_overrides_to_end(arguments))]
+        check_arguments(arguments, command)
+        hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")(compose_and_run)()
     except (UserError, HydraException, OmegaConfBaseException, ValueError, KeyboardInterrupt) as error:
         if SHOW_TRACE:
             raise
@@ -70,14 +72,22 @@ def move_overrides_to_end(arguments: Sequence[str]) -> list[str]:
     return [*options, *overrides]
 
 
-def refuse_hydra_folders(arguments: Sequence[str]) -> None:
-    """Raise a `UserError` if an argument sets one of Hydra's output folders, which istar replaces by `run.root`."""
+def check_arguments(arguments: Sequence[str], command: str) -> None:
+    """Raise a `UserError` for an unknown option, shell completion without a shell, or an output folder of Hydra."""
     for argument in arguments:
         key = argument.partition("=")[0].lstrip("+")
+        if key.startswith("-") and not any(option.startswith(key) for option in _OPTIONS):
+            raise UserError(
+                f"unexpected argument {key}{did_you_mean(key, _OPTIONS)}; `{command} --help` shows how to call it"
+            )
         if key in ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"):
             raise UserError(
                 f"{key} has no effect, because the folder of a run is named after its config; set run.root=<folder>"
             )
+    has_shell = any(argument.startswith(("install=", "uninstall=", "query=")) for argument in arguments)
+    if {"--shell-completion", "-sc"}.intersection(arguments) and not (has_shell and command.endswith(".py")):
+        usage = 'eval "$(python train.py --shell-completion install=bash)", where bash may be zsh or fish'
+        raise UserError(f"--shell-completion is for python train.py, with the name of a shell: {usage}")
 
 
 def compose_and_run(config: DictConfig) -> object:

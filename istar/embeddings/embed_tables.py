@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
-from pathlib import PurePath
 from typing import Any
 
 import pandas as pd
@@ -14,6 +13,7 @@ from istar.drawing.page_folder import read_page_texts
 from istar.drawing.page_tables import Entry, Sheet
 from istar.embeddings import token_frequencies
 from istar.embeddings.embed_models import ModelEmbeddings
+from istar.records.identity import shorten_model_name
 
 FORM_NAMES = {
     "raw": "raw",
@@ -311,7 +311,7 @@ def find_paper_model(label: str, name: str) -> str:
     The paper's name is either the model's label or the last part of its hub id or path.
     """
     paper_models = read_published_table("table1", "model")
-    return next((candidate for candidate in (label, PurePath(name).name) if candidate in paper_models), "")
+    return next((candidate for candidate in (label, shorten_model_name(name)) if candidate in paper_models), "")
 
 
 @cache

@@ -46,8 +46,8 @@ def shrinkage_covariance(
         model: see `istar.attach`.
         loader: batches in random order: mappings of argument names of the model, or tensors of token ids. Labels are
             ignored, unless the points depend on them. With `modules`, also sequences of the model's arguments.
-        num_points: number of points to use, counted over the selected layers of all processes. None, or a number above
-            the available points, uses all batches.
+        num_points: number of points (tokens x selected layers, of all processes) to use. None, or a number above the
+            available points, uses all batches.
         layers: see `istar.regularizers.points.select_layers`.
         include_padding: count padding tokens as points.
         sync: compute one matrix from the points of all processes, instead of one per process.

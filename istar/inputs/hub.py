@@ -32,7 +32,7 @@ COMMIT_TIMEOUT_SECONDS = 30.0
 COMMIT_PATTERN = re.compile("[0-9a-f]{40}")
 """Pattern of a complete commit hash."""
 LOCAL_COPY_HINTS: dict[RepositoryKind, str] = {
-    "model": "name a local copy with model=auto model.name=<folder from save_pretrained>",
+    "model": "name the folder of a local copy instead, as save_pretrained writes it",
     "dataset": "name a local copy with task.data_dir=<folder>",
 }
 """What error messages advise users to do if the hub cannot be used, by kind of repository."""

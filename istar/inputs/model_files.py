@@ -176,25 +176,25 @@ def _check_loaded_weights(label: str, model: PreTrainedModel, loading_info: dict
 
 
 @contextmanager
-def convert_to_user_errors(config: ModelConfig, key: str = "model.name") -> Iterator[None]:
+def convert_to_user_errors(config: ModelConfig, noun: str = "model") -> Iterator[None]:
     """Convert any error in the block to a `UserError`; transformers raises many types for damaged folders."""
     try:
         yield
     except Exception as error:
         if config.architecture is not None:
             raise UserError(f"{config.label} cannot be built: {_describe_error(error)}") from error
-        raise UserError(_make_load_error_message(key, config.name, error)) from error
+        raise UserError(_make_load_error_message(noun, config.name, error)) from error
 
 
-def _make_load_error_message(key: str, name: str, error: Exception) -> str:
+def _make_load_error_message(noun: str, name: str, error: Exception) -> str:
     if is_folder(name):
-        return f"{key}={name} is not a model folder that can be loaded: {_describe_error(error)}"
+        return f"{noun} {name} is not a folder that can be loaded: {_describe_error(error)}"
     if not is_hub_id(name):
-        return f"{key}={name}: there is no such folder; expected one that save_pretrained wrote, or a hub id"
+        return f"{noun} {name}: there is no such folder; expected one that save_pretrained wrote, or a hub id"
     problem = find_hub_problem() if isinstance(error, OSError | ValueError | KeyError) else ""
     reason = explain_refusal(error, name, "model") or _describe_error(error)
     reason = f"not in the local cache, and {problem}" if problem else reason
-    return f"model {name}: {reason}; {LOCAL_COPY_HINTS['model']}"
+    return f"{noun} {name}: {reason}; {LOCAL_COPY_HINTS['model']}"
 
 
 def _describe_error(error: Exception) -> str:

@@ -70,32 +70,30 @@ def load_tokenizer(config: ModelConfig, texts: Iterable[str] | None = None) -> P
         return tiny.make_tokenizer(demo.vocabulary())
     if config.trains_tokenizer:
         return _train_new_tokenizer(config, texts)
-    key = "model.name"
+    noun = "model"
     if config.tokenizer is not None:
-        key = "model.tokenizer"
+        noun = "tokenizer"
         name, _, revision = config.tokenizer.partition("@")
         config = ModelConfig(name=name, revision=revision or None)
     if os.path.isfile(config.name):  # noqa: PTH113  Path.is_file raises an error if the name is too long
-        raise UserError(f"{key}={config.name} is a file; name the folder that save_pretrained wrote it to")
+        raise UserError(f"{noun} {config.name} is a file; name the folder that save_pretrained wrote it to")
     if is_folder(config.name):
         if config.revision is not None:
-            raise UserError(
-                f"model.revision={config.revision} needs a model of the hub, but model.name={config.name} is a folder"
-            )
+            raise UserError(f"revision {config.revision} needs a model of the hub, but {config.name} is a folder")
         check_json_files(Path(config.name))
         config = find_base(config, "tokenizer_config.json") or config
-    with convert_to_user_errors(config, key), silence_transformers():
+    with convert_to_user_errors(config, noun), silence_transformers():
         tokenizer = AutoTokenizer.from_pretrained(config.name, **make_hub_options(config))
     if not tokenizer.is_fast:
-        raise UserError(f"{key}={config.name} has no fast tokenizer; choose a model with a tokenizer.json")
+        raise UserError(f"{noun} {config.name} has no fast tokenizer; choose a model with a tokenizer.json")
     # If files are missing, transformers creates a tokenizer with special tokens only; all texts are alike to it.
     if len(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)) < 2:
         raise UserError(
-            f"{key}={config.name} has no vocabulary: every word would be unknown; it needs the tokenizer.json "
+            f"{noun} {config.name} has no vocabulary: every word would be unknown; it needs the tokenizer.json "
             "or the vocabulary file that belongs to the model"
         )
     # A rare character: some damaged tokenizers have no token for unknown text and fail here.
-    with convert_to_user_errors(config, key):
+    with convert_to_user_errors(config, noun):
         tokenizer("\u2603")
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token

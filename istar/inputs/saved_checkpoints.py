@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from istar.errors import UserError, shorten
 from istar.files.parsing import MissingFileError, read_json
 from istar.files.writing import refuse_special_file, write_text
+from istar.records.identity import shorten_model_name
 from istar.records.results import KEPT_MODELS
 
 STEP_FILE = "training_step.json"
@@ -52,7 +53,7 @@ class ModelArgument:
     @property
     def default_label(self) -> str:
         """The given label, or else the last part of the name with the revision; also usable as a folder's name."""
-        return self.label or "-".join(filter(None, (PurePath(self.name).name, self.revision)))
+        return self.label or "-".join(filter(None, (shorten_model_name(self.name), self.revision)))
 
 
 def parse_model_argument(argument: str) -> ModelArgument:

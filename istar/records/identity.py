@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from pathlib import PurePath
 from typing import Any
 
 from istar.records.results import RECORD_FORMAT
@@ -29,6 +30,7 @@ METHOD_NAMES = {
     "spectrum": "spectrum control",
     "random_direction": "random direction",
     "weight_decay": "weight decay",
+    "dropout": "dropout",
 }
 """Names of methods in tables, without their settings, by `reg.name` or `BASE`."""
 BASE_LABEL = METHOD_NAMES[BASE]
@@ -97,12 +99,11 @@ def name_method(config: Mapping[str, Any]) -> str:
 def label_method(config: Mapping[str, Any]) -> str:
     """Return the label of a run's method as in the paper, e.g. `Base`, `I-STAR λ=-1 ζ=0.4` or `CosReg λ=1`.
 
-    Settings beyond the paper's are added in words, such as `on output embeddings`. A penalty of weight 0 keeps its own
-    label.
+    Settings beyond the paper's are added in words, such as `on output embeddings`.
     """
+    if find_method(config) == BASE:
+        return BASE_LABEL
     reg = config["reg"]
-    if reg["name"] == "none":
-        return METHOD_NAMES[BASE]
     parts = [METHOD_NAMES.get(reg["name"], reg["name"]), f"λ={reg['lambda']:g}"]
     if (estimator := reg.get("estimator", "shrinkage")) != "shrinkage":
         parts.append(estimator.replace("_", " "))
@@ -119,6 +120,15 @@ def label_method(config: Mapping[str, Any]) -> str:
     if reg.get("within") is not None:
         parts.append("within classes")
     return " ".join(parts)
+
+
+def shorten_model_name(name: str) -> str:
+    """Return a model's name in tables: the last part of a hub id or folder, or the parent's name of a folder `model`.
+
+    A run saves its model in `<run>/model`.
+    """
+    path = PurePath(name)
+    return (path.parent.name if path.name == "model" and path.parent.name else path.name) or name
 
 
 def _select_identity_values(config_class: Any, values: Mapping[str, Any]) -> dict[str, Any]:

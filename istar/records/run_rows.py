@@ -1,11 +1,10 @@
 """Runs as rows of tables and entries of plans: their columns, and groups of the runs that a table compares."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any, TypedDict
 
-from istar.records.identity import configuration_hash, label_method
+from istar.records.identity import configuration_hash, label_method, shorten_model_name
 from istar.records.results import RunRecord
 
 RUN_COLUMNS = (
@@ -30,7 +29,7 @@ def record_to_row(record: RunRecord) -> dict[str, Any]:
         record.name,
         record.status,
         config["task"]["name"],
-        Path(config["model"]["name"]).name,
+        shorten_model_name(config["model"]["name"]),
         label_method(record.config),
         config["seed"],
         headline.get("metric"),
@@ -60,7 +59,7 @@ def group_by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[li
     """Group runs by task and model, then by configuration, in the order of `records`; see `configuration_hash`."""
     runs_by_task: dict[tuple[str, str], dict[str, list[RunRecord]]] = {}
     for record in records:
-        task_and_model = (record.config["task"]["name"], Path(record.config["model"]["name"]).name)
+        task_and_model = (record.config["task"]["name"], shorten_model_name(record.config["model"]["name"]))
         configuration = configuration_hash(record.config, record.data.get("fingerprint", ""))
         runs_by_task.setdefault(task_and_model, {}).setdefault(configuration, []).append(record)
     return {

@@ -259,11 +259,9 @@ def _compute_minimum_detectable_effect_size(num_pairs: int, level: float) -> flo
 
 def _collect_methods(runs: pd.DataFrame) -> list[Method]:
     """Return the methods of one model and task with a finished run: Base first, then the others by name."""
-    # Runs with a penalty of weight 0 are trials of Base, whatever their name.
-    base_runs = runs[runs["family"] == "base"]
     methods = []
     for name, chosen_runs in select_runs_by_method(runs[runs["usable"]]).items():
-        method_runs = base_runs if is_base(chosen_runs) else runs[runs["method"] == name]
+        method_runs = runs[runs["method"] == name]
         finished_runs = method_runs[method_runs["usable"]]
         first_run = chosen_runs.iloc[0]
         # If only some of the configurations have held-out data, the choice among all of them uses the reported set.
@@ -294,13 +292,8 @@ def select_runs_by_method(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
         str(name): method_runs[method_runs["config_hash"] == find_best_group(method_runs, "config_hash")]
         for name, method_runs in runs.groupby("method")
     }
-    ordered_names = sorted(runs_by_method, key=lambda name: (not is_base(runs_by_method[name]), name))
+    ordered_names = sorted(runs_by_method, key=lambda name: (name != BASE_LABEL, name))
     return {name: runs_by_method[name].sort_values("seed") for name in ordered_names}
-
-
-def is_base(runs: pd.DataFrame) -> bool:
-    """Return whether a method, given by its runs, is Base."""
-    return bool(runs["family"].iloc[0] == "base")
 
 
 def get_score_by_seed(runs: pd.DataFrame) -> dict[int, float]:

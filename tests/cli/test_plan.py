@@ -10,7 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from istar.cli.main import main
 from istar.finetune.runs.run import run
 from istar.records.config import Config
-from istar.records.config.schema import sweep_folder
+from istar.records.options import sweep_folder
 from istar.reports import plan_file
 from istar.reports.run_frame import load_runs
 from istar.statistics import TEST
@@ -103,6 +103,14 @@ def test_a_sweep_without_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     [warning] = capsys.readouterr().err.splitlines()
     assert warning.startswith("warning: with so few seeds, the sign-flip test gives no p-value below 0.25;")
     assert HydraConfig.instance().cfg is None
+
+
+def test_a_penalty_of_weight_0_is_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "reg=istar,vicreg", "reg.lambda=0,1", "reg.gamma=2", "seed=1,2", *SMALL]) == 0
+    plan = plan_file.read_plan(tmp_path / "plan" / plan_file.PLAN)
+    assert sorted({run["method"] for run in plan.runs}) == ["Base", "I-STAR λ=1 ζ=0.4", "VICReg λ=1"]
+    assert plan.test["comparisons"] == 2
+    assert "reg=istar ignores reg.gamma" in capsys.readouterr().err
 
 
 def test_a_search_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

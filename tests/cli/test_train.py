@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from istar import __version__
+from istar.cli.main import main, train_main
 from istar.cli.train import move_overrides_to_end
 from istar.drawing.terminal import make_console, run_with_robust_output
 from istar.records import results
+from istar.records.config import PENALTIES
+from istar.records.task_specs import TASKS
 from tests.jobs import Done, starting
 from tests.waiting import SECONDS
 
@@ -74,16 +78,56 @@ def test_options_of_sweeps_need_m(tmp_path: Path, own_cache: Path, argument: str
     assert_refused_in_one_line(result, tmp_path, message)
 
 
-def test_help(tmp_path: Path, own_cache: Path) -> None:
-    with starting(own_cache) as start:
-        result = start(tmp_path, "--help").wait()
-    assert result.code == 0
-    assert result.stderr == ""
-    for group in ("task", "model", "reg", "optim", "trainer", "logger", "experiment", "debug"):
-        assert re.search(rf"^{group}: ", result.stdout, re.MULTILINE)
-    assert "python train.py task=rte reg=istar reg.lambda=-1" in result.stdout
-    assert "istar_paper_code" in result.stdout
-    assert "Traceback" not in result.stdout
+def test_help_fits_a_screen_and_a_half(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert train_main(["--help"], "python train.py") == main(["train", "task=rte", "-h"]) == 0
+    text, text_of_istar = capsys.readouterr().out.split("Train or fine-tune")[1:]
+    assert text.replace("python train.py", "istar train") == text_of_istar
+    assert text.count("\n") <= 36
+    assert max(map(len, text.splitlines())) <= 80
+    assert "python train.py task=rte model=bert reg=istar reg.lambda=-1\n" in text
+    options = dict(re.findall(r"^  (\S+) +(\w.*(?:\n {18}.*)*)", text.partition("sweep):")[2], re.MULTILINE))
+    assert set(PENALTIES) | {"istar_paper_code"} <= set(re.split(r",\s+", options["reg"]))
+    assert set(TASKS) <= set(re.split(r",\s+", options["task"]))
+    assert {"model", "trainer", "logger", "experiment", "sweep", "debug"} <= set(options)
+    assert "schema" not in text
+
+
+def test_help_and_version_import_no_library_of_a_run() -> None:
+    for argument, printed in (("--help", "Train or fine-tune"), ("--version", f"istar {__version__}")):
+        code = f"import sys; sys.argv[1:] = ['{argument}']; import train; train.train_main(); print(*sys.modules)"
+        process = subprocess.run(
+            [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=SECONDS, check=True
+        )
+        *_, modules = process.stdout.splitlines()
+        assert process.stdout.startswith(printed)
+        assert not {"torch", "hydra", "transformers", "lightning"}.intersection(modules.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("mesure model", "istar mesure: there is no such command; did you mean measure?"),
+        ("measure model --measurs all", "unexpected argument --measurs; did you mean --measures?"),
+        ("measure model other", "unexpected argument other; `istar measure --help`"),
+        ("measure model --length many", "argument --length: invalid int value: 'many'; `istar measure --help`"),
+        ("results", "the following arguments are required"),
+        ("train --multrun", "unexpected argument --multrun; did you mean --multirun?; `istar train --help`"),
+        ("train --shell-completion install=bash", 'eval "$(python train.py --shell-completion install=bash)"'),
+    ],
+)
+def test_a_typo_is_one_line_with_the_nearest_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    try:
+        code: object = main(arguments.split())
+    except SystemExit as exit_error:
+        code = exit_error.code
+    [line] = capsys.readouterr().err.splitlines()
+    assert code == 2
+    assert message in line
 
 
 @pytest.mark.slow

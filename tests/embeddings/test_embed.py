@@ -267,13 +267,13 @@ def test_models_are_parsed(tmp_path: Path) -> None:
         (["--wordsim", "MEN", "--wordsim", "MEN"], "2 files are the benchmark men; give each benchmark once"),
         (["SECOND", "--form", "centered"], "--form is for a single model; remove it, or call istar embed for each"),
         (["SECOND", "--save", "matrix"], "--save is for a single model"),
-        (["FIRST"], "2 models are called model; give each model once, with a name, as in first=<model>"),
+        (["FIRST"], "2 models are called first; give each model once, with a name, as in first=<model>"),
     ],
 )
 def test_an_error_is_one_line(
     tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first, second = save_model(tmp_path / "model"), save_model(tmp_path / "second")
+    first, second = save_model(tmp_path / "first"), save_model(tmp_path / "second")
     write_files(tmp_path)
     names = {"SECOND": str(second), "FIRST": str(first), "MEN": str(tmp_path / "MEN.txt")}
     capsys.readouterr()  # discard the progress bars of transformers
@@ -290,8 +290,7 @@ def test_a_file_in_the_place_of_the_folder_is_one_line(tmp_path: Path, capsys: p
 
 
 def test_an_unknown_form_is_refused_by_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["embed", "model", "--forms", "raw,centred"])
+    assert main(["embed", "model", "--forms", "raw,centred"]) == 2
     assert "'centred' is no form" in capsys.readouterr().err
 
 

@@ -90,7 +90,7 @@ def test_the_encoder_of_an_encoder_decoder_is_measured_and_a_line_says_so(
     model = save(tmp_path, name, AutoModelForSeq2SeqLM)
     measured = measure(tmp_path)
     assert [record.message for record in caplog.records if record.name.startswith("istar")] == [
-        f"model.name={tmp_path} is an encoder-decoder ({name}); only its encoder is read"
+        f"model {tmp_path} is an encoder-decoder ({name}); only its encoder is read"
     ]
     tokenizer = tiny.make_tokenizer(["the", "cat"])
     norms = []

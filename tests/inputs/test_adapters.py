@@ -167,7 +167,7 @@ def test_adapters_without_their_base_are_refused(tmp_path: Path) -> None:
     model, tokenizer = load(ModelConfig(save_base(tmp_path / "base", "bert"), lora=True), TASKS["demo"])
     pretrained.save(model, tokenizer, tmp_path / "saved")
     (tmp_path / "base").rename(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match=f"model.name={tmp_path / 'base'}: there is no such folder"):
+    with pytest.raises(UserError, match=f"model {tmp_path / 'base'}: there is no such folder"):
         load(ModelConfig(str(tmp_path / "saved")), TASKS["demo"])
     path = tmp_path / "saved" / "adapter_config.json"
     path.write_text(json.dumps({"peft_type": "LORA"}))

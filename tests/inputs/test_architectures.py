@@ -213,7 +213,7 @@ def test_a_new_language_modelling_head_is_worth_a_line(tmp_path: Path, caplog: p
     with caplog.at_level(logging.WARNING):
         load(config, MLM)
     assert [warning.split(":")[0] for warning in warnings_in(caplog)] == [
-        f"model.name={tmp_path} has no head for language modelling"
+        f"model {tmp_path} has no head for language modelling"
     ]
 
 

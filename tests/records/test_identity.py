@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from istar.finetune.runs.identify import run_folder_path
 from istar.finetune.sweeps import live_table
 from istar.finetune.sweeps.trials import Trial
+from istar.inputs.saved_checkpoints import ModelArgument
 from istar.records.config import (
     Config,
     DataConfig,
@@ -20,9 +22,18 @@ from istar.records.config import (
 )
 from istar.records.config.penalties import PENALTIES
 from istar.records.config.schema import to_dict
-from istar.records.identity import BASE, configuration_hash, find_method, identifies_run, label_method, name_method
+from istar.records.identity import (
+    BASE,
+    METHOD_NAMES,
+    configuration_hash,
+    find_method,
+    identifies_run,
+    label_method,
+    name_method,
+    shorten_model_name,
+)
 from istar.records.results import RunRecord, write_result
-from istar.records.run_rows import group_by_task
+from istar.records.run_rows import group_by_task, record_to_row
 from istar.reports.configurations import add_selection_columns
 from istar.reports.run_frame import load_runs
 
@@ -65,7 +76,23 @@ def test_a_penalty_of_weight_0_is_none_in_every_table(tmp_path: Any) -> None:
     assert find_method(of_weight_0) == find_method(without) == BASE
     assert name_method(of_weight_0) == name_method(without) == "Base"
     assert configuration_hash(of_weight_0) == configuration_hash(without)
-    assert label_method(of_weight_0) == "I-STAR λ=0 ζ=0.4"
+    assert label_method(of_weight_0) == label_method(without) == "Base"
+
+
+def test_the_model_of_a_run_has_the_name_of_the_run_in_every_table() -> None:
+    name = "runs/rte-bert-none-0123/model"
+    config = make_config(model__name=name)
+    record = RunRecord("run", "finished", to_dict(config))
+    assert record_to_row(record)["model"] == "rte-bert-none-0123"
+    assert list(group_by_task([record])) == [("rte", "rte-bert-none-0123")]
+    assert run_folder_path(config, "", "").name.startswith("rte-rte-bert-none-0123-istar-")
+    assert ModelArgument("", name).default_label == "rte-bert-none-0123"
+    names = {"org/bert": "bert", "bert": "bert", "/models/bert/": "bert", "model": "model", "a/models/step-1": "step-1"}
+    assert {name: shorten_model_name(name) for name in names} == names
+
+
+def test_every_penalty_has_a_name_in_tables() -> None:
+    assert {"none", *METHOD_NAMES} - {BASE} == set(PENALTIES)
 
 
 @pytest.mark.parametrize("reg", sorted(set(PENALTIES) - {"none"}))

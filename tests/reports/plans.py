@@ -1,10 +1,9 @@
 """Plans of synthetic runs, for the tests of `istar.reports`."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from istar.records.identity import label_method
+from istar.records.identity import label_method, shorten_model_name
 from istar.records.results import RunRecord
 from istar.records.run_rows import PlannedRun, Repetitions
 from istar.reports.plan_file import Plan, plan_test
@@ -29,7 +28,7 @@ def plan_run(run: RunRecord) -> PlannedRun:
     return PlannedRun(
         name=run.name,
         task=config["task"]["name"],
-        model=Path(config["model"]["name"]).name,
+        model=shorten_model_name(config["model"]["name"]),
         method=label_method(run.config),
         seed=config["seed"],
     )

@@ -36,7 +36,7 @@ from istar.measures import Moments, TokenKurtosis, isoscore
 from istar.records import results
 from istar.records.config import Config, ModelConfig
 from istar.records.config.schema import load
-from istar.records.identity import configuration_hash, label_method
+from istar.records.identity import configuration_hash, label_method, shorten_model_name
 from istar.records.metric_names import displayed, is_lower_better
 from istar.records.results import RunRecord
 from istar.records.task_specs import TASKS
@@ -305,7 +305,7 @@ def _describe_run(folder: Path, record: RunRecord) -> dict[str, Any]:
         "name": record.name,
         "folder": str(folder),
         "task": record.config["task"]["name"],
-        "model": Path(record.config["model"]["name"]).name,
+        "model": shorten_model_name(record.config["model"]["name"]),
         "method": label_method(record.config),
         "configuration": configuration_hash(record.config, record.data.get("fingerprint", "")),
         "seed": record.config["seed"],

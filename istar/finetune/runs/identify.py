@@ -14,7 +14,7 @@ from istar.finetune.runs import extras
 from istar.records.config import Config, ModelConfig, TaskConfig, TensorBoardConfig, TrainerConfig
 from istar.records.config.schema import to_dict
 from istar.records.config.trainer_arguments import redundant_arguments
-from istar.records.identity import identity_hash
+from istar.records.identity import identity_hash, shorten_model_name
 from istar.records.task_specs import HELD_OUT, TASKS, TaskSpec
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def run_folder_path(config: Config, data_fingerprint: str, model_identity: str) 
     `config` is the result of `resolve_config`, and `model_identity` of `identify_model`.
     """
     digest = identity_hash(_normalize_config(config), data_fingerprint, model_identity)
-    name = "-".join([config.task.name, Path(config.model.name).name, config.reg.name, digest])
+    name = "-".join([config.task.name, shorten_model_name(config.model.name), config.reg.name, digest])
     return Path(config.run.root).expanduser() / name
 
 

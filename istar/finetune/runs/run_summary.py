@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from istar.drawing.plot import Line, Panel, Plot, evenly_spaced
-from istar.records.identity import BASE, find_method, label_method
+from istar.records.identity import BASE, find_method, label_method, shorten_model_name
 from istar.records.metric_names import GEOMETRY_LABELS, displayed, format_metric, geometry_key, is_lower_better
 from istar.records.results import RunRecord
 
@@ -75,7 +75,7 @@ def build_isotropy_plot(record: RunRecord) -> Plot:
         Line(f"{stage} training", xs, tuple(record.isotropy[stage][str(layer)] for layer in layer_indices))
         for stage in ("before", "after")
     )
-    model, task = Path(record.config["model"]["name"]).name, record.config["task"]["name"]
+    model, task = shorten_model_name(record.config["model"]["name"]), record.config["task"]["name"]
     metric = record.headline["metric"]
     score_text = f"{metric} {displayed(metric, record.headline['value']):.2f}"
     return Plot(

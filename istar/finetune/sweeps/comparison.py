@@ -3,7 +3,6 @@
 import io
 from collections.abc import Sequence
 from itertools import cycle
-from pathlib import Path
 from statistics import fmean, stdev
 
 import matplotlib
@@ -15,7 +14,7 @@ from matplotlib.axes import Axes
 from rich.table import Table
 
 from istar.drawing.rendering import COLOURS, PNG_DPI
-from istar.records.identity import label_method
+from istar.records.identity import label_method, shorten_model_name
 from istar.records.metric_names import axis_label, displayed, format_metric
 from istar.records.results import RunRecord
 from istar.records.run_rows import COMPARISON_CAPTION, COMPARISON_COLUMNS, group_by_task
@@ -61,7 +60,7 @@ def build_comparison_row(runs: Sequence[RunRecord]) -> list[str]:
     epochs = sorted({run.headline["epoch"] for run in runs})
     return [
         f"{first_run.config['task']['name']}, {metric}",
-        Path(first_run.config["model"]["name"]).name,
+        shorten_model_name(first_run.config["model"]["name"]),
         label_method(first_run.config),
         ",".join(str(run.config["seed"]) for run in runs),
         score,

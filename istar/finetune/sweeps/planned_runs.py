@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import track
 
@@ -79,16 +80,57 @@ class SweepRuns:
         # Name of the first grid that contains a run, by the name of the run.
         self.grid_by_run: dict[str, str] = {}
         self.run_folders = RunFolders()
+        # Keys that runs leave out because their option lacks them, by that option, such as `reg=none`.
+        self._keys_left_out: dict[str, list[str]] = {}
+        self._compose_options = cache(request.compose)  # for overrides without values; many runs share them
 
     def add_grids(self) -> None:
-        """Add the runs of all grids."""
+        """Add the runs of all grids. Print which keys some of them ignore, and how many combinations are equal runs."""
+        combinations: set[Overrides] = set()
         grid_by_overrides: dict[Overrides, str] = {}
         for grid, space in self.space_by_grid.items():
             for overrides in trials.list_combinations(space):
-                grid_by_overrides.setdefault(overrides, grid)
+                combinations.add(overrides)
+                grid_by_overrides.setdefault(self.leave_out_keys_without_effect(overrides), grid)
         self.add_runs(list(grid_by_overrides), SEARCH_STAGE)
         for trial in self.trial_by_name.values():
             self.grid_by_run[trial.name] = grid_by_overrides[trial.overrides]
+        note = ", ".join(f"{option} ignores {' and '.join(keys)}" for option, keys in self._keys_left_out.items())
+        if len(combinations) > len(self.state.entries):
+            note = f"{len(combinations)} combinations are {len(self.state.entries)} runs{': ' if note else ''}{note}"
+        if note:
+            self.console.out(note, highlight=False)
+
+    def leave_out_keys_without_effect(self, overrides: Overrides) -> Overrides:
+        """Leave out the keys that the options of a run lack, such as `reg.lambda` with `reg=none`.
+
+        A key stays, and is refused when the config is composed, if no option of the sweep has it.
+        """
+        options = self._find_options(overrides)
+        kept_overrides = []
+        for text in overrides:
+            key = text.partition("=")[0].lstrip("+")
+            group = key.partition(".")[0]
+            owners = schema.find_options_with_key(key)
+            if options.get(group) in owners or not any(other.get(group) in owners for other in self._all_options):
+                kept_overrides.append(text)
+            elif key not in (keys := self._keys_left_out.setdefault(f"{group}={options[group]}", [])):
+                keys.append(key)
+        return tuple(kept_overrides)
+
+    def _find_options(self, overrides: Overrides) -> dict[str, str]:
+        """Return the options that a run has of the groups whose options differ in their keys, by group."""
+        config = self._compose_options(tuple(text for text in overrides if not trials.sets_value(text)))
+        return {group: OmegaConf.select(config, f"{group}.name") for group in schema.OPTIONS_BY_GROUP}
+
+    @cached_property
+    def _all_options(self) -> list[dict[str, str]]:
+        """What `_find_options` returns for all runs of the sweep."""
+        choice_spaces = [
+            {key: override for key, override in space.items() if not trials.sets_value(key)}
+            for space in self.space_by_grid.values()
+        ]
+        return [self._find_options(choices) for space in choice_spaces for choices in trials.list_combinations(space)]
 
     def add_runs(self, runs: Sequence[Overrides], stage: str) -> None:
         """Add the runs with the given overrides, with a progress bar if there are many."""
@@ -104,6 +146,7 @@ class SweepRuns:
         Raises:
             UserError: if the overrides do not compose.
         """
+        overrides = self.leave_out_keys_without_effect(overrides)
         config = self.compose_config(overrides)
         if isinstance(config.logger, WandbConfig) and config.logger.group is None:
             config = replace(config, logger=replace(config.logger, group=self.folder.name))
@@ -130,7 +173,7 @@ class SweepRuns:
     def run_name(self, overrides: Overrides) -> str:
         """Return the name of the run with these overrides, or the overrides if its data cannot be loaded."""
         try:
-            return self.run_folders.find(self.compose_config(overrides)).name
+            return self.run_folders.find(self.compose_config(self.leave_out_keys_without_effect(overrides))).name
         except UserError:
             return " ".join(overrides)
 

@@ -21,6 +21,7 @@ from istar.finetune.sweeps.planned_runs import SEARCH_STAGE, SEEDS_STAGE, SweepR
 from istar.finetune.sweeps.trials import Overrides, Trial
 from istar.records import results
 from istar.records.config import Config, WandbConfig
+from istar.records.identity import find_method, shorten_model_name
 from istar.records.results import RunRecord
 from istar.records.run_rows import group_by_task, selection_sort_key
 
@@ -297,7 +298,7 @@ def select_best_configurations(records: Sequence[RunRecord], grid_by_run: Mappin
     for (task, model), configurations in group_by_task(records).items():
         for runs in configurations:
             grid = next((grid_by_run[run.name] for run in runs if run.name in grid_by_run), "")
-            runs_by_key.setdefault((task, model, runs[0].config["reg"]["name"], grid), []).append(runs)
+            runs_by_key.setdefault((task, model, find_method(runs[0].config), grid), []).append(runs)
     best = [
         max(configurations, key=lambda runs: selection_sort_key([run.selection_merit for run in runs]))
         for configurations in runs_by_key.values()
@@ -347,5 +348,5 @@ def estimate_duration(planned: Sequence[tuple[Config, int]], finished: Iterable[
 
 def _make_similarity_keys(model: str, task: str, method: str) -> list[tuple[str, ...]]:
     """Return three keys of a run, the most specific first: model, task and method; model and task; model."""
-    model_name = Path(model).name
+    model_name = shorten_model_name(model)
     return [(model_name, task, method), (model_name, task), (model_name,)]

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,11 @@ from hydra.core.override_parser.types import Override
 
 from istar.errors import UserError
 from istar.records.config import Config
+from istar.records.config.schema import OPTIONS_BY_GROUP
 
 _IGNORED_KEY_PREFIXES = ("run.", "logger")  # prefixes of keys that do not change the results of a run
+
+_OF_OPTIONS = re.compile(rf"({'|'.join(OPTIONS_BY_GROUP)})[.=]")  # an override of a group whose options differ in keys
 
 Overrides = tuple[str, ...]
 SearchSpace = dict[str, Override]  # the search space of one grid: an override for each key, with one value or several
@@ -60,7 +64,7 @@ def make_search_spaces(
     }
     grid_keys = {key for grid in grids.values() for key in grid}
     for key in sorted(command_line.keys() & grid_keys):
-        if "." not in key and key != "seed":
+        if not sets_value(key):
             grid_names = f"[{','.join(grids)}]"
             raise UserError(f"{key} is what the grids of this sweep differ by; choose with sweep.only={grid_names}")
     space_by_grid = {}
@@ -106,6 +110,29 @@ def list_combinations(space: SearchSpace) -> list[Overrides]:
             message = "an interval is for sweep.search=optuna; a grid needs a list of values"
             raise UserError(f"{override.input_line}: {message}")
     return list(dict.fromkeys(itertools.product(*choices_by_key)))
+
+
+def sets_value(override: str) -> bool:
+    """Return whether an override, or its key alone, sets a value rather than choosing an option of a config group."""
+    key = override.partition("=")[0]
+    return "." in key or key == "seed"
+
+
+def allow_options_without_key(arguments: Sequence[str]) -> list[str]:
+    """Write each single value for a swept group as a list of one value: `reg=none,vicreg reg.gamma=choice(2)`.
+
+    Hydra composes a config from the single values and the default options before the sweep begins. It would refuse
+    `reg.gamma=2`, because the default of `reg` has no `gamma`.
+    """
+    parser = OverridesParser.create()
+    grouped = {text: parser.parse_override(text) for text in arguments if _OF_OPTIONS.match(text)}
+    swept_keys = {override.key_or_group for override in grouped.values() if override.is_sweep_override()}
+    fixed_values = {
+        text: f"{override.key_or_group}=choice({text.partition('=')[2]})"
+        for text, override in grouped.items()
+        if override.key_or_group.partition(".")[0] in swept_keys and not override.is_sweep_override()
+    }
+    return [fixed_values.get(text, text) for text in arguments]
 
 
 def replace_seed(overrides: Overrides, seed: int) -> Overrides:

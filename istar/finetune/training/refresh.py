@@ -16,6 +16,7 @@ from istar.finetune.training.module import Batch, log_immediately
 from istar.finetune.training.progress import RunProgress
 from istar.finetune.training.signals import StopSignal
 from istar.hidden_states import AttachedPenalty
+from istar.hidden_states.attached_penalty import NUM_POINTS
 
 log = logging.getLogger(__name__)
 
@@ -99,13 +100,17 @@ class ShrinkageCovariance(L.Callback):
             return order.tolist()
         num_available_tokens = int(lengths.sum())
         num_layers = self.penalty.num_layers
-        num_requested_tokens = math.ceil(self.penalty.settings.num_points / num_layers)
+        num_points = self.penalty.settings.num_points
+        num_requested_tokens = math.ceil(num_points / num_layers)
         if num_available_tokens < num_requested_tokens and not self._has_warned:
             self._has_warned = True
-            log.warning(
-                "the training data has %d points, fewer than reg.num_points=%d; the shrinkage covariance uses all",
+            # Only a number other than the default was chosen for this data.
+            log.log(
+                logging.INFO if num_points == NUM_POINTS else logging.WARNING,
+                "the shrinkage covariance uses all %d points (tokens x layers) of the training data, fewer than "
+                "reg.num_points=%d",
                 num_available_tokens * num_layers,
-                self.penalty.settings.num_points,
+                num_points,
             )
         return select_rows_with_tokens(self.rows, order, num_requested_tokens)
 

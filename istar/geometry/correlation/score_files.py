@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from istar.files.parsing import MissingFileError, read_json
 from istar.files.writing import unescape_cell
 from istar.inputs.readers import iterate_csv
 from istar.inputs.saved_checkpoints import step_from_name
+from istar.records.identity import shorten_model_name
 
 CHECKPOINT_COLUMNS = ["model", "revision", "step"]
 """Columns that identify a checkpoint, in all tables of this package."""
@@ -60,7 +61,7 @@ def read_scores(path: Path) -> tuple[pd.DataFrame, list[str]]:
     locations, scores = zip(*located_scores, strict=True)
     table = pd.DataFrame(scores, index=locations).assign(step="")
     if (table["revision"] == "").all():
-        table["revision"], table["model"] = [PurePath(name).name for name in table["model"]], ""
+        table["revision"], table["model"] = [shorten_model_name(name) for name in table["model"]], ""
     table["revision"] = table["revision"].replace("", _DEFAULT_REVISION)
     table = _to_numbers(_complete_checkpoint_columns(table), "task", "score")
     foreign_files = [str(file) for file, scores in scores_by_file.items() if not scores]
@@ -182,7 +183,7 @@ def read_checkpoint_table(path: Path) -> pd.DataFrame:
 def _complete_checkpoint_columns(table: pd.DataFrame) -> pd.DataFrame:
     """Return a table with all `CHECKPOINT_COLUMNS`, short names of models, and steps as numbers."""
     table = table.assign(**{name: "" for name in CHECKPOINT_COLUMNS if name not in table})
-    table["model"] = [PurePath(name).name for name in table["model"]]
+    table["model"] = [shorten_model_name(name) for name in table["model"]]
     table["step"] = [
         _parse_cell(step, f"{location}: step") if step else step_from_name(revision)
         for location, step, revision in zip(table.index, table["step"], table["revision"], strict=True)

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
@@ -17,6 +17,7 @@ from istar.geometry.collect.measures_file import JACKKNIFE_MEASURES, Measurement
 from istar.inputs.saved_checkpoints import ModelArgument, parse_model_argument
 from istar.measures import jackknife_error
 from istar.measures.catalogue import MEASURES
+from istar.records.identity import shorten_model_name
 
 TEXTS = read_page_texts("istar.geometry.show")
 """Titles, captions and explanations of the pages; see `texts.toml`."""
@@ -113,7 +114,7 @@ def label_models(arguments: Sequence[ModelArgument], measurements: Sequence[Meas
     counts = Counter(labels)
     for index, argument in enumerate(arguments):
         if not argument.label and counts[labels[index]] > 1:
-            labels[index] = f"{labels[index]} ({PurePath(argument.name).name})"
+            labels[index] = f"{labels[index]} ({shorten_model_name(argument.name)})"
     check_distinct_labels(labels, "models")
     return [MeasuredModel(label, measured) for label, measured in zip(labels, measurements, strict=True)]
 
@@ -129,12 +130,6 @@ def _name_model(measurements: Measurements) -> str:
     """Return the short name of a measured model, with its revision if it has one."""
     name, revision = shorten_model_name(measurements.model["name"]), measurements.model.get("revision")
     return f"{name} at {revision}" if revision else name
-
-
-def shorten_model_name(name: str) -> str:
-    """Return the last part of a hub id or folder, or the name of the parent folder of a folder `model`."""
-    path = PurePath(name)
-    return (path.parent.name if path.name == "model" and path.parent.name else path.name) or name
 
 
 def have_same_texts(first: MeasuredModel, other: MeasuredModel) -> bool:

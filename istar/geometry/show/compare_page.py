@@ -35,6 +35,7 @@ from istar.geometry.show.axis_figures import Axis
 from istar.geometry.show.compare import TEXTS, MeasuredModel, join_names, list_names
 from istar.geometry.show.measured_training import ASSUMED_GROUPS, MeasuredTraining, list_last_checkpoints
 from istar.inputs.saved_checkpoints import Checkpoint
+from istar.records.identity import shorten_model_name
 
 if TYPE_CHECKING:
     from istar.geometry.collect.similarity import Similarity
@@ -116,7 +117,7 @@ def write_model(measured: Measurements, out: Path) -> Path:
     contents = {name: text.encode() for name, text in measures_file.file_contents(measured).items()}
     # The measures, which may have taken hours, are saved before anything is drawn.
     page_folder.page_output(out, MODEL_KIND).write(contents)
-    model = MeasuredModel(compare.shorten_model_name(name), measured)
+    model = MeasuredModel(shorten_model_name(name), measured)
     texts = measured.settings["texts"]
     arguments = " ".join(f"--text {shlex.quote(f'{text}={path}')}" for text, path in texts.items())
     details = f"weights {measured.weights}, measured by istar {version('istar')}"
@@ -168,7 +169,7 @@ def write_comparison(
 
 def write_training(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], measured: Trajectory) -> Path:
     """Write the page of a training with its figures and `trajectory.csv`, and return the page's path."""
-    training = measured_training.make_training(Path(plan.model).name, checkpoints, measured.measurements)
+    training = measured_training.make_training(shorten_model_name(plan.model), checkpoints, measured.measurements)
     failures = [f"Not measured: {label}: {reason}" for label, reason in measured.failures.items()]
     page = PageContent(
         kind=TRAINING_KIND,

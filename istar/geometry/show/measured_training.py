@@ -16,6 +16,7 @@ from istar.geometry.show import compare
 from istar.geometry.show.compare import MeasuredModel
 from istar.inputs.corpus import COMBINED
 from istar.inputs.saved_checkpoints import Checkpoint, ModelArgument
+from istar.records.identity import shorten_model_name
 
 ASSUMED_GROUPS = 10
 """Number of groups of documents for errors of a training with lost settings: the default of `istar measure`."""
@@ -123,7 +124,7 @@ def read_trainings(arguments: Sequence[ModelArgument]) -> list[MeasuredTraining]
     Raises a `UserError` if a folder lacks measures of a training, a checkpoint a step, or two trainings share a label.
     """
     tables = [_read_table(argument) for argument in arguments]
-    names = [Path(table["model"].iloc[0]).name for table in tables]
+    names = [shorten_model_name(table["model"].iloc[0]) for table in tables]
     trainings = []
     for argument, table, name in zip(arguments, tables, names, strict=True):
         folder = Path(argument.name)

@@ -125,14 +125,14 @@ class ModelConfig:
             check_one_of("model.attn_implementation", self.attn_implementation, ("eager", "sdpa"))
         check_at_least(MIN_VOCAB_SIZE, "model.vocab_size", self.vocab_size)
         if not self.name.strip():
-            raise UserError("model.name is empty; expected a hub id or a folder that save_pretrained wrote")
+            raise UserError("the name of the model is empty; expected a hub id or a folder that save_pretrained wrote")
         if self.name == TINY and self.pretrained:
             raise UserError(
-                f"model.name={TINY} with model.pretrained=true: istar's tiny model has no pretrained weights; use "
-                f"model={TINY} alone, or model.name=./{TINY} for a folder of that name"
+                f"model {TINY} is istar's own, without pretrained weights; train it with model={TINY}, or write "
+                f"./{TINY} for a folder of that name"
             )
         if self.name == TINY and self.revision is not None:
-            raise UserError(f"model.revision={self.revision} needs a model of the hub, but model={TINY} is istar's")
+            raise UserError(f"revision {self.revision} needs a model of the hub, but model {TINY} is istar's own")
 
     @property
     def is_tiny(self) -> bool:
@@ -141,8 +141,8 @@ class ModelConfig:
 
     @property
     def label(self) -> str:
-        """Key and value that name the model in messages, such as `model.name=gpt2`."""
-        return f"model.name={self.name}" if self.architecture is None else f"model.architecture={self.architecture}"
+        """Name of the model in messages, such as `model gpt2`, which other commands than `istar train` print, too."""
+        return f"model {self.name}" if self.architecture is None else f"model.architecture={self.architecture}"
 
     @property
     def trains_tokenizer(self) -> bool:
@@ -405,9 +405,9 @@ class RunConfig:
     """Write `geometry.json`: mean activation and intrinsic dimensions, from one pass over the validation set."""
     isotropy_zeta: float | None = 0.2
     """Also write IsoScore* of each layer and of all layers on the validation set to `geometry.json`, with this zeta in
-    [0, 1]. The default is the zeta of the paper's Figures 3 and 6. Sigma_S is computed from 250,000 points of the
-    training data, or all if there are fewer. The scores take one more pass over these points and over the validation
-    set. With None, `geometry=false` or `trainer.fast_dev_run`, they are not written."""
+    [0, 1]. The default is the zeta of the paper's Figures 3 and 6. Sigma_S is computed from 250,000 points
+    (tokens x layers) of the training data, or all if there are fewer. The scores take one more pass over these points
+    and over the validation set. With None, `geometry=false` or `trainer.fast_dev_run`, they are not written."""
 
     def __post_init__(self) -> None:
         if self.isotropy_zeta is not None and not 0 <= self.isotropy_zeta <= 1:

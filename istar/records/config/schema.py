@@ -8,7 +8,6 @@ import functools
 import re
 from collections.abc import Iterable
 from dataclasses import Field, fields, is_dataclass
-from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args
 
@@ -21,30 +20,20 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from istar.errors import UserError, check_one_of, did_you_mean
 from istar.records.config.groups import Config, LoggerConfig, SweepConfig, TensorBoardConfig, WandbConfig
 from istar.records.config.penalties import PENALTIES
+from istar.records.options import sweep_folder
 from istar.records.task_specs import TASKS
 
 T = TypeVar("T")
 
 _GROUPS: dict[str, Any] = {group.name: group.type for group in fields(Config) if is_dataclass(group.type)}
-"""The dataclass of each config group, except for `reg` and `logger`, which have several options."""
+"""The dataclass of each config group with one dataclass for all its options."""
 _LOGGERS: dict[str, Any] = {"csv": LoggerConfig, "tensorboard": TensorBoardConfig, "wandb": WandbConfig}
+OPTIONS_BY_GROUP: dict[str, dict[str, Any]] = {"reg": PENALTIES, "logger": _LOGGERS}
+"""The dataclass of each option of the groups that have one for each option."""
 
 _DEFAULT_MODELS = {(False, True): "tiny", (True, True): "tiny_decoder", (True, False): "gpt2"}
 """The default of `model` for tasks that replace the default of config.yaml, by whether the task needs a decoder and
 whether its data are generated. For generated data, small models with random weights suffice."""
-
-
-def config_folder() -> Path:
-    """Return the folder of config.yaml: `istar/conf` in an installed package, `conf` in a checkout."""
-    package_folder = Path(__file__).resolve().parents[2]
-    installed_folder = package_folder / "conf"
-    return installed_folder if installed_folder.is_dir() else package_folder.parent / "conf"
-
-
-def sweep_folder() -> Path:
-    """Return the folder of the options of `sweep`: `istar/conf/sweep` if istar is installed, `sweep` in a checkout."""
-    installed_folder = config_folder() / "sweep"
-    return installed_folder if installed_folder.is_dir() else config_folder().parent / "sweep"
 
 
 @functools.cache
@@ -80,14 +69,11 @@ def load(config: DictConfig) -> Config:
     """
     values = _to_plain_data(config)
     values.pop("sweep", None)
-    for key in ("seed", *_GROUPS, "reg", "logger"):
+    for key in ("seed", *_GROUPS, *OPTIONS_BY_GROUP):
         if key not in values:
             raise UserError(f"{key} is missing; give it on the command line: {key}=<value>")
-    class_by_group = {
-        **_GROUPS,
-        "reg": _select_class("reg", PENALTIES, values),
-        "logger": _select_class("logger", _LOGGERS, values),
-    }
+    selected_classes = {group: _select_class(group, options, values) for group, options in OPTIONS_BY_GROUP.items()}
+    class_by_group = {**_GROUPS, **selected_classes}
     _check_known_keys("", values, ["seed", *class_by_group])
     config_by_group = {
         name: _build_dataclass(name, config_class, values[name]) for name, config_class in class_by_group.items()
@@ -155,20 +141,24 @@ def explain(error: Exception) -> str:
     return f"{key_match[1]}: {headline}"
 
 
+def find_options_with_key(key: str) -> list[str]:
+    """Return the options of `reg` or `logger` that have a key, such as `reg.zeta`; empty for keys of other groups."""
+    group = key.partition(".")[0]
+    options = OPTIONS_BY_GROUP.get(group, {}).items()
+    return [name for name, config_class in options if key in _list_cli_keys(group, config_class)]
+
+
 def _explain_unknown_key(key: str) -> str:
     """Return a message about an unknown key that names the option with this key, or else the most similar key."""
-    group = key.partition(".")[0]
-    owning_options = [
-        name for name, config_class in {**PENALTIES, **_LOGGERS}.items() if key in _list_cli_keys(group, config_class)
-    ]
-    if owning_options:
+    if owning_options := find_options_with_key(key):
+        group = key.partition(".")[0]
         return f"{key} belongs to {group}={' or '.join(owning_options)}, which is not selected"
     known_keys = _list_known_keys()
     keys_with_same_name = [name for name in known_keys if name.partition(".")[2] == key]
     hint = (
         f"; did you mean {keys_with_same_name[0]}?"
         if keys_with_same_name
-        else did_you_mean(key, [*known_keys, *_GROUPS, "reg", "logger"])
+        else did_you_mean(key, [*known_keys, *_GROUPS, *OPTIONS_BY_GROUP])
     )
     return f"{key}: there is no such key{hint}; `python train.py --cfg job` lists all"
 
@@ -177,8 +167,7 @@ def _list_known_keys() -> list[str]:
     classes_by_group = [
         *_GROUPS.items(),
         ("sweep", SweepConfig),
-        *(("reg", config_class) for config_class in PENALTIES.values()),
-        *(("logger", config_class) for config_class in _LOGGERS.values()),
+        *((group, option) for group, options in OPTIONS_BY_GROUP.items() for option in options.values()),
     ]
     return [
         "seed",

@@ -313,7 +313,7 @@ DATA = [
 ]  # fmt: skip
 
 MODELS = [
-    case("model=auto model.name=model", "model.name=model is a file", a_file_at("model"), id="a file for a folder"),
+    case("model=auto model.name=model", "model model is a file", a_file_at("model"), id="a file for a folder"),
     case("model=auto model.name=nobody/bert", "not in the local cache", id="not on this machine"),
     case(f"model=auto model.name={'x' * 300}", "model xxx", id="too long a name"),
     case(MODEL, "has no vocabulary", model(without("tokenizer.json")), id="no tokenizer"),
@@ -324,7 +324,7 @@ MODELS = [
         id="another kind of model"),
     case(MODEL, "bart models are encoder-decoders", model(with_text("config.json", '{"model_type": "bart"}')),
         id="an encoder-decoder"),
-    case(MODEL, "is not a model folder", model(with_settings(quantization_config={"quant_method": "awq"})),
+    case(MODEL, "is not a folder that can be loaded", model(with_settings(quantization_config={"quant_method": "awq"})),
         id="quantized"),
     case(MODEL, "its weights are damaged", model(with_weights(lambda name, tensor: tensor * torch.nan)),
         id="nan weights"),

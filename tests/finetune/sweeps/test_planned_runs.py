@@ -1,14 +1,19 @@
+import io
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from istar.errors import UserError
 from istar.finetune.sweeps.planned_runs import SweepRuns, describe_sweep
 from istar.finetune.sweeps.trials import replace_seed
+from istar.records.config import schema
+from istar.records.config.schema import to_dict
 from tests.finetune.sweeps.conftest import TINY, with_all_runs, with_grids
 
 MakeRuns = Callable[..., SweepRuns]
@@ -38,6 +43,53 @@ def test_settings_that_do_not_change_the_outcome_do_not_change_the_names(make_ru
     others = ("trainer.accelerator=auto", "trainer.devices=1", "data.num_workers=2", "run.save_model=false")
     assert names == [run["name"] for run in describe(make_runs(*arguments, *others))["runs"]]
     assert names != [run["name"] for run in describe(make_runs(*arguments, "optim.lr=1e-2"))["runs"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_runs", "note"),
+    [
+        (("reg=none,istar", "reg.lambda=-1,1"), 3, "4 combinations are 3 runs: reg=none ignores reg.lambda"),
+        (
+            ("reg=none,cosreg,istar", "reg.lambda=-1,1", "reg.zeta=0.2", "seed=1,2"),
+            10,
+            "12 combinations are 10 runs: reg=none ignores reg.lambda and reg.zeta, reg=cosreg ignores reg.zeta\n",
+        ),
+        (("reg=none,istar", "reg.zeta=0.2"), 2, "reg=none ignores reg.zeta"),
+        (
+            ("logger=csv,wandb", "logger.project=p,q", "seed=1,2"),
+            2,
+            "8 combinations are 2 runs: logger=csv ignores",
+        ),
+        (("reg=istar,istar_scratch", "reg.lambda=-1,1"), 4, ""),
+    ],
+)
+def test_keys_that_an_option_lacks_have_no_effect_on_its_runs(
+    make_runs: MakeRuns, arguments: tuple[str, ...], num_runs: int, note: str
+) -> None:
+    sweep = make_runs(*arguments, *SMALL)
+    sweep.console = Console(file=io.StringIO(), width=1000)
+    with_all_runs(sweep)
+    printed = sweep.console.file.getvalue()  # type: ignore[attr-defined]
+    assert len(sweep.state.entries) == len({entry.name for entry in sweep.state.entries}) == num_runs
+    assert printed.startswith(note)
+    assert printed.count("\n") == bool(note)
+    # A launcher composes the configs of the runs from their overrides.
+    for trial in sweep.trial_by_name.values():
+        assert to_dict(sweep.compose_config(trial.overrides).reg) == to_dict(trial.config.reg)
+
+
+def test_a_key_that_no_option_has_is_refused(make_runs: MakeRuns) -> None:
+    for arguments in (("reg=none", "reg.lambda=-1,1"), ("reg=none,weight_decay", "reg.zeta=0,1")):
+        with pytest.raises((HydraException, OmegaConfBaseException)) as error:
+            with_all_runs(make_runs(*arguments, *SMALL))
+        assert "which is not selected" in schema.explain(error.value)
+
+
+def test_a_search_has_one_trial_for_the_combinations_that_are_the_same_run(make_runs: MakeRuns) -> None:
+    sweep = make_runs("reg=none,istar", "reg.lambda=interval(-1,1)", "sweep.search=optuna", *SMALL)
+    names = [sweep.run_name(("reg=none", f"reg.lambda={value}", *SMALL)) for value in (-0.5, 0.5)]
+    assert names == [sweep.add_run(("reg=none", *SMALL), "search").name] * 2
+    assert sweep.run_name(("reg=istar", "reg.lambda=0.5", *SMALL)) not in names
 
 
 GRIDS = {

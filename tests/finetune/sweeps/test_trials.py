@@ -13,8 +13,15 @@ from omegaconf import OmegaConf
 
 from hydra_plugins.istar_sweeper import IstarSweeper
 from istar.errors import UserError
-from istar.finetune.sweeps.trials import list_combinations, make_search_spaces, replace_seed, sweep_hash
+from istar.finetune.sweeps.trials import (
+    allow_options_without_key,
+    list_combinations,
+    make_search_spaces,
+    replace_seed,
+    sweep_hash,
+)
 from istar.records.config import schema
+from istar.records.options import sweep_folder
 
 
 def expand(arguments=(), params=None, grids=None, only=()):
@@ -83,6 +90,21 @@ def test_with_seed() -> None:
     assert replace_seed(("reg=none",), 5) == ("reg=none", "seed=5")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("reg=none,vicreg reg.gamma=2 optim.lr=1", "reg=none,vicreg reg.gamma=choice(2) optim.lr=1"),
+        ("reg.layers=[1,2] reg=choice(none,istar)", "reg.layers=choice([1,2]) reg=choice(none,istar)"),
+        ("reg=none,istar reg.lambda=-1,1 seed=1", "reg=none,istar reg.lambda=-1,1 seed=1"),
+        ("reg=vicreg reg.gamma=2 reg.lambda=1,2", "reg=vicreg reg.gamma=2 reg.lambda=1,2"),
+    ],
+)
+def test_values_of_a_group_that_is_swept_are_lists(arguments: str, expected: str) -> None:
+    texts = allow_options_without_key(arguments.split())
+    assert texts == expected.split()
+    assert expand(texts) == expand(arguments.split())
+
+
 def test_the_same_sweep_is_found_again() -> None:
     def compute_hash(*arguments: str) -> str:
         return sweep_hash(make_search_spaces(arguments, {}, {}, []))
@@ -112,7 +134,7 @@ def test_there_is_a_file_for_each_artefact() -> None:
     figure_names = {f"figure{number}" for number in range(3, 9)}
     assert figure_names | {"table1", "table2", "zeta_ablation", "layer_ablation"} <= set(FILES)
     # In a wheel the files are in conf/; in the repository they are in sweep/.
-    assert schema.sweep_folder() == CONF.parent / "sweep"
+    assert sweep_folder() == CONF.parent / "sweep"
 
 
 SEARCH = {"data.batch_size": (8, 16, 32), "optim.lr": (1e-5, 3e-5, 5e-5), "trainer.max_epochs": (3, 4, 5)}

@@ -14,6 +14,7 @@ from istar.finetune.tasks.features import FeatureRows
 from istar.finetune.training import History, ShrinkageCovariance, ValidationGeometry
 from istar.finetune.training.trainer import build_trainer
 from istar.hidden_states import attach
+from istar.hidden_states.attached_penalty import NUM_POINTS
 from istar.measures import isoscore
 from istar.records.config import TrainerConfig
 from istar.regularizers import IStar, Points
@@ -81,6 +82,14 @@ def test_fewer_points_than_asked_for_are_all_used_and_said_once(setting, caplog)
             assert len(callback.sample_examples(epoch)) == len(setting.train)
     assert len(warnings_in(caplog)) == 1
     assert "fewer than reg.num_points=1000000000" in caplog.text
+
+
+def test_data_that_cannot_fill_the_default_is_no_reason_to_warn(setting, caplog):
+    callback = make_shrinkage_callback(setting, setting.module(IStar(-1.0, 0.4)), num_points=NUM_POINTS)
+    with caplog.at_level(logging.INFO):
+        callback.sample_examples(epoch=0)
+    assert warnings_in(caplog) == []
+    assert "points (tokens x layers) of the training data, fewer than reg.num_points=250000" in caplog.text
 
 
 def test_it_is_refreshed_before_training_and_in_every_epoch(setting, harness):
