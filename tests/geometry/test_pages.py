@@ -31,7 +31,7 @@ from tests.reports.test_report import balanced, contents, parsed
 AXIS_FIGURES = {"isotropy", "directions", "dimension", "spectrum", "norms", "single_dimensions", "shares", "outliers"}
 STATE_FIGURES = {"spectra", "scales", "state_norms", "positions", "frequency", "partition", "final_norm"}
 MATRIX_FIGURES = {"matrix_spectra", "projection", "row_norms", "spheres"}
-DETAIL_TABLES = {"massive", "extremes", "matrices", "final_norm", "texts", "settings"}
+DETAIL_TABLES = {"massive", "extremes", "matrices", "final_norm", "texts", "settings", "measures"}
 pytestmark = pytest.mark.usefixtures("blank_figures")
 CHECKPOINTS = [Checkpoint(f"step{step}", "m", step=step) for step in (0, 1, 2, 4, 8)]
 

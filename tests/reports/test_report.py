@@ -41,7 +41,7 @@ from tests.reports import plans
 from tests.reports.synthetic import BASE, cosreg, istar, make_geometry, record, save, write_fifty_runs
 
 BERT = "google-bert/bert-base-cased"
-VOID = {"meta", "link", "br", "hr", "img", "input"}
+VOID = {"meta", "source", "link", "br", "hr", "img", "input"}
 
 
 RENDER = rendering.render
@@ -90,7 +90,8 @@ class Reader(HTMLParser):
         self.references += [
             (name, value or "")
             for name, value in attrs
-            if name in ("href", "src", "xlink:href", "action", "data") and not (value or "").startswith("data:")
+            if name in ("href", "src", "srcset", "xlink:href", "action", "data")
+            and not (value or "").startswith("data:")
         ]
         if tag not in VOID:
             self.open.append(tag)

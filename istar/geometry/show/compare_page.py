@@ -44,6 +44,7 @@ COMPARISON_FILE, TRAININGS_FILE = "comparison.csv", "trajectories.csv"
 MODEL_KIND = PageKind("page of measures", "istar measure", (measures_file.JSON_FILE, measures_file.CSV_FILE))
 COMPARISON_KIND = PageKind("comparison", "istar compare", (COMPARISON_FILE,))
 TRAINING_KIND = trajectory.KIND
+_DEFINITIONS = ("Definitions of the measures", "#table-measures")
 TRAININGS_KIND = PageKind("comparison of trainings", "istar compare, over trainings", (TRAININGS_FILE,))
 
 
@@ -255,6 +256,8 @@ def _build_sheets(content: PageContent) -> list[Sheet]:
         sheets += [model_tables.join_sheets(detailed, build) for build in model_tables.MODEL_SHEET_BUILDERS]
     if content.is_single:
         sheets.append(model_tables.build_sphere_sheet())
+    if models:
+        sheets.append(model_tables.build_measure_sheet(models))
     return sheets
 
 
@@ -277,19 +280,18 @@ def _make_sections(content: PageContent, sheets: Mapping[str, Sheet]) -> list[Se
     remaining = dict(sheets)
     sections = [
         Section("findings", "What stands out", content.flags),
-        Section("reading", "How to read this", _explain_page(content)),
+        Section("reading", "How to read this", content.notes, about=_explain_page(content), link=_DEFINITIONS),
     ]
     sections += [_make_table_section(remaining.pop(name)) for name in ("models", "layers") if name in remaining]
     for plot in _make_plots(content):
-        paragraphs = [plot.caption]
+        about = [plot.caption]
         if plot.name == "differences":
-            paragraphs += _describe_error_methods(content.detailed_models)
+            about += _describe_error_methods(content.detailed_models)
         # The table of the matrices belongs to the figure of I(W), but has more measures.
         sheet = remaining.pop("matrices" if plot.name == "partition" else plot.name, None)
         pictures = page_folder.render_pictures(plot)
-        sections.append(
-            Section(plot.name, plot.title, paragraphs, sheet, pictures, _explain_missing_panels(content, plot))
-        )
+        note = _explain_missing_panels(content, plot)
+        sections.append(Section(plot.name, plot.title, (), sheet, pictures, note, about=about))
     sections += map(_make_table_section, remaining.values())
     if content.command:
         sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[content.command]))
@@ -321,7 +323,7 @@ def _explain_page(content: PageContent) -> list[str]:
         documents, tokens = settings["documents"], settings["special_tokens"]
         paragraphs.append(f"{texts[f'documents_{documents}']} {texts[f'tokens_{tokens}']}")
     axis_note = texts.get(content.axis.name.replace(" ", "_"), texts["step"])
-    return [*paragraphs, axis_note, texts["isotropy"], _explain_intervals(content), *content.notes]
+    return [*paragraphs, axis_note, texts["isotropy"], _explain_intervals(content)]
 
 
 def _explain_intervals(content: PageContent) -> str:

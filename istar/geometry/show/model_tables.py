@@ -275,6 +275,16 @@ def build_final_norm_sheet(measured: Measurements) -> Sheet:
     )
 
 
+def build_measure_sheet(models: Sequence[MeasuredModel]) -> Sheet:
+    """Return the table that defines the measures of the page."""
+    names = set().union(*(model.last_layer_measures for model in models))
+    names |= set().union(*(forms["raw"] for model in models for forms in model.measurements.matrices.values()))
+    measures = [measure for measure in MEASURES if measure.name in names and measure.title]
+    columns = ("title", "formula", "range", "convention", "blind_to", "paper")
+    frame = pd.DataFrame([{name: getattr(measure, name) for name in columns} for measure in measures])
+    return _make_sheet("measures", frame, frame)
+
+
 def build_reading_sheet(measured: Measurements) -> Sheet:
     """Return a table with how much of each text was read and the time it took, one row per text."""
     columns = ["text", "documents", "sentences", "characters", "bytes", "tokens", "seconds", "forward_seconds"]
