@@ -48,7 +48,7 @@ def number_entry(value: float, half_width: float = math.nan) -> Entry:
 
 
 def break_header(name: str) -> str:
-    """Return the header of a column in at most two lines: broken at its line break, or near the middle of a long one."""
+    """Return the header of a column in at most two lines, broken at its line break or near its middle."""
     first, *others = name.split("\n")
     if others or len(name) <= _MAX_HEADER:
         return "\n".join([first, " ".join(others)]).rstrip("\n")

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
-import pandas as pd
-
 from istar.drawing.page_folder import read_page_texts
 from istar.errors import UserError
 from istar.geometry.collect import measures_file
@@ -188,37 +186,6 @@ def make_layer_rows(models: Sequence[MeasuredModel]) -> Iterator[dict[str, Any]]
         for tap_index, (tap, measures) in enumerate(model.measurements.all_texts.items()):
             depth = math.nan if tap == FINAL_NORM else model.relative_depths[tap_index]
             yield {"model": model.label, "layer": tap, "relative_depth": depth, **measures}
-
-
-def summarize_models(models: Sequence[MeasuredModel]) -> pd.DataFrame:
-    """Return one row for each model: its size, measures of its last layer, I(W) by form, and its final normalization.
-
-    I(W) is for the matrix nearest to the prediction. It is taken over both signs of the eigenvectors, because only this
-    convention is comparable between models.
-    """
-    rows = []
-    for model in models:
-        measurements = model.measurements
-        measures_by_form = measurements.matrices[model.prediction_matrix]
-        final_norm = measurements.final_norm or {}
-        row = {
-            "model": model.label,
-            "type": measurements.model["type"],
-            "layers": len(model.layer_measures) - 1,
-            "dimensions": measurements.width,
-            "tokens": model.last_layer_measures["tokens"],
-            **{name: model.last_layer_measures.get(name, math.nan) for name in SUMMARY_MEASURES},
-            "matrix": model.prediction_matrix,
-        }
-        row |= {f"partition_{form}": measures["partition_isotropy_both"] for form, measures in measures_by_form.items()}
-        row |= {
-            "norm_ratio": measures_by_form["raw"]["norm_ratio"],
-            "gain": final_norm.get("gain", math.nan),
-            "bias": final_norm.get("bias", math.nan),
-            "weights": measurements.weights,
-        }
-        rows.append(row)
-    return pd.DataFrame(rows)
 
 
 def estimate_paired_error(first_replicates: Sequence[float], second_replicates: Sequence[float]) -> tuple[float, int]:
