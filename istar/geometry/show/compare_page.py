@@ -4,7 +4,6 @@ All four have the same sections: flags, how to read the page, the main table, th
 depth or the steps, the figures of single layers, and further tables. A model is a comparison of one.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +20,7 @@ from istar.drawing.plot import Plot, evenly_spaced
 from istar.files.writing import to_csv
 from istar.geometry.collect import measures_file, trajectory
 from istar.geometry.collect.measure import ModelName, load_and_hash_weights, make_other_model_error
-from istar.geometry.collect.measures_file import JACKKNIFE_MEASURES, Measurements, t_quantile
+from istar.geometry.collect.measures_file import Measurements, t_quantile
 from istar.geometry.collect.trajectory import CHECKPOINT_FILES, Trajectory, TrajectoryPlan, checkpoint_output
 from istar.geometry.show import (
     axis_figures,
@@ -199,7 +198,7 @@ def _count(content: PageContent) -> list[tuple[str, str]]:
         {
             "tokens": int(model.last_layer_measures["tokens"]),
             "texts": len(model.measurements.settings["texts"]),
-            "layers": len(model.layer_measures) - 1,
+            "layers": len(model.layers) - 1,
             "dimensions": model.measurements.width,
             "tokens in the vocabulary": model.measurements.matrices["input"]["raw"]["rows"],
         }
@@ -272,7 +271,6 @@ def _make_sections(content: PageContent, sheets: Mapping[str, Sheet]) -> list[Se
 
 
 def _make_table_section(sheet: Sheet) -> Section:
-    """Return the section of a table without a figure; an empty table has a sentence on why it is empty."""
     empty_note = "" if sheet.rows else f"{TEXTS['missing'].get(sheet.name, 'Not measured')}."
     return Section(f"table-{sheet.name}", sheet.title, (), sheet, empty_note=empty_note, is_wide=True)
 
@@ -287,7 +285,6 @@ def _explain_missing_panels(plot: Plot) -> str:
 
 
 def _explain_page(content: PageContent) -> list[str]:
-    """Return the paragraphs on how to read a page."""
     texts, paragraphs = TEXTS["reading"], []
     if content.models:
         settings = content.models[0].measurements.settings
@@ -311,14 +308,7 @@ def _define_measures(models: Sequence[MeasuredModel]) -> list[str]:
 
 def _explain_intervals(content: PageContent) -> str:
     """Return sentences on what the bands in figures and the ± in tables are."""
-    names = {f"{name}_error" for name in JACKKNIFE_MEASURES}
-    has_errors = any(
-        math.isfinite(measures.get(name, math.nan))
-        for model in content.models
-        for measures in model.measurements.all_texts.values()
-        for name in names
-    )
-    if content.models and not has_errors:
+    if content.models and not any(model.has_errors for model in content.models):
         return str(TEXTS["reading"]["no_intervals"])
     groups = {model.num_groups for model in content.models} - {0} or {ASSUMED_GROUPS}
     quantiles = list_names([f"{t_quantile(count - 1):.2f} for {count} groups" for count in sorted(groups)])

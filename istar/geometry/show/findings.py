@@ -66,7 +66,6 @@ def _check_measure(measure: Measure, measured: Measurements) -> Flag | None:
 
 
 def _find_values(measured: Measurements, name: str) -> dict[str, float]:
-    """Return the values of a measure by layer; NaN where it is not defined."""
     return {layer: measures.get(name, math.nan) for layer, measures in measured.all_texts.items()}
 
 
@@ -170,7 +169,6 @@ def _describe_largest_change(trainings: Sequence[MeasuredTraining], measure: Mea
 
 
 def _describe_size(noun: str, size: float, half_width: float) -> str:
-    """Return a sentence on whether the 95% interval of a change or a difference contains 0."""
     if not math.isfinite(half_width):
         return f"The {noun} has no interval."
     interval = f"The 95% interval of the {noun}, {size:.3g} ± {half_width:.2g},"
@@ -180,7 +178,6 @@ def _describe_size(noun: str, size: float, half_width: float) -> str:
 
 
 def _describe_all_layers(measured: Measurements) -> list[str]:
-    """Return a line with the ranges of IsoScore and InterSim over the layers, if both are defined in any layer."""
     isoscores = _format_range(_find_values(measured, "isoscore"), 2)
     directions = _format_range(_find_values(measured, "participation_ratio"), 0)
     cosines = _format_range(_find_values(measured, "inter_sim"), 2)

@@ -37,7 +37,6 @@ def column_header(name: str) -> str:
 
 
 def _format_value(value: Any) -> str:
-    """Return a setting or a measure as text: a sequence joined by commas, and `none` for None."""
     if isinstance(value, Iterable) and not isinstance(value, str):
         return ", ".join(map(str, value))
     return "none" if value is None else str(value)
@@ -61,7 +60,6 @@ def _make_sheet(name: str, shown: pd.DataFrame, frame: pd.DataFrame) -> Sheet:
 
 
 def _get_texts(name: str) -> tuple[str, str]:
-    """Return the title and the caption of a table."""
     return TEXTS["tables"][name]["title"], TEXTS["tables"][name]["caption"]
 
 
@@ -135,7 +133,7 @@ def build_model_sheet(models: Sequence[MeasuredModel]) -> Sheet:
         row = {
             "model": model.label,
             "type": measurements.model["type"],
-            "layers": len(model.layer_measures) - 1,
+            "layers": len(model.layers) - 1,
             "dimensions": measurements.width,
             "tokens": measures["tokens"],
             **{name: measures.get(name, math.nan) for name in compare.SUMMARY_MEASURES},
