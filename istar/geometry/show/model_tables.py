@@ -181,13 +181,14 @@ def build_difference_sheet(models: Sequence[MeasuredModel]) -> Sheet:
     rows = compare.compute_all_differences(models)
     rows_by_model: dict[str, list[list[Entry]]] = {}
     for row in filter(itemgetter("is_last"), rows):
-        numbers = [row[name] for name in ("value", "value_of_first", "difference", "low", "high")]
-        entries = [Entry(MEASURE_TITLES[row["measure"]]), *map(number_entry, numbers), Entry(row["method"])]
+        numbers = [number_entry(row["value"]), number_entry(row["value_of_first"])]
+        difference = number_entry(row["difference"], (row["high"] - row["low"]) / 2)
+        entries = [Entry(MEASURE_TITLES[row["measure"]]), *numbers, difference, Entry(row["method"])]
         rows_by_model.setdefault(row["model"], []).append(entries)
     return Sheet(
         "differences",
         *_get_texts("differences"),
-        ("measure", "model", "first\nmodel", "difference", "95%\nfrom", "95%\nto", "error"),
+        ("measure", "model", "first\nmodel", "difference", "error"),
         rows_by_model,
         pd.DataFrame(rows),
     )
