@@ -8,7 +8,7 @@ import scipy.stats
 
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.show.compare import MeasuredModel
-from istar.geometry.show.findings import describe, find_flags
+from istar.geometry.show.findings import describe_findings, find_flags
 from istar.geometry.show.measured_training import MeasuredTraining, list_last_checkpoints
 from istar.measures.catalogue import MEASURES
 from tests.geometry.synthetic import TAPS, make_measurements
@@ -35,11 +35,11 @@ def make_usual(layers: dict[str, dict[str, float]] | None = None, partition: tup
 
 
 def describe_single(measured: Measurements) -> list[str]:
-    return describe([MeasuredModel("m", measured)])
+    return describe_findings([MeasuredModel("m", measured)])
 
 
 def describe_over(trainings: list[MeasuredTraining]) -> list[str]:
-    return describe(list_last_checkpoints(trainings), trainings)
+    return describe_findings(list_last_checkpoints(trainings), trainings)
 
 
 def test_a_usual_model() -> None:
@@ -138,21 +138,21 @@ def make_compared(label: str, isoscore: float, inter_sim: float = 0.2, **fields:
 def test_models_are_ranked_by_their_last_layers_with_intervals() -> None:
     first, second, third = (make_compared(*pair) for pair in (("first", 0.3), ("second", 0.31), ("third", 0.8)))
     half_width = T_QUANTILE * math.sqrt(2) * 0.01
-    assert describe([first, second, third]) == [
+    assert describe_findings([first, second, third]) == [
         "IsoScore of the last layer is largest in third (0.8) and smallest in first (0.3). The 95% interval of the "
         f"difference, 0.5 ± {half_width:.2g}, does not contain 0, so that the choice of the documents does not explain "
         "it.",
     ]
-    [line] = describe([first, second])
+    [line] = describe_findings([first, second])
     assert "contains 0, so that the choice of the documents may explain it." in line
     unusual = make_compared("unusual", 0.3, 0.7)
-    assert describe([first, unusual])[1:] == [
+    assert describe_findings([first, unusual])[1:] == [
         "unusual: All states of layer 2 share a direction: two random tokens have an average cosine of 0.70."
     ]
-    assert "The difference has no interval." in describe([first, unusual])[0]
+    assert "The difference has no interval." in describe_findings([first, unusual])[0]
     other = make_compared("other", 0.9, text_hashes={"other": "23"})
-    assert describe([first, second, other])[1] == "Not compared with first, because of other tokens: other."
-    assert describe([first, first]) == ["No measure is unusual."]
+    assert describe_findings([first, second, other])[1] == "Not compared with first, because of other tokens: other."
+    assert describe_findings([first, first]) == ["No measure is unusual."]
 
 
 def test_changes_over_a_training() -> None:

@@ -25,8 +25,8 @@ from istar.geometry.collect.measures_file import NORMAL_QUANTILE
 from istar.geometry.correlation.correlate import NUM_RESAMPLES, STATISTICS, CorrelationResults
 from istar.inputs.corpus import COMBINED
 
-KIND = PageKind("correlation", "istar correlate", ("correlation.csv",))
-OUTPUT_FILES = (INDEX, *KIND.extra_files, TABLES, FIGURES)
+CORRELATION_KIND = PageKind("correlation", "istar correlate", ("correlation.csv",))
+OUTPUT_FILES = (INDEX, *CORRELATION_KIND.extra_files, TABLES, FIGURES)
 """All files and folders that `istar correlate` may write."""
 _MAX_FIGURES = 6
 """Most figures of a measure against the scores."""
@@ -38,7 +38,7 @@ _PUBLISHED_MEASURES = ("partition_isotropy_as_computed", "partition_isotropy_bot
 
 def make_output(out: Path) -> Output:
     """Return the output folder of `istar correlate`."""
-    return page_folder.page_output(out, KIND)
+    return page_folder.page_output(out, CORRELATION_KIND)
 
 
 def write_results(results: CorrelationResults, table: pd.DataFrame, out: Path) -> list[Path]:
@@ -56,12 +56,12 @@ def write_results(results: CorrelationResults, table: pd.DataFrame, out: Path) -
     page = Page(
         title="Geometry and scores over training",
         subject_line=("Model" if table["model"].nunique() == 1 else "Models", models, f"by istar {version('istar')}"),
-        generator=KIND.generator,
+        generator=CORRELATION_KIND.generator,
         summary=[(f"{table['n'].max()}", "checkpoints"), (f"{table['task'].nunique()}", "tasks")],
         sections=sections,
     )
     contents = {"correlation.csv": to_csv(results.table).encode(), **page_folder.page_files(page, {sheet.name: sheet})}
-    return [page_folder.write(out, contents, KIND), out / "correlation.csv"]
+    return [page_folder.write(out, contents, CORRELATION_KIND), out / "correlation.csv"]
 
 
 def _build_sheet(table: pd.DataFrame) -> Sheet:

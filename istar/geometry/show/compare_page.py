@@ -243,7 +243,7 @@ def _make_plots(content: PageContent) -> list[Plot]:
 
 def _describe(content: PageContent) -> list[str]:
     models = list_last_checkpoints(content.trainings) if content.trainings else content.models
-    return findings.describe(models, content.trainings)
+    return findings.describe_findings(models, content.trainings)
 
 
 def _make_sections(content: PageContent, sheets: Mapping[str, Sheet]) -> list[Section]:

@@ -103,7 +103,7 @@ _FLAGGED_VALUES: dict[str, Callable[[Measurements], dict[str, float]]] = {
 """Functions that compute the values by layer to compare with a flag's bound, if not the measure's own values."""
 
 
-def describe(models: Sequence[MeasuredModel], trainings: Sequence[MeasuredTraining] = ()) -> list[str]:
+def describe_findings(models: Sequence[MeasuredModel], trainings: Sequence[MeasuredTraining] = ()) -> list[str]:
     """Return at most five lines on models, or on trainings and their last checkpoints `models`.
 
     First come the largest changes of IsoScore and InterSim of the last layer over the trainings. Then come the largest
