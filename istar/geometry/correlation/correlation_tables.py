@@ -24,6 +24,7 @@ from istar.geometry.collect.layer_outputs import FINAL_NORM
 from istar.geometry.collect.measures_file import NORMAL_QUANTILE
 from istar.geometry.correlation.correlate import NUM_RESAMPLES, STATISTICS, CorrelationResults
 from istar.inputs.corpus import COMBINED
+from istar.measures.catalogue import MEASURES
 
 CORRELATION_KIND = PageKind("correlation", "istar correlate", ("correlation.csv",))
 OUTPUT_FILES = (INDEX, *CORRELATION_KIND.extra_files, TABLES, FIGURES)
@@ -70,7 +71,11 @@ def _build_sheet(table: pd.DataFrame) -> Sheet:
     rows: dict[str, list[list[Entry]]] = {}
     for row in table.to_dict("records"):
         cells = [_format_with_interval(row, name).replace("\n", " ") for name in names]
-        entries = [Entry(row["measure"]), Entry(row["layer"]), *numeric_entries([str(row["n"]), *cells])]
+        entries = [
+            Entry(row["measure"]),
+            Entry(row["layer"].replace("_", " ")),
+            *numeric_entries([str(row["n"]), *cells]),
+        ]
         rows.setdefault(f"{row['task']}, {row['model']}", []).append(entries)
     return Sheet(
         name="correlations",
@@ -92,7 +97,9 @@ def plot_points(points: pd.DataFrame, table: pd.DataFrame) -> list[Plot]:
     """
     keys = ["source", "layer", "measure"]
     plots: list[Plot] = []
-    for row in table.drop_duplicates(keys)[:_MAX_FIGURES].to_dict("records"):
+    titles = {measure.name: measure.title for measure in MEASURES}
+    defined = table[table["note"] == ""].drop_duplicates(keys)
+    for row in defined[:_MAX_FIGURES].to_dict("records"):
         rows = points[(points[keys] == [row[key] for key in keys]).all(axis=1)]
         panels = []
         for task, task_rows in rows.groupby("task", sort=False):
@@ -101,7 +108,7 @@ def plot_points(points: pd.DataFrame, table: pd.DataFrame) -> list[Plot]:
                 for model, model_rows in task_rows.groupby("model", sort=False)
             ]
             panels.append(make_panel("score", lines, str(task)))
-        name = f"{row['measure']} of {row['layer']}"
+        name = f"{titles.get(row['measure'], row['measure'])} of {row['layer'].replace('_', ' ')}"
         caption = f"Each mark is a checkpoint: its {name}, and its score."
         labels = tuple(map(str, points["model"].unique()))
         plot_name = f"correlation_{len(plots) + 1}"

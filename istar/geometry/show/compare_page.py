@@ -207,7 +207,7 @@ def _count(content: PageContent) -> list[tuple[str, str]]:
     if numbers_of_models:
         first, *others = numbers_of_models
         numbers |= {name: value for name, value in first.items() if all(other[name] == value for other in others)}
-    return [(f"{number:,}", noun) for noun, number in numbers.items()]
+    return [(f"{number:,}", noun.removesuffix("s") if number == 1 else noun) for noun, number in numbers.items()]
 
 
 def _build_sheets(content: PageContent) -> list[Sheet]:
