@@ -61,12 +61,20 @@ _STYLE: Any = {
 }
 
 
-def render(plot: Plot, suffixes: Sequence[str] = SUFFIXES, max_columns: int = 3) -> dict[str, bytes]:
+def render(plot: Plot, suffixes: Sequence[str] = SUFFIXES) -> dict[str, bytes]:
     """Render a plot and return the content of its files by suffix. The same plot always gives the same bytes.
 
-    All formats have the same size, colours and layout. PNG has `PNG_DPI` dots per inch. With `max_columns=1`, the
-    figure is as narrow as the screen of a phone.
+    All formats have the same size, colours and layout. PNG has `PNG_DPI` dots per inch.
     """
+    return _render_files(plot, suffixes, max_columns=3)
+
+
+def render_narrow(plot: Plot) -> bytes:
+    """Render a plot as SVG for the screen of a phone, with its panels one below the other."""
+    return _render_files(plot, ("svg",), max_columns=1)["svg"]
+
+
+def _render_files(plot: Plot, suffixes: Sequence[str], max_columns: int) -> dict[str, bytes]:
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         # The font may lack the glyphs of a name in another script. The PNG shows boxes for them; the SVG keeps text.
         warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)
@@ -78,11 +86,6 @@ def render(plot: Plot, suffixes: Sequence[str] = SUFFIXES, max_columns: int = 3)
         layout.execute(figure)
         figure.set_layout_engine("none")
         return {suffix: _render_format(figure, suffix) for suffix in suffixes}
-
-
-def render_narrow(plot: Plot) -> bytes:
-    """Render a plot as SVG for the screen of a phone, with its panels one below the other."""
-    return render(plot, ("svg",), max_columns=1)["svg"]
 
 
 def _render_format(figure: Figure, suffix: str) -> bytes:

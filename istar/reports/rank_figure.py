@@ -206,7 +206,7 @@ def _format_row(row: Mapping[str, Any]) -> list[Entry]:
 
 
 def build_rank_plot(ranked: list[RankedMethods]) -> Plot:
-    """Return the critical-difference diagrams, one for each model with ranked methods."""
+    """Return the plot of average ranks, with a panel for each model with ranked methods."""
     panels = tuple(
         Panel(
             methods.model,
