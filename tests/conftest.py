@@ -100,6 +100,7 @@ def svg_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
     render = rendering.render
     monkeypatch.setattr(rendering, "render", lambda plot, suffixes=("svg",): render(plot, suffixes))
+    monkeypatch.setattr(rendering, "render_narrow", lambda plot: b"<svg/>")
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +111,7 @@ def blank_figures() -> Iterator[None]:
     blank = b'<svg xmlns="http://www.w3.org/2000/svg" width="1pt" height="1pt" viewBox="0 0 1 1"/>'
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendering, "render", lambda plot: dict.fromkeys(rendering.SUFFIXES, blank))
+        patch.setattr(rendering, "render_narrow", lambda plot: blank)
         yield
 
 

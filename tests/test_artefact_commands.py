@@ -171,5 +171,5 @@ def test_second_paper(hub: MockHub) -> None:
             for text in ("step (logarithmic)", "pythia-70m", "pythia-160m")
         )
     # Table 1 has the paper's correlations.
-    correlations = pd.read_csv(Path("correlation", "table.csv"))
+    correlations = pd.read_csv(Path("correlation", "tables", "correlations.csv"))
     assert correlations.loc[correlations["layer"] == "output_embeddings", "paper_pearson"].tolist() == [0.99]

@@ -33,11 +33,13 @@ class Picture:
     description: str  # what the figure shows, in words
     panels: Sequence[Panel]  # panels of the figure; the page lists their fixed settings
     files: Mapping[str, bytes]  # rendered files by suffix
+    narrow: bytes  # SVG for phones
 
     @property
-    def source(self) -> str:
-        """The SVG as the source of an image, so that the page needs no other files."""
-        return f"data:image/svg+xml;base64,{b64encode(self.files['svg']).decode()}"
+    def sources(self) -> tuple[str, str]:
+        """The wide and the narrow SVG as sources of an image, so that the page needs no other files."""
+        wide, narrow = (b64encode(svg).decode() for svg in (self.files["svg"], self.narrow))
+        return f"data:image/svg+xml;base64,{wide}", f"data:image/svg+xml;base64,{narrow}"
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,13 @@ class Section:
     empty_note: str = ""  # explains why the table or figure is missing
     commands: Sequence[str] = ()  # commands that make the content
     is_wide: bool = False  # whether the section is printed on landscape pages
+    about: Sequence[str] = ()  # explanations, which are folded
+    link: tuple[str, str] | None = None  # text and target of a link
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the page only names the section, in its last line."""
+        return bool(self.empty_note) and not self.pictures and not (self.sheet and self.sheet.rows)
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,7 @@ def render_html(page: Page) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.filters["break_header"] = page_tables.break_header
     style, script = (environment.get_template(name).render() for name in ("report.css", "report.js"))
     return environment.get_template("report.html").render(
         page=page,
@@ -123,7 +133,8 @@ def render_pictures(plot: Plot) -> list[Picture]:
         model_plot = replace(plot, panels=tuple(panel for panel in plot.panels if panel.model == model))
         name = f"{plot.name}-{_make_unique_file_name(model, models)}" if model else plot.name
         files = {**rendering.render(model_plot), "csv": to_csv(rendering.tabulate_points(model_plot)).encode()}
-        pictures.append(Picture(name, model, rendering.describe(model_plot), model_plot.panels, files))
+        description, narrow = rendering.describe(model_plot), rendering.render_narrow(model_plot)
+        pictures.append(Picture(name, model, description, model_plot.panels, files, narrow))
     return pictures
 
 

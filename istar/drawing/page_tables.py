@@ -11,6 +11,8 @@ from rich.table import Table
 
 EMPTY_CELL = "-"
 """Text of a cell without a value."""
+_MAX_HEADER = 12
+"""Most characters of a header in one line."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +34,27 @@ def number_entry(value: float, half_width: float = math.nan) -> Entry:
     """Return a table cell with a formatted number, or an en dash for NaN.
 
     With a finite half-width of the number's interval, the cell has both, such as "0.160 \u00b1 0.017": the half-width
-    with two significant digits, and the number with as many decimals.
+    with two significant digits, and the number with as many decimals. A half-width below a hundred-thousandth of the
+    number has one digit, and the number at most five.
     """
     if math.isnan(value):
         return Entry("\u2013", number=True)
     if not math.isfinite(half_width):
         return Entry(format_cell(value), number=True)
-    # To match a very small or large half-width, the number would need too many digits.
-    if not 1e-9 <= half_width < 1e12:
-        return Entry(f"{format_cell(value)} \u00b1 {half_width:.2g}", number=True)
+    if half_width < 1e-5 * abs(value) or not 1e-9 <= half_width < 1e12:
+        return Entry(f"{value:.5g} \u00b1 {half_width:.1g}", number=True)
     decimals = max(0, 1 - math.floor(math.log10(half_width)))
     return Entry(f"{value:,.{decimals}f} \u00b1 {half_width:,.{decimals}f}", number=True)
+
+
+def break_header(name: str) -> str:
+    """Return the header of a column in at most two lines, broken at its line break or near its middle."""
+    first, *others = name.split("\n")
+    if others or len(name) <= _MAX_HEADER:
+        return "\n".join([first, " ".join(others)]).rstrip("\n")
+    breaks = [match.start() for match in re.finditer(" ", name)]
+    middle = min(breaks, key=lambda index: abs(2 * index - len(name)), default=len(name))
+    return f"{name[:middle]}\n{name[middle + 1 :]}".rstrip("\n")
 
 
 def format_mean_and_std(mean: float | None, std: float | None, format_spec: str = ".2f") -> str:

@@ -21,20 +21,10 @@ PALETTE = tuple(colour.lower() for colour in (*COLOURS[:6], COLOURS[7]))
 _MARKERS = "osD^vPX*"
 Styles = Mapping[str, Mapping[str, Any]]
 """Matplotlib's keyword arguments for the lines of a plot, by label; see `assign_line_styles`."""
-_BOUNDS = {
-    **dict.fromkeys(("IsoScore", "IsoScore*", "norm ratio", "CKA"), (0, 1)),
-    **dict.fromkeys(("I(W)", "I(W), both signs", "I(W), signs as computed"), (0, 1)),
-    **dict.fromkeys(("share of the variance", "variance share, top dimension", "R² of alpha-ReQ"), (0, 1)),
-    **dict.fromkeys(("InterSim", "IntraSim", "InterSim of the sample"), (-1, 1)),
-    "IntraSim - InterSim": (-2, 2),
-}
-"""Ranges of bounded measures, by the label of the y axis."""
 _MIN_SHARE_OF_BOUNDS = 1 / 3
 """An axis shows the whole range of a bounded measure if the values span at least this share of it."""
 _ROUNDING = 1e-6
 """Differences of at most this share of the largest value are rounding errors, and are not shown."""
-_MAX_Y_LABEL = 32
-"""Most characters in one line of a y axis label."""
 _MAX_MARKERS = 40
 """Most points of a line with full-size markers; more would hide the line or one another. In a panel with a longer
 line, no line has markers."""
@@ -124,7 +114,7 @@ def _set_scales(axes: Axes, plot: Plot, panel: Panel) -> None:
         axes.set_yscale("log")
         _label_decades(axes.yaxis, 2)
     if panel.log_y:
-        _add_remark(axes, panel, "(logarithmic)")
+        axes.set_ylabel(f"{panel.y_label} (logarithmic)")
     if plot.kind == "scatter":
         axes.set_aspect("equal", adjustable="datalim")
     if plot.log_x and xs and xs[0] == 0:
@@ -165,16 +155,14 @@ def _set_y_range(axes: Axes, plot: Plot, panel: Panel) -> None:
     """Set the limits of the y axis for bounded measures, and for values that differ only by rounding errors.
 
     The axis shows the whole range of a bounded measure, unless the values span little of it. Then it shows the part
-    with the values, from 0 if the range begins at 0 and no value is negative, and the label says so. The values of all
-    panels with the same limits count, so that their labels agree.
+    with the values, from 0 if the range begins at 0. The values of all panels with the same limits count.
     """
-    bounds = panel.y_bounds or _BOUNDS.get(panel.y_label)
     panels = find_panels_with_same_y_axis(plot, panel)
     finite_ys = [y for other in panels for line in other.lines for y in line.y if math.isfinite(y)]
     _hide_rounding_errors(axes, finite_ys)
-    if bounds is None or not finite_ys:
+    if panel.y_bounds is None or not finite_ys:
         return
-    low, high = bounds
+    low, high = panel.y_bounds
     if high > 2 and all(y == round(y) for y in finite_ys):
         # Numbers of dimensions have no fractions, not even on an axis where all of them are 0.
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -184,10 +172,8 @@ def _set_y_range(axes: Axes, plot: Plot, panel: Panel) -> None:
         # Values above columns need room below the title, and more if they are upright.
         top = (8 if _are_columns_narrow(plot, panel) else 3) * margin if plot.kind == "columns" else margin
         axes.set_ylim(min(low, min(finite_ys)) - margin, max(high, max(finite_ys)) + top)
-    else:
-        if low == 0 <= min(finite_ys):
-            axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.03)
-        _add_remark(axes, panel, f"(part of {low:g} to {high:g})")
+    elif low == 0 <= min(finite_ys):
+        axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.03)
 
 
 def _hide_rounding_errors(axes: Axes, ys: Sequence[float]) -> None:
@@ -199,12 +185,6 @@ def _hide_rounding_errors(axes: Axes, ys: Sequence[float]) -> None:
     size = max(map(abs, ys), default=0.0)
     if size > 0 and axes.get_yscale() == "linear" and high - low <= 2 * _ROUNDING * size:
         axes.set_ylim(min(ys) - 0.1 * size, max(ys) + 0.1 * size)
-
-
-def _add_remark(axes: Axes, panel: Panel, remark: str) -> None:
-    """Add a remark to the y axis label, on a separate line if the label would be too long."""
-    separator = "\n" if len(panel.y_label) + len(remark) > _MAX_Y_LABEL else " "
-    axes.set_ylabel(f"{panel.y_label}{separator}{remark}")
 
 
 def find_panels_with_same_y_axis(plot: Plot, panel: Panel) -> list[Panel]:
@@ -314,39 +294,14 @@ def _draw_heatmap(axes: Axes, plot: Plot, panel: Panel) -> None:
 
 
 def _draw_ranks(axes: Axes, plot: Plot, panel: Panel) -> None:
-    """Draw a critical-difference diagram: lines lead from ranks on an axis at the top to the methods' names.
-
-    The bars that join ranges are between the axis and the first row; the scale bar is below the last row.
-    """
-    # The y axis points down: the methods are in rows 1, 2, ..., below smaller y.
-    num_methods = len(panel.lines)
-    bar_spacing = 0.4
-    top = 1 - bar_spacing * (len(panel.joined_ranges) + 1)
-    left = 1.0 - 0.06 * max(1, num_methods - 1)
-    for line in panel.lines:
+    """Draw a row for each line: its name, and its point with an error bar."""
+    rows = range(len(panel.lines))
+    for row, line in zip(rows, panel.lines, strict=True):
         color = INK if line.label == plot.reference_label else COLOURS[0]
-        [x], [y] = line.x, line.y
-        axes.plot([left, x, x], [y, y, top], color=color, linewidth=1.1)
-        axes.plot([x], [y], color=color, marker="o", markersize=5)
-    for index, (low, high) in enumerate(panel.joined_ranges):
-        y = top + bar_spacing * (index + 1)
-        margin = 0.008 * num_methods
-        axes.plot([low - margin, high + margin], [y, y], color=INK, linewidth=4, solid_capstyle="butt")
-    if panel.scale_bar is not None:
-        length, bar_label = panel.scale_bar
-        axes.errorbar([1 + length / 2], [num_methods + 1], xerr=[length / 2], color=RED, capsize=4, elinewidth=1.6)
-        bar_end = (1 + length, num_methods + 1)
-        axes.annotate(f"{bar_label} {length:.2f}", bar_end, (8, 0), textcoords="offset points", color=RED, va="center")
-    right = max(num_methods, 1 + (panel.scale_bar or (0.0, ""))[0])
-    axes.set_xlim(left, right + 0.06 * max(1, num_methods - 1))
-    axes.set_ylim(num_methods + 1.5, top)
-    axes.set_yticks([line.y[0] for line in panel.lines], [line.label for line in panel.lines])
-    axes.set_xticks(range(1, num_methods + 1))
-    axes.xaxis.tick_top()
-    axes.xaxis.set_label_position("top")
+        axes.errorbar(line.x, [row], xerr=line.x_error or None, color=color, marker="o", capsize=4, elinewidth=1.6)
+    axes.set_yticks(rows, [line.label for line in panel.lines])
+    axes.invert_yaxis()
+    axes.margins(y=0.15)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_title(panel.title)
     axes.set_xlabel(plot.x_label)
-    axes.spines["top"].set_visible(True)
-    axes.spines["left"].set_visible(False)
-    axes.spines["bottom"].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(visible=False, axis="y")

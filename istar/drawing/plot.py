@@ -44,10 +44,7 @@ class Panel:
     horizontal_line: tuple[float, str] | None = None  # y and label of a dashed reference line
     vertical_line: tuple[float, str] | None = None  # x and label of a dashed reference line
     column_names: tuple[str, ...] = ()  # names of a heatmap's columns
-    joined_ranges: tuple[tuple[float, float], ...] = ()  # for `ranks`: ranges of x that thick bars join
-    scale_bar: tuple[float, str] | None = None  # for `ranks`: length of a scale bar along x, and its label
-    # Smallest and largest possible y; None for the bounds that `drawing` knows for `y_label`, if any.
-    y_bounds: tuple[float, float] | None = None
+    y_bounds: tuple[float, float] | None = None  # smallest and largest possible y; None if they are not known
     log_y: bool = False  # whether the y axis of this panel is logarithmic; see also `Plot.log_y`
 
 
@@ -63,8 +60,7 @@ class Plot:
     - `ridges`: distributions, each on a row with its name and scaled to its own maximum.
     - `heatmap`: each line is a row with its label as the name; `Panel.column_names` name the columns. The colour scale
       is from 0 to 1.
-    - `ranks`: a critical-difference diagram. Each line has one point: its x is the average rank, and its y is the row
-      of its label, from 1.
+    - `ranks`: each line has one point with an error bar along x, on the row of its label, from the top down.
     """
 
     name: str  # name of its files, without suffix

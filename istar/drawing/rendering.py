@@ -33,6 +33,8 @@ PNG_DPI = 300
 SUFFIXES = ("svg", "pdf", "png")
 """Formats of a figure, by the suffixes of its files."""
 _POINTS_PER_INCH = 72
+_NARROW_WIDTH = 4.0
+"""Width in inches of a figure for a phone."""
 _STYLE: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"],
@@ -64,10 +66,19 @@ def render(plot: Plot, suffixes: Sequence[str] = SUFFIXES) -> dict[str, bytes]:
 
     All formats have the same size, colours and layout. PNG has `PNG_DPI` dots per inch.
     """
+    return _render_files(plot, suffixes, max_columns=3)
+
+
+def render_narrow(plot: Plot) -> bytes:
+    """Render a plot as SVG for the screen of a phone, with its panels one below the other."""
+    return _render_files(plot, ("svg",), max_columns=1)["svg"]
+
+
+def _render_files(plot: Plot, suffixes: Sequence[str], max_columns: int) -> dict[str, bytes]:
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         # The font may lack the glyphs of a name in another script. The PNG shows boxes for them; the SVG keeps text.
         warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)
-        figure = _draw_figure(plot)
+        figure = _draw_figure(plot, max_columns)
         # `savefig` would compute the layout, and draw the figure, twice for each file. Here it is computed once.
         layout = figure.get_layout_engine()
         assert layout is not None
@@ -114,8 +125,6 @@ def describe(plot: Plot) -> str:
         lines = "; ".join(_describe_line(line, plot) for line in panel.lines)
         reference_lines = filter(None, (panel.horizontal_line, panel.vertical_line))
         marks = [f"; {name} at {position:g}" for position, name in reference_lines]
-        marks += [f"; {name} {size:.2f}" for size, name in filter(None, (panel.scale_bar,))]
-        marks += [f"; a bar joins {low:.2f} to {high:.2f}" for low, high in panel.joined_ranges]
         subject = ", ".join(name for name in (panel.title, panel.model) if name)
         prefix = f"{subject}: " if subject else ""
         quantity = plot.x_label if plot.kind == "ranks" else f"{panel.y_label} by {plot.x_label}"
@@ -146,19 +155,18 @@ def _describe_line(line: Line, plot: Plot) -> str:
     return f"{line.label} from {first_y} at {first_x} to {last_y} at {last_x}"
 
 
-def _draw_figure(plot: Plot) -> Figure:
+def _draw_figure(plot: Plot, max_columns: int = 3) -> Figure:
     """Draw all panels of a plot on a grid, with one legend below them."""
-    num_columns = 2 if len(plot.panels) == 4 else min(3, len(plot.panels))
+    num_columns = min(max_columns, 2 if len(plot.panels) == 4 else len(plot.panels))
+    width = _NARROW_WIDTH if max_columns == 1 else {1: 6.5, 2: 8.5, 3: 11.0}[num_columns]
     num_rows = math.ceil(len(plot.panels) / num_columns)
     # The rows of a heatmap, of ridges and of ranks are named on the y axis.
     styles = assign_line_styles(plot) if plot.kind not in ("heatmap", "ranks") else {}
     has_legend = len(styles) > 1 and plot.kind != "ridges"
-    num_legend_rows = math.ceil(len(styles) / _count_legend_columns(num_columns, list(styles))) if has_legend else 0
-    width = {1: 6.5, 2: 8.5, 3: 11.0}[num_columns]
+    num_legend_rows = math.ceil(len(styles) / _count_legend_columns(width, list(styles))) if has_legend else 0
     height = num_rows * (3.0 if num_columns > 1 else 3.6) + 0.25 * num_legend_rows
     if plot.kind == "ranks":
-        width = 8.5
-        height = sum(1.4 + 0.3 * len(panel.lines) + 0.1 * len(panel.joined_ranges) for panel in plot.panels)
+        height = sum(1.0 + 0.3 * len(panel.lines) for panel in plot.panels)
     if plot.kind == "ridges":
         height = num_rows * max(1.2 + 0.5 * len(panel.lines) for panel in plot.panels)
     # Width and height are in inches.
@@ -193,15 +201,14 @@ def _draw_figure(plot: Plot) -> Figure:
             [handles[label] for label in labels],
             labels,
             loc="outside lower center",
-            ncols=_count_legend_columns(num_columns, labels),
+            ncols=_count_legend_columns(width, labels),
             markerscale=3 if plot.kind == "scatter" else 1,
         )
     return figure
 
 
-def _count_legend_columns(num_panel_columns: int, labels: Sequence[str]) -> int:
-    """Return how many columns of labels fit below the panels, in legend rows of nearly equal length."""
-    # A label needs the space of about six more characters for its marker and the gaps around it.
-    max_characters = {1: 66, 2: 90, 3: 120}[num_panel_columns]
-    max_columns = max(1, min(8, max_characters // (max(map(len, labels)) + 6)))
+def _count_legend_columns(width: float, labels: Sequence[str]) -> int:
+    """Return how many columns of labels fit into a width in inches, in legend rows of nearly equal length."""
+    # An inch has about ten characters. The marker of a label and the gaps around it need the space of six.
+    max_columns = max(1, min(8, int(10.5 * width) // (max(map(len, labels)) + 6)))
     return math.ceil(len(labels) / math.ceil(len(labels) / max_columns))

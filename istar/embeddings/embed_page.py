@@ -100,7 +100,7 @@ def _make_page(
     texts = read_page_texts("istar.embeddings")
     sections = [
         Section("findings", "What stands out", describe_anisotropy(models)),
-        Section("reading", "How to read this", list(texts["reading"].values())),
+        Section("reading", "How to read this", about=list(texts["reading"].values())),
     ]
     for name in ("table1", "table2", "table3"):
         table_texts = texts["tables"][name]
@@ -110,7 +110,7 @@ def _make_page(
         empty_note = "" if plot.panels else texts["figures"][plot.name]["missing"]
         sheet = sheets.get("figure4_coverage") if plot.name == "figure4_frequencies" else None
         pictures = page_folder.render_pictures(plot)
-        sections.append(Section(plot.name, plot.title, [plot.caption], sheet, pictures, empty_note))
+        sections.append(Section(plot.name, plot.title, (), sheet, pictures, empty_note, about=[plot.caption]))
     if command:
         sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[command]))
     labels = ", ".join(model.label for model in models)

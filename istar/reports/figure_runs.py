@@ -93,7 +93,7 @@ def group_by_number(runs: pd.DataFrame, column: str) -> dict[Any, pd.DataFrame]:
 def build_panel(selection: FigureRuns, lines: Sequence[Line], all_runs: pd.DataFrame, y_label: str = "") -> Panel:
     """Return a panel of lines with a description of the settings that its runs share.
 
-    `all_runs` are all runs of the report. If `y_label` is empty, the label is the headline metric.
+    `all_runs` are all runs of the report. Without `y_label`, which is an IsoScore, the label is the headline metric.
     """
     varied, symbol = selection.varied, _SYMBOLS[selection.varied]
     first_run = row_dicts(selection.selected.head(1))[0]
@@ -124,4 +124,5 @@ def build_panel(selection: FigureRuns, lines: Sequence[Line], all_runs: pd.DataF
         tuple(lines),
         fixed_settings="; ".join(notes),
         y_label=y_label or axis_label(first_run["metric"]),
+        y_bounds=(0, 1) if y_label else None,
     )

@@ -46,21 +46,12 @@ class RankedMethods:
     reason: str = ""  # why the methods are not ranked, as a sentence; empty if they are
 
     @property
-    def indistinguishable_ranges(self) -> list[tuple[float, float]]:
-        """The largest ranges of average ranks without two methods that differ, from low to high.
+    def bars(self) -> tuple[float, ...]:
+        """The half-width of the bar of a rank; empty if no two methods differ.
 
         Two methods differ if Friedman's test rejects and their ranks differ by the critical difference or more.
         """
-        ranks = list(self.average_rank_by_method.values())
-        if self.friedman_p >= self.alpha:
-            return [(ranks[0], ranks[-1])]
-        ranges: list[tuple[float, float]] = []
-        for index, lowest_rank in enumerate(ranks):
-            ranks_in_range = [rank for rank in ranks[index:] if rank - lowest_rank < self.critical_difference]
-            is_new = not ranges or ranks_in_range[-1] > ranges[-1][1]
-            if len(ranks_in_range) > 1 and is_new:
-                ranges.append((lowest_rank, ranks_in_range[-1]))
-        return ranges
+        return (self.critical_difference / 2,) if self.friedman_p < self.alpha else ()
 
     def summarize(self) -> str:
         """Return the conclusion from the ranks in words, or the reason for missing ranks."""
@@ -215,19 +206,17 @@ def _format_row(row: Mapping[str, Any]) -> list[Entry]:
 
 
 def build_rank_plot(ranked: list[RankedMethods]) -> Plot:
-    """Return the critical-difference diagrams, one for each model with ranked methods."""
+    """Return the plot of average ranks, with a panel for each model with ranked methods."""
     panels = tuple(
         Panel(
             methods.model,
             title="",
             lines=tuple(
-                Line(name, x=(rank,), y=(float(row_number),))
+                Line(name, x=(rank,), y=(float(row_number),), x_error=methods.bars)
                 for row_number, (name, rank) in enumerate(methods.average_rank_by_method.items(), 1)
             ),
             fixed_settings="",
             y_label="",
-            joined_ranges=tuple(methods.indistinguishable_ranges),
-            scale_bar=(methods.critical_difference, "critical difference"),
         )
         for methods in ranked
         if not methods.reason
@@ -235,9 +224,9 @@ def build_rank_plot(ranked: list[RankedMethods]) -> Plot:
     return Plot(
         name="ranks",
         title="Average ranks over tasks",
-        caption="Critical-difference diagram (Demšar, JMLR 2006): average rank of each method over the tasks of a "
-        "model; 1 is the highest metric or the lowest loss. A thick bar joins methods of which no two differ, by "
-        "Friedman's and Nemenyi's tests. The notes below the table of ranks give their significance level.",
+        caption="Average rank of each method over the tasks of a model; 1 is the highest metric or the lowest loss. "
+        "The bars are Nemenyi's critical difference wide (Demšar, JMLR 2006): two methods differ if their bars do not "
+        "overlap. Without bars, Friedman's test finds no difference.",
         kind="ranks",
         x_label="average rank",
         panels=panels,

@@ -102,6 +102,7 @@ def build_minibatch_stability_plot(stability: StabilityScores) -> Plot:
         lines=tuple(lines),
         fixed_settings="",
         y_label="IsoScore*",
+        y_bounds=(0, 1),
         horizontal_line=(stability.true_score, f"truth ({stability.true_score:.2f})"),
     )
     return Plot(

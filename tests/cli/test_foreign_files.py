@@ -107,7 +107,7 @@ def test_a_single_foreign_file_is_enough(world: Path, capsys: pytest.CaptureFixt
     """Each file alone, without the hidden folder that is refused first, and with the pictures of other programs."""
     names = {
         "measure": ("figures/mine.png", "index.html", "tables/x"), "compare": ("figures/mine.png", "index.html"),
-        "embed": ("embeddings.csv",), "correlate": ("table.csv", "figures/scores.png"),
+        "embed": ("embeddings.csv",), "correlate": ("tables/correlations.csv", "figures/scores.png"),
         "quantize": ("quantization.csv",), "report": ("figures/mine.png", "index.html"),
         "results": ("runs.csv",), "plan": ("plan.yaml",),
     }[arguments.split()[0]]  # fmt: skip

@@ -82,6 +82,33 @@ def test_a_page_is_complete_without_its_script(plain_page: Path) -> None:
     assert details == {"open": None}
 
 
+def test_an_empty_section_is_only_named_at_the_end(tmp_path: Path) -> None:
+    sections = [
+        Section("full", "Full", ("Something.",), about=("Long. " * 40,)),
+        Section("empty", "Empty", ("Never shown.",), empty_note="No runs.", commands=["make runs"]),
+    ]
+    path = tmp_path / "index.html"
+    path.write_text(page_folder.render_html(Page("title", ("Runs", "a", "b"), "test", (), sections)))
+    reader = parsed(path)
+    assert [tag for tag, _ in reader.tags].count("h2") == 2  # of the contents and the first section
+    text = " ".join(" ".join(reader.text).split())
+    assert "Never shown" not in text
+    assert text.index("Long.") < text.index("Not on this page: Empty.") < text.index("No runs.") < text.index("make")
+    # The long explanation is folded.
+    assert [tag for tag, attributes in reader.tags if attributes.get("class") == "about"] == ["details"]
+
+
+def test_a_phone_gets_a_narrow_figure(plain_page: Path) -> None:
+    tags = [attributes for tag, attributes in parsed(plain_page).tags if tag in ("source", "img")]
+    for narrow, wide in zip(tags[::2], tags[1::2], strict=True):
+        assert narrow["media"] == "screen and (max-width: 40rem)"
+        widths = []
+        for source in (narrow["srcset"], wide["src"]):
+            svg = base64.b64decode((source or "").removeprefix("data:image/svg+xml;base64,"))
+            widths.append(float(ElementTree.fromstring(svg).attrib["width"].removesuffix("pt")))
+        assert widths[0] < widths[1]
+
+
 # Colours.
 
 
@@ -113,7 +140,7 @@ def test_texts_have_contrast_in_both_schemes(plain_page: Path) -> None:
     assert light.keys() == dark.keys()
     for scheme in (light, dark):
         for text, background in (
-            ("ink", "paper"), ("soft", "paper"), ("link", "paper"), ("ink", "tint"), ("soft", "tint"), ("ink", "warn"),
+            ("ink", "paper"), ("soft", "paper"), ("link", "paper"), ("ink", "tint"), ("soft", "tint"),
         ):  # fmt: skip
             assert contrast(to_rgb(scheme[text]), to_rgb(scheme[background])) >= 4.5, (text, background)
 

@@ -38,6 +38,7 @@ def test_a_table_without_rows_is_still_one() -> None:
         (0.1, 0.00092, "0.10000 ± 0.00092"),
         (16.5, 3.21, "16.5 ± 3.2"),
         (2.0, 1e-12, "2 ± 1e-12"),
+        (7.9999998429, 3.7e-9, "8 ± 4e-09"),
         (1234.5, 123.4, "1,234 ± 123"),
         (12.5, 0.0, "12.5 ± 0"),
         (12.5, math.nan, "12.5"),
@@ -46,3 +47,17 @@ def test_a_table_without_rows_is_still_one() -> None:
 )
 def test_a_number_has_its_half_width(value: float, half_width: float, text: str) -> None:
     assert page_tables.number_entry(value, half_width) == Entry(text, number=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "header"),
+    [
+        ("IsoScore", "IsoScore"),
+        ("norm of the mean direction", "norm of the\nmean direction"),
+        ("I(W),\nboth signs", "I(W),\nboth signs"),
+        ("one\ntwo\nthree", "one\ntwo three"),
+        ("x" * 30, "x" * 30),
+    ],
+)
+def test_a_header_has_at_most_two_lines(name: str, header: str) -> None:
+    assert page_tables.break_header(name) == header

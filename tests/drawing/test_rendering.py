@@ -108,39 +108,28 @@ def test_a_scale_may_be_sequential() -> None:
     assert len(set(colour_by_label.values())) == 7
 
 
-def draw_axes(y_label: str, *values: float) -> Any:
-    panel = Panel("", "", (Line("one", tuple(map(float, range(len(values)))), values),), "", y_label)
+def draw_axes(y_bounds: tuple[float, float] | None, *values: float) -> Any:
+    line = Line("one", tuple(map(float, range(len(values)))), values)
+    panel = Panel("", "", (line,), "", "measure", y_bounds=y_bounds)
     return rendering._draw_figure(Plot("name", "title", "caption", "line", "layer", (panel,))).axes[0]
 
 
-def test_a_bounded_measure_has_its_whole_range_or_says_that_it_is_cut() -> None:
-    full_axes = draw_axes("InterSim", -0.1, 0.9)
-    assert (full_axes.get_ylabel(), full_axes.get_ylim()[0] <= -1, full_axes.get_ylim()[1] >= 1) == (
-        "InterSim",
-        True,
-        True,
-    )
-    cut_axes = draw_axes("InterSim", 0.91, 0.93)
-    assert cut_axes.get_ylabel() == "InterSim (part of -1 to 1)"
-    assert cut_axes.get_ylim()[0] > 0.5
-    assert draw_axes("IsoScore*", 0.1, 0.8).get_ylabel() == "IsoScore*"
-    assert draw_axes("I(W), both signs", 0.01, 0.02).get_ylabel() == "I(W), both signs (part of 0 to 1)"
-    assert draw_axes("TwoNN dimension", 1, 2).get_ylabel() == "TwoNN dimension"
-    assert draw_axes("IntraSim - InterSim", 0.1, 0.2).get_ylabel() == "IntraSim - InterSim\n(part of -2 to 2)"
-
-
-def test_a_panel_may_have_bounds() -> None:
-    line = Line("one", (0.0, 1.0), (3.0, 4.0))
-    panel = Panel("", "", (line,), "", "rank", y_bounds=(1, 384))
-    cut_axes = rendering._draw_figure(Plot("name", "title", "caption", "line", "layer", (panel,))).axes[0]
-    assert cut_axes.get_ylabel() == "rank (part of 1 to 384)"
-    wide_panel = replace(panel, lines=(replace(line, y=(3.0, 300.0)),))
-    full_axes = rendering._draw_figure(Plot("name", "title", "caption", "line", "layer", (wide_panel,))).axes[0]
-    assert (full_axes.get_ylabel(), full_axes.get_ylim()[0] <= 1, full_axes.get_ylim()[1] >= 384) == (
-        "rank",
-        True,
-        True,
-    )
+@pytest.mark.parametrize(
+    ("bounds", "values", "low", "high"),
+    [
+        ((-1, 1), (-0.1, 0.9), (-1.1, -1.0), (1.0, 1.1)),  # much of the range: all of it
+        ((-1, 1), (0.91, 0.93), (0.9, 0.91), (0.93, 0.94)),  # little of it: the part with the values
+        ((0, 1), (0.01, 0.02), (0, 0), (0.02, 0.03)),  # from 0, if the range begins there
+        ((1, 384), (3.0, 300.0), (-20, 1), (384, 400)),
+        (None, (1.0, 2.0), (0.9, 1.0), (2.0, 2.1)),
+    ],
+)
+def test_a_bounded_measure_has_its_whole_range_or_the_part_with_its_values(
+    bounds: tuple[float, float] | None, values: tuple[float, ...], low: tuple[float, float], high: tuple[float, float]
+) -> None:
+    bottom, top = draw_axes(bounds, *values).get_ylim()
+    assert low[0] <= bottom <= low[1]
+    assert high[0] <= top <= high[1]
 
 
 def test_a_single_point_of_a_line_has_an_error_bar_and_its_colour() -> None:
@@ -200,7 +189,6 @@ def test_panels_of_the_same_quantity_share_the_y_axis() -> None:
 
 
 def test_panels_with_the_same_label_share_the_y_axis() -> None:
-    """A panel that shows the whole range of a measure does not say that it shows a part."""
     values_by_label = {"IsoScore": [(0.1, 0.9), (0.5, 0.55)], "TwoNN dimension": [(3.0, 4.0), (9.0, 20.0)]}
     panels = tuple(
         Panel("", "", (Line("one", (0.0, 1.0), values),), "", label)
@@ -214,8 +202,6 @@ def test_panels_with_the_same_label_share_the_y_axis() -> None:
     assert len({axes.get_ylim() for axes in separate}) == 4
     assert [shared[0].get_ylim(), shared[2].get_ylim()] == [shared[1].get_ylim(), shared[3].get_ylim()]
     assert shared[0].get_ylim() != shared[2].get_ylim()
-    assert separate[1].get_ylabel() == "IsoScore (part of 0 to 1)"
-    assert shared[1].get_ylabel() == "IsoScore"
 
 
 def test_an_axis_does_not_show_rounding_errors() -> None:

@@ -153,7 +153,7 @@ def test_the_table_shows_the_papers_measures_by_default(tmp_path: Path, capsys: 
                     geometry.append(",".join(map(str, [model, f"step{point}", source, layer, *numbers])))
     scores = [f"{model},step{point},{random.random()}" for model in layers_by_model for point in range(5)]
     assert run(tmp_path, "\n".join(geometry), "\n".join(["model,revision,MR", *scores])) == 0
-    rows = read_rows(tmp_path / "out" / "table.csv")
+    rows = read_rows(tmp_path / "out" / "tables" / "correlations.csv")
     # The first columns are those of the paper's table.
     assert list(rows[0])[:5] == ["task", "model", "pearson", "spearman", "kendall"]
     assert {(row["model"], row["source"], row["layer"], row["measure"]) for row in rows} == {
@@ -182,7 +182,7 @@ def test_the_papers_correlations_stand_next_to_those_of_its_models(tmp_path: Pat
     published = {
         "MR": (0.99, 0.83, 0.69), "sciq acc_norm": (0.80, 0.79, 0.63), "SST2": (0.95, 0.88, 0.68), "mine": None
     }  # fmt: skip
-    for row in read_rows(tmp_path / "out" / "table.csv"):
+    for row in read_rows(tmp_path / "out" / "tables" / "correlations.csv"):
         expected = published[row["task"]]
         if row["model"] != "pythia-70m" or row["layer"] != "output_embeddings" or row["measure"] == "norm":
             expected = None
@@ -240,6 +240,25 @@ def test_steps_of_the_scores_are_those_of_the_measures(tmp_path: Path) -> None:
     for geometry_text, has_figure in ((geometry, True), ("revision,isoscore\nfirst,0.1\nsecond,0.2\n", False)):
         assert run(tmp_path, geometry_text, f"revision,sciq\n{scores}") == 0
         assert (out / "scores.svg").exists() == has_figure
+
+
+def test_a_measure_is_drawn_against_the_scores(tmp_path: Path) -> None:
+    (tmp_path / "geometry.csv").write_text(MEASURED)
+    (tmp_path / "scores.csv").write_text(SCORED)
+    results = correlate(tmp_path / "geometry.csv", tmp_path / "scores.csv", Selection())
+    table = results.table.assign(note="")  # no model has enough points for a correlation
+    [plot] = correlation_tables.plot_points(results.points, table)
+    assert (plot.x_label, plot.kind) == ("IsoScore of layer 1", "points")
+    points = {
+        (panel.title, line.label): sorted(zip(line.x, line.y, strict=True))
+        for panel in plot.panels
+        for line in panel.lines
+    }
+    assert points == {
+        ("sciq", "small"): [(0.1, 0.4), (0.3, 0.5)],
+        ("sciq", "large"): [(0.2, 0.6)],
+        ("lambada", "large"): [(0.2, 0.7)],
+    }
 
 
 # ---- errors

@@ -8,7 +8,8 @@ import scipy.stats
 
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.show.compare import MeasuredModel
-from istar.geometry.show.findings import describe_model, describe_models, describe_trainings, find_flags
+from istar.geometry.show.findings import describe_findings, find_flags
+from istar.geometry.show.measured_training import MeasuredTraining, list_last_checkpoints
 from istar.measures.catalogue import MEASURES
 from tests.geometry.synthetic import TAPS, make_measurements
 from tests.geometry.test_axis_figures import make_training
@@ -33,8 +34,16 @@ def make_usual(layers: dict[str, dict[str, float]] | None = None, partition: tup
     return make_measurements(**{"sources": {"text": source}, "matrices": matrices, "by_position": {}, **fields})
 
 
+def describe_single(measured: Measurements) -> list[str]:
+    return describe_findings([MeasuredModel("m", measured)])
+
+
+def describe_over(trainings: list[MeasuredTraining]) -> list[str]:
+    return describe_findings(list_last_checkpoints(trainings), trainings)
+
+
 def test_a_usual_model() -> None:
-    assert describe_model(make_usual()) == [
+    assert describe_single(make_usual()) == [
         "No measure is unusual.",
         "In all layers, the variance is spread as if over 8 of 24 directions (IsoScore 0.30; 1 is evenly over all, 0 a "
         "single one), and two random tokens have an average cosine of 0.20.",
@@ -42,7 +51,7 @@ def test_a_usual_model() -> None:
     # The final normalization is there to change the norm.
     assert find_flags(make_usual({"final_norm": {"average_norm": 500.0}})) == []
     undefined = dict.fromkeys(USUAL_MEASURES, math.nan) | {"tokens": 10_000.0}
-    assert describe_model(make_usual(dict.fromkeys(TAPS, undefined))) == ["No measure is unusual."]
+    assert describe_single(make_usual(dict.fromkeys(TAPS, undefined))) == ["No measure is unusual."]
 
 
 UNUSUAL = {
@@ -70,7 +79,7 @@ UNUSUAL = {
     ),
     "outlier_dimensions": (
         {"outlier_dimensions": 3.0},
-        "Layer 2 has 3 outlier dimensions: their means are more than 5 typical standard deviations from 0.",
+        "Layer 2 has outlier dimensions (3), with means more than 5 typical standard deviations from 0.",
     ),
     "massive_activations": (
         {"massive_activations": 4.0, "largest_activation_ratio": 2_000.0},
@@ -115,7 +124,7 @@ def test_the_most_unusual_come_first_and_there_are_five_lines() -> None:
     excesses = [flag.excess for flag in find_flags(measured)]
     assert len(excesses) == len(UNUSUAL)
     assert excesses == sorted(excesses, reverse=True)
-    lines = describe_model(measured)
+    lines = describe_single(measured)
     assert len(lines) == 5
     assert lines[:3] == [flag.line for flag in find_flags(measured)[:3]]
     assert lines[4].startswith("There are only 100 tokens for 24 dimensions")
@@ -129,26 +138,26 @@ def make_compared(label: str, isoscore: float, inter_sim: float = 0.2, **fields:
 def test_models_are_ranked_by_their_last_layers_with_intervals() -> None:
     first, second, third = (make_compared(*pair) for pair in (("first", 0.3), ("second", 0.31), ("third", 0.8)))
     half_width = T_QUANTILE * math.sqrt(2) * 0.01
-    assert describe_models([first, second, third]) == [
+    assert describe_findings([first, second, third]) == [
         "IsoScore of the last layer is largest in third (0.8) and smallest in first (0.3). The 95% interval of the "
         f"difference, 0.5 ± {half_width:.2g}, does not contain 0, so that the choice of the documents does not explain "
         "it.",
     ]
-    [line] = describe_models([first, second])
+    [line] = describe_findings([first, second])
     assert "contains 0, so that the choice of the documents may explain it." in line
     unusual = make_compared("unusual", 0.3, 0.7)
-    assert describe_models([first, unusual])[1:] == [
+    assert describe_findings([first, unusual])[1:] == [
         "unusual: All states of layer 2 share a direction: two random tokens have an average cosine of 0.70."
     ]
-    assert "The difference has no interval." in describe_models([first, unusual])[0]
+    assert "The difference has no interval." in describe_findings([first, unusual])[0]
     other = make_compared("other", 0.9, text_hashes={"other": "23"})
-    assert describe_models([first, second, other])[1] == "Not compared with first, because of other tokens: other."
-    assert describe_models([first, first]) == ["No measure is unusual, or differs between these models."]
+    assert describe_findings([first, second, other])[1] == "Not compared with first, because of other tokens: other."
+    assert describe_findings([first, first]) == ["No measure is unusual."]
 
 
 def test_changes_over_a_training() -> None:
     training = make_training()
-    lines = describe_trainings([training])
+    lines = describe_over([training])
     first, last = training.values_by_step("layer_2", "isoscore")[0], training.values_by_step("layer_2", "isoscore")[-1]
     half_width = T_QUANTILE * math.sqrt(2) * 0.01
     assert lines[0] == (
@@ -159,10 +168,10 @@ def test_changes_over_a_training() -> None:
     assert len(lines) <= 5
     # The interval is about as wide if the folders of the checkpoints were deleted.
     without_folders = type(training)("m", training.table)
-    assert describe_trainings([without_folders])[0] == lines[0]
-    lines = describe_trainings([training, make_training("shorter", (0, 5))])
+    assert describe_over([without_folders])[0] == lines[0]
+    lines = describe_over([training, make_training("shorter", (0, 5))])
     assert lines[0].startswith("IsoScore of the last layer changes most in m: it rises")
-    assert lines[2].startswith("At the last checkpoints: IsoScore of the last layer is largest in m")
+    assert lines[2].startswith("At the last checkpoint: IsoScore of the last layer is largest in m")
     # One checkpoint is a model.
     single = make_training(steps=(7,))
-    assert describe_trainings([single]) == describe_model(single.checkpoints[0].measurements)
+    assert describe_over([single]) == describe_single(single.checkpoints[0].measurements)

@@ -84,7 +84,7 @@ def build_isotropy_plot(record: RunRecord) -> Plot:
         caption="IsoScore of the hidden states of the validation set.",
         kind="line",
         x_label="layer",
-        panels=(Panel(model, task, lines, fixed_settings=score_text, y_label="IsoScore"),),
+        panels=(Panel(model, task, lines, score_text, y_label="IsoScore", y_bounds=(0, 1)),),
         x_names={float(layer): str(layer) if layer else "emb." for layer in layer_indices},
     )
 

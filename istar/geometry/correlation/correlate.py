@@ -53,6 +53,7 @@ class CorrelationResults:
     """
 
     table: pd.DataFrame
+    points: pd.DataFrame  # a row for each point of a row of the table, with its `value` and its `score`
     scores: pd.DataFrame  # scores of the measured models at known steps: `model`, `task`, `step`, `score`, ...
     remarks: list[str] = field(default_factory=list)  # warnings for the user, one line each
 
@@ -105,7 +106,7 @@ def correlate(measures_path: Path, scores_path: Path, selection: Selection) -> C
         dict(zip(GROUP_COLUMNS, key, strict=True)) | correlate_series(*group[["value", "score"]].to_numpy().T)
         for key, group in joined.groupby(GROUP_COLUMNS, sort=False)
     ]
-    return CorrelationResults(pd.DataFrame(rows), _add_steps(scores, measures), remarks)
+    return CorrelationResults(pd.DataFrame(rows), joined, _add_steps(scores, measures), remarks)
 
 
 def _select_names(rows: pd.DataFrame, column: str, names: Sequence[str], path: Path) -> pd.DataFrame:

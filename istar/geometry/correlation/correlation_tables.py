@@ -1,4 +1,4 @@
-"""The table, the figure and the files of `istar correlate`.
+"""The tables, the figures and the page of `istar correlate`.
 
 They are after Table 1 and Figures 11 to 13 of *Anisotropy is Not Inherent to Transformers*.
 """
@@ -6,6 +6,7 @@ They are after Table 1 and Figures 11 to 13 of *Anisotropy is Not Inherent to Tr
 import math
 import re
 from collections.abc import Mapping
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 import pandas as pd
 from rich.table import Table
 
-from istar.drawing import rendering
-from istar.drawing.page_folder import FIGURES
+from istar.drawing import page_folder
+from istar.drawing.page_folder import FIGURES, INDEX, TABLES, Page, PageKind, Section
+from istar.drawing.page_tables import EMPTY_CELL, Entry, Sheet, numeric_entries
 from istar.drawing.plot import Line, Plot, are_log_spaced, make_panel
 from istar.files.outputs import Output
 from istar.files.writing import to_csv
@@ -22,13 +24,13 @@ from istar.geometry.collect.layer_outputs import FINAL_NORM
 from istar.geometry.collect.measures_file import NORMAL_QUANTILE
 from istar.geometry.correlation.correlate import NUM_RESAMPLES, STATISTICS, CorrelationResults
 from istar.inputs.corpus import COMBINED
+from istar.measures.catalogue import MEASURES
 
-OUTPUT_FILES = (
-    "correlation.csv",
-    "table.csv",
-    *(f"{FIGURES}/scores.{suffix}" for suffix in rendering.SUFFIXES),
-)
-"""All files that `istar correlate` may write."""
+CORRELATION_KIND = PageKind("correlation", "istar correlate", ("correlation.csv",))
+OUTPUT_FILES = (INDEX, *CORRELATION_KIND.extra_files, TABLES, FIGURES)
+"""All files and folders that `istar correlate` may write."""
+_MAX_FIGURES = 6
+"""Most figures of a measure against the scores."""
 _LAYER_MEASURES = ("isoscore", "inter_sim", "intra_sim")
 """Measures of the last layer in the table, if the user has selected no measures."""
 _PUBLISHED_MEASURES = ("partition_isotropy_as_computed", "partition_isotropy_both")
@@ -37,23 +39,81 @@ _PUBLISHED_MEASURES = ("partition_isotropy_as_computed", "partition_isotropy_bot
 
 def make_output(out: Path) -> Output:
     """Return the output folder of `istar correlate`."""
-    return Output(out, "correlation")
+    return page_folder.page_output(out, CORRELATION_KIND)
 
 
 def write_results(results: CorrelationResults, table: pd.DataFrame, out: Path) -> list[Path]:
-    """Write all correlations, the `table` of `make_paper_table` and a figure of the scores, and return the paths.
+    """Write all correlations and the page of the `table` of `make_paper_table`, and return the paths of both.
 
     Raises a `UserError` as `istar.files.outputs.Output.write` does.
     """
-    contents = {
-        "correlation.csv": to_csv(results.table).encode(),
-        "table.csv": to_csv(table).encode(),
-    }
-    if not results.scores.empty:
-        pictures = rendering.render(plot_scores(results.scores))
-        contents |= {f"{FIGURES}/scores.{suffix}": picture for suffix, picture in pictures.items()}
-    make_output(out).write(contents, is_complete=True)
-    return [out / name for name in contents]
+    sheet = _build_sheet(table)
+    plots = [*plot_points(results.points, table), *([plot_scores(results.scores)] if len(results.scores) else [])]
+    sections = [Section("correlations", sheet.title, sheet=sheet)]
+    for plot in plots:
+        pictures = page_folder.render_pictures(plot)
+        sections.append(Section(plot.name, plot.title, pictures=pictures, about=[plot.caption]))
+    models = ", ".join(map(str, table["model"].unique()))
+    page = Page(
+        title="Geometry and scores over training",
+        subject_line=("Model" if table["model"].nunique() == 1 else "Models", models, f"by istar {version('istar')}"),
+        generator=CORRELATION_KIND.generator,
+        summary=[(f"{table['n'].max()}", "checkpoints"), (f"{table['task'].nunique()}", "tasks")],
+        sections=sections,
+    )
+    contents = {"correlation.csv": to_csv(results.table).encode(), **page_folder.page_files(page, {sheet.name: sheet})}
+    return [page_folder.write(out, contents, CORRELATION_KIND), out / "correlation.csv"]
+
+
+def _build_sheet(table: pd.DataFrame) -> Sheet:
+    """Return the table of correlations for the page, with a group for each task and model."""
+    names = [name for name in (*STATISTICS, *(f"paper_{name}" for name in STATISTICS)) if name in table]
+    rows: dict[str, list[list[Entry]]] = {}
+    for row in table.to_dict("records"):
+        cells = [_format_with_interval(row, name).replace("\n", " ") for name in names]
+        entries = [
+            Entry(row["measure"]),
+            Entry(row["layer"].replace("_", " ")),
+            *numeric_entries([str(row["n"]), *cells]),
+        ]
+        rows.setdefault(f"{row['task']}, {row['model']}", []).append(entries)
+    return Sheet(
+        name="correlations",
+        title="Correlations over the checkpoints",
+        caption=f"With 95% intervals from {NUM_RESAMPLES:,} bootstrap resamples of the checkpoints. Checkpoints of one "
+        "training are not independent of each other, so that the intervals are rather too narrow.",
+        header=("measure", "layer", "points", *(name.replace("_", " ").capitalize() for name in names)),
+        rows_by_group=rows,
+        frame=table,
+        num_row_headers=2,
+        group_header="task, model",
+    )
+
+
+def plot_points(points: pd.DataFrame, table: pd.DataFrame) -> list[Plot]:
+    """Return a scatter plot of each of the first measures of the table against the scores, with a panel for each task.
+
+    `points` are those of `CorrelationResults`.
+    """
+    keys = ["source", "layer", "measure"]
+    plots: list[Plot] = []
+    titles = {measure.name: measure.title for measure in MEASURES}
+    defined = table[table["note"] == ""].drop_duplicates(keys)
+    for row in defined[:_MAX_FIGURES].to_dict("records"):
+        rows = points[(points[keys] == [row[key] for key in keys]).all(axis=1)]
+        panels = []
+        for task, task_rows in rows.groupby("task", sort=False):
+            lines = [
+                Line(str(model), tuple(model_rows["value"]), tuple(model_rows["score"]))
+                for model, model_rows in task_rows.groupby("model", sort=False)
+            ]
+            panels.append(make_panel("score", lines, str(task)))
+        name = f"{titles.get(row['measure'], row['measure'])} of {row['layer'].replace('_', ' ')}"
+        caption = f"Each mark is a checkpoint: its {name}, and its score."
+        labels = tuple(map(str, points["model"].unique()))
+        plot_name = f"correlation_{len(plots) + 1}"
+        plots.append(Plot(plot_name, f"Scores by {name}", caption, "points", name, tuple(panels), labels=labels))
+    return plots
 
 
 def make_paper_table(results: CorrelationResults, has_selection: bool) -> pd.DataFrame:
@@ -132,10 +192,11 @@ def make_correlation_table(rows: pd.DataFrame) -> Table:
 
 
 def _format_with_interval(row: Mapping[Any, Any], name: str) -> str:
-    """Return a statistic of a row with its interval; a dash if it is undefined."""
+    """Return a statistic of a row with its interval, if it has one; a dash if it is undefined."""
     if math.isnan(row[name]):
-        return "-"
-    return f"{row[name]:.2f}\n[{row[f'{name}_low']:.2f}, {row[f'{name}_high']:.2f}]"
+        return EMPTY_CELL
+    interval = f"\n[{row[f'{name}_low']:.2f}, {row[f'{name}_high']:.2f}]" if f"{name}_low" in row else ""
+    return f"{row[name]:.2f}{interval}"
 
 
 def describe_undefined(rows: pd.DataFrame) -> list[str]:

@@ -85,10 +85,10 @@ def make_layer_axis(models: Sequence[MeasuredModel]) -> Axis:
     points = []
     for model in models:
         keys = {"panel": "", "line": model.label, "groups": model.num_groups}
-        for depth, measures in zip(model.relative_depths, model.layer_measures, strict=True):
+        for depth, measures in zip(model.relative_depths, model.layers.values(), strict=True):
             points.append({**keys, "segment": 0, "x": depth, **measures})
-        if model.final_norm_measures is not None:
-            points.append({**keys, "segment": 1, "x": _FINAL_NORM_DEPTH, **model.final_norm_measures})
+        if (final_norm := model.measurements.all_texts.get(FINAL_NORM)) is not None:
+            points.append({**keys, "segment": 1, "x": _FINAL_NORM_DEPTH, **final_norm})
     ticks = {0.0: "0", 0.25: "0.25", 0.5: "0.5", 0.75: "0.75", 1.0: "1", _FINAL_NORM_DEPTH: "final\nnorm"}
     frame = pd.DataFrame(points)
     labels = tuple(model.label for model in models)

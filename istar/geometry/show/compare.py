@@ -4,10 +4,9 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
-
-import pandas as pd
 
 from istar.drawing.page_folder import read_page_texts
 from istar.errors import UserError
@@ -40,29 +39,33 @@ class MeasuredModel:
     label: str  # name on the page, distinct among the compared models
     measurements: Measurements
 
-    @property
-    def last_layer_measures(self) -> dict[str, float]:
-        """Measures of the last layer's output, before a final normalization, over all texts together."""
-        return self.layer_measures[-1]
-
-    @property
-    def layer_measures(self) -> list[dict[str, float]]:
+    @cached_property
+    def layers(self) -> dict[str, dict[str, float]]:
         """Measures of the embeddings and of each layer, before a final normalization, over all texts together."""
-        return [measures for tap, measures in self.measurements.all_texts.items() if tap != FINAL_NORM]
+        return {tap: measures for tap, measures in self.measurements.all_texts.items() if tap != FINAL_NORM}
 
     @property
     def last_layer(self) -> str:
         """Name of the last layer, before a final normalization."""
-        return list(self.measurements.all_texts)[len(self.layer_measures) - 1]
+        return list(self.layers)[-1]
+
+    @property
+    def last_layer_measures(self) -> dict[str, float]:
+        """Measures of the last layer."""
+        return self.layers[self.last_layer]
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether the measures have standard errors from groups of documents."""
+        return any(
+            math.isfinite(measures.get(f"{name}_error", math.nan))
+            for measures in self.layers.values()
+            for name in JACKKNIFE_MEASURES
+        )
 
     def get_replicates(self, layer: str) -> Mapping[str, list[float]]:
         """Return a layer's values without each group of documents, by measure; empty if they are not stored."""
         return self.measurements.replicates.get(self.measurements.combined_key, {}).get(layer, {})
-
-    @property
-    def final_norm_measures(self) -> dict[str, float] | None:
-        """Measures of the states after the final normalization, over all texts together; None if there is none."""
-        return self.measurements.all_texts.get(FINAL_NORM)
 
     @property
     def num_groups(self) -> int:
@@ -72,8 +75,8 @@ class MeasuredModel:
     @property
     def relative_depths(self) -> list[float]:
         """Depth of the embeddings and of each layer, from 0 for the embeddings to 1 for the last layer."""
-        num_layers = max(1, len(self.layer_measures) - 1)
-        return [index / num_layers for index in range(len(self.layer_measures))]
+        last_index = len(self.layers) - 1
+        return [index / max(1, last_index) for index in range(last_index + 1)]
 
     @property
     def prediction_matrix(self) -> str:
@@ -127,7 +130,6 @@ def check_distinct_labels(labels: Sequence[str], noun: str) -> None:
 
 
 def _name_model(measurements: Measurements) -> str:
-    """Return the short name of a measured model, with its revision if it has one."""
     name, revision = shorten_model_name(measurements.model["name"]), measurements.model.get("revision")
     return f"{name} at {revision}" if revision else name
 
@@ -180,40 +182,10 @@ def join_names(names: Sequence[str]) -> str:
 def make_layer_rows(models: Sequence[MeasuredModel]) -> Iterator[dict[str, Any]]:
     """Yield a row for each layer of each model, with all measures and its relative depth: NaN for a final norm."""
     for model in models:
-        for tap_index, (tap, measures) in enumerate(model.measurements.all_texts.items()):
-            depth = math.nan if tap == FINAL_NORM else model.relative_depths[tap_index]
+        depths = dict(zip(model.layers, model.relative_depths, strict=True))
+        for tap, measures in model.measurements.all_texts.items():
+            depth = depths.get(tap, math.nan)
             yield {"model": model.label, "layer": tap, "relative_depth": depth, **measures}
-
-
-def summarize_models(models: Sequence[MeasuredModel]) -> pd.DataFrame:
-    """Return one row for each model: its size, measures of its last layer, I(W) by form, and its final normalization.
-
-    I(W) is for the matrix nearest to the prediction. It is taken over both signs of the eigenvectors, because only this
-    convention is comparable between models.
-    """
-    rows = []
-    for model in models:
-        measurements = model.measurements
-        measures_by_form = measurements.matrices[model.prediction_matrix]
-        final_norm = measurements.final_norm or {}
-        row = {
-            "model": model.label,
-            "type": measurements.model["type"],
-            "layers": len(model.layer_measures) - 1,
-            "dimensions": measurements.width,
-            "tokens": model.last_layer_measures["tokens"],
-            **{name: model.last_layer_measures.get(name, math.nan) for name in SUMMARY_MEASURES},
-            "matrix": model.prediction_matrix,
-        }
-        row |= {f"partition_{form}": measures["partition_isotropy_both"] for form, measures in measures_by_form.items()}
-        row |= {
-            "norm_ratio": measures_by_form["raw"]["norm_ratio"],
-            "gain": final_norm.get("gain", math.nan),
-            "bias": final_norm.get("bias", math.nan),
-            "weights": measurements.weights,
-        }
-        rows.append(row)
-    return pd.DataFrame(rows)
 
 
 def estimate_paired_error(first_replicates: Sequence[float], second_replicates: Sequence[float]) -> tuple[float, int]:
@@ -254,9 +226,7 @@ def explain_no_differences(first: MeasuredModel, other: MeasuredModel) -> str:
     if changed_settings := _find_changed_token_settings(first, other):
         return f"{sentence_start}they were measured over different tokens of the texts ({', '.join(changed_settings)})."
     for model in (first, other):
-        if not any(
-            math.isfinite(model.last_layer_measures.get(f"{name}_error", math.nan)) for name in JACKKNIFE_MEASURES
-        ):
+        if not model.has_errors:
             return (
                 f"{sentence_start}{model.label} has no standard errors; measure it with --groups over at least as many "
                 "documents as groups."
@@ -295,24 +265,21 @@ def compute_differences(first: MeasuredModel, other: MeasuredModel) -> Iterator[
         return
     error_method = choose_error_method(first, other)
     layer_pairs = [(first.last_layer, other.last_layer)]
-    if len(first.layer_measures) == len(other.layer_measures):
+    if len(first.layers) == len(other.layers):
         # The final normalization follows the layers.
         layer_pairs = list(zip(first.measurements.all_texts, other.measurements.all_texts, strict=False))
     for first_layer, other_layer in layer_pairs:
         first_measures, measures = first.measurements.all_texts[first_layer], other.measurements.all_texts[other_layer]
+        first_replicates, replicates = first.get_replicates(first_layer), other.get_replicates(other_layer)
         for name in JACKKNIFE_MEASURES:
             before, after = first_measures.get(name, math.nan), measures.get(name, math.nan)
-            if error_method == "paired":
-                first_replicates, replicates = (
-                    model.get_replicates(layer).get(name, [])
-                    for model, layer in ((first, first_layer), (other, other_layer))
-                )
-                if not (first_replicates and replicates):
-                    continue
-                error, degrees = estimate_paired_error(first_replicates, replicates)
-            else:
+            if error_method == "independent":
                 errors = [values.get(f"{name}_error", math.nan) for values in (first_measures, measures)]
                 error, degrees = estimate_independent_error(errors, (first.num_groups, other.num_groups))
+            elif first_replicates.get(name) and replicates.get(name):
+                error, degrees = estimate_paired_error(first_replicates[name], replicates[name])
+            else:
+                continue
             difference, half_width = after - before, t_quantile(degrees) * error
             if math.isfinite(difference) and math.isfinite(half_width):
                 yield {

@@ -4,10 +4,9 @@ All four have the same sections: flags, how to read the page, the main table, th
 depth or the steps, the figures of single layers, and further tables. A model is a comparison of one.
 """
 
-import math
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +20,7 @@ from istar.drawing.plot import Plot, evenly_spaced
 from istar.files.writing import to_csv
 from istar.geometry.collect import measures_file, trajectory
 from istar.geometry.collect.measure import ModelName, load_and_hash_weights, make_other_model_error
-from istar.geometry.collect.measures_file import JACKKNIFE_MEASURES, Measurements, t_quantile
+from istar.geometry.collect.measures_file import Measurements, t_quantile
 from istar.geometry.collect.trajectory import CHECKPOINT_FILES, Trajectory, TrajectoryPlan, checkpoint_output
 from istar.geometry.show import (
     axis_figures,
@@ -35,6 +34,7 @@ from istar.geometry.show.axis_figures import Axis
 from istar.geometry.show.compare import TEXTS, MeasuredModel, join_names, list_names
 from istar.geometry.show.measured_training import ASSUMED_GROUPS, MeasuredTraining, list_last_checkpoints
 from istar.inputs.saved_checkpoints import Checkpoint
+from istar.measures.catalogue import MEASURES
 from istar.records.identity import shorten_model_name
 
 if TYPE_CHECKING:
@@ -45,34 +45,42 @@ COMPARISON_FILE, TRAININGS_FILE = "comparison.csv", "trajectories.csv"
 MODEL_KIND = PageKind("page of measures", "istar measure", (measures_file.JSON_FILE, measures_file.CSV_FILE))
 COMPARISON_KIND = PageKind("comparison", "istar compare", (COMPARISON_FILE,))
 TRAINING_KIND = trajectory.KIND
+_DEFINITIONS = ("Definitions of the measures", "#measures")
 TRAININGS_KIND = PageKind("comparison of trainings", "istar compare, over trainings", (TRAININGS_FILE,))
 
 
 @dataclass(frozen=True)
 class PageContent:
-    """What a page shows."""
+    """What a page shows: models, or trainings with their checkpoints."""
 
     kind: PageKind
-    title: str
-    subject: tuple[str, str, str]  # line below the title
-    axis: Axis
-    models: Sequence[MeasuredModel]  # the model, the compared models, or checkpoints
-    flags: Sequence[str]  # lines at the beginning of the page
-    command: str
-    summary: Sequence[tuple[str, str]]  # key figures
+    models: Sequence[MeasuredModel]  # the models, the checkpoints of a training, or the last ones of several trainings
     trainings: Sequence[MeasuredTraining] = ()
+    command: str = ""
     similarities: Sequence["Similarity"] | None = None  # None leaves out their section
-    notes: Sequence[str] = ()  # further paragraphs on how to read the page
+    notes: Sequence[str] = ()  # paragraphs before those on how to read the page
 
     @property
-    def detailed_models(self) -> Sequence[MeasuredModel]:
-        """The models with all figures and tables; of the checkpoints of a training, some from the first to the last."""
-        return evenly_spaced(self.models) if self.axis.ordered else self.models
+    def labels(self) -> list[str]:
+        """Names of the trainings or of the models."""
+        return [subject.label for subject in self.trainings or self.models]
 
     @property
     def is_single(self) -> bool:
         """Whether the page is of one model, without a training."""
         return self.kind is MODEL_KIND
+
+    @cached_property
+    def axis(self) -> Axis:
+        """The x axis of the figures: layers, relative depth or steps."""
+        if self.trainings:
+            return axis_figures.make_step_axis(self.trainings)
+        return axis_figures.make_layer_axis(self.models)
+
+    @property
+    def detailed_models(self) -> Sequence[MeasuredModel]:
+        """The models with all figures and tables; of the checkpoints of a training, some from the first to the last."""
+        return evenly_spaced(self.models) if self.axis.ordered else self.models
 
 
 def check_model_folder(out: Path, name: str, revision: str | None = None, texts: Sequence[Path] = ()) -> None:
@@ -118,26 +126,7 @@ def write_model(measured: Measurements, out: Path) -> Path:
     # The measures, which may have taken hours, are saved before anything is drawn.
     page_folder.page_output(out, MODEL_KIND).write(contents)
     model = MeasuredModel(shorten_model_name(name), measured)
-    texts = measured.settings["texts"]
-    arguments = " ".join(f"--text {shlex.quote(f'{text}={path}')}" for text, path in texts.items())
-    details = f"weights {measured.weights}, measured by istar {version('istar')}"
-    page = PageContent(
-        kind=MODEL_KIND,
-        title=f"Geometry of {model.label}",
-        subject=("Model", name, f"at revision {revision}, {details}" if revision else details),
-        axis=axis_figures.make_layer_axis([model]),
-        models=[model],
-        flags=findings.describe_model(measured),
-        command=measured.command or f"istar measure {shlex.quote(name)} {arguments}",
-        summary=[
-            (f"{model.last_layer_measures['tokens']:,.0f}", "tokens"),
-            _count(len(texts), "text"),
-            (str(sum(tap.startswith("layer_") for tap in measured.all_texts)), "layers"),
-            (f"{measured.width:,}", "dimensions"),
-            (f"{measured.matrices['input']['raw']['rows']:,}", "tokens in the vocabulary"),
-        ],
-    )
-    return _write(page, out, contents)
+    return _write(PageContent(MODEL_KIND, [model], command=measured.command), out, contents)
 
 
 def write_comparison(
@@ -148,42 +137,19 @@ def write_comparison(
     Differences are from the first model. An earlier result in the folder is replaced. Raises a `UserError` as
     `istar.drawing.page_folder.write` does.
     """
-    labels = [model.label for model in models]
-    tokens = sorted({int(model.last_layer_measures["tokens"]) for model in models})
-    token_range = f"{tokens[0]:,}" + (f" to {tokens[-1]:,}" if len(tokens) > 1 else "")
-    page = PageContent(
-        kind=COMPARISON_KIND,
-        title=f"Geometry of {join_names(labels)}",
-        subject=("Models", ", ".join(labels), f"compared by istar {version('istar')}"),
-        axis=axis_figures.make_layer_axis(models),
-        models=models,
-        flags=findings.describe_models(models),
-        command=command,
-        summary=[(str(len(labels)), "models"), (token_range, "tokens")],
-        similarities=similarities,
-        notes=compare.describe_other_settings(models),
-    )
+    notes = compare.describe_other_settings(models)
+    content = PageContent(COMPARISON_KIND, models, command=command, similarities=similarities, notes=notes)
     frame = pd.DataFrame(compare.make_layer_rows(models))
-    return _write(page, out, {COMPARISON_FILE: to_csv(frame).encode()})
+    return _write(content, out, {COMPARISON_FILE: to_csv(frame).encode()})
 
 
 def write_training(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], measured: Trajectory) -> Path:
     """Write the page of a training with its figures and `trajectory.csv`, and return the page's path."""
     training = measured_training.make_training(shorten_model_name(plan.model), checkpoints, measured.measurements)
     failures = [f"Not measured: {label}: {reason}" for label, reason in measured.failures.items()]
-    page = PageContent(
-        kind=TRAINING_KIND,
-        title=f"Geometry of {training.label} over its training",
-        subject=("Model", plan.model, f"over its training, measured by istar {version('istar')}"),
-        axis=axis_figures.make_step_axis([training]),
-        models=training.checkpoints,
-        flags=findings.describe_trainings([training]),
-        command=plan.command,
-        summary=[_count(len(training.checkpoints), "checkpoint"), _count(len(plan.texts), "text")],
-        trainings=[training],
-        notes=failures,
-    )
-    return _write(page, plan.out, {measures_file.TRAJECTORY_FILE: trajectory.make_csv(plan, checkpoints, measured)})
+    content = PageContent(TRAINING_KIND, training.checkpoints, [training], plan.command, notes=failures)
+    table = trajectory.make_csv(plan, checkpoints, measured)
+    return _write(content, plan.out, {measures_file.TRAJECTORY_FILE: table})
 
 
 def write_trainings(trainings: Sequence[MeasuredTraining], out: Path, command: str = "") -> Path:
@@ -191,30 +157,13 @@ def write_trainings(trainings: Sequence[MeasuredTraining], out: Path, command: s
 
     Raises a `UserError` as `istar.drawing.page_folder.write` does.
     """
-    labels = [training.label for training in trainings]
-    without_folder = [training.label for training in trainings if not training.checkpoints]
     notes = describe_other_training_settings(trainings)
-    if without_folder:
-        notes.append(
-            TEXTS["reading"]["assumed_groups"].format(labels=list_names(without_folder), groups=ASSUMED_GROUPS)
-        )
-    page = PageContent(
-        kind=TRAININGS_KIND,
-        title=f"Geometry of {join_names(labels)} over their training",
-        subject=("Models", ", ".join(labels), f"over their training, compared by istar {version('istar')}"),
-        axis=axis_figures.make_step_axis(trainings),
-        models=list_last_checkpoints(trainings),
-        flags=findings.describe_trainings(trainings),
-        command=command,
-        summary=[
-            (str(len(labels)), "models"),
-            (f"{sum(len(training.steps) for training in trainings):,}", "checkpoints"),
-        ],
-        trainings=trainings,
-        notes=notes,
-    )
+    if without_folder := [training.label for training in trainings if not training.checkpoints]:
+        note = TEXTS["reading"]["assumed_groups"]
+        notes.append(note.format(labels=list_names(without_folder), groups=ASSUMED_GROUPS))
+    content = PageContent(TRAININGS_KIND, list_last_checkpoints(trainings), trainings, command, notes=notes)
     frame = pd.concat([training.table.assign(model=training.label) for training in trainings])
-    return _write(page, out, {TRAININGS_FILE: to_csv(frame).encode()})
+    return _write(content, out, {TRAININGS_FILE: to_csv(frame).encode()})
 
 
 def describe_other_training_settings(trainings: Sequence[MeasuredTraining]) -> list[str]:
@@ -226,18 +175,40 @@ def describe_other_training_settings(trainings: Sequence[MeasuredTraining]) -> l
     return compare.describe_other_settings(models) if len(models) == len(trainings) else []
 
 
-def _count(number: int, noun: str) -> tuple[str, str]:
-    """Return a key figure, such as ("1", "text")."""
-    return str(number), noun if number == 1 else f"{noun}s"
-
-
 def _write(content: PageContent, out: Path, contents: Mapping[str, bytes]) -> Path:
     """Write a page with its figures, tables and the further files `contents`, and return its path."""
     sheets = {sheet.name: sheet for sheet in _build_sheets(content)}
+    over_training = " over training" if content.trainings else ""
+    labels = content.labels
     page = Page(
-        content.title, content.subject, content.kind.generator, content.summary, _make_sections(content, sheets)
+        title=f"Geometry of {join_names(labels)}{over_training}",
+        subject_line=("Model" if len(labels) == 1 else "Models", ", ".join(labels), f"by istar {version('istar')}"),
+        generator=content.kind.generator,
+        summary=_count(content),
+        sections=_make_sections(content, sheets),
     )
     return page_folder.write(out, {**contents, **page_folder.page_files(page, sheets)}, content.kind)
+
+
+def _count(content: PageContent) -> list[tuple[str, str]]:
+    """Return the key figures of a page; those that differ between models are left out."""
+    numbers = {"models": len(content.labels)} if len(content.labels) > 1 else {}
+    if content.trainings:
+        numbers["checkpoints"] = sum(len(training.steps) for training in content.trainings)
+    numbers_of_models = [
+        {
+            "tokens": int(model.last_layer_measures["tokens"]),
+            "texts": len(model.measurements.settings["texts"]),
+            "layers": len(model.layers) - 1,
+            "dimensions": model.measurements.width,
+            "tokens in the vocabulary": model.measurements.matrices["input"]["raw"]["rows"],
+        }
+        for model in content.models
+    ]
+    if numbers_of_models:
+        first, *others = numbers_of_models
+        numbers |= {name: value for name, value in first.items() if all(other[name] == value for other in others)}
+    return [(f"{number:,}", noun.removesuffix("s") if number == 1 else noun) for noun, number in numbers.items()]
 
 
 def _build_sheets(content: PageContent) -> list[Sheet]:
@@ -254,8 +225,6 @@ def _build_sheets(content: PageContent) -> list[Sheet]:
         sheets.append(model_tables.build_similarity_sheet(content.similarities))
     if models:
         sheets += [model_tables.join_sheets(detailed, build) for build in model_tables.MODEL_SHEET_BUILDERS]
-    if content.is_single:
-        sheets.append(model_tables.build_sphere_sheet())
     return sheets
 
 
@@ -267,79 +236,84 @@ def _make_plots(content: PageContent) -> list[Plot]:
     plots += model_figures.plot_states(detailed, content.axis.ordered)
     plots += axis_figures.plot_parameters(models, content.trainings, content.axis)
     if content.is_single:
-        plots += [*model_figures.plot_matrices(models[0].measurements), model_figures.plot_spheres()]
+        plots += model_figures.plot_matrices(models[0].measurements)
     if content.similarities is not None:
         plots.append(model_figures.plot_similarity(content.similarities))
     return plots
+
+
+def _describe(content: PageContent) -> list[str]:
+    models = list_last_checkpoints(content.trainings) if content.trainings else content.models
+    return findings.describe_findings(models, content.trainings)
 
 
 def _make_sections(content: PageContent, sheets: Mapping[str, Sheet]) -> list[Section]:
     """Return the sections of a page: the main tables, each figure with the table of its name, and the other tables."""
     remaining = dict(sheets)
     sections = [
-        Section("findings", "What stands out", content.flags),
-        Section("reading", "How to read this", _explain_page(content)),
+        Section("findings", "What stands out", _describe(content)),
+        Section("reading", "How to read this", content.notes, about=_explain_page(content), link=_DEFINITIONS),
     ]
     sections += [_make_table_section(remaining.pop(name)) for name in ("models", "layers") if name in remaining]
     for plot in _make_plots(content):
-        paragraphs = [plot.caption]
+        about = [plot.caption]
         if plot.name == "differences":
-            paragraphs += _describe_error_methods(content.detailed_models)
+            about += _describe_error_methods(content.detailed_models)
         # The table of the matrices belongs to the figure of I(W), but has more measures.
         sheet = remaining.pop("matrices" if plot.name == "partition" else plot.name, None)
         pictures = page_folder.render_pictures(plot)
-        sections.append(
-            Section(plot.name, plot.title, paragraphs, sheet, pictures, _explain_missing_panels(content, plot))
-        )
+        note = _explain_missing_panels(plot)
+        sections.append(Section(plot.name, plot.title, (), sheet, pictures, note, about=about))
     sections += map(_make_table_section, remaining.values())
+    sections.append(Section("measures", "Definitions of the measures", about=_define_measures(content.models)))
     if content.command:
         sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[content.command]))
     return sections
 
 
 def _make_table_section(sheet: Sheet) -> Section:
-    """Return the section of a table without a figure; an empty table has a sentence on why it is empty."""
-    empty_note = "" if sheet.rows else TEXTS["missing"].get(sheet.name, "Not measured.")
+    empty_note = "" if sheet.rows else f"{TEXTS['missing'].get(sheet.name, 'Not measured')}."
     return Section(f"table-{sheet.name}", sheet.title, (), sheet, empty_note=empty_note, is_wide=True)
 
 
-def _explain_missing_panels(content: PageContent, plot: Plot) -> str:
+def _explain_missing_panels(plot: Plot) -> str:
     """Return a sentence on why a figure, or some of its panels, are missing; empty if none is."""
-    if plot.name in ("similarity", "final_norm"):
-        return "" if plot.panels else str(TEXTS["missing"][plot.name])
-    measured_all = all(model.measurements.settings.get("measures") == "all" for model in content.models)
-    hint = "" if measured_all else " Some measures need --measures all."
-    if missing := model_figures.find_missing_measures(plot):
-        return f"Not measured, or not defined in any layer: {', '.join(missing)}.{hint}"
-    return "" if plot.panels else f"Not measured, or not defined.{hint}"
+    missing = ", ".join(model_figures.find_missing_measures(plot))
+    if plot.panels and not missing:
+        return ""
+    text = TEXTS["missing"].get(plot.name, "Not measured, which may need --measures all, or not defined in any layer")
+    return f"{text}: {missing}." if missing else f"{text}."
 
 
 def _explain_page(content: PageContent) -> list[str]:
-    """Return the paragraphs on how to read a page."""
     texts, paragraphs = TEXTS["reading"], []
     if content.models:
         settings = content.models[0].measurements.settings
         documents, tokens = settings["documents"], settings["special_tokens"]
         paragraphs.append(f"{texts[f'documents_{documents}']} {texts[f'tokens_{tokens}']}")
     axis_note = texts.get(content.axis.name.replace(" ", "_"), texts["step"])
-    return [*paragraphs, axis_note, texts["isotropy"], _explain_intervals(content), *content.notes]
+    return [*paragraphs, axis_note, texts["isotropy"], _explain_intervals(content)]
+
+
+def _define_measures(models: Sequence[MeasuredModel]) -> list[str]:
+    """Return a paragraph on each measure of the models' layers and embedding matrices."""
+    names = set().union(*(model.last_layer_measures for model in models))
+    names |= set().union(*(forms["raw"] for model in models for forms in model.measurements.matrices.values()))
+    return [
+        f"{measure.title}, {measure.range}: {measure.formula}; {measure.convention}. Blind to {measure.blind_to}."
+        + (f" {measure.paper}." if measure.paper else "")
+        for measure in MEASURES
+        if measure.name in names or not models
+    ]
 
 
 def _explain_intervals(content: PageContent) -> str:
     """Return sentences on what the bands in figures and the ± in tables are."""
-    names = [f"{name}_error" for name in JACKKNIFE_MEASURES]
-    has_error = {
-        model.label: any(math.isfinite(measures.get(name, math.nan)) for measures in taps.values() for name in names)
-        for model in content.models
-        for taps in model.measurements.sources.values()
-    }
-    if content.models and not any(has_error.values()):
+    if content.models and not any(model.has_errors for model in content.models):
         return str(TEXTS["reading"]["no_intervals"])
     groups = {model.num_groups for model in content.models} - {0} or {ASSUMED_GROUPS}
     quantiles = list_names([f"{t_quantile(count - 1):.2f} for {count} groups" for count in sorted(groups)])
-    without = [label for label, has in has_error.items() if not has]
-    missing = f" {list_names(without)}: none, with fewer documents than groups." if without else ""
-    return TEXTS["reading"]["intervals"].format(quantiles=quantiles) + missing
+    return str(TEXTS["reading"]["intervals"].format(quantiles=quantiles))
 
 
 def _describe_error_methods(models: Sequence[MeasuredModel]) -> list[str]:

@@ -7,12 +7,13 @@ other documents of the same kind, not other training runs.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from istar.geometry.collect.layer_outputs import FINAL_NORM
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.show import compare
 from istar.geometry.show.compare import MeasuredModel, list_names
-from istar.geometry.show.measured_training import MeasuredTraining, list_last_checkpoints
+from istar.geometry.show.measured_training import MeasuredTraining
 from istar.measures.catalogue import MEASURES, Measure
 
 MAX_LINES = 5
@@ -65,7 +66,6 @@ def _check_measure(measure: Measure, measured: Measurements) -> Flag | None:
 
 
 def _find_values(measured: Measurements, name: str) -> dict[str, float]:
-    """Return the values of a measure by layer; NaN where it is not defined."""
     return {layer: measures.get(name, math.nan) for layer, measures in measured.all_texts.items()}
 
 
@@ -103,27 +103,33 @@ _FLAGGED_VALUES: dict[str, Callable[[Measurements], dict[str, float]]] = {
 """Functions that compute the values by layer to compare with a flag's bound, if not the measure's own values."""
 
 
-def describe_model(measured: Measurements) -> list[str]:
-    """Return at most five lines on a model: unusual measures, the range of isotropy, and a warning of few tokens."""
-    last_lines = [*_describe_all_layers(measured), *_warn_of_few_tokens(measured)]
-    flags = [flag.line for flag in find_flags(measured)] or ["No measure is unusual."]
-    return [*flags[: MAX_LINES - len(last_lines)], *last_lines]
+def describe_findings(models: Sequence[MeasuredModel], trainings: Sequence[MeasuredTraining] = ()) -> list[str]:
+    """Return at most five lines on models, or on trainings and their last checkpoints `models`.
 
-
-def describe_models(models: Sequence[MeasuredModel]) -> list[str]:
-    """Return at most five lines on several models.
-
-    The first lines are on models measured over the same tokens as the first: the largest and the smallest IsoScore and
-    InterSim of the last layer. Then come the other models, and the most unusual measures of each model.
+    First come the largest changes of IsoScore and InterSim of the last layer over the trainings. Then come the largest
+    and the smallest values of the models with the same tokens as the first, and the most unusual measures of each. The
+    last lines are the ranges of a single model, and a warning of few tokens.
     """
-    compared = [model for model in models if compare.have_same_tokens(models[0], model)]
-    lines = [line for measure in _COMPARED for line in _rank_models(compared, measure)]
-    if left_out := [model.label for model in models if model not in compared]:
-        lines.append(f"Not compared with {models[0].label}, because of other tokens: {list_names(left_out)}.")
-    flags = [[f"{model.label}: {flag.line}" for flag in find_flags(model.measurements)] for model in models]
-    for rank in range(MAX_LINES):
-        lines += [model_flags[rank] for model_flags in flags if rank < len(model_flags)]
-    return lines[:MAX_LINES] or ["No measure is unusual, or differs between these models."]
+    is_training = any(len(training.steps) > 1 for training in trainings)
+    start = "At the last checkpoint: " if is_training else ""
+    lines = []
+    if is_training:
+        lines += [line for measure in _COMPARED for line in _describe_largest_change(trainings, measure)]
+    if len(models) > 1:
+        compared = [model for model in models if compare.have_same_tokens(models[0], model)]
+        lines += [f"{start}{line}" for measure in _COMPARED for line in _rank_models(compared, measure)]
+        if left_out := [model.label for model in models if model not in compared]:
+            lines.append(f"Not compared with {models[0].label}, because of other tokens: {list_names(left_out)}.")
+    flags = [
+        (rank, f"{start}{model.label}: {flag.line}" if len(models) > 1 else f"{start}{flag.line}")
+        for model in models
+        for rank, flag in enumerate(find_flags(model.measurements))
+    ]
+    lines += [line for _, line in sorted(flags, key=itemgetter(0))]
+    last_lines = [line for model in models for line in _warn_of_few_tokens(model.measurements)][:1]
+    if len(models) == 1 and not is_training:
+        last_lines = [*_describe_all_layers(models[0].measurements), *last_lines]
+    return [*(lines or ["No measure is unusual."])[: MAX_LINES - len(last_lines)], *last_lines]
 
 
 def _rank_models(models: Sequence[MeasuredModel], measure: Measure) -> list[str]:
@@ -139,27 +145,6 @@ def _rank_models(models: Sequence[MeasuredModel], measure: Measure) -> list[str]
         f"{measure.title} of the last layer is largest in {high_model.label} ({high:.3g}) and smallest in "
         f"{low_model.label} ({low:.3g}). {_describe_size('difference', high - low, half_width)}"
     ]
-
-
-def describe_trainings(trainings: Sequence[MeasuredTraining]) -> list[str]:
-    """Return at most five lines on one or more trainings.
-
-    They describe the change of IsoScore and InterSim of the last layer, for several trainings only the largest change,
-    and then the most unusual measures of the last checkpoints. With one checkpoint, they are as for a model.
-    """
-    if len(trainings) == 1 and len(trainings[0].steps) == 1:
-        return describe_model(trainings[0].checkpoints[0].measurements)
-    lines = [line for measure in _COMPARED for line in _describe_largest_change(trainings, measure)]
-    last = list_last_checkpoints(trainings)
-    if len(trainings) > 1 and len(last) == len(trainings):
-        return [*lines, *(f"At the last checkpoints: {line}" for line in describe_models(last))][:MAX_LINES]
-    warnings = [warning for model in last for warning in _warn_of_few_tokens(model.measurements)][:1]
-    flags = [
-        f"At the last checkpoint of {model.label}: {flag.line}"
-        for model in last
-        for flag in find_flags(model.measurements)
-    ]
-    return [*lines, *flags][: MAX_LINES - len(warnings)] + warnings or ["IsoScore and InterSim do not change."]
 
 
 def _describe_largest_change(trainings: Sequence[MeasuredTraining], measure: Measure) -> list[str]:
@@ -184,7 +169,6 @@ def _describe_largest_change(trainings: Sequence[MeasuredTraining], measure: Mea
 
 
 def _describe_size(noun: str, size: float, half_width: float) -> str:
-    """Return a sentence on whether the 95% interval of a change or a difference contains 0."""
     if not math.isfinite(half_width):
         return f"The {noun} has no interval."
     interval = f"The 95% interval of the {noun}, {size:.3g} ± {half_width:.2g},"
@@ -194,7 +178,6 @@ def _describe_size(noun: str, size: float, half_width: float) -> str:
 
 
 def _describe_all_layers(measured: Measurements) -> list[str]:
-    """Return a line with the ranges of IsoScore and InterSim over the layers, if both are defined in any layer."""
     isoscores = _format_range(_find_values(measured, "isoscore"), 2)
     directions = _format_range(_find_values(measured, "participation_ratio"), 0)
     cosines = _format_range(_find_values(measured, "inter_sim"), 2)

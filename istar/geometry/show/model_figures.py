@@ -7,9 +7,6 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
 from istar.drawing.plot import (
     Line,
     Panel,
@@ -23,7 +20,6 @@ from istar.drawing.plot import (
 from istar.geometry.collect.measures_file import NORMAL_QUANTILE, Measurements
 from istar.geometry.show import compare
 from istar.geometry.show.compare import SUMMARY_MEASURES, MeasuredModel
-from istar.measures import average_cosine, isoscore, partition_isotropy
 from istar.measures.catalogue import FIGURES, MEASURES, Measure, find_measure
 
 if TYPE_CHECKING:
@@ -47,7 +43,6 @@ FORM_TITLES = {"raw": "raw", "centered": "centered", "post_processed": "post-pro
 STATE_ROUNDING, MATRIX_ROUNDING = 1e-4, 1e-6
 """Singular values below these fractions of the largest are rounding errors. Hidden states, the first, have a float32
 scatter matrix; embedding matrices, the second, are float32 points."""
-_SPHERE_POINTS, _SPHERE_SHIFT = 500, 2.0
 
 
 def find_missing_measures(plot: Plot) -> list[str]:
@@ -189,45 +184,6 @@ def plot_matrices(measured: Measurements) -> list[Plot]:
         replace(projection, caption=f"{projection.caption} {explanation}."),
         make_figure("row_norms", norms, "norm", "histogram"),
     ]
-
-
-def make_spheres() -> list[dict[str, Any]]:
-    """Return a toy example that shows how the measures differ: a sphere around the origin, and the same sphere moved.
-
-    Each has its name `sphere`, its `points` `(n, 3)`, and its measures.
-    """
-    # Each point has an opposite one, so that the mean is exactly the origin.
-    half_of_points = np.random.Generator(np.random.Philox(0)).standard_normal((_SPHERE_POINTS // 2, 3))
-    half_of_points /= np.linalg.norm(half_of_points, axis=1, keepdims=True)
-    rows = []
-    for name, shift in (("centered", 0.0), ("off-centre", _SPHERE_SHIFT)):
-        points = torch.from_numpy(np.concatenate([half_of_points, -half_of_points])) + torch.tensor([shift, 0, 0])
-        rows.append(
-            {
-                "sphere": name,
-                "points": points,
-                "inter_sim": average_cosine(points).item(),
-                "isoscore": isoscore(points).item(),
-                "partition_as_computed": partition_isotropy(points, "as_computed").value,
-                "partition_both": partition_isotropy(points, "both").value,
-            }
-        )
-    return rows
-
-
-def plot_spheres() -> Plot:
-    """Return a plot of the two spheres of `make_spheres` with their measures."""
-    panels = []
-    for sphere in make_spheres():
-        measures = (
-            f"average cosine {sphere['inter_sim']:.3f}, IsoScore {sphere['isoscore']:.3f}, I(W) "
-            f"{sphere['partition_as_computed']:.3f} with signs as computed and {sphere['partition_both']:.3f} with both"
-        )
-        x, y, _ = sphere["points"].T.tolist()
-        line = Line("points", tuple(x), tuple(y))
-        panels.append(make_panel("second coordinate", [line], sphere["sphere"], settings=measures, with_origin=True))
-    plot = make_figure("spheres", panels, "first coordinate", "scatter", share_axes=True)
-    return replace(plot, caption=plot.caption.format(points=_SPHERE_POINTS))
 
 
 def plot_differences(models: Sequence[MeasuredModel]) -> Plot:

@@ -16,7 +16,7 @@ from istar.geometry.collect.measures_file import Measurements, interval_half_wid
 from istar.geometry.show import compare
 from istar.geometry.show.compare import TEXTS, MeasuredModel
 from istar.geometry.show.measured_training import MeasuredTraining
-from istar.geometry.show.model_figures import FORM_TITLES, MEASURE_TITLES, make_spheres, name_tap
+from istar.geometry.show.model_figures import FORM_TITLES, MEASURE_TITLES, name_tap
 from istar.measures.catalogue import MEASURES
 
 if TYPE_CHECKING:
@@ -30,18 +30,13 @@ if there are more than 14 places."""
 
 
 def column_header(name: str) -> str:
-    """Return the header of a column: the title of a measure, or the name, with a line break where it may break."""
+    """Return the header of a column: the title of a measure, or the name."""
     if name in TEXTS["headers"]:
         return str(TEXTS["headers"][name])
-    title = MEASURE_TITLES.get(name, name.replace("_", " "))
-    for separator in (", ", " - ", " "):
-        if separator in title:
-            return title.replace(separator, f"{separator.rstrip()}\n", 1)
-    return title
+    return MEASURE_TITLES.get(name, name.replace("_", " "))
 
 
 def _format_value(value: Any) -> str:
-    """Return a setting or a measure as text: a sequence joined by commas, and `none` for None."""
     if isinstance(value, Iterable) and not isinstance(value, str):
         return ", ".join(map(str, value))
     return "none" if value is None else str(value)
@@ -65,7 +60,6 @@ def _make_sheet(name: str, shown: pd.DataFrame, frame: pd.DataFrame) -> Sheet:
 
 
 def _get_texts(name: str) -> tuple[str, str]:
-    """Return the title and the caption of a table."""
     return TEXTS["tables"][name]["title"], TEXTS["tables"][name]["caption"]
 
 
@@ -126,13 +120,33 @@ def build_layer_sheet(models: Sequence[MeasuredModel]) -> Sheet:
 
 
 def build_model_sheet(models: Sequence[MeasuredModel]) -> Sheet:
-    """Return the table with a row for each model or checkpoint."""
-    summary = compare.summarize_models(models)
-    shown = summary.drop(columns="weights")
-    for name in compare.SUMMARY_MEASURES:
-        cells = [_number_with_interval(model.last_layer_measures, name, model.num_groups) for model in models]
-        shown[name] = pd.Series(cells, dtype=object)
-    return _make_sheet("models", shown, summary)
+    """Return the table with a row for each model or checkpoint: its size, its last layer, I(W) and its final norm.
+
+    I(W) is for the matrix nearest to the prediction. It is taken over both signs of the eigenvectors, because only this
+    convention is comparable between models.
+    """
+    rows, shown = [], []
+    for model in models:
+        measurements, measures = model.measurements, model.last_layer_measures
+        measures_by_form = measurements.matrices[model.prediction_matrix]
+        final_norm = measurements.final_norm or {}
+        row = {
+            "model": model.label,
+            "type": measurements.model["type"],
+            "layers": len(model.layers) - 1,
+            "dimensions": measurements.width,
+            "tokens": measures["tokens"],
+            **{name: measures.get(name, math.nan) for name in compare.SUMMARY_MEASURES},
+            "matrix": model.prediction_matrix,
+            **{f"partition_{form}": matrix["partition_isotropy_both"] for form, matrix in measures_by_form.items()},
+            "norm_ratio": measures_by_form["raw"]["norm_ratio"],
+            "gain": final_norm.get("gain", math.nan),
+            "bias": final_norm.get("bias", math.nan),
+        }
+        cells = {name: _number_with_interval(measures, name, model.num_groups) for name in compare.SUMMARY_MEASURES}
+        rows.append({**row, "weights": measurements.weights})
+        shown.append({**row, **cells})
+    return _make_sheet("models", pd.DataFrame(shown), pd.DataFrame(rows))
 
 
 _TRAINING_COLUMNS = {
@@ -145,30 +159,21 @@ _TRAINING_COLUMNS = {
 """Measure and layer of each column of the table of trainings, by its header; an empty layer is the last one."""
 
 
-def summarize_trainings(trainings: Sequence[MeasuredTraining]) -> pd.DataFrame:
-    """Return one row for each training: its number of checkpoints, its steps, and measures at the last checkpoint."""
-    rows = []
+def build_training_sheet(trainings: Sequence[MeasuredTraining]) -> Sheet:
+    """Return the table with a row for each training: its checkpoints and steps, and measures at the last checkpoint."""
+    rows, shown = [], []
     for training in trainings:
         steps = training.steps
         row = {"model": training.label, "checkpoints": len(steps), "first step": steps[0], "last step": steps[-1]}
+        cells: dict[str, Entry] = {}
         for header, (name, layer) in _TRAINING_COLUMNS.items():
-            row[header] = training.values_by_step(layer or training.last_layer, name)[-1]
-        rows.append(row)
-    return pd.DataFrame(rows)
-
-
-def build_training_sheet(trainings: Sequence[MeasuredTraining]) -> Sheet:
-    """Return the table of measures at the last checkpoints, with a row for each training."""
-    summary = summarize_trainings(trainings)
-    shown = summary.copy()
-    for header, (name, layer) in _TRAINING_COLUMNS.items():
-        cells = []
-        for training in trainings:
             layer_name = layer or training.last_layer
             value = training.values_by_step(layer_name, name)[-1]
-            cells.append(number_entry(value, training.half_widths_by_step(layer_name, name)[-1]))
-        shown[header] = pd.Series(cells, dtype=object)
-    return replace(_make_sheet("trainings", shown, summary), name="models")
+            row[header] = value
+            cells[header] = number_entry(value, training.half_widths_by_step(layer_name, name)[-1])
+        rows.append(row)
+        shown.append({**row, **cells})
+    return replace(_make_sheet("trainings", pd.DataFrame(shown), pd.DataFrame(rows)), name="models")
 
 
 def build_difference_sheet(models: Sequence[MeasuredModel]) -> Sheet:
@@ -176,13 +181,14 @@ def build_difference_sheet(models: Sequence[MeasuredModel]) -> Sheet:
     rows = compare.compute_all_differences(models)
     rows_by_model: dict[str, list[list[Entry]]] = {}
     for row in filter(itemgetter("is_last"), rows):
-        numbers = [row[name] for name in ("value", "value_of_first", "difference", "low", "high")]
-        entries = [Entry(MEASURE_TITLES[row["measure"]]), *map(number_entry, numbers), Entry(row["method"])]
+        numbers = [number_entry(row["value"]), number_entry(row["value_of_first"])]
+        difference = number_entry(row["difference"], (row["high"] - row["low"]) / 2)
+        entries = [Entry(MEASURE_TITLES[row["measure"]]), *numbers, difference, Entry(row["method"])]
         rows_by_model.setdefault(row["model"], []).append(entries)
     return Sheet(
         "differences",
         *_get_texts("differences"),
-        ("measure", "model", "first\nmodel", "difference", "95%\nfrom", "95%\nto", "error"),
+        ("measure", "model", "first\nmodel", "difference", "error"),
         rows_by_model,
         pd.DataFrame(rows),
     )
@@ -306,14 +312,6 @@ def build_settings_sheet(measured: Measurements) -> Sheet:
     return _make_sheet(
         "settings", frame.assign(setting=frame["setting"].str.replace("_", " "), value=value_entries), frame
     )
-
-
-def build_sphere_sheet() -> Sheet:
-    """Return the table of the measures of the two example spheres."""
-    rows = [{name: value for name, value in sphere.items() if name != "points"} for sphere in make_spheres()]
-    frame = pd.DataFrame(rows)
-    shown = frame.rename(columns={"inter_sim": "average\ncosine", "isoscore": "IsoScore"})
-    return _make_sheet("spheres", shown, frame)
 
 
 MODEL_SHEET_BUILDERS: tuple[Callable[[Measurements], Sheet], ...] = (

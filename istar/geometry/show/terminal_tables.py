@@ -7,9 +7,9 @@ from rich.table import Table
 
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.trajectory import Trajectory, TrajectoryPlan
-from istar.geometry.show.compare import SUMMARY_MEASURES, MeasuredModel, summarize_models
+from istar.geometry.show.compare import SUMMARY_MEASURES, MeasuredModel
 from istar.geometry.show.measured_training import MeasuredTraining
-from istar.geometry.show.model_tables import summarize_trainings
+from istar.geometry.show.model_tables import build_training_sheet
 from istar.inputs.saved_checkpoints import Checkpoint
 
 HEADERS = {
@@ -22,6 +22,7 @@ HEADERS = {
     "effective_rank": "rank",
 }
 """Headers of the measures in the terminal table."""
+_LAST_LAYER_HEADERS = [HEADERS[name] for name in SUMMARY_MEASURES] + ["I(W)"]
 _MAX_UNBROKEN_LABEL = 16
 """Most characters of a label of a row that is never broken into lines."""
 _TERMINAL_COLUMNS = ("InterSim", "IntraSim", "IsoScore", "TwoNN dimension", "I(W), input", "I(W), output")
@@ -66,38 +67,36 @@ def number_table(
 
 
 def make_checkpoint_table(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> Table:
-    """Return a table for the terminal, with measures of the last layer and I(W) in a row for each checkpoint.
-
-    The measures are over all texts, and before a final normalization. I(W) is over both signs of the eigenvectors of
-    the embedding matrix nearest to the output. Checkpoints that were not measured have a row without numbers.
-    """
-    names = ("isoscore", "inter_sim", "intra_sim", "two_nn", "effective_rank")
-    values_by_label = {}
-    for checkpoint in checkpoints:
-        values_by_label[checkpoint.label] = [math.nan] * (len(names) + 1)
-        if checkpoint.label in trajectory.measurements:
-            model = MeasuredModel(checkpoint.label, trajectory.measurements[checkpoint.label])
-            layer_values = [model.last_layer_measures.get(name, math.nan) for name in names]
-            # The value over both signs can be compared between matrices; the papers' depends on the eigensolver.
-            partition = model.measurements.matrices[model.prediction_matrix]["raw"]["partition_isotropy_both"]
-            values_by_label[checkpoint.label] = [*layer_values, partition]
-    headers = [*(HEADERS[name] for name in names), "I(W), both signs"]
-    return number_table(f"{plan.model}: the last layer, and I(W)", "revision", headers, values_by_label)
+    """Return a table with a row for each checkpoint; a checkpoint that was not measured has no numbers."""
+    rows = {
+        label: _make_row(MeasuredModel(label, trajectory.measurements[label]))
+        if label in trajectory.measurements
+        else [math.nan] * len(_LAST_LAYER_HEADERS)
+        for label in (checkpoint.label for checkpoint in checkpoints)
+    }
+    return number_table(f"{plan.model}: the last layer, and I(W)", "revision", _LAST_LAYER_HEADERS, rows)
 
 
 def make_comparison_table(models: Sequence[MeasuredModel]) -> Table:
-    """Return a table for the terminal, with measures of the last layer and I(W) of each model."""
-    summary = summarize_models(models)
-    columns = (*SUMMARY_MEASURES, "partition_raw")
-    headers = [HEADERS[name] for name in SUMMARY_MEASURES] + ["I(W)"]
-    values_by_model = {str(row["model"]): [float(row[name]) for name in columns] for row in summary.to_dict("records")}
-    title = "The last layer of each model, and I(W) by both signs"
-    return number_table(title, "model", headers, values_by_model)
+    """Return a table with a row for each model."""
+    rows = {model.label: _make_row(model) for model in models}
+    return number_table("The last layer of each model, and I(W) by both signs", "model", _LAST_LAYER_HEADERS, rows)
+
+
+def _make_row(model: MeasuredModel) -> list[float]:
+    """Return a model's measures of its last layer over all texts, before a final normalization, and I(W).
+
+    I(W) is of the matrix nearest to the output, over both signs of the eigenvectors: the papers' convention depends on
+    the eigensolver, and cannot be compared between matrices.
+    """
+    matrix = model.measurements.matrices[model.prediction_matrix]["raw"]
+    measures = [model.last_layer_measures.get(name, math.nan) for name in SUMMARY_MEASURES]
+    return [*measures, matrix["partition_isotropy_both"]]
 
 
 def make_training_table(trainings: Sequence[MeasuredTraining]) -> Table:
-    """Return a table for the terminal, with measures of the last layer and I(W) at each training's last checkpoint."""
-    summary = summarize_trainings(trainings)
+    """Return a table with measures of the last layer and I(W) at each training's last checkpoint."""
+    summary = build_training_sheet(trainings).frame
     rows = {str(row["model"]): [float(row[name]) for name in _TERMINAL_COLUMNS] for row in summary.to_dict("records")}
     title = "At the last checkpoint of each training; I(W) by both signs"
     return number_table(title, "model", _TERMINAL_COLUMNS, rows)
