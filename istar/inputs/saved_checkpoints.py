@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -16,6 +17,7 @@ import torch
 from istar.errors import UserError, shorten
 from istar.files.parsing import MissingFileError, read_json
 from istar.files.writing import refuse_special_file, write_text
+from istar.records.config import ModelConfig
 from istar.records.results import KEPT_MODELS
 
 STEP_FILE = "training_step.json"
@@ -50,18 +52,40 @@ class ModelArgument:
         return str(model_folder) if (model_folder / "config.json").is_file() else self.name
 
     @property
+    def config(self) -> ModelConfig:
+        """Config that loads the model."""
+        return ModelConfig(name=self.model_name, revision=self.revision)
+
+    @property
     def default_label(self) -> str:
         """The given label, or else the last part of the name with the revision; also usable as a folder's name."""
-        return self.label or "-".join(filter(None, (PurePath(self.name).name, self.revision)))
+        label = self.label or "-".join(filter(None, (PurePath(self.name).name, self.revision)))
+        return label.replace("/", "_")
 
 
-def parse_model_argument(argument: str) -> ModelArgument:
-    """Parse a model written as `[label=]<folder, run or hub id>[@revision]`; folders do not have revisions."""
-    label, _, name = argument.rpartition("=")
-    revision = ""
-    if not Path(name).exists():
-        name, _, revision = name.partition("@")
-    return ModelArgument(label, name, revision or None)
+def parse_models(arguments: Sequence[str]) -> list[ModelArgument]:
+    """Parse models, each `[label=]<hub id, folder or run>[@revision]`; folders do not have revisions.
+
+    Raises:
+        UserError: if a model is given twice.
+    """
+    models: list[ModelArgument] = []
+    for argument in arguments:
+        label, _, name = argument.rpartition("=")
+        revision = ""
+        if not Path(name).exists():
+            name, _, revision = name.partition("@")
+        if (name, revision or None) in [(model.name, model.revision) for model in models]:
+            raise UserError(f"{argument} is given twice; give each model once")
+        models.append(ModelArgument(label, name, revision or None))
+    return models
+
+
+def check_distinct_labels(labels: Sequence[str], noun: str = "models") -> None:
+    """Raise a `UserError` if two models or trainings have the same label."""
+    for label, count in Counter(labels).items():
+        if count > 1:
+            raise UserError(f"several {noun} are called {label}; give them names, as in first=<folder or model>")
 
 
 @dataclass(frozen=True)
@@ -128,18 +152,18 @@ def read_steps(path: Path) -> dict[str, int]:
     return steps
 
 
-def parse_revisions(model: str, names: str, steps: Mapping[str, int] | None = None) -> list[Checkpoint]:
-    """Return the checkpoints of a hub model from revisions separated by commas, in the given order.
+def find_revisions(model: str, names: Sequence[str], steps: Mapping[str, int] | None = None) -> list[Checkpoint]:
+    """Return revisions of a hub model as its checkpoints, in the given order.
 
     `steps` gives the step of each revision. Without it, the step comes from a name such as `step1000`; otherwise it is
     None.
 
     Raises:
-        UserError: if `names` is empty, the model is a folder, or `steps` names other revisions.
+        UserError: if all `names` are empty, the model is a folder, or `steps` names other revisions.
     """
     if Path(model).is_dir():
         raise UserError(f"--revisions needs a model on the hub, but {model} is a folder; use --checkpoints for folders")
-    labels = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    labels = list(dict.fromkeys(filter(None, names)))
     if not labels:
         raise UserError("--revisions is empty; expected names separated by commas, such as step1000,step2000")
     if steps is None:

@@ -10,11 +10,13 @@ import numpy as np
 import pandas as pd
 import torch
 from omegaconf import OmegaConf
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from istar.drawing.terminal import make_progress
 from istar.errors import UserError
 from istar.finetune.quantization.linear_layers import (
     Form,
@@ -50,6 +52,8 @@ CAPTION = (
     "seeds: mean ± standard deviation. Constant: runs whose predictions were constant at the end of training, so that "
     "they have nothing to lose."
 )
+_OTHER_PASSES = 3
+"""Passes over the data of a model besides its forms: float32, calibration and activations."""
 _TEXT_COLUMNS = ("task", "model", "method")
 
 
@@ -134,10 +138,13 @@ def _load_config(folder: Path, data_dir: Path | None) -> Config:
     return replace(config, task=task, model=ModelConfig(name=str(folder / _RUN_MODEL_FOLDER)))
 
 
-def score_model(saved: SavedModel, forms: Sequence[Form]) -> dict[str, Any]:
+def score_model(
+    saved: SavedModel, forms: Sequence[Form], advance: Callable[[], object] = lambda: None
+) -> dict[str, Any]:
     """Score a model in float32 and in each form on the validation set of its task; the model does not change.
 
-    Static scales are calibrated on `saved.calibration`.
+    Static scales are calibrated on `saved.calibration`. `advance` is called after each of the passes over data, which
+    are `_OTHER_PASSES` and one for each form.
 
     Returns:
         `metric`, the name of the task's headline metric; its value in `float32` and in each form, such as `w8a8`;
@@ -151,14 +158,19 @@ def score_model(saved: SavedModel, forms: Sequence[Form]) -> dict[str, Any]:
     layers = encoder_linears(saved.model)
     float32_score = evaluate_model(saved, saved.model, "float32").metrics[metric]
     scores: dict[str, Any] = {"metric": metric, "float32": displayed(metric, float32_score)}
+    advance()
     largest_inputs = calibrate_input_ranges(saved, layers)
+    advance()
     for form in forms:
         evaluation = evaluate_model(saved, quantize_layers(saved.model, layers, form, largest_inputs), form.name)
         score = evaluation.metrics[metric]
         scores[form.name] = displayed(metric, score)
         scores[f"{form.name}_drop"] = compute_drop(metric, float32_score, score)
         scores[f"{form.name}_collapsed"] = evaluation.collapsed
-    return scores | measure_activations(saved, layers)
+        advance()
+    scores |= measure_activations(saved, layers)
+    advance()
+    return scores
 
 
 def compute_drop(metric: str, float32_score: float, quantized_score: float) -> float:
@@ -263,15 +275,13 @@ class QuantizationSettings:
             raise UserError(f"the forms are {', '.join(names)}; expected different ones")
 
 
-def score_runs(
-    records: Mapping[Path, RunRecord], settings: QuantizationSettings, report: Callable[[str], object]
-) -> pd.DataFrame:
+def score_runs(records: Mapping[Path, RunRecord], settings: QuantizationSettings, console: Console) -> pd.DataFrame:
     """Score the models of finished runs, and return one row for each.
 
     Args:
         records: the record of each run by its folder. Of runs with the same name, the first one counts.
         settings: the forms.
-        report: called with a line on the progress, or on a run that is left out.
+        console: shows a progress bar, and a line for each run that is left out.
 
     Returns:
         The columns `name`, `folder`, `task`, `model`, `method`, `configuration` (equal for runs that differ only in the
@@ -284,7 +294,7 @@ def score_runs(
     record_by_folder: dict[Path, RunRecord] = {}
     for folder, record in records.items():
         if reason := explain_exclusion(folder, record):
-            report(f"left out: {folder}: {reason}")
+            console.out(f"left out: {folder}: {reason}", highlight=False)
         elif record.name not in {other.name for other in record_by_folder.values()}:
             record_by_folder[folder] = record
     if not record_by_folder:
@@ -293,10 +303,14 @@ def score_runs(
     if settings.data_dir is not None and len(tasks) > 1:
         raise UserError("--data-dir is for runs of one task, but these have several; call istar quantize for each task")
     rows = []
-    for position, (folder, record) in enumerate(record_by_folder.items(), 1):
-        report(f"{position} of {len(record_by_folder)}: {record.name}")
-        saved = load_saved_model(folder, record, settings.calibration, settings.seed, settings.data_dir)
-        rows.append(_describe_run(folder, record) | score_model(saved, settings.forms))
+    num_passes = len(settings.forms) + _OTHER_PASSES
+    with make_progress(console) as progress:
+        task = progress.add_task("", total=len(record_by_folder) * num_passes)
+        for position, (folder, record) in enumerate(record_by_folder.items(), 1):
+            progress.update(task, description=f"run {position} of {len(record_by_folder)}")
+            saved = load_saved_model(folder, record, settings.calibration, settings.seed, settings.data_dir)
+            scores = score_model(saved, settings.forms, lambda: progress.advance(task))
+            rows.append(_describe_run(folder, record) | scores)
     return pd.DataFrame(rows).sort_values(["task", "model", "method", "seed"], kind="stable", ignore_index=True)
 
 

@@ -1,13 +1,11 @@
 """Sources of a task's splits: a folder, a text corpus, the hub, or the generator of the demo tasks."""
 
-import contextlib
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import datasets
 import numpy as np
 from datasets import Dataset
 
@@ -23,7 +21,7 @@ from istar.inputs.documents import (
     iterate_texts,
     read_documents,
 )
-from istar.inputs.hub import COMMIT_PATTERN, LOCAL_COPY_HINTS, explain_refusal, find_commit, find_hub_problem
+from istar.inputs.hub import find_cached_commit, find_commit, find_hub_problem, load_dataset
 from istar.inputs.readers import make_table
 from istar.records.task_specs import Files, TaskSpec
 
@@ -183,23 +181,12 @@ def make_hub_source(spec: TaskSpec) -> ExampleSource:
     name, default_configuration = spec.hub
     commit = None if problem else find_commit(name, None, "dataset")
 
-    def load_configuration(configuration: str | None) -> datasets.DatasetDict:
-        try:
-            with _restrict_to_cache() if problem else contextlib.nullcontext():
-                return datasets.load_dataset(name, configuration, revision=commit)
-        except Exception as error:  # `datasets` and the libraries below it raise many types
-            failure = f"the hub did not deliver it ({shorten(f'{type(error).__name__}: {error}')})"
-            reason = explain_refusal(error, name, "dataset") or failure
-            reason = f"not in the local cache, and {problem}" if problem else reason
-            title = " ".join(filter(None, (name, configuration)))
-            raise UserError(f"{title}: {reason}; {LOCAL_COPY_HINTS['dataset']}") from error
-
-    dataset = load_configuration(default_configuration)
+    dataset = load_dataset(name, default_configuration, commit, problem)
     hub_location_by_split = {split.name: split.hub for split in spec.test if split.hub is not None}
 
     def read_split(split: str) -> RawSplit | Dataset:
         splits, name_on_hub = (
-            (load_configuration(hub_location_by_split[split][0]), hub_location_by_split[split][1])
+            (load_dataset(name, hub_location_by_split[split][0], commit, problem), hub_location_by_split[split][1])
             if split in hub_location_by_split
             else (dataset, split)
         )
@@ -213,18 +200,8 @@ def make_hub_source(spec: TaskSpec) -> ExampleSource:
     return ExampleSource(
         read_split,
         lambda split: split in hub_location_by_split or split in dataset,
-        commit or _find_cached_commit(dataset),
+        commit or find_cached_commit(dataset.values()),
     )
-
-
-def _find_cached_commit(dataset: datasets.DatasetDict) -> str | None:
-    """Return the commit of a data set that `datasets` has loaded from its cache, or None if it is unknown.
-
-    Without the hub, `datasets` loads its latest cached data set from a folder named by the commit.
-    """
-    folders = {Path(file["filename"]).parent.name for split in dataset.values() for file in split.cache_files}
-    commit = folders.pop() if len(folders) == 1 else ""
-    return commit if COMMIT_PATTERN.fullmatch(commit) else None
 
 
 def make_demo_source(spec: TaskSpec) -> ExampleSource:
@@ -249,14 +226,3 @@ def _find_file(spec: TaskSpec, folder: Path, layout: Layout, split: str) -> tupl
 
 def _list_file_names(spec: TaskSpec, pattern: str, split: str) -> list[str]:
     return [pattern.format(stem) for stem in spec.stems(split)]
-
-
-@contextlib.contextmanager
-def _restrict_to_cache() -> Iterator[None]:
-    """Within the `with` block, restrict `datasets` to its cache, which avoids its connection retries."""
-    was_offline = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        datasets.config.HF_HUB_OFFLINE = was_offline

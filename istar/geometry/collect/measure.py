@@ -79,7 +79,7 @@ def measure_model(
     config = ModelConfig(name=name, revision=revision)
     tokenizer = load_tokenizer(config)
     model: Any = load_encoder(config, tokenizer, WEIGHT_DTYPES[dtype])
-    model = model.to(_find_device(device))
+    model = model.to(find_device(device))
     if model.device.type == "cpu":
         keep_freed_memory()
     # The encoder lacks a head, so the output embeddings are read separately: before the pass, which may take hours, so
@@ -87,7 +87,7 @@ def measure_model(
     output_matrix = read_untied_output(config)
     settings = _resolve_length(settings, model)
     weights = hash_weights(model)
-    text_hashes = {source.name: compute_identity(source.path)[:16] for source in sources}
+    text_hashes = {source.name: compute_identity(*source.content)[:16] for source in sources}
     # The identity includes the paths and the contents of the texts.
     identity = compute_identity(weights, settings, [source.path for source in sources], *text_hashes.values())
     reader = Stream(model, tokenizer, settings, Output(out, "state").open_state("pass"), identity)
@@ -252,7 +252,7 @@ def find_extreme_dimensions(layer: Layer) -> list[dict[str, float]]:
     ]
 
 
-def _find_device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
     """Return an available device by name, or raise a `UserError`; `auto` is this process's GPU, or else the CPU."""
     if name == "auto":
         # torchrun gives each process on a machine its own LOCAL_RANK.

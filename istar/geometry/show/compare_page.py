@@ -106,17 +106,18 @@ def check_training_folder(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint
     trajectory.refuse_other_checkpoints(plan, checkpoints)
 
 
-def write_model(measured: Measurements, out: Path) -> Path:
+def write_model(measured: Measurements, out: Path, label: str = "") -> Path:
     """Write the page of a model with its figures, tables and measures in place of an earlier one, and return its path.
 
-    Raises a `UserError` for the measures of another model, and as `istar.drawing.page_folder.write` does.
+    The page calls the model by `label`, or else by the last part of its name. Raises a `UserError` for the measures of
+    another model, and as `istar.drawing.page_folder.write` does.
     """
     name, revision = measured.model["name"], measured.model["revision"]
     _refuse_other_model(out, ModelName(name, revision), measured.weights)
     contents = {name: text.encode() for name, text in measures_file.file_contents(measured).items()}
     # The measures, which may have taken hours, are saved before anything is drawn.
     page_folder.page_output(out, MODEL_KIND).write(contents)
-    model = MeasuredModel(compare.shorten_model_name(name), measured)
+    model = MeasuredModel(label or compare.shorten_model_name(name), measured)
     texts = measured.settings["texts"]
     arguments = " ".join(f"--text {shlex.quote(f'{text}={path}')}" for text, path in texts.items())
     details = f"weights {measured.weights}, measured by istar {version('istar')}"
@@ -182,7 +183,8 @@ def write_training(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], meas
         trainings=[training],
         notes=failures,
     )
-    return _write(page, plan.out, {measures_file.TRAJECTORY_FILE: trajectory.make_csv(plan, checkpoints, measured)})
+    csv = to_csv(trajectory.make_table(plan, checkpoints, measured)).encode()
+    return _write(page, plan.out, {measures_file.TRAJECTORY_FILE: csv})
 
 
 def write_trainings(trainings: Sequence[MeasuredTraining], out: Path, command: str = "") -> Path:
