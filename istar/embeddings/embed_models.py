@@ -48,8 +48,7 @@ WORDSIM_FORMS = ("raw", "centered", "scaled_centered", "all_but_the_top")
 class EmbeddingSettings:
     """The matrix of each model to measure, and its forms.
 
-    Raises:
-        UserError: if `components` is given without an all-but-the-top form.
+    Raises a `UserError` if `components` is given without an all-but-the-top form.
     """
 
     matrix: Side = "input"  # input or output embeddings
@@ -96,10 +95,8 @@ def measure_embeddings(
     """Measure a model's embedding matrix in the forms of the settings, and raw, centered and post-processed.
 
     At most two matrices are in memory at a time: the stored one and one form of it. `advance` is called after each of
-    the `settings.measured_forms`.
-
-    Raises:
-        UserError: if the model or a text cannot be read, or the settings do not fit the matrix.
+    the `settings.measured_forms`. Raises a `UserError` if the model or a text cannot be read, or the settings do not
+    fit the matrix.
     """
     tokenizer = pretrained.load_tokenizer(model.config)
     matrix = read_matrix(model.config, settings.matrix)
@@ -162,10 +159,8 @@ def make_metadata(config: ModelConfig, matrix: Matrix) -> dict[str, Any]:
 def list_tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str | None]:
     """Return the token of each row of an embedding matrix; None for a row without a token.
 
-    Embeddings often have more rows than the vocabulary has tokens.
-
-    Raises:
-        UserError: if a token of the tokenizer lacks a row.
+    Embeddings often have more rows than the vocabulary has tokens. Raises a `UserError` if a token of the tokenizer
+    lacks a row.
     """
     token_by_id = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
     largest_id = max(token_by_id)
@@ -180,8 +175,7 @@ def list_tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str | Non
 def read_benchmarks(paths: Sequence[Path]) -> list[wordsim.Benchmark]:
     """Read the files of word similarity benchmarks.
 
-    Raises:
-        UserError: if a file cannot be read, or a benchmark is given twice.
+    Raises a `UserError` if a file cannot be read, or a benchmark is given twice.
     """
     benchmarks = [wordsim.read_benchmark(path) for path in paths]
     for name, count in Counter(benchmark.name for benchmark in benchmarks).items():
@@ -240,10 +234,8 @@ def make_matrix_files(
 def save_model(model: ModelArgument, matrix: Matrix, processed: Tensor, output: Output) -> Path:
     """Save the whole model with the processed matrix to a draft folder, and return the folder.
 
-    Tied output embeddings stay tied, so that they are processed too.
-
-    Raises:
-        UserError: if the folder cannot be written.
+    Tied output embeddings stay tied, so that they are processed too. Raises a `UserError` if the folder cannot be
+    written.
     """
     model_class = type(model_files.build_meta_model(model_files.load_pretrained(model.config, AutoConfig)))
     loaded_model: Any = model_files.load_weights(model.config, model_class, dtype="auto")

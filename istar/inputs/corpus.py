@@ -66,10 +66,8 @@ def parse_sources(texts: Sequence[str]) -> list[Source]:
     """Parse the values of `--text`, each `[name=]<file or folder>` or `[name=]<data set of the hub>`.
 
     A data set is `owner/name[:configuration[:split]][@revision]`, with the split `train` by default. The default name
-    of a source is the stem of its path, or the name of the data set without its owner.
-
-    Raises:
-        UserError: if a text does not exist, two sources have the same name, or one of several is named `combined`.
+    of a source is the stem of its path, or the name of the data set without its owner. Raises a `UserError` if a text
+    does not exist, two sources have the same name, or one of several is named `combined`.
     """
     sources = []
     for text in texts:
@@ -156,8 +154,7 @@ class Blocks:
       followed by the tokenizer's `sep_token`, or else its `eos_token`, if it has either. The model sees several
       unrelated documents in one block.
 
-    Raises:
-        UserError: if the special tokens leave no room for text, or `documents` has another value.
+    Raises a `UserError` if the special tokens leave no room for text, or `documents` has another value.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", length: int, documents: Documents = "separate") -> None:
@@ -234,12 +231,8 @@ def split_into_batches(
 ) -> Iterator[list[T]]:
     """Yield batches of consecutive blocks: at most `num_tokens` tokens with padding, or a single block.
 
-    Args:
-        blocks: blocks; neighbours should have similar lengths.
-        block_length: returns the number of tokens of a block.
-        device: device of the model; sets the default of `num_tokens`.
-        num_tokens: maximum number of tokens; None means `BATCH_TOKENS` on a CPU, else `BATCH_TOKENS_ON_DEVICES`.
-        has_padding: whether the blocks of a batch may have different lengths.
+    `block_length` returns the number of tokens of a block. Neighbours should have similar lengths, and without padding
+    have the same. The default of `num_tokens` is `BATCH_TOKENS` on a CPU, else `BATCH_TOKENS_ON_DEVICES`.
     """
     if num_tokens is None:
         num_tokens = BATCH_TOKENS if device.type == "cpu" else BATCH_TOKENS_ON_DEVICES

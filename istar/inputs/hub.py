@@ -83,11 +83,8 @@ def find_commit(name: str, revision: str | None, kind: RepositoryKind) -> str:
     """Return the commit hash of a branch or tag of a hub repository; `revision=None` means the branch `main`.
 
     If the hub cannot be reached, returns the latest commit in the hub library's cache, with a warning. A complete
-    commit hash is returned unchanged.
-
-    Raises:
-        UserError: if the hub refuses access or lacks the revision, or if it cannot be reached and the cache lacks the
-            revision.
+    commit hash is returned unchanged. Raises a `UserError` if the hub refuses access or lacks the revision, or if it
+    cannot be reached and the cache lacks the revision.
     """
     if revision is not None and COMMIT_PATTERN.fullmatch(revision):
         return revision
@@ -149,8 +146,7 @@ def load_dataset(
 ) -> Any:
     """Load all splits of a data set of the hub, or one; from the local cache if there is a `problem` with the hub.
 
-    Raises:
-        UserError: if the data set cannot be loaded.
+    Raises a `UserError` if the data set cannot be loaded.
     """
     was_offline = datasets.config.HF_HUB_OFFLINE
     try:
@@ -172,8 +168,7 @@ def load_dataset_split(
 ) -> tuple[datasets.Dataset, str]:
     """Load one split of a data set of the hub at a branch, tag or commit, and return it with its commit.
 
-    Raises:
-        UserError: if the data set or its commit cannot be loaded.
+    Raises a `UserError` if the data set or its commit cannot be loaded.
     """
     problem = find_hub_problem()
     commit = None if problem else find_commit(name, revision, "dataset")

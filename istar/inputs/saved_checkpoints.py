@@ -66,8 +66,7 @@ class ModelArgument:
 def parse_models(arguments: Sequence[str]) -> list[ModelArgument]:
     """Parse models, each `[label=]<hub id, folder or run>[@revision]`; folders do not have revisions.
 
-    Raises:
-        UserError: if a model is given twice.
+    Raises a `UserError` if a model is given twice.
     """
     models: list[ModelArgument] = []
     for argument in arguments:
@@ -128,9 +127,8 @@ def record_step(folder: Path, step: int) -> None:
 def read_steps(path: Path) -> dict[str, int]:
     """Read the step of each checkpoint from a CSV file with the columns `checkpoint` and `step`.
 
-    Raises:
-        UserError: if the file cannot be read, lacks a column, repeats a checkpoint, or has a step that is not a whole
-            number.
+    Raises a `UserError` if the file cannot be read, lacks a column, repeats a checkpoint, or has a step that is not a
+    whole number.
     """
     try:
         refuse_special_file(path)
@@ -156,10 +154,7 @@ def find_revisions(model: str, names: Sequence[str], steps: Mapping[str, int] | 
     """Return revisions of a hub model as its checkpoints, in the given order.
 
     `steps` gives the step of each revision. Without it, the step comes from a name such as `step1000`; otherwise it is
-    None.
-
-    Raises:
-        UserError: if all `names` are empty, the model is a folder, or `steps` names other revisions.
+    None. Raises a `UserError` if all `names` are empty, the model is a folder, or `steps` names other revisions.
     """
     if Path(model).is_dir():
         raise UserError(f"--revisions needs a model on the hub, but {model} is a folder; use --checkpoints for folders")
@@ -182,11 +177,9 @@ def find_checkpoints(pattern: str, steps: Mapping[str, int] | None = None) -> li
 
     A checkpoint's step is recorded as `global_step` in a `.ckpt` file, `trainer_state.json` or `training_step.json`.
     For the final model of a run, it is the step of its best epoch. `steps`, keyed by label, path or last part of the
-    path, replaces these steps; the checkpoints then count as one training.
-
-    Raises:
-        UserError: if the pattern matches no model, or checkpoints of different trainings or models, or if a step is
-            unknown, or if the table and the checkpoints do not match.
+    path, replaces these steps; the checkpoints then count as one training. Raises a `UserError` if the pattern matches
+    no model, or checkpoints of different trainings or models, or if a step is unknown, or if the table and the
+    checkpoints do not match.
     """
     paths = [Path(path) for path in sorted(glob.glob(pattern))]  # noqa: PTH207 (Path.glob refuses absolute patterns)
     paths = _find_models_in(paths[0]) or paths if len(paths) == 1 else paths

@@ -59,23 +59,14 @@ _TEXT_COLUMNS = ("task", "model", "method")
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The model of a finished run in float32 and eval mode, with the tokenized data of its task.
+    """The model of a finished run in float32 and eval mode, with the tokenized data of its task."""
 
-    Attributes:
-        model: the model with its head.
-        collate: turns a list of rows into a batch.
-        batch_size: examples per batch.
-        calibration: rows of training data that calibrate the ranges of activations.
-        validation: rows of the first validation set.
-        evaluator: computes the metrics from the logits of `validation`.
-    """
-
-    model: PreTrainedModel
-    collate: Collate
+    model: PreTrainedModel  # with its head
+    collate: Collate  # turns a list of rows into a batch
     batch_size: int
-    calibration: TokenizedRows
-    validation: TokenizedRows
-    evaluator: Evaluator
+    calibration: TokenizedRows  # training data that calibrate the ranges of activations
+    validation: TokenizedRows  # the first validation set
+    evaluator: Evaluator  # computes the metrics from the logits of `validation`
 
 
 def explain_exclusion(folder: Path, record: RunRecord) -> str:
@@ -97,13 +88,10 @@ def load_saved_model(
 ) -> SavedModel:
     """Load the model of a finished run in float32, its validation data, and a random sample of its training data.
 
-    Args:
-        num_calibration: number of training examples, drawn without replacement, to calibrate the ranges of activations.
-        seed: random seed of this sample.
-        data_dir: folder of the task's data, if it has moved since the run.
+    The `num_calibration` examples of the sample calibrate the ranges of activations, and `seed` chooses them without
+    replacement. `data_dir` is the folder of the task's data, if it has moved since the run.
 
-    Raises:
-        UserError: if the model or the data cannot be loaded, or the data differ from the run's.
+    Raises a `UserError` if the model or the data cannot be loaded, or the data differ from the run's.
     """
     config = _load_config(folder, data_dir)
     spec = find_task_spec(config.task)
@@ -151,8 +139,7 @@ def score_model(
         `w8a8_drop`, by how much the form is worse than float32; `w8a8_collapsed`, whether all its predictions are
         equal; and the measures of `measure_activations`. Scores are in the unit of `displayed`.
 
-    Raises:
-        UserError: if the encoder lacks linear layers, or its activations or logits are not finite.
+    Raises a `UserError` if the encoder lacks linear layers, or its activations or logits are not finite.
     """
     metric = saved.evaluator.spec.headline
     layers = encoder_linears(saved.model)
@@ -189,8 +176,7 @@ def compute_drop(metric: str, float32_score: float, quantized_score: float) -> f
 def evaluate_model(saved: SavedModel, model: nn.Module, form_name: str) -> Evaluation:
     """Evaluate `saved.model`, or a quantized copy of it, on the validation set.
 
-    Raises:
-        UserError: if its logits are not finite, or the validation set is unlabelled.
+    Raises a `UserError` if its logits are not finite, or the validation set is unlabelled.
     """
     loader = _make_loader(saved, saved.validation)
     outputs = merge_outputs([logits_by_feature(batch, model(**inputs_without_labels(batch))) for batch in loader])
@@ -254,19 +240,12 @@ def _make_loader(saved: SavedModel, rows: TokenizedRows, max_rows: int | None = 
 
 @dataclass(frozen=True)
 class QuantizationSettings:
-    """The forms to score each model in.
+    """The forms to score each model in."""
 
-    Attributes:
-        forms: the forms, with different names.
-        calibration: number of training examples for static scales.
-        seed: random seed for the choice of these examples.
-        data_dir: folder of the task's data, if it has moved since the runs.
-    """
-
-    forms: tuple[Form, ...]
-    calibration: int = 256
-    seed: int = 0
-    data_dir: Path | None = None
+    forms: tuple[Form, ...]  # with different names
+    calibration: int = 256  # number of training examples for static scales
+    seed: int = 0  # random seed for the choice of these examples
+    data_dir: Path | None = None  # folder of the task's data, if it has moved since the runs
 
     def __post_init__(self) -> None:
         """Raise a `UserError` if two forms have the same name."""
@@ -278,18 +257,15 @@ class QuantizationSettings:
 def score_runs(records: Mapping[Path, RunRecord], settings: QuantizationSettings, console: Console) -> pd.DataFrame:
     """Score the models of finished runs, and return one row for each.
 
-    Args:
-        records: the record of each run by its folder. Of runs with the same name, the first one counts.
-        settings: the forms.
-        console: shows a progress bar, and a line for each run that is left out.
+    Of runs with the same name, the first one counts. The console shows a progress bar, and a line for each run that is
+    left out.
 
     Returns:
         The columns `name`, `folder`, `task`, `model`, `method`, `configuration` (equal for runs that differ only in the
         seed), `seed`, `recorded` (the score at the end of training, in its precision), `constant` (whether the
         predictions were constant then), and the results of `score_model`.
 
-    Raises:
-        UserError: if no run can be scored, or the model or the data of a run cannot be loaded.
+    Raises a `UserError` if no run can be scored, or the model or the data of a run cannot be loaded.
     """
     record_by_folder: dict[Path, RunRecord] = {}
     for folder, record in records.items():

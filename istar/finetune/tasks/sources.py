@@ -46,18 +46,11 @@ _SPLIT_NAMES = {"train": "train", "training": "train"} | dict.fromkeys(
 
 @dataclass(frozen=True)
 class ExampleSource:
-    """Source of the splits of a task: a folder, a text corpus, the hub or the demo generator.
+    """Source of the splits of a task: a folder, a text corpus, the hub or the demo generator."""
 
-    Attributes:
-        read_split: returns the split of a given name. The documents of a text corpus are a data set, which may be
-            larger than the memory.
-        has_split: returns whether there is a split of a given name.
-        commit: commit of the data set on the hub; None for other sources, or if it is unknown.
-    """
-
-    read_split: Callable[[str], RawSplit | Dataset]
+    read_split: Callable[[str], RawSplit | Dataset]  # a data set, for a corpus that may be larger than the memory
     has_split: Callable[[str], bool]
-    commit: str | None = None
+    commit: str | None = None  # commit of the data set on the hub; None for other sources, or if it is unknown
 
 
 def make_folder_source(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) -> ExampleSource:
@@ -65,9 +58,7 @@ def make_folder_source(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) ->
 
     It uses the subfolder and file layout that contain most of the requested splits. In a tie, it prefers those with
     more of the task's other splits, then `data_dir` itself, then saved data sets, then the benchmark's own files.
-
-    Raises:
-        UserError: if the folder cannot be read or contains no file of the task.
+    Raises a `UserError` if the folder cannot be read or contains no file of the task.
     """
     option = f"task.data_dir={data_dir}"
     try:
@@ -112,10 +103,8 @@ def find_text_splits(path: Path) -> dict[str, list[Path]]:
 
     In a folder, files and subfolders belong to the splits that their names contain, such as `books-train.txt`,
     `train-00000-of-00002.parquet`, `dev.jsonl` or `validation/`, and others are ignored. If no name contains a split,
-    the whole folder is training data, as is a single file or a data set that `Dataset.save_to_disk` wrote.
-
-    Raises:
-        UserError: if the path does not exist or cannot be read, or if the folder contains only validation data.
+    the whole folder is training data, as is a single file or a data set that `Dataset.save_to_disk` wrote. Raises a
+    `UserError` if the path does not exist or cannot be read, or if the folder contains only validation data.
     """
     try:
         if not path.exists():
@@ -142,10 +131,8 @@ def find_text_splits(path: Path) -> dict[str, list[Path]]:
 def read_texts(paths: list[Path], cache_dir: Path) -> Dataset:
     """Return the documents of files or folders as a memory-mapped data set with the column `text`.
 
-    The documents are read once and then loaded from the cache, until the content of a file changes.
-
-    Raises:
-        UserError: if a file cannot be read, the text is empty, or the cache cannot be written.
+    The documents are read once and then loaded from the cache, until the content of a file changes. Raises a
+    `UserError` if a file cannot be read, the text is empty, or the cache cannot be written.
     """
     digest = "-".join(compute_content_digest(path)[:32] for path in paths)
 
@@ -170,10 +157,8 @@ def drop_blank_rows(dataset: Dataset, source: str) -> Dataset:
 def make_hub_source(spec: TaskSpec) -> ExampleSource:
     """Return the source that loads a task from the Hugging Face hub, or from the local cache without the hub.
 
-    All splits are of the same commit, the latest of the data set's main branch.
-
-    Raises:
-        UserError: if the hub cannot be reached and the task is not in the cache, or if loading fails.
+    All splits are of the same commit, the latest of the data set's main branch. Raises a `UserError` if the hub cannot
+    be reached and the task is not in the cache, or if loading fails.
     """
     assert spec.hub is not None, spec.name
     source_name = " ".join(filter(None, spec.hub))

@@ -70,10 +70,8 @@ def measure_model(
     measures of the hidden states. A length of 0 in `settings` means the model's longest input, 512 at most, or 512 if
     the model takes inputs of any length. `revision` is a branch, tag or commit on the hub. `dtype`, a key of
     `WEIGHT_DTYPES`, is for the weights; statistics are at least float32. `device` is a name such as cuda:1, or `auto`:
-    the GPU if there is one, else the CPU. A console shows a progress bar. `command` is recorded in the measures.
-
-    Raises:
-        UserError: if the model or a text cannot be read, or an argument does not fit the model or the machine.
+    the GPU if there is one, else the CPU. A console shows a progress bar. `command` is recorded in the measures. Raises
+    a `UserError` if the model or a text cannot be read, or an argument does not fit the model or the machine.
     """
     start = time.monotonic()
     config = ModelConfig(name=name, revision=revision)

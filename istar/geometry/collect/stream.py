@@ -57,8 +57,7 @@ class Stream:
             the sources' names; with several sources also for `combined`.
         earlier_seconds: time of interrupted calls.
 
-    Raises:
-        UserError: if there are several processes but no state files, through which they exchange accumulators.
+    Raises a `UserError` if there are several processes but no state files, through which they exchange accumulators.
     """
 
     def __init__(
