@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from istar.inputs.corpus import Source
     from istar.inputs.saved_checkpoints import ModelArgument
 
-_MODELS_FOLDER = "models"
-"""Folder in `--out` with the pages of models that were not measured before."""
-
 
 def add_parser(commands: Any) -> None:
     """Register `istar compare`."""
@@ -90,12 +87,12 @@ def _print_lines(options: argparse.Namespace, warnings: Sequence[str], files: st
 def _measure_models(
     model_arguments: Sequence["ModelArgument"], sources: Sequence["Source"], options: argparse.Namespace
 ) -> list["MeasuredModel"]:
-    """Return the measures of all models; unmeasured models are measured into folders in `--out`."""
+    """Return the measures of all models; unmeasured models are measured into the folder `models` in `--out`."""
     from istar.geometry.collect import measures_file
     from istar.geometry.show import compare
     from istar.inputs import saved_checkpoints
 
-    file_name, folder = measures_file.JSON_FILE, options.out / _MODELS_FOLDER
+    file_name, folder = measures_file.JSON_FILE, options.out / "models"
     new_models = {model: folder / model.default_label for model in model_arguments if not compare.is_measured(model)}
     if new_models and not sources:
         name = next(iter(new_models)).name
@@ -107,7 +104,9 @@ def _measure_models(
         if model not in new_models
     }
     if new_models:
-        measured |= {model: measurements for model, measurements, _ in measure_models(options, new_models, sources)}
+        settings = shared_options.make_measure_settings(options)
+        results = measure_models(options, new_models, sources, settings)
+        measured |= {model: measurements for model, measurements, _ in results}
     return compare.label_models(model_arguments, [measured[model] for model in model_arguments])
 
 

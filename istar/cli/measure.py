@@ -12,6 +12,7 @@ from istar.drawing.terminal import make_console
 from istar.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
+    from istar.geometry.collect.corpus_statistics import MeasureSettings
     from istar.geometry.collect.measures_file import Measurements
     from istar.inputs.corpus import Source
     from istar.inputs.saved_checkpoints import ModelArgument
@@ -41,6 +42,7 @@ def run(options: argparse.Namespace) -> None:
         return
     if not options.text:
         raise UserError("--text is missing; expected a file or folder of text, or --list to see the measures")
+    settings = shared_options.make_measure_settings(options)
     from istar.geometry.collect.stream import join_process_group
     from istar.inputs import corpus, saved_checkpoints
 
@@ -48,9 +50,9 @@ def run(options: argparse.Namespace) -> None:
     sources = corpus.parse_sources(options.text)
     with join_process_group() as rank:
         if not options.revisions and options.checkpoints is None:
-            _print_models(options, models, sources, rank)
+            _print_models(options, models, sources, settings, rank)
         elif rank == 0 and "WORLD_SIZE" not in os.environ:
-            _print_trajectory(options, models, sources)
+            _print_trajectory(options, models, sources, settings)
         else:
             raise UserError("--revisions and --checkpoints are measured by one process; call them without torchrun")
 
@@ -78,6 +80,7 @@ def measure_models(
     options: argparse.Namespace,
     folders: "Mapping[ModelArgument, Path]",
     sources: "Sequence[Source]",
+    settings: "MeasureSettings",
     rank: int = 0,
 ) -> "Iterator[tuple[ModelArgument, Measurements, Path]]":
     """Measure each model into its folder; on rank 0, yield it with its measurements and the path of its page."""
@@ -85,7 +88,7 @@ def measure_models(
     from istar.geometry.collect import measure, stream
     from istar.geometry.show import compare_page
 
-    settings, texts = shared_options.make_measure_settings(options), [source.path for source in sources]
+    texts = [source.path for source in sources]
     for model, folder in folders.items():
         compare_page.check_model_folder(folder, model.model_name, model.revision, texts)
     stream.wait_for_all_processes()  # a process that still checks the folder would remove another one's files
@@ -102,7 +105,11 @@ def measure_models(
 
 
 def _print_models(
-    options: argparse.Namespace, models: "Sequence[ModelArgument]", sources: "Sequence[Source]", rank: int
+    options: argparse.Namespace,
+    models: "Sequence[ModelArgument]",
+    sources: "Sequence[Source]",
+    settings: "MeasureSettings",
+    rank: int,
 ) -> None:
     """Measure each model; on rank 0, print the tables of their layers."""
     from istar.geometry.collect import measures_file
@@ -116,7 +123,7 @@ def _print_models(
     saved_checkpoints.check_distinct_labels([model.default_label for model in models])
     folders = {model: options.out / model.default_label if len(models) > 1 else options.out for model in models}
     console, frames = make_console(stderr=options.json), {}
-    for model, measurements, page_path in measure_models(options, folders, sources, rank):
+    for model, measurements, page_path in measure_models(options, folders, sources, settings, rank):
         frames[model.default_label] = measures_file.layer_frame(measurements)
         if not options.json:
             console.print(terminal_tables.make_model_table(measurements))
@@ -127,7 +134,10 @@ def _print_models(
 
 
 def _print_trajectory(
-    options: argparse.Namespace, models: "Sequence[ModelArgument]", sources: "Sequence[Source]"
+    options: argparse.Namespace,
+    models: "Sequence[ModelArgument]",
+    sources: "Sequence[Source]",
+    settings: "MeasureSettings",
 ) -> None:
     """Measure several checkpoints of a training, print their table and write their page."""
     from istar.geometry.collect import measures_file, trajectory
@@ -147,14 +157,15 @@ def _print_trajectory(
     else:
         checkpoints = saved_checkpoints.find_revisions(models[0].name, options.revisions, steps)
     name = models[0].name if models else saved_checkpoints.common_name(checkpoints)
-    settings = shared_options.make_measure_settings(options)
     plan = trajectory.TrajectoryPlan(name, sources, settings, options.out, options.dtype, options.device, options.typed)
     compare_page.check_training_folder(plan, checkpoints)
     measured_trajectory = trajectory.measure_checkpoints(plan, checkpoints, make_console(stderr=True))
     if measured_trajectory.measurements:
         console = make_console(stderr=options.json)
         if options.json:
-            shared_options.print_json({"checkpoints": trajectory.make_table(plan, checkpoints, measured_trajectory)})
+            shared_options.print_json(
+                {"checkpoints": trajectory.make_trajectory_table(plan, checkpoints, measured_trajectory)}
+            )
         else:
             console.print(terminal_tables.make_checkpoint_table(plan, checkpoints, measured_trajectory))
         page_path = compare_page.write_training(plan, checkpoints, measured_trajectory)

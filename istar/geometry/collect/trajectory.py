@@ -84,8 +84,7 @@ def measure_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint],
             continue
         _print_line(console, message)
         trajectory.measurements[checkpoint.label] = measured
-        csv = to_csv(make_table(plan, checkpoints, trajectory)).encode()
-        page_output(plan.out, KIND).write({measures_file.TRAJECTORY_FILE: csv})
+        page_output(plan.out, KIND).write({measures_file.TRAJECTORY_FILE: make_csv(plan, checkpoints, trajectory)})
     return trajectory
 
 
@@ -226,7 +225,9 @@ def _convert_checkpoint(path: Path, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
-def make_table(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> pd.DataFrame:
+def make_trajectory_table(
+    plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory
+) -> pd.DataFrame:
     """Return the table in `trajectory.csv`: the rows of `make_rows` for all checkpoints that were measured."""
     rows = []
     for checkpoint in checkpoints:
@@ -235,6 +236,11 @@ def make_table(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajecto
             keys = {"model": plan.model, "revision": checkpoint.label, "step": checkpoint.step}
             rows += [{**keys, "weights": measured.weights, **row} for row in make_rows(measured)]
     return pd.DataFrame(rows).convert_dtypes()
+
+
+def make_csv(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> bytes:
+    """Return the content of `trajectory.csv`."""
+    return to_csv(make_trajectory_table(plan, checkpoints, trajectory)).encode()
 
 
 def make_rows(measured: Measurements) -> Iterator[dict[str, Any]]:

@@ -183,8 +183,7 @@ def write_training(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], meas
         trainings=[training],
         notes=failures,
     )
-    csv = to_csv(trajectory.make_table(plan, checkpoints, measured)).encode()
-    return _write(page, plan.out, {measures_file.TRAJECTORY_FILE: csv})
+    return _write(page, plan.out, {measures_file.TRAJECTORY_FILE: trajectory.make_csv(plan, checkpoints, measured)})
 
 
 def write_trainings(trainings: Sequence[MeasuredTraining], out: Path, command: str = "") -> Path:
