@@ -84,7 +84,6 @@ def measure_models(
     rank: int = 0,
 ) -> "Iterator[tuple[ModelArgument, Measurements, Path]]":
     """Measure each model into its folder; on rank 0, yield it with its measurements and the path of its page."""
-    # These need transformers, which takes seconds to import.
     from istar.geometry.collect import measure, stream
     from istar.geometry.show import compare_page
 
