@@ -37,7 +37,6 @@ from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSe
 from istar.geometry.collect.stream import Stream
 from istar.inputs import tiny
 from istar.inputs.corpus import Blocks, Source, pad_batch, sorted_windows, split_into_batches
-from istar.inputs.documents import read_documents
 from istar.measures.numerics import keep_freed_memory
 
 PEER = "bare forward"
@@ -56,7 +55,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         source = write_random_text(Path(folder) / "text.txt", words, options.tokens)
-        blocks = Blocks(tokenizer, settings.length, settings.documents)(read_documents(source.path))
+        blocks = Blocks(tokenizer, settings.length, settings.documents)(source.read_documents())
         batches = [
             pad_batch([block.tokens for block in batch], 0)
             for window in sorted_windows(blocks, lambda block: len(block.tokens))

@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from istar.cli import shared_options
+from istar.cli.measure import measure_models
 from istar.drawing.terminal import make_console
 from istar.errors import UserError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from istar.geometry.collect.measures_file import Measurements
     from istar.geometry.collect.similarity import Similarity
     from istar.geometry.show.compare import MeasuredModel
     from istar.inputs.corpus import Source
@@ -21,42 +20,43 @@ if TYPE_CHECKING:
 def add_parser(commands: Any) -> None:
     """Register `istar compare`."""
     parser = commands.add_parser("compare", help="compare the geometry of several models on one page")
-    add = parser.add_argument
     models_help = (
-        "folder of istar measure, model, or run, as [label=]<folder or hub id>[@revision]; two or more; or folders of "
-        "istar measure --revisions or --checkpoints alone, which are compared over their training"
+        f"{shared_options.MODEL_HELP}, or a folder of istar measure; two or more; or only folders of istar measure "
+        "--revisions or --checkpoints, which are compared over their training"
     )
-    add("models", nargs="+", help=models_help)
-    text_help = "text to measure models over that are no folders of istar measure, and for CKA; repeatable"
-    add("--text", action="append", default=[], help=text_help)
-    add("--length", type=int, default=128, help="maximum tokens per block, the same for all models (default: 128)")
-    add("--max-tokens", type=int, help="maximum number of tokens of each text")
-    add("--documents", type=int, default=1_000, help="documents for CKA; 0 leaves CKA out (default: 1000)")
-    add("--out", type=Path, default=Path("comparison"), help="output folder (default: comparison)")
-    parser.set_defaults(command=run, extra="train", minima={"documents": 0, "length": 1, "max_tokens": 1})
+    parser.add_argument("models", nargs="+", metavar="model", help=models_help)
+    shared_options.add_measuring_options(parser)
+    shared_options.add_output(parser, "comparison")
+    cka_help = "documents of the texts for CKA, the similarity of layers; 0: none (default: 1000)"
+    parser.add_argument("--cka-documents", type=int, default=1_000, help=cka_help)
+    minima = {**shared_options.MEASURING_MINIMA, "cka_documents": 0}
+    parser.set_defaults(command=run, extra="train", minima=minima)
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure the models that are not measured yet, print a table that compares all models, and write the page."""
     from istar.drawing import page_folder
-    from istar.geometry.show import compare, compare_page, terminal_tables
-    from istar.inputs import corpus
+    from istar.geometry.show import compare, compare_page, model_tables, terminal_tables
+    from istar.inputs import corpus, saved_checkpoints
 
-    model_arguments = compare.parse_compared_models(options.models)
+    model_arguments = saved_checkpoints.parse_models(options.models)
+    if len(model_arguments) < 2:
+        raise UserError("a comparison needs two models or more; give their names, or folders of istar measure")
     if any(compare.has_trajectory(argument) for argument in model_arguments):
         _compare_trajectories(options, model_arguments)
         return
     sources = corpus.parse_sources(options.text)
     inputs: list[str | Path] = [*(argument.name for argument in model_arguments), *(source.path for source in sources)]
     page_folder.check(options.out, compare_page.COMPARISON_KIND, inputs)
-    console, progress_console = make_console(), make_console(stderr=True)
-    measured_models = _measure_models(model_arguments, sources, options, progress_console)
-    similarities = _compute_similarities(measured_models, sources, options, progress_console)
+    measured_models = _measure_models(model_arguments, sources, options)
+    similarities = _compute_similarities(measured_models, sources, options)
     page_path = compare_page.write_comparison(measured_models, options.out, similarities, options.typed)
-    console.print(terminal_tables.make_comparison_table(measured_models))
-    for sentence in compare.describe_other_settings(measured_models):
-        console.print(f"warning: {sentence}", highlight=False, soft_wrap=True, markup=False)
-    console.out(f"{page_path}, and figures, tables, {compare_page.COMPARISON_FILE} beside it", highlight=False)
+    if options.json:
+        shared_options.print_json({"models": model_tables.build_model_sheet(measured_models).frame})
+    else:
+        make_console().print(terminal_tables.make_comparison_table(measured_models))
+    files = f"{page_path}, and figures, tables, {compare_page.COMPARISON_FILE}"
+    _print_lines(options, compare.describe_other_settings(measured_models), files)
 
 
 def _compare_trajectories(options: argparse.Namespace, model_arguments: Sequence["ModelArgument"]) -> None:
@@ -69,88 +69,63 @@ def _compare_trajectories(options: argparse.Namespace, model_arguments: Sequence
     page_folder.check(options.out, compare_page.TRAININGS_KIND, [argument.name for argument in model_arguments])
     trajectories = measured_training.read_trainings(model_arguments)
     page_path = compare_page.write_trainings(trajectories, options.out, options.typed)
-    console = make_console()
-    console.print(terminal_tables.make_training_table(trajectories))
-    for sentence in compare_page.describe_other_training_settings(trajectories):
-        console.print(f"warning: {sentence}", highlight=False, soft_wrap=True, markup=False)
-    console.out(f"{page_path}, and figures, tables, {compare_page.TRAININGS_FILE} beside it", highlight=False)
+    if options.json:
+        shared_options.print_json({training.label: training.table for training in trajectories})
+    else:
+        make_console().print(terminal_tables.make_training_table(trajectories))
+    files = f"{page_path}, and figures, tables, {compare_page.TRAININGS_FILE}"
+    _print_lines(options, compare_page.describe_other_training_settings(trajectories), files)
+
+
+def _print_lines(options: argparse.Namespace, warnings: Sequence[str], files: str) -> None:
+    """Print warnings and where the files are; with `--json`, standard output has nothing but the JSON."""
+    for sentence in warnings:
+        make_console(stderr=True).print(f"warning: {sentence}", soft_wrap=True)
+    make_console(stderr=options.json).out(f"{files} next to it", highlight=False)
 
 
 def _measure_models(
-    model_arguments: Sequence["ModelArgument"],
-    sources: Sequence["Source"],
-    options: argparse.Namespace,
-    progress_console: "Console",
+    model_arguments: Sequence["ModelArgument"], sources: Sequence["Source"], options: argparse.Namespace
 ) -> list["MeasuredModel"]:
-    """Return the measures of all models; unmeasured models are measured into folders next to `--out`."""
+    """Return the measures of all models; unmeasured models are measured into the folder `models` in `--out`."""
     from istar.geometry.collect import measures_file
     from istar.geometry.show import compare
+    from istar.inputs import saved_checkpoints
 
-    file_name = measures_file.JSON_FILE
-    unmeasured_models = [argument for argument in model_arguments if not compare.is_measured(argument)]
-    if unmeasured_models and not sources:
-        raise UserError(
-            f"{unmeasured_models[0].name} holds no {file_name}; give a folder of istar measure, or --text to measure it"
-        )
-    measurements = [
-        measures_file.read_measurement(Path(argument.name) / file_name)
-        if compare.is_measured(argument)
-        else _measure_model(argument, sources, options, progress_console)
-        for argument in model_arguments
-    ]
-    return compare.label_models(model_arguments, measurements)
-
-
-def _measure_model(
-    model_argument: "ModelArgument",
-    sources: Sequence["Source"],
-    options: argparse.Namespace,
-    progress_console: "Console",
-) -> "Measurements":
-    """Measure a model, write its page into a folder next to `--out`, and return its measurements."""
-    # These need transformers, which takes seconds to import, and finished folders do not need them.
-    from istar.geometry.collect import measure
-    from istar.geometry.collect.corpus_statistics import MeasureSettings
-    from istar.geometry.show import compare_page
-
-    out = options.out.with_name(f"{options.out.name}-measures") / model_argument.default_label
-    texts = [source.path for source in sources]
-    compare_page.check_model_folder(out, model_argument.model_name, model_argument.revision, texts)
-    progress_console.print(f"measuring {model_argument.model_name}", highlight=False, soft_wrap=True, markup=False)
-    settings = MeasureSettings(options.length, limit=options.max_tokens)
-    measurements = measure.measure_model(
-        model_argument.model_name,
-        sources,
-        settings,
-        out,
-        model_argument.revision,
-        console=progress_console,
-        command=options.typed,
-    )
-    compare_page.write_model(measurements, out)
-    return measurements
+    file_name, folder = measures_file.JSON_FILE, options.out / "models"
+    new_models = {model: folder / model.default_label for model in model_arguments if not compare.is_measured(model)}
+    if new_models and not sources:
+        name = next(iter(new_models)).name
+        raise UserError(f"{name} holds no {file_name}; give a folder of istar measure, or --text to measure it")
+    saved_checkpoints.check_distinct_labels([model.default_label for model in new_models])
+    measured = {
+        model: measures_file.read_measurement(Path(model.name) / file_name)
+        for model in model_arguments
+        if model not in new_models
+    }
+    if new_models:
+        settings = shared_options.make_measure_settings(options)
+        results = measure_models(options, new_models, sources, settings)
+        measured |= {model: measurements for model, measurements, _ in results}
+    return compare.label_models(model_arguments, [measured[model] for model in model_arguments])
 
 
 def _compute_similarities(
-    measured_models: Sequence["MeasuredModel"],
-    sources: Sequence["Source"],
-    options: argparse.Namespace,
-    progress_console: "Console",
+    measured_models: Sequence["MeasuredModel"], sources: Sequence["Source"], options: argparse.Namespace
 ) -> list["Similarity"]:
     """Return the CKA between the layers of each pair of models over documents of the texts; [] without texts."""
-    if not sources or not options.documents:
+    if not sources or not options.cka_documents:
         return []
     from istar.geometry.collect import similarity
     from istar.records.config import ModelConfig
 
-    documents = similarity.read_first_documents([source.path for source in sources], options.documents)
-    labels_and_configs = [
-        (
-            measured_model.label,
-            ModelConfig(
-                name=measured_model.measurements.model["name"], revision=measured_model.measurements.model["revision"]
-            ),
-        )
-        for measured_model in measured_models
-    ]
-    return similarity.compute_similarities(labels_and_configs, documents, options.length, progress_console)
+    documents = similarity.read_first_documents(sources, options.cka_documents)
+    labels_and_configs = []
+    for measured_model in measured_models:
+        model = measured_model.measurements.model
+        labels_and_configs.append((measured_model.label, ModelConfig(name=model["name"], revision=model["revision"])))
+    # All models see the same part of a document, unless their tokenizers differ.
+    length = min(measured_model.measurements.settings["length"] for measured_model in measured_models)
+    return similarity.compute_similarities(
+        labels_and_configs, documents, length, options.device, make_console(stderr=True)
+    )

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from istar.cli import shared_options
 from istar.drawing.terminal import make_console
 
 
@@ -18,10 +19,10 @@ def add_parser(commands: Any) -> None:
         "CSV with a column revision or step, and a column for each task; or results of lm-evaluation-harness or MTEB"
     )
     add("scores", type=Path, help=f"{scores_help}, as a .json file or a folder of such files")
-    add("--out", type=Path, default=Path("correlation"), help="output folder (default: correlation)")
-    add("--measure", action="append", default=[], help="use only this measure; repeatable")
-    add("--task", action="append", default=[], help="use only this task, or those that begin with it; repeatable")
-    add("--omit", action="append", default=[], help="leave out this revision or step; repeatable")
+    shared_options.add_output(parser, "correlation")
+    shared_options.add_list(parser, "--measure", "measures to use")
+    shared_options.add_list(parser, "--task", "tasks to use, or beginnings of their names")
+    shared_options.add_list(parser, "--omit", "revisions or steps to leave out")
     add("--model", default="", help="model of all scores, if they name it differently from the measures, or not at all")
     parser.set_defaults(command=run, extra="train")
 
@@ -37,7 +38,10 @@ def run(options: argparse.Namespace) -> None:
     results = correlate.correlate(options.geometry, options.scores, selection)
     table = correlation_tables.make_paper_table(results, has_selection=bool(options.measure))
     paths = correlation_tables.write_results(results, table, options.out)
-    console = make_console()
-    console.print(correlation_tables.make_correlation_table(table))
+    if options.json:
+        shared_options.print_json({"correlations": table})
+    else:
+        make_console().print(correlation_tables.make_correlation_table(table))
+    console = make_console(stderr=options.json)
     for line in (*correlation_tables.describe_undefined(table), *results.remarks, ", ".join(map(str, paths))):
         console.out(line, highlight=False)

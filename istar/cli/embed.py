@@ -4,8 +4,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from istar.drawing.terminal import make_console
-from istar.errors import UserError
+from istar.cli import shared_options
+from istar.drawing.terminal import make_console, make_progress
+from istar.errors import UserError, check_one_of
 
 _FORMS = ("raw", "centered", "scaled_centered", "all_but_the_top", "all_but_the_top_published")
 
@@ -16,54 +17,49 @@ def add_parser(commands: Any) -> None:
         "embed", help="measure embedding matrices, raw and post-processed, and their word similarity"
     )
     add = parser.add_argument
-    add("models", nargs="+", metavar="model", help="[label=]<folder, run or hub id>[@revision]; repeatable")
-    add("--out", type=Path, default=Path("embeddings"), help="output folder (default: embeddings)")
-    add("--revision", help="branch, tag or commit of a single model on the hub")
+    add("models", nargs="+", metavar="model", help=shared_options.MODEL_HELP)
+    shared_options.add_texts(parser, "texts in which tokens are counted")
+    shared_options.add_output(parser, "embeddings")
     add("--matrix", choices=("input", "output"), default="input", help="which embedding matrix (default: input)")
     add("--form", choices=_FORMS, help="post-processing of a single model's matrix, for --save (default: raw)")
-    forms_help = "forms for word similarity, separated by commas (default: --form, or all but the last form of --form)"
-    add("--forms", type=_parse_forms, help=forms_help)
+    forms_help = "forms for word similarity (default: --form, or all but the last form of --form)"
+    shared_options.add_list(parser, "--forms", forms_help)
     components_help = "number of directions that all_but_the_top removes (default: a hundredth of the dimensions)"
     add("--components", type=int, help=components_help)
     add("--save", choices=("matrix", "model"), help="write a single processed matrix, alone or within its model")
-    add("--wordsim", action="append", default=[], type=Path, help="word similarity benchmark file; repeatable")
+    shared_options.add_list(parser, "--wordsim", "files of word similarity benchmarks")
     policy_help = "for words of several tokens: leave them out, or average their tokens (default: single_token)"
     add("--policy", choices=("single_token", "mean"), default="single_token", help=policy_help)
-    text_help = "text in which tokens are counted, as for istar measure; repeatable"
-    add("--text", action="append", default=[], help=text_help)
     parser.set_defaults(command=run, extra="train")
-
-
-def _parse_forms(text: str) -> tuple[str, ...]:
-    forms = tuple(form.strip() for form in text.split(","))
-    for form in forms:
-        if form not in _FORMS:
-            raise argparse.ArgumentTypeError(f"{form!r} is no form; expected some of {', '.join(_FORMS)}")
-    return forms
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure the embedding matrices of all models, print the first two tables, and write a page about them."""
     from istar.drawing import page_folder, page_tables
     from istar.embeddings import embed_models, embed_page, token_frequencies
-    from istar.inputs import corpus
+    from istar.inputs import corpus, saved_checkpoints
 
-    for name in ("form", "save", "revision"):
+    for form in options.forms:
+        check_one_of("--forms", form, _FORMS)
+    for name in ("form", "save"):
         if len(options.models) > 1 and getattr(options, name) is not None:
             raise UserError(f"--{name} is for a single model; remove it, or call istar embed for each model")
-    models = embed_models.parse_named_models(options.models, options.revision)
-    forms = options.forms or ((options.form,) if options.form else embed_models.WORDSIM_FORMS)
+    models = saved_checkpoints.parse_models(options.models)
+    saved_checkpoints.check_distinct_labels([model.default_label for model in models])
+    forms = tuple(options.forms) or ((options.form,) if options.form else embed_models.WORDSIM_FORMS)
     settings = embed_models.EmbeddingSettings(options.matrix, forms, options.components, options.policy)
     sources = corpus.parse_sources(options.text)
     inputs = [model.config.name for model in models] + [*options.wordsim, *(source.path for source in sources)]
     page_folder.check(options.out, embed_page.EMBEDDINGS_KIND, inputs)
-    benchmarks = embed_models.read_benchmarks(options.wordsim)
-    console, progress_console = make_console(), make_console(stderr=True)
-    measured_models = []
-    for model in models:
-        if len(models) > 1:
-            progress_console.print(f"measuring {model.config.name}", highlight=False, soft_wrap=True, markup=False)
-        measured_models.append(embed_models.measure_embeddings(model, settings, benchmarks, sources))
+    benchmarks = embed_models.read_benchmarks(list(map(Path, options.wordsim)))
+    console, measured_models = make_console(stderr=options.json), []
+    with make_progress(make_console(stderr=True)) as progress:
+        task = progress.add_task("", total=len(models) * len(settings.measured_forms))
+        for model in models:
+            progress.update(task, description=model.default_label)
+            measured_models.append(
+                embed_models.measure_embeddings(model, settings, benchmarks, sources, lambda: progress.advance(task))
+            )
     words = token_frequencies.count_words(sources)
     sheets = embed_page.make_tables(measured_models, words)
     contents, drafts = embed_page.make_contents(measured_models, sheets, words, options.typed), {}
@@ -79,9 +75,11 @@ def run(options: argparse.Namespace) -> None:
         if matrix.tied:
             console.out("the output embeddings are tied to the input embeddings: processing one processes both")
     page_path = page_folder.write(options.out, contents, embed_page.EMBEDDINGS_KIND, drafts)
-    for name in ("table1", "table2"):
-        if name in sheets:
-            console.print(page_tables.to_terminal_table(sheets[name]))
-            for note in sheets[name].notes:
-                console.print(note, highlight=False, soft_wrap=True, markup=False)
+    shown_sheets = {name: sheets[name] for name in ("table1", "table2") if name in sheets}
+    if options.json:
+        shared_options.print_json({name: sheet.frame for name, sheet in shown_sheets.items()})
+    for sheet in () if options.json else shown_sheets.values():
+        console.print(page_tables.to_terminal_table(sheet))
+        for note in sheet.notes:
+            console.print(note, soft_wrap=True)
     console.out(f"{page_path}, and figures, tables, CSV files and {embed_page.JSON} next to it", highlight=False)

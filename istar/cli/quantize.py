@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from istar.cli import shared_options
 from istar.drawing.terminal import make_console
 from istar.errors import UserError
 
@@ -21,9 +22,9 @@ def add_parser(commands: Any) -> None:
     )
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="folder", help="folders of runs with run.save_model=true")
-    add("--out", type=Path, default=Path("quantization"), help="output folder (default: quantization)")
-    forms_help = "forms, separated by commas: w<bits of weights>a<bits of activations> (default: w8a8,w6a6,w4a4)"
-    add("--forms", default="w8a8,w6a6,w4a4", help=forms_help)
+    shared_options.add_output(parser, "quantization")
+    forms_help = "forms w<bits of weights>a<bits of activations> (default: w8a8,w6a6,w4a4)"
+    shared_options.add_list(parser, "--forms", forms_help)
     weights_help = "scales of the weights: one for each output channel, or one for the matrix (default: channel)"
     add("--weights", choices=("channel", "tensor"), default="channel", help=weights_help)
     activations_help = (
@@ -32,7 +33,7 @@ def add_parser(commands: Any) -> None:
     add("--activations", choices=("tensor", "token"), default="tensor", help=activations_help)
     calibration_help = "number of training examples that calibrate the scales of tensors (default: 256)"
     add("--calibration", type=int, default=256, help=calibration_help)
-    add("--seed", type=int, default=0, help="seed of the choice of these examples (default: 0)")
+    add("--seed", type=int, default=0, help="seed of random samples (default: 0)")
     add("--data-dir", type=Path, help="folder of the task's data, if it is not where the runs had it")
     parser.set_defaults(command=run, extra="train", minima={"calibration": 1, "seed": 0})
 
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace) -> None:
     from istar.finetune.quantization.linear_layers import parse_form
     from istar.reports.run_frame import load_runs
 
-    names = [name.strip() for name in options.forms.split(",")]
+    names = options.forms or ["w8a8", "w6a6", "w4a4"]
     forms = tuple(parse_form(name, options.weights, options.activations) for name in names)
     settings = form_scores.QuantizationSettings(forms, options.calibration, options.seed, options.data_dir)
     output = Output(options.out, "table of quantized runs")
@@ -57,11 +58,12 @@ def run(options: argparse.Namespace) -> None:
         if not runs.records:
             raise UserError(f"{folder} holds no runs of train.py; name the folder of a run, or one that holds runs")
         records |= {Path(path): record for path, record in runs.records.items()}
-    progress = make_console(stderr=True)
-    scores = form_scores.score_runs(records, settings, lambda line: progress.out(line, highlight=False))
+    scores = form_scores.score_runs(records, settings, make_console(stderr=True))
     summary = form_scores.summarize_configurations(scores, forms)
     files = {"quantization.csv": to_csv(scores), "quantization.tex": form_scores.format_latex(summary)}
     output.write({name: text.encode() for name, text in files.items()}, is_complete=True)
-    console = make_console()
-    console.print(form_scores.build_terminal_table(summary))
-    console.out(f"{options.out / 'quantization.csv'} and .tex", highlight=False)
+    if options.json:
+        shared_options.print_json({"runs": scores})
+    else:
+        make_console().print(form_scores.build_terminal_table(summary))
+    make_console(stderr=options.json).out(f"{options.out / 'quantization.csv'} and .tex", highlight=False)

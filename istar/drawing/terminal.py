@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
 
 CLOSED_PIPE_EXIT_CODE = 141
 """Exit code of a process that the signal SIGPIPE has ended, as shells report it."""
@@ -21,6 +22,13 @@ def make_console(**options: Any) -> "Console":
     from rich.console import Console
 
     return Console(markup=False, emoji=False, highlight=False, **options)
+
+
+def make_progress(console: "Console | None") -> "Progress":
+    """Create bars with percentages and the time to go, which are shown in a terminal until they end."""
+    from rich.progress import Progress
+
+    return Progress(console=console, disable=console is None or not console.is_terminal, transient=True)
 
 
 def replace_unencodable_characters() -> None:

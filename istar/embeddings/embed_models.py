@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from istar.files.outputs import Output
 from istar.inputs import model_files, pretrained
 from istar.inputs.corpus import Source
 from istar.inputs.embedding_matrix import Matrix, Side, read_matrix
-from istar.inputs.saved_checkpoints import parse_model_argument
+from istar.inputs.saved_checkpoints import ModelArgument
 from istar.measures import all_but_the_top, centered, scaled_centered
 from istar.measures.numerics import row_norms, upcast_blocks
 from istar.measures.partition import measure_matrix, project_rows
@@ -48,8 +48,7 @@ WORDSIM_FORMS = ("raw", "centered", "scaled_centered", "all_but_the_top")
 class EmbeddingSettings:
     """The matrix of each model to measure, and its forms.
 
-    Raises:
-        UserError: if `components` is given without an all-but-the-top form.
+    Raises a `UserError` if `components` is given without an all-but-the-top form.
     """
 
     matrix: Side = "input"  # input or output embeddings
@@ -57,40 +56,17 @@ class EmbeddingSettings:
     components: int | None = None  # number of directions that the all-but-the-top forms remove; None for their default
     policy: wordsim.Policy = "single_token"  # treatment of words of several tokens; see `wordsim.word_vectors`
 
+    @property
+    def measured_forms(self) -> tuple[str, ...]:
+        """All forms that are measured, in their order."""
+        return tuple(dict.fromkeys(("raw", *self.forms, *PAPER_FORMS)))
+
     def __post_init__(self) -> None:
         if self.components is not None and not any(form.startswith("all_but_the_top") for form in self.forms):
             raise UserError(
                 f"--components needs an all_but_the_top form, but the forms are {', '.join(self.forms)}; "
                 "remove --components"
             )
-
-
-@dataclass(frozen=True)
-class NamedModel:
-    """A model on the command line of `istar embed`: a model or a run, and its label."""
-
-    label: str  # name on the page, distinct among the models
-    config: ModelConfig
-
-
-def parse_named_models(arguments: Sequence[str], revision: str | None = None) -> list[NamedModel]:
-    """Parse models, each written as `[label=]<folder, run or hub id>[@revision]`.
-
-    The default label is the last part of the name, with the revision. A run of train.py means its folder `model`.
-    `revision` is the default revision.
-
-    Raises:
-        UserError: if two models have the same label.
-    """
-    models = []
-    for argument in map(parse_model_argument, arguments):
-        named = replace(argument, revision=argument.revision or revision)
-        config = ModelConfig(name=named.model_name, revision=named.revision)
-        models.append(NamedModel(named.default_label, config))
-    label, count = Counter(model.label for model in models).most_common(1)[0]
-    if count > 1:
-        raise UserError(f"{count} models are called {label}; give each model once, with a name, as in first=<model>")
-    return models
 
 
 @dataclass(frozen=True)
@@ -110,17 +86,17 @@ class ModelEmbeddings:
 
 
 def measure_embeddings(
-    model: NamedModel,
+    model: ModelArgument,
     settings: EmbeddingSettings,
     benchmarks: Sequence[wordsim.Benchmark] = (),
     texts: Sequence[Source] = (),
+    advance: Callable[[], object] = lambda: None,
 ) -> ModelEmbeddings:
     """Measure a model's embedding matrix in the forms of the settings, and raw, centered and post-processed.
 
-    At most two matrices are in memory at a time: the stored one and one form of it.
-
-    Raises:
-        UserError: if the model or a text cannot be read, or the settings do not fit the matrix.
+    At most two matrices are in memory at a time: the stored one and one form of it. `advance` is called after each of
+    the `settings.measured_forms`. Raises a `UserError` if the model or a text cannot be read, or the settings do not
+    fit the matrix.
     """
     tokenizer = pretrained.load_tokenizer(model.config)
     matrix = read_matrix(model.config, settings.matrix)
@@ -134,7 +110,7 @@ def measure_embeddings(
     notes: list[str] = []
     # Word similarity is always measured for the raw form too, to compare the others with it.
     similarity_forms = ("raw", *settings.forms)
-    for form in dict.fromkeys((*similarity_forms, *PAPER_FORMS)):
+    for form in settings.measured_forms:
         components = settings.components if form.startswith("all_but_the_top") else None
         form_matrix = FORM_FUNCTIONS[form](matrix.values, components)
         measures_by_form[form] = measure_matrix(form_matrix)
@@ -146,11 +122,12 @@ def measure_embeddings(
             if not unused_similarity.empty:
                 cosines = token_frequencies.average_cosines(form_matrix, unused_ids, unused_similarity)
                 unused_similarity[f"cosine_{form}"] = cosines
+        advance()
     # The sort is stable: the forms of a benchmark keep their order.
     similarity_rows.sort(key=lambda row: [benchmark.name for benchmark in benchmarks].index(row["benchmark"]))
     projection = project_rows(matrix.values)
     return ModelEmbeddings(
-        label=model.label,
+        label=model.default_label,
         metadata={**make_metadata(model.config, matrix), "components": settings.components},
         measures_by_form=measures_by_form,
         word_similarity=pd.DataFrame(similarity_rows),
@@ -182,10 +159,8 @@ def make_metadata(config: ModelConfig, matrix: Matrix) -> dict[str, Any]:
 def list_tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str | None]:
     """Return the token of each row of an embedding matrix; None for a row without a token.
 
-    Embeddings often have more rows than the vocabulary has tokens.
-
-    Raises:
-        UserError: if a token of the tokenizer lacks a row.
+    Embeddings often have more rows than the vocabulary has tokens. Raises a `UserError` if a token of the tokenizer
+    lacks a row.
     """
     token_by_id = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
     largest_id = max(token_by_id)
@@ -200,8 +175,7 @@ def list_tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str | Non
 def read_benchmarks(paths: Sequence[Path]) -> list[wordsim.Benchmark]:
     """Read the files of word similarity benchmarks.
 
-    Raises:
-        UserError: if a file cannot be read, or a benchmark is given twice.
+    Raises a `UserError` if a file cannot be read, or a benchmark is given twice.
     """
     benchmarks = [wordsim.read_benchmark(path) for path in paths]
     for name, count in Counter(benchmark.name for benchmark in benchmarks).items():
@@ -236,14 +210,14 @@ def measure_word_similarity(
     return rows, notes
 
 
-def process_matrix(model: NamedModel, side: Side, form: str, components: int | None) -> tuple[Matrix, Tensor]:
+def process_matrix(model: ModelArgument, side: Side, form: str, components: int | None) -> tuple[Matrix, Tensor]:
     """Return a model's embedding matrix as it is stored, and in a form of `FORM_FUNCTIONS`."""
     matrix = read_matrix(model.config, side)
     return matrix, FORM_FUNCTIONS[form](matrix.values, components)
 
 
 def make_matrix_files(
-    model: NamedModel, matrix: Matrix, processed: Tensor, settings: dict[str, Any]
+    model: ModelArgument, matrix: Matrix, processed: Tensor, settings: dict[str, Any]
 ) -> dict[str, bytes]:
     """Return the contents of `MATRIX_FILES` for a processed matrix; `matrix` is the stored one.
 
@@ -257,13 +231,11 @@ def make_matrix_files(
     return dict(zip(MATRIX_FILES, (tensors, lines.encode()), strict=True))
 
 
-def save_model(model: NamedModel, matrix: Matrix, processed: Tensor, output: Output) -> Path:
+def save_model(model: ModelArgument, matrix: Matrix, processed: Tensor, output: Output) -> Path:
     """Save the whole model with the processed matrix to a draft folder, and return the folder.
 
-    Tied output embeddings stay tied, so that they are processed too.
-
-    Raises:
-        UserError: if the folder cannot be written.
+    Tied output embeddings stay tied, so that they are processed too. Raises a `UserError` if the folder cannot be
+    written.
     """
     model_class = type(model_files.build_meta_model(model_files.load_pretrained(model.config, AutoConfig)))
     loaded_model: Any = model_files.load_weights(model.config, model_class, dtype="auto")

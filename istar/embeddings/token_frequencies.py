@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from istar.errors import UserError
 from istar.inputs.corpus import Source
-from istar.inputs.documents import read_documents
 from istar.inputs.tokenizing import tokenize
 from istar.measures.numerics import unit_vectors, upcast_blocks
 
@@ -28,12 +27,11 @@ BIN_SIZE = 1_000
 def count_tokens(texts: Iterable[Source], tokenizer: PreTrainedTokenizerBase, rows: int) -> np.ndarray:
     """Count how often each token occurs in texts, `(rows,)`; the special tokens around a text are not counted.
 
-    Raises:
-        UserError: if a file cannot be read, or the texts lack tokens.
+    Raises a `UserError` if a file cannot be read, or the texts lack tokens.
     """
     counts = np.zeros(rows, dtype=np.int64)
     for source in texts:
-        for ids in tokenize(read_documents(source.path), tokenizer):
+        for ids in tokenize(source.read_documents(), tokenizer):
             counts += np.bincount(np.asarray(ids, dtype=np.int64), minlength=rows)
     if not counts.any():
         raise UserError("--text: no file holds any text; expected at least one line that is not empty")
@@ -58,7 +56,7 @@ def count_words(texts: Iterable[Source]) -> pd.DataFrame:
     """
     counter: Counter[str] = Counter()
     for source in texts:
-        for document in read_documents(source.path):
+        for document in source.read_documents():
             counter.update(_WORD_PATTERN.findall(document))
     words = sorted(counter, key=lambda word: (-counter[word], word))
     return _make_frequency_table({"word": words}, np.array([counter[word] for word in words], dtype=np.int64))

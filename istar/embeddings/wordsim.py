@@ -102,10 +102,8 @@ def read_benchmark(path: Path) -> Benchmark:
     - wordsim353: three tab-separated columns, the rating (0 to 10) last; with or without header.
     - rw: tab-separated, the mean rating (0 to 10) in column 3, followed by the individual ratings.
 
-    The first line determines the format. The file is UTF-8; empty lines are skipped.
-
-    Raises:
-        UserError: if the file cannot be read, its format is unknown, or a line is malformed.
+    The first line determines the format. The file is UTF-8; empty lines are skipped. Raises a `UserError` if the file
+    cannot be read, its format is unknown, or a line is malformed.
     """
     lines = {number: line.rstrip() for number, line in numbered_lines(path) if line.strip()}
     if not lines:
@@ -174,8 +172,7 @@ def word_vectors(
     Returns:
         The vectors `(d,)` of the words that have one, float64 (float32 on MPS), on the embeddings' device.
 
-    Raises:
-        UserError: if the policy is unknown, or the embeddings are not a finite matrix with a row for each token.
+    Raises a `UserError` if the policy is unknown, or the embeddings are not a finite matrix with a row for each token.
     """
     if policy not in get_args(Policy):
         raise UserError(f"policy is {policy!r}; expected one of {', '.join(get_args(Policy))}")
@@ -209,10 +206,8 @@ def measure_similarity(vectors: Mapping[str, Tensor], benchmark: Benchmark) -> W
     """Correlate a benchmark's ratings with the cosines and inner products of the words' vectors.
 
     `vectors` is the result of `word_vectors`; pairs with a missing word are left out. Results of different policies are
-    not comparable, because they keep different pairs.
-
-    Raises:
-        UserError: if fewer than 2 pairs have vectors for both words.
+    not comparable, because they keep different pairs. Raises a `UserError` if fewer than 2 pairs have vectors for both
+    words.
     """
     pairs = [pair for pair in benchmark.pairs if pair.first in vectors and pair.second in vectors]
     if len(pairs) < 2:

@@ -48,9 +48,8 @@ class Output:
             names: files and folders that will be written, relative to the folder.
             inputs: what the command reads; names of models on the hub are ignored.
 
-        Raises:
-            UserError: if a name belongs to a foreign or edited file, or if an input would be replaced or is the folder
-                itself.
+        Raises a `UserError` if a name belongs to a foreign or edited file, or if an input would be replaced or is the
+        folder itself.
         """
         names = list(names)
         with self._user_errors():
@@ -104,8 +103,7 @@ class Output:
             is_complete: remove earlier results of other names.
             saved: files that may be replaced even if they are foreign, because the caller has saved them.
 
-        Raises:
-            UserError: if a foreign or edited file would be replaced, or the folder cannot be written.
+        Raises a `UserError` if a foreign or edited file would be replaced, or the folder cannot be written.
         """
         folders = folders or {}
         with self._user_errors():

@@ -28,11 +28,8 @@ def add_adapters(model: PreTrainedModel, config: ModelConfig, kind: Kind) -> "Pe
     """Add low-rank adapters to a model with a head for the task.
 
     Afterwards only the adapters, the head and the pooler require gradients. A head for language modelling is part of
-    the pretrained weights and is not trained.
-
-    Raises:
-        UserError: if `config.lora_target_modules` is None and peft lacks a default for the architecture, or if it names
-            a module that the model lacks.
+    the pretrained weights and is not trained. Raises a `UserError` if `config.lora_target_modules` is None and peft
+    lacks a default for the architecture, or if it names a module that the model lacks.
     """
     peft = _import_peft("model.lora=true")
     task_types = {"span": peft.TaskType.QUESTION_ANS, "causal_lm": peft.TaskType.CAUSAL_LM, "masked_lm": None}
@@ -89,8 +86,7 @@ def has_adapters(name: str) -> bool:
 def read_base_config(folder: Path) -> ModelConfig:
     """Read the name and revision of the base model from a folder with adapters.
 
-    Raises:
-        UserError: if the folder does not name a base model, or names modules by a regular expression.
+    Raises a `UserError` if the folder does not name a base model, or names modules by a regular expression.
     """
     settings = read_json(folder / ADAPTER_CONFIG_FILE)
     base_name = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
@@ -111,8 +107,7 @@ def read_base_config(folder: Path) -> ModelConfig:
 def find_base(config: ModelConfig, file_name: str) -> ModelConfig | None:
     """Return the base model of an adapter folder that lacks a file, as folders by peft alone do; otherwise None.
 
-    Raises:
-        UserError: if the file is missing and the folder does not name a base model.
+    Raises a `UserError` if the file is missing and the folder does not name a base model.
     """
     lacks_file = has_adapters(config.name) and not (Path(config.name) / file_name).is_file()
     return read_base_config(Path(config.name)) if lacks_file else None

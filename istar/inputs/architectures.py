@@ -51,8 +51,7 @@ def is_decoder(config: PreTrainedConfig) -> bool:
 def get_auto_class(config: PreTrainedConfig, kind: Kind, label: str) -> Any:
     """Return the `AutoModelFor...` class that loads an architecture with the head for a kind of task.
 
-    Raises:
-        UserError: if transformers lacks such a head; the message names the model by `label`.
+    Raises a `UserError` if transformers lacks such a head; the message names the model by `label`.
     """
     auto_class, architectures = _HEADS[kind]
     if type(config) not in architectures:
@@ -81,8 +80,7 @@ def check_num_layers(config: Any, label: str) -> None:
 def make_config(architecture: str, values: Mapping[str, Any]) -> PreTrainedConfig:
     """Make the configuration of a new model: the architecture's defaults in transformers, updated with `values`.
 
-    Raises:
-        UserError: if the architecture or a value is unknown or not allowed.
+    Raises a `UserError` if the architecture or a value is unknown or not allowed.
     """
     if architecture not in CONFIG_MAPPING:
         hint = did_you_mean(architecture, CONFIG_MAPPING)
@@ -97,8 +95,7 @@ def make_config(architecture: str, values: Mapping[str, Any]) -> PreTrainedConfi
 def override_config(config: PreTrainedConfig, values: Mapping[str, Any], label: str) -> PreTrainedConfig:
     """Return a copy of a configuration with new `values`; values derived from them are recomputed.
 
-    Raises:
-        UserError: if a value is unknown or not allowed; the message names the model by `label`.
+    Raises a `UserError` if a value is unknown or not allowed; the message names the model by `label`.
     """
     base_values = {
         key: value for key, value in config.to_diff_dict().items() if key not in ("model_type", "architectures")

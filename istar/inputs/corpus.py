@@ -4,14 +4,17 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from istar.errors import UserError
+from istar.inputs.documents import is_corpus_file, iterate_texts, read_documents
+from istar.inputs.hub import load_dataset_split
 from istar.inputs.tokenizing import chunks, count_text_tokens, find_separator_id, special_tokens, tokenize
 
 if TYPE_CHECKING:
@@ -30,38 +33,71 @@ RUN_LENGTH = 4
 
 T = TypeVar("T")
 _SENTENCE_END = re.compile(r"""[.!?…]["'”’)\]]*\s+(?=["'“‘(\[]*[^\W_a-z])|[。！？]|\n""")  # noqa: RUF001
+_HUB_TEXT = re.compile(
+    r"(?P<id>[\w-][\w.-]*/[\w.-]+)(?::(?P<configuration>[^:@]*))?(?::(?P<split>[^@]+))?(?:@(?P<revision>.+))?"
+)
+"""A data set of the hub, as `parse_sources` reads it."""
 Documents = Literal["separate", "packed"]
 """Whether the model sees each document alone; see `Blocks`."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A corpus: a file or folder that `istar.inputs.documents.read_documents` reads."""
+    """A corpus: a file or folder, or a data set of the hub."""
 
     name: str  # name of the source in the results
-    path: Path
+    path: Path  # file or folder; for a data set of the hub, its name as given
+    dataset: Dataset | None = None  # data set of the hub; its column `text` has the documents
+    commit: str = ""  # commit of this data set
+
+    def read_documents(self) -> Iterator[str]:
+        """Return an iterator over the documents, as `istar.inputs.documents.read_documents` does."""
+        if self.dataset is None:
+            return read_documents(self.path)
+        return (text for text in iterate_texts(self.dataset, str(self.path)) if not text.isspace() and text)
+
+    @property
+    def content(self) -> tuple[Path | str, ...]:
+        """What identifies the documents: the path, which counts by its content, or the data set with its commit."""
+        return (self.path,) if self.dataset is None else (str(self.path), self.commit)
 
 
 def parse_sources(texts: Sequence[str]) -> list[Source]:
-    """Parse the values of `--text`: `name=path`, or `path`, named by its stem.
+    """Parse the values of `--text`, each `[name=]<file or folder>` or `[name=]<data set of the hub>`.
 
-    Raises:
-        UserError: if a path does not exist, two sources have the same name, or one of several is named `combined`.
+    A data set is `owner/name[:configuration[:split]][@revision]`, with the split `train` by default. The default name
+    of a source is the stem of its path, or the name of the data set without its owner. Raises a `UserError` if a text
+    does not exist, two sources have the same name, or one of several is named `combined`.
     """
     sources = []
     for text in texts:
-        name, equals_sign, path_text = text.partition("=")
+        name, equals_sign, location = text.partition("=")
         # The name of an existing file may contain "=".
-        path = Path(path_text if equals_sign and not Path(text).exists() else text)
-        if not path.exists():
-            raise UserError(f"--text {text}: there is no {path}; expected a file or folder of text, or name=<path>")
-        sources.append(Source(name if path != Path(text) else path.stem, path))
+        if not equals_sign or Path(text).exists():
+            name, location = "", text
+        path = Path(location)
+        if path.exists():
+            sources.append(Source(name or path.stem, path))
+            continue
+        match = _HUB_TEXT.fullmatch(location)
+        if match is None or is_corpus_file(path):
+            raise UserError(
+                f"--text {text}: there is no {path}; expected a file or folder of text, or a data set of the hub as "
+                "owner/name[:configuration[:split]], or name=<text>"
+            )
+        try:
+            dataset, commit = load_dataset_split(
+                match["id"], match["configuration"] or None, match["split"] or "train", match["revision"]
+            )
+        except UserError as error:
+            raise UserError(f"--text {text}: there is no file or folder {path}, and {error}") from error
+        sources.append(Source(name or PurePath(match["id"]).name, path, dataset, commit))
     names = [source.name for source in sources]
     for name in names:
         if names.count(name) > 1:
-            raise UserError(f"--text: two sources are named {name}; rename one with name=<file>")
+            raise UserError(f"--text: two sources are named {name}; rename one with name=<text>")
     if COMBINED in names and len(names) > 1:
-        raise UserError(f"--text: {COMBINED} is the name of all texts together; rename that source with name=<file>")
+        raise UserError(f"--text: {COMBINED} is the name of all texts together; rename that source with name=<text>")
     return sources
 
 
@@ -118,8 +154,7 @@ class Blocks:
       followed by the tokenizer's `sep_token`, or else its `eos_token`, if it has either. The model sees several
       unrelated documents in one block.
 
-    Raises:
-        UserError: if the special tokens leave no room for text, or `documents` has another value.
+    Raises a `UserError` if the special tokens leave no room for text, or `documents` has another value.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", length: int, documents: Documents = "separate") -> None:
@@ -196,12 +231,8 @@ def split_into_batches(
 ) -> Iterator[list[T]]:
     """Yield batches of consecutive blocks: at most `num_tokens` tokens with padding, or a single block.
 
-    Args:
-        blocks: blocks; neighbours should have similar lengths.
-        block_length: returns the number of tokens of a block.
-        device: device of the model; sets the default of `num_tokens`.
-        num_tokens: maximum number of tokens; None means `BATCH_TOKENS` on a CPU, else `BATCH_TOKENS_ON_DEVICES`.
-        has_padding: whether the blocks of a batch may have different lengths.
+    `block_length` returns the number of tokens of a block. Neighbours should have similar lengths, and without padding
+    have the same. The default of `num_tokens` is `BATCH_TOKENS` on a CPU, else `BATCH_TOKENS_ON_DEVICES`.
     """
     if num_tokens is None:
         num_tokens = BATCH_TOKENS if device.type == "cpu" else BATCH_TOKENS_ON_DEVICES

@@ -33,10 +33,8 @@ def read_documents(path: Path) -> Iterator[str]:
 
     The case of suffixes is ignored. In a folder, plain text has the suffix `.txt`.
 
-    Documents that contain only whitespace are left out. In plain text, whitespace around a line is removed.
-
-    Raises:
-        UserError: if the path cannot be read or is not one of these, or text is not UTF-8; the message names the file.
+    Documents that contain only whitespace are left out. In plain text, whitespace around a line is removed. Raises a
+    `UserError` if the path cannot be read or is not one of these, or text is not UTF-8; the message names the file.
     """
     suffix = path.suffix.lower()
     documents: Iterator[str]
@@ -67,10 +65,7 @@ def cache_documents(documents: Iterable[str], folder: Path, digest: str) -> Data
     """Write documents to a cache folder, created if absent; return them as a memory-mapped data set.
 
     The data set has one column, `text`. `digest`, of the files that contain the documents, names the cached file. If
-    this file exists, the documents are not read.
-
-    Raises:
-        UserError: if the file cannot be written.
+    this file exists, the documents are not read. Raises a `UserError` if the file cannot be written.
     """
     path = folder / f"{digest}.arrow"
     if not path.exists():
@@ -100,8 +95,7 @@ def compute_content_digest(path: Path) -> str:
 def iterate_texts(dataset: Dataset, source: str) -> Iterator[str]:
     """Yield the values of a data set's column `text`; `source` names the data set in error messages.
 
-    Raises:
-        UserError: if the column is missing, or a value in it is not a string.
+    Raises a `UserError` if the column is missing, or a value in it is not a string.
     """
     return _iterate_column(make_table(dataset, source))
 

@@ -40,10 +40,8 @@ class Matrix:
 def read_matrix(config: ModelConfig, side: Side = "input") -> Matrix:
     """Read a model's input or output embeddings from its safetensors file.
 
-    Without such a file, the whole model is loaded, and its adapters are merged if it has any.
-
-    Raises:
-        UserError: if the model cannot be found or read, or lacks such a matrix.
+    Without such a file, the whole model is loaded, and its adapters are merged if it has any. Raises a `UserError` if
+    the model cannot be found or read, or lacks such a matrix.
     """
     model = _build_without_weights(config)
     weight = model_files.get_embedding_weight(model, side)

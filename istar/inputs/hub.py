@@ -4,10 +4,11 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
-from typing import Literal, TypeVar
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import datasets
 from datasets.exceptions import DatasetNotFoundError
@@ -77,11 +78,8 @@ def find_commit(name: str, revision: str | None, kind: RepositoryKind) -> str:
     """Return the commit hash of a branch or tag of a hub repository; `revision=None` means the branch `main`.
 
     If the hub cannot be reached, returns the latest commit in the hub library's cache, with a warning. A complete
-    commit hash is returned unchanged.
-
-    Raises:
-        UserError: if the hub refuses access or lacks the revision, or if it cannot be reached and the cache lacks the
-            revision.
+    commit hash is returned unchanged. Raises a `UserError` if the hub refuses access or lacks the revision, or if it
+    cannot be reached and the cache lacks the revision.
     """
     if revision is not None and COMMIT_PATTERN.fullmatch(revision):
         return revision
@@ -136,6 +134,51 @@ def explain_refusal(error: BaseException, name: str, kind: RepositoryKind) -> st
                 "set HF_TOKEN to a token that may read it"
             )
     return ""
+
+
+def load_dataset(
+    name: str, configuration: str | None, revision: str | None, problem: str, split: str | None = None
+) -> Any:
+    """Load all splits of a data set of the hub, or one; from the local cache if there is a `problem` with the hub.
+
+    Raises a `UserError` if the data set cannot be loaded.
+    """
+    was_offline = datasets.config.HF_HUB_OFFLINE
+    try:
+        # Offline, `datasets` does not retry its connections.
+        datasets.config.HF_HUB_OFFLINE = was_offline or bool(problem)
+        return datasets.load_dataset(name, configuration, split=split, revision=revision)
+    except Exception as error:  # `datasets` and the libraries below it raise many types
+        failure = f"the hub did not deliver it ({shorten(f'{type(error).__name__}: {error}')})"
+        reason = explain_refusal(error, name, "dataset") or failure
+        reason = f"not in the local cache, and {problem}" if problem else reason
+        title = " ".join(filter(None, (name, configuration)))
+        raise UserError(f"{title}: {reason}; {LOCAL_COPY_HINTS['dataset']}") from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = was_offline
+
+
+def load_dataset_split(
+    name: str, configuration: str | None, split: str, revision: str | None
+) -> tuple[datasets.Dataset, str]:
+    """Load one split of a data set of the hub at a branch, tag or commit, and return it with its commit.
+
+    Raises a `UserError` if the data set or its commit cannot be loaded.
+    """
+    problem = find_hub_problem()
+    commit = None if problem else find_commit(name, revision, "dataset")
+    dataset = load_dataset(name, configuration, commit or revision, problem, split)
+    return dataset, commit or find_cached_commit([dataset]) or ""
+
+
+def find_cached_commit(splits: Iterable[datasets.Dataset]) -> str | None:
+    """Return the commit of a data set that `datasets` has loaded from its cache, or None if it is unknown.
+
+    Without the hub, `datasets` loads its latest cached data set from a folder named by the commit.
+    """
+    folders = {Path(file["filename"]).parent.name for split in splits for file in split.cache_files}
+    commit = folders.pop() if len(folders) == 1 else ""
+    return commit if COMMIT_PATTERN.fullmatch(commit) else None
 
 
 def _call_with_timeout(function: Callable[[], T], timeout: float) -> T:

@@ -30,10 +30,8 @@ log = logging.getLogger(__name__)
 def load_pretrained(config: ModelConfig, auto_class: Any, /, **options: Any) -> Any:
     """Load `config.name` at `config.revision` by `auto_class.from_pretrained`, without log output or network retries.
 
-    `options` are further arguments of `from_pretrained`.
-
-    Raises:
-        UserError: if the files are not found or cannot be read.
+    `options` are further arguments of `from_pretrained`. Raises a `UserError` if the files are not found or cannot be
+    read.
     """
     if auto_class is AutoConfig:
         config = find_base(config, "config.json") or config
@@ -49,8 +47,7 @@ def load_pretrained(config: ModelConfig, auto_class: Any, /, **options: Any) -> 
 def build_meta_model(model_config: Any) -> PreTrainedModel:
     """Build a checkpoint's model with its head, without weights (meta device).
 
-    Raises:
-        UserError: if transformers does not support the architecture.
+    Raises a `UserError` if transformers does not support the architecture.
     """
     try:
         model_class: Any = get_checkpoint_class(model_config) or transformers.MODEL_MAPPING[type(model_config)]
@@ -94,10 +91,8 @@ def load_weights(config: ModelConfig, auto_class: Any, /, **options: Any) -> Pre
     """Load a model with pretrained weights, and merge its adapters if it has any.
 
     `auto_class.from_pretrained` loads the model; `options` are its further arguments. With adapters, `dtype` is
-    required.
-
-    Raises:
-        UserError: if the model cannot be loaded, or weights outside the head and the pooler are missing.
+    required. Raises a `UserError` if the model cannot be loaded, or weights outside the head and the pooler are
+    missing.
     """
     if has_adapters(config.name):
         with tempfile.TemporaryDirectory() as folder:

@@ -34,8 +34,7 @@ def train_tokenizer(
         vocab_size: largest number of tokens, special tokens included. A short text yields fewer.
         kind: `bpe` or `wordpiece`.
 
-    Raises:
-        UserError: if the texts contain only white space.
+    Raises a `UserError` if the texts contain only white space.
     """
     return _train_bpe(texts, vocab_size) if kind == "bpe" else _train_wordpiece(texts, vocab_size)
 

@@ -181,10 +181,8 @@ READERS: Mapping[str, Callable[[Path], Table]] = {
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the number and the text of each line of a UTF-8 file that is not empty, without the line end.
 
-    The file is read line by line. Only a line feed ends a line, because texts may contain other line separators.
-
-    Raises:
-        UserError: as `read_text`.
+    The file is read line by line. Only a line feed ends a line, because texts may contain other line separators. Raises
+    a `UserError` as `read_text`.
     """
     try:
         refuse_special_file(path)

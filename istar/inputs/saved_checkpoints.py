@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from istar.errors import UserError, shorten
 from istar.files.parsing import MissingFileError, read_json
 from istar.files.writing import refuse_special_file, write_text
+from istar.records.config import ModelConfig
 from istar.records.identity import shorten_model_name
 from istar.records.results import KEPT_MODELS
 
@@ -51,18 +53,39 @@ class ModelArgument:
         return str(model_folder) if (model_folder / "config.json").is_file() else self.name
 
     @property
+    def config(self) -> ModelConfig:
+        """Config that loads the model."""
+        return ModelConfig(name=self.model_name, revision=self.revision)
+
+    @property
     def default_label(self) -> str:
         """The given label, or else the last part of the name with the revision; also usable as a folder's name."""
-        return self.label or "-".join(filter(None, (shorten_model_name(self.name), self.revision)))
+        label = self.label or "-".join(filter(None, (shorten_model_name(self.name), self.revision)))
+        return label.replace("/", "_")
 
 
-def parse_model_argument(argument: str) -> ModelArgument:
-    """Parse a model written as `[label=]<folder, run or hub id>[@revision]`; folders do not have revisions."""
-    label, _, name = argument.rpartition("=")
-    revision = ""
-    if not Path(name).exists():
-        name, _, revision = name.partition("@")
-    return ModelArgument(label, name, revision or None)
+def parse_models(arguments: Sequence[str]) -> list[ModelArgument]:
+    """Parse models, each `[label=]<hub id, folder or run>[@revision]`; folders do not have revisions.
+
+    Raises a `UserError` if a model is given twice.
+    """
+    models: list[ModelArgument] = []
+    for argument in arguments:
+        label, _, name = argument.rpartition("=")
+        revision = ""
+        if not Path(name).exists():
+            name, _, revision = name.partition("@")
+        if (name, revision or None) in [(model.name, model.revision) for model in models]:
+            raise UserError(f"{argument} is given twice; give each model once")
+        models.append(ModelArgument(label, name, revision or None))
+    return models
+
+
+def check_distinct_labels(labels: Sequence[str], noun: str = "models") -> None:
+    """Raise a `UserError` if two models or trainings have the same label."""
+    for label, count in Counter(labels).items():
+        if count > 1:
+            raise UserError(f"several {noun} are called {label}; give them names, as in first=<folder or model>")
 
 
 @dataclass(frozen=True)
@@ -105,9 +128,8 @@ def record_step(folder: Path, step: int) -> None:
 def read_steps(path: Path) -> dict[str, int]:
     """Read the step of each checkpoint from a CSV file with the columns `checkpoint` and `step`.
 
-    Raises:
-        UserError: if the file cannot be read, lacks a column, repeats a checkpoint, or has a step that is not a whole
-            number.
+    Raises a `UserError` if the file cannot be read, lacks a column, repeats a checkpoint, or has a step that is not a
+    whole number.
     """
     try:
         refuse_special_file(path)
@@ -129,18 +151,15 @@ def read_steps(path: Path) -> dict[str, int]:
     return steps
 
 
-def parse_revisions(model: str, names: str, steps: Mapping[str, int] | None = None) -> list[Checkpoint]:
-    """Return the checkpoints of a hub model from revisions separated by commas, in the given order.
+def find_revisions(model: str, names: Sequence[str], steps: Mapping[str, int] | None = None) -> list[Checkpoint]:
+    """Return revisions of a hub model as its checkpoints, in the given order.
 
     `steps` gives the step of each revision. Without it, the step comes from a name such as `step1000`; otherwise it is
-    None.
-
-    Raises:
-        UserError: if `names` is empty, the model is a folder, or `steps` names other revisions.
+    None. Raises a `UserError` if all `names` are empty, the model is a folder, or `steps` names other revisions.
     """
     if Path(model).is_dir():
         raise UserError(f"--revisions needs a model on the hub, but {model} is a folder; use --checkpoints for folders")
-    labels = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    labels = list(dict.fromkeys(filter(None, names)))
     if not labels:
         raise UserError("--revisions is empty; expected names separated by commas, such as step1000,step2000")
     if steps is None:
@@ -159,11 +178,9 @@ def find_checkpoints(pattern: str, steps: Mapping[str, int] | None = None) -> li
 
     A checkpoint's step is recorded as `global_step` in a `.ckpt` file, `trainer_state.json` or `training_step.json`.
     For the final model of a run, it is the step of its best epoch. `steps`, keyed by label, path or last part of the
-    path, replaces these steps; the checkpoints then count as one training.
-
-    Raises:
-        UserError: if the pattern matches no model, or checkpoints of different trainings or models, or if a step is
-            unknown, or if the table and the checkpoints do not match.
+    path, replaces these steps; the checkpoints then count as one training. Raises a `UserError` if the pattern matches
+    no model, or checkpoints of different trainings or models, or if a step is unknown, or if the table and the
+    checkpoints do not match.
     """
     paths = [Path(path) for path in sorted(glob.glob(pattern))]  # noqa: PTH207 (Path.glob refuses absolute patterns)
     paths = _find_models_in(paths[0]) or paths if len(paths) == 1 else paths

@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from istar.cli.main import main
 from istar.embeddings import token_frequencies
-from istar.embeddings.embed_models import NamedModel, parse_named_models, process_matrix
+from istar.embeddings.embed_models import process_matrix
 from istar.inputs import tiny
 from istar.inputs.embedding_matrix import read_matrix
+from istar.inputs.saved_checkpoints import ModelArgument
 from istar.records.config import ModelConfig
 
 pytestmark = pytest.mark.usefixtures("blank_figures")
@@ -227,7 +228,7 @@ def test_back_into_an_untied_model(tmp_path: Path) -> None:
 
 
 def test_the_published_form_subtracts_before_centering(tmp_path: Path) -> None:
-    model = NamedModel("model", ModelConfig(name=str(save_model(tmp_path / "model"))))
+    model = ModelArgument("", str(save_model(tmp_path / "model")))
     _, values = process_matrix(model, "input", "all_but_the_top_published", None)
     weights = get_embeddings()
     centered = weights - weights.mean(0)
@@ -246,28 +247,19 @@ def test_half_precision_is_widened(tmp_path: Path) -> None:
 # ---- models and errors
 
 
-def test_models_are_parsed(tmp_path: Path) -> None:
-    run_folder = save_model(tmp_path / "run" / "model").parent
-    models = parse_named_models(["org/name@step1", f"mine={run_folder}", "other"], "main")
-    assert [(model.label, model.config.name, model.config.revision) for model in models] == [
-        ("name-step1", "org/name", "step1"),
-        ("mine", str(run_folder / "model"), "main"),
-        ("other-main", "other", "main"),
-    ]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--components", "2", "--forms", "raw"], "--components needs an all_but_the_top form, but the forms are raw"),
         (["--form", "all_but_the_top", "--components", "99"], "components is 99; expected 0 to 24"),
-        (["--revision", "main"], "needs a model of the hub"),
+        (["--forms", "raw,centred"], "--forms=centred is not known; did you mean centered?"),
         (["--wordsim", "nowhere"], "nowhere"),
         (["--text", "nowhere"], "there is no nowhere"),
-        (["--wordsim", "MEN", "--wordsim", "MEN"], "2 files are the benchmark men; give each benchmark once"),
+        (["--wordsim", "MEN,MEN"], "2 files are the benchmark men; give each benchmark once"),
         (["SECOND", "--form", "centered"], "--form is for a single model; remove it, or call istar embed for each"),
         (["SECOND", "--save", "matrix"], "--save is for a single model"),
-        (["FIRST"], "2 models are called first; give each model once, with a name, as in first=<model>"),
+        (["FIRST"], "is given twice; give each model once"),
+        (["SECOND", "second=FIRST/"], "several models are called second; give them names"),
     ],
 )
 def test_an_error_is_one_line(
@@ -277,7 +269,8 @@ def test_an_error_is_one_line(
     write_files(tmp_path)
     names = {"SECOND": str(second), "FIRST": str(first), "MEN": str(tmp_path / "MEN.txt")}
     capsys.readouterr()  # discard the progress bars of transformers
-    arguments = [names.get(argument, argument) for argument in arguments]
+    for name, path in names.items():
+        arguments = [argument.replace(name, path) for argument in arguments]
     assert main(["embed", str(first), *arguments, "--out", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
@@ -287,11 +280,6 @@ def test_a_file_in_the_place_of_the_folder_is_one_line(tmp_path: Path, capsys: p
     (tmp_path / "out").write_text("something")
     assert main(["embed", str(save_model(tmp_path / "model")), "--out", str(tmp_path / "out")]) == 2
     assert "is not a folder" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_an_unknown_form_is_refused_by_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["embed", "model", "--forms", "raw,centred"]) == 2
-    assert "'centred' is no form" in capsys.readouterr().err
 
 
 @pytest.mark.slow

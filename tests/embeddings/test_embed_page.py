@@ -11,9 +11,9 @@ import pytest
 
 from istar.drawing.plot import Plot
 from istar.embeddings import embed_figures, embed_models, embed_page, embed_tables, token_frequencies
-from istar.embeddings.embed_models import ModelEmbeddings, NamedModel
+from istar.embeddings.embed_models import ModelEmbeddings
 from istar.inputs import corpus
-from istar.records.config import ModelConfig
+from istar.inputs.saved_checkpoints import ModelArgument
 from tests.embeddings.test_embed import (
     PAIRS,
     TOKENIZER,
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def measure(folder: Path, label: str = "tiny", kind: str = "bert", **settings: Any) -> ModelEmbeddings:
     benchmarks = embed_models.read_benchmarks([folder / "MEN.txt", folder / "SimLex.txt"])
     texts = corpus.parse_sources([str(folder / "text.txt")])
-    model = NamedModel(label, ModelConfig(name=str(folder / kind)))
+    model = ModelArgument(label, str(folder / kind))
     return embed_models.measure_embeddings(model, embed_models.EmbeddingSettings(**settings), benchmarks, texts)
 
 
@@ -147,7 +147,7 @@ def test_undefined_correlations_are_explained(folder: Path, tmp_path: Path) -> N
     (tmp_path / "MEN.txt").write_text("cat dog 4\nhouse garden 4\ncat garden 4\n")
     (tmp_path / "rw.txt").write_text("unheard\twords\t3\t1\n")
     benchmarks = embed_models.read_benchmarks([tmp_path / "MEN.txt", tmp_path / "rw.txt"])
-    model = NamedModel("m", ModelConfig(name=str(folder / "bert")))
+    model = ModelArgument("m", str(folder / "bert"))
     measured = embed_models.measure_embeddings(model, embed_models.EmbeddingSettings(forms=("raw",)), benchmarks)
     sheet = embed_tables.make_table2([measured])
     assert sheet.notes == (

@@ -1,7 +1,6 @@
 """Which models `istar compare` compares, how they are called, and which of them cannot be compared."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,12 +8,13 @@ import pytest
 from istar.errors import UserError
 from istar.geometry.show import compare
 from istar.geometry.show.compare import MeasuredModel
+from istar.inputs.saved_checkpoints import parse_models
 from tests.geometry.synthetic import make_measurements
 
 
 def label(*models: tuple[str, str, str | None], given: str = "") -> list[str]:
     """Return the labels of models, each given by its folder of measures, its name and its revision."""
-    arguments = compare.parse_compared_models([f"{given}={folder}" if given else folder for folder, _, _ in models])
+    arguments = parse_models([f"{given}={folder}" if given else folder for folder, _, _ in models])
     measurements = [make_measurements(model={"name": name, "revision": revision}) for _, name, revision in models]
     return [model.label for model in compare.label_models(arguments, measurements)]
 
@@ -25,10 +25,6 @@ def test_models_are_called_by_name_and_revision_and_if_needed_by_folder() -> Non
     assert label(("a", "bert", None), ("x/b", "bert", None)) == ["bert (a)", "bert (b)"]
     with pytest.raises(UserError, match="several models are called c; give them names"):
         label(("a", "bert", None), ("b", "gpt2", None), given="c")
-    with pytest.raises(UserError, match="is given twice"):
-        compare.parse_compared_models(["a", "again=a"])
-    with pytest.raises(UserError, match="a comparison needs two models or more"):
-        compare.parse_compared_models(["a"])
 
 
 def test_other_texts_and_settings_are_pointed_out_in_one_sentence_for_all_models() -> None:
@@ -44,20 +40,3 @@ def test_other_texts_and_settings_are_pointed_out_in_one_sentence_for_all_models
         "a, b and c were measured over other texts than first.",
         "a, b and c were measured with other settings than first: max_tokens 99 instead of None.",
     ]
-
-
-def test_models_on_the_command_line(tmp_path: Path) -> None:
-    (tmp_path / "run" / "model").mkdir(parents=True)
-    (tmp_path / "run" / "model" / "config.json").write_text("{}")
-    (tmp_path / "a@b").mkdir()
-    run_folder, folder_with_at_sign, hub_model, labelled_model = compare.parse_compared_models(
-        [str(tmp_path / "run"), str(tmp_path / "a@b"), "EleutherAI/pythia-70m@step10", "mine=bert-base-cased"]
-    )
-    assert (run_folder.model_name, compare.is_measured(run_folder)) == (str(tmp_path / "run" / "model"), False)
-    assert (folder_with_at_sign.name, folder_with_at_sign.revision) == (str(tmp_path / "a@b"), None)
-    assert (hub_model.name, hub_model.revision, hub_model.default_label) == (
-        "EleutherAI/pythia-70m",
-        "step10",
-        "pythia-70m-step10",
-    )
-    assert (labelled_model.label, labelled_model.name) == ("mine", "bert-base-cased")

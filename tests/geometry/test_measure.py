@@ -23,7 +23,6 @@ from istar.geometry.collect.measures_file import JACKKNIFE_MEASURES, Measurement
 from istar.geometry.show import terminal_tables
 from istar.inputs.corpus import Source
 from istar.measures import Activation, MassiveActivationsSummary
-from istar.measures.catalogue import MEASURES
 from tests import oracles
 from tests.architectures import MODELS
 from tests.geometry.synthetic import write_measures
@@ -216,19 +215,6 @@ def test_names_of_layers_stay_on_one_line() -> None:
     console.print(terminal_tables.number_table("title", "layer", headers, layers))
     output = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(word in output for word in (*layers, *headers, "0.07819", "331.7"))
-
-
-def test_the_catalogue_needs_no_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    # Names are not broken into lines, also where the terminal is narrow.
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(["measure", "--list"]) == 0
-    output = capsys.readouterr().out
-    for title in ("hidden states of each layer", "embedding matrices", "final normalization"):
-        assert title in output
-    for entry in MEASURES:
-        assert entry.name in output
-    assert all(header in output for header in ("what it is", "range", "convention", "cost", "blind to"))
-    assert "[0, 1]" in output
 
 
 @pytest.mark.parametrize(

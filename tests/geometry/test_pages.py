@@ -1,5 +1,6 @@
 """The page of a model, of several models, of a training and of several trainings, from synthetic measures."""
 
+import json
 import re
 import shutil
 import xml.etree.ElementTree as ElementTree
@@ -265,13 +266,15 @@ def test_the_commands_measure_models_and_compare_them(
     Path("text.txt").write_text("\n".join(" ".join(demo.vocabulary()[row : row + 9]) for row in range(40)))
     assert main(["measure", "a", "--text", "text.txt", "--length", "16", "--out", "first"]) == 0
     assert "first/index.html" in capsys.readouterr().out
-    assert main(["compare", "first", "new=b", "--text", "text.txt", "--documents", "30", "--out", "page"]) == 0
+    assert main(["compare", "first", "new=b", "--text", "text.txt", "--cka-documents", "30", "--out", "page"]) == 0
     captured = capsys.readouterr()
-    assert "measuring" in captured.err
-    assert "warning: new was measured with other settings than a: length 128 instead of 16" in captured.out
+    assert "warning: new was measured with other settings than a: length 128 instead of 16" in captured.err
     assert set(pd.read_csv("page/tables/similarity.csv")["second"]) == {"new"}
     assert Path("page/figures/similarity.svg").is_file()
-    assert main(["compare", "first", "page-measures/new", "--out", "first"]) == 2
+    assert {path.name for path in Path().iterdir()} == {"a", "b", "text.txt", "first", "page"}
+    assert main(["compare", "first", "page/models/new", "--json", "--out", "again"]) == 0
+    assert [row["model"] for row in json.loads(capsys.readouterr().out)["models"]] == ["a", "new"]
+    assert main(["compare", "first", "page/models/new", "--out", "first"]) == 2
     assert "would replace files of the input" in capsys.readouterr().err
 
 

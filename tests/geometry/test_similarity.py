@@ -11,6 +11,7 @@ from istar.errors import UserError
 from istar.geometry.collect.layer_outputs import Taps
 from istar.geometry.collect.similarity import compute_mean_states, compute_similarities, read_first_documents
 from istar.inputs import demo, tiny
+from istar.inputs.corpus import Source
 from istar.measures.alignment import cka, cka_with_error
 from istar.records.config import ModelConfig
 
@@ -55,7 +56,7 @@ def test_similarities_of_all_pairs(tmp_path: Path) -> None:
         TOKENIZER.save_pretrained(tmp_path / str(index))
         models.append((f"model {index}", ModelConfig(name=str(tmp_path / str(index)))))
     texts = make_documents(40)
-    similarities = compute_similarities([*models[:2], ("again", models[1][1])], texts)
+    similarities = compute_similarities([*models[:2], ("again", models[1][1])], texts, 128, "cpu")
     assert [(pair.first, pair.second) for pair in similarities] == [
         ("model 0", "model 1"),
         ("model 0", "again"),
@@ -66,7 +67,8 @@ def test_similarities_of_all_pairs(tmp_path: Path) -> None:
     # The last pair compares a model with itself.
     assert np.diag(similarities[2].values) == pytest.approx([1, 1, 1], abs=1e-6)
     first, second = (
-        compute_mean_states(make_encoder(index, num_layers), TOKENIZER, texts) for index, num_layers in ((0, 1), (1, 2))
+        compute_mean_states(make_encoder(index, num_layers), TOKENIZER, texts, 128)
+        for index, num_layers in ((0, 1), (1, 2))
     )
     assert similarities[0].values[1][2] == pytest.approx(cka(first["layer_1"], second["layer_2"]), abs=1e-6)
     most_similar = list(second.values())[np.argmax(similarities[0].values[1])]
@@ -79,17 +81,17 @@ def test_few_documents_give_no_standard_error(tmp_path: Path) -> None:
     make_encoder(0).save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
     config = ModelConfig(name=str(tmp_path))
-    (similarity,) = compute_similarities([("first", config), ("again", config)], make_documents(19))
+    (similarity,) = compute_similarities([("first", config), ("again", config)], make_documents(19), 128, "cpu")
     assert np.isnan(similarity.errors_of_largest).all()
-    (similarity,) = compute_similarities([("first", config), ("again", config)], make_documents(20))
+    (similarity,) = compute_similarities([("first", config), ("again", config)], make_documents(20), 128, "cpu")
     assert np.isfinite(similarity.errors_of_largest).all()
 
 
 def test_documents_come_evenly_from_the_texts(tmp_path: Path) -> None:
     for name, count in (("short", 2), ("long", 9)):
         (tmp_path / f"{name}.txt").write_text("\n".join(f"{name} {number}" for number in range(count)))
-    paths = [tmp_path / "short.txt", tmp_path / "long.txt"]
-    assert read_first_documents(paths, 5) == ["short 0", "long 0", "short 1", "long 1", "long 2"]
-    assert len(read_first_documents(paths, 100)) == 11
+    sources = [Source(name, tmp_path / f"{name}.txt") for name in ("short", "long")]
+    assert read_first_documents(sources, 5) == ["short 0", "long 0", "short 1", "long 1", "long 2"]
+    assert len(read_first_documents(sources, 100)) == 11
     with pytest.raises(UserError, match="the texts have 2 documents; CKA needs at least 4"):
-        read_first_documents(paths[:1], 100)
+        read_first_documents(sources[:1], 100)

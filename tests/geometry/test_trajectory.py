@@ -290,7 +290,7 @@ def test_revisions_from_the_cache_of_the_hub(
 )  # fmt: skip
 def test_step_in_the_name_of_a_revision(label: str, step: int | None) -> None:
     assert saved_checkpoints.step_from_name(label) == step
-    assert saved_checkpoints.parse_revisions("some/model", label)[0].step == step
+    assert saved_checkpoints.find_revisions("some/model", [label])[0].step == step
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_step_in_the_name_of_a_revision(label: str, step: int | None) -> None:
         (["some/model", "--revisions", " , "], "--revisions is empty"),
         (["--revisions", "step1"], "which is missing"),
         ([], "model is missing"),
-        (["some/model", "--revisions", "a", "--revision", "b"], "do not go together"),
+        (["some/model@b", "--revisions", "a"], "do not go together"),
         (["some/model", "--revisions", "a", "--checkpoints", "b"], "do not go together"),
         ([".", "--revisions", "a"], "is a folder"),
         ([".", "--steps", "steps.csv"], "--steps is for several checkpoints"),

@@ -10,11 +10,13 @@ import numpy as np
 import pandas as pd
 import torch
 from omegaconf import OmegaConf
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from istar.drawing.terminal import make_progress
 from istar.errors import UserError
 from istar.finetune.quantization.linear_layers import (
     Form,
@@ -50,28 +52,21 @@ CAPTION = (
     "seeds: mean ± standard deviation. Constant: runs whose predictions were constant at the end of training, so that "
     "they have nothing to lose."
 )
+_OTHER_PASSES = 3
+"""Passes over the data of a model besides its forms: float32, calibration and activations."""
 _TEXT_COLUMNS = ("task", "model", "method")
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The model of a finished run in float32 and eval mode, with the tokenized data of its task.
+    """The model of a finished run in float32 and eval mode, with the tokenized data of its task."""
 
-    Attributes:
-        model: the model with its head.
-        collate: turns a list of rows into a batch.
-        batch_size: examples per batch.
-        calibration: rows of training data that calibrate the ranges of activations.
-        validation: rows of the first validation set.
-        evaluator: computes the metrics from the logits of `validation`.
-    """
-
-    model: PreTrainedModel
-    collate: Collate
+    model: PreTrainedModel  # with its head
+    collate: Collate  # turns a list of rows into a batch
     batch_size: int
-    calibration: TokenizedRows
-    validation: TokenizedRows
-    evaluator: Evaluator
+    calibration: TokenizedRows  # training data that calibrate the ranges of activations
+    validation: TokenizedRows  # the first validation set
+    evaluator: Evaluator  # computes the metrics from the logits of `validation`
 
 
 def explain_exclusion(folder: Path, record: RunRecord) -> str:
@@ -93,13 +88,10 @@ def load_saved_model(
 ) -> SavedModel:
     """Load the model of a finished run in float32, its validation data, and a random sample of its training data.
 
-    Args:
-        num_calibration: number of training examples, drawn without replacement, to calibrate the ranges of activations.
-        seed: random seed of this sample.
-        data_dir: folder of the task's data, if it has moved since the run.
+    The `num_calibration` examples of the sample calibrate the ranges of activations, and `seed` chooses them without
+    replacement. `data_dir` is the folder of the task's data, if it has moved since the run.
 
-    Raises:
-        UserError: if the model or the data cannot be loaded, or the data differ from the run's.
+    Raises a `UserError` if the model or the data cannot be loaded, or the data differ from the run's.
     """
     config = _load_config(folder, data_dir)
     spec = find_task_spec(config.task)
@@ -134,31 +126,38 @@ def _load_config(folder: Path, data_dir: Path | None) -> Config:
     return replace(config, task=task, model=ModelConfig(name=str(folder / _RUN_MODEL_FOLDER)))
 
 
-def score_model(saved: SavedModel, forms: Sequence[Form]) -> dict[str, Any]:
+def score_model(
+    saved: SavedModel, forms: Sequence[Form], advance: Callable[[], object] = lambda: None
+) -> dict[str, Any]:
     """Score a model in float32 and in each form on the validation set of its task; the model does not change.
 
-    Static scales are calibrated on `saved.calibration`.
+    Static scales are calibrated on `saved.calibration`. `advance` is called after each of the passes over data, which
+    are `_OTHER_PASSES` and one for each form.
 
     Returns:
         `metric`, the name of the task's headline metric; its value in `float32` and in each form, such as `w8a8`;
         `w8a8_drop`, by how much the form is worse than float32; `w8a8_collapsed`, whether all its predictions are
         equal; and the measures of `measure_activations`. Scores are in the unit of `displayed`.
 
-    Raises:
-        UserError: if the encoder lacks linear layers, or its activations or logits are not finite.
+    Raises a `UserError` if the encoder lacks linear layers, or its activations or logits are not finite.
     """
     metric = saved.evaluator.spec.headline
     layers = encoder_linears(saved.model)
     float32_score = evaluate_model(saved, saved.model, "float32").metrics[metric]
     scores: dict[str, Any] = {"metric": metric, "float32": displayed(metric, float32_score)}
+    advance()
     largest_inputs = calibrate_input_ranges(saved, layers)
+    advance()
     for form in forms:
         evaluation = evaluate_model(saved, quantize_layers(saved.model, layers, form, largest_inputs), form.name)
         score = evaluation.metrics[metric]
         scores[form.name] = displayed(metric, score)
         scores[f"{form.name}_drop"] = compute_drop(metric, float32_score, score)
         scores[f"{form.name}_collapsed"] = evaluation.collapsed
-    return scores | measure_activations(saved, layers)
+        advance()
+    scores |= measure_activations(saved, layers)
+    advance()
+    return scores
 
 
 def compute_drop(metric: str, float32_score: float, quantized_score: float) -> float:
@@ -177,8 +176,7 @@ def compute_drop(metric: str, float32_score: float, quantized_score: float) -> f
 def evaluate_model(saved: SavedModel, model: nn.Module, form_name: str) -> Evaluation:
     """Evaluate `saved.model`, or a quantized copy of it, on the validation set.
 
-    Raises:
-        UserError: if its logits are not finite, or the validation set is unlabelled.
+    Raises a `UserError` if its logits are not finite, or the validation set is unlabelled.
     """
     loader = _make_loader(saved, saved.validation)
     outputs = merge_outputs([logits_by_feature(batch, model(**inputs_without_labels(batch))) for batch in loader])
@@ -242,19 +240,12 @@ def _make_loader(saved: SavedModel, rows: TokenizedRows, max_rows: int | None = 
 
 @dataclass(frozen=True)
 class QuantizationSettings:
-    """The forms to score each model in.
+    """The forms to score each model in."""
 
-    Attributes:
-        forms: the forms, with different names.
-        calibration: number of training examples for static scales.
-        seed: random seed for the choice of these examples.
-        data_dir: folder of the task's data, if it has moved since the runs.
-    """
-
-    forms: tuple[Form, ...]
-    calibration: int = 256
-    seed: int = 0
-    data_dir: Path | None = None
+    forms: tuple[Form, ...]  # with different names
+    calibration: int = 256  # number of training examples for static scales
+    seed: int = 0  # random seed for the choice of these examples
+    data_dir: Path | None = None  # folder of the task's data, if it has moved since the runs
 
     def __post_init__(self) -> None:
         """Raise a `UserError` if two forms have the same name."""
@@ -263,28 +254,23 @@ class QuantizationSettings:
             raise UserError(f"the forms are {', '.join(names)}; expected different ones")
 
 
-def score_runs(
-    records: Mapping[Path, RunRecord], settings: QuantizationSettings, report: Callable[[str], object]
-) -> pd.DataFrame:
+def score_runs(records: Mapping[Path, RunRecord], settings: QuantizationSettings, console: Console) -> pd.DataFrame:
     """Score the models of finished runs, and return one row for each.
 
-    Args:
-        records: the record of each run by its folder. Of runs with the same name, the first one counts.
-        settings: the forms.
-        report: called with a line on the progress, or on a run that is left out.
+    Of runs with the same name, the first one counts. The console shows a progress bar, and a line for each run that is
+    left out.
 
     Returns:
         The columns `name`, `folder`, `task`, `model`, `method`, `configuration` (equal for runs that differ only in the
         seed), `seed`, `recorded` (the score at the end of training, in its precision), `constant` (whether the
         predictions were constant then), and the results of `score_model`.
 
-    Raises:
-        UserError: if no run can be scored, or the model or the data of a run cannot be loaded.
+    Raises a `UserError` if no run can be scored, or the model or the data of a run cannot be loaded.
     """
     record_by_folder: dict[Path, RunRecord] = {}
     for folder, record in records.items():
         if reason := explain_exclusion(folder, record):
-            report(f"left out: {folder}: {reason}")
+            console.out(f"left out: {folder}: {reason}", highlight=False)
         elif record.name not in {other.name for other in record_by_folder.values()}:
             record_by_folder[folder] = record
     if not record_by_folder:
@@ -293,10 +279,14 @@ def score_runs(
     if settings.data_dir is not None and len(tasks) > 1:
         raise UserError("--data-dir is for runs of one task, but these have several; call istar quantize for each task")
     rows = []
-    for position, (folder, record) in enumerate(record_by_folder.items(), 1):
-        report(f"{position} of {len(record_by_folder)}: {record.name}")
-        saved = load_saved_model(folder, record, settings.calibration, settings.seed, settings.data_dir)
-        rows.append(_describe_run(folder, record) | score_model(saved, settings.forms))
+    num_passes = len(settings.forms) + _OTHER_PASSES
+    with make_progress(console) as progress:
+        task = progress.add_task("", total=len(record_by_folder) * num_passes)
+        for position, (folder, record) in enumerate(record_by_folder.items(), 1):
+            progress.update(task, description=f"run {position} of {len(record_by_folder)}")
+            saved = load_saved_model(folder, record, settings.calibration, settings.seed, settings.data_dir)
+            scores = score_model(saved, settings.forms, lambda: progress.advance(task))
+            rows.append(_describe_run(folder, record) | scores)
     return pd.DataFrame(rows).sort_values(["task", "model", "method", "seed"], kind="stable", ignore_index=True)
 
 

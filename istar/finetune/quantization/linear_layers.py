@@ -121,8 +121,7 @@ def quantize_per_row(values: Tensor, bits: int) -> Tensor:
 def largest_magnitude(values: Tensor) -> Tensor:
     """Return max |x| over all values, 0-d, in their dtype; NaN if a value is NaN.
 
-    Raises:
-        UserError: if the values are not floating, or the tensor is empty.
+    Raises a `UserError` if the values are not floating, or the tensor is empty.
     """
     _check_values(values, values.numel())
     return values.detach().abs().amax()
@@ -175,8 +174,7 @@ class Form:
 def parse_form(name: str, weights: WeightScales = "channel", activations: ActivationScales = "tensor") -> Form:
     """Return the quantization scheme of a name `w<bits of weights>a<bits of activations>`, with the given granularity.
 
-    Raises:
-        UserError: if the name does not match this pattern, or a bit width is out of range.
+    Raises a `UserError` if the name does not match this pattern, or a bit width is out of range.
     """
     match = re.fullmatch(r"w(\d{1,3})a(\d{1,3})", name)
     if match is None:
@@ -187,10 +185,8 @@ def parse_form(name: str, weights: WeightScales = "channel", activations: Activa
 def encoder_linears(model: nn.Module) -> dict[str, nn.Linear]:
     """Return the linear layers of the encoder `model.base_model`, without pooler and head, by their names in the model.
 
-    `model` is a model of the transformers library, with or without a head.
-
-    Raises:
-        UserError: if the encoder lacks a `torch.nn.Linear`.
+    `model` is a model of the transformers library, with or without a head. Raises a `UserError` if the encoder lacks a
+    `torch.nn.Linear`.
     """
     encoder: Any = getattr(model, "base_model", model)
     encoder_ids = {id(module) for module in encoder.modules()}
@@ -276,8 +272,7 @@ class QuantizedLinear(nn.Module):
         bias: `(out_features,)` or None, not quantized.
         scale: static scale of the inputs, 0-d; None if each token has a separate scale.
 
-    Raises:
-        UserError: if the calibrated magnitude is missing.
+    Raises a `UserError` if the calibrated magnitude is missing.
     """
 
     bias: Tensor | None
@@ -323,8 +318,7 @@ def quantize_layers(
         names: names of `torch.nn.Linear` modules, as `encoder_linears` returns them.
         largest_inputs: `InputRanges.largest` of calibration data; needed if `form.activations` is `tensor`.
 
-    Raises:
-        UserError: if the largest input of a layer is needed and missing.
+    Raises a `UserError` if the largest input of a layer is needed and missing.
     """
     copied_model = copy.deepcopy(model)
     for name in names:

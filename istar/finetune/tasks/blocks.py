@@ -45,10 +45,7 @@ def load_or_tokenize_corpus(documents: Dataset, tokenizer: PreTrainedTokenizerBa
     """Return the memory-mapped tokens of all documents from the cache; if they are missing, tokenize and cache them.
 
     Each document ends with the tokenizer's separator token, if there is one. If several processes write the same corpus
-    at the same time, the files of the first to finish are kept.
-
-    Raises:
-        UserError: if the cache cannot be written.
+    at the same time, the files of the first to finish are kept. Raises a `UserError` if the cache cannot be written.
     """
     description = [describe_tokenizer(tokenizer), fingerprint(documents)]
     folder = cache_dir / "tokens" / hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
@@ -152,10 +149,8 @@ def cut_blocks(
     """Cut a corpus into blocks of at most `length` tokens, including special tokens.
 
     With `packing`, all blocks have `length` tokens and may contain parts of several documents; tokens after the last
-    full block are left out. Otherwise each block is a part of one document.
-
-    Raises:
-        UserError: if special tokens leave no room, the corpus is empty, or a packed corpus is shorter than a block.
+    full block are left out. Otherwise each block is a part of one document. Raises a `UserError` if special tokens
+    leave no room, the corpus is empty, or a packed corpus is shorter than a block.
     """
     text_length = count_text_tokens(length, prefix, suffix)
     num_tokens = int(corpus.starts[-1])

@@ -79,8 +79,7 @@ def featurize(
         training; otherwise `offset_mapping`, (-1, -1) outside the context, and `left_padded`, whether the collator
         pads on the left.
 
-    Raises:
-        UserError: if a gold answer does not occur at its position.
+    Raises a `UserError` if a gold answer does not occur at its position.
     """
     rows = dataset.with_format(None).select_columns(_list_used_columns(spec, dataset, training))
     encode_batch = partial(_encode_batch, spec, tokenizer, max_length, doc_stride, training)
@@ -96,8 +95,7 @@ def featurize(
 def limit_max_length(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, requested: int) -> int:
     """Return the requested maximum length in tokens, reduced to what both the tokenizer and the model accept.
 
-    Raises:
-        UserError: if the result is less than `MIN_LENGTH`.
+    Raises a `UserError` if the result is less than `MIN_LENGTH`.
     """
     if requested < MIN_LENGTH:
         raise UserError(f"max_length={requested} is too short for a text; set it to at least {MIN_LENGTH} tokens")

@@ -44,11 +44,9 @@ class RawSplit:
 def select_columns(table: Table, spec: TaskSpec, split: str, renamed: Mapping[str, str] | None = None) -> RawSplit:
     """Select the columns that a split needs, and skip a few rows with a wrong number of fields with a warning.
 
-    Test sets must be complete, because a submission must have a prediction for each row. They need no labels.
-    `renamed` maps names on the hub to names in the table, where they differ.
-
-    Raises:
-        UserError: if a column is missing, or too many rows are malformed.
+    Test sets must be complete, because a submission must have a prediction for each row. They need no labels. `renamed`
+    maps names on the hub to names in the table, where they differ. Raises a `UserError` if a column is missing, or too
+    many rows are malformed.
     """
     if not table.columns:
         return RawSplit(table.source, {})

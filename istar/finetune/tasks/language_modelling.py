@@ -42,10 +42,8 @@ class Masking:
 
     Each token is chosen with a probability of 15%. Of the chosen tokens, 80% become the mask token, 10% become a random
     token, and 10% stay unchanged. Special tokens are never chosen. At least one token of a text is chosen, because a
-    mean loss over zero tokens is undefined. With `whole_word`, all tokens of a word are chosen or none.
-
-    Raises:
-        UserError: if the tokenizer does not mark where words begin although `whole_word` is True.
+    mean loss over zero tokens is undefined. With `whole_word`, all tokens of a word are chosen or none. Raises a
+    `UserError` if the tokenizer does not mark where words begin although `whole_word` is True.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, whole_word: bool = False) -> None:
@@ -78,10 +76,8 @@ def find_word_continuations(tokens: list[str]) -> NDArray[np.bool_]:
     """Return for each token of a vocabulary whether it continues a word instead of beginning one, (tokens,) bool.
 
     WordPiece marks continuations by `##`. Byte-level BPE and SentencePiece mark beginnings by a character for a space,
-    `\u0120` and `\u2581`; tokens that start with a letter or digit instead continue a word.
-
-    Raises:
-        UserError: if the vocabulary contains none of these marks.
+    `\u0120` and `\u2581`; tokens that start with a letter or digit instead continue a word. Raises a `UserError` if the
+    vocabulary contains none of these marks.
     """
     if any(token.startswith("##") for token in tokens):
         return np.array([token.startswith("##") and len(token) > 2 for token in tokens])

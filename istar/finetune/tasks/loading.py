@@ -31,10 +31,8 @@ def load_splits(spec: TaskSpec, data_dir: str | Path | None, splits: Sequence[st
     """Load and validate splits of a task, such as `train` or `validation_matched`, and return them by name.
 
     The splits are loaded from the folder `data_dir`; `istar.finetune.tasks.sources` describes its layout. Without a
-    folder, they are loaded from the hub or, for demo tasks, generated.
-
-    Raises:
-        UserError: if no suitable files are found, the hub cannot be reached, or the data do not fit the task.
+    folder, they are loaded from the hub or, for demo tasks, generated. Raises a `UserError` if no suitable files are
+    found, the hub cannot be reached, or the data do not fit the task.
     """
     return read_splits(find_source(spec, data_dir, splits), spec, splits)
 
@@ -45,9 +43,7 @@ def find_source(
     """Return the source of a task's splits: a folder, the hub (which is downloaded), or the demo generator.
 
     If `data_dir` is a text corpus, its documents are cached below `cache_dir`, or below the default of `cache_folder`.
-
-    Raises:
-        UserError: if no suitable files are found, or the hub cannot be reached.
+    Raises a `UserError` if no suitable files are found, or the hub cannot be reached.
     """
     if data_dir is not None and spec.is_language_modelling:
         return sources.make_text_source(Path(data_dir).expanduser(), cache_folder(cache_dir))
@@ -59,8 +55,7 @@ def find_source(
 def read_splits(source: ExampleSource, spec: TaskSpec, splits: Sequence[str]) -> dict[str, Dataset]:
     """Read and validate splits of a task from a source, and return them by name.
 
-    Raises:
-        UserError: if a split is missing, or the data do not fit the task.
+    Raises a `UserError` if a split is missing, or the data do not fit the task.
     """
     return {split: _validate_split(source.read_split(split), spec, split) for split in splits}
 
@@ -79,10 +74,7 @@ def hold_out(spec: TaskSpec, train: Dataset, fraction: float) -> tuple[Dataset, 
     """Hold out a random fraction of training data; return the remaining and the held-out rows, in their original order.
 
     The split does not depend on the seed of a run. For spans, whole contexts are held out, because several questions
-    share a context.
-
-    Raises:
-        UserError: if there are fewer than two rows or contexts.
+    share a context. Raises a `UserError` if there are fewer than two rows or contexts.
     """
     # A unit is held out as a whole: a context for spans, otherwise a row.
     unit_by_row: list[Any] = train[spec.text_columns[1]][:] if spec.kind == "span" else list(range(len(train)))

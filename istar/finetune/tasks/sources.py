@@ -1,13 +1,11 @@
 """Sources of a task's splits: a folder, a text corpus, the hub, or the generator of the demo tasks."""
 
-import contextlib
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import datasets
 import numpy as np
 from datasets import Dataset
 
@@ -23,7 +21,7 @@ from istar.inputs.documents import (
     iterate_texts,
     read_documents,
 )
-from istar.inputs.hub import COMMIT_PATTERN, LOCAL_COPY_HINTS, explain_refusal, find_commit, find_hub_problem
+from istar.inputs.hub import find_cached_commit, find_commit, find_hub_problem, load_dataset
 from istar.inputs.readers import make_table
 from istar.records.task_specs import Files, TaskSpec
 
@@ -48,18 +46,11 @@ _SPLIT_NAMES = {"train": "train", "training": "train"} | dict.fromkeys(
 
 @dataclass(frozen=True)
 class ExampleSource:
-    """Source of the splits of a task: a folder, a text corpus, the hub or the demo generator.
+    """Source of the splits of a task: a folder, a text corpus, the hub or the demo generator."""
 
-    Attributes:
-        read_split: returns the split of a given name. The documents of a text corpus are a data set, which may be
-            larger than the memory.
-        has_split: returns whether there is a split of a given name.
-        commit: commit of the data set on the hub; None for other sources, or if it is unknown.
-    """
-
-    read_split: Callable[[str], RawSplit | Dataset]
+    read_split: Callable[[str], RawSplit | Dataset]  # a data set, for a corpus that may be larger than the memory
     has_split: Callable[[str], bool]
-    commit: str | None = None
+    commit: str | None = None  # commit of the data set on the hub; None for other sources, or if it is unknown
 
 
 def make_folder_source(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) -> ExampleSource:
@@ -67,9 +58,7 @@ def make_folder_source(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) ->
 
     It uses the subfolder and file layout that contain most of the requested splits. In a tie, it prefers those with
     more of the task's other splits, then `data_dir` itself, then saved data sets, then the benchmark's own files.
-
-    Raises:
-        UserError: if the folder cannot be read or contains no file of the task.
+    Raises a `UserError` if the folder cannot be read or contains no file of the task.
     """
     option = f"task.data_dir={data_dir}"
     try:
@@ -114,10 +103,8 @@ def find_text_splits(path: Path) -> dict[str, list[Path]]:
 
     In a folder, files and subfolders belong to the splits that their names contain, such as `books-train.txt`,
     `train-00000-of-00002.parquet`, `dev.jsonl` or `validation/`, and others are ignored. If no name contains a split,
-    the whole folder is training data, as is a single file or a data set that `Dataset.save_to_disk` wrote.
-
-    Raises:
-        UserError: if the path does not exist or cannot be read, or if the folder contains only validation data.
+    the whole folder is training data, as is a single file or a data set that `Dataset.save_to_disk` wrote. Raises a
+    `UserError` if the path does not exist or cannot be read, or if the folder contains only validation data.
     """
     try:
         if not path.exists():
@@ -144,10 +131,8 @@ def find_text_splits(path: Path) -> dict[str, list[Path]]:
 def read_texts(paths: list[Path], cache_dir: Path) -> Dataset:
     """Return the documents of files or folders as a memory-mapped data set with the column `text`.
 
-    The documents are read once and then loaded from the cache, until the content of a file changes.
-
-    Raises:
-        UserError: if a file cannot be read, the text is empty, or the cache cannot be written.
+    The documents are read once and then loaded from the cache, until the content of a file changes. Raises a
+    `UserError` if a file cannot be read, the text is empty, or the cache cannot be written.
     """
     digest = "-".join(compute_content_digest(path)[:32] for path in paths)
 
@@ -172,10 +157,8 @@ def drop_blank_rows(dataset: Dataset, source: str) -> Dataset:
 def make_hub_source(spec: TaskSpec) -> ExampleSource:
     """Return the source that loads a task from the Hugging Face hub, or from the local cache without the hub.
 
-    All splits are of the same commit, the latest of the data set's main branch.
-
-    Raises:
-        UserError: if the hub cannot be reached and the task is not in the cache, or if loading fails.
+    All splits are of the same commit, the latest of the data set's main branch. Raises a `UserError` if the hub cannot
+    be reached and the task is not in the cache, or if loading fails.
     """
     assert spec.hub is not None, spec.name
     source_name = " ".join(filter(None, spec.hub))
@@ -183,23 +166,12 @@ def make_hub_source(spec: TaskSpec) -> ExampleSource:
     name, default_configuration = spec.hub
     commit = None if problem else find_commit(name, None, "dataset")
 
-    def load_configuration(configuration: str | None) -> datasets.DatasetDict:
-        try:
-            with _restrict_to_cache() if problem else contextlib.nullcontext():
-                return datasets.load_dataset(name, configuration, revision=commit)
-        except Exception as error:  # `datasets` and the libraries below it raise many types
-            failure = f"the hub did not deliver it ({shorten(f'{type(error).__name__}: {error}')})"
-            reason = explain_refusal(error, name, "dataset") or failure
-            reason = f"not in the local cache, and {problem}" if problem else reason
-            title = " ".join(filter(None, (name, configuration)))
-            raise UserError(f"{title}: {reason}; {LOCAL_COPY_HINTS['dataset']}") from error
-
-    dataset = load_configuration(default_configuration)
+    dataset = load_dataset(name, default_configuration, commit, problem)
     hub_location_by_split = {split.name: split.hub for split in spec.test if split.hub is not None}
 
     def read_split(split: str) -> RawSplit | Dataset:
         splits, name_on_hub = (
-            (load_configuration(hub_location_by_split[split][0]), hub_location_by_split[split][1])
+            (load_dataset(name, hub_location_by_split[split][0], commit, problem), hub_location_by_split[split][1])
             if split in hub_location_by_split
             else (dataset, split)
         )
@@ -213,18 +185,8 @@ def make_hub_source(spec: TaskSpec) -> ExampleSource:
     return ExampleSource(
         read_split,
         lambda split: split in hub_location_by_split or split in dataset,
-        commit or _find_cached_commit(dataset),
+        commit or find_cached_commit(dataset.values()),
     )
-
-
-def _find_cached_commit(dataset: datasets.DatasetDict) -> str | None:
-    """Return the commit of a data set that `datasets` has loaded from its cache, or None if it is unknown.
-
-    Without the hub, `datasets` loads its latest cached data set from a folder named by the commit.
-    """
-    folders = {Path(file["filename"]).parent.name for split in dataset.values() for file in split.cache_files}
-    commit = folders.pop() if len(folders) == 1 else ""
-    return commit if COMMIT_PATTERN.fullmatch(commit) else None
 
 
 def make_demo_source(spec: TaskSpec) -> ExampleSource:
@@ -249,14 +211,3 @@ def _find_file(spec: TaskSpec, folder: Path, layout: Layout, split: str) -> tupl
 
 def _list_file_names(spec: TaskSpec, pattern: str, split: str) -> list[str]:
     return [pattern.format(stem) for stem in spec.stems(split)]
-
-
-@contextlib.contextmanager
-def _restrict_to_cache() -> Iterator[None]:
-    """Within the `with` block, restrict `datasets` to its cache, which avoids its connection retries."""
-    was_offline = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        datasets.config.HF_HUB_OFFLINE = was_offline

@@ -38,8 +38,7 @@ def make_training_features(
         The columns of `tokenize_windows` except the offsets, and the tokens `start_positions` and `end_positions`
         (inclusive) of the answer. Both are 0 if the window does not contain the whole answer.
 
-    Raises:
-        UserError: if an answer does not occur at its `answer_start`; the message names the question.
+    Raises a `UserError` if an answer does not occur at its `answer_start`; the message names the question.
     """
     answer_ranges = [_find_answer_range(*example) for example in zip(contexts, answers, ids, strict=True)]
     features = tokenize_windows(questions, contexts, tokenizer, max_length, stride)

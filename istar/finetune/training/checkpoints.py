@@ -58,8 +58,7 @@ class AtomicCheckpointIO(CheckpointIO):
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Load the content of a checkpoint to the CPU, after its checksums have been verified.
 
-    Raises:
-        UserError: if the file is missing or damaged, or contains anything but plain data and tensors.
+    Raises a `UserError` if the file is missing or damaged, or contains anything but plain data and tensors.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -205,10 +204,8 @@ def find_resumable_checkpoint(folder: Path, run_name: str, num_processes: int) -
     """Return the path of the newest checkpoint that a run can resume from, or None.
 
     A checkpoint that is damaged or belongs to another run is renamed with a warning, and the previous one is used.
-    Best-epoch weights of later epochs are removed, because the resumed run writes them again.
-
-    Raises:
-        UserError: if the checkpoint was written by a different number of processes.
+    Best-epoch weights of later epochs are removed, because the resumed run writes them again. Raises a `UserError` if
+    the checkpoint was written by a different number of processes.
     """
     for path in reversed(_list_sorted_paths(folder, "step")):
         try:
@@ -242,8 +239,8 @@ def remove_old_checkpoints(folder: Path, best_weights_path: Path) -> None:
 def _inspect_checkpoint(path: Path, run_name: str) -> tuple[int, int]:
     """Return how many epochs a resumable checkpoint has completed, and how many processes wrote it.
 
-    Raises:
-        UserError: if the checkpoint or the weights of its best epoch are damaged, or belong to another run or format.
+    Raises a `UserError` if the checkpoint or the weights of its best epoch are damaged, or belong to another run or
+    format.
     """
     content = read_checkpoint(path)
     try:

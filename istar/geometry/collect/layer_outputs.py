@@ -1,7 +1,7 @@
 """Read a transformer's hidden states under names that are the same for all architectures."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -84,11 +84,13 @@ class BlockReader:
     """Runs a model on batches of blocks, and returns the hidden states of the tokens that the statistics include.
 
     The model must be without a head, in eval mode, and on its device. `has_special_tokens` says whether the statistics
-    include special tokens. `forward_seconds` is the time of all forward passes.
+    include special tokens. `forward_seconds` is the time of all forward passes. `advance` is called with the number of
+    included tokens after each batch.
     """
 
     def __init__(self, model: PreTrainedModel, pad_id: int, has_special_tokens: bool) -> None:
         self.taps, self.forward_seconds = Taps(model), 0.0
+        self.advance: Callable[[int], object] = lambda num_tokens: None
         self._device, self._pad_id, self._has_special_tokens = model.device, pad_id, has_special_tokens
 
     def make_inputs(self, blocks: Sequence[Block]) -> tuple[dict[str, Tensor], Tensor]:
@@ -123,6 +125,7 @@ class BlockReader:
                     if tap not in points:
                         points[tap] = tap_states.new_empty(num_tokens + 1, tap_states.shape[-1])
                     points[tap].index_copy_(0, all_rows, tap_states.flatten(0, 1))
+                self.advance(len(batch_rows))
         return {tap: tap_points[:num_tokens] for tap, tap_points in points.items()}
 
     def _read_synchronized_time(self) -> float:

@@ -70,16 +70,14 @@ def measure_model(
     measures of the hidden states. A length of 0 in `settings` means the model's longest input, 512 at most, or 512 if
     the model takes inputs of any length. `revision` is a branch, tag or commit on the hub. `dtype`, a key of
     `WEIGHT_DTYPES`, is for the weights; statistics are at least float32. `device` is a name such as cuda:1, or `auto`:
-    the GPU if there is one, else the CPU. A console shows a progress bar. `command` is recorded in the measures.
-
-    Raises:
-        UserError: if the model or a text cannot be read, or an argument does not fit the model or the machine.
+    the GPU if there is one, else the CPU. A console shows a progress bar. `command` is recorded in the measures. Raises
+    a `UserError` if the model or a text cannot be read, or an argument does not fit the model or the machine.
     """
     start = time.monotonic()
     config = ModelConfig(name=name, revision=revision)
     tokenizer = load_tokenizer(config)
     model: Any = load_encoder(config, tokenizer, WEIGHT_DTYPES[dtype])
-    model = model.to(_find_device(device))
+    model = model.to(find_device(device))
     if model.device.type == "cpu":
         keep_freed_memory()
     # The encoder lacks a head, so the output embeddings are read separately: before the pass, which may take hours, so
@@ -87,7 +85,7 @@ def measure_model(
     output_matrix = read_untied_output(config)
     settings = _resolve_length(settings, model)
     weights = hash_weights(model)
-    text_hashes = {source.name: compute_identity(source.path)[:16] for source in sources}
+    text_hashes = {source.name: compute_identity(*source.content)[:16] for source in sources}
     # The identity includes the paths and the contents of the texts.
     identity = compute_identity(weights, settings, [source.path for source in sources], *text_hashes.values())
     reader = Stream(model, tokenizer, settings, Output(out, "state").open_state("pass"), identity)
@@ -252,7 +250,7 @@ def find_extreme_dimensions(layer: Layer) -> list[dict[str, float]]:
     ]
 
 
-def _find_device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
     """Return an available device by name, or raise a `UserError`; `auto` is this process's GPU, or else the CPU."""
     if name == "auto":
         # torchrun gives each process on a machine its own LOCAL_RANK.

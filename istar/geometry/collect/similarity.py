@@ -2,20 +2,20 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from istar.drawing.terminal import make_progress
 from istar.errors import UserError
 from istar.geometry.collect.layer_outputs import Taps
-from istar.inputs.corpus import Block, Blocks, pad_batch, split_into_batches
-from istar.inputs.documents import read_documents
+from istar.geometry.collect.measure import find_device
+from istar.inputs.corpus import Block, Blocks, Source, pad_batch, split_into_batches
 from istar.inputs.pretrained import load_encoder, load_tokenizer
 from istar.measures.alignment import cka, cka_with_error
 from istar.measures.numerics import full_precision
@@ -43,12 +43,12 @@ class Similarity:
     documents: int  # number of documents
 
 
-def read_first_documents(paths: Sequence[Path], count: int) -> list[str]:
+def read_first_documents(sources: Sequence[Source], count: int) -> list[str]:
     """Read `count` documents, taking one from the beginning of each text in turn; fewer if the texts have fewer.
 
     Raises a `UserError` if a text cannot be read, or the texts have fewer than 4 documents in total.
     """
-    readers = [read_documents(path) for path in paths]
+    readers = [source.read_documents() for source in sources]
     documents: list[str] = []
     while readers and len(documents) < count:
         for reader in list(readers):
@@ -65,13 +65,15 @@ def compute_mean_states(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     documents: Sequence[str],
-    length: int = 128,
+    length: int,
     batch_tokens: int | None = None,
+    advance: Callable[[int], object] = lambda number: None,
 ) -> dict[str, Tensor]:
     """Compute each document's mean hidden state over its tokens, without special tokens, at every tap.
 
     The result is `(documents, d)` by tap, float32 on the CPU. `length` is the maximum number of tokens of a document,
-    including special tokens; the rest is left out. `batch_tokens` is as for `corpus.split_into_batches`.
+    including special tokens; the rest is left out. `batch_tokens` is as for `corpus.split_into_batches`. `advance` is
+    called with the documents of each batch.
 
     Raises a `UserError` if a document lacks tokens, because the rows of two models must belong to the same documents.
     """
@@ -102,6 +104,7 @@ def compute_mean_states(
             for tap, states in taps(inputs).items():
                 pooled = (weights[:, None] @ states.float())[:, 0].cpu()
                 means.setdefault(tap, pooled.new_empty(len(first_blocks), pooled.shape[1]))[list(indices)] = pooled
+        advance(len(indices))
     return means
 
 
@@ -116,7 +119,8 @@ def _make_averaging_weights(blocks: Sequence[Block], width: int) -> Tensor:
 def compute_similarities(
     models: Sequence[tuple[str, ModelConfig]],
     documents: Sequence[str],
-    length: int = 128,
+    length: int,
+    device: str = "auto",
     console: Console | None = None,
 ) -> list[Similarity]:
     """Compute CKA of all layers for each pair of labelled models. Only one model is in memory at a time.
@@ -125,11 +129,16 @@ def compute_similarities(
     cannot be loaded, a document lacks tokens, or a layer has equal states for all documents.
     """
     labelled_states: list[tuple[str, dict[str, Tensor]]] = []
-    with Progress(console=console, disable=console is None, transient=True) as progress:
-        for label, config in progress.track(models, description="states of documents"):
+    with make_progress(console) as progress:
+        task = progress.add_task("similarity of layers", total=len(models) * len(documents))
+        for label, config in models:
             tokenizer = load_tokenizer(config)
-            model = load_encoder(config, tokenizer, torch.float32)
-            labelled_states.append((label, compute_mean_states(model, tokenizer, documents, length)))
+            model: Any = load_encoder(config, tokenizer, torch.float32)
+            model = model.to(find_device(device))
+            states = compute_mean_states(
+                model, tokenizer, documents, length, advance=lambda number: progress.advance(task, number)
+            )
+            labelled_states.append((label, states))
             del model
     return [_compare_layers(*first, *second) for first, second in itertools.combinations(labelled_states, 2)]
 

@@ -11,17 +11,18 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.markup import escape
+from rich.progress import Progress
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from istar.drawing.terminal import make_progress
 from istar.errors import UserError
 from istar.files.writing import atomic_write
 from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
 from istar.geometry.collect.layer_outputs import BlockReader
 from istar.geometry.collect.token_batch import TokenBatch
 from istar.inputs.corpus import COMBINED, Block, Blocks, Reading, Source, sorted_windows, split_into_batches
-from istar.inputs.documents import read_documents
 from istar.measures.numerics import accumulation_dtype
 
 SECONDS_BETWEEN_SAVES = 300.0
@@ -56,8 +57,7 @@ class Stream:
             the sources' names; with several sources also for `combined`.
         earlier_seconds: time of interrupted calls.
 
-    Raises:
-        UserError: if there are several processes but no state files, through which they exchange accumulators.
+    Raises a `UserError` if there are several processes but no state files, through which they exchange accumulators.
     """
 
     def __init__(
@@ -98,10 +98,7 @@ class Stream:
         self._origins = self._find_origins(sources)
         results: dict[str, T] = {}
         combined: CorpusStatistics | None = None
-        texts = (TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[status]"))
-        columns = SpinnerColumn(), next(texts), BarColumn(), next(texts)
-        disable = console is None
-        with Progress(*columns, TimeElapsedColumn(), console=console, disable=disable, transient=True) as progress:
+        with make_progress(console) as progress:
             for source_index, source in enumerate(sources):
                 statistics = self._read_source(source, source_index, progress)
                 if self._rank == 0:
@@ -151,19 +148,24 @@ class Stream:
                 with atomic_write(self._get_state_path(source_index, self._rank)) as file:
                     torch.save(state, file)
 
-        task = progress.add_task(source.name, total=None, status="")
+        task = progress.add_task(escape(source.name), total=None, completed=num_tokens_done)
+        # The whole text is read for its length only if a bar needs it.
+        is_counted = self.settings.limit is None and not progress.disable
+        num_characters = sum(map(len, source.read_documents())) if is_counted else 0
+
+        def advance(num_tokens: int) -> None:
+            total = self.settings.limit or reading.tokens * num_characters / max(reading.characters, 1)
+            progress.update(task, advance=num_tokens, total=total / self.num_processes)
+
+        self._reader.advance = advance
         rank_batches = self._iterate_rank_batches(source, num_blocks_done, reading)
         for batches in _join_batches(rank_batches, self._compute_max_update_tokens()):
             numbered_blocks = [numbered_block for batch in batches for numbered_block in batch]
             # The source's index makes the samples of different sources independent.
             block_keys = [(source_index << 32) + index for _, index, _ in numbered_blocks]
             self._update_statistics(statistics, [[block for *_, block in batch] for batch in batches], block_keys)
-            num_batch_tokens = sum(self._count_tokens(block) for *_, block in numbered_blocks)
             num_blocks_done = numbered_blocks[-1].position + 1
-            num_tokens_done += num_batch_tokens
-            progress.advance(task, num_batch_tokens)
-            tokens_per_second = progress.tasks[task].speed or 0
-            progress.update(task, status=f"{num_tokens_done:,} tokens, {tokens_per_second:,.0f} per second")
+            num_tokens_done += sum(self._count_tokens(block) for *_, block in numbered_blocks)
             if time.monotonic() - last_save > SECONDS_BETWEEN_SAVES:
                 save_state()
                 last_save = time.monotonic()
@@ -172,6 +174,9 @@ class Stream:
         if self.num_processes > 1:
             self._merge_ranks(source_index, statistics)
         reading.forward_seconds = self._reader.forward_seconds
+        # The text may have fewer tokens than the limit.
+        description = f"computing the measures of {escape(source.name)}"
+        progress.update(task, description=description, total=num_tokens_done, completed=num_tokens_done)
         return statistics
 
     def _iterate_rank_batches(
@@ -197,7 +202,7 @@ class Stream:
 
     def _read_limited_blocks(self, source: Source, reading: Reading) -> Iterator[Block]:
         """Yield the blocks of a source in order, up to the limit of tokens, and count in `reading` what is read."""
-        for block in self._blocks(read_documents(source.path), reading):
+        for block in self._blocks(source.read_documents(), reading):
             reading.tokens += self._count_tokens(block)
             yield block
             # The next block, which may be of another document, is not read.

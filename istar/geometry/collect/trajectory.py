@@ -71,7 +71,7 @@ def measure_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint],
     trajectory = Trajectory()
     text_names = [source.name for source in plan.texts]
     fingerprint = measure.compute_identity(
-        plan.settings, plan.dtype, text_names, *(source.path for source in plan.texts)
+        plan.settings, plan.dtype, text_names, *(part for source in plan.texts for part in source.content)
     )
     for position, checkpoint in enumerate(checkpoints, start=1):
         _print_line(console, f"{position} of {len(checkpoints)}: {checkpoint.label}")
@@ -225,15 +225,22 @@ def _convert_checkpoint(path: Path, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
-def make_csv(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> bytes:
-    """Return the content of `trajectory.csv`: the rows of `make_rows` for all checkpoints that were measured."""
+def make_trajectory_table(
+    plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory
+) -> pd.DataFrame:
+    """Return the table in `trajectory.csv`: the rows of `make_rows` for all checkpoints that were measured."""
     rows = []
     for checkpoint in checkpoints:
         if checkpoint.label in trajectory.measurements:
             measured = trajectory.measurements[checkpoint.label]
             keys = {"model": plan.model, "revision": checkpoint.label, "step": checkpoint.step}
             rows += [{**keys, "weights": measured.weights, **row} for row in make_rows(measured)]
-    return to_csv(pd.DataFrame(rows).convert_dtypes()).encode()
+    return pd.DataFrame(rows).convert_dtypes()
+
+
+def make_csv(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> bytes:
+    """Return the content of `trajectory.csv`."""
+    return to_csv(make_trajectory_table(plan, checkpoints, trajectory)).encode()
 
 
 def make_rows(measured: Measurements) -> Iterator[dict[str, Any]]:

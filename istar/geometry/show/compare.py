@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from istar.drawing.page_folder import read_page_texts
-from istar.errors import UserError
 from istar.geometry.collect import measures_file
 from istar.geometry.collect.layer_outputs import FINAL_NORM
 from istar.geometry.collect.measures_file import JACKKNIFE_MEASURES, Measurements, t_quantile
-from istar.inputs.saved_checkpoints import ModelArgument, parse_model_argument
+from istar.inputs.saved_checkpoints import ModelArgument, check_distinct_labels
 from istar.measures import jackknife_error
 from istar.measures.catalogue import MEASURES
 from istar.records.identity import shorten_model_name
@@ -94,17 +93,6 @@ def has_trajectory(argument: ModelArgument) -> bool:
     return (Path(argument.name) / measures_file.TRAJECTORY_FILE).is_file()
 
 
-def parse_compared_models(arguments: Sequence[str]) -> list[ModelArgument]:
-    """Parse two or more distinct models, each `[label=]<folder, run or hub id>[@revision]`, or raise a `UserError`."""
-    if len(arguments) < 2:
-        raise UserError("a comparison needs two models or more; give their names, or folders of istar measure")
-    models = [parse_model_argument(argument) for argument in arguments]
-    for index, model in enumerate(models):
-        if (model.name, model.revision) in [(other.name, other.revision) for other in models[:index]]:
-            raise UserError(f"{arguments[index]} is given twice; give each model once")
-    return models
-
-
 def label_models(arguments: Sequence[ModelArgument], measurements: Sequence[Measurements]) -> list[MeasuredModel]:
     """Give the measurements of each model a distinct label, or raise a `UserError`.
 
@@ -118,15 +106,8 @@ def label_models(arguments: Sequence[ModelArgument], measurements: Sequence[Meas
     for index, argument in enumerate(arguments):
         if not argument.label and counts[labels[index]] > 1:
             labels[index] = f"{labels[index]} ({shorten_model_name(argument.name)})"
-    check_distinct_labels(labels, "models")
+    check_distinct_labels(labels)
     return [MeasuredModel(label, measured) for label, measured in zip(labels, measurements, strict=True)]
-
-
-def check_distinct_labels(labels: Sequence[str], noun: str) -> None:
-    """Raise a `UserError` if two of the compared models or trainings have the same label."""
-    label, count = Counter(sorted(labels)).most_common(1)[0]
-    if count > 1:
-        raise UserError(f"several {noun} are called {label}; give them names, as in first=<folder or model>")
 
 
 def _name_model(measurements: Measurements) -> str:

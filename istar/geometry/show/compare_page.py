@@ -115,17 +115,18 @@ def check_training_folder(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint
     trajectory.refuse_other_checkpoints(plan, checkpoints)
 
 
-def write_model(measured: Measurements, out: Path) -> Path:
+def write_model(measured: Measurements, out: Path, label: str = "") -> Path:
     """Write the page of a model with its figures, tables and measures in place of an earlier one, and return its path.
 
-    Raises a `UserError` for the measures of another model, and as `istar.drawing.page_folder.write` does.
+    The page calls the model by `label`, or else by the last part of its name. Raises a `UserError` for the measures of
+    another model, and as `istar.drawing.page_folder.write` does.
     """
     name, revision = measured.model["name"], measured.model["revision"]
     _refuse_other_model(out, ModelName(name, revision), measured.weights)
     contents = {name: text.encode() for name, text in measures_file.file_contents(measured).items()}
     # The measures, which may have taken hours, are saved before anything is drawn.
     page_folder.page_output(out, MODEL_KIND).write(contents)
-    model = MeasuredModel(shorten_model_name(name), measured)
+    model = MeasuredModel(label or shorten_model_name(name), measured)
     return _write(PageContent(MODEL_KIND, [model], command=measured.command), out, contents)
 
 

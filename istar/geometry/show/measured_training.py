@@ -15,7 +15,7 @@ from istar.geometry.collect.measures_file import Measurements, interval_half_wid
 from istar.geometry.show import compare
 from istar.geometry.show.compare import MeasuredModel
 from istar.inputs.corpus import COMBINED
-from istar.inputs.saved_checkpoints import Checkpoint, ModelArgument
+from istar.inputs.saved_checkpoints import Checkpoint, ModelArgument, check_distinct_labels
 from istar.records.identity import shorten_model_name
 
 ASSUMED_GROUPS = 10
@@ -132,7 +132,7 @@ def read_trainings(arguments: Sequence[ModelArgument]) -> list[MeasuredTraining]
         ends = [_read_checkpoint(folder, table.iloc[index]) for index in (0, -1)]
         checkpoints = [end for end in ends if end is not None] if None not in ends else []
         trainings.append(MeasuredTraining(argument.label or default_label, table, checkpoints))
-    compare.check_distinct_labels([training.label for training in trainings], "trainings")
+    check_distinct_labels([training.label for training in trainings], "trainings")
     return trainings
 
 

@@ -162,7 +162,7 @@ def test_the_command(run_folders: dict[str, Path], tmp_path: Path, capsys: pytes
     assert main(["quantize", *folders, "--forms", "w8a8,w3a3", "--calibration", "4", "--out", str(out)]) == 0
     captured = capsys.readouterr()
     assert f"left out: {without_model}: the run has saved no model" in captured.err
-    assert "2 of 2" in captured.err
+    assert "━" not in captured.err  # bars are for terminals
     assert "Base" in captured.out
     scores = pd.read_csv(out / "quantization.csv")
     assert list(scores["folder"]) == [str(demo), str(regression)]

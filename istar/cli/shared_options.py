@@ -1,0 +1,81 @@
+"""Options that several commands share: each has one name, one meaning and one default."""
+
+import argparse
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from istar.drawing.terminal import make_console
+from istar.errors import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from istar.geometry.collect.corpus_statistics import MeasureSettings
+
+MODEL_HELP = "[label=]<hub id, folder or run>[@revision]"
+MEASURING_MINIMA = {"length": 0, "batch_tokens": 1, "sample": 0, "seed": 0, "max_tokens": 1, "groups": 0}
+"""Minima of the options of `add_measuring_options`."""
+
+
+def add_list(parser: argparse.ArgumentParser, name: str, help_text: str) -> None:
+    """Add an option with a list of values, which is empty by default: separated by commas, or the option repeated."""
+    parser.add_argument(name, action="extend", type=_split_list, default=[], help=f"{help_text}, separated by commas")
+
+
+def _split_list(text: str) -> list[str]:
+    # The name of an existing file may contain a comma.
+    return [text] if os.path.exists(text) else [part.strip() for part in text.split(",")]  # noqa: PTH110
+
+
+def add_texts(parser: argparse.ArgumentParser, use: str) -> None:
+    """Add `--text`; `use` says what the command does with the texts."""
+    place = "file (a document per line, .jsonl or .parquet), folder, or hub data set as owner/name:configuration:split"
+    add_list(parser, "--text", f"{use}: [name=]<{place}>")
+
+
+def add_output(parser: argparse.ArgumentParser, folder: str) -> None:
+    """Add `--out` with this default, and `--json`."""
+    parser.add_argument("--out", type=Path, default=Path(folder), help=f"output folder (default: {folder})")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
+
+
+def add_measuring_options(parser: argparse.ArgumentParser) -> None:
+    """Add the texts to measure models over, and how to read and measure them; see `MeasureSettings`."""
+    add_texts(parser, "texts to measure over")
+    add = parser.add_argument
+    add("--length", type=int, default=0, help="maximum tokens per block (default: the model's maximum, at most 512)")
+    documents_help = "separate: one by one, as in the papers; packed: joined into full blocks (default: separate)"
+    add("--documents", choices=("separate", "packed"), default="separate", help=documents_help)
+    special_tokens_help = "whether statistics include the states of special tokens (default: exclude)"
+    add("--special-tokens", choices=("include", "exclude"), default="exclude", help=special_tokens_help)
+    add("--batch-tokens", type=int, help="maximum tokens per batch (default: 2048 on a CPU, 16384 on a GPU)")
+    add("--max-tokens", type=int, help="maximum number of tokens of each text")
+    add("--sample", type=int, default=5_000, help="token types to keep for TwoNN; 0: no TwoNN (default: 5000)")
+    add("--seed", type=int, default=0, help="seed of random samples (default: 0)")
+    measures_help = "basic, or all: also the slow ones, such as massive activations and Gride (default: basic)"
+    add("--measures", choices=("basic", "all"), default="basic", help=measures_help)
+    add("--groups", type=int, default=10, help="groups of documents for standard errors; 0: none (default: 10)")
+    add("--no-intra", action="store_true", help="leave out IntraSim, whose memory grows with the number of words")
+    dtypes = ("float32", "float64", "bf16", "float16")
+    add("--dtype", choices=dtypes, default="float32", help="data type of the weights (default: float32)")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1 ... (default: auto)")
+
+
+def make_measure_settings(options: argparse.Namespace) -> "MeasureSettings":
+    """Return the settings that `add_measuring_options` has parsed."""
+    from istar.geometry.collect.corpus_statistics import MeasureSettings
+
+    if options.groups == 1:
+        raise UserError("--groups 1 gives no standard errors; expected at least 2, or 0 to compute none")
+    same_names = ("length", "batch_tokens", "sample", "seed", "documents", "special_tokens", "measures", "groups")
+    settings = {name: getattr(options, name) for name in same_names}
+    return MeasureSettings(limit=options.max_tokens, intra=not options.no_intra, **settings)
+
+
+def print_json(frames: "Mapping[str, pd.DataFrame]") -> None:
+    """Print the rows of each table as an array of objects, by the name of the table, as JSON."""
+    rows = {name: json.loads(frame.to_json(orient="records", double_precision=15)) for name, frame in frames.items()}
+    make_console().out(json.dumps(rows, indent=1, ensure_ascii=False), highlight=False)

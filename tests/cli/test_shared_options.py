@@ -1,0 +1,133 @@
+"""The options that commands share, the notation of models and texts, the list of measures, and JSON."""
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+
+from istar.cli.main import _make_parser, main
+from istar.errors import UserError
+from istar.inputs import corpus
+from istar.inputs.saved_checkpoints import parse_models
+from istar.measures.catalogue import MEASURES
+from tests.embeddings.test_embed import save_model
+from tests.mock_hub import Repository, glue_files, serving, use
+
+COMMANDS = ("measure", "compare", "embed", "quantize", "correlate")
+
+
+def find_parsers() -> dict[str, argparse.ArgumentParser]:
+    [subparsers] = [action for action in _make_parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    return dict(subparsers.choices)
+
+
+def test_an_option_means_the_same_in_each_command() -> None:
+    variants = defaultdict(set)
+    for command in COMMANDS:
+        for action in find_parsers()[command]._actions:
+            # Each command has a folder, and a use of the texts and forms, of its own.
+            text = "" if action.dest in ("out", "text", "forms") else action.help
+            default = "" if action.dest == "out" else str(action.default)
+            for name in action.option_strings:
+                variants[name].add((default, str(action.choices), str(action.nargs), text))
+    assert {name for name, found in variants.items() if len(found) > 1} == set()
+    assert variants.keys() >= {"--text", "--documents", "--length", "--device", "--dtype", "--measures", "--json"}
+    assert "--revision" not in variants
+
+
+def test_measure_and_compare_have_the_same_options_for_measuring() -> None:
+    measure, compare = (
+        {name for action in find_parsers()[command]._actions for name in action.option_strings}
+        for command in ("measure", "compare")
+    )
+    assert measure - compare == {"--revisions", "--checkpoints", "--steps", "--list"}
+    assert compare - measure == {"--cka-documents"}
+
+
+def test_lists_are_separated_by_commas_or_repeated(tmp_path: Path) -> None:
+    (tmp_path / "a,b.txt").touch()
+    options = ["--text", f"x=1.txt, y=2.txt,{tmp_path}/c", "--text", f"{tmp_path}/a,b.txt"]
+    parsed = find_parsers()["measure"].parse_args(["model", *options])
+    assert parsed.text == ["x=1.txt", "y=2.txt", f"{tmp_path}/c", f"{tmp_path}/a,b.txt"]
+    assert find_parsers()["measure"].parse_args(["model"]).text == []
+
+
+def test_models_are_parsed(tmp_path: Path) -> None:
+    for folder in ("run/model", "a@b"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "run" / "model" / "config.json").touch()
+    models = parse_models(["org/name@refs/pr/1", f"mine={tmp_path}/run", f"{tmp_path}/a@b", "other"])
+    assert [(model.default_label, model.config.name, model.config.revision) for model in models] == [
+        ("name-refs_pr_1", "org/name", "refs/pr/1"),
+        ("mine", str(tmp_path / "run" / "model"), None),
+        ("a@b", str(tmp_path / "a@b"), None),
+        ("other", "other", None),
+    ]
+    with pytest.raises(UserError, match="is given twice"):
+        parse_models(["a", "again=a"])
+
+
+def test_several_models_and_a_run_are_measured_in_one_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], blank_figures: None
+) -> None:
+    save_model(tmp_path / "run" / "model")
+    models = [f"first={tmp_path}/run", str(save_model(tmp_path / "second", "neox"))]
+    (tmp_path / "text.txt").write_text("the cat sees the dog\nthe dog sees the house\n" * 10)
+    options = ["--text", str(tmp_path / "text.txt"), "--device", "cpu", "--json", "--out", str(tmp_path / "out")]
+    assert main(["measure", *models, *options]) == 0
+    captured = capsys.readouterr()
+    rows_by_model = json.loads(captured.out)
+    assert list(rows_by_model) == ["first", "second"]
+    assert rows_by_model["first"][0]["layer"] == "embeddings"
+    assert "Geometry of first" in (tmp_path / "out" / "first" / "index.html").read_text()
+    assert (tmp_path / "out" / "second" / "measures.json").is_file()
+    assert "second/index.html" in captured.err
+    assert "━" not in captured.err  # bars are for terminals
+    assert main(["measure", models[0], f"first={models[1]}", *options]) == 2
+    assert "several models are called first" in capsys.readouterr().err
+    assert main(["embed", models[0], "--json", "--out", str(tmp_path / "page")]) == 0
+    assert json.loads(capsys.readouterr().out)["table1"][0]["model"] == "first"
+
+
+def test_a_comparison_needs_two_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "a"]) == 2
+    assert "a comparison needs two models or more" in capsys.readouterr().err
+
+
+def test_texts_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = glue_files({"notes": ("train", "test")}, {"text": "the {split} lamp number {row}"}, ("no", "yes"), rows=6)
+    with serving() as hub:
+        use(hub, tmp_path / "cache", monkeypatch)
+        commit = hub.repositories.setdefault("datasets/org/notes", Repository()).push(files)
+        train, named = corpus.parse_sources(["org/notes:notes", "held=org/notes:notes:test@main"])
+        with pytest.raises(UserError, match=r"there is no file or folder org/none, and .*the hub has no"):
+            corpus.parse_sources(["org/none"])
+        with pytest.raises(UserError, match=r"there is no org/none\.txt; expected a file or folder"):
+            corpus.parse_sources(["org/none.txt"])
+    assert (train.name, named.name) == ("notes", "held")
+    assert train.content == ("org/notes:notes", commit)
+    assert [text.split()[1] for text in train.read_documents()] == ["train"] * 6
+    assert next(named.read_documents()).startswith("the test lamp")
+
+
+def test_blank_documents_of_the_hub_are_left_out(tmp_path: Path) -> None:
+    source = corpus.Source("a", tmp_path, Dataset.from_dict({"text": ["one", "", " ", None, "two"]}))
+    assert list(source.read_documents()) == ["one", "two"]
+
+
+def test_the_list_of_measures_has_a_line_for_each(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["measure", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [measure.name for measure in MEASURES if not measure.name.endswith("_error")]
+    assert [line.split()[0] for line in lines if line.startswith("  ")] == names
+    assert max(map(len, lines)) <= 80
+    assert main(["measure", "--list", "isoscore"]) == 0
+    assert "\nrange: [0, 1]\n" in capsys.readouterr().out
+    assert main(["measure", "--list", "isoscor"]) == 2
+    assert "did you mean isoscore?" in capsys.readouterr().err
