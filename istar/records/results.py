@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Required, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, Required, TypedDict
 
 from istar.errors import UserError
 from istar.files.parsing import MissingFileError, read_record
@@ -84,6 +84,10 @@ _Penalty = TypedDict(
 )  # fmt: skip
 
 
+class _Output(TypedDict, total=False):
+    smoke: bool
+
+
 class _Settings(TypedDict):
     """The keys of a run's config that readers of runs need, among many others."""
 
@@ -91,6 +95,7 @@ class _Settings(TypedDict):
     model: _Named
     reg: _Penalty
     trainer: _Training
+    run: NotRequired[_Output]
     seed: _Count
 
 
@@ -139,6 +144,11 @@ class RunRecord:
     system: str | None = None  # operating system and its version
     error: str | None = None  # one-line reason of a failure; None if the run did not fail
     format: int = RECORD_FORMAT
+
+    @property
+    def is_smoke(self) -> bool:
+        """Whether the run only tests its config, so that no table, comparison or plan counts it."""
+        return bool(self.config.get("run", {}).get("smoke"))
 
     @property
     def selection_value(self) -> Any:

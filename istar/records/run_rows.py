@@ -56,6 +56,12 @@ def record_to_row(record: RunRecord) -> dict[str, Any]:
     return {**dict(zip(RUN_COLUMNS, column_values, strict=True)), **metrics, **settings}
 
 
+def describe_smoke_runs(count: int) -> str:
+    """Return a sentence that says how many smoke runs were left out."""
+    runs = "1 smoke run is" if count == 1 else f"{count} smoke runs are"
+    return f"{runs} not counted (debug=smoke or trainer.fast_dev_run): smoke runs only test a config"
+
+
 def group_by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[list[RunRecord]]]:
     """Group runs by task and model, then by configuration, in the order of `records`; see `configuration_hash`."""
     runs_by_task: dict[tuple[str, str], dict[str, list[RunRecord]]] = {}

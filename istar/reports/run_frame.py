@@ -16,7 +16,13 @@ from istar.files.outputs import Output
 from istar.files.writing import to_csv
 from istar.records.metric_names import format_metric, format_number
 from istar.records.results import CONFIG, RESULT, RunRecord, read_result, read_unfinished
-from istar.records.run_rows import COMPARISON_CAPTION, COMPARISON_COLUMNS, RUN_COLUMNS, record_to_row
+from istar.records.run_rows import (
+    COMPARISON_CAPTION,
+    COMPARISON_COLUMNS,
+    RUN_COLUMNS,
+    describe_smoke_runs,
+    record_to_row,
+)
 
 _REPLACED_SUFFIX = re.compile(r"\.old-\d+$")  # suffix of a run folder replaced by `run.overwrite=true`
 _FOLDERS_WITHOUT_RUNS = ("multirun", "sweeps")
@@ -35,12 +41,14 @@ class Runs:
     frame: pd.DataFrame
     read_errors: dict[str, str]  # error message by folder, for folders that could not be read as a run
     records: dict[str, RunRecord] = field(default_factory=dict)  # complete records by folder; empty unless requested
+    num_smoke: int = 0  # number of smoke runs, which have no row and no record
 
 
 def load_runs(root: Path, keep_records: bool = False, excluded: Path | None = None) -> Runs:
-    """Read every run below a folder, at any depth, except runs replaced by `run.overwrite=true`.
+    """Read every run below a folder, at any depth, except runs replaced by `run.overwrite=true` and smoke runs.
 
-    A warning is logged for each folder that cannot be read as a run, except `excluded`, such as an output folder.
+    Warnings name each folder that cannot be read as a run, except `excluded`, such as an output folder, and count the
+    smoke runs.
     `keep_records` includes the complete records with all epochs and layers, about 50 kB per run.
 
     Raises:
@@ -51,12 +59,16 @@ def load_runs(root: Path, keep_records: bool = False, excluded: Path | None = No
     rows: list[dict[str, Any]] = []
     read_errors: dict[str, str] = {}
     records: dict[str, RunRecord] = {}
+    num_smoke = 0
     visited_folders = {root}
     run_folders = list(_find_run_folders(root, read_errors))
     for folder in run_folders:
         visited_folders |= {folder, *folder.parents}
         try:
             record = read_result(folder) if (folder / RESULT).exists() else read_unfinished(folder)
+            if record.is_smoke:
+                num_smoke += 1
+                continue
             rows.append({"folder": str(folder), **record_to_row(record)})
             if keep_records:
                 records[str(folder)] = record
@@ -70,7 +82,10 @@ def load_runs(root: Path, keep_records: bool = False, excluded: Path | None = No
         read_errors = {path: error for path, error in read_errors.items() if Path(path).resolve() != excluded.resolve()}
     for error in read_errors.values():
         log.warning("not read: %s", error)
-    return Runs(pd.DataFrame(rows, columns=None if rows else ["folder", *RUN_COLUMNS]), read_errors, records)
+    if num_smoke:
+        log.warning(describe_smoke_runs(num_smoke))
+    frame = pd.DataFrame(rows, columns=None if rows else ["folder", *RUN_COLUMNS])
+    return Runs(frame, read_errors, records, num_smoke)
 
 
 def check_export(path: Path) -> None:

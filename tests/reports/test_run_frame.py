@@ -71,6 +71,22 @@ def test_failed_and_unfinished_runs_are_rows_too(write_run: Callable[..., RunRec
     assert frame["value"].isna().to_dict() == {"finished": False, "failed": True, "unfinished": True}
 
 
+def test_smoke_runs_are_left_out_and_counted_in_one_line(
+    write_run: Callable[..., RunRecord], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_run("real")
+    write_run("stray", "debug=smoke")
+    write_run("other", "trainer.fast_dev_run=true", root=tmp_path / "smoke")
+    config = write_run("third", "debug=smoke", root=tmp_path / "smoke").config
+    (tmp_path / "smoke" / "unfinished").mkdir()
+    (tmp_path / "smoke" / "unfinished" / "config.yaml").write_text(yaml.safe_dump(config))
+    loaded = load_runs(tmp_path, keep_records=True)
+    assert (list(loaded.frame["name"]), list(loaded.records)) == (["real"], [str(tmp_path / "real")])
+    assert (loaded.num_smoke, loaded.read_errors) == (4, {})
+    [message] = caplog.messages
+    assert message.startswith("4 smoke runs are not counted")
+
+
 def test_where_runs_are_looked_for(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:
     write_run("deeper", root=tmp_path / "sweep" / "rte")
     write_run("again")
