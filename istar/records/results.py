@@ -243,6 +243,12 @@ def write_result(record: RunRecord, folder: Path) -> None:
     write_text(folder / RESULT, json.dumps(asdict(record), indent=2, allow_nan=True) + "\n")
 
 
+def check_runs_folder(root: Path) -> None:
+    """Raise a `UserError` if the folder that a command searches for runs is not a folder."""
+    if not root.is_dir():
+        raise UserError(f"{root} is not a folder; name the folder of your runs, the run.root of istar train")
+
+
 def read_result(folder: Path) -> RunRecord:
     """Read the record in a run's folder.
 

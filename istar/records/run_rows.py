@@ -14,12 +14,6 @@ RUN_COLUMNS = (
     "began", "istar_version", "code_commit", "code_modified",
 )  # fmt: skip
 """Columns of every data frame of runs; see `Runs.frame`."""
-COMPARISON_COLUMNS = ("task", "model", "method", "seed", "value", "constant", "epoch", "IsoScore", "seconds")
-"""Columns of the terminal's tables of runs."""
-COMPARISON_CAPTION = (
-    "Metrics in percent, beside those of a constant prediction; IsoScore of layers 1 to L before → after training."
-    " Over seeds: mean ± standard deviation."
-)
 
 
 def record_to_row(record: RunRecord) -> dict[str, Any]:
