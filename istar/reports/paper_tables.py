@@ -18,7 +18,7 @@ from istar.drawing.page_tables import (
     numeric_entries,
 )
 from istar.drawing.terminal import format_duration
-from istar.records.metric_names import format_number, merit
+from istar.records.metric_names import count_decimals, format_number, merit
 from istar.reports import paper
 from istar.reports.configurations import Cell, describe_hyperparameters, find_differing_keys, is_finite, row_dicts
 from istar.statistics.paired import compare_paired
@@ -27,13 +27,24 @@ TableRow = Mapping[str, Any]
 """A table row: values by column name."""
 
 
+_UNSAVED_COLUMNS = ["best", "most_seeds", "all_collapsed", "has_common_settings"]
+"""Columns that decide how a row of Table 1 is shown; its files lack them."""
+
+
 def build_table1_sheet(cells: Sequence[Cell]) -> Sheet:
-    """Return Table 1: metrics by model, task and method, compared with the paper and, by paired tests, with Base."""
-    rows = []
-    for _, task_cells in groupby(cells, key=lambda cell: (cell.model, cell.task)):
-        rows += _build_table1_rows(list(task_cells))
-    distinct_hyperparameters = {row["hyperparameters"] for row in rows} - {""}
-    common_hyperparameters = distinct_hyperparameters.pop() if len(distinct_hyperparameters) == 1 else ""
+    """Return Table 1: metrics by model, task and method, compared with the paper and, by paired tests, with Base.
+
+    Methods of the paper that were not tried on a task have no row.
+    """
+    rows: list[dict[str, Any]] = []
+    tasks_by_settings: dict[str, list[str]] = {}
+    for (model, task), task_cells in groupby(cells, key=lambda cell: (cell.model, cell.task)):
+        task_rows = _build_table1_rows(list(task_cells))
+        settings = {row["hyperparameters"] for row in task_rows} - {""}
+        if has_common_settings := len(settings) == 1:
+            tasks_by_settings.setdefault(settings.pop(), []).append(f"{task} with {model}")
+        task_rows = [row for row in task_rows if row["seeds"] or row["failed"] or row["pruned"]]
+        rows += [{**row, "has_common_settings": has_common_settings} for row in task_rows]
     return Sheet(
         name="table1",
         title="Table 1: performance",
@@ -45,9 +56,9 @@ def build_table1_sheet(cells: Sequence[Cell]) -> Sheet:
         "p: two-sided, paired over these seeds, not corrected for the number of rows.",
         header=("task, metric", "method", "λ", "ζ", "mean ± std", "seeds", "chosen\non", "paper", "minus\npaper",
                 "minus\nBase", "pairs", "p,\nt-test", "p,\nsign-flip", "remarks"),
-        rows_by_group=group_rows_by_model(rows, lambda row: _format_table1_row(row, common_hyperparameters)),
-        frame=pd.DataFrame(rows).drop(columns=["best", "most_seeds", "all_collapsed"]),
-        notes=(f"All runs: {common_hyperparameters}.",) if common_hyperparameters else (),
+        rows_by_group=group_rows_by_model(rows, _format_table1_row),
+        frame=pd.DataFrame(rows).drop(columns=_UNSAVED_COLUMNS, errors="ignore"),
+        notes=tuple(f"{', '.join(tasks)}: {settings}." for settings, tasks in tasks_by_settings.items()),
         num_row_headers=2,
     )  # fmt: skip
 
@@ -117,8 +128,8 @@ def _build_table1_row(cell: Cell, base: Cell, metric: str) -> dict[str, Any]:
     return row
 
 
-def _format_table1_row(row: TableRow, common_hyperparameters: str) -> list[Entry]:
-    """Return the entries of a row; remarks name hyperparameters only where they differ from the common ones."""
+def _format_table1_row(row: TableRow) -> list[Entry]:
+    """Return the entries of a row; remarks name hyperparameters only where they differ within a model and task."""
     remarks = [
         "" if row["seeds"] else "no finished run",
         f"{row['seeds']} of {row['most_seeds']} seeds" if 0 < row["seeds"] < row["most_seeds"] else "",
@@ -127,7 +138,7 @@ def _format_table1_row(row: TableRow, common_hyperparameters: str) -> list[Entry
         _describe_unequal_tuning(row),
         row["no_test"],
         f"differs from Base in {row['differs_from_base']}" if row["differs_from_base"] else "",
-        row["hyperparameters"] if row["hyperparameters"] != common_hyperparameters else "",
+        "" if row["has_common_settings"] else row["hyperparameters"],
     ]
     number_texts = [
         format_mean_and_std(row["paper_mean"], row["paper_std"]),
@@ -137,12 +148,13 @@ def _format_table1_row(row: TableRow, common_hyperparameters: str) -> list[Entry
         format_p_value(row["p_t_test"]),
         format_p_value(row["p_sign_flip"]),
     ]
+    mean_and_std = format_mean_and_std(row["mean"], row["std"], f".{count_decimals(row['std'])}f")
     return [
         Entry(f"{row['task']}, {row['metric']}" if row["metric"] else row["task"]),
         Entry(row["method"]),
         Entry(format_number(row["lambda"], "g"), number=True),
         Entry(format_number(row["zeta"], "g"), number=True),
-        Entry(_mark_collapsed(format_mean_and_std(row["mean"], row["std"]), row), bold=row["best"], number=True),
+        Entry(_mark_collapsed(mean_and_std, row), bold=row["best"], number=True),
         Entry(str(row["seeds"]), number=True),
         Entry(row["chosen_on"] or EMPTY_CELL),
         *numeric_entries(number_texts),
@@ -164,7 +176,8 @@ def build_table2_sheet(cells: Sequence[Cell], all_runs: pd.DataFrame) -> Sheet:
     paper's column.
     """
     rows: list[dict[str, Any]] = []
-    for _, model_cells in groupby((cell for cell in cells if cell.family == "istar"), key=lambda cell: cell.model):
+    istar_cells = [cell for cell in cells if cell.family == "istar" and cell.seeds]
+    for _, model_cells in groupby(istar_cells, key=lambda cell: cell.model):
         task_rows = [
             _build_table2_row(cell, num_pairs_tried=len(collect_tried_pairs(all_runs, cell))) for cell in model_cells
         ]

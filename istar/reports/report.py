@@ -29,13 +29,13 @@ from istar.reports import (
     sweep_commands,
     training_figures,
 )
-from istar.reports.configurations import Cell
 from istar.reports.plan_file import Plan
 from istar.reports.rank_figure import RankedMethods
 from istar.reports.run_frame import Runs, load_runs
 from istar.statistics import ALPHA, TEST, conclusions
 
 REPORT_KIND = PageKind("report", "istar report")
+_EMPTY_NOTE = "No run has what it shows."
 _MAX_ROWS = 300  # rows that the page shows of an ungrouped table; the files have all rows
 
 
@@ -96,7 +96,8 @@ class _ReportContents:
     root: Path
     all_runs: pd.DataFrame
     num_unreadable: int  # number of folders that could not be read as a run
-    cells: list[Cell]  # cells of Table 1
+    num_smoke: int  # number of smoke runs, which are not counted
+    missing_seeds: list[str]  # sentences on seeds that only some methods of a model and task have
     sheets: dict[str, Sheet]  # tables by name
     plots: list[Plot]
     commands_by_artefact: dict[str, list[str]]  # commands that run what a table or a figure shows
@@ -155,7 +156,8 @@ def _compute_contents(
         root=root,
         all_runs=all_runs,
         num_unreadable=len(runs.read_errors),
-        cells=table1_cells,
+        num_smoke=runs.num_smoke,
+        missing_seeds=sweep_commands.describe_missing_seeds(compared_methods.methods),
         sheets={sheet.name: sheet for sheet in sheets},
         plots=[replace(plot, reference_label=BASE_LABEL) for plot in plots],
         commands_by_artefact=commands_by_artefact,
@@ -170,6 +172,7 @@ def _compute_contents(
 def _build_page(contents: _ReportContents, pictures_by_plot: Mapping[str, list[Picture]]) -> Page:
     counts = {"runs": len(contents.all_runs), **contents.all_runs["status"].value_counts()}
     counts |= {"collapsed": contents.all_runs["collapsed"].eq(True).sum(), "folders not read": contents.num_unreadable}
+    counts |= {"smoke runs not counted": contents.num_smoke}
     summary = [(str(count), str(label)) for label, count in counts.items() if count]
     head = "Runs below", str(contents.root), f"read by istar {version('istar')}"
     command = f"istar report {shlex.quote(str(contents.root))} --out report"
@@ -184,62 +187,45 @@ def _build_page(contents: _ReportContents, pictures_by_plot: Mapping[str, list[P
         departures = [replace(_build_table_section(contents, "departures"), paragraphs=[contents.departures])]
     rank_plot, methods_plot = plot_by_name.pop("ranks"), plot_by_name.pop("all_methods")
     pictures = pictures_by_plot[methods_plot.name]
+    plot_sections = {
+        name: _build_plot_section(contents, plot, pictures_by_plot[name]) for name, plot in plot_by_name.items()
+    }
     sections = [
         replace(_build_table_section(contents, "conclusions"), paragraphs=[*note, contents.conclusions]),
         Section("reading", "How to read this", _READING_GUIDE),
         *departures,
-        _build_table_section(contents, "table1"),
-        _build_table_section(contents, "table2"),
         replace(methods, paragraphs=[methods_plot.caption], pictures=pictures) if pictures else methods,
-        _build_table_section(contents, "class_isotropy"),
         _build_ranks_section(contents, rank_plot, pictures_by_plot[rank_plot.name]),
-        *(_build_plot_section(contents, plot, pictures_by_plot[plot.name]) for plot in plot_by_name.values()),
+        _build_table_section(contents, "class_isotropy"),
+        *(section for name, section in plot_sections.items() if not name.startswith("figure")),
         _build_table_section(contents, "cost"),
         _build_missing_section(contents),
         _build_table_section(contents, "left_out"),
+        _build_table_section(contents, "table1"),
+        _build_table_section(contents, "table2"),
+        *(section for name, section in plot_sections.items() if name.startswith("figure")),
         Section("reproduce", "This page", ("This command writes the page and its files:",), commands=[command]),
     ]
     return Page("Isotropy and fine-tuning: report", head, REPORT_KIND.generator, summary, sections)
 
 
 _READING_GUIDE = (
-    "All metrics are measured on validation sets (for GLUE the development sets, as in the paper) and given in "
-    "percent, at the epoch with the best headline metric of each run, on the same set or, with "
-    "task.validation_fraction, on a held-out part of the training data. This page uses no results of a test set.",
-    "Each task, model and method is represented by one configuration: all settings, data and model of a run, without "
-    "its seed. Among the configurations with finished runs, it is the one with the most seeds; among equals, the one "
-    "with the highest mean of the headline metric on the set on which the epoch was chosen. I-STAR counts with its "
-    "penalty on all layers, CosReg with its penalty on the last layer and λ > 0; λ = 0 is Base. If several "
-    "configurations of a method were tried and nothing was held out, the same numbers select the best one and are then "
-    "reported, so its mean is biased upwards by chance; the remark “best of 9” gives the number of configurations "
-    "tried.",
-    "Tests are paired: the same seeds with and without the penalty. In Table 1, p is two-sided, from the paired t-test "
-    "(scipy.stats.ttest_rel) and from the exact permutation test that flips the signs of the differences; with five "
-    "pairs the latter cannot fall below 0.0625, with three not below 0.25. Neither is corrected for the selection of "
-    "the configuration or for the number of rows. If p is above 0.05, the choice of seeds may explain the difference.",
-    "What may be concluded is said by the sentences of the first section and by nothing else. They use the sign-flip "
-    "permutation test at the level 0.05, or the test and the level of the plan, if any, with p-values corrected "
-    "by Holm's method for all comparisons of this page, and require that both methods have the same seeds and "
-    "the same budget: as many trials (configurations tried, with their epochs and examples) for each. A row of the "
-    "table of all methods is one method; each λ is a method of its own.",
-    "Means include collapsed runs (constant predictions), which the remarks count. Failed, unfinished and pruned runs "
-    "do not count and are listed at the end. A mean is bold only among the methods with the most seeds, and never if "
-    "all its runs have collapsed. The runs of a line in a figure differ only in the seed and in what its axis or "
-    "legend varies; they are those of the configuration in Table 1 or, if only one value was tried with it, of the "
-    "group with the most runs, then the best mean.",
+    "Metrics are in percent, except losses and perplexities. They are measured on validation sets, never on a test "
+    "set, at the epoch with the best headline metric of each run.",
+    "A row of the table of all methods is one method; each λ is a method. Of a method's configurations (all settings "
+    "except the seed), the page shows the one with the most seeds, among equals with the best mean on the set that "
+    "chose the epoch. If nothing was held out, the reported numbers make this choice, and its mean is biased upwards.",
+    "Only the first section says what may be concluded. Its tests are paired over the seeds and corrected by Holm's "
+    "method for all comparisons of this page. They need the same seeds and the same number of trials, epochs and "
+    "examples for both methods.",
+    "Collapsed runs, which have constant predictions, are part of the means. Failed, unfinished and pruned runs do not "
+    "count. The runs of a line in a figure differ only in the seed and in what its axis or legend varies.",
 )
-_TEXT_OF_EMPTY_TABLE = {
-    "left_out": "Every run counts.",
-    "cost": "No run has finished.",
-    "class_isotropy": "No run has finished on a classification task yet.",
-    "conclusions": "There are no two methods with finished runs to compare.",
-    "departures": "",
-}
 
 
 def _build_table_section(contents: _ReportContents, name: str) -> Section:
     sheet = contents.sheets[name]
-    empty_note = "" if sheet.rows else _TEXT_OF_EMPTY_TABLE.get(name, "Nothing to show yet.")
+    empty_note = "" if sheet.rows or name == "departures" else _EMPTY_NOTE
     commands = contents.commands_by_artefact.get(name, [])
     is_wide = name in ("table1", "conclusions", "methods", "departures")
     return Section(
@@ -252,7 +238,7 @@ def _build_ranks_section(contents: _ReportContents, plot: Plot, pictures: list[P
     sentences = [ranked.summarize() for ranked in contents.ranks]
     sheet = replace(contents.sheets["over_tasks"], notes=())
     if not pictures:
-        return Section("over_tasks", sheet.title, empty_note=" ".join(sentences) or "Nothing to show yet.")
+        return Section("over_tasks", sheet.title, empty_note=" ".join(sentences) or _EMPTY_NOTE)
     return Section("over_tasks", sheet.title, [*sentences, plot.caption], sheet=sheet, pictures=pictures)
 
 
@@ -266,12 +252,12 @@ def _truncate_sheet(sheet: Sheet) -> Sheet:
 
 
 def _build_plot_section(contents: _ReportContents, plot: Plot, pictures: list[Picture]) -> Section:
-    empty_note = "" if pictures else "There is no run for this figure yet; the commands run it."
+    empty_note = "" if pictures else _EMPTY_NOTE
     commands = contents.commands_by_artefact.get(plot.name, [])
     return Section(plot.name, plot.title, [plot.caption], pictures=pictures, empty_note=empty_note, commands=commands)
 
 
 def _build_missing_section(contents: _ReportContents) -> Section:
-    sentence, command = sweep_commands.describe_missing_runs(contents.cells, contents.all_runs)
-    commands = [*contents.commands_by_artefact["table1"], *([command] if command else [])]
-    return Section("missing", "What is missing", [sentence, sweep_commands.ADVICE], commands=commands)
+    advice = [sweep_commands.ADVICE] if contents.missing_seeds else []
+    empty_note = "" if contents.missing_seeds else "All methods of a model and task have the same seeds."
+    return Section("missing", "What is missing", [*contents.missing_seeds, *advice], empty_note=empty_note)

@@ -1,16 +1,16 @@
-"""Commands of the sweeps for the paper's tables and figures; a sweep skips finished runs."""
+"""Runs that are missing, and commands of the sweeps for the paper's tables and figures."""
 
-import itertools
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import groupby
 from typing import Any
 
 import pandas as pd
 
 from istar.records.config.groups import TINY
 from istar.records.results import RunRecord
-from istar.reports import paper
-from istar.reports.configurations import Cell, list_models, list_tasks
+from istar.reports.configurations import list_models, list_tasks
+from istar.reports.method_comparisons import Method
 
 _MODEL_OPTIONS = {
     "albert/albert-base-v2": "albert",
@@ -23,10 +23,7 @@ SWEEP_BY_ARTEFACT = {
     "figure7": "zeta_ablation", "figure8": "layer_ablation", "curves_loss": "table1", "curves_metric": "table1",
 }  # fmt: skip
 """Name of a table's or a figure's files -> sweep that makes its runs."""
-ADVICE = (
-    "The same command skips the runs that have finished and runs what is missing or has failed; --dry-run lists both "
-    "and stops there. Add the settings in which your runs differ from the sweep, such as task.data_dir."
-)
+ADVICE = "The command of their sweep skips the runs that have finished, and runs what is missing or has failed."
 
 
 def build_sweep_commands(sweep: str, all_runs: pd.DataFrame, records: Mapping[str, RunRecord], root: str) -> list[str]:
@@ -56,19 +53,19 @@ def build_model_override(model_config: Mapping[str, Any]) -> str:
     return " ".join([option, *name_override, *weights_override])
 
 
-def describe_missing_runs(cells: list[Cell], all_runs: pd.DataFrame) -> tuple[str, str]:
-    """Return how much of Table 1 is missing, and the command for the paper's pairs of model and task without a run.
+def describe_missing_seeds(methods: Iterable[Method]) -> list[str]:
+    """Return a sentence for each model and task with the seeds that only some of its methods have finished.
 
-    The command is empty if every pair has a run.
+    `methods` are ordered by model and task.
     """
-    num_incomplete = sum(len(set(cell.seeds)) < len(paper.SEEDS) for cell in cells)
-    sentence = f"Of the {len(cells)} cells of Table 1, {num_incomplete} have fewer than {len(paper.SEEDS)} seeds."
-    paper_pairs = set(itertools.product(paper.MODELS, paper.PAPER_TASKS))
-    missing_pairs = paper_pairs - set(zip(all_runs["model"], all_runs["task"], strict=True))
-    if not missing_pairs:
-        return sentence, ""
-    missing_models, missing_tasks = {model for model, _ in missing_pairs}, {task for _, task in missing_pairs}
-    model_options = ",".join(option for model, option in paper.MODELS.items() if model in missing_models)
-    tasks = ",".join(task for task in paper.PAPER_TASKS if task in missing_tasks)
-    sentence += f" {len(missing_pairs)} of the paper's {len(paper_pairs)} pairs of model and task have no run."
-    return sentence, f"istar train -m +sweep=table1 task={tasks} model={model_options}"
+    sentences = []
+    for (model, task), task_methods in groupby(methods, key=lambda method: (method.model, method.task)):
+        seeds_by_method = {method.name: set(method.score_by_seed) for method in task_methods}
+        all_seeds = set().union(*seeds_by_method.values())
+        gaps = [
+            f"{name} lacks {', '.join(map(str, sorted(all_seeds - seeds)))}"
+            for name, seeds in seeds_by_method.items()
+            if seeds != all_seeds
+        ]
+        sentences += [f"Seeds on {task} with {model}: {'; '.join(gaps)}."] if gaps else []
+    return sentences
