@@ -23,7 +23,7 @@ from istar.finetune.sweeps.trials import Trial
 from istar.records import identity
 from istar.records.config.schema import to_dict
 from istar.records.metric_names import displayed, merit
-from istar.records.results import METRICS_FILE, RunRecord, check_runs_folder
+from istar.records.results import METRICS_FILE, RunRecord
 from istar.records.run_rows import record_to_row
 
 SWEEPS_FOLDER, STATE_FILE = "sweeps", "sweep.json"  # the state of a sweep is in `<run.root>/sweeps/<sweep>/sweep.json`
@@ -370,7 +370,6 @@ def find_sweeps(root: Path, name: str | None = None) -> tuple[list[SweepState], 
     Raises:
         UserError: if no such sweep exists.
     """
-    check_runs_folder(root)
     state_paths = sorted(
         (root / SWEEPS_FOLDER).glob(f"{name or '*'}/{STATE_FILE}"), key=lambda path: path.stat().st_mtime
     )
