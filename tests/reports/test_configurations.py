@@ -155,7 +155,7 @@ def test_collapsed_failed_and_pruned_are_told(prepare: Prepare) -> None:
     remarks = {
         row[1].text: row[-1].text for row in paper_tables.build_table1_sheet(configurations.select_cells(frame)).rows
     }
-    assert remarks["I-STAR"].startswith("1 collapsed; 1 failed; 1 pruned; no test: no common seed")
+    assert remarks["I-STAR"].startswith("1 collapsed; 1 failed; 1 pruned")
     assert remarks["CosReg"] == "no finished run; 1 failed"
     sheet = paper_tables.build_excluded_runs_sheet(frame, {"x/y": "x/y holds no run"}, "x")
     assert sorted(row[1].text for row in sheet.rows) == ["failed"] * 3 + ["not read", "pruned", "unfinished"]
