@@ -86,7 +86,7 @@ def _build_table1_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 def _build_table1_row(cell: Cell, base: Cell, metric: str) -> dict[str, Any]:
     scores = cell.mean_and_std(metric)
-    published = paper.look_up_score(cell.model, cell.task, metric, cell.family)
+    paper_mean, paper_std = paper.look_up_score(cell.model, cell.task, metric, cell.family) or (None, None)
     first_run = cell.first_run
     row = {
         "model": cell.model,
@@ -100,9 +100,9 @@ def _build_table1_row(cell: Cell, base: Cell, metric: str) -> dict[str, Any]:
         "std": scores.std,
         "seeds": scores.count,
         "which_seeds": " ".join(map(str, cell.seeds)),
-        "paper_mean": published.mean if published else None,
-        "paper_std": published.std if published else None,
-        "minus_paper": scores.mean - published.mean if published and scores.mean is not None else None,
+        "paper_mean": paper_mean,
+        "paper_std": paper_std,
+        "minus_paper": None if scores.mean is None or paper_mean is None else scores.mean - paper_mean,
         **dict.fromkeys(("minus_base", "pairs", "p_t_test", "p_sign_flip")),
         "collapsed": cell.num_collapsed,
         "all_collapsed": cell.is_collapsed,
@@ -207,7 +207,7 @@ def collect_tried_pairs(all_runs: pd.DataFrame, cell: Cell) -> set[tuple[float, 
 
 
 def _build_table2_row(cell: Cell, num_pairs_tried: int) -> dict[str, Any]:
-    published = paper.look_up_tuned_penalty(cell.model, cell.task)
+    paper_lambda, paper_zeta = paper.look_up_tuned_penalty(cell.model, cell.task) or (None, None)
     metric = cell.metrics[0] if cell.metrics else ""
     return {
         "model": cell.model,
@@ -221,8 +221,8 @@ def _build_table2_row(cell: Cell, num_pairs_tried: int) -> dict[str, Any]:
         "all_collapsed": cell.is_collapsed,
         "tried": num_pairs_tried,
         "chosen_on": cell.selection_set,
-        "paper_lambda": published.weight if published else None,
-        "paper_zeta": published.zeta if published else None,
+        "paper_lambda": paper_lambda,
+        "paper_zeta": paper_zeta,
     }
 
 

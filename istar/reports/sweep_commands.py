@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Iterable, Mapping
 from itertools import groupby
-from typing import Any
 
 import pandas as pd
 
@@ -16,6 +15,7 @@ _MODEL_OPTIONS = {
     "albert/albert-base-v2": "albert",
     "google-bert/bert-base-cased": "bert",
     "distilbert/distilbert-base-cased": "distilbert",
+    TINY: TINY,
 }
 """`model.name` -> `model` option, for the models that have an option."""
 SWEEP_BY_ARTEFACT = {
@@ -31,26 +31,16 @@ def build_sweep_commands(sweep: str, all_runs: pd.DataFrame, records: Mapping[st
     commands = []
     for model in list_models(all_runs):
         model_runs = all_runs[all_runs["model"] == model]
-        model_override = build_model_override(records[model_runs["folder"].iloc[0]].config["model"])
-        task_override = shlex.quote(f"task={','.join(list_tasks(model_runs))}")
-        root_override = [] if root == "runs" else [shlex.quote(f"run.root={root}")]
-        commands.append(" ".join(["istar train -m", f"+sweep={sweep}", task_override, model_override, *root_override]))
+        model_config = records[model_runs["folder"].iloc[0]].config["model"]
+        name = str(model_config["name"])
+        words = [f"+sweep={sweep}", f"task={','.join(list_tasks(model_runs))}"]
+        words.append(f"model={_MODEL_OPTIONS.get(name, 'auto')}")
+        words += [] if name in _MODEL_OPTIONS else [f"model.name={name}"]
+        # The option of the tiny model, which always has random weights, says so.
+        words += [] if model_config.get("pretrained", True) or name == TINY else ["model.pretrained=false"]
+        words += [] if root == "runs" else [f"run.root={root}"]
+        commands.append(f"istar train -m {shlex.join(words)}")
     return commands
-
-
-def build_model_override(model_config: Mapping[str, Any]) -> str:
-    """Return `model=<option>` if the model has an option on the command line, else `model=auto model.name=<name>`.
-
-    A model with random weights also gets `model.pretrained=false`, unless it is the tiny model, which always has random
-    weights.
-    """
-    name = str(model_config["name"])
-    if name == TINY:
-        return f"model={TINY}"
-    option = f"model={_MODEL_OPTIONS.get(name, 'auto')}"
-    name_override = [] if name in _MODEL_OPTIONS else [shlex.quote(f"model.name={name}")]
-    weights_override = [] if model_config.get("pretrained", True) else ["model.pretrained=false"]
-    return " ".join([option, *name_override, *weights_override])
 
 
 def describe_missing_seeds(methods: Iterable[Method]) -> list[str]:

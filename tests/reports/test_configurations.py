@@ -212,7 +212,7 @@ PAPER_AVERAGES = {
 @pytest.mark.parametrize(("model", "average"), PAPER_AVERAGES.items())
 def test_the_averages_of_table_2(prepare: Prepare, model: str, average: str) -> None:
     pairs = {task: paper.look_up_tuned_penalty(model.partition("/")[2], task) for task in paper.PAPER_TASKS}
-    frame = prepare(*(record(task, model, istar(pair.weight, pair.zeta), 1) for task, pair in pairs.items() if pair))
+    frame = prepare(*(record(task, model, istar(*pair), 1) for task, pair in pairs.items() if pair))
     sheet = paper_tables.build_table2_sheet(configurations.select_cells(frame), frame)
     assert [entry.text for entry in sheet.rows[-1]] == [
         "average of 9 tasks", average, "-", "-", "-", average, "same", "-"
