@@ -27,10 +27,6 @@ TableRow = Mapping[str, Any]
 """A table row: values by column name."""
 
 
-_UNSAVED_COLUMNS = ["best", "most_seeds", "all_collapsed", "has_common_settings"]
-"""Columns that decide how a row of Table 1 is shown; its files lack them."""
-
-
 def build_table1_sheet(cells: Sequence[Cell]) -> Sheet:
     """Return Table 1: metrics by model, task and method, compared with the paper and, by paired tests, with Base.
 
@@ -57,7 +53,9 @@ def build_table1_sheet(cells: Sequence[Cell]) -> Sheet:
         header=("task, metric", "method", "λ", "ζ", "mean ± std", "seeds", "chosen\non", "paper", "minus\npaper",
                 "minus\nBase", "pairs", "p,\nt-test", "p,\nsign-flip", "remarks"),
         rows_by_group=group_rows_by_model(rows, _format_table1_row),
-        frame=pd.DataFrame(rows).drop(columns=_UNSAVED_COLUMNS, errors="ignore"),
+        frame=pd.DataFrame(rows).drop(
+            columns=["best", "most_seeds", "all_collapsed", "has_common_settings"], errors="ignore"
+        ),
         notes=tuple(f"{', '.join(tasks)}: {settings}." for settings, tasks in tasks_by_settings.items()),
         num_row_headers=2,
     )  # fmt: skip

@@ -152,9 +152,9 @@ def _compute_contents(
         artefact: sweep_commands.build_sweep_commands(sweep, all_runs, records, str(root))
         for artefact, sweep in sweep_commands.SWEEP_BY_ARTEFACT.items()
     }
+    guide = f"{sheets['conclusions'].caption} {_READING_GUIDE}"
     sections = [
-        _build_section(sheets["conclusions"], paragraphs=summary),
-        (Section("reading", "How to read this", _READING_GUIDE), None),
+        _build_section(replace(sheets["conclusions"], caption=guide), paragraphs=summary),
         *([_build_section(sheets["departures"], paragraphs=departures_summary)] if plan is not None else []),
         _build_section(sheets["methods"], method_tables.build_all_methods_plot(compared_methods)),
         _build_section(sheets["over_tasks"], rank_figure.build_rank_plot(ranked_methods)),
@@ -185,11 +185,14 @@ def _build_section(
     captions = [plot.caption] if plot is not None and plot.panels else []
     has_content = paragraphs or captions or (sheet is not None and sheet.rows)
     notes = sheet.notes if artefact.name == "over_tasks" and sheet else ()
+    if sheet is not None:
+        # The caption of a table is folded if it is long.
+        sheet, captions = replace(_truncate_sheet(sheet), caption=" ".join([sheet.caption, *captions])), []
     section = Section(
         artefact.name,
         artefact.title,
         [*paragraphs, *captions],
-        sheet=None if sheet is None else _truncate_sheet(sheet),
+        sheet=sheet,
         empty_note="" if has_content else " ".join(notes) or "No run has what it shows.",
         commands=(commands or {}).get(artefact.name, ()),
         is_wide=artefact.name in ("table1", "conclusions", "methods", "departures"),
@@ -205,15 +208,15 @@ def _build_missing_section(sentences: Sequence[str]) -> Section:
 
 _READING_GUIDE = (
     "Metrics are in percent, except losses and perplexities. They are measured on validation sets, never on a test "
-    "set, at the epoch with the best headline metric of each run.",
+    "set, at the epoch with the best headline metric of each run. "
     "A row of the table of all methods is one method; each λ is a method. Of a method's configurations (all settings "
     "except the seed), the page shows the one with the most seeds, among equals with the best mean on the set that "
-    "chose the epoch. If nothing was held out, the reported numbers make this choice, and its mean is biased upwards.",
+    "chose the epoch. If nothing was held out, the reported numbers make this choice, and its mean is biased upwards. "
     "Only the first section says what may be concluded. Its tests are paired over the seeds and corrected by Holm's "
     "method for all comparisons of this page. They need the same seeds and the same number of trials, epochs and "
-    "examples for both methods.",
+    "examples for both methods. "
     "Collapsed runs, which have constant predictions, are part of the means. Failed, unfinished and pruned runs do not "
-    "count. The runs of a line in a figure differ only in the seed and in what its axis or legend varies.",
+    "count. The runs of a line in a figure differ only in the seed and in what its axis or legend varies."
 )
 
 
