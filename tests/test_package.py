@@ -128,7 +128,8 @@ def test_it_trains_in_an_empty_folder(unpacked: Path, tmp_path: Path) -> None:
     arguments = ("-m", "debug=smoke", "seed=1", "trainer.accelerator=cpu")
     completed = run_python("-m", "istar.cli.main", "train", *arguments, cwd=tmp_path, path=unpacked)
     assert (completed.returncode, completed.stderr) == (0, "")
-    assert "demo, accuracy · tiny" in completed.stdout
+    assert "[1/1] demo · tiny · " in completed.stdout
+    assert "1 smoke run is not counted" in completed.stdout
     [folder] = (tmp_path / "runs" / "smoke").glob("demo-*")
     assert results.read_result(folder).status == "finished"
     sweep_state = next((tmp_path / "runs" / "smoke" / "sweeps").glob("*/sweep.json")).read_text()

@@ -10,7 +10,8 @@ from istar.drawing.terminal import make_console
 def add_parser(commands: Any) -> None:
     """Register `istar report`."""
     parser = commands.add_parser("report", help="make a page with the papers' tables and figures from runs")
-    parser.add_argument("folder", type=Path, help="folder that holds the runs, as run.root")
+    folder_help = "folder of the runs, the run.root of istar train (default: runs)"
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help=folder_help)
     parser.add_argument("--out", type=Path, default=Path("report"), help="output folder (default: report)")
     parser.add_argument("--plan", type=Path, help="plan.yaml of istar plan; the page names the departures from it")
     reference_help = (

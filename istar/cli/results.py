@@ -6,32 +6,50 @@ from typing import Any
 
 from istar.drawing.terminal import make_console
 from istar.errors import UserError, did_you_mean
+from istar.files.writing import to_csv
 
 
 def add_parser(commands: Any) -> None:
     """Register `istar results`."""
     parser = commands.add_parser("results", help="show the runs in a folder as a table")
-    parser.add_argument("folder", type=Path, help="folder that holds the runs, as run.root")
+    folder_help = "folder of the runs, the run.root of istar train (default: runs)"
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help=folder_help)
     parser.add_argument("--out", type=Path, help="also write all columns to a .csv, .parquet or .json file")
     parser.add_argument("--sort", default="name", help="column to sort by, best first (default: name)")
+    parser.add_argument("--columns", default="", help="columns to print, separated by commas: name,value,optim.lr")
+    parser.add_argument("--json", action="store_true", help="print the columns as JSON, with fractions, not percent")
     parser.set_defaults(command=run, extra="report")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the table of runs, and write it to a file with `--out`."""
+    """Print the runs as a table, as tab-separated values outside of a terminal, or as JSON; write a file with `--out`.
+
+    Outside of a terminal and in files, values are unrounded, and no column is left out.
+    """
     # Imported here so that `istar --help` does not wait for pandas.
     from istar.reports import run_frame
 
     if options.out is not None:
         run_frame.check_export(options.out)
-    runs = run_frame.load_runs(options.folder)
-    if options.sort not in runs.frame:
-        hint = did_you_mean(options.sort, map(str, runs.frame))
-        raise UserError(f"--sort {options.sort}: there is no such column{hint}")
-    is_numeric = runs.frame[options.sort].dtype.kind in "if"
-    sorted_frame = runs.frame.sort_values(options.sort, ascending=not is_numeric, na_position="last", kind="stable")
+    frame = run_frame.load_runs(options.folder).frame
+    columns = [name.strip() for name in options.columns.split(",")] if options.columns else []
+    for option, name in (("--sort", options.sort), *(("--columns", column) for column in columns)):
+        if name not in frame:
+            hint = did_you_mean(name, map(str, frame)) or f"; the main ones are {', '.join(run_frame.MAIN_COLUMNS)}"
+            raise UserError(f"{option} {name}: there is no such column{hint}")
+    frame = run_frame.sort_runs(frame, options.sort)
     console = make_console()
-    console.print(run_frame.build_runs_table(sorted_frame))
+    printed_frame = frame[columns or list(run_frame.MAIN_COLUMNS)]
+    if options.json:
+        print(printed_frame.to_json(orient="records", indent=2, force_ascii=False))
+    elif not console.is_terminal:
+        print(to_csv(printed_frame, separator="\t"), end="")  # a console would expand the tabs
+    else:
+        table, dropped = run_frame.build_runs_table(frame, columns, console.width)
+        console.print(table)
+        if dropped:
+            hint = f"too narrow for {', '.join(dropped)}; --columns name,{dropped[0]} or --json shows them"
+            make_console(stderr=True).print(hint)
     if options.out is not None:
-        run_frame.export_frame(sorted_frame, options.out)
-        console.out(str(options.out), highlight=False)
+        run_frame.export_frame(frame, options.out)
+        make_console(stderr=True).out(str(options.out), highlight=False)

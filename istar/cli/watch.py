@@ -10,7 +10,8 @@ from istar.drawing.terminal import make_console
 def add_parser(commands: Any) -> None:
     """Register `istar watch`."""
     parser = commands.add_parser("watch", help="show a live table of the sweeps in a folder, also of other machines")
-    parser.add_argument("folder", type=Path, help="folder that holds the runs, as run.root")
+    folder_help = "folder of the runs, the run.root of istar train (default: runs)"
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help=folder_help)
     parser.add_argument("--sweep", help="name of a sweep (default: all that are not over, or else the latest)")
     parser.add_argument("--once", action="store_true", help="show the current state and exit")
     parser.set_defaults(command=run, extra="train")
@@ -19,5 +20,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Show the live table until the sweeps are over or, with `--once`, show it once."""
     from istar.finetune.sweeps.live_table import watch_sweeps
+    from istar.records.results import check_runs_folder
 
+    check_runs_folder(options.folder)
     watch_sweeps(options.folder, make_console(), options.sweep, options.once)

@@ -64,11 +64,6 @@ def format_mean_and_std(mean: float | None, std: float | None, format_spec: str 
     return f"{mean:{format_spec}}" if pd.isna(std) else f"{mean:{format_spec}} ± {std:{format_spec}}"
 
 
-def format_interval(low: float | None, high: float | None) -> str:
-    """Format as `-0.12 to +1.30`, or as a dash without an interval."""
-    return EMPTY_CELL if low is None else f"{low:+.2f} to {high:+.2f}"
-
-
 def format_p_value(p_value: float | None) -> str:
     """Format with four decimals; below 0.001 as `<0.001`, and None as a dash."""
     if p_value is None:

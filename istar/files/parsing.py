@@ -74,7 +74,7 @@ def read_yaml(path: Path) -> Any:
             if depth > MAX_DEPTH:
                 raise ValueError(f"more than {MAX_DEPTH} lists and mappings within each other")
         content = yaml.load(text, Loader=_YAML_LOADER)
-        _check_values(content, max_values=_MAX_VALUES_PER_CHARACTER * len(text))
+        _check_values(content, max_values=_MAX_VALUES_PER_CHARACTER * len(text) + 1)
     except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{path}: not YAML: {shorten(error)}") from error
     return content

@@ -76,13 +76,13 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def to_csv(frame: Any) -> str:
+def to_csv(frame: Any, separator: str = ",") -> str:
     """Return a data frame as CSV without its index, with all texts escaped by `escape_cell`."""
     escaped_frame = frame.rename(columns=escape_cell)
     for position, dtype in enumerate(escaped_frame.dtypes):
         if dtype.kind == "O":
             escaped_frame.isetitem(position, escaped_frame.iloc[:, position].map(escape_cell))
-    text: str = escaped_frame.to_csv(index=False)
+    text: str = escaped_frame.to_csv(index=False, sep=separator)
     return text
 
 

@@ -1,5 +1,7 @@
 """How the metrics of tasks are compared and shown, and the names of the layers' measures in logs."""
 
+import math
+
 _LOSSES = ("loss", "perplexity")
 """Metrics to minimize. All others are fractions or correlations to maximize."""
 
@@ -68,6 +70,28 @@ def format_number(value: float | None, format_spec: str) -> str:
     text = format(value, format_spec)
     rounds_to_zero = not text.strip("-0.")
     return text.replace("-", "+" if "+" in format_spec else "") if rounds_to_zero else text
+
+
+def count_decimals(half_width: float | None) -> int:
+    """Return how many decimals a number needs: two significant digits of its half-width or deviation, but at most 4.
+
+    Without a half-width (None, NaN or 0) there are two decimals.
+
+    >>> count_decimals(0.7), count_decimals(5.2), count_decimals(37.0), count_decimals(3.7e-9), count_decimals(None)
+    (2, 1, 0, 4, 2)
+    """
+    if half_width is None or not half_width > 0:
+        return 2
+    return min(4, max(0, 1 - math.floor(math.log10(half_width))))
+
+
+def format_difference(difference: float | None, low: float | None, high: float | None) -> tuple[str, str]:
+    """Format a difference and its interval with equal decimals, such as `+0.6` and `-3.1 to +4.3`, None as a dash."""
+    if low is None or high is None:
+        return format_number(difference, "+.2f"), "-"
+    format_spec = f"+.{count_decimals((high - low) / 2)}f"
+    difference_text, low_text, high_text = (format_number(value, format_spec) for value in (difference, low, high))
+    return difference_text, f"{low_text} to {high_text}"
 
 
 GEOMETRY_LABELS = {

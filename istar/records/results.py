@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Required, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, Required, TypedDict
 
 from istar.errors import UserError
 from istar.files.parsing import MissingFileError, read_record
@@ -85,6 +85,10 @@ _Penalty = TypedDict(
 )  # fmt: skip
 
 
+class _Output(TypedDict, total=False):
+    smoke: bool
+
+
 class _Settings(TypedDict):
     """The keys of a run's config that readers of runs need, among many others."""
 
@@ -92,6 +96,7 @@ class _Settings(TypedDict):
     model: _Named
     reg: _Penalty
     trainer: _Training
+    run: NotRequired[_Output]
     seed: _Count
 
 
@@ -140,6 +145,11 @@ class RunRecord:
     system: str | None = None  # operating system and its version
     error: str | None = None  # one-line reason of a failure; None if the run did not fail
     format: int = RECORD_FORMAT
+
+    @property
+    def is_smoke(self) -> bool:
+        """Whether the run only tests its config, so that no table, comparison or plan counts it."""
+        return bool(self.config.get("run", {}).get("smoke"))
 
     @property
     def selection_value(self) -> Any:
@@ -232,6 +242,12 @@ def read_start_time(folder: Path) -> str | None:
 def write_result(record: RunRecord, folder: Path) -> None:
     """Write the record to `result.json` in the run's folder, atomically."""
     write_text(folder / RESULT, json.dumps(asdict(record), indent=2, allow_nan=True) + "\n")
+
+
+def check_runs_folder(root: Path) -> None:
+    """Raise a `UserError` if the folder that a command searches for runs is not a folder."""
+    if not root.is_dir():
+        raise UserError(f"{root} is not a folder; name the folder of your runs, the run.root of istar train")
 
 
 def read_result(folder: Path) -> RunRecord:

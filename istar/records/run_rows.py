@@ -13,12 +13,6 @@ RUN_COLUMNS = (
     "began", "istar_version", "code_commit", "code_modified",
 )  # fmt: skip
 """Columns of every data frame of runs; see `Runs.frame`."""
-COMPARISON_COLUMNS = ("task", "model", "method", "seed", "value", "constant", "epoch", "IsoScore", "seconds")
-"""Columns of the terminal's tables of runs."""
-COMPARISON_CAPTION = (
-    "Metrics in percent, beside those of a constant prediction; IsoScore of layers 1 to L before → after training."
-    " Over seeds: mean ± standard deviation."
-)
 
 
 def record_to_row(record: RunRecord) -> dict[str, Any]:
@@ -53,6 +47,12 @@ def record_to_row(record: RunRecord) -> dict[str, Any]:
     config_groups = {name: group for name, group in config.items() if isinstance(group, dict)}
     settings = {f"{name}.{key}": value for name, group in config_groups.items() for key, value in group.items()}
     return {**dict(zip(RUN_COLUMNS, column_values, strict=True)), **metrics, **settings}
+
+
+def describe_smoke_runs(count: int) -> str:
+    """Return a sentence that says how many smoke runs were left out."""
+    runs = "1 smoke run is" if count == 1 else f"{count} smoke runs are"
+    return f"{runs} not counted (debug=smoke or trainer.fast_dev_run): smoke runs only test a config"
 
 
 def group_by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[list[RunRecord]]]:

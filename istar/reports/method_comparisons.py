@@ -220,16 +220,8 @@ def _compare_with_reference(
         chosen_among=method.num_candidates,
         reference_chosen_among=reference.num_candidates if reference else 1,
     )
-    return MethodComparison(method, reference, difference_by_seed, _compute_p_value(differences, test), statistics)
-
-
-def _compute_p_value(differences: np.ndarray, test: str) -> float | None:
-    """Return the two-sided p-value of a paired test, or None where it is not defined."""
-    if len(differences) < 2:
-        return None
-    if test == "sign-flip":
-        return paired.sign_flip_test(differences, _NUM_SIGN_PATTERNS).p_value
-    return None if is_constant(differences) else paired.t_test(differences)
+    p_value = paired.compute_p_value(list(difference_by_seed.values()), test)
+    return MethodComparison(method, reference, difference_by_seed, p_value, statistics)
 
 
 def _compute_minimum_p(num_pairs: int, test: str) -> float:

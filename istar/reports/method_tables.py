@@ -11,14 +11,13 @@ from istar.drawing.page_tables import (
     EMPTY_CELL,
     Entry,
     Sheet,
-    format_interval,
     format_mean_and_std,
     format_p_value,
     group_rows_by_model,
     numeric_entries,
 )
 from istar.drawing.plot import Panel, Plot
-from istar.records.metric_names import axis_label, format_number
+from istar.records.metric_names import axis_label, count_decimals, format_difference, format_number
 from istar.records.results import RunRecord
 from istar.reports.configurations import by_model_and_task, describe_hyperparameters, is_finite, row_dicts
 from istar.reports.method_comparisons import ComparedMethods, Method, MethodComparison, select_runs_by_method
@@ -91,13 +90,11 @@ def build_conclusions_sheet(compared_methods: ComparedMethods) -> Sheet:
         title="What these runs allow to conclude",
         caption=f"Each method of the table of all methods, compared with {compared_methods.reference} by fixed rules "
         f"at the level {alpha:g}. {_describe_holm_correction(compared_methods)}",
-        header=("task, metric", "method", "conclusion"),
-        rows_by_group=group_rows_by_model(
-            rows,
-            lambda row: [Entry(f"{row['task']}, {row['metric']}"), Entry(row["method"]), Entry(row["conclusion"])],
-        ),
+        # The sentences name task and method; further columns would push them off the screen of a phone.
+        header=("conclusion",),
+        rows_by_group=group_rows_by_model(rows, lambda row: [Entry(row["conclusion"])]),
         frame=pd.DataFrame(rows, columns=["model", "task", "metric", "method", "verdict", "conclusion"]),
-        num_row_headers=2,
+        num_row_headers=0,
     )
 
 
@@ -163,17 +160,16 @@ def _build_row(
 def _format_row(row: Mapping[str, Any]) -> list[Entry]:
     """Return the cells of a method's row; p-values are shown only if there are enough runs for a test."""
     number_texts = [
-        format_number(row["minus_reference"], "+.2f"),
-        format_interval(row["low"], row["high"]),
+        *format_difference(row["minus_reference"], row["low"], row["high"]),
         *(format_p_value(row[name] if row["show_p_values"] else None) for name in ("p", "p_holm")),
-        format_number(row["smallest_difference"], ".2f"),
+        format_number(row["smallest_difference"], f".{count_decimals(row['smallest_difference'])}f"),
         str(row["collapsed"]) if row["collapsed"] else EMPTY_CELL,
         f"{row['isoscore_before']:.3f} → {row['isoscore_after']:.3f}",
     ]
     return [
         Entry(f"{row['task']}, {row['metric']}"),
         Entry(row["method"]),
-        Entry(format_mean_and_std(row["mean"], row["std"]), number=True),
+        Entry(format_mean_and_std(row["mean"], row["std"], f".{count_decimals(row['std'])}f"), number=True),
         Entry(str(row["seeds"]), number=True),
         Entry(str(row["trials"]), number=True),
         Entry(row["chosen_on"]),

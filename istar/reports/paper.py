@@ -1,6 +1,5 @@
 """Published results and search grids of *Stable Anisotropic Regularization* (Rudman and Eickhoff, ICLR 2024)."""
 
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -20,40 +19,21 @@ SEEDS = (1, 2, 3, 4, 5)  # five, as in the paper, which does not name its seeds
 ISOSCORE_ZETA = 0.2  # zeta of the IsoScore* in the paper's Figures 3 and 6
 
 
-@dataclass(frozen=True)
-class PublishedScore:
-    """An entry of the paper's Table 1: mean and standard deviation over five seeds, in percent (development set)."""
-
-    mean: float
-    std: float
-
-
-@dataclass(frozen=True)
-class TunedPenalty:
-    """An entry of the paper's Table 2: the best lambda (`weight`) and zeta."""
-
-    weight: float
-    zeta: float
-
-
-def look_up_score(model: str, task: str, metric: str, family: str) -> PublishedScore | None:
-    """Return an entry of the paper's Table 1, or None if it is missing.
+def look_up_score(model: str, task: str, metric: str, family: str) -> tuple[float, float] | None:
+    """Return mean and standard deviation in the paper's Table 1 (five seeds, development set, percent), if any.
 
     `model` is the last part of a model's name, e.g. `bert-base-cased`, and `family` is a key of `FAMILIES`.
     """
     row = _read_table("table1", "model", "task", "metric").get((MODELS.get(model), task, metric))
-    return PublishedScore(row[family], row[f"{family}_std"]) if row is not None else None
+    return None if row is None else (row[family], row[f"{family}_std"])
 
 
-def look_up_tuned_penalty(model: str, task: str) -> TunedPenalty | None:
-    """Return an entry of the paper's Table 2, or None if it is missing.
-
-    `model` is the last part of a model's name, e.g. `bert-base-cased`.
-    """
+def look_up_tuned_penalty(model: str, task: str) -> tuple[float, float] | None:
+    """Return the best lambda and zeta in the paper's Table 2, if any; `model` is as for `look_up_score`."""
     row = _read_table("table2", "task").get(task)
     if row is None or model not in MODELS:
         return None
-    return TunedPenalty(row[f"{MODELS[model]}_lambda"], row[f"{MODELS[model]}_zeta"])
+    return row[f"{MODELS[model]}_lambda"], row[f"{MODELS[model]}_zeta"]
 
 
 @cache

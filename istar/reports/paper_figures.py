@@ -3,7 +3,6 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,8 +25,6 @@ from istar.reports.figure_runs import (
 from istar.reports.geometry_file import Geometry
 
 MARKER_LEGEND = "Hollow: fewer seeds than other points. Crossed: all runs have collapsed to constant predictions."
-_MAX_NAMED_RUNS = 10
-"""Maximum number of runs named in a caption."""
 _LARGEST_LAMBDA = 5.0
 """Absolute value of lambda at the ends of its colour scale."""
 
@@ -174,12 +171,9 @@ def _choose_isotropy_measure(
     )
     if not num_points:
         return "IsoScore", f"{reason} No run of this figure has IsoScore*; run.isotropy_zeta={zeta:g} measures it."
-    names = sorted(Path(folder).name for folder in folders - num_points.keys())
-    if len(names) > _MAX_NAMED_RUNS:
-        names = [*names[:_MAX_NAMED_RUNS], f"and {len(names) - _MAX_NAMED_RUNS} others"]
     return "IsoScore", (
         f"{reason} Of the {len(folders)} runs of this figure, {len(num_points)} have IsoScore* as well. It is shown if "
-        f"all have it, which run.isotropy_zeta={zeta:g} measures; without it: {', '.join(names)}."
+        f"all have it, which run.isotropy_zeta={zeta:g} measures."
     )
 
 

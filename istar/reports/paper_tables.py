@@ -18,22 +18,29 @@ from istar.drawing.page_tables import (
     numeric_entries,
 )
 from istar.drawing.terminal import format_duration
-from istar.records.metric_names import format_number, merit
+from istar.records.metric_names import count_decimals, format_number, merit
 from istar.reports import paper
 from istar.reports.configurations import Cell, describe_hyperparameters, find_differing_keys, is_finite, row_dicts
-from istar.statistics.paired import compare_paired
+from istar.statistics.paired import compute_p_value
 
 TableRow = Mapping[str, Any]
 """A table row: values by column name."""
 
 
 def build_table1_sheet(cells: Sequence[Cell]) -> Sheet:
-    """Return Table 1: metrics by model, task and method, compared with the paper and, by paired tests, with Base."""
-    rows = []
-    for _, task_cells in groupby(cells, key=lambda cell: (cell.model, cell.task)):
-        rows += _build_table1_rows(list(task_cells))
-    distinct_hyperparameters = {row["hyperparameters"] for row in rows} - {""}
-    common_hyperparameters = distinct_hyperparameters.pop() if len(distinct_hyperparameters) == 1 else ""
+    """Return Table 1: metrics by model, task and method, compared with the paper and, by paired tests, with Base.
+
+    Methods of the paper that were not tried on a task have no row.
+    """
+    rows: list[dict[str, Any]] = []
+    tasks_by_settings: dict[str, list[str]] = {}
+    for (model, task), task_cells in groupby(cells, key=lambda cell: (cell.model, cell.task)):
+        task_rows = _build_table1_rows(list(task_cells))
+        settings = {row["hyperparameters"] for row in task_rows} - {""}
+        if has_common_settings := len(settings) == 1:
+            tasks_by_settings.setdefault(settings.pop(), []).append(f"{task} with {model}")
+        task_rows = [row for row in task_rows if row["seeds"] or row["failed"] or row["pruned"]]
+        rows += [{**row, "has_common_settings": has_common_settings} for row in task_rows]
     return Sheet(
         name="table1",
         title="Table 1: performance",
@@ -45,9 +52,11 @@ def build_table1_sheet(cells: Sequence[Cell]) -> Sheet:
         "p: two-sided, paired over these seeds, not corrected for the number of rows.",
         header=("task, metric", "method", "λ", "ζ", "mean ± std", "seeds", "chosen\non", "paper", "minus\npaper",
                 "minus\nBase", "pairs", "p,\nt-test", "p,\nsign-flip", "remarks"),
-        rows_by_group=group_rows_by_model(rows, lambda row: _format_table1_row(row, common_hyperparameters)),
-        frame=pd.DataFrame(rows).drop(columns=["best", "most_seeds", "all_collapsed"]),
-        notes=(f"All runs: {common_hyperparameters}.",) if common_hyperparameters else (),
+        rows_by_group=group_rows_by_model(rows, _format_table1_row),
+        frame=pd.DataFrame(rows).drop(
+            columns=["best", "most_seeds", "all_collapsed", "has_common_settings"], errors="ignore"
+        ),
+        notes=tuple(f"{', '.join(tasks)}: {settings}." for settings, tasks in tasks_by_settings.items()),
         num_row_headers=2,
     )  # fmt: skip
 
@@ -75,7 +84,7 @@ def _build_table1_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 def _build_table1_row(cell: Cell, base: Cell, metric: str) -> dict[str, Any]:
     scores = cell.mean_and_std(metric)
-    published = paper.look_up_score(cell.model, cell.task, metric, cell.family)
+    paper_mean, paper_std = paper.look_up_score(cell.model, cell.task, metric, cell.family) or (None, None)
     first_run = cell.first_run
     row = {
         "model": cell.model,
@@ -89,10 +98,10 @@ def _build_table1_row(cell: Cell, base: Cell, metric: str) -> dict[str, Any]:
         "std": scores.std,
         "seeds": scores.count,
         "which_seeds": " ".join(map(str, cell.seeds)),
-        "paper_mean": published.mean if published else None,
-        "paper_std": published.std if published else None,
-        "minus_paper": scores.mean - published.mean if published and scores.mean is not None else None,
-        **dict.fromkeys(("minus_base", "pairs", "p_t_test", "p_sign_flip", "no_test")),
+        "paper_mean": paper_mean,
+        "paper_std": paper_std,
+        "minus_paper": None if scores.mean is None or paper_mean is None else scores.mean - paper_mean,
+        **dict.fromkeys(("minus_base", "pairs", "p_t_test", "p_sign_flip")),
         "collapsed": cell.num_collapsed,
         "all_collapsed": cell.is_collapsed,
         "failed": cell.num_failed,
@@ -104,30 +113,29 @@ def _build_table1_row(cell: Cell, base: Cell, metric: str) -> dict[str, Any]:
         "differs_from_base": "",
     }
     if cell.family != "base" and metric in cell.metrics:
-        comparison = compare_paired(cell.score_by_seed(metric), base.score_by_seed(metric))
-        reasons = dict.fromkeys(test.reason for test in (comparison.t_test, comparison.sign_flip) if test.reason)
+        scores_by_seed, base_by_seed = cell.score_by_seed(metric), base.score_by_seed(metric)
+        seeds = sorted(scores_by_seed.keys() & base_by_seed.keys())
+        differences = [scores_by_seed[seed] - base_by_seed[seed] for seed in seeds]
         row |= {
-            "minus_base": comparison.difference,
-            "pairs": comparison.num_pairs,
-            "p_t_test": comparison.t_test.p_value,
-            "p_sign_flip": comparison.sign_flip.p_value,
-            "no_test": "; ".join(reasons) or None,
+            "minus_base": fmean(differences) if differences else None,
+            "pairs": len(differences),
+            "p_t_test": compute_p_value(differences, "t"),
+            "p_sign_flip": compute_p_value(differences, "sign-flip"),
             "differs_from_base": " ".join(find_differing_keys(base.first_run, first_run)),
         }
     return row
 
 
-def _format_table1_row(row: TableRow, common_hyperparameters: str) -> list[Entry]:
-    """Return the entries of a row; remarks name hyperparameters only where they differ from the common ones."""
+def _format_table1_row(row: TableRow) -> list[Entry]:
+    """Return the entries of a row; remarks name hyperparameters only where they differ within a model and task."""
     remarks = [
         "" if row["seeds"] else "no finished run",
         f"{row['seeds']} of {row['most_seeds']} seeds" if 0 < row["seeds"] < row["most_seeds"] else "",
         *(f"{row[status]} {status}" if row[status] else "" for status in ("collapsed", "failed", "pruned")),
         f"best of {row['configurations']}" if row["configurations"] > 1 else "",
         _describe_unequal_tuning(row),
-        row["no_test"],
         f"differs from Base in {row['differs_from_base']}" if row["differs_from_base"] else "",
-        row["hyperparameters"] if row["hyperparameters"] != common_hyperparameters else "",
+        "" if row["has_common_settings"] else row["hyperparameters"],
     ]
     number_texts = [
         format_mean_and_std(row["paper_mean"], row["paper_std"]),
@@ -137,12 +145,13 @@ def _format_table1_row(row: TableRow, common_hyperparameters: str) -> list[Entry
         format_p_value(row["p_t_test"]),
         format_p_value(row["p_sign_flip"]),
     ]
+    mean_and_std = format_mean_and_std(row["mean"], row["std"], f".{count_decimals(row['std'])}f")
     return [
         Entry(f"{row['task']}, {row['metric']}" if row["metric"] else row["task"]),
         Entry(row["method"]),
         Entry(format_number(row["lambda"], "g"), number=True),
         Entry(format_number(row["zeta"], "g"), number=True),
-        Entry(_mark_collapsed(format_mean_and_std(row["mean"], row["std"]), row), bold=row["best"], number=True),
+        Entry(_mark_collapsed(mean_and_std, row), bold=row["best"], number=True),
         Entry(str(row["seeds"]), number=True),
         Entry(row["chosen_on"] or EMPTY_CELL),
         *numeric_entries(number_texts),
@@ -164,7 +173,8 @@ def build_table2_sheet(cells: Sequence[Cell], all_runs: pd.DataFrame) -> Sheet:
     paper's column.
     """
     rows: list[dict[str, Any]] = []
-    for _, model_cells in groupby((cell for cell in cells if cell.family == "istar"), key=lambda cell: cell.model):
+    istar_cells = [cell for cell in cells if cell.family == "istar" and cell.seeds]
+    for _, model_cells in groupby(istar_cells, key=lambda cell: cell.model):
         task_rows = [
             _build_table2_row(cell, num_pairs_tried=len(collect_tried_pairs(all_runs, cell))) for cell in model_cells
         ]
@@ -195,7 +205,7 @@ def collect_tried_pairs(all_runs: pd.DataFrame, cell: Cell) -> set[tuple[float, 
 
 
 def _build_table2_row(cell: Cell, num_pairs_tried: int) -> dict[str, Any]:
-    published = paper.look_up_tuned_penalty(cell.model, cell.task)
+    paper_lambda, paper_zeta = paper.look_up_tuned_penalty(cell.model, cell.task) or (None, None)
     metric = cell.metrics[0] if cell.metrics else ""
     return {
         "model": cell.model,
@@ -209,8 +219,8 @@ def _build_table2_row(cell: Cell, num_pairs_tried: int) -> dict[str, Any]:
         "all_collapsed": cell.is_collapsed,
         "tried": num_pairs_tried,
         "chosen_on": cell.selection_set,
-        "paper_lambda": published.weight if published else None,
-        "paper_zeta": published.zeta if published else None,
+        "paper_lambda": paper_lambda,
+        "paper_zeta": paper_zeta,
     }
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from istar.drawing.page_tables import Entry, Sheet, format_interval, group_rows_by_model, numeric_entries
+from istar.drawing.page_tables import Entry, Sheet, group_rows_by_model, numeric_entries
 from istar.drawing.plot import Line, Panel, Plot
 from istar.errors import UserError
 from istar.records.identity import BASE_LABEL
-from istar.records.metric_names import format_number, is_lower_better, merit
+from istar.records.metric_names import format_difference, is_lower_better, merit
 from istar.reports.method_comparisons import ComparedMethods, Method, MethodComparison
 from istar.statistics import ALPHA
 from istar.statistics import tasks as over_tasks
@@ -199,8 +199,7 @@ def _format_row(row: Mapping[str, Any]) -> list[Entry]:
     number_texts = [
         str(row["tasks"]),
         f"{row['average_rank']:.2f}",
-        format_number(row["minus_reference"], "+.2f"),
-        format_interval(row["low"], row["high"]),
+        *format_difference(row["minus_reference"], row["low"], row["high"]),
     ]
     return [Entry(row["method"]), *numeric_entries(number_texts)]
 

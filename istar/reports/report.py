@@ -1,12 +1,11 @@
 """`istar report`: writes an HTML page with the paper's tables and figures for the runs in a folder."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-import pandas as pd
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
@@ -29,9 +28,7 @@ from istar.reports import (
     sweep_commands,
     training_figures,
 )
-from istar.reports.configurations import Cell
 from istar.reports.plan_file import Plan
-from istar.reports.rank_figure import RankedMethods
 from istar.reports.run_frame import Runs, load_runs
 from istar.statistics import ALPHA, TEST, conclusions
 
@@ -76,48 +73,50 @@ def write_report(
             note = f"; {num_errors} folder{'s' * (num_errors > 1)} could not be read as one" if num_errors else ""
             raise UserError(f"{root} holds no runs{note}; train.py leaves them below run.root")
         progress.update(progress_task, description="computing tables and figures", advance=1)
-        contents = _compute_contents(runs, root, plan_path, plan, reference)
+        sheets, sections = _compute_contents(runs, root, plan_path, plan, reference)
         # The two steps besides the figures are reading, which is done, and writing.
-        progress.update(progress_task, total=2 + len(contents.plots))
-        pictures_by_plot: dict[str, list[Picture]] = {}
-        for plot in contents.plots:
-            progress.update(progress_task, description=f"drawing {plot.name}", advance=1)
-            pictures_by_plot[plot.name] = page_folder.render_pictures(plot)
+        progress.update(progress_task, total=2 + sum(plot is not None for _, plot in sections))
+        drawn_sections = []
+        for section, plot in sections:
+            pictures: Sequence[Picture] = ()
+            if plot is not None:
+                progress.update(progress_task, description=f"drawing {plot.name}", advance=1)
+                pictures = page_folder.render_pictures(plot)
+            drawn_sections.append(replace(section, pictures=pictures))
         progress.update(progress_task, description="writing", advance=1)
-        files = page_folder.page_files(_build_page(contents, pictures_by_plot), contents.sheets)
-        page_path = page_folder.write(out, files, REPORT_KIND)
+        subject_line = "Runs below", str(root), f"read by istar {version('istar')}"
+        title = "Isotropy and fine-tuning: report"
+        page = Page(title, subject_line, REPORT_KIND.generator, _count_runs(runs), drawn_sections)
+        page_path = page_folder.write(out, page_folder.page_files(page, sheets), REPORT_KIND)
     return WrittenReport(page_path, len(runs.frame))
 
 
-@dataclass(frozen=True)
-class _ReportContents:
-    """Everything that the report shows, before it is drawn and written as a page."""
-
-    root: Path
-    all_runs: pd.DataFrame
-    num_unreadable: int  # number of folders that could not be read as a run
-    cells: list[Cell]  # cells of Table 1
-    sheets: dict[str, Sheet]  # tables by name
-    plots: list[Plot]
-    commands_by_artefact: dict[str, list[str]]  # commands that run what a table or a figure shows
-    reference: str  # method that the others are compared with
-    conclusions: str  # sentence that counts the outcomes of the comparisons with the reference
-    ranks: list[RankedMethods]
-    plan_path: Path | None  # plan that the runs are compared with
-    departures: str  # sentence on the departures from the plan
+def _count_runs(runs: Runs) -> list[tuple[str, str]]:
+    """Return the key figures of the page: numbers of runs with their labels."""
+    counts = {"runs": len(runs.frame), **runs.frame["status"].value_counts()}
+    counts |= {"collapsed": runs.frame["collapsed"].eq(True).sum(), "folders not read": len(runs.read_errors)}
+    counts |= {"smoke runs not counted": runs.num_smoke}
+    return [(str(count), str(label)) for label, count in counts.items() if count]
 
 
 def _compute_contents(
     runs: Runs, root: Path, plan_path: Path | None, plan: Plan | None, reference: str
-) -> _ReportContents:
-    """Compute all tables and plots of the report, with the test and significance level of the plan, if any."""
+) -> tuple[dict[str, Sheet], list[tuple[Section, Plot | None]]]:
+    """Return all tables of the report by name, and its sections, each with the plot that it will show.
+
+    The test and the significance level are the plan's, if there is one.
+    """
     all_runs, records = configurations.add_selection_columns(runs), runs.records
     geometry_by_folder, geometry_errors = geometry_file.read_geometries(all_runs[all_runs["usable"]]["folder"])
     table1_cells = configurations.select_cells(all_runs)
     test, alpha = (TEST, ALPHA) if plan is None else (plan.test["name"], plan.test["alpha"])
     compared_methods = method_comparisons.compare_methods(all_runs, test, alpha, reference)
     ranked_methods = rank_figure.rank_methods(compared_methods)
-    plots = [
+    training_plots = [
+        *training_figures.build_learning_curve_plots(table1_cells, records),
+        *training_figures.build_training_plots(all_runs),
+    ]
+    paper_plots = [
         stability.build_minibatch_stability_plot(stability.compute_stability_scores()),
         paper_figures.build_isotropy_performance_plot(all_runs, geometry_by_folder),
         paper_figures.build_mean_activation_plot(all_runs, geometry_by_folder),
@@ -125,17 +124,9 @@ def _compute_contents(
         paper_figures.build_layer_isotropy_plot(all_runs, records, geometry_by_folder),
         paper_figures.build_zeta_ablation_plot(all_runs),
         paper_figures.build_layer_ablation_plot(all_runs),
-        *training_figures.build_learning_curve_plots(table1_cells, records),
-        *training_figures.build_training_plots(all_runs),
-        method_tables.build_all_methods_plot(compared_methods),
-        rank_figure.build_rank_plot(ranked_methods),
     ]
-    commands_by_artefact = {
-        artefact: sweep_commands.build_sweep_commands(sweep, all_runs, records, str(root))
-        for artefact, sweep in sweep_commands.SWEEP_BY_ARTEFACT.items()
-    }
     shrinkage_seconds = {path: record.timing.get("shrinkage") or () for path, record in records.items()}
-    sheets = [
+    all_sheets = [
         paper_tables.build_table1_sheet(table1_cells),
         paper_tables.build_table2_sheet(table1_cells, all_runs),
         method_tables.build_conclusions_sheet(compared_methods),
@@ -145,115 +136,88 @@ def _compute_contents(
         paper_tables.build_cost_sheet(all_runs, shrinkage_seconds),
         paper_tables.build_excluded_runs_sheet(all_runs, {**runs.read_errors, **geometry_errors}, str(root)),
     ]
-    departures_summary = ""
+    command = f"istar report {shlex.quote(str(root))} --out report"
+    departures_summary = []
     if plan is not None:
         departures = plan_file.find_departures(plan, all_runs)
-        departures_summary = plan_file.summarize_departures(plan, departures)
-        sheets.append(plan_file.build_departures_sheet(departures))
-    comparison_statistics = [comparison.statistics for comparison in compared_methods.comparisons]
-    return _ReportContents(
-        root=root,
-        all_runs=all_runs,
-        num_unreadable=len(runs.read_errors),
-        cells=table1_cells,
-        sheets={sheet.name: sheet for sheet in sheets},
-        plots=[replace(plot, reference_label=BASE_LABEL) for plot in plots],
-        commands_by_artefact=commands_by_artefact,
-        reference=reference,
-        conclusions=conclusions.summary(comparison_statistics, compared_methods.alpha),
-        ranks=ranked_methods,
-        plan_path=plan_path,
-        departures=departures_summary,
-    )
-
-
-def _build_page(contents: _ReportContents, pictures_by_plot: Mapping[str, list[Picture]]) -> Page:
-    counts = {"runs": len(contents.all_runs), **contents.all_runs["status"].value_counts()}
-    counts |= {"collapsed": contents.all_runs["collapsed"].eq(True).sum(), "folders not read": contents.num_unreadable}
-    summary = [(str(count), str(label)) for label, count in counts.items() if count]
-    head = "Runs below", str(contents.root), f"read by istar {version('istar')}"
-    command = f"istar report {shlex.quote(str(contents.root))} --out report"
-    command += "" if contents.plan_path is None else f" --plan {shlex.quote(str(contents.plan_path))}"
-    has_base_as_reference = contents.reference == BASE_LABEL
-    command += "" if has_base_as_reference else f" --reference {shlex.quote(contents.reference)}"
-    note = [] if has_base_as_reference else [f"Methods are compared with {contents.reference}, not with Base."]
-    plot_by_name = {plot.name: plot for plot in contents.plots}
-    methods = _build_table_section(contents, "methods")
-    departures = []
-    if contents.plan_path is not None:
-        departures = [replace(_build_table_section(contents, "departures"), paragraphs=[contents.departures])]
-    rank_plot, methods_plot = plot_by_name.pop("ranks"), plot_by_name.pop("all_methods")
-    pictures = pictures_by_plot[methods_plot.name]
+        departures_summary = [plan_file.summarize_departures(plan, departures)]
+        all_sheets.append(plan_file.build_departures_sheet(departures))
+        command += f" --plan {shlex.quote(str(plan_path))}"
+    summary = [conclusions.summary([row.statistics for row in compared_methods.comparisons], alpha)]
+    if reference != BASE_LABEL:
+        summary.insert(0, f"Methods are compared with {reference}, not with Base.")
+        command += f" --reference {shlex.quote(reference)}"
+    sheets = {sheet.name: sheet for sheet in all_sheets}
+    commands = {
+        artefact: sweep_commands.build_sweep_commands(sweep, all_runs, records, str(root))
+        for artefact, sweep in sweep_commands.SWEEP_BY_ARTEFACT.items()
+    }
+    guide = f"{sheets['conclusions'].caption} {_READING_GUIDE}"
     sections = [
-        replace(_build_table_section(contents, "conclusions"), paragraphs=[*note, contents.conclusions]),
-        Section("reading", "How to read this", _READING_GUIDE),
-        *departures,
-        _build_table_section(contents, "table1"),
-        _build_table_section(contents, "table2"),
-        replace(methods, paragraphs=[methods_plot.caption], pictures=pictures) if pictures else methods,
-        _build_table_section(contents, "class_isotropy"),
-        _build_ranks_section(contents, rank_plot, pictures_by_plot[rank_plot.name]),
-        *(_build_plot_section(contents, plot, pictures_by_plot[plot.name]) for plot in plot_by_name.values()),
-        _build_table_section(contents, "cost"),
-        _build_missing_section(contents),
-        _build_table_section(contents, "left_out"),
-        Section("reproduce", "This page", ("This command writes the page and its files:",), commands=[command]),
+        _build_section(replace(sheets["conclusions"], caption=guide), paragraphs=summary),
+        *([_build_section(sheets["departures"], paragraphs=departures_summary)] if plan is not None else []),
+        _build_section(sheets["methods"], method_tables.build_all_methods_plot(compared_methods)),
+        _build_section(sheets["over_tasks"], rank_figure.build_rank_plot(ranked_methods)),
+        _build_section(sheets["class_isotropy"]),
+        *(_build_section(None, plot, commands) for plot in training_plots),
+        _build_section(sheets["cost"]),
+        (_build_missing_section(sweep_commands.describe_missing_seeds(compared_methods.methods)), None),
+        _build_section(sheets["left_out"]),
+        *(_build_section(sheets[name], None, commands) for name in ("table1", "table2")),
+        *(_build_section(None, plot, commands) for plot in paper_plots),
+        (Section("reproduce", "This page", ("This command writes the page and its files:",), commands=[command]), None),
     ]
-    return Page("Isotropy and fine-tuning: report", head, REPORT_KIND.generator, summary, sections)
+    return sheets, sections
+
+
+def _build_section(
+    sheet: Sheet | None,
+    plot: Plot | None = None,
+    commands: Mapping[str, list[str]] | None = None,
+    paragraphs: Sequence[str] = (),
+) -> tuple[Section, Plot | None]:
+    """Return the section of a table or a plot, or of a table with a plot below it, and the plot if it has panels.
+
+    `commands` are by the names of tables and plots. A section without any content has a note instead.
+    """
+    artefact = sheet or plot
+    assert artefact is not None
+    captions = [plot.caption] if plot is not None and plot.panels else []
+    has_content = paragraphs or captions or (sheet is not None and sheet.rows)
+    notes = sheet.notes if artefact.name == "over_tasks" and sheet else ()
+    if sheet is not None:
+        # The caption of a table is folded if it is long.
+        sheet, captions = replace(_truncate_sheet(sheet), caption=" ".join([sheet.caption, *captions])), []
+    section = Section(
+        artefact.name,
+        artefact.title,
+        [*paragraphs, *captions],
+        sheet=sheet,
+        empty_note="" if has_content else " ".join(notes) or "No run has what it shows.",
+        commands=(commands or {}).get(artefact.name, ()),
+        is_wide=artefact.name in ("table1", "conclusions", "methods", "departures"),
+    )
+    return section, replace(plot, reference_label=BASE_LABEL) if plot is not None and plot.panels else None
+
+
+def _build_missing_section(sentences: Sequence[str]) -> Section:
+    if not sentences:
+        return Section("missing", "What is missing", empty_note="All methods of a model and task have the same seeds.")
+    return Section("missing", "What is missing", [*sentences, sweep_commands.ADVICE])
 
 
 _READING_GUIDE = (
-    "All metrics are measured on validation sets (for GLUE the development sets, as in the paper) and given in "
-    "percent, at the epoch with the best headline metric of each run, on the same set or, with "
-    "task.validation_fraction, on a held-out part of the training data. This page uses no results of a test set.",
-    "Each task, model and method is represented by one configuration: all settings, data and model of a run, without "
-    "its seed. Among the configurations with finished runs, it is the one with the most seeds; among equals, the one "
-    "with the highest mean of the headline metric on the set on which the epoch was chosen. I-STAR counts with its "
-    "penalty on all layers, CosReg with its penalty on the last layer and λ > 0; λ = 0 is Base. If several "
-    "configurations of a method were tried and nothing was held out, the same numbers select the best one and are then "
-    "reported, so its mean is biased upwards by chance; the remark “best of 9” gives the number of configurations "
-    "tried.",
-    "Tests are paired: the same seeds with and without the penalty. In Table 1, p is two-sided, from the paired t-test "
-    "(scipy.stats.ttest_rel) and from the exact permutation test that flips the signs of the differences; with five "
-    "pairs the latter cannot fall below 0.0625, with three not below 0.25. Neither is corrected for the selection of "
-    "the configuration or for the number of rows. If p is above 0.05, the choice of seeds may explain the difference.",
-    "What may be concluded is said by the sentences of the first section and by nothing else. They use the sign-flip "
-    "permutation test at the level 0.05, or the test and the level of the plan, if any, with p-values corrected "
-    "by Holm's method for all comparisons of this page, and require that both methods have the same seeds and "
-    "the same budget: as many trials (configurations tried, with their epochs and examples) for each. A row of the "
-    "table of all methods is one method; each λ is a method of its own.",
-    "Means include collapsed runs (constant predictions), which the remarks count. Failed, unfinished and pruned runs "
-    "do not count and are listed at the end. A mean is bold only among the methods with the most seeds, and never if "
-    "all its runs have collapsed. The runs of a line in a figure differ only in the seed and in what its axis or "
-    "legend varies; they are those of the configuration in Table 1 or, if only one value was tried with it, of the "
-    "group with the most runs, then the best mean.",
+    "Metrics are in percent, except losses and perplexities. They are measured on validation sets, never on a test "
+    "set, at the epoch with the best headline metric of each run. "
+    "A row of the table of all methods is one method; each λ is a method. Of a method's configurations (all settings "
+    "except the seed), the page shows the one with the most seeds, among equals with the best mean on the set that "
+    "chose the epoch. If nothing was held out, the reported numbers make this choice, and its mean is biased upwards. "
+    "Only the first section says what may be concluded. Its tests are paired over the seeds and corrected by Holm's "
+    "method for all comparisons of this page. They need the same seeds and the same number of trials, epochs and "
+    "examples for both methods. "
+    "Collapsed runs, which have constant predictions, are part of the means. Failed, unfinished and pruned runs do not "
+    "count. The runs of a line in a figure differ only in the seed and in what its axis or legend varies."
 )
-_TEXT_OF_EMPTY_TABLE = {
-    "left_out": "Every run counts.",
-    "cost": "No run has finished.",
-    "class_isotropy": "No run has finished on a classification task yet.",
-    "conclusions": "There are no two methods with finished runs to compare.",
-    "departures": "",
-}
-
-
-def _build_table_section(contents: _ReportContents, name: str) -> Section:
-    sheet = contents.sheets[name]
-    empty_note = "" if sheet.rows else _TEXT_OF_EMPTY_TABLE.get(name, "Nothing to show yet.")
-    commands = contents.commands_by_artefact.get(name, [])
-    is_wide = name in ("table1", "conclusions", "methods", "departures")
-    return Section(
-        name, sheet.title, sheet=_truncate_sheet(sheet), empty_note=empty_note, commands=commands, is_wide=is_wide
-    )
-
-
-def _build_ranks_section(contents: _ReportContents, plot: Plot, pictures: list[Picture]) -> Section:
-    """Return the section with the ranks of methods over tasks, or the reasons for missing ranks."""
-    sentences = [ranked.summarize() for ranked in contents.ranks]
-    sheet = replace(contents.sheets["over_tasks"], notes=())
-    if not pictures:
-        return Section("over_tasks", sheet.title, empty_note=" ".join(sentences) or "Nothing to show yet.")
-    return Section("over_tasks", sheet.title, [*sentences, plot.caption], sheet=sheet, pictures=pictures)
 
 
 def _truncate_sheet(sheet: Sheet) -> Sheet:
@@ -263,15 +227,3 @@ def _truncate_sheet(sheet: Sheet) -> Sheet:
         return sheet
     note = f"{num_excess_rows} more rows are in the files."
     return replace(sheet, rows_by_group={"": sheet.rows[:_MAX_ROWS]}, notes=(*sheet.notes, note))
-
-
-def _build_plot_section(contents: _ReportContents, plot: Plot, pictures: list[Picture]) -> Section:
-    empty_note = "" if pictures else "There is no run for this figure yet; the commands run it."
-    commands = contents.commands_by_artefact.get(plot.name, [])
-    return Section(plot.name, plot.title, [plot.caption], pictures=pictures, empty_note=empty_note, commands=commands)
-
-
-def _build_missing_section(contents: _ReportContents) -> Section:
-    sentence, command = sweep_commands.describe_missing_runs(contents.cells, contents.all_runs)
-    commands = [*contents.commands_by_artefact["table1"], *([command] if command else [])]
-    return Section("missing", "What is missing", [sentence, sweep_commands.ADVICE], commands=commands)

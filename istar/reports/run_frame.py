@@ -3,23 +3,37 @@
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from rich.cells import cell_len
 from rich.table import Table
 
 from istar.errors import UserError
 from istar.files.outputs import Output
 from istar.files.writing import to_csv
-from istar.records.metric_names import format_metric, format_number
-from istar.records.results import CONFIG, RESULT, RunRecord, read_result, read_unfinished
-from istar.records.run_rows import COMPARISON_CAPTION, COMPARISON_COLUMNS, RUN_COLUMNS, record_to_row
+from istar.records.metric_names import format_metric, format_number, merit
+from istar.records.results import CONFIG, RESULT, RunRecord, check_runs_folder, read_result, read_unfinished
+from istar.records.run_rows import RUN_COLUMNS, describe_smoke_runs, record_to_row
 
 _REPLACED_SUFFIX = re.compile(r"\.old-\d+$")  # suffix of a run folder replaced by `run.overwrite=true`
 _FOLDERS_WITHOUT_RUNS = ("multirun", "sweeps")
+MAIN_COLUMNS = (
+    "name", "task", "model", "method", "seed", "metric", "value", "constant", "epoch", "isoscore_before",
+    "isoscore_after", "seconds", "status", "error",
+)  # fmt: skip
+"""Columns of `Runs.frame` that `istar results` prints by default."""
+_LEAST_IMPORTANT_COLUMNS = (
+    "seconds", "epoch", "constant", "error", "model", "task", "metric", "isoscore_before", "status", "isoscore_after",
+    "seed", "method",
+)  # fmt: skip
+"""Columns that a narrow terminal lacks, the first ones first."""
+_METRIC_COLUMNS = ("value", "constant", "selection")
+_FORMAT_SPECS = {"isoscore_before": ".4f", "isoscore_after": ".4f", "seconds": ".0f", "epoch": ".0f"}
+_COLUMN_GAP = 2
 
 log = logging.getLogger(__name__)
 
@@ -35,28 +49,33 @@ class Runs:
     frame: pd.DataFrame
     read_errors: dict[str, str]  # error message by folder, for folders that could not be read as a run
     records: dict[str, RunRecord] = field(default_factory=dict)  # complete records by folder; empty unless requested
+    num_smoke: int = 0  # number of smoke runs, which have no row and no record
 
 
 def load_runs(root: Path, keep_records: bool = False, excluded: Path | None = None) -> Runs:
-    """Read every run below a folder, at any depth, except runs replaced by `run.overwrite=true`.
+    """Read every run below a folder, at any depth, except runs replaced by `run.overwrite=true` and smoke runs.
 
-    A warning is logged for each folder that cannot be read as a run, except `excluded`, such as an output folder.
+    Warnings name each folder that cannot be read as a run, except `excluded`, such as an output folder, and count the
+    smoke runs.
     `keep_records` includes the complete records with all epochs and layers, about 50 kB per run.
 
     Raises:
         UserError: if `root` is not a folder.
     """
-    if not root.is_dir():
-        raise UserError(f"{root} is not a folder; name the one that holds the runs, as run.root does")
+    check_runs_folder(root)
     rows: list[dict[str, Any]] = []
     read_errors: dict[str, str] = {}
     records: dict[str, RunRecord] = {}
+    num_smoke = 0
     visited_folders = {root}
     run_folders = list(_find_run_folders(root, read_errors))
     for folder in run_folders:
         visited_folders |= {folder, *folder.parents}
         try:
             record = read_result(folder) if (folder / RESULT).exists() else read_unfinished(folder)
+            if record.is_smoke:
+                num_smoke += 1
+                continue
             rows.append({"folder": str(folder), **record_to_row(record)})
             if keep_records:
                 records[str(folder)] = record
@@ -70,7 +89,10 @@ def load_runs(root: Path, keep_records: bool = False, excluded: Path | None = No
         read_errors = {path: error for path, error in read_errors.items() if Path(path).resolve() != excluded.resolve()}
     for error in read_errors.values():
         log.warning("not read: %s", error)
-    return Runs(pd.DataFrame(rows, columns=None if rows else ["folder", *RUN_COLUMNS]), read_errors, records)
+    if num_smoke:
+        log.warning(describe_smoke_runs(num_smoke))
+    frame = pd.DataFrame(rows, columns=None if rows else ["folder", *RUN_COLUMNS])
+    return Runs(frame, read_errors, records, num_smoke)
 
 
 def check_export(path: Path) -> None:
@@ -131,29 +153,54 @@ def _can_hold_runs(folder_name: str) -> bool:
     return not is_excluded and not _REPLACED_SUFFIX.search(folder_name)
 
 
-def build_runs_table(frame: pd.DataFrame) -> Table:
-    """Return a table with the main columns of `Runs.frame`; the title counts the runs by status."""
-    counts = frame["status"].value_counts()
-    title = f"{len(frame)} run{'s' * (len(frame) != 1)}: " + ", ".join(
-        f"{count} {status}" for status, count in counts.items()
-    )
-    table = Table(title=title, title_justify="left", caption=COMPARISON_CAPTION, caption_justify="left")
-    for column in (*COMPARISON_COLUMNS, "status"):
-        table.add_column(column, justify="left" if column in ("task", "model", "method", "status") else "right")
-    # pandas marks missing values as NaN, which would be printed as a word.
-    for run in frame.astype(object).where(frame.notna(), None).to_dict("records"):
-        collapsed_note = " (collapsed)" if run["collapsed"] is True else ""
-        metric_note = f", {run['metric']}" if run["metric"] else ""
-        table.add_row(
-            f"{run['task']}{metric_note}",
-            run["model"],
-            run["method"],
-            str(run["seed"]),
-            format_metric(run["metric"], run["value"]) + collapsed_note,
-            format_metric(run["metric"], run["constant"]),
-            format_number(run["epoch"], ".0f"),
-            f"{format_number(run['isoscore_before'], '.4f')} → {format_number(run['isoscore_after'], '.4f')}",
-            format_number(run["seconds"], ".0f"),
-            run["status"] if not run["error"] else f"{run['status']}: {run['error']}",
+def sort_runs(frame: pd.DataFrame, column: str) -> pd.DataFrame:
+    """Sort runs by a column, the best first: numbers from the highest, but losses from the lowest; texts by letters."""
+    keys = frame[column]
+    if column in _METRIC_COLUMNS:
+        keys = pd.Series(
+            [merit(str(metric), value) for metric, value in zip(frame["metric"], keys.astype(float), strict=True)],
+            index=frame.index,
         )
-    return table
+    order = keys.sort_values(ascending=keys.dtype.kind not in "if", na_position="last", kind="stable").index
+    return frame.loc[order]
+
+
+def build_runs_table(frame: pd.DataFrame, columns: Sequence[str], width: int) -> tuple[Table, list[str]]:
+    """Return a table of runs that is at most `width` wide, and the names of the columns that it lacks for this reason.
+
+    Without `columns`, the table begins with those of `MAIN_COLUMNS` that have values, and loses the least important
+    ones until it fits. Of the given `columns` it loses none: their cells are folded, and never cut.
+    """
+    # pandas marks missing values as NaN, which would be printed as a word.
+    runs = frame.astype(object).where(frame.notna(), None).to_dict("records")
+    shown = columns or [column for column in MAIN_COLUMNS if column == "name" or frame[column].notna().any()]
+    cells_by_column = {column: [_format_run_cell(run, column) for run in runs] for column in shown}
+    widths = {
+        column: _COLUMN_GAP + max(map(cell_len, [*column.split("_"), *cells]))
+        for column, cells in cells_by_column.items()
+    }
+    dropped = []
+    for column in _LEAST_IMPORTANT_COLUMNS:
+        if column in cells_by_column and not columns and sum(widths.values()) - _COLUMN_GAP > width:
+            del widths[column], cells_by_column[column]
+            dropped.append(column)
+    counts = ", ".join(f"{count} {status}" for status, count in frame["status"].value_counts().items())
+    title = f"{len(frame)} run{'s' * (len(frame) != 1)}: {counts} (metrics in percent, except losses)"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, _COLUMN_GAP, 0, 0))
+    for column in cells_by_column:
+        is_number = frame[column].dtype.kind in "if"
+        table.add_column(column.replace("_", "\n"), justify="right" if is_number else "left", overflow="fold")
+    for cells in zip(*cells_by_column.values(), strict=True):
+        table.add_row(*cells)
+    return table, dropped
+
+
+def _format_run_cell(run: Mapping[Any, Any], column: str) -> str:
+    value = run[column]
+    if column in _METRIC_COLUMNS:
+        return format_metric(run["metric"], value) + " (collapsed)" * (column == "value" and run["collapsed"] is True)
+    if column.startswith("validation."):
+        return format_metric(column.removeprefix("validation."), value)
+    if value is None or isinstance(value, float):
+        return format_number(value, _FORMAT_SPECS.get(column, "g"))
+    return str(value)

@@ -110,7 +110,7 @@ def build_minibatch_stability_plot(stability: StabilityScores) -> Plot:
         title="Figure 2: mini-batch stability",
         caption="IsoScore* of batches of a synthetic Gaussian cloud in 768 dimensions, variances 10, 6, 4, 4, 1, ..., "
         "1, by batch size and ζ; Σ_S is the covariance of 75,000 other points. In addition to the paper: ζ = auto, "
-        "estimated from each batch, and the unbiased IsoScore, which needs no Σ_S (docs/measures.md). Mean and "
+        "estimated from each batch, and the unbiased IsoScore, which needs no Σ_S. Mean and "
         "standard deviation of three batches each; dashed line: the score of the distribution itself. This figure "
         "needs no run.",
         kind="line",

@@ -9,7 +9,7 @@ intervals in 83, 90 and 93%.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -164,24 +164,6 @@ class MeanAndStd:
     count: int
 
 
-@dataclass(frozen=True)
-class TestResult:
-    """Result of a significance test: a two-sided p-value, or None and why the test does not apply."""
-
-    p_value: float | None
-    reason: str = ""  # empty if there is a p-value
-
-
-@dataclass(frozen=True)
-class PairedComparison:
-    """Comparison of a method with a reference over the seeds that both have."""
-
-    num_pairs: int  # number of common seeds
-    difference: float | None  # mean of method minus reference over these seeds; None without a common seed
-    t_test: TestResult  # Student's paired t-test
-    sign_flip: TestResult  # exact permutation test that flips the signs of the differences
-
-
 def mean_and_std(values: Sequence[float]) -> MeanAndStd:
     """Return the mean and the sample standard deviation (ddof = 1) of the values."""
     if not values:
@@ -190,28 +172,13 @@ def mean_and_std(values: Sequence[float]) -> MeanAndStd:
     return MeanAndStd(float(np.mean(values)), std, len(values))
 
 
-def compare_paired(method: Mapping[int, float], reference: Mapping[int, float]) -> PairedComparison:
-    """Compare a method with a reference, each a metric by seed, by paired tests over their common seeds."""
-    seeds = sorted(method.keys() & reference.keys())
-    method_scores = np.array([method[seed] for seed in seeds])
-    reference_scores = np.array([reference[seed] for seed in seeds])
-    differences = method_scores - reference_scores
-    if len(seeds) < 2:
-        no_test = TestResult(None, "no test: one pair of seeds" if seeds else "no test: no common seed")
-        return PairedComparison(len(seeds), float(differences[0]) if seeds else None, no_test, no_test)
-    if is_constant(differences):
-        t_result = TestResult(None, "no t-test: all differences are equal")
-    else:
-        t_result = TestResult(t_test(differences))
-    return PairedComparison(len(seeds), float(differences.mean()), t_result, _run_sign_flip_test(differences))
-
-
-def _run_sign_flip_test(differences: np.ndarray) -> TestResult:
-    if len(differences) > MAX_EXACT_PAIRS:
-        return TestResult(None, f"no exact sign-flip test: more than {MAX_EXACT_PAIRS} pairs")
-    if not differences.any():
-        return TestResult(None, "no sign-flip test: all differences are 0")
-    return TestResult(sign_flip_test(differences).p_value)
+def compute_p_value(differences: Sequence[float], test: str) -> float | None:
+    """Return the two-sided p-value of the test with this name in `TESTS`, or None where it is not defined."""
+    if len(differences) < 2:
+        return None
+    if test == "sign-flip":
+        return sign_flip_test(differences).p_value
+    return None if is_constant(np.array(differences)) else t_test(differences)
 
 
 class Holm(NamedTuple):

@@ -3,19 +3,22 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 import yaml
+from rich.console import Console
 
 from istar.cli.main import main
 from istar.errors import UserError
 from istar.records.config import Config
 from istar.records.config.schema import to_dict
 from istar.records.results import RESULT, RunRecord, write_result
-from istar.reports.run_frame import export_frame, load_runs
+from istar.reports.run_frame import MAIN_COLUMNS, build_runs_table, export_frame, load_runs, sort_runs
 
 
 @pytest.fixture
@@ -69,6 +72,22 @@ def test_failed_and_unfinished_runs_are_rows_too(write_run: Callable[..., RunRec
     assert frame["status"].to_dict() == {"finished": "finished", "failed": "failed", "unfinished": "unfinished"}
     assert frame.loc["failed", "error"] == "out of luck"
     assert frame["value"].isna().to_dict() == {"finished": False, "failed": True, "unfinished": True}
+
+
+def test_smoke_runs_are_left_out_and_counted_in_one_line(
+    write_run: Callable[..., RunRecord], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_run("real")
+    write_run("stray", "debug=smoke")
+    write_run("other", "trainer.fast_dev_run=true", root=tmp_path / "smoke")
+    config = write_run("third", "debug=smoke", root=tmp_path / "smoke").config
+    (tmp_path / "smoke" / "unfinished").mkdir()
+    (tmp_path / "smoke" / "unfinished" / "config.yaml").write_text(yaml.safe_dump(config))
+    loaded = load_runs(tmp_path, keep_records=True)
+    assert (list(loaded.frame["name"]), list(loaded.records)) == (["real"], [str(tmp_path / "real")])
+    assert (loaded.num_smoke, loaded.read_errors) == (4, {})
+    [message] = caplog.messages
+    assert message.startswith("4 smoke runs are not counted")
 
 
 def test_where_runs_are_looked_for(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:
@@ -170,28 +189,89 @@ def test_a_format_that_is_none(write_run: Callable[..., RunRecord], tmp_path: Pa
         export_frame(load_runs(tmp_path).frame, tmp_path / "runs.xls")
 
 
-def test_the_command(
-    write_run: Callable[..., RunRecord], tmp_path: Path, capsys: Any, caplog: Any, monkeypatch: Any
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+def write_three_runs(write_run: Callable[..., RunRecord], root: Path) -> None:
     write_run("low", value=0.25)
     write_run("high", "reg=cosreg", value=0.75, collapsed={"validation": True})
     write_run("broken", value=None, status="failed", error="out of luck")
-    (tmp_path / "foreign").mkdir()
+    (root / "foreign").mkdir()
+
+
+def test_the_command_prints_a_table_to_a_terminal(
+    write_run: Callable[..., RunRecord], tmp_path: Path, capsys: Any, caplog: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # the output counts as a terminal
+    monkeypatch.setenv("COLUMNS", "200")
+    write_three_runs(write_run, tmp_path)
     out = tmp_path / "out" / "runs.csv"
     assert main(["results", str(tmp_path), "--sort", "value", "--out", str(out)]) == 0
-    output = capsys.readouterr().out
+    output, errors = capsys.readouterr()
     assert "3 runs: 2 finished, 1 failed" in output
-    assert output.index("75.00 (collapsed)") < output.index("25.00") < output.index("failed: out of luck")
+    assert output.index("75.00 (collapsed)") < output.index("25.00") < output.index("out of luck")
     assert "nan" not in output
-    assert "rte, accuracy" in output
+    assert errors == f"{out}\n"
     assert f"not read: {tmp_path / 'foreign'} holds no run" in caplog.messages
     assert list(pd.read_csv(out)["name"]) == ["high", "low", "broken"]
     assert main(["results", str(tmp_path / "nowhere")]) == 2
     assert main(["results", str(tmp_path), "--sort", "valu"]) == 2
-    [first, second] = capsys.readouterr().err.splitlines()
-    assert first.startswith("error: ")
-    assert second.endswith("did you mean value?")
+    assert main(["results", str(tmp_path), "--columns", "name,optim.rl"]) == 2
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"error: {tmp_path / 'nowhere'} is not a folder")
+    assert [message.rpartition("; ")[2] for message in others] == ["did you mean value?", "did you mean optim.lr?"]
+
+
+def test_outside_of_a_terminal_nothing_is_cut_or_rounded(
+    write_run: Callable[..., RunRecord], tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.chdir(tmp_path)
+    write_three_runs(partial(write_run, root=tmp_path / "runs"), tmp_path)
+    write_run("precise", value=0.123456789012345, root=tmp_path / "runs")
+    assert main(["results"]) == 0
+    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == list(MAIN_COLUMNS)
+    assert [line[0] for line in lines[1:]] == ["broken", "high", "low", "precise"]
+    assert lines[4][MAIN_COLUMNS.index("value")] == "0.123456789012345"
+    assert main(["results", "--json", "--columns", "name,reg.lambda, value"]) == 0
+    assert json.loads(capsys.readouterr().out)[:3] == [
+        {"name": "broken", "reg.lambda": -1.0, "value": None},
+        {"name": "high", "reg.lambda": 1.0, "value": 0.75},
+        {"name": "low", "reg.lambda": -1.0, "value": 0.25},
+    ]
+
+
+def test_a_narrow_table_lacks_columns_but_no_digits(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:
+    write_run("rte-bert-base-cased-istar-0123456789ab", value=0.75)
+    frame = load_runs(tmp_path).frame
+
+    def show(width: int, *columns: str) -> tuple[list[str], list[str]]:
+        table, dropped = build_runs_table(frame, columns, width)
+        console = Console(width=width, file=StringIO(), record=True)
+        console.print(table)
+        return console.export_text().splitlines(), dropped
+
+    lines, dropped = show(200)
+    assert dropped == []
+    assert lines[-1].split() == [
+        "rte-bert-base-cased-istar-0123456789ab", "rte", "bert-base-cased", "I-STAR", "λ=-1", "ζ=0.4", "42", "accuracy",
+        "75.00", "52.71", "2", "0.1000", "0.2000", "12", "finished",
+    ]  # fmt: skip
+    lines, dropped = show(80)
+    assert lines[-1] == "rte-bert-base-cased-istar-0123456789ab  I-STAR λ=-1 ζ=0.4    42  75.00    0.2000"
+    assert dropped == ["seconds", "epoch", "constant", "model", "task", "metric", "isoscore_before", "status"]
+    lines, dropped = show(30, "name", "optim.lr", "validation.accuracy")
+    assert dropped == []
+    text = " ".join(lines)
+    assert "…" not in text
+    assert {"3e-05", "75.00"} <= set(text.split())
+
+
+def test_losses_are_sorted_from_the_lowest(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:
+    for name, value in (("good", 12.0), ("bad", 80.0)):
+        write_run(name, headline={"metric": "perplexity", "value": value, "epoch": 1}, metrics={"perplexity": value})
+    write_run("failed", value=None, status="failed")
+    frame = load_runs(tmp_path).frame
+    assert list(sort_runs(frame, "value")["name"]) == ["good", "bad", "failed"]
+    assert list(sort_runs(frame, "name")["name"]) == ["bad", "failed", "good"]
 
 
 def test_four_times_the_runs_take_four_times_the_work(

@@ -17,8 +17,14 @@ from istar.drawing.rendering import COLOURS, PNG_DPI
 from istar.records.identity import label_method, shorten_model_name
 from istar.records.metric_names import axis_label, displayed, format_metric
 from istar.records.results import RunRecord
-from istar.records.run_rows import COMPARISON_CAPTION, COMPARISON_COLUMNS, group_by_task
+from istar.records.run_rows import group_by_task
 
+COMPARISON_COLUMNS = ("task", "model", "method", "seed", "value", "constant", "epoch", "IsoScore", "seconds")
+"""Columns of the table that compares configurations."""
+_CAPTION = (
+    "Metrics in percent, next to those of a constant prediction; IsoScore of layers 1 to L before → after training."
+    " Over seeds: mean ± standard deviation."
+)
 _TITLE_COLUMNS = (0, 1, 3)  # indices of the columns that move into the title if all rows have the same value
 
 
@@ -30,7 +36,7 @@ def build_comparison_table(records: Sequence[RunRecord]) -> Table:
     rows = [row for task_rows in row_groups for row in task_rows]
     title_indices = [index for index in _TITLE_COLUMNS if len({row[index] for row in rows}) == 1]
     title = " · ".join(f"{'seed ' * (COMPARISON_COLUMNS[index] == 'seed')}{rows[0][index]}" for index in title_indices)
-    table = Table(title=title, title_justify="left", caption=COMPARISON_CAPTION, caption_justify="left")
+    table = Table(title=title, title_justify="left", caption=_CAPTION, caption_justify="left")
     shown_indices = [index for index in range(len(COMPARISON_COLUMNS)) if index not in title_indices]
     for index in shown_indices:
         table.add_column(COMPARISON_COLUMNS[index], justify="left" if index < 3 else "right")

@@ -246,6 +246,8 @@ def describe_sweep(request: SweepRequest, console: Console) -> dict[str, Any]:
     is_search = request.settings.search == "optuna"
     if is_search:
         runs.compose_sample_config()  # refuses data that cannot be loaded
+    if any(trial.config.run.smoke for trial in runs.trial_by_name.values()):
+        raise UserError("smoke runs are never counted, so that a plan has none; leave out debug=smoke and fast_dev_run")
     if failed_entries := runs.state.entries_with("failed"):
         raise UserError(f"{failed_entries[0].error} (a plan identifies its runs by their data and models)")
     return {

@@ -23,7 +23,7 @@ from istar.records import results
 from istar.records.config import Config, WandbConfig
 from istar.records.identity import find_method, shorten_model_name
 from istar.records.results import RunRecord
-from istar.records.run_rows import group_by_task, selection_sort_key
+from istar.records.run_rows import describe_smoke_runs, group_by_task, selection_sort_key
 
 if TYPE_CHECKING:
     from istar.finetune.sweeps.study import Study
@@ -267,7 +267,10 @@ def print_plan(runs: SweepRuns) -> None:
 
 def print_results(runs: SweepRuns) -> int:
     """Write and print the comparison of the finished runs, list the failed runs, and return the exit code."""
-    console, records = runs.console, [runs.read_record(entry) for entry in runs.state.entries_with("finished")]
+    console, finished = runs.console, [runs.read_record(entry) for entry in runs.state.entries_with("finished")]
+    records = [record for record in finished if not record.is_smoke]
+    if len(records) < len(finished):
+        console.out(describe_smoke_runs(len(finished) - len(records)), highlight=False)
     if records:
         num_configurations = sum(map(len, group_by_task(records).values()))
         if num_configurations > _MAX_COMPARED_CONFIGURATIONS or runs.request.settings.seeds:
@@ -307,14 +310,15 @@ def select_best_configurations(records: Sequence[RunRecord], grid_by_run: Mappin
 
 
 def read_finished_runs(root: Path) -> list[RunRecord]:
-    """Read the records of the finished runs in a folder; skip unreadable ones with a warning."""
+    """Read the records of the finished runs in a folder, without smoke runs; skip unreadable ones with a warning."""
     records = []
     for path in sorted(root.glob(f"*/{results.RESULT}")):
         try:
             records.append(results.read_result(path.parent))
         except UserError as error:
             log.warning("not read: %s", error)
-    return [record for record in records if record.status == "finished" and record.timing.get("total")]
+    finished = [record for record in records if record.status == "finished" and not record.is_smoke]
+    return [record for record in finished if record.timing.get("total")]
 
 
 def estimate_duration(planned: Sequence[tuple[Config, int]], finished: Iterable[RunRecord]) -> tuple[float | None, str]:

@@ -196,7 +196,7 @@ def _start_wandb_run(settings: WandbConfig, config: Config, folder: Path, run_id
         "name": folder.name,
         "group": settings.group,
         "job_type": config.reg.name,
-        "tags": settings.tags,
+        "tags": [*settings.tags, *(["smoke"] if config.run.smoke else [])],
         "dir": folder,
         "config": to_dict(config),
         "settings": wandb.Settings(init_timeout=_INIT_TIMEOUT_SECONDS, finish_timeout=_FINISH_TIMEOUT_SECONDS),

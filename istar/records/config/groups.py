@@ -6,7 +6,7 @@ these classes into Hydra's schema of keys and types.
 
 import math
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from omegaconf import MISSING
@@ -397,6 +397,9 @@ class RunConfig:
 
     root: str = "runs"
     """Folder that contains the run folders."""
+    smoke: bool = False
+    """Mark the run as a test of its config, which no table, comparison or plan counts. `debug=smoke` and
+    `trainer.fast_dev_run` do this."""
     overwrite: bool = False
     """Start again even if the run is finished or can be resumed; the existing folder is renamed, not deleted."""
     save_model: bool = True
@@ -494,5 +497,7 @@ class Config:
     def __post_init__(self) -> None:
         if type(self.seed) is not int or not 0 <= self.seed < 2**32:
             raise UserError(f"seed={self.seed} is not a whole number in [0, 2^32)")
+        if self.trainer.fast_dev_run:
+            self.run = replace(self.run, smoke=True)
         if self.trainer.precision != "auto":
             self.reg.resolve(self.trainer.precision)

@@ -12,13 +12,13 @@ from rich.console import Console
 from istar.finetune.runs.run_summary import build_run_table
 from istar.finetune.sweeps import comparison
 from istar.finetune.sweeps.comparison import (
+    COMPARISON_COLUMNS,
     build_comparison_row,
     build_comparison_table,
     format_comparison_as_markdown,
 )
 from istar.records.identity import label_method
 from istar.records.results import RunRecord
-from istar.records.run_rows import COMPARISON_COLUMNS
 
 
 def make_record(reg: dict[str, Any] | None = None, **changes: Any) -> RunRecord:

@@ -37,6 +37,11 @@ def test_the_runs_of_a_grid(make_runs: MakeRuns) -> None:
     assert fields["overrides_by_grid"][""][:2] == ["reg=none,cosreg", "optim.lr=1e-3,1e-4"]
 
 
+def test_a_plan_has_no_smoke_runs(make_runs: MakeRuns) -> None:
+    with pytest.raises(UserError, match="smoke runs are never counted"):
+        describe(make_runs("seed=1,2", "trainer.fast_dev_run=true", *SMALL))
+
+
 def test_settings_that_do_not_change_the_outcome_do_not_change_the_names(make_runs: MakeRuns) -> None:
     arguments = ("seed=1,2", *TINY[1:-2])
     names = [run["name"] for run in describe(make_runs(*arguments, *TINY[-2:]))["runs"]]

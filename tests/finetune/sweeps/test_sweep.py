@@ -4,16 +4,19 @@ import json
 import re
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hydra.errors import HydraException
+from rich.console import Console
 
 from hydra_plugins.istar_sweeper import IstarSweeper
 from istar.errors import UserError
 from istar.files.writing import lock_folder
 from istar.finetune.sweeps.live_table import read_state
 from istar.finetune.sweeps.planned_runs import SweepRuns
+from istar.finetune.sweeps.sweep import print_results, read_finished_runs
 from istar.records import results
 from istar.records.config import schema
 from istar.records.results import RunRecord
@@ -175,6 +178,31 @@ def test_finished_runs_are_run_again_only_if_asked(make_runs: Callable[..., Swee
         for overwrite in ("run.overwrite=false", "run.overwrite=true")
     }
     assert statuses == {"run.overwrite=false": ["finished", "waiting"], "run.overwrite=true": ["waiting", "waiting"]}
+
+
+def test_a_smoke_run_stands_for_no_real_run(make_runs: Callable[..., SweepRuns], tmp_path: Path) -> None:
+    [(name, trial)] = with_all_runs(make_runs("seed=1", *TINY)).trial_by_name.items()
+    smoke_config = replace(trial.config, run=replace(trial.config.run, smoke=True))
+    results.write_result(make_finished_record(name, smoke_config), tmp_path / "runs" / name)
+    [entry] = with_all_runs(make_runs("seed=1", *TINY)).state.entries
+    assert entry.status == "failed"
+    assert "is a smoke run, which is never counted; run.overwrite=true runs it again" in entry.error
+    assert read_finished_runs(tmp_path / "runs") == []
+    [entry] = with_all_runs(make_runs("seed=1", "run.overwrite=true", *TINY)).state.entries
+    assert entry.status == "waiting"
+
+
+def test_a_sweep_does_not_compare_smoke_runs(
+    make_runs: Callable[..., SweepRuns], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep_runs = make_runs("seed=1,2", "run.smoke=true", "run.save_model=false", "run.geometry=false", *TINY)
+    for name, trial in with_all_runs(sweep_runs).trial_by_name.items():
+        results.write_result(make_finished_record(name, trial.config), tmp_path / "runs" / name)
+        sweep_runs.entry_by_name[name].status = "finished"
+    sweep_runs.console = Console()
+    assert print_results(sweep_runs) == 0
+    assert capsys.readouterr().out.startswith("2 smoke runs are not counted")
+    assert not (sweep_runs.folder / "comparison.md").exists()
 
 
 def test_data_that_cannot_be_loaded_fail_their_runs_alone(make_runs: Callable[..., SweepRuns]) -> None:
