@@ -45,7 +45,7 @@ def test_results_and_power(tmp_path: Path, capsys: Any, monkeypatch: pytest.Monk
     assert main(["results", str(tmp_path)]) == 0
     assert main(["power", "--runs", str(tmp_path)]) == 0
     output = capsys.readouterr().out
-    assert all(f"failed: {text}" in output for text in TEXTS)
+    assert all(f"failed\t{text}" in output for text in TEXTS)
     assert "[cpu]" in output
 
 

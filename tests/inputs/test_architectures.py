@@ -167,7 +167,7 @@ def test_values_replace_those_of_a_model_without_its_weights(babyllama: Path) ->
 def test_a_tokenizer_of_another_model(babyllama: Path) -> None:
     model, tokenizer = load(make_new_config("gpt2", tokenizer=str(babyllama)), CLM)
     assert model.config.vocab_size == len(tokenizer) == 105
-    with pytest.raises(UserError, match=r"^model.tokenizer=/nowhere: there is no such folder"):
+    with pytest.raises(UserError, match=r"^tokenizer /nowhere: there is no such folder"):
         pretrained.load_tokenizer(make_new_config("gpt2", tokenizer="/nowhere"))
 
 

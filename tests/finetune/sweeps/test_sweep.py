@@ -219,7 +219,7 @@ def test_data_that_cannot_be_loaded_fail_their_runs_alone(make_runs: Callable[..
         (("reg.zeta=0.2,3",), "reg.zeta=3 is outside [0, 1]"),
         (("task=rte,demo", "reg.zta=1"), "reg.zta: there is no such key; did you mean reg.zeta?"),
         (
-            ("reg=none,istar", "reg.zeta=0.2"),
+            ("reg=none,cosreg", "reg.zeta=0.2"),
             "reg.zeta belongs to reg=istar or random_direction, which is not selected",
         ),
         (("reg.lambda=interval(-1,1)",), "an interval is for sweep.search=optuna"),

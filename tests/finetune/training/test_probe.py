@@ -85,7 +85,7 @@ def test_every_measure_of_every_layer(small: Build) -> None:
                 # The run is float32; rounding errors have directions without variance, to which the rank is sensitive.
                 rel = 1e-3 if name == "effective_rank" else 1e-4
                 assert float(row[f"geometry/layer_{layer}/{name}"]) == pytest.approx(value, rel=rel), (layer, name)
-    assert (folder / "geometry_over_steps.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "geometry_over_steps.png").is_file()
     assert not [name for name in rows[0] if name.startswith("geometry/layer_3")]
 
 
