@@ -220,7 +220,7 @@ def test_files_beside_the_result(tmp_path: Path) -> None:
 # ---- sweeps
 
 STATE = live_table.SweepState("good-123456", "train.py -m", "runs", 1, seen=0.0)
-ENTRY = live_table.SweepEntry("run", ("seed=1",), "rte", "bert", "I-STAR", 1, "I-STAR", "c1", "search")
+ENTRY = live_table.SweepEntry("run", ("seed=1",), "rte", "bert", "I-STAR", 1, "I-STAR", "c1")
 SWEEPS: dict[str, dict[str, Any] | str] = {
     "no jobs": {"jobs": 0},
     "jobs": {"jobs": "two"},

@@ -32,15 +32,19 @@ class Line:
     scale_position: float = math.inf  # on the colour scale, which runs from -1 or 0 to 1; also orders the lines
 
 
+ORIGIN = (0.0, "origin")
+"""Reference line of an axis through its origin."""
+
+
 @dataclass(frozen=True)
 class Panel:
     """One pair of axes with its lines."""
 
-    model: str  # model that the panel shows; empty for none
-    title: str  # empty for none
-    lines: tuple[Line, ...]
-    fixed_settings: str  # what all lines have in common, in words
     y_label: str  # label of the y axis, with the unit
+    lines: Sequence[Line]
+    title: str = ""
+    model: str = ""  # model that the panel shows
+    fixed_settings: str = ""  # what all lines have in common, in words
     horizontal_line: tuple[float, str] | None = None  # y and label of a dashed reference line
     vertical_line: tuple[float, str] | None = None  # x and label of a dashed reference line
     column_names: tuple[str, ...] = ()  # names of a heatmap's columns
@@ -114,29 +118,6 @@ def need_log_axis(values: Iterable[float]) -> bool:
     return bool(finite_values) and 0 < _MAX_LINEAR_RATIO * min(finite_values) < max(finite_values)
 
 
-def make_panel(
-    y_label: str,
-    lines: Sequence[Line],
-    title: str = "",
-    model: str = "",
-    settings: str = "",
-    with_origin: bool = False,
-    y_bounds: tuple[float, float] | None = None,
-) -> Panel:
-    """Return a panel; `with_origin` adds dashed lines that cross at the origin."""
-    origin = (0.0, "origin") if with_origin else None
-    return Panel(
-        model,
-        title,
-        tuple(lines),
-        settings,
-        y_label,
-        horizontal_line=origin,
-        vertical_line=origin,
-        y_bounds=y_bounds,
-    )
-
-
 def make_spectrum_line(label: str, values: Sequence[float], rounding: float) -> Line:
     """Return a line of singular values, without those below the fraction `rounding` of the largest."""
     largest = max(values, default=0.0)
@@ -163,7 +144,11 @@ def make_projection_panels(
             lines = [
                 Line(label, tuple(x[indices].tolist()), tuple(y[indices].tolist())) for label, indices in groups.items()
             ]
-            panels.append(make_panel("second direction", lines, f"{title}, {form}", model, with_origin=True))
+            panels.append(
+                Panel(
+                    "second direction", lines, f"{title}, {form}", model, horizontal_line=ORIGIN, vertical_line=ORIGIN
+                )
+            )
     return panels, explanation
 
 

@@ -11,7 +11,7 @@ import scipy.stats
 import torch
 
 from istar.drawing.page_folder import read_page_texts
-from istar.drawing.plot import Line, Panel, Plot, make_panel, make_projection_panels, make_spectrum_line
+from istar.drawing.plot import ORIGIN, Line, Panel, Plot, make_projection_panels, make_spectrum_line
 from istar.embeddings import embed_tables, token_frequencies
 from istar.embeddings.embed_models import ModelEmbeddings
 from istar.measures import singular_values
@@ -75,7 +75,7 @@ def make_singular_value_plot(models: Sequence[ModelEmbeddings]) -> Plot:
             make_spectrum_line(label, model.measures_by_form[form]["singular_values"], _ROUNDING)
             for label, form in _BEFORE_AND_AFTER.items()
         ]
-        panels.append(make_panel("singular value", lines, model.label))
+        panels.append(Panel("singular value", lines, model.label))
     options: dict[str, Any] = {"log_x": True, "log_y": True, "share_axes": True}
     return _make_embedding_plot("figure1_singular_values", panels, "number of the singular value", **options)
 
@@ -93,10 +93,10 @@ def make_sphere_plots() -> tuple[Plot, Plot]:
         label = f"center at {shift:g}"
         point_lines.append(Line(label, tuple(x), tuple(y)))
         value_lines.append(Line(label, (1.0, 2.0, 3.0), tuple(singular_values(points, centered=False).tolist())))
-    panel = make_panel("second coordinate", point_lines, with_origin=True)
+    panel = Panel("second coordinate", point_lines, horizontal_line=ORIGIN, vertical_line=ORIGIN)
     points_plot = _make_embedding_plot("figure2_spheres", [panel], "first coordinate", "scatter", ordered=True)
     points_plot = replace(points_plot, caption=points_plot.caption.format(points=_SPHERE_POINTS))
-    panel = make_panel("singular value", value_lines)
+    panel = Panel("singular value", value_lines)
     number = "number of the singular value"
     return points_plot, _make_embedding_plot("figure2_singular_values", [panel], number, ordered=True)
 
@@ -115,7 +115,7 @@ def make_unused_plot(models: Sequence[ModelEmbeddings]) -> Plot:
                 lines.append(Line(model.label, indices, tuple(bins["cosine_raw"])))
         if lines:
             label = _get_only_label(lines)
-            panels.append(make_panel("mean cosine", lines, f"{label}, {title}" if label else title))
+            panels.append(Panel("mean cosine", lines, f"{label}, {title}" if label else title))
     published = [f"{cosine:.2f} for the token ids {ids}" for ids, cosine in embed_tables.UNUSED_COSINE_BY_IDS.items()]
     x_label = f"number of the bin of {token_frequencies.BIN_SIZE:,} tokens"
     plot = _make_embedding_plot("figure3_unused", panels, x_label, share_y=True)
@@ -131,7 +131,7 @@ def make_frequency_plot(models: Sequence[ModelEmbeddings], words: pd.DataFrame) 
             ranks = np.unique(np.geomspace(1, len(frequencies), _MAX_RANK_POINTS).round().astype(int))
             percentages = 100 * frequencies["share"].to_numpy()
             lines.append(Line(label, tuple(map(float, ranks)), tuple(percentages[ranks - 1])))
-    panels = [make_panel("share of the text, percent", lines)] if lines else []
+    panels = [Panel("share of the text, percent", lines)] if lines else []
     options: dict[str, Any] = {"log_x": True, "log_y": True, "reference_label": "words"}
     return _make_embedding_plot("figure4_frequencies", panels, "rank", **options)
 
@@ -139,7 +139,7 @@ def make_frequency_plot(models: Sequence[ModelEmbeddings], words: pd.DataFrame) 
 def make_norm_plot(models: Sequence[ModelEmbeddings]) -> Plot:
     """Return a plot of the density of the norms of each matrix's rows: Figure 5."""
     lines = _make_density_lines({model.label: model.row_norms["raw"] for model in models})
-    panels = [make_panel("density", lines, _get_only_label(lines))] if lines else []
+    panels = [Panel("density", lines, _get_only_label(lines))] if lines else []
     return _make_embedding_plot("figure5_norms", panels, "norm", "ridges")
 
 
@@ -149,7 +149,7 @@ def make_centering_plot(models: Sequence[ModelEmbeddings]) -> Plot:
     for model in models:
         lines = _make_density_lines({label: model.row_norms[form] for label, form in _BEFORE_AND_AFTER.items()})
         if lines:
-            panels.append(make_panel("density", lines, model.label))
+            panels.append(Panel("density", lines, model.label))
     return _make_embedding_plot("figure6_centering", panels, "norm")
 
 
@@ -164,7 +164,7 @@ def make_frequency_norm_plot(models: Sequence[ModelEmbeddings]) -> Plot:
             middles = tuple(float(np.sqrt(low * (high - 1))) for low, high in rank_bins)
             means = tuple(float(norms[low - 1 : high - 1].mean()) for low, high in rank_bins)
             lines.append(Line(model.label, middles, means))
-    panels = [make_panel("average norm", lines, _get_only_label(lines))] if lines else []
+    panels = [Panel("average norm", lines, _get_only_label(lines))] if lines else []
     plot = _make_embedding_plot("frequency_norms", panels, "rank", log_x=True)
     return replace(plot, caption=plot.caption.format(bins=_RANK_BINS))
 

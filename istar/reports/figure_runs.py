@@ -119,10 +119,10 @@ def build_panel(selection: FigureRuns, lines: Sequence[Line], all_runs: pd.DataF
     ]
     notes += [f"fewer than {max_seeds} seeds: {', '.join(fewer_seeds)}"] if fewer_seeds else []
     return Panel(
-        first_run["model"],
+        y_label or axis_label(first_run["metric"]),
+        lines,
         first_run["task"],
-        tuple(lines),
+        first_run["model"],
         fixed_settings="; ".join(notes),
-        y_label=y_label or axis_label(first_run["metric"]),
         y_bounds=(0, 1) if y_label else None,
     )

@@ -194,7 +194,7 @@ def build_all_methods_plot(compared_methods: ComparedMethods) -> Plot:
             for method in task_methods
         )
         if len(points) > 1:
-            panels.append(Panel(model, task, points, fixed_settings="", y_label=axis_label(metric)))
+            panels.append(Panel(axis_label(metric), points, task, model))
     return Plot(
         name="all_methods",
         title="All methods: isotropy and performance",

@@ -208,14 +208,12 @@ def build_rank_plot(ranked: list[RankedMethods]) -> Plot:
     """Return the plot of average ranks, with a panel for each model with ranked methods."""
     panels = tuple(
         Panel(
-            methods.model,
-            title="",
-            lines=tuple(
+            "",
+            [
                 Line(name, x=(rank,), y=(float(row_number),), x_error=methods.bars)
                 for row_number, (name, rank) in enumerate(methods.average_rank_by_method.items(), 1)
-            ),
-            fixed_settings="",
-            y_label="",
+            ],
+            model=methods.model,
         )
         for methods in ranked
         if not methods.reason

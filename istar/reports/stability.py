@@ -97,11 +97,8 @@ def build_minibatch_stability_plot(stability: StabilityScores) -> Plot:
     ]
     lines += [make_line("ζ = auto", stability.auto_zeta_scores), make_line("unbiased", stability.unbiased_scores)]
     panel = Panel(
-        model="",
-        title="",
-        lines=tuple(lines),
-        fixed_settings="",
-        y_label="IsoScore*",
+        "IsoScore*",
+        lines,
         y_bounds=(0, 1),
         horizontal_line=(stability.true_score, f"truth ({stability.true_score:.2f})"),
     )

@@ -64,7 +64,7 @@ def _build_learning_curve_panel(
             dtype=float,
         )
         lines += _make_mean_lines(paper.FAMILIES[cell.family], values[np.isfinite(values)])
-    return Panel(cells[0].model, cells[0].task, tuple(lines), fixed_settings="", y_label=y_label)
+    return Panel(y_label, lines, cells[0].task, cells[0].model)
 
 
 def _make_mean_lines(label: str, values: pd.Series) -> list[Line]:
@@ -163,7 +163,7 @@ def _build_panel(
     for method, tables in tables_by_method.items():
         for line in _make_mean_lines(method, pd.concat([get_series(table) for table in tables])):
             lines.append(line if any(line.y_error) else replace(line, y_error=()))
-    return Panel(model, title="", lines=tuple(lines), fixed_settings="", y_label=y_label)
+    return Panel(y_label, lines, model=model)
 
 
 def _get_measure(table: pd.DataFrame, measure: str) -> pd.Series:

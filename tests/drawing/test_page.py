@@ -30,7 +30,7 @@ def write_page(tmp_path: Path, name: str = "name") -> Path:
     rows = [[Entry(name), Entry(f"{10**n}.{n}", n == 2, number=True), Entry(name, code=True)] for n in range(12)]
     sheet = Sheet("table", name, name, (name, "v", name), {name: rows}, pd.DataFrame(), (name,))
     panels = tuple(
-        Panel(model, name, (Line(name, (1, 2), (0.1, 0.5)), Line("other", (1, 2), (0.3, 0.2))), name, name)
+        Panel(name, [Line(name, (1, 2), (0.1, 0.5)), Line("other", (1, 2), (0.3, 0.2))], name, model, name)
         for model in (name, f"{name}2")
     )
     plot = Plot("plot", name, name, "line", name, panels)

@@ -20,7 +20,7 @@ from istar.drawing.rendering import render
 
 def make_plot(*lines: Line, **options: object) -> Plot:
     settings: dict[str, object] = {"kind": "line", "x_label": "layer", **options}
-    return Plot("name", "title", "caption", panels=(Panel("", "task", lines, "", "InterSim"),), **settings)  # type: ignore[arg-type]
+    return Plot("name", "title", "caption", panels=(Panel("InterSim", lines, "task"),), **settings)  # type: ignore[arg-type]
 
 
 SIMPLE = make_plot(Line("one", (1, 2, 3), (0.1, 0.5, 0.2)), Line("two", (1, 2, 3), (0.3, 0.2, 0.4)))
@@ -110,7 +110,7 @@ def test_a_scale_may_be_sequential() -> None:
 
 def draw_axes(y_bounds: tuple[float, float] | None, *values: float) -> Any:
     line = Line("one", tuple(map(float, range(len(values)))), values)
-    panel = Panel("", "", (line,), "", "measure", y_bounds=y_bounds)
+    panel = Panel("measure", (line,), y_bounds=y_bounds)
     return rendering._draw_figure(Plot("name", "title", "caption", "line", "layer", (panel,))).axes[0]
 
 
@@ -134,7 +134,7 @@ def test_a_bounded_measure_has_its_whole_range_or_the_part_with_its_values(
 
 def test_a_single_point_of_a_line_has_an_error_bar_and_its_colour() -> None:
     line, mark = Line("one", (0.0, 1.0), (3.0, 4.0), y_error=(0.1, 0.1)), Line("one", (1.2,), (5.0,), y_error=(0.5,))
-    panel = Panel("", "", (line, mark), "", "norm")
+    panel = Panel("norm", (line, mark))
     figure = rendering._draw_figure(Plot("name", "title", "caption", "line", "depth", (panel,)))
     axes = figure.axes[0]
     [bar] = [container for container in axes.containers if isinstance(container, ErrorbarContainer)]
@@ -146,9 +146,7 @@ def test_a_single_point_of_a_line_has_an_error_bar_and_its_colour() -> None:
 
 
 def test_compared_panels_share_their_axes() -> None:
-    panels = tuple(
-        Panel("", name, (Line("points", (x, x + 2), (-1, 1)),), "", "second") for name, x in (("a", -1), ("b", 4))
-    )
+    panels = tuple(Panel("second", [Line("points", (x, x + 2), (-1, 1))], name) for name, x in (("a", -1), ("b", 4)))
     figure = rendering._draw_figure(Plot("name", "title", "caption", "scatter", "first", panels, share_axes=True))
     first, second = figure.axes
     assert first.get_xlim() == second.get_xlim()
@@ -162,7 +160,7 @@ def test_compared_panels_share_their_axes() -> None:
 
 def test_points_with_equal_units_keep_their_limits(caplog: pytest.LogCaptureFixture) -> None:
     """Axes with equal units warn if their limits are fixed without need."""
-    panels = tuple(Panel("", "", (Line("points", (0.0, x), (0.0, 1.0)),), "", "second") for x in (1.0, 40.0))
+    panels = tuple(Panel("second", (Line("points", (0.0, x), (0.0, 1.0)),)) for x in (1.0, 40.0))
     render(Plot("name", "title", "caption", "scatter", "first", panels), ["svg"])
     assert not caplog.records
 
@@ -182,7 +180,7 @@ def test_no_line_has_the_marker_of_the_reference() -> None:
 
 def test_panels_of_the_same_quantity_share_the_y_axis() -> None:
     lines = [Line("one", (0.0, 1.0), (0.1, 0.2)), Line("one", (0.0, 1.0), (0.3, 0.9))]
-    panels = tuple(Panel("", "", (line,), "", "score") for line in lines)
+    panels = tuple(Panel("score", (line,)) for line in lines)
     plot = Plot("name", "title", "caption", "line", "layer", panels)
     assert len({axes.get_ylim() for axes in rendering._draw_figure(plot).axes}) == 2
     assert len({axes.get_ylim() for axes in rendering._draw_figure(replace(plot, share_y=True)).axes}) == 1
@@ -191,7 +189,7 @@ def test_panels_of_the_same_quantity_share_the_y_axis() -> None:
 def test_panels_with_the_same_label_share_the_y_axis() -> None:
     values_by_label = {"IsoScore": [(0.1, 0.9), (0.5, 0.55)], "TwoNN dimension": [(3.0, 4.0), (9.0, 20.0)]}
     panels = tuple(
-        Panel("", "", (Line("one", (0.0, 1.0), values),), "", label)
+        Panel(label, (Line("one", (0.0, 1.0), values),))
         for label, all_values in values_by_label.items()
         for values in all_values
     )
@@ -210,7 +208,7 @@ def test_an_axis_does_not_show_rounding_errors() -> None:
     with_interval = replace(constant, y_error=(0.01, 0.01, 0.01))
     limits = []
     for line in (constant, changing, with_interval):
-        plot = Plot("name", "title", "caption", "line", "step", (Panel("", "", (line,), "", "gain"),))
+        plot = Plot("name", "title", "caption", "line", "step", (Panel("gain", (line,)),))
         limits.append(rendering._draw_figure(plot).axes[0].get_ylim())
     assert limits[0] == pytest.approx((0.9 * gain, 1.1 * gain), rel=1e-6)
     assert limits[1][1] - limits[1][0] < 2e-3
@@ -218,7 +216,7 @@ def test_an_axis_does_not_show_rounding_errors() -> None:
 
 
 def test_a_single_panel_may_have_a_logarithmic_axis() -> None:
-    panel = Panel("", "", (Line("one", (0.0, 1.0), (0.5, 16.0)),), "", "average norm")
+    panel = Panel("average norm", (Line("one", (0.0, 1.0), (0.5, 16.0)),))
     plot = Plot("name", "title", "caption", "line", "layer", (replace(panel, log_y=True), panel))
     logarithmic, linear = rendering._draw_figure(plot).axes
     assert (logarithmic.get_yscale(), linear.get_yscale()) == ("log", "linear")
@@ -228,13 +226,13 @@ def test_a_single_panel_may_have_a_logarithmic_axis() -> None:
 def test_the_points_of_a_figure_are_a_table() -> None:
     """Named positions have their names, and the cells of a heatmap those of their columns."""
     line = Line("mean", (1.0, 2.0), (0.1, 0.5), y_error=(0.01, 0.02))
-    plot = Plot("n", "t", "c", "line", "x", (Panel("m", "task", (line,), "", "score"),), x_names={1.0: "final\nnorm"})
+    plot = Plot("n", "t", "c", "line", "x", (Panel("score", (line,), "task", "m"),), x_names={1.0: "final\nnorm"})
     frame = rendering.tabulate_points(plot)
     assert frame.to_dict("records")[0] == {
         "panel": "task m", "quantity": "score", "line": "mean", "x": 1.0, "x_name": "final norm", "y": 0.1,
         "y_error": 0.01,
     }  # fmt: skip
-    panel = Panel("", "", (Line("row", (0.0, 1.0), (0.25, 0.5)),), "", "rows", column_names=("a", "b"))
+    panel = Panel("rows", (Line("row", (0.0, 1.0), (0.25, 0.5)),), column_names=("a", "b"))
     frame = rendering.tabulate_points(Plot("n", "t", "c", "heatmap", "", (panel,)))
     assert frame["x_name"].tolist() == ["a", "b"]
     assert frame["y_error"].isna().all()
@@ -243,7 +241,7 @@ def test_the_points_of_a_figure_are_a_table() -> None:
 def test_panels_with_named_positions_share_the_x_axis() -> None:
     """A measure that is undefined in the last layer leaves a gap there."""
     lines = [Line("one", (0.0, 1.0, 2.0), (0.1, 0.2, 0.3)), Line("one", (0.0, 1.0, 2.0), (0.3, 0.9, float("nan")))]
-    panels = tuple(Panel("", "", (line,), "", "score") for line in lines)
+    panels = tuple(Panel("score", (line,)) for line in lines)
     plot = Plot("name", "title", "caption", "line", "layer", panels, x_names={0.0: "emb.", 1.0: "1"})
     assert len({axes.get_xlim() for axes in rendering._draw_figure(plot).axes}) == 1
 
@@ -258,7 +256,7 @@ def test_the_lines_of_a_panel_have_markers_alike() -> None:
 
 
 def test_numbers_of_dimensions_have_whole_ticks() -> None:
-    panel = Panel("", "", (Line("one", (0.0, 1.0), (0.0, 0.0)),), "", "outlier dimensions", y_bounds=(0, 384))
+    panel = Panel("outlier dimensions", (Line("one", (0.0, 1.0), (0.0, 0.0)),), y_bounds=(0, 384))
     axes = rendering._draw_figure(Plot("name", "title", "caption", "line", "layer", (panel,))).axes[0]
     low, high = axes.get_ylim()
     assert [tick for tick in axes.get_yticks() if low <= tick <= high] == [0, 1]
@@ -266,7 +264,7 @@ def test_numbers_of_dimensions_have_whole_ticks() -> None:
 
 def test_values_above_columns_do_not_overlap() -> None:
     lines = [Line(f"model {index}", (0.0, 1.0, 2.0), (0.999, 0.988, 0.994)) for index in range(4)]
-    panels = tuple(Panel("", "", tuple(lines), "", "I(W)") for _ in range(2))
+    panels = tuple(Panel("I(W)", tuple(lines)) for _ in range(2))
     figure = rendering._draw_figure(Plot("name", "title", "caption", "columns", "", panels))
     figure.draw_without_rendering()
     for axes in figure.axes:

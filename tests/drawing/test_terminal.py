@@ -51,9 +51,7 @@ def test_results_and_power(tmp_path: Path, capsys: Any, monkeypatch: pytest.Monk
 
 def test_watch(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "400")
-    entries = [
-        live_table.SweepEntry("run", (text,), text, "[cpu]", text, 1, text, text, "search", "running") for text in TEXTS
-    ]
+    entries = [live_table.SweepEntry("run", (text,), text, "[cpu]", text, 1, text, text, "running") for text in TEXTS]
     state = live_table.SweepState("[/sweep]", "train.py -m", "runs", 1, entries=entries)
     write_text(tmp_path / "sweeps" / "a" / live_table.STATE_FILE, json.dumps(asdict(state)))
     assert main(["watch", str(tmp_path), "--once"]) == 0

@@ -99,7 +99,7 @@ def test_every_penalty_has_a_name_in_tables() -> None:
 def test_the_live_table_names_methods_in_full(reg: str) -> None:
     config = make_config(reg, 0.5)
     trial = Trial(("seed=1",), config, "run")
-    entry = live_table.make_entry(trial, "search")
+    entry = live_table.make_entry(trial)
     assert entry.group == ("rte", "bert", name_method(to_dict(config)))
     assert label_method(to_dict(config)).startswith(entry.group[2])
     assert entry.group[2] not in ("weight", "random", "spectrum")

@@ -84,7 +84,7 @@ def build_isotropy_plot(record: RunRecord) -> Plot:
         caption="IsoScore of the hidden states of the validation set.",
         kind="line",
         x_label="layer",
-        panels=(Panel(model, task, lines, score_text, y_label="IsoScore", y_bounds=(0, 1)),),
+        panels=(Panel("IsoScore", lines, task, model, score_text, y_bounds=(0, 1)),),
         x_names={float(layer): str(layer) if layer else "emb." for layer in layer_indices},
     )
 
@@ -110,7 +110,7 @@ def build_geometry_plot(rows: Sequence[Mapping[str, float]]) -> Plot:
             )
             for layer in evenly_spaced(layer_indices)
         ]
-        panels.append(Panel(model="", title="", lines=tuple(lines), fixed_settings="", y_label=label))
+        panels.append(Panel(label, lines))
     return Plot(
         name="geometry_over_steps",
         title="Geometry of the layers during training",

@@ -44,7 +44,6 @@ class SweepEntry:
     seed: Annotated[int, 0]
     method_name: str  # the method without its settings
     configuration: str  # hash that is equal for runs that differ in the seed only
-    stage: str  # `search` (over the grid or by Optuna) or `seeds` (repetitions of the best configurations)
     # `waiting`, `running`, `elsewhere` (another process executes the run), `finished`, `pruned`, `failed`, or `stopped`
     # (the same command resumes it).
     status: str = "waiting"
@@ -102,13 +101,13 @@ class SweepState:
         return [entry for entry in self.entries if entry.status in statuses]
 
 
-def make_entry(trial: Trial, stage: str) -> SweepEntry:
+def make_entry(trial: Trial) -> SweepEntry:
     """Create the entry of a trial that has not started yet."""
     config = to_dict(trial.config)
     run_columns = record_to_row(RunRecord(trial.name, "waiting", config))
     labels = {key: run_columns[key] for key in ("task", "model", "method", "seed")}
     labels |= {"method_name": identity.name_method(config), "configuration": identity.configuration_hash(config)}
-    return SweepEntry(trial.name, trial.overrides, stage=stage, **labels)
+    return SweepEntry(trial.name, trial.overrides, **labels)
 
 
 class Board:

@@ -24,7 +24,6 @@ from istar.records.config import Config, SweepConfig, WandbConfig, schema
 from istar.records.results import RunRecord
 from istar.records.run_rows import PlannedRun, Repetitions
 
-SEARCH_STAGE, SEEDS_STAGE = "search", "seeds"
 _MIN_RUNS_FOR_PROGRESS_BAR = 50  # with at least as many runs, composing their configs shows a progress bar
 
 Launcher = Callable[[Sequence[Overrides]], Sequence[RunRecord | UserError]]
@@ -92,7 +91,7 @@ class SweepRuns:
             for overrides in trials.list_combinations(space):
                 combinations.add(overrides)
                 grid_by_overrides.setdefault(self.leave_out_keys_without_effect(overrides), grid)
-        self.add_runs(list(grid_by_overrides), SEARCH_STAGE)
+        self.add_runs(list(grid_by_overrides))
         for trial in self.trial_by_name.values():
             self.grid_by_run[trial.name] = grid_by_overrides[trial.overrides]
         note = ", ".join(f"{option} ignores {' and '.join(keys)}" for option, keys in self._keys_left_out.items())
@@ -132,14 +131,14 @@ class SweepRuns:
         ]
         return [self._find_options(choices) for space in choice_spaces for choices in trials.list_combinations(space)]
 
-    def add_runs(self, runs: Sequence[Overrides], stage: str) -> None:
+    def add_runs(self, runs: Sequence[Overrides]) -> None:
         """Add the runs with the given overrides, with a progress bar if there are many."""
         is_short = len(runs) < _MIN_RUNS_FOR_PROGRESS_BAR
         for overrides in track(runs, "composing", console=self.console, transient=True, disable=is_short):
-            self.add_run(overrides, stage)
+            self.add_run(overrides)
 
-    def add_run(self, overrides: Overrides, stage: str) -> Trial:
-        """Add the run with the given overrides and return its trial; a known run is moved to the given stage.
+    def add_run(self, overrides: Overrides) -> Trial:
+        """Add the run with the given overrides and return its trial; a known run is not added twice.
 
         If the run is finished, its result is taken over. If its data cannot be loaded, it is added as failed.
 
@@ -160,10 +159,9 @@ class SweepRuns:
             error_message, name = str(error), f"not-started-{len(self.entry_by_name) + 1}"
         trial = self.trial_by_name.setdefault(name, Trial(overrides, config, name))
         if name not in self.entry_by_name:
-            self.entry_by_name[name] = live_table.make_entry(trial, stage)
+            self.entry_by_name[name] = live_table.make_entry(trial)
             self.state.entries.append(self.entry_by_name[name])
         entry = self.entry_by_name[name]
-        entry.stage = stage
         if record is not None:
             entry.apply_record(record)
         if error_message is not None:

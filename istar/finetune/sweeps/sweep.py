@@ -17,7 +17,7 @@ from istar.errors import LockedError, StoppedError, UserError
 from istar.files.writing import is_locked
 from istar.finetune.sweeps import comparison, pool
 from istar.finetune.sweeps.live_table import Board, SweepEntry
-from istar.finetune.sweeps.planned_runs import SEARCH_STAGE, SEEDS_STAGE, SweepRequest, SweepRuns, list_runs
+from istar.finetune.sweeps.planned_runs import SweepRequest, SweepRuns, list_runs
 from istar.finetune.sweeps.trials import Overrides, Trial
 from istar.records import results
 from istar.records.config import Config, WandbConfig
@@ -60,7 +60,7 @@ def run_sweep(request: SweepRequest, console: Console) -> int:
             run_search(runs, live_board)
         if settings.seeds and not (settings.fail_fast and runs.state.entries_with("failed")):
             runs.state.to_come = 0
-            runs.add_runs(runs.list_repetitions_of_best(), SEEDS_STAGE)
+            runs.add_runs(runs.list_repetitions_of_best())
             run_queue(TrialQueue(runs, live_board))
     return print_results(runs)
 
@@ -144,7 +144,7 @@ class SearchQueue(TrialQueue):
 
     def _add_suggested_trial(self, trial_number: int, overrides: Overrides) -> None:
         """Add a trial that Optuna suggests as waiting, or report its outcome if its run already has one."""
-        entry = self.runs.entry_by_name[self.runs.add_run(overrides, SEARCH_STAGE).name]
+        entry = self.runs.entry_by_name[self.runs.add_run(overrides).name]
         self.runs.grid_by_run.setdefault(entry.name, self._study.grid_of_trial(trial_number))
         if entry.status in ("waiting", "stopped"):
             entry.status = "waiting"
@@ -177,7 +177,7 @@ def run_search(runs: SweepRuns, live_board: Board) -> None:
 
     with closing(Study(runs.request.settings, runs.space_by_grid, runs.folder, runs.run_name)) as study:
         for trial_number, overrides in study.ended_trials():
-            trial = runs.add_run(overrides, SEARCH_STAGE)
+            trial = runs.add_run(overrides)
             entry = runs.entry_by_name[trial.name]
             runs.grid_by_run.setdefault(entry.name, study.grid_of_trial(trial_number))
             if entry.status == "waiting":

@@ -17,7 +17,7 @@ from rich.table import Table
 from istar.drawing import page_folder
 from istar.drawing.page_folder import FIGURES, INDEX, TABLES, Page, PageKind, Section
 from istar.drawing.page_tables import EMPTY_CELL, Entry, Sheet, numeric_entries
-from istar.drawing.plot import Line, Plot, are_log_spaced, make_panel
+from istar.drawing.plot import Line, Panel, Plot, are_log_spaced
 from istar.files.outputs import Output
 from istar.files.writing import to_csv
 from istar.geometry.collect.layer_outputs import FINAL_NORM
@@ -107,7 +107,7 @@ def plot_points(points: pd.DataFrame, table: pd.DataFrame) -> list[Plot]:
                 Line(str(model), tuple(model_rows["value"]), tuple(model_rows["score"]))
                 for model, model_rows in task_rows.groupby("model", sort=False)
             ]
-            panels.append(make_panel("score", lines, str(task)))
+            panels.append(Panel("score", lines, str(task)))
         name = f"{titles.get(row['measure'], row['measure'])} of {row['layer'].replace('_', ' ')}"
         caption = f"Each mark is a checkpoint: its {name}, and its score."
         labels = tuple(map(str, points["model"].unique()))
@@ -214,7 +214,7 @@ def plot_scores(scores: pd.DataFrame) -> Plot:
             half_widths = NORMAL_QUANTILE * rows["standard_error"]
             y_error = tuple(half_widths) if half_widths.notna().all() else ()
             lines.append(Line(str(model), tuple(rows["step"]), tuple(rows["score"]), y_error=y_error))
-        panels.append(make_panel("score", lines, str(task)))
+        panels.append(Panel("score", lines, str(task)))
     return Plot(
         "scores",
         "Scores over the training",

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from istar.drawing.plot import Line, Panel, Plot, are_log_spaced, evenly_spaced, make_panel
+from istar.drawing.plot import Line, Panel, Plot, are_log_spaced, evenly_spaced
 from istar.geometry.collect.layer_outputs import FINAL_NORM
 from istar.geometry.collect.measures_file import interval_half_width
 from istar.geometry.show.compare import MeasuredModel
@@ -202,7 +202,7 @@ def plot_parameters(models: Sequence[MeasuredModel], trainings: Sequence[Measure
     options: dict[str, Any] = {"labels": axis.labels, "reference_label": ""}
     if trainings:
         final_norm = [
-            make_panel("norm", lines, name)
+            Panel("norm", lines, name)
             for name in ("gain", "bias")
             if (lines := _make_parameter_lines(trainings, "final_norm_parameters", f"layer_norm_{name}"))
         ]
@@ -212,7 +212,7 @@ def plot_parameters(models: Sequence[MeasuredModel], trainings: Sequence[Measure
         ]
     norms = [(model.label, model.measurements.final_norm) for model in models]
     lines = [_make_bars(label, [norm["gain"], norm["bias"]]) for label, norm in norms if norm is not None]
-    final_norm = [make_panel("norm", lines)] if lines else []
+    final_norm = [Panel("norm", lines)] if lines else []
     form_ticks = {float(position): form for position, form in enumerate(FORM_TITLES.values())}
     return [
         make_figure("partition", partition, "", "columns", x_names=form_ticks, **options),

@@ -12,7 +12,6 @@ from istar.drawing.plot import (
     Panel,
     Plot,
     evenly_spaced,
-    make_panel,
     make_projection_panels,
     make_spectrum_line,
     need_log_axis,
@@ -62,7 +61,7 @@ def make_measure_panel(measure: Measure, lines: Sequence[Line], width: int, titl
     low_ends = [y - error for line in lines if line.y_error for y, error in zip(line.y, line.y_error, strict=True)]
     # A logarithmic axis cannot show an interval that reaches 0.
     log_y = measure.log and need_log_axis(values) and not any(low_end <= 0 for low_end in low_ends)
-    return replace(make_panel(measure.title, lines, title, y_bounds=bounds), log_y=log_y)
+    return replace(Panel(measure.title, lines, title, y_bounds=bounds), log_y=log_y)
 
 
 def name_tap(tap: str) -> str:
@@ -110,7 +109,7 @@ def plot_states(models: Sequence[MeasuredModel], ordered: bool = False) -> list[
             values = [value / root for value in (state.find("spectra") or {}).get(form, [])]
             lines.append(make_spectrum_line(state.label, values, STATE_ROUNDING))
         if any(line.y for line in lines):
-            spectra.append(make_panel("root mean square", [line for line in lines if line.y], FORM_TITLES[form]))
+            spectra.append(Panel("root mean square", [line for line in lines if line.y], FORM_TITLES[form]))
     for state in states:
         if gride := state.find("gride"):
             half_widths = tuple(NORMAL_QUANTILE * scale["error"] for scale in gride)
@@ -118,8 +117,8 @@ def plot_states(models: Sequence[MeasuredModel], ordered: bool = False) -> list[
             scales.append(Line(state.label, xs, ys, y_error=half_widths))
         if (histogram := state.find("norms")) and histogram["counts"]:
             norms.append(_make_norm_line(state.label, histogram))
-    scale_panels = [make_panel("Gride dimension", scales)] if scales else []
-    norm_panels = [make_panel("tokens, percent", norms)] if norms else []
+    scale_panels = [Panel("Gride dimension", scales)] if scales else []
+    norm_panels = [Panel("tokens, percent", norms)] if norms else []
     return [
         make_figure("spectra", spectra, "number of the singular value", **options, log_y=True, share_axes=True),
         make_figure("scales", scale_panels, "number n of the nearer neighbour", **options),
@@ -169,7 +168,7 @@ def plot_matrices(measured: Measurements) -> list[Plot]:
             make_spectrum_line(FORM_TITLES[form], measures["singular_values"], MATRIX_ROUNDING)
             for form, measures in forms.items()
         ]
-        spectra.append(make_panel("singular value", lines, f"{side} embeddings"))
+        spectra.append(Panel("singular value", lines, f"{side} embeddings"))
     for side, rows in measured.rows.items():
         panels, explanation = make_projection_panels(rows, rows.get("counts"), f"{side} embeddings")
         projections += panels
@@ -177,7 +176,7 @@ def plot_matrices(measured: Measurements) -> list[Plot]:
         width = edges[1] - edges[0]
         # An empty bin on either side lets the line start and end at zero.
         middles = tuple(low + width / 2 for low in (edges[0] - width, *edges))
-        norms.append(make_panel("rows", [Line("rows", middles, (0.0, *counts, 0.0))], f"{side} embeddings"))
+        norms.append(Panel("rows", [Line("rows", middles, (0.0, *counts, 0.0))], f"{side} embeddings"))
     projection = make_figure("projection", projections, "first direction", "scatter", ordered=True)
     return [
         make_figure("matrix_spectra", spectra, "number of the singular value", log_x=True, log_y=True, share_axes=True),
@@ -200,7 +199,7 @@ def plot_differences(models: Sequence[MeasuredModel]) -> Plot:
                 half_width = (row["high"] - row["low"]) / 2
                 lines.append(Line(model.label, (float(position),), (row["difference"],), y_error=(half_width,)))
         if len(lines) > 1:
-            panel = make_panel(f"difference of {MEASURE_TITLES[name]}", lines)
+            panel = Panel(f"difference of {MEASURE_TITLES[name]}", lines)
             panels.append(replace(panel, horizontal_line=(0.0, "no difference")))
     no_ticks = dict.fromkeys(map(float, range(len(models))), "")
     labels = tuple(model.label for model in models)
@@ -214,7 +213,7 @@ def plot_similarity(similarities: Sequence["Similarity"]) -> Plot:
     for similarity in similarities:
         rows = zip(similarity.first_taps, similarity.values, strict=True)
         lines = [Line(name_tap(tap), tuple(map(float, range(len(values)))), values) for tap, values in rows]
-        panel = make_panel(f"{similarity.first} (rows)", lines, f"{similarity.second} (columns)")
+        panel = Panel(f"{similarity.first} (rows)", lines, f"{similarity.second} (columns)")
         panels.append(replace(panel, column_names=tuple(map(name_tap, similarity.second_taps))))
     plot = make_figure("similarity", panels, "", "heatmap")
     documents = f"{similarities[0].documents:,}" if similarities else "some"

@@ -48,7 +48,6 @@ def make_entry(run_number: int = 1, **values: Any) -> SweepEntry:
         "method_name": "I-STAR",
         "configuration": "c1",
         "seed": run_number,
-        "stage": "search",
     }
     return SweepEntry(f"run{run_number}", **{**default_values, **values})
 
@@ -150,8 +149,7 @@ def test_the_best_configuration_has_the_best_mean_over_its_seeds(metric: str, di
 def test_runs_of_a_configuration_differ_in_the_seed_only(composed: Any) -> None:
     overrides = [("seed=1",), ("seed=2",), ("seed=1", "reg.lambda=2"), ("reg.lambda=0",), ("reg=none", "seed=2")]
     first, second, other, zero, none = (
-        live_table.make_entry(Trial(chosen, composed("task=rte", *chosen), "run"), "search").configuration
-        for chosen in overrides
+        live_table.make_entry(Trial(chosen, composed("task=rte", *chosen), "run")).configuration for chosen in overrides
     )
     assert first == second
     assert zero == none
@@ -175,7 +173,7 @@ def test_lines() -> None:
 
 def test_the_file_is_kept_up_to_date(composed: Any, tmp_path: Path) -> None:
     config = composed("task=rte")
-    entry = live_table.make_entry(Trial(("task=rte",), config, "run1"), "search")
+    entry = live_table.make_entry(Trial(("task=rte",), config, "run1"))
     sweep_state = make_state(entry, root=str(tmp_path))
     console = Console(file=io.StringIO())
     with Board(tmp_path / "s", sweep_state, console) as live_board:
@@ -192,7 +190,7 @@ def test_the_file_is_kept_up_to_date(composed: Any, tmp_path: Path) -> None:
 
 
 def test_on_a_terminal_the_table_lives(composed: Any, tmp_path: Path) -> None:
-    entry = live_table.make_entry(Trial(("task=rte",), composed("task=rte"), "run1"), "search")
+    entry = live_table.make_entry(Trial(("task=rte",), composed("task=rte"), "run1"))
     console = Console(file=io.StringIO(), force_terminal=True, width=150)
     with Board(tmp_path / "s", make_state(entry, root=str(tmp_path)), console) as live_board:
         live_board.record_start(entry, None)

@@ -93,7 +93,7 @@ def test_a_key_that_no_option_has_is_refused(make_runs: MakeRuns) -> None:
 def test_a_search_has_one_trial_for_the_combinations_that_are_the_same_run(make_runs: MakeRuns) -> None:
     sweep = make_runs("reg=none,istar", "reg.lambda=interval(-1,1)", "sweep.search=optuna", *SMALL)
     names = [sweep.run_name(("reg=none", f"reg.lambda={value}", *SMALL)) for value in (-0.5, 0.5)]
-    assert names == [sweep.add_run(("reg=none", *SMALL), "search").name] * 2
+    assert names == [sweep.add_run(("reg=none", *SMALL)).name] * 2
     assert sweep.run_name(("reg=istar", "reg.lambda=0.5", *SMALL)) not in names
 
 
