@@ -35,7 +35,7 @@ def _run_command(arguments: list[str], train_command: str = "istar train") -> in
             return 0
         if arguments and not arguments[0].startswith("-") and arguments[0] not in _SUBCOMMANDS:
             hint = did_you_mean(arguments[0], ["train", *_SUBCOMMANDS])
-            raise UserError(f"istar {arguments[0]}: there is no such command{hint}; `istar --help` lists all")
+            raise UserError(f"istar {arguments[0]}: unknown command{hint}; `istar --help` lists all")
         options = _make_parser().parse_args(arguments)
         options.typed = mask_secrets(shlex.join(["istar", *arguments]))
         extras.require(f"istar {options.name}", options.extra)

@@ -64,7 +64,7 @@ def _list_measures(name: str) -> None:
     chosen = [measure for measure in MEASURES if name == measure.name]
     if name and not chosen:
         hint = did_you_mean(name, [measure.name for measure in MEASURES])
-        raise UserError(f"--list {name}: there is no such measure{hint}; istar measure --list shows all")
+        raise UserError(f"--list {name}: unknown measure{hint}; istar measure --list shows all")
     console = make_console()
     for measure in chosen:
         console.print("\n".join(f"{key}: {value}" for key, value in asdict(measure).items() if value), soft_wrap=True)

@@ -4,14 +4,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from istar.cli import shared_options
 from istar.drawing.terminal import make_console
 
 
 def add_parser(commands: Any) -> None:
     """Register `istar report`."""
     parser = commands.add_parser("report", help="make a page with the papers' tables and figures from runs")
-    folder_help = "folder of the runs, the run.root of istar train (default: runs)"
-    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help=folder_help)
+    shared_options.add_runs_folder(parser)
     parser.add_argument("--out", type=Path, default=Path("report"), help="output folder (default: report)")
     parser.add_argument("--plan", type=Path, help="plan.yaml of istar plan; the page names the departures from it")
     reference_help = (

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from istar.cli import shared_options
 from istar.drawing.terminal import make_console
 from istar.errors import UserError, did_you_mean
 from istar.files.writing import to_csv
@@ -12,11 +13,10 @@ from istar.files.writing import to_csv
 def add_parser(commands: Any) -> None:
     """Register `istar results`."""
     parser = commands.add_parser("results", help="show the runs in a folder as a table")
-    folder_help = "folder of the runs, the run.root of istar train (default: runs)"
-    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help=folder_help)
+    shared_options.add_runs_folder(parser)
     parser.add_argument("--out", type=Path, help="also write all columns to a .csv, .parquet or .json file")
     parser.add_argument("--sort", default="name", help="column to sort by, best first (default: name)")
-    parser.add_argument("--columns", default="", help="columns to print, separated by commas: name,value,optim.lr")
+    shared_options.add_list(parser, "--columns", "columns to print, such as name,value,optim.lr")
     parser.add_argument("--json", action="store_true", help="print the columns as JSON, with fractions, not percent")
     parser.set_defaults(command=run, extra="report")
 
@@ -32,20 +32,19 @@ def run(options: argparse.Namespace) -> None:
     if options.out is not None:
         run_frame.check_export(options.out)
     frame = run_frame.load_runs(options.folder).frame
-    columns = [name.strip() for name in options.columns.split(",")] if options.columns else []
-    for option, name in (("--sort", options.sort), *(("--columns", column) for column in columns)):
+    for option, name in (("--sort", options.sort), *(("--columns", column) for column in options.columns)):
         if name not in frame:
             hint = did_you_mean(name, map(str, frame)) or f"; the main ones are {', '.join(run_frame.MAIN_COLUMNS)}"
-            raise UserError(f"{option} {name}: there is no such column{hint}")
+            raise UserError(f"{option} {name}: unknown column{hint}")
     frame = run_frame.sort_runs(frame, options.sort)
     console = make_console()
-    printed_frame = frame[columns or list(run_frame.MAIN_COLUMNS)]
+    printed_frame = frame[options.columns or list(run_frame.MAIN_COLUMNS)]
     if options.json:
         print(printed_frame.to_json(orient="records", indent=2, force_ascii=False))
     elif not console.is_terminal:
         print(to_csv(printed_frame, separator="\t"), end="")  # a console would expand the tabs
     else:
-        table, dropped = run_frame.build_runs_table(frame, columns, console.width)
+        table, dropped = run_frame.build_runs_table(frame, options.columns, console.width)
         console.print(table)
         if dropped:
             hint = f"too narrow for {', '.join(dropped)}; --columns name,{dropped[0]} or --json shows them"

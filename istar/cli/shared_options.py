@@ -20,6 +20,12 @@ MEASURING_MINIMA = {"length": 0, "batch_tokens": 1, "sample": 0, "seed": 0, "max
 """Minima of the options of `add_measuring_options`."""
 
 
+def add_runs_folder(parser: argparse.ArgumentParser) -> None:
+    """Add the folder of the runs, by default `runs`."""
+    folder_help = "folder of the runs, the run.root of istar train (default: runs)"
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help=folder_help)
+
+
 def add_list(parser: argparse.ArgumentParser, name: str, help_text: str) -> None:
     """Add an option with a list of values, which is empty by default: separated by commas, or the option repeated."""
     parser.add_argument(name, action="extend", type=_split_list, default=[], help=f"{help_text}, separated by commas")
@@ -58,7 +64,7 @@ def add_measuring_options(parser: argparse.ArgumentParser) -> None:
     measures_help = "basic, or all: also the slow ones, such as massive activations and Gride (default: basic)"
     add("--measures", choices=("basic", "all"), default="basic", help=measures_help)
     add("--groups", type=int, default=10, help="groups of documents for standard errors; 0: none (default: 10)")
-    add("--no-intra", action="store_true", help="leave out IntraSim, whose memory grows with the number of words")
+    add("--no-intra", action="store_true", help="leave out IntraSim; its memory grows with the number of words")
     dtypes = ("float32", "float64", "bf16", "float16")
     add("--dtype", choices=dtypes, default="float32", help="data type of the weights (default: float32)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1 ... (default: auto)")

@@ -1,17 +1,16 @@
 """Implements `istar watch`: a live table of the sweeps in a folder."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
+from istar.cli import shared_options
 from istar.drawing.terminal import make_console
 
 
 def add_parser(commands: Any) -> None:
     """Register `istar watch`."""
     parser = commands.add_parser("watch", help="show a live table of the sweeps in a folder, also of other machines")
-    folder_help = "folder of the runs, the run.root of istar train (default: runs)"
-    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help=folder_help)
+    shared_options.add_runs_folder(parser)
     parser.add_argument("--sweep", help="name of a sweep (default: all that are not over, or else the latest)")
     parser.add_argument("--once", action="store_true", help="show the current state and exit")
     parser.set_defaults(command=run, extra="train")

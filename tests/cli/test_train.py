@@ -107,7 +107,7 @@ def test_help_and_version_import_no_library_of_a_run() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("mesure model", "istar mesure: there is no such command; did you mean measure?"),
+        ("mesure model", "istar mesure: unknown command; did you mean measure?"),
         ("measure model --measurs all", "unexpected argument --measurs; did you mean --measures?"),
         ("measure model --length many", "argument --length: invalid int value: 'many'; `istar measure --help`"),
         ("embed", "the following arguments are required"),

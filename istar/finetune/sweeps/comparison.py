@@ -22,7 +22,7 @@ from istar.records.run_rows import group_by_task
 COMPARISON_COLUMNS = ("task", "model", "method", "seed", "value", "constant", "epoch", "IsoScore", "seconds")
 """Columns of the table that compares configurations."""
 _CAPTION = (
-    "Metrics in percent, next to those of a constant prediction; IsoScore of layers 1 to L before → after training."
+    "Metrics in percent, next to those from a constant prediction; IsoScore of layers 1 to L before → after training."
     " Over seeds: mean ± standard deviation."
 )
 _TITLE_COLUMNS = (0, 1, 3)  # indices of the columns that move into the title if all rows have the same value

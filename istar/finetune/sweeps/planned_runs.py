@@ -118,13 +118,13 @@ class SweepRuns:
         return tuple(kept_overrides)
 
     def _find_options(self, overrides: Overrides) -> dict[str, str]:
-        """Return the options that a run has of the groups whose options differ in their keys, by group."""
+        """Return the chosen option of each group in `schema.OPTIONS_BY_GROUP`, by group."""
         config = self._compose_options(tuple(text for text in overrides if not trials.sets_value(text)))
         return {group: OmegaConf.select(config, f"{group}.name") for group in schema.OPTIONS_BY_GROUP}
 
     @cached_property
     def _all_options(self) -> list[dict[str, str]]:
-        """What `_find_options` returns for all runs of the sweep."""
+        """The result of `_find_options` for each combination of options in the sweep."""
         choice_spaces = [
             {key: override for key, override in space.items() if not trials.sets_value(key)}
             for space in self.space_by_grid.values()

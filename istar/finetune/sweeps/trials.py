@@ -18,7 +18,7 @@ from istar.records.config.schema import OPTIONS_BY_GROUP
 
 _IGNORED_KEY_PREFIXES = ("run.", "logger")  # prefixes of keys that do not change the results of a run
 
-_OF_OPTIONS = re.compile(rf"({'|'.join(OPTIONS_BY_GROUP)})[.=]")  # an override of a group whose options differ in keys
+_OF_OPTIONS = re.compile(rf"({'|'.join(OPTIONS_BY_GROUP)})[.=]")  # an override of such a group
 
 Overrides = tuple[str, ...]
 SearchSpace = dict[str, Override]  # the search space of one grid: an override for each key, with one value or several
@@ -122,7 +122,7 @@ def allow_options_without_key(arguments: Sequence[str]) -> list[str]:
     """Write each single value for a swept group as a list of one value: `reg=none,vicreg reg.gamma=choice(2)`.
 
     Hydra composes a config from the single values and the default options before the sweep begins. It would refuse
-    `reg.gamma=2`, because the default of `reg` has no `gamma`.
+    `reg.gamma=2`, because the default of `reg` lacks the key `gamma`.
     """
     parser = OverridesParser.create()
     grouped = {text: parser.parse_override(text) for text in arguments if _OF_OPTIONS.match(text)}

@@ -178,7 +178,7 @@ def _read_cached(folder: Path, fingerprint: str) -> Measurements | None:
 
 
 def _seal(fingerprint: str, json_content: bytes) -> str:
-    """Return the content of a checkpoint's fingerprint file for one content of `measures.json`."""
+    """Return the text of a checkpoint's fingerprint file, given the text of its `measures.json`."""
     return f"{fingerprint} {hashlib.sha256(json_content).hexdigest()}"
 
 

@@ -93,7 +93,7 @@ def _build_sheet(table: pd.DataFrame) -> Sheet:
 def plot_points(points: pd.DataFrame, table: pd.DataFrame) -> list[Plot]:
     """Return a scatter plot of each of the first measures of the table against the scores, with a panel for each task.
 
-    `points` are those of `CorrelationResults`.
+    `points` is `CorrelationResults.points`.
     """
     keys = ["source", "layer", "measure"]
     plots: list[Plot] = []
