@@ -215,17 +215,17 @@ class SweepRuns:
         return config
 
     def list_repetitions_of_best(self) -> list[Overrides]:
-        """List the overrides that repeat the best run of each selection group with each of `sweep.seeds`."""
-        best_by_group: dict[tuple[str, ...], SweepEntry] = {}
-        for entry in self.state.entries_with("finished"):
-            key = self.selection_group(entry)
-            if key not in best_by_group or entry.selection_merit > best_by_group[key].selection_merit:
-                best_by_group[key] = entry
-        seeds = self.request.settings.seeds
-        return [trials.replace_seed(tuple(entry.overrides), seed) for entry in best_by_group.values() for seed in seeds]
+        """List the overrides that repeat the best configuration of each selection group with each of `sweep.seeds`."""
+        entries_by_group: dict[tuple[str, ...], list[SweepEntry]] = {}
+        for entry in self.state.entries:
+            entries_by_group.setdefault(self.selection_group(entry), []).append(entry)
+        best = [runs[0] for runs in map(live_table.find_best_configuration, entries_by_group.values()) if runs]
+        return [
+            trials.replace_seed(tuple(entry.overrides), seed) for entry in best for seed in self.request.settings.seeds
+        ]
 
     def selection_group(self, entry: SweepEntry) -> tuple[str, ...]:
-        """Return task, model, method and grid of a run; more seeds repeat the best run of each such group."""
+        """Return task, model, method and grid of a run; more seeds repeat the best configuration of each."""
         return (*entry.group, self.grid_by_run.get(entry.name, ""))
 
     def read_record(self, entry: SweepEntry) -> RunRecord:
