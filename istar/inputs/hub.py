@@ -34,7 +34,7 @@ COMMIT_PATTERN = re.compile("[0-9a-f]{40}")
 """Pattern of a complete commit hash."""
 LOCAL_COPY_HINTS: dict[RepositoryKind, str] = {
     "model": "name the folder of a local copy instead, as save_pretrained writes it",
-    "dataset": "name a local copy instead: task.data_dir=<folder> for training, --text <file or folder> for istar measure",
+    "dataset": "name a local copy instead: task.data_dir=<folder> to train, --text <file or folder> to measure",
 }
 """What error messages advise users to do if the hub cannot be used, by kind of repository."""
 _TITLES: dict[RepositoryKind, str] = {"model": "model", "dataset": "data set"}

@@ -1,4 +1,4 @@
-"""A Lightning callback that attaches a penalty to the model of any LightningModule."""
+"""Lightning callbacks that attach a penalty to a LightningModule, and that measure its hidden states in validation."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -8,11 +8,17 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 
-from istar.errors import UserError
+from istar.errors import UserError, check_one_of
 from istar.hidden_states import AttachedPenalty, PenaltySettings, attach_with_settings
 from istar.hidden_states.attach import DEFAULT_SETTINGS
+from istar.hidden_states.reader import HiddenStateReader
 from istar.integrations.loaders import check_first_batch, iterate_in_new_order
-from istar.regularizers import Penalty
+from istar.measures.layer_sums import TRAINING_MEASURES, LayerSums, sum_all_points
+from istar.regularizers import Penalty, Points
+from istar.regularizers.points import ALL_POINTS, Layers, Tokens
+
+FindModel = str | Callable[[L.LightningModule], nn.Module]
+"""Name of a LightningModule's attribute with the model, or a function that returns the model for a LightningModule."""
 
 
 class PenaltyCallback(L.Callback):
@@ -33,8 +39,7 @@ class PenaltyCallback(L.Callback):
     Args:
         penalty: `IStar`, `CosReg` or any other `Penalty`.
         settings: what is penalized, lambda's schedule, and when Sigma_S is computed; see `istar.PenaltySettings`.
-        model: name of the LightningModule's attribute with the model, or a function that returns the model for a
-            LightningModule; see `istar.attach`.
+        model: see `FindModel` and `istar.attach`.
         loader: batches for Sigma_S in random order, see `istar.HiddenStatePenalty.refresh`. By default, an additional
             pass over the trainer's train dataloader in a different order, which affects neither the batches of training
             nor the global random number generators.
@@ -46,7 +51,7 @@ class PenaltyCallback(L.Callback):
         self,
         penalty: Penalty,
         settings: PenaltySettings = DEFAULT_SETTINGS,
-        model: str | Callable[[L.LightningModule], nn.Module] = "model",
+        model: FindModel = "model",
         loader: Iterable[Any] | None = None,
         modules: Callable[[L.LightningModule], Sequence[nn.Module]] | None = None,
     ) -> None:
@@ -96,7 +101,7 @@ class PenaltyCallback(L.Callback):
             self._detached = None
         self._has_fitted = True
         modules = None if self.modules is None else self.modules(pl_module)
-        self._attached = attach_with_settings(self._find_model(pl_module), self.penalty, self.settings, modules)
+        self._attached = attach_with_settings(find_model(pl_module, self.model), self.penalty, self.settings, modules)
         if self._detached is not None:
             self._attached.load_sampler_state(self._detached.sampler_state())
         if self._loaded_state:
@@ -156,17 +161,6 @@ class PenaltyCallback(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._detach()
 
-    def _find_model(self, pl_module: L.LightningModule) -> nn.Module:
-        if not isinstance(self.model, str):
-            return self.model(pl_module)
-        try:
-            return pl_module.get_submodule(self.model)
-        except AttributeError as error:
-            raise UserError(
-                f"{type(pl_module).__name__} has no module {self.model!r}; name the attribute with the model: "
-                "PenaltyCallback(penalty, model=...)"
-            ) from error
-
     def _iterate_covariance_batches(self, trainer: L.Trainer) -> Iterator[Any]:
         loader = trainer.train_dataloader if self.loader is None else self.loader
         if self.loader is None and isinstance(loader, Mapping | list | tuple | CombinedLoader):
@@ -178,3 +172,82 @@ class PenaltyCallback(L.Callback):
         if self._attached is not None:
             self._attached.remove()
             self._attached, self._detached = None, self._attached
+
+
+class IsotropyCallback(L.Callback):
+    """Measures the hidden states of each validation set, and logs for example `val/isoscore`.
+
+        trainer = L.Trainer(callbacks=[IsotropyCallback(measures=["isoscore", "inter_sim"])])
+        trainer.validate(module, loader)  # before training
+        trainer.fit(module, loader, loader)
+
+    The points are the tokens of all validation sets in all chosen layers together. They are read in `validation_step`,
+    without additional forward passes. With several processes they are those of all processes, also the examples that
+    Lightning's sampler repeats to give all processes equally many. A measure that is not defined is NaN.
+
+    Args:
+        measures: names from `istar.measures.layer_sums.TRAINING_MEASURES`.
+        model: see `FindModel`.
+        layers: as in `istar.IStar`.
+        points: as in `istar.PenaltySettings`.
+    """
+
+    def __init__(
+        self,
+        measures: Sequence[str] = ("isoscore",),
+        model: FindModel = "model",
+        layers: Layers = "all",
+        points: Points = ALL_POINTS,
+    ) -> None:
+        for measure in measures:
+            check_one_of("measure", measure, TRAINING_MEASURES)
+        self.measures, self.model, self.layers, self.points = measures, model, layers, points
+        self._sums: LayerSums | None = None
+        self._reader: HiddenStateReader | None = None
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Read the forward passes from now on."""
+        self._sums, model = None, find_model(pl_module, self.model)
+        self._reader = HiddenStateReader(model, self.layers, self._add_points, lambda: True, points=self.points)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log the measures.
+
+        Raises:
+            UserError: if `validation_step` did not call the model.
+        """
+        self._remove_reader()
+        sums = sum_all_points(self._sums, pl_module.device)
+        if sums is None:
+            raise UserError(f"validation_step did not call {self.model!r}: IsotropyCallback(model=...) names the model")
+        values = {f"val/{name}": value for name, value in sums.compute_defined(self.measures).items()}
+        pl_module.log_dict(values, sync_dist=True)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._remove_reader()
+
+    def _add_points(self, state: Tensor, tokens: Tokens) -> None:
+        points, indices = state.flatten(0, 1), tokens.indices_of(state)
+        self._sums = self._sums or LayerSums(points.shape[-1], points.device)
+        self._sums.update(points if indices is None else points[indices])
+
+    def _remove_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.remove()
+            self._reader = None
+
+
+def find_model(pl_module: L.LightningModule, model: FindModel) -> nn.Module:
+    """Return the model that a LightningModule has by this name, or that the function returns for it.
+
+    Raises:
+        UserError: if there is no module of this name.
+    """
+    if not isinstance(model, str):
+        return model(pl_module)
+    try:
+        return pl_module.get_submodule(model)
+    except AttributeError as error:
+        raise UserError(
+            f"{type(pl_module).__name__} has no module {model!r}; name the attribute with the model: model=..."
+        ) from error

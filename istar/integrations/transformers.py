@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -21,8 +20,7 @@ from istar.hidden_states.attach import DEFAULT_SETTINGS
 from istar.hidden_states.model_layers import eval_mode, preserve_rng_states
 from istar.hidden_states.reader import HiddenStateReader
 from istar.integrations.loaders import check_first_batch, iterate_in_new_order
-from istar.measures.accumulator import world_size
-from istar.measures.layer_sums import TRAINING_MEASURES, LayerSums
+from istar.measures.layer_sums import TRAINING_MEASURES, LayerSums, sum_all_points
 from istar.regularizers import Penalty, Points
 from istar.regularizers.points import ALL_POINTS, Layers, Tokens
 
@@ -368,23 +366,14 @@ class IsotropyCallback(TrainerCallback):
 
     def _add_measures(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the measures by names with the prefix of the metrics, such as `eval_`."""
-        sums, self._sums = self._sums, None
-        if world_size() > 1:
-            # A process without a batch needs the width to take part in the sums over processes.
-            width = torch.tensor(0 if sums is None else sums.moments.dim, device=self._trainer.args.device)
-            dist.all_reduce(width, dist.ReduceOp.MAX)
-            sums = (sums or LayerSums(int(width), width.device)).all_reduce() if width > 0 else None
+        sums = sum_all_points(self._sums, self._trainer.args.device)
+        self._sums = None
         if sums is None:
             raise UserError(
                 "the evaluation did not run the trainer's model on batches of a dataloader that accelerate has "
                 "prepared: IsotropyCallback needs them; remove it from this trainer"
             )
         prefix = next(name.removesuffix("runtime") for name in metrics if name.endswith("_runtime"))
-        named = {}
-        for measure in self._measures:
-            try:
-                named[f"{prefix}{measure}"] = sums.compute([measure])[measure]
-            except UserError:
-                named[f"{prefix}{measure}"] = math.nan
+        named = {f"{prefix}{name}": value for name, value in sums.compute_defined(self._measures).items()}
         metrics.update(named)
         return named

@@ -1,11 +1,14 @@
 """Measures of a layer that are cheap enough to compute during training, from one accumulator."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from istar.measures.accumulator import Accumulator
+from istar.errors import UserError
+from istar.measures.accumulator import Accumulator, world_size
 from istar.measures.cosine import AverageCosine
 from istar.measures.dimension_moments import DimensionMoments
 from istar.measures.isoscore import isoscore
@@ -46,3 +49,23 @@ class LayerSums(Accumulator):
             "mean_kurtosis": lambda: self.dimensions.kurtosis().nanmean(),
         }
         return {name: float(functions[name]()) for name in names}
+
+    def compute_defined(self, names: Sequence[str]) -> dict[str, float]:
+        """Return some measures by name; those that are not defined, for example after a divergence, are NaN."""
+        measures: dict[str, float] = {}
+        for name in names:
+            try:
+                measures |= self.compute([name])
+            except UserError:
+                measures[name] = math.nan
+        return measures
+
+
+def sum_all_points(sums: LayerSums | None, device: torch.device) -> LayerSums | None:
+    """Return the sums over the points of all processes; `sums` is None in a process without points."""
+    if world_size() > 1:
+        # A process without points needs the width to take part.
+        width = torch.tensor(0 if sums is None else sums.moments.dim, device=device)
+        dist.all_reduce(width, dist.ReduceOp.MAX)
+        sums = (sums or LayerSums(int(width), device)).all_reduce() if width > 0 else None
+    return sums
