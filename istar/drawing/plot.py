@@ -133,7 +133,7 @@ def make_projection_panels(
     A matrix with one dimension gives an empty list of panels. The panels' titles are `title` with the form added.
 
     Args:
-        rows: result of `istar.measures.partition.project_rows`: `ids`, and coordinates `raw` and `centered`.
+        rows: result of `istar.measures.matrix_forms.project_rows`: `ids`, and coordinates `raw` and `centered`.
         counts: occurrences of each row's token in texts; None or empty if unknown.
     """
     panels = []

@@ -23,8 +23,9 @@ from istar.inputs.corpus import Source
 from istar.inputs.embedding_matrix import Matrix, Side, read_matrix
 from istar.inputs.saved_checkpoints import ModelArgument
 from istar.measures import all_but_the_top, centered, scaled_centered
+from istar.measures.matrix_forms import measure_forms, measure_matrix, project_rows
 from istar.measures.numerics import row_norms, upcast_blocks
-from istar.measures.partition import measure_matrix, project_rows
+from istar.measures.spectrum import decompose_rows
 from istar.records.config import ModelConfig
 
 MATRIX_FILES = ("embeddings.safetensors", "tokens.txt")
@@ -104,7 +105,9 @@ def measure_embeddings(
     counts = token_frequencies.count_tokens(texts, tokenizer, len(tokens)) if texts else None
     unused_ids = token_frequencies.find_unused_tokens(tokens)
     unused_similarity = token_frequencies.make_bins(tokens, set(tokenizer.all_special_ids), counts)
-    measures_by_form: dict[str, dict[str, Any]] = {}
+    spectra = decompose_rows(matrix.values)
+    forms_of_spectra = measure_forms(matrix.values, spectra, settings.components).values()
+    measures_by_form: dict[str, dict[str, Any]] = dict(zip(PAPER_FORMS, forms_of_spectra, strict=True))
     norms_by_form: dict[str, np.ndarray] = {}
     similarity_rows: list[dict[str, Any]] = []
     notes: list[str] = []
@@ -113,7 +116,8 @@ def measure_embeddings(
     for form in settings.measured_forms:
         components = settings.components if form.startswith("all_but_the_top") else None
         form_matrix = FORM_FUNCTIONS[form](matrix.values, components)
-        measures_by_form[form] = measure_matrix(form_matrix)
+        if form not in PAPER_FORMS:
+            measures_by_form[form] = measure_matrix(form_matrix)
         if form in ("raw", "centered"):
             norms_by_form[form] = torch.cat([row_norms(block) for block in upcast_blocks(form_matrix)]).numpy()
         if form in similarity_forms:
@@ -125,11 +129,11 @@ def measure_embeddings(
         advance()
     # The sort is stable: the forms of a benchmark keep their order.
     similarity_rows.sort(key=lambda row: [benchmark.name for benchmark in benchmarks].index(row["benchmark"]))
-    projection = project_rows(matrix.values)
+    projection = project_rows(matrix.values, spectra)
     return ModelEmbeddings(
         label=model.default_label,
         metadata={**make_metadata(model.config, matrix), "components": settings.components},
-        measures_by_form=measures_by_form,
+        measures_by_form={form: measures_by_form[form] for form in settings.measured_forms},
         word_similarity=pd.DataFrame(similarity_rows),
         notes=notes,
         unused_similarity=unused_similarity.drop(columns="ids", errors="ignore"),

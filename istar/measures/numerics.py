@@ -151,6 +151,12 @@ def upcast_blocks(rows: Tensor) -> Iterator[Tensor]:
         yield block.to(accumulation_dtype(rows.device))
 
 
+def mean_row(rows: Tensor) -> Tensor:
+    """Return the mean of the rows `(n, d)`, `(d,)`, in float64 (float32 on MPS)."""
+    # The weighted means of the blocks do not overflow where the sum of all rows would.
+    return torch.stack([block.mean(0) * (len(block) / len(rows)) for block in upcast_blocks(rows)]).sum(0)
+
+
 def unit_vectors(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Divide each row by its norm, except zero rows; return the result `(n, d)` and a bool mask `(n,)` of nonzero rows.
 

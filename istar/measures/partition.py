@@ -7,20 +7,16 @@ Transformers*, equations 3 and 4).
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.norms import norm_summary
-from istar.measures.numerics import accumulation_dtype, check_matrix, full_precision, upcast_blocks
-from istar.measures.spectrum import singular_values
+from istar.measures.numerics import full_precision, upcast_blocks
+from istar.measures.spectrum import decompose_rows
 
-MAX_ROWS = 2_000
-"""Most rows of a matrix in a figure of its projection."""
 Signs = Literal["as_computed", "both"]
 
 
@@ -68,81 +64,20 @@ def partition_isotropy(embeddings: Tensor, signs: Signs = "as_computed") -> Part
     """
     if signs not in get_args(Signs):
         raise UserError(f"signs is {signs!r}; expected one of {', '.join(get_args(Signs))}")
-    check_matrix(embeddings, "embeddings")
     with full_precision(embeddings.device):
-        eigenvectors = _compute_gram_eigenvectors(embeddings)
-        log_z = _compute_log_partition_function(embeddings, eigenvectors, both_signs=signs == "both")
+        eigenvectors = decompose_rows(embeddings, ["raw"])["raw"].vectors
+        log_z = eigenvectors.new_full((2, len(eigenvectors)), -math.inf)
+        for block in upcast_blocks(embeddings):
+            log_z = add_to_log_partition_function(log_z, block @ eigenvectors)
+    log_z = log_z if signs == "both" else log_z[0]
     log_z_min, log_z_max = log_z.min().item(), log_z.max().item()
     return PartitionIsotropy(math.exp(log_z_min - log_z_max), signs, log_z_min, log_z_max)
 
 
-def _compute_gram_eigenvectors(embeddings: Tensor) -> Tensor:
-    # Scaling keeps the squares of very large or small numbers in range; a power of two adds no rounding error.
-    largest = max(block.abs().amax().item() for block in upcast_blocks(embeddings))
-    scale = 2.0 ** -max(-1000, min(1000, math.frexp(largest)[1]))
-    dim = embeddings.shape[1]
-    gram = embeddings.new_zeros(dim, dim, dtype=accumulation_dtype(embeddings.device))
-    for block in upcast_blocks(embeddings):
-        scaled = block * scale
-        gram += scaled.T @ scaled
-    vectors: Tensor = torch.linalg.eigh(gram).eigenvectors
-    return vectors
+def add_to_log_partition_function(log_z: Tensor, products: Tensor) -> Tensor:
+    """Add rows to log Z(c), the first row of `log_z` `(2, d)`, and log Z(-c), the second.
 
-
-def _compute_log_partition_function(embeddings: Tensor, directions: Tensor, both_signs: bool) -> Tensor:
-    """Return log Z(c) for each column c of `directions`, `(d,)`; `both_signs` appends log Z(-c), `(2 d,)`."""
-    log_z = directions.new_full((directions.shape[1] * (2 if both_signs else 1),), -math.inf)
-    for block in upcast_blocks(embeddings):
-        inner_products = block @ directions
-        block_log_z = inner_products.logsumexp(0)
-        if both_signs:
-            block_log_z = torch.cat([block_log_z, (-inner_products).logsumexp(0)])
-        log_z = torch.logaddexp(log_z, block_log_z)
-    return log_z
-
-
-def measure_matrix(matrix: Tensor) -> dict[str, Any]:
-    """Measure a matrix `(n, d)`: I(W) with both conventions for the eigenvectors' signs, norms and singular values."""
-    norms = norm_summary(matrix)
-    as_computed, both = (partition_isotropy(matrix, signs) for signs in ("as_computed", "both"))
-    return {
-        "rows": matrix.shape[0],
-        "dimensions": matrix.shape[1],
-        "partition_isotropy_as_computed": as_computed.value,
-        "partition_isotropy_both": both.value,
-        "average_norm": norms.average,
-        "mean_vector_norm": norms.mean_vector,
-        "norm_ratio": norms.ratio,
-        "singular_values": round_digits(singular_values(matrix, centered=False).tolist()),
-    }
-
-
-def round_digits(values: Iterable[float], digits: int = 8) -> list[float]:
-    """Round numbers to significant digits, for smaller files. The default keeps all digits of float32."""
-    return [float(f"{value:.{digits}g}") for value in values]
-
-
-@torch.no_grad()
-def project_rows(matrix: Tensor, max_rows: int = MAX_ROWS) -> dict[str, Any]:
-    """Project evenly spaced rows of a matrix `(n, d)` onto its first two singular directions, raw and centered.
-
-    Returns:
-        A dictionary with the `ids` of at most `max_rows` rows, and their coordinates by axis, `raw` and `centered`.
+    `products` are the inner products of the rows with each direction c, `(n, d)`.
     """
-    row_ids = torch.linspace(0, len(matrix) - 1, min(max_rows, len(matrix)), dtype=torch.float64).round().long()
-    mean = torch.stack([block.sum(0) for block in upcast_blocks(matrix)]).sum(0) / len(matrix)
-    rows = matrix[row_ids.to(matrix.device)].to(mean)
-    projection: dict[str, Any] = {"ids": row_ids.tolist()}
-    for form, origin in (("raw", torch.zeros_like(mean)), ("centered", mean)):
-        coordinates = (rows - origin) @ _compute_first_singular_vectors(matrix, origin)
-        projection[form] = [round_digits(column, 4) for column in coordinates.T.tolist()]
-    return projection
-
-
-def _compute_first_singular_vectors(matrix: Tensor, origin: Tensor) -> Tensor:
-    """Return the first two right singular vectors `(d, 2)` of the rows of a matrix minus the origin."""
-    scatter: Any = sum((block - origin).T @ (block - origin) for block in upcast_blocks(matrix))
-    axes: Tensor = torch.linalg.eigh(scatter)[1][:, [-1, -2][: len(scatter)]]
-    # The sign of an eigenvector is arbitrary. It is fixed by making the largest coordinate positive.
-    directions: Tensor = axes * axes.gather(0, axes.abs().argmax(0, keepdim=True)).sign()
-    return directions
+    added = torch.stack([products.logsumexp(0), (-products).logsumexp(0)])
+    return torch.logaddexp(log_z, added.to(log_z.dtype))

@@ -17,11 +17,13 @@ from istar.measures.numerics import (
     accumulation_dtype,
     check_matrix,
     full_precision,
+    mean_row,
     row_norms,
     split_rows,
     unit_vectors,
     upcast_blocks,
 )
+from istar.measures.spectrum import decompose_rows
 
 Variant = Literal["corrected", "published"]
 
@@ -39,7 +41,7 @@ def centered(embeddings: Tensor) -> Tensor:
         UserError: if W is not a finite floating matrix with rows.
     """
     check_matrix(embeddings, "embeddings")
-    mean = _compute_mean_row(embeddings)
+    mean = mean_row(embeddings)
     return _transform_by_block(embeddings, lambda block: block - mean)
 
 
@@ -86,12 +88,12 @@ def all_but_the_top(embeddings: Tensor, components: int | None = None, variant: 
         raise UserError(f"variant is {variant!r}; expected one of {', '.join(get_args(Variant))}")
     check_matrix(embeddings, "embeddings")
     dim = embeddings.shape[1]
-    components = math.ceil(dim / 100) if components is None else components
+    components = count_top_components(dim) if components is None else components
     if not 0 <= components <= dim:
         raise UserError(f"components is {components}; expected 0 to {dim}, the number of dimensions")
     with full_precision(embeddings.device):
-        mean = _compute_mean_row(embeddings)
-        top_directions = _compute_principal_directions(embeddings, mean)[:, :components]
+        spectrum = decompose_rows(embeddings, ["centered"])["centered"]
+        mean, top_directions = spectrum.origin, spectrum.vectors[:, :components]
 
         def remove_components(block: Tensor) -> Tensor:
             """Center rows, and subtract their top principal components."""
@@ -101,18 +103,9 @@ def all_but_the_top(embeddings: Tensor, components: int | None = None, variant: 
         return _transform_by_block(embeddings, remove_components)
 
 
-def _compute_mean_row(embeddings: Tensor) -> Tensor:
-    # The weighted means of the blocks do not overflow where the sum of all rows would.
-    return torch.stack([block.mean(0) * (len(block) / len(embeddings)) for block in upcast_blocks(embeddings)]).sum(0)
-
-
-def _compute_principal_directions(embeddings: Tensor, mean: Tensor) -> Tensor:
-    """Return the eigenvectors of the scatter matrix as columns `(d, d)`, largest variance first."""
-    scatter = torch.zeros(len(mean), len(mean), dtype=mean.dtype, device=mean.device)
-    for block in upcast_blocks(embeddings):
-        scatter += (block - mean).T @ (block - mean)
-    vectors: Tensor = torch.linalg.eigh(scatter).eigenvectors
-    return vectors.flip(1)
+def count_top_components(dim: int) -> int:
+    """Return the number of components that `all_but_the_top` removes by default, ceil(d / 100)."""
+    return math.ceil(dim / 100)
 
 
 def _transform_by_block(embeddings: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:

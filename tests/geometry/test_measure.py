@@ -23,6 +23,8 @@ from istar.geometry.collect.measures_file import JACKKNIFE_MEASURES, Measurement
 from istar.geometry.show import terminal_tables
 from istar.inputs.corpus import Source
 from istar.measures import Activation, MassiveActivationsSummary
+from istar.measures.matrix_forms import MAX_ROWS
+from istar.measures.spectrum import decompose_rows
 from tests import oracles
 from tests.architectures import MODELS
 from tests.geometry.synthetic import write_measures
@@ -237,10 +239,10 @@ def test_bad_options_are_refused_in_one_line(
 def test_rows_of_a_matrix() -> None:
     torch.manual_seed(0)
     matrix = torch.randn(5_000, 6) * torch.tensor([5.0, 3, 1, 1, 1, 1]) + 4
-    summary = measure.summarize_rows(matrix, torch.arange(5_000))
+    summary = measure.summarize_rows(matrix, decompose_rows(matrix), torch.arange(5_000))
     assert summary["ids"][0] == 0
     assert summary["ids"][-1] == 4_999
-    assert len(summary["ids"]) == measure.MAX_ROWS
+    assert len(summary["ids"]) == MAX_ROWS
     assert summary["counts"] == summary["ids"]
     for form, points in (("raw", matrix), ("centered", matrix - matrix.mean(0))):
         left_vectors, singular_values, _ = np.linalg.svd(points.double().numpy(), full_matrices=False)
@@ -256,7 +258,8 @@ def test_rows_of_a_matrix() -> None:
 def test_directions_have_a_fixed_sign(offset: float) -> None:
     """The largest coordinate of each direction is positive, whatever sign the eigensolver returns."""
     torch.manual_seed(0)
-    x, _ = measure.summarize_rows(0.1 * torch.randn(50, 3) + torch.tensor([0, offset, 0]))["raw"]
+    matrix = 0.1 * torch.randn(50, 3) + torch.tensor([0, offset, 0])
+    x, _ = measure.summarize_rows(matrix, decompose_rows(matrix))["raw"]
     assert np.mean(x) == pytest.approx(offset, rel=0.05)
 
 

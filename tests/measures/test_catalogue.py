@@ -15,7 +15,7 @@ from istar.geometry.collect.sample import Sample
 from istar.geometry.collect.token_batch import TokenBatch
 from istar.measures import LayerNormSummary, find_measure
 from istar.measures.catalogue import FIGURES, MEASURES
-from istar.measures.partition import measure_matrix
+from istar.measures.matrix_forms import measure_matrix
 
 SHAPE = {"rows", "dimensions"}
 """Entries of a matrix that are no measures of it."""

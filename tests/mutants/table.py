@@ -366,8 +366,8 @@ MUTATIONS = [
     Mutation(
         "I(W) with both signs takes each eigenvector twice and its negative never.",
         "istar/measures/partition.py",
-        "(-inner_products).logsumexp(0)",
-        "inner_products.logsumexp(0)",
+        "(-products).logsumexp(0)",
+        "products.logsumexp(0)",
         "tests/measures/test_partition.py::test_with_both_signs_it_is_the_double_loop_over_numpys_eigenvectors",
     ),
     Mutation(

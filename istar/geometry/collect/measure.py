@@ -25,10 +25,11 @@ from istar.inputs.corpus import Source
 from istar.inputs.embedding_matrix import read_untied_output
 from istar.inputs.pretrained import load_encoder, load_tokenizer
 from istar.inputs.tokenizing import find_max_input_length
-from istar.measures import MassiveActivationsSummary, all_but_the_top, centered, layer_norm_summary
+from istar.measures import MassiveActivationsSummary, layer_norm_summary
+from istar.measures.matrix_forms import measure_forms, project_rows, round_digits
 from istar.measures.norms import norm_parameters
 from istar.measures.numerics import keep_freed_memory, row_norms, upcast_blocks
-from istar.measures.partition import MAX_ROWS, measure_matrix, project_rows, round_digits
+from istar.measures.spectrum import RowSpectrum, decompose_rows
 from istar.records.config import ModelConfig
 
 WEIGHT_DTYPES = {
@@ -100,6 +101,7 @@ def measure_model(
     matrix_by_side = {"input": model.get_input_embeddings().weight.detach()}
     if output_matrix is not None:
         matrix_by_side["output"] = output_matrix.values.to(model.device)
+    spectra_by_side = {side: decompose_rows(matrix) for side, matrix in matrix_by_side.items()}
     # The last summary covers all texts together.
     token_counts = list(summaries.values())[-1]["token_counts"] if summaries else None
     by_source: dict[str, Any] = {
@@ -115,10 +117,12 @@ def measure_model(
         },
         weights=weights,
         settings={**asdict(settings), "texts": {source.name: str(source.path) for source in sources}},
-        matrices={side: _measure_forms(matrix) for side, matrix in matrix_by_side.items()},
+        matrices={side: measure_forms(matrix, spectra_by_side[side]) for side, matrix in matrix_by_side.items()},
         final_norm=None if gain_and_bias is None else asdict(layer_norm_summary(*gain_and_bias)),
         text_hashes=text_hashes,
-        rows={side: summarize_rows(matrix, token_counts) for side, matrix in matrix_by_side.items()},
+        rows={
+            side: summarize_rows(matrix, spectra_by_side[side], token_counts) for side, matrix in matrix_by_side.items()
+        },
         readings={source: asdict(reading) for source, reading in reader.readings.items()},
         processes=reader.num_processes,
         command=command,
@@ -136,12 +140,6 @@ def hash_weights(model: PreTrainedModel) -> str:
             digest.update(name.encode())
             digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _measure_forms(matrix: Tensor) -> dict[str, dict[str, Any]]:
-    """Measure a matrix `(n, d)` as it is (`raw`), `centered`, and without its top directions (`post_processed`)."""
-    forms = {"raw": matrix, "centered": centered(matrix), "post_processed": all_but_the_top(matrix)}
-    return {form: measure_matrix(values) for form, values in forms.items()}
 
 
 def summarize_source(statistics: CorpusStatistics, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -197,16 +195,16 @@ def describe_activations(
 
 
 @torch.no_grad()
-def summarize_rows(matrix: Tensor, counts: Tensor | None = None) -> dict[str, Any]:
+def summarize_rows(matrix: Tensor, spectra: Mapping[str, RowSpectrum], counts: Tensor | None = None) -> dict[str, Any]:
     """Compute the histogram of the norms of rows `(n, d)`, and a two-dimensional projection of evenly spaced rows.
 
-    `counts`, `(n,)`, is how often each row's token occurs in the texts; None if unknown. The result has the histogram
-    `norms`, the `ids` of the projected rows, their `counts` if known, and their coordinates by axis, `raw` and
-    `centered`.
+    `spectra` is the result of `decompose_rows`. `counts`, `(n,)`, is how often each token occurs in the texts, or None
+    if unknown. The result has the histogram `norms`, the `ids` of the projected rows, their `counts` if known, and
+    their coordinates by axis, `raw` and `centered`.
     """
     norms = torch.cat([row_norms(block) for block in upcast_blocks(matrix)])
     bin_counts, edges = np.histogram(norms.cpu().numpy(), bins=40)
-    projection = project_rows(matrix, MAX_ROWS)
+    projection = project_rows(matrix, spectra)
     summary: dict[str, Any] = {"norms": {"edges": round_digits(edges), "counts": bin_counts.tolist()}}
     if counts is not None and len(counts) >= len(matrix):
         summary["counts"] = counts.cpu()[projection["ids"]].long().tolist()
