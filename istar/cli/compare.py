@@ -27,6 +27,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("models", nargs="+", metavar="model", help=models_help)
     shared_options.add_measuring_options(parser)
     shared_options.add_output(parser, "comparison")
+    shared_options.add_figures(parser)
     cka_help = "documents of the texts for CKA, the similarity of layers; 0: none (default: 1000)"
     parser.add_argument("--cka-documents", type=int, default=1_000, help=cka_help)
     minima = {**shared_options.MEASURING_MINIMA, "cka_documents": 0}

@@ -20,6 +20,7 @@ def add_parser(commands: Any) -> None:
     )
     add("scores", type=Path, help=f"{scores_help}, as a .json file or a folder of such files")
     shared_options.add_output(parser, "correlation")
+    shared_options.add_figures(parser)
     shared_options.add_list(parser, "--measure", "measures to use")
     shared_options.add_list(parser, "--task", "tasks to use, or beginnings of their names")
     shared_options.add_list(parser, "--omit", "revisions or steps to leave out")

@@ -20,6 +20,7 @@ def add_parser(commands: Any) -> None:
     add("models", nargs="+", metavar="model", help=shared_options.MODEL_HELP)
     shared_options.add_texts(parser, "texts in which tokens are counted")
     shared_options.add_output(parser, "embeddings")
+    shared_options.add_figures(parser)
     add("--matrix", choices=("input", "output"), default="input", help="which embedding matrix (default: input)")
     add("--form", choices=_FORMS, help="post-processing of a single model's matrix, for --save (default: raw)")
     forms_help = "forms for word similarity (default: --form, or all but the last form of --form)"

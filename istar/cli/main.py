@@ -7,13 +7,14 @@ import shutil
 import string
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from istar import __version__
 from istar.cli import compare, correlate, embed, measure, plan, power, quantize, report, results, watch
 from istar.drawing.terminal import run_with_robust_output
-from istar.errors import SHOW_TRACE, UserError, did_you_mean, explain_system_error, mask_secrets
+from istar.errors import SHOW_TRACE, UserError, check_one_of, did_you_mean, explain_system_error, mask_secrets
 from istar.finetune.runs import extras
 
 _SUBCOMMANDS = {
@@ -40,7 +41,8 @@ def _run_command(arguments: list[str], train_command: str = "istar train") -> in
         options.typed = mask_secrets(shlex.join(["istar", *arguments]))
         extras.require(f"istar {options.name}", options.extra)
         _check_minima(options)
-        options.command(options)
+        with _figure_formats(getattr(options, "figures", ())):
+            options.command(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -58,6 +60,23 @@ def _check_minima(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < minimum:
             raise UserError(f"--{name.replace('_', '-')} {value} is too small; expected {minimum} or more")
+
+
+@contextmanager
+def _figure_formats(formats: Sequence[str]) -> Iterator[None]:
+    """Draw the figures of pages also in these formats."""
+    if not formats:
+        yield
+        return
+    from istar.drawing.rendering import FORMATS, SUFFIXES
+
+    for name in formats:
+        check_one_of("--figures", name, SUFFIXES)
+    token = FORMATS.set(tuple(dict.fromkeys(("svg", *formats))))
+    try:
+        yield
+    finally:
+        FORMATS.reset(token)
 
 
 def train_main(arguments: Sequence[str] | None = None, command: str = "istar train") -> int:

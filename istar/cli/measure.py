@@ -25,6 +25,7 @@ def add_parser(commands: Any) -> None:
     add("models", nargs="*", metavar="model", help=shared_options.MODEL_HELP)
     shared_options.add_measuring_options(parser)
     shared_options.add_output(parser, "geometry")
+    shared_options.add_figures(parser)
     shared_options.add_list(parser, "--revisions", "instead of a model's revision: several, to measure one by one")
     add("--checkpoints", help="instead of a model: a pattern 'folder/*' of saved models, runs or .ckpt files")
     add("--steps", type=Path, help="CSV table with the columns checkpoint and step, for checkpoints that record none")

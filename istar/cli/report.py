@@ -13,6 +13,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("report", help="make a page with the papers' tables and figures from runs")
     shared_options.add_runs_folder(parser)
     parser.add_argument("--out", type=Path, default=Path("report"), help="output folder (default: report)")
+    shared_options.add_figures(parser)
     parser.add_argument("--plan", type=Path, help="plan.yaml of istar plan; the page names the departures from it")
     reference_help = (
         "method with which the others are compared, such as a placebo, by its name in the table of all methods; "

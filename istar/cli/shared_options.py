@@ -48,6 +48,11 @@ def add_output(parser: argparse.ArgumentParser, folder: str) -> None:
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
 
 
+def add_figures(parser: argparse.ArgumentParser) -> None:
+    """Add `--figures`."""
+    add_list(parser, "--figures", "further formats of the page's figures, besides SVG: pdf, png")
+
+
 def add_measuring_options(parser: argparse.ArgumentParser) -> None:
     """Add the texts to measure models over, and how to read and measure them; see `MeasureSettings`."""
     add_texts(parser, "texts to measure over")

@@ -6,6 +6,7 @@ import math
 import re
 import warnings
 from collections.abc import Sequence
+from contextvars import ContextVar
 from operator import itemgetter
 from typing import Any
 
@@ -32,6 +33,8 @@ PNG_DPI = 300
 """Dots per inch of PNG files."""
 SUFFIXES = ("svg", "pdf", "png")
 """Formats of a figure, by the suffixes of its files."""
+FORMATS: ContextVar[Sequence[str]] = ContextVar("FORMATS", default=("svg",))
+"""Formats in which `render` draws by default. `istar` sets them from `--figures`, because each costs time."""
 _POINTS_PER_INCH = 72
 _NARROW_WIDTH = 4.0
 """Width in inches of a figure for a phone."""
@@ -61,12 +64,12 @@ _STYLE: Any = {
 }
 
 
-def render(plot: Plot, suffixes: Sequence[str] = SUFFIXES) -> dict[str, bytes]:
-    """Render a plot and return the content of its files by suffix. The same plot always gives the same bytes.
+def render(plot: Plot, suffixes: Sequence[str] | None = None) -> dict[str, bytes]:
+    """Render a plot in `FORMATS` or others, and return its files by suffix. The same plot always gives the same bytes.
 
     All formats have the same size, colours and layout. PNG has `PNG_DPI` dots per inch.
     """
-    return _render_files(plot, suffixes, max_columns=3)
+    return _render_files(plot, suffixes or FORMATS.get(), max_columns=3)
 
 
 def render_narrow(plot: Plot) -> bytes:

@@ -28,7 +28,7 @@ SIMPLE = make_plot(Line("one", (1, 2, 3), (0.1, 0.5, 0.2)), Line("two", (1, 2, 3
 
 @pytest.fixture(scope="module")
 def files() -> dict[str, bytes]:
-    return render(SIMPLE)
+    return render(SIMPLE, rendering.SUFFIXES)
 
 
 def test_every_figure_has_three_formats(files: dict[str, bytes]) -> None:

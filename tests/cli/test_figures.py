@@ -1,0 +1,38 @@
+"""The formats of the figures of pages."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from istar.cli.main import main
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> list[str]:
+    """Return the paths of two tables that `istar correlate` draws one figure from."""
+    random = np.random.default_rng(0)
+    rows = random.normal(size=(12, 2))
+    geometry = "".join(f"m,s{step},{step},w{step},wiki,layer_1,{rows[step, 0]}\n" for step in range(12))
+    scores = "".join(f"m,s{step},{rows[step, 1]}\n" for step in range(12))
+    (tmp_path / "geometry.csv").write_text("model,revision,step,weights,source,layer,isoscore\n" + geometry)
+    (tmp_path / "scores.csv").write_text("model,revision,MR\n" + scores)
+    return ["correlate", str(tmp_path / "geometry.csv"), str(tmp_path / "scores.csv"), "--out", str(tmp_path / "out")]
+
+
+def test_figures_are_svg_and_in_the_formats_that_are_asked_for(
+    inputs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*inputs, "--figures", "pdf,png"]) == 0
+    figures = tmp_path / "out" / "figures"
+    assert {path.suffix for path in figures.iterdir()} == {".svg", ".csv", ".pdf", ".png"}
+    page = (tmp_path / "out" / "index.html").read_text()
+    for path in figures.iterdir():
+        assert f'href="figures/{path.name}"' in page
+    # The formats are those of one command; a new page replaces the earlier one with all its files.
+    assert main(inputs) == 0
+    assert {path.suffix for path in figures.iterdir()} == {".svg", ".csv"}
+    assert ".pdf" not in (tmp_path / "out" / "index.html").read_text()
+    assert main([*inputs, "--figures", "pdff"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == "error: --figures=pdff is not known; did you mean pdf?; expected one of svg, pdf, png"
