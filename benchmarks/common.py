@@ -22,7 +22,6 @@ from transformers import (
     BertForSequenceClassification,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
-    PretrainedConfig,
     PreTrainedModel,
 )
 
@@ -53,10 +52,9 @@ class Shape:
         return model_class(config).train()
 
 
-def make_config(
-    layers: int, width: int, heads: int, is_decoder: bool, vocabulary: int | None = None
-) -> PretrainedConfig:
+def make_config(layers: int, width: int, heads: int, is_decoder: bool, vocabulary: int | None = None) -> Any:
     """Return the configuration of a BERT, or of a GPT-NeoX; by default with the vocabulary of BERT-base or Pythia."""
+    config_class: Any
     config_class, default_vocabulary = (GPTNeoXConfig, 50_304) if is_decoder else (BertConfig, 30_522)
     return config_class(
         hidden_size=width,

@@ -61,7 +61,8 @@ class Refresh:
         self.trainer: L.Trainer = build_bare_trainer(settings)
         self.device = device
         compute = "bf16" if precision == "bf16" else "float32"
-        self.model = shape.make_model().to(device).eval()  # type: ignore[arg-type]
+        with device:  # a GPU draws the random weights much faster
+            self.model: Any = shape.make_model().eval()
         self.penalty = IStar(-1.0, 0.4, compute=compute)
         attached = HiddenStatePenalty(self.model, self.penalty, PenaltySettings(num_points=points))
         rows = FeatureRows(random_texts(points // shape.layers, shape.tokens))
