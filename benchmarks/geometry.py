@@ -7,7 +7,7 @@ the streaming measures only, `--groups 0 --sample 0`: without standard errors, a
 tokens of a sample with each other. Prints the seconds, their ratios, and the memory that the passes take in addition
 to the model's forward pass. All take place in this process, and with the same random model, a BERT or a GPT-NeoX; their
 order rotates from round to round. The defaults take 10 minutes on two idle cores. The ratio is higher for a short text,
-because the end of a pass (spectra of all layers, TwoNN) takes the same time for any text.
+because the end of a pass (spectra of all layers, TwoNN) takes the same time for any text; it is also timed by itself.
 
     python -m benchmarks.geometry --measures all              also those that `istar measure` leaves out by default
     python -m benchmarks.geometry --documents packed          blocks of several documents, all of the same length
@@ -17,6 +17,7 @@ because the end of a pass (spectra of all layers, TwoNN) takes the same time for
 
 import argparse
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,6 +35,7 @@ from benchmarks.common import (
     paired_ratio,
     peak_memory_mb,
     positive_int,
+    synchronize,
     time_in_rotation,
 )
 from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
@@ -69,18 +71,23 @@ def main() -> None:
         bare_forward()
         memory_before = peak_memory_mb(options.device)
         calls: dict[str, Callable[[], object]] = {PEER: bare_forward}
+        end_seconds: dict[str, list[float]] = {}
         streaming_only = replace(settings, groups=0, sample=0)
         for name, pass_settings in (("istar measure", settings), ("streaming measures only", streaming_only)):
             stream = Stream(model, tokenizer, pass_settings)
-            calls[name] = partial(stream, [source], CorpusStatistics.compute_measures)
+            calls[name] = partial(
+                stream, [source], partial(timed_end, options.device, end_seconds.setdefault(name, []))
+            )
         seconds = time_in_rotation(calls, options.rounds, options.device)
     tokens = sum(int(inputs["attention_mask"].sum()) for inputs in batches)
-    columns = ("seconds (median)", "lowest", "highest", f"ratio to the {PEER}")
+    columns = ("seconds (median)", "lowest", "highest", "seconds of its end", f"ratio to the {PEER}")
     kind = "decoder" if options.decoder else "encoder"
     model_text = f"{kind} of {options.layers} layers of {options.width}, {options.dtype}, {options.device}"
     table = comparison_table(f"{model_text}, {tokens:,} tokens, {options.rounds} rounds", columns, options.rounds)
     for name, values in seconds.items():
-        table.add_row(name, *(f"{pick(values):.2f}" for pick in (median, min, max)), paired_ratio(seconds, name, PEER))
+        end = f"{median(end_seconds[name]):.2f}" if name in end_seconds else ""
+        picked = (f"{pick(values):.2f}" for pick in (median, min, max))
+        table.add_row(name, *picked, end, paired_ratio(seconds, name, PEER))
     make_console().print(table)
     memory_mb = peak_memory_mb(options.device) - memory_before
     make_console().print(f"Additional peak memory of istar measure: {memory_mb:.0f} MB")
@@ -131,6 +138,15 @@ def write_random_text(path: Path, words: Sequence[str], tokens: int) -> Source:
     )
     path.write_text("\n".join(documents))
     return Source("text", path)
+
+
+def timed_end(device: torch.device, seconds: list[float], statistics: CorpusStatistics) -> dict[str, dict[str, float]]:
+    """Compute the measures at the end of a pass, and append how long it took to `seconds`."""
+    synchronize(device)
+    start = time.perf_counter()
+    measures = statistics.compute_measures()
+    seconds.append(time.perf_counter() - start)
+    return measures
 
 
 @torch.inference_mode()
