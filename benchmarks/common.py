@@ -17,7 +17,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    PreTrainedModel,
+)
 
 from istar.finetune.training.precision import EMULATION_RATIO, measure_bfloat16_ratio
 from istar.measures.numerics import keep_freed_memory
@@ -29,24 +35,34 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a BERT model and of its batches."""
+    """The size of a model and of its batches: a BERT classifier, or a GPT-NeoX language model if it is a decoder."""
 
     layers: int
     width: int
     batch: int
     tokens: int
     heads: int = 12
+    is_decoder: bool = False
 
-    def make_model(self) -> BertForSequenceClassification:
+    def make_model(self) -> PreTrainedModel:
         """Return a model of this size in training mode, always with the same random weights."""
         torch.manual_seed(0)
-        config = BertConfig(
-            hidden_size=self.width,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            intermediate_size=4 * self.width,
-        )
-        return BertForSequenceClassification(config).train()
+        config = make_config(self.layers, self.width, self.heads, self.is_decoder)
+        model_class = GPTNeoXForCausalLM if self.is_decoder else BertForSequenceClassification
+        return model_class(config).train()
+
+
+def make_config(layers: int, width: int, heads: int, is_decoder: bool, vocabulary: int | None = None) -> Any:
+    """Return the configuration of a BERT, or of a GPT-NeoX; by default with the vocabulary of BERT-base or Pythia."""
+    config_class: Any
+    config_class, default_vocabulary = (GPTNeoXConfig, 50_304) if is_decoder else (BertConfig, 30_522)
+    return config_class(
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+        vocab_size=vocabulary or default_vocabulary,
+    )
 
 
 SHAPES = {
@@ -54,7 +70,9 @@ SHAPES = {
     "bert-base-32x384": Shape(12, 768, 32, 384),
     "minilm-32x64": Shape(6, 384, 32, 64),
     "minilm-32x384": Shape(6, 384, 32, 384),
+    "pythia-1b-8x512": Shape(16, 2048, 8, 512, heads=8, is_decoder=True),
     "tiny": Shape(2, 64, 8, 16, heads=2),
+    "tiny-decoder": Shape(2, 64, 8, 16, heads=2, is_decoder=True),
     # Almost no arithmetic: the time is that of Python and of starting kernels, which a fast device waits for.
     "bert-calls": Shape(12, 24, 2, 8),
     "deep-calls": Shape(32, 24, 2, 8),
@@ -128,7 +146,7 @@ def make_penalties(width: int, device: torch.device, names: Sequence[str]) -> di
 
 
 def random_batch(shape: Shape, device: torch.device, real_share: float = 1.0) -> dict[str, Tensor]:
-    """Return random tokens and labels.
+    """Return random tokens and labels: classes, or for a decoder the tokens themselves.
 
     `real_share` is the share of tokens that are not padding, in every text but the first, which has no padding.
     """
@@ -142,6 +160,8 @@ def random_batch(shape: Shape, device: torch.device, real_share: float = 1.0) ->
         "attention_mask": mask,
         "labels": torch.randint(2, (shape.batch,), generator=generator),
     }
+    if shape.is_decoder:
+        inputs["labels"] = inputs["input_ids"].masked_fill(mask == 0, -100)  # cross-entropy ignores -100
     return {name: value.to(device) for name, value in inputs.items()}
 
 
@@ -210,6 +230,25 @@ def peak_memory_mb(device: torch.device) -> float:
     # `getrusage` would not do: its peak includes that of the parent process at the time of the fork.
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) / 1024
+
+
+def measure_gpu_peaks_mb(
+    calls: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    preparations: Mapping[str, Callable[[], object]] | None = None,
+) -> dict[str, float]:
+    """Execute each call once more, and return its peak of the memory allocated on the GPU in MB, by name.
+
+    The peak of a GPU can be reset, so no new process is needed. Preparations are as in `time_in_rotation`.
+    """
+    peaks = {}
+    for name, call in calls.items():
+        if preparations and name in preparations:
+            preparations[name]()
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        peaks[name] = peak_memory_mb(device)
+    return peaks
 
 
 def json_from_new_process(module: str, *arguments: str) -> Any:
@@ -305,11 +344,16 @@ def make_parser(description: str | None, rounds: int) -> argparse.ArgumentParser
     """Return a parser with the options that all benchmarks of the penalty have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=positive_int, default=rounds, help=f"measured rounds (default: {rounds})")
-    parser.add_argument("--device", type=torch.device, help="cpu or cuda (default: a GPU if there is one)")
+    add_device_option(parser)
     # The name of the method whose peak memory this process measures and prints, for `json_from_new_process`.
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
-    parser.set_defaults(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     return parser
+
+
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--device`."""
+    parser.add_argument("--device", type=torch.device, help="cpu or cuda (default: a GPU if there is one)")
+    parser.set_defaults(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def add_shape_option(parser: argparse.ArgumentParser) -> None:

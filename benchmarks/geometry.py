@@ -5,17 +5,19 @@ inverse of its rank, as in natural texts, so that most words occur a few times. 
 alone, on batches that are ready; `istar measure` from the text to the table of its basic measures; and the same with
 the streaming measures only, `--groups 0 --sample 0`: without standard errors, and without TwoNN, which compares the
 tokens of a sample with each other. Prints the seconds, their ratios, and the memory that the passes take in addition
-to the model's forward pass. All take place in this process, on the CPU, and with the same random model; their order
-rotates from round to round. The defaults take 10 minutes on two idle cores. The ratio is higher for a short text,
-because the end of a pass (spectra of all layers, TwoNN) takes the same time for any text.
+to the model's forward pass. All take place in this process, and with the same random model, a BERT or a GPT-NeoX; their
+order rotates from round to round. The defaults take 10 minutes on two idle cores. The ratio is higher for a short text,
+because the end of a pass (spectra of all layers, TwoNN) takes the same time for any text; it is also timed by itself.
 
     python -m benchmarks.geometry --measures all              also those that `istar measure` leaves out by default
     python -m benchmarks.geometry --documents packed          blocks of several documents, all of the same length
     python -m benchmarks.geometry --rounds 1 --tokens 500000 --layers 2 --width 128         memory of a long text
+    python -m benchmarks.geometry --decoder --layers 16 --width 2048 --vocabulary 50304 --dtype bf16 --device cuda
 """
 
 import argparse
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,17 +25,21 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from transformers import BertConfig, BertModel
+from transformers import AutoModel, PreTrainedModel
 
 from benchmarks.common import (
+    add_device_option,
     comparison_table,
+    make_config,
     make_console,
     paired_ratio,
     peak_memory_mb,
     positive_int,
+    synchronize,
     time_in_rotation,
 )
 from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
+from istar.geometry.collect.measure import WEIGHT_DTYPES
 from istar.geometry.collect.stream import Stream
 from istar.inputs import tiny
 from istar.inputs.corpus import Blocks, Source, pad_batch, sorted_windows, split_into_batches
@@ -49,7 +55,7 @@ def main() -> None:
     num_pieces = len(tiny.make_tokenizer())  # special tokens and characters
     words = [f"word{rank}" for rank in range(1, options.vocabulary - num_pieces + 1)]
     tokenizer = tiny.make_tokenizer(words)
-    model = random_model(options.layers, options.width, options.vocabulary)
+    model = random_model(options)
     settings = MeasureSettings(
         options.length, intra=not options.no_intra, documents=options.documents, measures=options.measures
     )
@@ -57,27 +63,34 @@ def main() -> None:
         source = write_random_text(Path(folder) / "text.txt", words, options.tokens)
         blocks = Blocks(tokenizer, settings.length, settings.documents)(source.read_documents())
         batches = [
-            pad_batch([block.tokens for block in batch], 0)
+            {name: values.to(model.device) for name, values in pad_batch([block.tokens for block in batch], 0).items()}
             for window in sorted_windows(blocks, lambda block: len(block.tokens))
             for batch in split_into_batches(window, lambda block: len(block.tokens), model.device)
         ]
         bare_forward = partial(run_forward, model, batches)
         bare_forward()
-        cpu = torch.device("cpu")
-        memory_before = peak_memory_mb(cpu)
+        memory_before = peak_memory_mb(options.device)
         calls: dict[str, Callable[[], object]] = {PEER: bare_forward}
+        end_seconds: dict[str, list[float]] = {}
         streaming_only = replace(settings, groups=0, sample=0)
         for name, pass_settings in (("istar measure", settings), ("streaming measures only", streaming_only)):
             stream = Stream(model, tokenizer, pass_settings)
-            calls[name] = partial(stream, [source], CorpusStatistics.compute_measures)
-        seconds = time_in_rotation(calls, options.rounds, cpu)
+            calls[name] = partial(
+                stream, [source], partial(timed_end, options.device, end_seconds.setdefault(name, []))
+            )
+        seconds = time_in_rotation(calls, options.rounds, options.device)
     tokens = sum(int(inputs["attention_mask"].sum()) for inputs in batches)
-    columns = ("seconds (median)", "lowest", "highest", f"ratio to the {PEER}")
-    table = comparison_table(f"{tokens:,} tokens, {options.rounds} rounds", columns, options.rounds)
+    columns = ("seconds (median)", "lowest", "highest", "seconds of its end", f"ratio to the {PEER}")
+    kind = "decoder" if options.decoder else "encoder"
+    model_text = f"{kind} of {options.layers} layers of {options.width}, {options.dtype}, {options.device}"
+    table = comparison_table(f"{model_text}, {tokens:,} tokens, {options.rounds} rounds", columns, options.rounds)
     for name, values in seconds.items():
-        table.add_row(name, *(f"{pick(values):.1f}" for pick in (median, min, max)), paired_ratio(seconds, name, PEER))
+        end = f"{median(end_seconds[name]):.2f}" if name in end_seconds else ""
+        picked = (f"{pick(values):.2f}" for pick in (median, min, max))
+        table.add_row(name, *picked, end, paired_ratio(seconds, name, PEER))
     make_console().print(table)
-    make_console().print(f"Additional peak memory of istar measure: {peak_memory_mb(cpu) - memory_before:.0f} MB")
+    memory_mb = peak_memory_mb(options.device) - memory_before
+    make_console().print(f"Additional peak memory of istar measure: {memory_mb:.0f} MB")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -87,6 +100,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=positive_int, default=6, help="measured rounds (default: 6)")
     parser.add_argument("--layers", type=positive_int, default=6, help="layers of the model (default: 6)")
     parser.add_argument("--width", type=positive_int, default=384, help="a multiple of 32 (default: 384)")
+    decoder_help = "a GPT-NeoX with attention heads of 256 as in Pythia-1B, instead of a BERT with heads of 32"
+    parser.add_argument("--decoder", action="store_true", help=decoder_help)
+    parser.add_argument("--dtype", choices=("float32", "bf16"), default="float32", help="default: float32")
+    add_device_option(parser)
     parser.add_argument("--length", type=positive_int, default=256, help="tokens of a block (default: 256)")
     parser.add_argument("--documents", choices=("separate", "packed"), default="separate", help="default: separate")
     parser.add_argument("--measures", choices=("basic", "all"), default="basic", help="default: basic")
@@ -97,17 +114,14 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def random_model(layers: int, width: int, vocabulary: int) -> BertModel:
-    """Return a BERT model with random weights in evaluation mode."""
+def random_model(options: argparse.Namespace) -> PreTrainedModel:
+    """Return a model without a head, with random weights, in evaluation mode and on its device."""
     torch.manual_seed(0)
-    config = BertConfig(
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 32,
-        intermediate_size=4 * width,
-        vocab_size=vocabulary,
-    )
-    return BertModel(config).eval()
+    heads = max(1, options.width // (256 if options.decoder else 32))
+    config = make_config(options.layers, options.width, heads, options.decoder, options.vocabulary)
+    with options.device:  # a GPU draws the random weights much faster
+        model: PreTrainedModel = AutoModel.from_config(config, dtype=WEIGHT_DTYPES[options.dtype])
+    return model.eval()
 
 
 def write_random_text(path: Path, words: Sequence[str], tokens: int) -> Source:
@@ -126,11 +140,20 @@ def write_random_text(path: Path, words: Sequence[str], tokens: int) -> Source:
     return Source("text", path)
 
 
+def timed_end(device: torch.device, seconds: list[float], statistics: CorpusStatistics) -> dict[str, dict[str, float]]:
+    """Compute the measures at the end of a pass, and append how long it took to `seconds`."""
+    synchronize(device)
+    start = time.perf_counter()
+    measures = statistics.compute_measures()
+    seconds.append(time.perf_counter() - start)
+    return measures
+
+
 @torch.inference_mode()
-def run_forward(model: BertModel, batches: list[dict[str, torch.Tensor]]) -> None:
+def run_forward(model: PreTrainedModel, batches: list[dict[str, torch.Tensor]]) -> None:
     """Execute the forward pass over all batches."""
     for inputs in batches:
-        model(**inputs)
+        model(**inputs, use_cache=False)
 
 
 if __name__ == "__main__":

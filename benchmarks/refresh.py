@@ -4,7 +4,7 @@ The contenders are the forward pass of the model in inference mode, to which all
 the callback `istar.finetune.training.ShrinkageCovariance` without a progress bar; and the approach of the paper's code:
 request all hidden states, move every point to main memory, keep it, and call `np.cov` at the end. The order of the
 contenders rotates from round to round. The memory of each is the peak of one call in a new process, minus the peak of
-the bare forward pass.
+the bare forward pass; on a GPU, the peak of one more call in this process.
 
     python -m benchmarks.refresh                   MiniLM, 250,000 points, both precisions; 8 minutes on two idle cores
     python -m benchmarks.refresh --shape bert-base-32x128 --precision bf16 --rounds 6
@@ -29,6 +29,7 @@ from benchmarks.common import (
     json_from_new_process,
     make_console,
     make_parser,
+    measure_gpu_peaks_mb,
     note_emulated_bfloat16,
     paired_ratio,
     parse_options,
@@ -60,7 +61,8 @@ class Refresh:
         self.trainer: L.Trainer = build_bare_trainer(settings)
         self.device = device
         compute = "bf16" if precision == "bf16" else "float32"
-        self.model = shape.make_model().to(device).eval()  # type: ignore[arg-type]
+        with device:  # a GPU draws the random weights much faster
+            self.model: Any = shape.make_model().eval()
         self.penalty = IStar(-1.0, 0.4, compute=compute)
         attached = HiddenStatePenalty(self.model, self.penalty, PenaltySettings(num_points=points))
         rows = FeatureRows(random_texts(points // shape.layers, shape.tokens))
@@ -140,7 +142,10 @@ def main() -> None:
 def make_table(calls: dict[str, Callable[[], Any]], precision: str, options: argparse.Namespace) -> Table:
     """Measure all contenders in this precision, and return the table."""
     seconds = time_in_rotation(calls, options.rounds, options.device)
-    peaks = {name: peak_in_new_process(name, precision, options) for name in METHODS}
+    if options.device.type == "cuda":
+        peaks = measure_gpu_peaks_mb(calls, options.device)
+    else:
+        peaks = {name: peak_in_new_process(name, precision, options) for name in METHODS}
     table = comparison_table(
         f"{options.points:,} points, {options.shape}, {precision}, {options.device}, {options.rounds} rounds",
         ("seconds (median)", f"ratio to the {PEER}", f"MB above the {PEER}"),

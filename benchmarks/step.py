@@ -4,11 +4,14 @@ A step is forward pass, backward pass and fused AdamW on random tokens; bf16 is 
 without a penalty, to which all ratios refer; istar, with products in float32 and in bfloat16; the formulation of the
 paper's code (layers stacked, `torch.cov`, `svdvals`); and the closed form by plain autograd. `--only` also takes the
 penalties of other papers, with the defaults of `reg`. The order of the contenders rotates from round to round. The
-memory of each is the peak of two steps in a new process, above that of the process without a penalty.
+memory of each is the peak of two steps in a new process, above that of the process without a penalty; on a GPU, the
+peak of a step in this process. With `--compile`, each contender has its own model, compiled by `torch.compile` after
+the penalty is attached, because a compiled model keeps the hooks with which it was first called.
 
     python -m benchmarks.step                      both models in both precisions; half an hour on two idle cores
     python -m benchmarks.step --shape minilm-32x64 --precision bf16 --rounds 50 --no-memory --only "istar, bf16"
     python -m benchmarks.step --real 0.25          three quarters of the batch are padding
+    python -m benchmarks.step --device cuda --shape pythia-1b-8x512 --precision bf16 --compile --only "istar, bf16"
 
 A step without a penalty takes about 1 s for MiniLM 32 x 64 and 17 s for BERT-base 32 x 128 in float32 on two cores, and
 about half of that in bf16 if the processor has instructions for it.
@@ -22,6 +25,7 @@ from copy import deepcopy
 from functools import partial
 from statistics import median
 from tempfile import mkdtemp
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -39,6 +43,7 @@ from benchmarks.common import (
     make_console,
     make_parser,
     make_penalties,
+    measure_gpu_peaks_mb,
     note_emulated_bfloat16,
     paired_ratio,
     parse_options,
@@ -62,7 +67,8 @@ class Steps:
 
     def __init__(self, shape: Shape, precision: str, real_share: float, device: torch.device) -> None:
         self.device, self.autocast = device, precision == "bf16"
-        self.model = shape.make_model().to(device)  # type: ignore[arg-type]
+        with device:  # a GPU draws the random weights much faster
+            self.model: Any = shape.make_model()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self.inputs = random_batch(shape, device, real_share)
         self.is_padded = real_share < 1
@@ -136,12 +142,15 @@ def main() -> None:
         help=f"contenders besides the step without a penalty: {methods} (default: the first {len(METHODS)})",
     )
     parser.add_argument("--no-memory", action="store_true", help="measure time alone")
+    parser.add_argument("--compile", action="store_true", help="compile all models with torch.compile")
     parser.add_argument(
         "--processor-time",
         action="store_true",
         help="processor time instead of wall time: for a machine that others use, with OMP_NUM_THREADS=1",
     )
     options = parse_options(parser)
+    if options.compile and (trainer_methods := [name for name in options.only if name in TRAINER_METHODS]):
+        parser.error(f"--compile is not for {', '.join(trainer_methods)}")
     if options.peak_of:
         print(json.dumps(measure_peak_mb(options.shape[0], options.precision[0], options)))
         return
@@ -155,24 +164,33 @@ def main() -> None:
 def make_table(shape: str, precision: str, options: argparse.Namespace) -> Table:
     """Measure all contenders with this shape and precision, and return the table."""
     device = options.device
-    steps = Steps(SHAPES[shape], precision, options.real, device)
+    shared_steps = None if options.compile else Steps(SHAPES[shape], precision, options.real, device)
     names = [PEER, *options.only]
     penalties = make_penalties(SHAPES[shape].width, device, [name.removeprefix(TRAINER) for name in names])
     calls: dict[str, Callable[[], object]] = {}
     preparations: dict[str, Callable[[], object]] = {}
     for name in names:
         penalty = penalties[name.removeprefix(TRAINER)]
+        steps = shared_steps or Steps(SHAPES[shape], precision, options.real, device)
         if name.startswith(TRAINER):
             assert isinstance(penalty, IStar)
             calls[name] = steps.make_trainer_step(penalty)
+        elif options.compile:
+            steps.prepare(penalty)
+            steps.model.compile()
+            calls[name] = partial(steps, penalty)
         else:
             calls[name] = partial(steps, penalty)
             preparations[name] = partial(steps.prepare, penalty)
     clock = time.process_time if options.processor_time else time.perf_counter
     seconds = time_in_rotation(calls, options.rounds, device, clock, preparations)
     measured_names = [] if options.no_memory else [name for name in names if name not in TRAINER_METHODS]
-    peaks = {name: peak_in_new_process(shape, precision, name, options) for name in measured_names}
-    title = f"{shape}, {precision}, {options.real:.0%} real tokens, {device}, {options.rounds} rounds"
+    if device.type == "cuda":
+        peaks = measure_gpu_peaks_mb({name: calls[name] for name in measured_names}, device, preparations)
+    else:
+        peaks = {name: peak_in_new_process(shape, precision, name, options) for name in measured_names}
+    compiled = ", compiled" if options.compile else ""
+    title = f"{shape}, {precision}{compiled}, {options.real:.0%} real tokens, {device}, {options.rounds} rounds"
     columns = ("ms a step (median)", f"ratio to {PEER}", f"MB above {PEER}")
     table = comparison_table(title, columns, options.rounds)
     for name in names:
@@ -186,6 +204,8 @@ def measure_peak_mb(shape: str, precision: str, options: argparse.Namespace) -> 
     steps = Steps(SHAPES[shape], precision, options.real, options.device)
     [penalty] = make_penalties(SHAPES[shape].width, options.device, [options.peak_of]).values()
     steps.prepare(penalty)
+    if options.compile:
+        steps.model.compile()
     for _ in range(2):
         steps(penalty)
     return peak_memory_mb(options.device)
@@ -194,7 +214,7 @@ def measure_peak_mb(shape: str, precision: str, options: argparse.Namespace) -> 
 def peak_in_new_process(shape: str, precision: str, method: str, options: argparse.Namespace) -> float:
     """Return the result of `measure_peak_mb` for a method, measured in a new process."""
     arguments = ["--shape", shape, "--precision", precision, "--real", str(options.real)]
-    arguments += ["--device", str(options.device), "--peak-of", method]
+    arguments += ["--device", str(options.device), "--peak-of", method, *(["--compile"] if options.compile else [])]
     return float(json_from_new_process("benchmarks.step", *arguments))
 
 

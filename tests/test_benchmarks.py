@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from scipy.stats import binom
 
-from benchmarks import common, finetune, sweep
+from benchmarks import common, finetune, geometry, step, sweep
 from istar.finetune.runs.finished_runs import read_finished_run
 from istar.finetune.runs.identify import RunFolders
 from istar.records import results
@@ -88,6 +89,59 @@ def test_emulated_bfloat16_is_noted_with_its_factor(
 def test_a_number_of_rounds_is_a_positive_integer(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=f"expected a positive integer, not '{text}'"):
         common.positive_int(text)
+
+
+def test_the_peak_of_each_call_on_a_gpu_starts_at_a_reset_after_its_preparation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: events.append("reset"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: len(events) * 2**20)
+    calls = {name: lambda name=name: events.append(name) for name in "ab"}
+    preparations = {"b": lambda: events.append("prepare b")}
+    assert common.measure_gpu_peaks_mb(calls, torch.device("cuda"), preparations) == {"a": 2.0, "b": 5.0}
+    assert events == ["reset", "a", "prepare b", "reset", "b"]
+
+
+# ---- benchmarks.step and benchmarks.geometry
+
+
+def test_a_decoder_predicts_the_tokens_of_its_batch_that_are_not_padding() -> None:
+    shape = common.SHAPES["tiny-decoder"]
+    inputs = common.random_batch(shape, torch.device("cpu"), real_share=0.5)
+    is_real = inputs["attention_mask"].bool()
+    assert torch.equal(inputs["labels"][is_real], inputs["input_ids"][is_real])
+    assert (inputs["labels"][~is_real] == -100).all()
+    assert (~is_real).any()
+    loss = shape.make_model()(**inputs).loss
+    assert loss.item() == pytest.approx(math.log(50_304), rel=0.05)
+
+
+def test_the_decoder_of_1b_has_the_parameters_of_pythia() -> None:
+    with torch.device("meta"):
+        model = common.SHAPES["pythia-1b-8x512"].make_model()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 1_011_781_632
+
+
+def test_a_compiled_step_is_not_for_trainer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["step", "--compile", "--only", "istar, bf16", "PenaltyTrainer, istar, bf16"])
+    with pytest.raises(SystemExit):
+        step.main()
+    assert "--compile is not for PenaltyTrainer, istar, bf16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", [[], ["--decoder", "--dtype", "bf16"]])
+def test_measuring_is_compared_with_the_forward_pass_of_an_encoder_or_a_decoder(
+    model: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = ["--layers", "1", "--width", "32", "--vocabulary", "300", "--tokens", "400", "--rounds", "1"]
+    monkeypatch.setattr("sys.argv", ["geometry", "--device", "cpu", *size, *model])
+    geometry.main()
+    output = capsys.readouterr().out
+    assert f"{'decoder' if model else 'encoder'} of 1 layers of 32, {'bf16' if model else 'float32'}, cpu" in output
+    assert "istar measure" in output
 
 
 # ---- benchmarks.sweep
