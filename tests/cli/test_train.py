@@ -1,4 +1,4 @@
-"""`train.py` on the command line. Few calls start a new interpreter, which takes seconds; the others are forks."""
+"""`train.py` on the command line. Few calls start a new interpreter, which takes seconds."""
 
 import io
 import os
@@ -16,8 +16,10 @@ from istar.drawing.terminal import make_console, run_with_robust_output
 from istar.records import results
 from istar.records.config import PENALTIES
 from istar.records.task_specs import TASKS
-from tests.jobs import Done, starting
+from tests.finetune.sweeps.conftest import Call, call
 from tests.waiting import SECONDS
+
+__all__ = ["call"]  # a fixture
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = ("task.limit_train=16", "task.limit_validation=8", "data.batch_size=8", "trainer.max_epochs=1",
@@ -39,14 +41,13 @@ def run_train(*arguments: str, cwd: Path, **environment: str) -> "subprocess.Com
     )  # fmt: skip
 
 
-def assert_refused_in_one_line(result: "Done | subprocess.CompletedProcess[str]", folder: Path, message: str) -> None:
+def assert_refused_in_one_line(code: int, stdout: str, stderr: str, folder: Path, message: str) -> None:
     """Assert that a call ended with the exit code 2 and one line on stderr, and wrote no files of a run."""
-    code = result.code if isinstance(result, Done) else result.returncode
-    [line] = result.stderr.splitlines()
+    [line] = stderr.splitlines()
     assert code == 2
     assert line.startswith("error: ")
     assert message in line
-    assert result.stdout == ""
+    assert stdout == ""
     assert not list(folder.rglob(results.RESULT))
     assert not list(folder.glob("runs/demo*"))
 
@@ -54,28 +55,30 @@ def assert_refused_in_one_line(result: "Done | subprocess.CompletedProcess[str]"
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("-m reg.zeta=2,3", "reg.zeta=2 is outside [0, 1]"),
         ("task=null", "must be a string or a list"),
         ("reg.zeta=2", "reg.zeta=2 is outside [0, 1]"),
         ("task=rtee", "did you mean rte?"),
         ("task.data_dir=/nowhere", "task.data_dir=/nowhere does not exist"),
     ],
 )
-def test_a_mistake_is_one_line(tmp_path: Path, own_cache: Path, argument: str, message: str) -> None:
-    with starting(own_cache) as start:
-        assert_refused_in_one_line(start(tmp_path, *argument.split()).wait(), tmp_path, message)
+def test_a_mistake_is_one_line(
+    call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str], argument: str, message: str
+) -> None:
+    assert_refused_in_one_line(call(argument), *capsys.readouterr(), tmp_path, message)
 
 
 def test_a_mistake_is_one_line_in_a_new_interpreter(tmp_path: Path) -> None:
-    assert_refused_in_one_line(run_train("reg.lamda=1", cwd=tmp_path), tmp_path, "did you mean reg.lambda?")
+    result = run_train("reg.lamda=1", cwd=tmp_path)
+    message = "did you mean reg.lambda?"
+    assert_refused_in_one_line(result.returncode, result.stdout, result.stderr, tmp_path, message)
 
 
-@pytest.mark.parametrize("argument", ["--dry-run", "sweep.jobs=2", "sweep.search=optuna", "++sweep.jobs=2"])
-def test_options_of_sweeps_need_m(tmp_path: Path, own_cache: Path, argument: str) -> None:
-    with starting(own_cache) as start:
-        result = start(tmp_path, "debug=smoke", argument).wait()
+@pytest.mark.parametrize("argument", ["--dry-run", "++sweep.jobs=2"])
+def test_options_of_sweeps_need_m(
+    call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str], argument: str
+) -> None:
     message = f"{argument} is for sweeps, and this command starts a single run; add -m, or leave it out"
-    assert_refused_in_one_line(result, tmp_path, message)
+    assert_refused_in_one_line(call("debug=smoke", argument), *capsys.readouterr(), tmp_path, message)
 
 
 def test_help_fits_a_screen_and_a_half(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,14 +196,15 @@ def test_overrides_may_stand_on_both_sides_of_an_option(arguments: str, moved: s
     assert move_overrides_to_end(arguments.split()) == moved.split()
 
 
-def test_a_sweep_takes_overrides_on_both_sides_of_m(tmp_path: Path, own_cache: Path) -> None:
-    with starting(own_cache) as start:
-        result = start(tmp_path, "seed=3,4", "--dry-run", "-m", "reg=none,istar").wait()
-        printed = start(tmp_path, "seed=7", "--cfg", "job", "reg=none").wait()
-    assert (result.code, result.stderr) == (0, "")
-    assert "4 runs" in result.stdout
-    assert (printed.code, printed.stderr) == (0, "")
-    assert "seed: 7" in printed.stdout
+def test_a_sweep_takes_overrides_on_both_sides_of_m(call: Call, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("seed=3,4", "--dry-run", "-m", "reg=none") == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert "2 runs" in printed.out
+    assert call("seed=7", "--cfg", "job", "reg=none") == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert "seed: 7" in printed.out
 
 
 def test_help_may_be_cut_by_a_reader_that_ends_first() -> None:
@@ -220,22 +224,21 @@ def test_help_may_be_cut_by_a_reader_that_ends_first() -> None:
     assert (process.returncode, process.stderr) == (141, "")
 
 
-def test_a_log_file_has_a_line_for_each_epoch(tmp_path: Path, own_cache: Path) -> None:
-    with starting(own_cache) as start:
-        arguments = ("debug=smoke", "trainer.max_epochs=2", "trainer.accelerator=cpu", "trainer.progress_bar=true")
-        result = start(tmp_path, *arguments).wait()
-    assert result.code == 0
+def test_a_log_file_has_a_line_for_each_epoch(call: Call, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("debug=smoke", "trainer.max_epochs=2", "trainer.accelerator=cpu", "trainer.progress_bar=true")
+    assert call(*arguments) == 0
+    printed = capsys.readouterr()
     assert re.fullmatch(
         r"the shrinkage covariance uses all \d+ points \(tokens x layers\) of .+, fewer than reg\.\S+=20000\n",
-        result.stderr,
+        printed.err,
     )
-    penalty_line, *epoch_lines = result.stdout.splitlines()[:3]
+    penalty_line, *epoch_lines = printed.out.splitlines()[:3]
     assert penalty_line == "penalty: I-STAR λ=0.2 ζ=0.4 (change with reg=, reg.lambda=, reg.zeta=)"
     assert [line.split()[1] for line in epoch_lines] == ["1/2", "2/2"]
     for line in epoch_lines:
         assert re.search(r" · loss \S+ · IsoScore\* \S+ · accuracy \d+\.\d\d($| · \d:\d\d left$)", line)
     # No other phase appears.
-    assert not re.search("━|validating|Sigma_S|measuring", result.stdout.partition("\n┏")[0])
+    assert not re.search("━|validating|Sigma_S|measuring", printed.out.partition("\n┏")[0])
 
 
 def test_characters_that_the_encoding_of_the_output_lacks_become_question_marks(

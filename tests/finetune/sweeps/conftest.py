@@ -1,23 +1,31 @@
 """Fixtures that build a sweep as Hydra does, in the process of the tests."""
 
+import copy
 import functools
-from collections.abc import Callable, Iterator
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra._internal.callbacks import Callbacks
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import HydraContext
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from sqlalchemy import Engine, event
 
 from hydra_plugins.istar_sweeper import IstarSweeper
+from istar.cli import train
 from istar.finetune.sweeps.planned_runs import SweepRequest, SweepRuns
-from istar.records.config import schema
+from istar.records.config import SweepConfig, schema
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
 TINY = ("reg.num_points=200", "task.limit_train=32", "task.limit_validation=9", "data.batch_size=8",
@@ -33,6 +41,14 @@ def compose_sweeper(*arguments: str) -> IstarSweeper:
     return sweeper
 
 
+def keep_config_store(store: ConfigStore, memo: dict[int, Any]) -> ConfigStore:
+    """Do without the copy of all registered configs that Hydra makes, but does not change, at each composition."""
+    return store
+
+
+ConfigStore.__deepcopy__ = keep_config_store  # type: ignore[attr-defined]
+
+
 @event.listens_for(Engine, "connect")
 def wait_for_no_disk(connection: Any, record: Any) -> None:
     """Let SQLite write the files of the tests' studies without waiting for the disk."""
@@ -40,9 +56,18 @@ def wait_for_no_disk(connection: Any, record: Any) -> None:
 
 
 @functools.cache
-def compose_shared_sweeper(*arguments: str) -> IstarSweeper:
-    """Return a sweeper that all tests with these arguments share, because composing takes half a second."""
-    return compose_sweeper(*arguments)
+def compose_shared_sweeper() -> IstarSweeper:
+    """Return a sweeper that tests share: it composes the options of config groups once for all of them."""
+    return compose_sweeper()
+
+
+def merge_sweep_settings(config: DictConfig, arguments: Iterable[str]) -> SweepConfig:
+    """Return the settings of the sweep of a config after the `sweep.` overrides among arguments."""
+    merged = copy.deepcopy(config)
+    overrides = [argument for argument in arguments if argument.startswith("sweep.")]
+    for override in OverridesParser.create().parse_overrides(overrides):
+        OmegaConf.update(merged, override.key_or_group, override.value(), merge=True)
+    return schema.load_sweep(merged)
 
 
 @pytest.fixture
@@ -55,15 +80,23 @@ def make_sweeper() -> Iterator[Callable[..., IstarSweeper]]:
 
 
 @pytest.fixture
-def make_runs(tmp_path: Path, make_sweeper: Callable[..., IstarSweeper]) -> Callable[..., SweepRuns]:
+def shared_sweeper(make_sweeper: Callable[..., IstarSweeper]) -> IstarSweeper:
+    """Return the sweeper of a command line without overrides; read it only."""
+    sweeper = compose_shared_sweeper()
+    HydraConfig.instance().set_config(sweeper.config)
+    return sweeper
+
+
+@pytest.fixture
+def make_runs(tmp_path: Path, shared_sweeper: IstarSweeper) -> Callable[..., SweepRuns]:
     """Return a function that returns the runs of a sweep for the arguments of a command line; none is started."""
 
     def build_runs(*arguments: str) -> SweepRuns:
-        sweeper = compose_shared_sweeper(*(argument for argument in arguments if "," not in argument))
-        HydraConfig.instance().set_config(sweeper.config)
-        settings = schema.load_sweep(sweeper.config)
+        settings = merge_sweep_settings(shared_sweeper.config, arguments)
         arguments = (*arguments, f"run.root={tmp_path / 'runs'}")
-        request = SweepRequest(settings, arguments, {}, "python train.py", tmp_path / "runs", sweeper.compose)
+        root, loader = tmp_path / "runs", shared_sweeper.hydra_context.config_loader
+        compose = shared_sweeper.compose
+        request = SweepRequest(settings, arguments, {}, "python train.py", root, compose, config_loader=loader)
         return SweepRuns(request, Console(quiet=True))
 
     return build_runs
@@ -79,3 +112,42 @@ def with_all_runs(sweep: SweepRuns) -> SweepRuns:
     """Add the runs of all grids to a sweep, and return it."""
     sweep.add_grids()
     return sweep
+
+
+@pytest.fixture
+def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the studies of a test in Optuna's storage in memory, in a fraction of the time that a database takes."""
+    storage = optuna.storages.InMemoryStorage()
+    monkeypatch.setattr(optuna.storages, "get_storage", lambda url: storage)
+
+
+Call = Callable[..., int]
+"""Type of the fixture `call`."""
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
+    """Return a function that calls `istar train` in this process and `tmp_path`, and returns its exit code."""
+
+    def run_command(*arguments: str) -> int:
+        GlobalHydra.instance().clear()
+        with pytest.MonkeyPatch.context() as patch:
+            # As in a new interpreter; pytest's handlers are there when a test begins.
+            patch.setattr(logging.root, "handlers", [])
+            try:
+                train.run_train(arguments, "istar train")
+            except SystemExit as error:
+                return int(error.code or 0)
+        return 0
+
+    # Hydra configures the logging of the process, and disables the loggers that exist.
+    monkeypatch.setattr(logging.root, "level", logging.root.level)
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            monkeypatch.setattr(logger, "disabled", logger.disabled)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setattr(sys, "argv", [])
+    yield run_command
+    GlobalHydra.instance().clear()
+    HydraConfig.instance().cfg = None

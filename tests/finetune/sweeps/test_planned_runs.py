@@ -14,6 +14,8 @@ from istar.finetune.sweeps.planned_runs import SweepRuns, describe_sweep
 from istar.finetune.sweeps.trials import replace_seed
 from istar.records.config import schema
 from istar.records.config.schema import to_dict
+from istar.reports.plan_file import plan_test
+from istar.statistics import ALPHA, POWER, TEST
 from tests.finetune.sweeps.conftest import TINY, with_all_runs, with_grids
 
 MakeRuns = Callable[..., SweepRuns]
@@ -35,6 +37,12 @@ def test_the_runs_of_a_grid(make_runs: MakeRuns) -> None:
     assert {(run["task"], run["model"]) for run in runs} == {("demo", "tiny")}
     assert (fields["trials"], fields["seeds_of_best"], fields["repetitions"]) == (None, [], [])
     assert fields["overrides_by_grid"][""][:2] == ["reg=none,cosreg", "optim.lr=1e-3,1e-4"]
+
+
+def test_a_penalty_of_weight_0_is_base(make_runs: MakeRuns) -> None:
+    fields = describe(make_runs("reg=none,istar", "reg.lambda=0,1", "seed=1,2", *SMALL))
+    assert {run["method"] for run in fields["runs"]} == {"Base", "I-STAR λ=1 ζ=0.4"}
+    assert plan_test(TEST, ALPHA, None, POWER, fields["runs"], fields["repetitions"])["comparisons"] == 1
 
 
 def test_a_plan_has_no_smoke_runs(make_runs: MakeRuns) -> None:
@@ -101,7 +109,6 @@ GRIDS = {
     "base": {"reg": "none"},
     "down": {"reg": "istar", "reg.lambda": -1},
     "up": {"reg": "istar", "reg.lambda": 1},
-    "placebo": {"reg": "random_direction", "reg.lambda": 1},
 }
 
 
@@ -118,6 +125,8 @@ def test_repetitions_have_the_names_that_the_sweep_gives_them(make_runs: MakeRun
     assert all(group["seeds"] == [2, 3] for group in fields["repetitions"])
     assert fields["seeds_of_best"] == [1, 2, 3]
     assert set(fields["overrides_by_grid"]) == set(GRIDS)
+    # Two grids of the same penalty are two methods, each compared with base in each task.
+    assert plan_test(TEST, ALPHA, None, POWER, fields["runs"], fields["repetitions"])["comparisons"] == 2 * 2
     names = {name for group in fields["repetitions"] for name in group["names"]}
     assert len(names) == 2 * len(sweep.trial_by_name)
     assert not names & set(sweep.trial_by_name)

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from istar.errors import LockedError, StoppedError, UserError
 from istar.files.writing import lock_folder
-from istar.finetune.sweeps import pool, sweep
-from istar.finetune.sweeps.live_table import Board
+from istar.finetune.sweeps import comparison, pool, sweep
+from istar.finetune.sweeps.live_table import Board, read_state
 from istar.finetune.sweeps.planned_runs import SweepRuns
 from istar.finetune.sweeps.sweep import (
     TrialQueue,
@@ -41,7 +41,7 @@ def write_result(folder: Path, config: Config) -> None:
 class Run:
     """Stand-in for `RunProcesses` that finishes at once.
 
-    The first run with a seed in `locked_seeds` finds its folder locked.
+    The first run with a seed in `locked_seeds` finds its folder locked. Runs with a seed in `failing_seeds` fail.
     """
 
     def __init__(self, config: Config, processes: int, study: Any, variables: Any, log: Path, start: Any) -> None:
@@ -52,6 +52,7 @@ class Run:
         Run.rates.append(config.optim.lr)
 
     locked_seeds: set[int]
+    failing_seeds: set[int]
     seeds: list[int]
     rates: list[float]
 
@@ -64,6 +65,8 @@ class Run:
     def read_record(self, signals: Any) -> RunRecord:
         if self.is_locked:
             raise LockedError("another process has it")
+        if self.config.seed in Run.failing_seeds:
+            raise UserError("it broke")
         folder = Path(self.config.run.root) / self.name
         write_result(folder, self.config)
         return results.read_result(folder)
@@ -71,7 +74,7 @@ class Run:
 
 @pytest.fixture(autouse=True)
 def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    Run.locked_seeds, Run.seeds, Run.rates = set(), [], []
+    Run.locked_seeds, Run.failing_seeds, Run.seeds, Run.rates = set(), set(), [], []
     monkeypatch.setattr(pool, "RunProcesses", Run)
     monkeypatch.setattr(sweep, "CHECK_INTERVAL_SECONDS", 0)
 
@@ -180,6 +183,17 @@ def test_the_seeds_follow_when_all_is_settled(
     assert (Run.seeds, Run.rates) == ([1, 2], [1e-3, 1e-4])
 
 
+def test_fail_fast_starts_no_further_runs(make_runs: Callable[..., SweepRuns], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither those of the grid nor the repetitions of the best."""
+    monkeypatch.setattr(comparison, "draw_comparison", lambda records: {})
+    Run.failing_seeds = {2}
+    request = make_runs("sweep.fail_fast=true", "sweep.seeds=[1,7]", *GRID).request
+    assert sweep.run_sweep(request, Console(quiet=True)) == 1
+    [state_file] = request.root.glob("sweeps/*/sweep.json")
+    assert [entry.status for entry in read_state(state_file).entries] == ["finished", "failed", "waiting"]
+    assert Run.seeds == [1, 2]
+
+
 def test_a_launcher_that_finds_a_lock(make_runs: Callable[..., SweepRuns]) -> None:
     """A run whose folder is locked is launched again; a run with another error has failed."""
     launched: list[list[str]] = []
@@ -198,21 +212,18 @@ def test_a_launcher_that_finds_a_lock(make_runs: Callable[..., SweepRuns]) -> No
     assert launched == [["seed=1", "seed=2", "seed=3"], ["seed=2"]]
 
 
-@pytest.mark.parametrize(("sampler", "trials", "expected"), [("random", 5, 5), ("tpe", 9, 6)])
-def test_a_search_executes_as_many_different_runs_as_it_has_trials(
-    make_runs: Callable[..., SweepRuns], sampler: str, trials: int, expected: int
-) -> None:
-    """Fewer runs are executed only if the search space has fewer; no run is executed twice or counts as failed."""
+@pytest.mark.usefixtures("in_memory")
+def test_a_search_executes_each_run_of_a_small_space_once(make_runs: Callable[..., SweepRuns]) -> None:
+    """No run is executed twice or counts as failed, although the search may have one trial more."""
     pytest.importorskip("optuna")
     sweep_runs = make_runs(
-        "optim.lr=1e-3,1e-4", "seed=1,2,3", f"sweep.trials={trials}", f"sweep.sampler={sampler}",
-        "sweep.search=optuna", "sweep.jobs=2", *TINY,
+        "optim.lr=1e-3,1e-4", "seed=1,2", "sweep.trials=5", "sweep.search=optuna", "sweep.jobs=2", *TINY
     )  # fmt: skip
     with Board(sweep_runs.folder, sweep_runs.state, Console(quiet=True)) as board:
         sweep.run_search(sweep_runs, board)
     executed = list(zip(Run.seeds, Run.rates, strict=True))
-    assert len(executed) == len(set(executed)) == expected
-    assert [entry.status for entry in sweep_runs.state.entries] == ["finished"] * expected
+    assert len(executed) == len(set(executed)) == 4
+    assert [entry.status for entry in sweep_runs.state.entries] == ["finished"] * 4
     assert sweep_runs.state.to_come == 0
 
 
@@ -310,7 +321,8 @@ def make_timed_record(config: Any, seconds: float, examples: int = 100, status: 
 
 
 def test_the_most_alike_count(composed: Any) -> None:
-    rte, mrpc = (composed(f"task={task}", "trainer.max_epochs=2") for task in ("rte", "mrpc"))
+    rte = composed("task=rte", "trainer.max_epochs=2")
+    mrpc, cola = (replace(rte, task=replace(rte.task, name=name)) for name in ("mrpc", "cola"))
     base = composed("task=rte", "reg=none", "trainer.max_epochs=4")
     finished_runs = [
         make_timed_record(rte, 20),
@@ -328,7 +340,7 @@ def test_the_most_alike_count(composed: Any) -> None:
     cosreg_estimate = estimate_duration([(cosreg, 10)], finished_runs)
     assert cosreg_estimate[0] == pytest.approx(10 * (rates[1] + rates[2]) / 2)
     assert cosreg_estimate[1] == "by 4 finished runs of the same model and task"
-    cola_estimate = estimate_duration([(composed("task=cola"), 10)], finished_runs)
+    cola_estimate = estimate_duration([(cola, 10)], finished_runs)
     assert cola_estimate[1] == "by 5 finished runs of the same model"
 
 
@@ -340,8 +352,9 @@ def test_a_run_is_counted_once(composed: Any) -> None:
 
 def test_nothing_known(composed: Any) -> None:
     rte = composed("task=rte")
+    albert = replace(rte, model=replace(rte.model, name="albert"))
     assert estimate_duration([(rte, 10)], [])[0] is None
-    assert estimate_duration([(rte, 10)], [make_timed_record(composed("task=rte", "model=albert"), 5)])[0] is None
+    assert estimate_duration([(rte, 10)], [make_timed_record(albert, 5)])[0] is None
     assert estimate_duration([], [])[0] == 0
 
 

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from hydra_plugins.istar_sweeper import IstarSweeper
 from istar.errors import UserError
 from istar.files.writing import lock_folder
 from istar.finetune.sweeps.live_table import read_state
 from istar.finetune.sweeps.planned_runs import SweepRuns
-from istar.finetune.sweeps.sweep import print_results, read_finished_runs
+from istar.finetune.sweeps.sweep import print_results, read_finished_runs, run_sweep
 from istar.records import results
 from istar.records.config import schema
 from istar.records.results import RunRecord
 from tests.finetune.sweeps.conftest import TINY, with_all_runs
 from tests.finished_runs import make_finished_record
-from tests.jobs import Done, Job, Start, at_once, starting
+from tests.jobs import Job, Start, starting
 from tests.outcomes import assert_same
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
@@ -123,19 +123,13 @@ def test_the_best_of_each_method_goes_on_with_more_seeds(tmp_path: Path, start: 
     )
 
 
-def test_failures_are_told_and_may_stop_all(tmp_path: Path, start: Start) -> None:
-    layers = ("-m", "seed=1", "reg=cosreg", "reg.layers=[7],[8],last", *TINY[1:])
-
-    def run_in(name: str, *overrides: str) -> Done:
-        return start(tmp_path / name, *layers, *overrides).wait()
-
-    default_result, fail_fast_result = at_once(lambda: run_in("on"), lambda: run_in("fast", "sweep.fail_fast=true"))
-    assert (default_result.code, default_result.stderr) == (1, "")
-    assert "2 of 3 runs failed; the same command runs them again:" in default_result.stdout
-    assert [entry.status for entry in read_sweep_state(tmp_path / "on").entries] == ["failed", "failed", "finished"]
-    assert all("does not exist" in (entry.error or "") for entry in read_sweep_state(tmp_path / "on").entries[:2])
-    assert (fail_fast_result.code, fail_fast_result.stderr) == (1, "")
-    assert [entry.status for entry in read_sweep_state(tmp_path / "fast").entries] == ["failed", "waiting", "waiting"]
+def test_failures_are_told(tmp_path: Path, start: Start) -> None:
+    result = start(tmp_path, "-m", "seed=1", "reg=cosreg", "reg.layers=[7],last", *TINY[1:]).wait()
+    assert (result.code, result.stderr) == (1, "")
+    assert "1 of 2 runs failed; the same command runs them again:" in result.stdout
+    failed_entry, finished_entry = read_sweep_state(tmp_path).entries
+    assert (failed_entry.status, finished_entry.status) == ("failed", "finished")
+    assert "does not exist" in (failed_entry.error or "")
 
 
 @pytest.mark.slow
@@ -222,6 +216,9 @@ def test_data_that_cannot_be_loaded_fail_their_runs_alone(make_runs: Callable[..
             "reg.zeta belongs to reg=istar or random_direction, which is not selected",
         ),
         (("reg.lambda=interval(-1,1)",), "an interval is for sweep.search=optuna"),
+        (("optim.lr=glob(*)",), "optim.lr"),
+        (("task.data_dir=${hydra:job.num}",), "${hydra:job.num} has no value with -m"),
+        (("task.data_dir=${nothing}",), "nothing"),
         (("sweep.jobs=0",), "sweep.jobs=0 is too small"),
         (("sweep.search=optna",), "sweep.search=optna is not known; did you mean optuna?"),
         (("sweep.name=a/b",), "sweep.name='a/b' is not a folder name"),
@@ -230,16 +227,10 @@ def test_data_that_cannot_be_loaded_fail_their_runs_alone(make_runs: Callable[..
     ],
 )
 def test_mistakes_are_told_before_anything_is_started(
-    tmp_path: Path, make_sweeper: Callable[..., IstarSweeper], arguments: tuple[str, ...], expected_message: str
+    tmp_path: Path, make_runs: Callable[..., SweepRuns], arguments: tuple[str, ...], expected_message: str
 ) -> None:
-    # Hydra composes the arguments that are not swept over before it calls the sweeper.
-    fixed_arguments = [argument for argument in arguments if "," not in argument and "interval" not in argument]
-
-    def run_sweep() -> None:
-        make_sweeper(f"run.root={tmp_path / 'runs'}", *fixed_arguments).sweep(list(arguments))
-
-    with pytest.raises((UserError, HydraException)) as error:
-        run_sweep()
+    with pytest.raises((UserError, HydraException, OmegaConfBaseException)) as error:
+        run_sweep(make_runs(*arguments).request, Console(quiet=True))
     message = str(error.value) if isinstance(error.value, UserError) else schema.explain(error.value)
     assert expected_message in message
     assert "\n" not in message

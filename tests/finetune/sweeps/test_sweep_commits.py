@@ -15,6 +15,7 @@ from istar.finetune.sweeps.sweep import _make_launcher_overrides, run_search
 from istar.inputs import hub
 from istar.records import results
 from istar.records.config import schema
+from tests.finetune.sweeps.conftest import merge_sweep_settings
 from tests.finished_runs import make_finished_record
 
 MODEL = ("model=auto", "model.name=org/tiny")
@@ -24,16 +25,15 @@ COMMITS = ("12345678901234567890e1234567890123456789", "f" * 40)
 
 @pytest.fixture
 def make_runs(
-    make_sweeper: Callable[..., IstarSweeper], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    shared_sweeper: IstarSweeper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Callable[..., SweepRuns]:
     """Return a function that creates the runs of a new call of a sweep; the branch moves between two calls."""
     commits = iter(COMMITS)
     monkeypatch.setattr(hub, "find_commit", lambda name, revision, kind: revision or next(commits))
 
     def build_runs(*overrides: str) -> SweepRuns:
-        sweeper = make_sweeper(*MODEL, *overrides)
-        settings = schema.load_sweep(sweeper.config)
-        request = SweepRequest(settings, (*MODEL, "seed=1,2"), {}, "", tmp_path / "runs", sweeper.compose)
+        settings = merge_sweep_settings(shared_sweeper.config, overrides)
+        request = SweepRequest(settings, (*MODEL, "seed=1,2"), {}, "", tmp_path / "runs", shared_sweeper.compose)
         return SweepRuns(request, Console(quiet=True))
 
     return build_runs

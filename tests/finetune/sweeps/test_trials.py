@@ -275,19 +275,20 @@ def test_the_runs_of_all_grids_of_every_sweep_file_compose(
 
 def test_all_methods_of_the_sweep_of_penalties_have_equal_trials(make_sweeper: Callable[..., IstarSweeper]) -> None:
     """The experiment of the same name has the same runs as the sweep file."""
-    expansions = []
-    for choice in ("+sweep=penalties", "experiment=penalties"):
-        sweeper = make_sweeper(choice, "task=mrpc")
-        settings = schema.load_sweep(sweeper.config)
-        assert settings.seeds == list(range(1, 11))
-        expansions.append(expand([], sweeper.params, settings.grids or {}))
-        overrides = (choice, "task=mrpc", *expansions[-1]["random_direction"][0])
-        check_composition(sweeper, overrides)
-        config = sweeper.compose(overrides)
-        assert (config.task.name, config.task.validation_fraction) == ("mrpc", 0.1)
-        assert config.reg.name == "random_direction"
-    assert expansions[0] == expansions[1]
-    assert [len(combinations) for combinations in expansions[0].values()] == [3] * 12
+    sweepers = make_sweeper("+sweep=penalties"), make_sweeper("experiment=penalties", "task=mrpc")
+    all_settings = [schema.load_sweep(sweeper.config) for sweeper in sweepers]
+    assert [settings.seeds for settings in all_settings] == [list(range(1, 11))] * 2
+    of_file, of_experiment = (
+        expand([], sweeper.params, settings.grids or {})
+        for sweeper, settings in zip(sweepers, all_settings, strict=True)
+    )
+    assert of_file == of_experiment
+    assert [len(combinations) for combinations in of_file.values()] == [3] * 12
+    overrides = ("experiment=penalties", "task=mrpc", *of_experiment["random_direction"][0])
+    check_composition(sweepers[1], overrides)
+    config = sweepers[1].compose(overrides)
+    assert (config.task.name, config.task.validation_fraction) == ("mrpc", 0.1)
+    assert config.reg.name == "random_direction"
 
 
 def format_settings(settings: dict[str, Any]) -> str:
