@@ -37,6 +37,7 @@ MODULES = [
     "istar.cli.train",
     "istar.integrations.transformers",
     "tests.forks",
+    "tests.generated",
 ]
 IMPORT_TIME_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """Environment variables that libraries read on import."""
