@@ -258,11 +258,14 @@ def test_a_lock_is_told_from_other_errors(composed):
 # ---- signals
 
 
-def test_a_stopped_run_is_saved_and_goes_on_exactly(tmp_path, start, single_process_run):
-    assert_stopped(start(tmp_path, "seed=1", *LONG).until_it_trains().send(signal.SIGINT).wait(), signal.SIGINT)
-    resumed = start(tmp_path, "seed=1", *LONG).wait().well()
-    assert "was interrupted; it resumes from step-" in resumed.stderr
-    assert_same(only_run(tmp_path / "runs"), single_process_run)
+def test_a_stopped_run_is_saved_and_goes_on_exactly(tmp_path, start, composed, caplog):
+    overrides = (*LONG, "task.limit_train=60", "run.isotropy_zeta=null")
+    assert_stopped(start(tmp_path, *overrides).until_it_trains().send(signal.SIGINT).wait(), signal.SIGINT)
+    resumed, undisturbed = (composed(*overrides, f"run.root={tmp_path / name}") for name in ("runs", "undisturbed"))
+    run(resumed)
+    assert "was interrupted; it resumes from step-" in caplog.text
+    run(undisturbed)
+    assert_same(only_run(tmp_path / "runs"), only_run(tmp_path / "undisturbed"))
 
 
 @pytest.mark.slow
