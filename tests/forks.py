@@ -26,18 +26,12 @@ from torch.multiprocessing import start_processes
 import istar
 from istar.cli.main import train_main
 from istar.finetune.runs import launch
-from istar.finetune.runs.forking import PRELOADED_MODULES, RANK_VARIABLE_ORDER, is_supported
+from istar.finetune.runs.forking import RANK_VARIABLE_ORDER, is_supported
 from istar.finetune.sweeps import pool
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 METHOD = "forkserver" if is_supported() else "spawn"
 """The start method of `multiprocessing`. Only on Linux can a process that has loaded the libraries be forked."""
-MODULES = [
-    *PRELOADED_MODULES,
-    "istar.cli.train",
-    "istar.integrations.transformers",
-    "tests.forks",
-]
 IMPORT_TIME_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """Environment variables that libraries read on import."""
 
@@ -45,7 +39,7 @@ IMPORT_TIME_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THR
 def forking() -> BaseContext:
     """Return the context of `multiprocessing` whose processes are forks of the server; only on Linux, see `METHOD`."""
     context = multiprocessing.get_context(METHOD)
-    context.set_forkserver_preload(MODULES)
+    context.set_forkserver_preload(["tests.preloaded"])
     return context
 
 

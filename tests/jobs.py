@@ -183,12 +183,6 @@ def open_files(process: Path) -> set[Path]:
     return paths
 
 
-def catches(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for the signal with this number."""
-    [mask] = re.findall(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    return bool(int(mask, 16) >> (number - 1) & 1)
-
-
 def newest(folder: Path) -> int:
     """Return the step of the newest checkpoint, or 0 if there is none."""
     paths = folder.glob("runs/*/checkpoints/step-*.ckpt")

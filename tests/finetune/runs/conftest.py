@@ -29,13 +29,20 @@ from tests.finetune.runs.faults import (
 from tests.waiting import SECONDS
 
 
+def run_without_picture(config: Config) -> RunRecord:
+    """Execute a run whose picture is blank, as the fixture `small` of tests/conftest.py leaves it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("istar.finetune.runs.record.render", lambda plot, formats: dict.fromkeys(formats, b""))
+        return run(config)
+
+
 @pytest.fixture(scope="session")
 def undisturbed_run(composed: Build, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run with the overrides EPOCHS that was never interrupted."""
     overrides = ("task.limit_validation=16", "trainer.accumulate_grad_batches=1", "trainer.log_every_n_steps=1",
               "trainer.progress_bar=false", "trainer.accelerator=cpu", "run.isotropy_zeta=null")  # fmt: skip
     config = composed(*overrides, *EPOCHS, f"run.root={tmp_path_factory.mktemp('undisturbed')}")
-    run(config)
+    run_without_picture(config)
     return only_folder(config)
 
 
@@ -47,6 +54,8 @@ def cached_run(
     runs: dict[tuple[str, ...], tuple[Config, RunRecord, Path]] = {}
 
     def get_run(*overrides: str) -> tuple[Config, RunRecord, Path]:
+        # The default task need not be composed again.
+        overrides = tuple(override for override in overrides if override != "task=demo")
         if overrides not in runs:
             config = composed(
                 "task.limit_train=48",
@@ -61,7 +70,7 @@ def cached_run(
                 f"run.root={tmp_path_factory.mktemp('done')}",
                 *overrides,
             )
-            record = run(config)
+            record = run_without_picture(config)
             runs[overrides] = (config, record, place(config, record))
         return runs[overrides]
 

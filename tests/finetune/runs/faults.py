@@ -26,7 +26,7 @@ Build = Callable[..., Config]
 FOUR_STEPS = ("reg=none", "task.limit_train=32", "data.batch_size=8", "trainer.checkpoint_every_n_steps=1")
 EPOCHS = (*FOUR_STEPS, "trainer.max_epochs=2")
 DRAFT = re.compile(r"\..*\.[0-9a-f]{32}")
-WANDB = (*FOUR_STEPS, "logger=wandb")
+WANDB = (*FOUR_STEPS, "logger=wandb", "run.geometry=false")
 
 
 class Broken(BaseException):

@@ -1,14 +1,17 @@
 """Files in the working folder that have the names of libraries are not imported by the processes of runs."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from istar.finetune.runs import launch
+from istar.finetune.runs import forking, launch
 from istar.records import results
 from istar.records.config import TrainerConfig
 from tests.jobs import Start, at_once, starting
@@ -31,11 +34,33 @@ def write_modules(folder: Path) -> Path:
     return folder
 
 
+def test_the_server_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server imports the libraries in the working folder of the sweep, and its forks inherit them."""
+    server: Any = forkserver.ForkServer()
+    for name in ("set_forkserver_preload", "ensure_running", "connect_to_new_process", "get_inherited_fds"):
+        monkeypatch.setattr(forkserver, name, getattr(server, name))
+    monkeypatch.setattr(forking, "PRELOADED_MODULES", ["random", "yaml"])
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    monkeypatch.chdir(write_modules(tmp_path))
+    try:
+        forking.start_server(launch._make_process_environment(0, 1, TrainerConfig(), 0))
+        process = multiprocessing.get_context("forkserver").Process(target=os.getpid)
+        process.start()
+        process.join()
+    finally:
+        server._stop()
+    assert process.exitcode == 0
+
+
+@pytest.mark.slow
 def test_sweeps_and_several_processes(tmp_path: Path, start: Start) -> None:
     """A run that is forked from a server, and one in two processes, each of which is a new interpreter."""
     cases = {"forked": (), "fresh": ("sweep.fork=false", "trainer=ddp", "trainer.devices=2")}
     folders = [write_modules(tmp_path / name) for name in cases]
-    jobs = [start(folder, *RUN, *options) for folder, options in zip(folders, cases.values(), strict=True)]
+    jobs = [
+        start(folder, *RUN, *options, python=("-s",)) for folder, options in zip(folders, cases.values(), strict=True)
+    ]
     for done in at_once(*(job.wait for job in jobs)):
         assert done.code == 0, done
     for folder in folders:

@@ -48,7 +48,7 @@ def test_a_forked_run_equals_one_in_this_process(small: Callable[..., Config], t
 
 def test_an_error_is_that_of_the_run(small: Callable[..., Config], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="layer 7"):
-        wait(start(small("reg=cosreg", "reg.layers=[7]"), tmp_path / "log"))
+        wait(start(small("reg.layers=[7]"), tmp_path / "log"))
 
 
 def test_a_signal_stops_a_run(small: Callable[..., Config], tmp_path: Path) -> None:

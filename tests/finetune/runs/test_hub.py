@@ -11,7 +11,7 @@ from istar.errors import UserError
 from istar.finetune.runs import launch
 from istar.finetune.runs import run as run_module
 from istar.finetune.runs.examples import load_examples
-from istar.finetune.runs.identify import find_task_spec, identify_model, resolve_model
+from istar.finetune.runs.identify import find_task_spec, identify, identify_model, resolve_model
 from istar.finetune.runs.run import run
 from istar.finetune.tasks.loading import find_source, load_splits
 from istar.inputs import hub as hub_module
@@ -73,14 +73,14 @@ def test_a_run_belongs_to_the_commit_that_its_branch_stands_for(
         assert run(small(*MODEL, "model.revision=main")) == first
 
     second_commit = model_repository.push(model_versions[1])
-    second = run(small(*MODEL))
-    assert second.name != first.name
-    assert second.model_commit == second_commit
+    second = identify(small(*MODEL))
+    assert second.folder.name != first.name
+    assert second.config.model.revision == second_commit
 
     with monkeypatch.context() as patch:
         patch.setattr(run_module, "assemble", None)
         set_offline(True, patch)
-        assert run(small(*MODEL)) == second
+        assert identify(small(*MODEL)).folder == second.folder
         assert run(small(*MODEL, f"model.revision={first_commit}")) == first
 
 
@@ -149,13 +149,13 @@ def test_the_diagnostic_set_is_another_configuration_of_the_same_commit(hub: Moc
     assert examples.commit == hub.repositories["datasets/nyu-mll/glue"].branches["main"]
 
 
-def test_wikitext_is_text_without_its_empty_lines(hub: MockHub, small: Build) -> None:
+def test_wikitext_is_text_without_its_empty_lines(hub: MockHub) -> None:
     hub.repositories["datasets/Salesforce/wikitext"] = Repository()
     commit = hub.repositories["datasets/Salesforce/wikitext"].push(wikitext_files())
-    config = small("task=mlm_wikitext2", "model=tiny", "task.max_length=16", "reg=none", "run.geometry=false")
-    record = run(config)
-    assert (record.data["train"], record.data["validation"]) == (24, {"validation": 16})
-    assert record.data_commit == commit
+    config = TaskConfig(name="mlm_wikitext2")
+    examples = load_examples(find_task_spec(config), config)
+    assert (len(examples.train), [len(split) for split in examples.validation]) == (24, [24])
+    assert examples.commit == commit
 
 
 def test_random_weights_need_no_file_with_weights(hub: MockHub) -> None:

@@ -1,7 +1,6 @@
 """Several processes and signals as a user meets them: train.py is called, interrupted, and called again.
 
-Starting a process takes seconds, so calls that need no order are made at the same time, and one run is interrupted
-several times.
+Starting a process takes seconds, so one run is interrupted several times.
 """
 
 import json
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from socket import socket
+from typing import Any
 
 import pytest
 from lightning.fabric.plugins.environments import SLURMEnvironment
@@ -20,10 +20,12 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from istar.errors import LockedError, StoppedError, UserError
 from istar.finetune.runs import launch
 from istar.finetune.runs.run import run
-from istar.finetune.training import FineTuningData
+from istar.finetune.training import FineTuner, FineTuningData
+from istar.finetune.training.refresh import ShrinkageCovariance
 from istar.records import results
 from istar.records.config import TrainerConfig
-from tests.jobs import NOT_THE_TESTS, Done, Job, Start, at_once, catches, starting
+from tests.finetune.runs.artifacts import Build, place
+from tests.jobs import NOT_THE_TESTS, Done, Job, Start, starting
 from tests.outcomes import assert_same, only_run
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
@@ -68,29 +70,21 @@ def start(own_cache: Path) -> Iterator[Start]:
 
 
 @pytest.fixture(scope="module")
-def simultaneous_calls(own_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Done]]:
-    """Start the same run, in one process, twice at the same time; returns the working folder and both outcomes."""
-    folder = tmp_path_factory.mktemp("alone")
-    with starting(own_cache) as start:
-        jobs = [start(folder, "seed=1", *LONG) for _ in range(2)]
-        return folder, [job.wait() for job in jobs]
+def single_process_run(composed: Build, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run in this process that was never interrupted."""
+    config = composed("seed=1", *LONG, f"run.root={tmp_path_factory.mktemp('alone')}")
+    return place(config, run(config))
 
 
 @pytest.fixture(scope="module")
-def single_process_run(simultaneous_calls: tuple[Path, list[Done]]) -> Path:
-    """Return the folder of a run in one process that was never interrupted."""
-    return only_run(simultaneous_calls[0] / "runs")
-
-
-@pytest.fixture(scope="module")
-def two_process_run(own_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
-    """Return the folder of a run in two processes that was never interrupted, and the outcome of the call."""
+def two_process_run(own_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run in two processes that was never interrupted."""
     folder = tmp_path_factory.mktemp("pair")
     with starting(own_cache) as start:
         job = start(folder, *TWO_PROCESSES)
-        done = job.wait()
+        job.wait().well()
         job.until_it_is_gone()
-        return only_run(folder / "runs"), done
+        return only_run(folder / "runs")
 
 
 def assert_stopped(done: Done, signal_number: int, message: str = r"saved at step \d+") -> None:
@@ -103,14 +97,14 @@ def assert_stopped(done: Done, signal_number: int, message: str = r"saved at ste
 # ---- ways to start
 
 
-def test_two_processes(two_process_run):
-    folder, done = two_process_run
-    done.well()
+def test_two_processes(tmp_path, start):
+    done = start(tmp_path, *TWO_PROCESSES, "task.limit_train=12", "reg.num_points=50", "run.isotropy_zeta=null").wait()
+    folder = only_run(tmp_path / "runs")
     record = results.read_result(folder)
     assert record.status == "finished"
     assert record.data["validation"] == {"validation": 9}
     assert len((folder / "predictions.jsonl").read_text().splitlines()) == 9
-    assert done.stdout.count("IsoScore of ") == 1
+    assert done.well().stdout.count("IsoScore of ") == 1
 
 
 @pytest.mark.slow
@@ -119,7 +113,7 @@ def test_a_multirun_of_two_processes_each(tmp_path, start, two_process_run):
     done = start(tmp_path, "-m", "seed=1,2", *arguments).wait().well()
     runs = {results.read_result(path).config["seed"]: path for path in (tmp_path / "runs").glob("demo-*")}
     assert sorted(runs) == [1, 2]
-    assert_same(runs[1], two_process_run[0])
+    assert_same(runs[1], two_process_run)
     assert results.read_result(runs[2]).status == "finished"
     assert results.read_result(runs[2]).metrics != results.read_result(runs[1]).metrics
     [sweep] = (tmp_path / "runs" / "sweeps").iterdir()
@@ -145,7 +139,7 @@ def test_what_torchrun_starts(tmp_path, start, two_process_run):
     jobs = [start(tmp_path, *TWO_PROCESSES, **variables, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
     for job in jobs:
         job.wait().well()
-    assert_same(only_run(tmp_path / "runs"), two_process_run[0])
+    assert_same(only_run(tmp_path / "runs"), two_process_run)
 
 
 @pytest.mark.slow
@@ -153,7 +147,7 @@ def test_torchrun(tmp_path, start, two_process_run):
     done = start(tmp_path, *TWO_PROCESSES, python=torchrun_arguments()).wait()
     assert done.code == 0, done.stderr
     assert "Traceback" not in done.stderr
-    assert_same(only_run(tmp_path / "runs"), two_process_run[0])
+    assert_same(only_run(tmp_path / "runs"), two_process_run)
 
 
 @pytest.mark.slow
@@ -178,7 +172,7 @@ def test_srun(tmp_path, start, two_process_run):
     jobs = [start(tmp_path, *TWO_NODES, **make_srun_variables(rank, port)) for rank in range(2)]
     for job in jobs:
         job.wait().well()
-    assert_same(only_run(tmp_path / "runs"), two_process_run[0], but_for_the_name=True)
+    assert_same(only_run(tmp_path / "runs"), two_process_run, but_for_the_name=True)
 
 
 @pytest.mark.slow
@@ -189,7 +183,7 @@ def test_nodes_by_hand(tmp_path, start, two_process_run):
     ]
     for job in jobs:
         job.wait().well()
-    assert_same(only_run(tmp_path / "runs"), two_process_run[0], but_for_the_name=True)
+    assert_same(only_run(tmp_path / "runs"), two_process_run, but_for_the_name=True)
 
 
 @pytest.mark.slow
@@ -224,13 +218,13 @@ def test_lightning_sees_srun_where_it_is(monkeypatch, environment, devices, expe
 
 
 @pytest.mark.slow
-def test_two_at_once_do_not_disturb_each_other(simultaneous_calls):
-    folder, calls = simultaneous_calls
-    [first, second] = sorted(calls, key=lambda call: "is finished" in call.stdout or call.code)
+def test_two_at_once_do_not_disturb_each_other(tmp_path, start):
+    jobs = [start(tmp_path, "seed=1", *LONG) for _ in range(2)]
+    [first, second] = sorted([job.wait() for job in jobs], key=lambda call: "is finished" in call.stdout or call.code)
     first.well()
     assert (second.code, second.stderr) == (0, "") or "is being written by another process" in second.line()
-    assert results.read_result(only_run(folder / "runs")).status == "finished"
-    assert len((only_run(folder / "runs") / "predictions.jsonl").read_text().splitlines()) == 9
+    assert results.read_result(only_run(tmp_path / "runs")).status == "finished"
+    assert len((only_run(tmp_path / "runs") / "predictions.jsonl").read_text().splitlines()) == 9
 
 
 def test_a_lock_is_told_from_other_errors(composed):
@@ -264,65 +258,49 @@ def test_a_lock_is_told_from_other_errors(composed):
 # ---- signals
 
 
-def test_a_stopped_run_is_saved_and_goes_on_exactly(tmp_path, start, single_process_run):
-    """Also within sbatch, where it is one process although the job has two tasks, and with `-m`."""
-    cases: list[tuple[int, tuple[str, ...], dict[str, str]]] = [
-        (signal.SIGINT, (), {}),
-        (signal.SIGTERM, ("-m",), SBATCH_VARIABLES),
-    ]
-
-    def stop_case(index: int) -> Done:
-        number, arguments, environment = cases[index]
-        job = start(tmp_path / str(index), *arguments, "seed=1", *LONG, **environment)
-        return job.until_it_trains().send(number).wait()
-
-    def resume_case(index: int) -> Done:
-        _, arguments, environment = cases[index]
-        return start(tmp_path / str(index), *arguments, "seed=1", *LONG, **environment).wait()
-
-    for (number, arguments, _), done in zip(
-        cases, at_once(*(lambda i=i: stop_case(i) for i in range(len(cases)))), strict=True
-    ):
-        if not arguments:
-            assert_stopped(done, number)
-            continue
-        assert (done.code, done.line()) == (128 + number, "error: stopped by SIGTERM; run the same command to resume")
-        assert re.search(r"seed 1: stopped by SIGTERM: saved at step \d+; run the same command to resume", done.stdout)
-    for index, done in enumerate(at_once(*(lambda i=i: resume_case(i) for i in range(len(cases))))):
-        logs = [path.read_text() for path in (tmp_path / str(index)).glob("runs/sweeps/*/logs/*")]
-        assert "was interrupted; it resumes from step-" in "".join([done.well().stderr, *logs])
-        assert_same(only_run(tmp_path / str(index) / "runs"), single_process_run)
+def test_a_stopped_run_is_saved_and_goes_on_exactly(tmp_path, start, composed, caplog):
+    overrides = (*LONG, "task.limit_train=60", "run.isotropy_zeta=null")
+    assert_stopped(start(tmp_path, *overrides).until_it_trains().send(signal.SIGINT).wait(), signal.SIGINT)
+    resumed, undisturbed = (composed(*overrides, f"run.root={tmp_path / name}") for name in ("runs", "undisturbed"))
+    run(resumed)
+    assert "was interrupted; it resumes from step-" in caplog.text
+    run(undisturbed)
+    assert_same(only_run(tmp_path / "runs"), only_run(tmp_path / "undisturbed"))
 
 
-def test_a_signal_where_nothing_is_to_be_saved(tmp_path, start):
-    """The signal arrives in the first validation, or in the first refresh of the shrinkage covariance."""
-
-    def stop_validation() -> Done:
-        job = start(tmp_path / "validating", *LONG, "task.limit_validation=null", "data.eval_batch_size=1")
-        job.until(lambda: catches(job.process.pid, signal.SIGUSR1))
-        return job.send(signal.SIGTERM).wait()
-
-    def stop_refresh() -> Done:
-        job = start(tmp_path / "refreshing", *LONG, "reg.num_points=1000000", "data.eval_batch_size=1")
-        job.until(lambda: "the shrinkage covariance uses all" in job.files[1].read_text())
-        return job.send(signal.SIGTERM).wait()
-
-    for done in at_once(stop_validation, stop_refresh):
-        assert_stopped(done, signal.SIGTERM, "the last checkpoint is kept")
+@pytest.mark.slow
+def test_a_stopped_sweep_within_sbatch(tmp_path, start, single_process_run):
+    """The run is one process although the job has two tasks."""
+    command = ("-m", "seed=1", *LONG)
+    stopped = start(tmp_path, *command, **SBATCH_VARIABLES).until_it_trains().send(signal.SIGTERM).wait()
+    assert (stopped.code, stopped.line()) == (143, "error: stopped by SIGTERM; run the same command to resume")
+    assert re.search(r"seed 1: stopped by SIGTERM: saved at step \d+; run the same command to resume", stopped.stdout)
+    start(tmp_path, *command, **SBATCH_VARIABLES).wait().well()
+    logs = "".join(path.read_text() for path in tmp_path.glob("runs/sweeps/*/logs/*"))
+    assert "was interrupted; it resumes from step-" in logs
+    assert_same(only_run(tmp_path / "runs"), single_process_run)
 
 
-def test_a_signal_that_lightning_hears_first(small, monkeypatch):
-    """Lightning handles signals a moment before the callbacks do, and would end the process with exit code 0."""
-    original_loader, old_handler = FineTuningData.val_dataloader, signal.signal(signal.SIGTERM, lambda *_: None)
+@pytest.mark.parametrize(
+    ("owner", "name", "reg"),
+    [
+        # Lightning handles signals a moment before the callbacks do, and would end the process with exit code 0.
+        pytest.param(FineTuningData, "val_dataloader", "none", id="before the callbacks hear it"),
+        pytest.param(FineTuner, "validation_step", "none", id="in the first validation"),
+        pytest.param(ShrinkageCovariance, "refresh", "istar", id="in the first refresh of the shrinkage covariance"),
+    ],
+)
+def test_a_signal_where_nothing_is_to_be_saved(small, monkeypatch, owner, name, reg):
+    original_function, old_handler = getattr(owner, name), signal.signal(signal.SIGTERM, lambda *_: None)
 
-    def send_signal(data: FineTuningData) -> object:
+    def send_signal(*arguments: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
-        return original_loader(data)
+        return original_function(*arguments)
 
-    monkeypatch.setattr(FineTuningData, "val_dataloader", send_signal)
+    monkeypatch.setattr(owner, name, send_signal)
     try:
         with pytest.raises(StoppedError, match="stopped by SIGTERM: the last checkpoint is kept") as error:
-            run(small("reg=none"))
+            run(small(f"reg={reg}", "data.eval_batch_size=8"))
     finally:
         signal.signal(signal.SIGTERM, old_handler)
     assert error.value.exit_code == 143
@@ -357,7 +335,7 @@ def test_a_lost_process_a_stop_and_a_lost_parent(tmp_path, start, two_process_ru
         "was interrupted; it resumes from step-"
         in start(tmp_path, *TWO_PROCESSES, **SBATCH_VARIABLES).wait().well().stderr
     )
-    assert_same(only_run(tmp_path / "runs"), two_process_run[0])
+    assert_same(only_run(tmp_path / "runs"), two_process_run)
 
 
 @pytest.mark.slow
@@ -370,7 +348,7 @@ def test_the_first_process_lost_and_both_stopped(tmp_path, start, two_process_ru
     os.kill(job.rank(1), signal.SIGTERM)
     assert_stopped(job.wait(), signal.SIGTERM)
     start(tmp_path, *TWO_PROCESSES).wait().well()
-    assert_same(only_run(tmp_path / "runs"), two_process_run[0])
+    assert_same(only_run(tmp_path / "runs"), two_process_run)
 
 
 @pytest.mark.slow
@@ -381,7 +359,7 @@ def test_a_lost_process_under_torchrun(tmp_path, start, two_process_run):
         assert job.wait().code != 0
         job.until_it_is_gone()
     assert start(tmp_path, *TWO_PROCESSES, python=torchrun_arguments()).wait().code == 0
-    assert_same(only_run(tmp_path / "runs"), two_process_run[0])
+    assert_same(only_run(tmp_path / "runs"), two_process_run)
 
 
 @pytest.mark.slow
@@ -411,7 +389,7 @@ def test_stopped_by_slurm(tmp_path, start, two_process_run, number):
         else:
             for job in jobs:
                 job.wait().well()
-    assert_same(only_run(tmp_path / "runs"), two_process_run[0], but_for_the_name=True)
+    assert_same(only_run(tmp_path / "runs"), two_process_run, but_for_the_name=True)
 
 
 @pytest.mark.slow
@@ -422,7 +400,7 @@ def test_stopped_through_torchrun(tmp_path, start, two_process_run):
     assert "error: stopped by SIGTERM: saved at step" in done.stderr
     job.until_it_is_gone()
     assert start(tmp_path, *TWO_PROCESSES, python=torchrun_arguments()).wait().code == 0
-    assert_same(only_run(tmp_path / "runs"), two_process_run[0])
+    assert_same(only_run(tmp_path / "runs"), two_process_run)
 
 
 @pytest.mark.slow

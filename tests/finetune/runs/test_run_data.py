@@ -1,9 +1,7 @@
 """Runs on benchmark files: baselines, collapse, submissions and overlap of splits."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,18 +32,6 @@ def test_collapse_is_flagged_and_the_baseline_is_the_majority(small: Build, tmp_
     assert record.collapsed == {"validation": True}
     assert record.baseline == {"accuracy": pytest.approx(1 / 3)}
     assert record.headline["value"] == pytest.approx(1 / 3)
-
-
-def test_the_demo_baseline(cached_run: Callable[..., Any]) -> None:
-    _, record, folder = cached_run("task=demo", "reg=istar")
-    train = sample_examples(demo.generate("demo", "train"), 48)["label"][:]
-    majority = int(sum(train) * 2 > len(train))
-    labels = [int(row["label"] == "agree") for row in rows_of(folder / "predictions.jsonl")]
-    assert record.baseline["accuracy"] == pytest.approx(sum(label == majority for label in labels) / 24)
-    assert record.collapsed["validation"] == (
-        len({row["prediction"] for row in rows_of(folder / "predictions.jsonl")}) == 1
-    )
-    assert cached_run("task=demo_span", "reg=istar")[1].baseline == {}
 
 
 # ---- files in the benchmarks' own formats

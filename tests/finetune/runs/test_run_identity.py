@@ -129,7 +129,7 @@ def test_a_finished_run_must_have_kept_the_requested_models(small: Build, tmp_pa
 
 def test_the_seed_decides_everything(small: Build, tmp_path: Path) -> None:
     def measure_and_predict(*overrides: str) -> tuple[list[Any], list[Any]]:
-        config = small("reg=istar", "task.limit_train=16", "run.geometry=false", *overrides)
+        config = small("task.limit_train=16", "run.geometry=false", *overrides)
         record = run(config)
         return everything_measured(record), rows_of(place(config, record) / "predictions.jsonl")
 
@@ -225,7 +225,7 @@ def test_new_models_are_named_by_their_values(composed: Build) -> None:
 
 def test_points_of_a_covariance_that_is_not_used_do_not_count(composed: Build) -> None:
     names = [
-        run_folder_path(composed("reg=istar", f"reg.zeta={zeta}", f"reg.num_points={num_points}"), "data", "model").name
+        run_folder_path(composed(f"reg.zeta={zeta}", f"reg.num_points={num_points}"), "data", "model").name
         for zeta in (0, 0.2)
         for num_points in (1000, 2000)
     ]
@@ -245,15 +245,12 @@ def test_processes_that_would_train_different_runs_are_refused(small: Build, mon
      "reg.refresh_every_n_steps=10", "reg.within=label"],
 )  # fmt: skip
 def test_settings_of_a_penalty_give_another_name(composed: Build, override: str) -> None:
-    names = {
-        run_folder_path(composed("task=rte", "model=bert", "reg=istar", *overrides), "data", "model").name
-        for overrides in ((), (override,))
-    }
+    names = {run_folder_path(composed("task=rte", *overrides), "data", "model").name for overrides in ((), (override,))}
     assert len(names) == 2
 
 
 def test_values_without_an_effect_on_embeddings_do_not_count(composed: Build) -> None:
-    overrides = ("task=rte", "model=bert", "reg=istar", "reg.target=input_embeddings")
+    overrides = ("task=rte", "reg.target=input_embeddings")
     names = {
         run_folder_path(composed(*overrides, *extra), "data", "model").name
         for extra in ([], ["reg.zeta=0.8"], ["reg.layers=last"], ["reg.sync=false"], ["reg.refresh_every_n_steps=5"])

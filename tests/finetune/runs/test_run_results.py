@@ -298,6 +298,17 @@ def test_held_out_training_data_choose_the_epoch_and_the_validation_set_is_repor
     assert "The epoch was chosen by pearson_held_out" in build_run_table(record).caption
 
 
+def test_the_demo_baseline(cached_run: Callable[..., Any]) -> None:
+    _, record, folder = cached_run("task=demo", "reg=istar")
+    train = sample_examples(demo.generate("demo", "train"), 48)["label"][:]
+    majority = int(sum(train) * 2 > len(train))
+    rows = rows_of(folder / "predictions.jsonl")
+    accuracy = sum(int(row["label"] == "agree") == majority for row in rows) / 24
+    assert record.baseline["accuracy"] == pytest.approx(accuracy)
+    assert record.collapsed["validation"] == (len({row["prediction"] for row in rows}) == 1)
+    assert cached_run("task=demo_span", "reg=istar")[1].baseline == {}
+
+
 def test_without_them_the_validation_set_chooses(cached_run: Callable[..., Any]) -> None:
     _, record, _ = cached_run("task=demo", "reg=istar")
     assert record.selection == {"set": "validation", "metric": "accuracy", "value": record.headline["value"]}

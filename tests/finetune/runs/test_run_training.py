@@ -80,7 +80,9 @@ def test_accumulation_makes_steps_of_several_batches(cached_run: Callable[..., A
 
 def test_half_precision(cached_run: Callable[..., Any]) -> None:
     _, full_precision, _ = cached_run("task=demo", "reg=istar")
-    _, half_precision, folder = cached_run("task=demo", "reg=istar", "trainer.precision=bf16-mixed", *WITHOUT_GEOMETRY)
+    _, half_precision, folder = cached_run(
+        "task=demo", "reg=istar", "trainer.precision=bf16-mixed", "trainer.max_epochs=1", *WITHOUT_GEOMETRY
+    )
     assert half_precision.name != full_precision.name
     assert half_precision.status == "finished"
     assert half_precision.isotropy["before"] == pytest.approx(full_precision.isotropy["before"], rel=0.05)
@@ -92,7 +94,9 @@ def test_half_precision(cached_run: Callable[..., Any]) -> None:
 
 def test_early_stopping(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without learning no epoch is better than the first, so training stops after the third."""
-    config = small("reg=none", "trainer.max_epochs=9", "trainer.early_stopping=2", "optim.lr=1e-12")
+    config = small(
+        "reg=none", "task.limit_train=8", "trainer.max_epochs=9", "trainer.early_stopping=2", "optim.lr=1e-12"
+    )
     record = run(config)
     assert [epoch["epoch"] for epoch in record.epochs] == [1, 2, 3]
     assert record.headline["epoch"] == 1
@@ -104,7 +108,7 @@ def test_early_stopping_and_the_best_epoch_go_by_the_highest_metric(
     """Each epoch is better than all before it, so training goes on to the last one, which is the best."""
     epoch_counter = itertools.count()
     monkeypatch.setattr(metrics, "compute", lambda *_: {"accuracy": next(epoch_counter) / 100, "f1": 0.5})
-    record = run(small("reg=none", "trainer.max_epochs=4", "trainer.early_stopping=1"))
+    record = run(small("reg=none", "task.limit_train=8", "trainer.max_epochs=4", "trainer.early_stopping=1"))
     assert [epoch["epoch"] for epoch in record.epochs] == [1, 2, 3, 4]
     assert record.headline["epoch"] == 4
 
@@ -149,7 +153,7 @@ def test_without_checkpoints_the_last_epoch_is_the_result(small: Build) -> None:
 def test_a_model_of_the_user(small: Build, cached_run: Callable[..., Any], tmp_path: Path) -> None:
     """A run starts from the model that another run has saved; with a changed weight it is another run."""
     model_folder = shutil.copytree(cached_run("task=demo", "reg=none")[2] / "model", tmp_path / "model")
-    second_config = small("model=auto", f"model.name={model_folder}", "reg=cosreg", "task=demo_sentence")
+    second_config = small("model=auto", f"model.name={model_folder}", "reg=cosreg", "run.geometry=false")
     assert run(second_config).name == RunFolders().find(second_config).name
     model = AutoModelForSequenceClassification.from_pretrained(model_folder)
     with torch.no_grad():

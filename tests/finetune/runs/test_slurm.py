@@ -14,10 +14,10 @@ from hydra.errors import MissingConfigException
 from istar.errors import StoppedError
 from istar.records import results
 from istar.records.config import schema
-from tests.finetune.runs.test_launch import LONG, Job, simultaneous_calls, single_process_run, start
+from tests.finetune.runs.test_launch import LONG, Job, single_process_run, start
 from tests.outcomes import assert_same
 
-__all__ = ["simultaneous_calls", "single_process_run", "start"]
+__all__ = ["single_process_run", "start"]
 
 pytestmark = [pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")]
 JOBS = ("-m", "hydra/launcher=local_jobs", *LONG)

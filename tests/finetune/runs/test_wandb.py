@@ -105,26 +105,21 @@ def test_wandb_that_fails(
 
 
 @pytest.mark.parametrize("mode", ["auto", "online"])
-def test_wandb_that_refuses_the_key(small: Build, wandb_at: Any, start_server: Any, mode: str) -> None:
+def test_wandb_that_refuses_the_key(
+    small: Build, wandb_at: Any, start_server: Any, monkeypatch: Any, mode: str
+) -> None:
+    """The server of W&B is probed without the hub's library, which refuses all requests in offline mode."""
     import wandb
 
-    wandb_at(start_server(401).url)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    server = start_server(401)
+    wandb_at(server.url)
     message = refused_in_one_line(small(*WANDB, f"logger.mode={mode}"))
     assert "refuses the API key" in message
     assert "WANDB_API_KEY" in message
     assert "logger.mode=offline" in message
-    assert wandb.run is None
-
-
-def test_a_hub_that_must_not_be_asked_forbids_no_wandb(
-    small: Build, wandb_at: Any, start_server: Any, monkeypatch: Any
-) -> None:
-    """The server of W&B is probed without the hub's library, which refuses all requests in offline mode."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    server = start_server(401)
-    wandb_at(server.url)
-    refused_in_one_line(small(*WANDB))
     assert server.requests == ["POST /graphql"]
+    assert wandb.run is None
 
 
 def test_without_a_key_nobody_is_asked(
@@ -272,17 +267,15 @@ def test_a_disk_full_of_metrics_finishes_the_wandb_run(
     assert [record.exit.exit_code for record in records if record.HasField("exit")] == [1]
 
 
-@pytest.mark.parametrize("mode", ["offline", pytest.param("disabled", marks=pytest.mark.slow)])
-def test_wandb_offline_touches_no_network(
-    small: Build, wandb_at: Any, start_server: Any, forbid_network: Any, mode: str
-) -> None:
+@pytest.mark.slow
+def test_wandb_disabled_touches_no_network(small: Build, wandb_at: Any, start_server: Any, forbid_network: Any) -> None:
     server = start_server(200)
     wandb_at(server.url)
     attempts = forbid_network()
-    config = small(*WANDB, f"logger.mode={mode}")
+    config = small(*WANDB, "logger.mode=disabled")
     run(config)
     assert attempts == server.requests == []
-    assert len(offline_records(only_folder(config))) == (1 if mode == "offline" else 0)
+    assert offline_records(only_folder(config)) == []
 
 
 @pytest.mark.slow
@@ -308,12 +301,14 @@ def test_wandb_offline_reports_nothing_at_the_end_of_the_process(
     assert "opentelemetry" not in completed.stderr + completed.stdout
 
 
-def test_wandb_knows_one_run_by_one_id(
-    small: Build, wandb_at: Any, closed_url: str, monkeypatch: pytest.MonkeyPatch
+def test_wandb_offline_touches_no_network_and_knows_one_run_by_one_id(
+    small: Build, wandb_at: Any, start_server: Any, forbid_network: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import wandb
 
-    wandb_at(closed_url)
+    server = start_server(200)
+    wandb_at(server.url)
+    attempts = forbid_network()
     config = small(*WANDB, "logger.mode=offline")
     restore_step = break_at(monkeypatch, 3, RuntimeError("out of luck"))
     with pytest.raises(RuntimeError, match="luck"):
@@ -324,6 +319,7 @@ def test_wandb_knows_one_run_by_one_id(
     restore_step()
     run(config)
     assert wandb.run is None
+    assert attempts == server.requests == []
     first, second = offline_records(folder)
     run_id = (folder / "wandb" / "run-id").read_text()
     for records, exit_code, steps in ((first, 1, [0, 1]), (second, 0, [2, 3])):
