@@ -1,14 +1,18 @@
 """What the server of `tests.forks` has in memory before it forks: the libraries, and the data of `task=demo`."""
 
+import gc
 from importlib import import_module
 
 from istar.finetune.runs.extras import fast_imports
-from istar.finetune.runs.forking import PRELOADED_MODULES
 
 with fast_imports():
-    for module in (*PRELOADED_MODULES, "istar.cli.train", "istar.integrations.transformers", "tests.forks"):
-        import_module(module)
+    for name in ("finetune.runs.preloaded", "cli.train", "integrations.transformers"):
+        import_module(f"istar.{name}")
+    import_module("tests.forks")
     from istar.inputs import demo
 
     for split in ("train", "validation"):
         demo.generate("demo", split)
+# As tests/conftest.py does: a collection in a fork would visit all objects of the libraries.
+gc.set_threshold(100_000, 50, 100)
+gc.freeze()

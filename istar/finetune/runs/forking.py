@@ -19,9 +19,8 @@ from istar.finetune.runs import launch
 
 RANK_VARIABLE_ORDER = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 """Environment variables that Lightning reads the rank from on import, in this order."""
-PRELOADED_MODULES = ["istar.finetune.runs.run", "istar.finetune.training.pruning", "wandb",
-                     "transformers.models.bert.modeling_bert"]  # fmt: skip
-"""Modules that the server imports; it passes over one that cannot be imported."""
+PRELOADED_MODULES = ["istar.finetune.runs.preloaded"]
+"""Modules that the server imports."""
 
 
 def is_supported() -> bool:
