@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import os
 import random
 import socket
@@ -206,6 +207,7 @@ CASES = {
 
 def run_worker(rank, processes, port, folder):
     torch.set_num_threads(1)
+    gc.freeze()  # No collection visits the objects of the imported libraries, as in tests/conftest.py.
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

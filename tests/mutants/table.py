@@ -447,7 +447,7 @@ MUTATIONS = [
         "istar/finetune/training/module.py",
         "loss = loss + weighted_penalty.to(loss.dtype)",
         "loss = loss + weighted_penalty.detach().to(loss.dtype)",
-        "tests/finetune/training/test_steps.py::test_twenty_steps_of_the_paper_code_preset_equal_algorithm_1_by_hand",
+        "tests/finetune/training/test_steps.py::test_steps_of_the_paper_code_preset_equal_algorithm_1_by_hand",
     ),
     Mutation(
         "A local model is trained in eval mode, without dropout.",

@@ -1,5 +1,6 @@
 """All penalties in two real gloo processes: unequal shards and plain SGD are the same as one process with the union."""
 
+import gc
 import os
 import warnings
 from functools import partial
@@ -173,6 +174,7 @@ def compute_moments(rank, kind=Moments):
 
 def run_worker(rank, folder):
     torch.set_num_threads(1)
+    gc.freeze()  # No collection visits the objects of the imported libraries, as in tests/conftest.py.
     warnings.filterwarnings("ignore", message="the points of a micro-batch have no")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     single_process_group = [dist.new_group([0]), dist.new_group([1])][rank]

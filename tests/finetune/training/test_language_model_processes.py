@@ -1,5 +1,6 @@
 """Language models on several processes: the parameters and the metrics of one process with the same global batches."""
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,7 @@ def train_on_rank(rank: int, world_size: int, folder: str, documents: list[str])
     # With LOCAL_RANK set, Lightning does not start processes and joins the existing process group.
     os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0"}
     torch.set_num_threads(1)
+    gc.freeze()  # No collection visits the objects of the imported libraries, as in tests/conftest.py.
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     results = {name: train_and_validate(name, world_size, Path(folder), documents) for name in TASK_NAMES}
     torch.save(results, f"{folder}/{rank}.pt")

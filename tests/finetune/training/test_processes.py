@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import os
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -227,6 +228,7 @@ def run_rank(rank, world_size, folder, examples):
     # With LOCAL_RANK set, Lightning does not start processes and joins the existing process group.
     os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0"}
     torch.set_num_threads(1)
+    gc.freeze()  # No collection visits the objects of the imported libraries, as in tests/conftest.py.
     EXAMPLES_BY_TASK.update(examples)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     torch.save(compute_results(world_size), f"{folder}/{rank}.pt")

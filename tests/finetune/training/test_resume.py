@@ -98,7 +98,8 @@ def run_interrupted(small: Build, monkeypatch: pytest.MonkeyPatch) -> Callable[.
 
 
 def test_a_resumed_run_began_when_it_was_first_started(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, calls = small(*SETTINGS, "trainer.checkpoint_every_n_steps=1", "trainer.max_epochs=1", "task.limit_train=12", "reg=none"), 0
+    overrides = ("trainer.max_epochs=1", "trainer.checkpoint_every_n_steps=1", "task.limit_train=12", "reg=none")
+    config, calls = small(*SETTINGS, *overrides), 0
     original = FineTuner.training_step
 
     def interrupt_at_third_call(*arguments: Any) -> Any:
