@@ -67,7 +67,7 @@ ARCHITECTURES = {
 }  # fmt: skip
 
 # These declare their layers as BERT, GPT-2 or Llama do.
-ALIKE = ("roberta", "xlm_roberta", "electra", "mpnet", "gpt_neox", "qwen3")
+ALIKE = ("roberta", "xlm_roberta", "electra", "mpnet", "big_bird", "gpt_neox", "qwen3")
 NAMES = [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in ARCHITECTURES]
 
 

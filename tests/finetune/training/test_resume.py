@@ -195,30 +195,29 @@ def test_between_two_refreshes_and_on_a_schedule(run_interrupted, run_uninterrup
 
 
 MID_EPOCH = (
-    "task.limit_train=44", "trainer.val_check_interval=4", "trainer.max_steps=8", "trainer.limit_train_batches=10",
+    "task.limit_train=44", "trainer.val_check_interval=4", "trainer.max_steps=6", "trainer.limit_train_batches=10",
     "trainer.limit_val_batches=2", "data.eval_batch_size=4", "trainer.early_stopping=null",
 )  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 8, 15])
+@pytest.mark.parametrize("count", [2, 8, 11])
 def test_validations_within_an_epoch(run_interrupted, run_uninterrupted, count):
     assert_same(run_interrupted(FineTuner, "training_step", count, *MID_EPOCH), run_uninterrupted(*MID_EPOCH))
 
 
 ACROSS_EPOCHS = (
-    "task.limit_train=44", "trainer.check_val_every_n_epoch=null", "trainer.val_check_interval=8",
-    "trainer.max_steps=9", "trainer.early_stopping=null", "trainer.checkpoint_every_n_steps=3",
-    "optim.schedule=cosine", "optim.warmup=2",
+    "trainer.check_val_every_n_epoch=null", "trainer.val_check_interval=4", "trainer.max_steps=5",
+    "trainer.early_stopping=null", "trainer.checkpoint_every_n_steps=1", "optim.schedule=cosine", "optim.warmup=2",
 )  # fmt: skip
-"""An epoch has eleven micro-batches and six steps. Validations take place every eight micro-batches of all epochs."""
+"""An epoch has five micro-batches and three steps. Validations take place every four micro-batches of all epochs."""
 
 
-@pytest.mark.parametrize("count", [7, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [4, pytest.param(7, marks=pytest.mark.slow)])
 def test_validations_and_checkpoints_across_epochs(run_interrupted, run_uninterrupted, count):
     folder = run_uninterrupted(*ACROSS_EPOCHS)
     steps = [(entry["epoch"], entry["step"]) for entry in results.read_result(folder).epochs]
-    assert steps == [(1, 4), (2, 8), (2, 9)]
+    assert steps == [(1, 2), (2, 4), (2, 5)]
     assert_same(run_interrupted(FineTuner, "training_step", count, *ACROSS_EPOCHS), folder)
 
 
@@ -303,7 +302,7 @@ def test_arguments_of_lightning_trainer(run_uninterrupted):
     folder = run_uninterrupted(*MID_EPOCH)
     record = results.read_result(folder)
     steps = [(entry["epoch"], entry["step"]) for entry in record.epochs]
-    assert steps == [(1, 2), (1, 4), (2, 7), (2, 8)]
+    assert steps == [(1, 2), (1, 4), (2, 6)]
     assert record.data["validation"] == {"validation": 8}
     best = max(record.epochs, key=lambda entry: entry["metrics"]["accuracy"])
     assert record.headline["value"] == best["metrics"]["accuracy"]
