@@ -149,7 +149,7 @@ MUTATIONS = [
         "istar/finetune/training/module.py",
         'self.penalty.load_state_dict(checkpoint["penalty"])',
         'checkpoint["penalty"]',
-        "tests/finetune/training/test_resume.py::test_whatever_the_settings",
+        "tests/finetune/training/test_resume.py::test_between_two_refreshes_and_on_a_schedule",
     ),
     Mutation(
         "Sigma_S within an epoch comes from the sample of its beginning.",
@@ -289,7 +289,7 @@ MUTATIONS = [
         "istar/hidden_states/attached_penalty.py",
         "self.penalty.load_state_dict(",
         "dict(",
-        "tests/finetune/training/test_resume.py::test_whatever_the_settings",
+        "tests/finetune/training/test_resume.py::test_between_two_refreshes_and_on_a_schedule",
     ),
     Mutation(
         "SIGReg has the same directions in every step.",
@@ -447,7 +447,7 @@ MUTATIONS = [
         "istar/finetune/training/module.py",
         "loss = loss + weighted_penalty.to(loss.dtype)",
         "loss = loss + weighted_penalty.detach().to(loss.dtype)",
-        "tests/finetune/training/test_steps.py::test_twenty_steps_of_the_paper_code_preset_equal_algorithm_1_by_hand",
+        "tests/finetune/training/test_steps.py::test_steps_of_the_paper_code_preset_equal_algorithm_1_by_hand",
     ),
     Mutation(
         "A local model is trained in eval mode, without dropout.",

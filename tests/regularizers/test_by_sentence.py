@@ -59,8 +59,7 @@ def make_dependent_states(shape=(5, 4, 6), layers=3, seed=0):
 LENGTHS = (torch.arange(4) < torch.tensor([1, 4, 2, 3, 0])[:, None]).long()
 
 
-@pytest.mark.parametrize("attention_mask", [None, LENGTHS], ids=["all", "masked"])
-@pytest.mark.parametrize("dim", [2, 30])
+@pytest.mark.parametrize(("dim", "attention_mask"), [(2, None), (30, LENGTHS)], ids=["all", "masked"])
 def test_value_and_gradient_are_those_of_all_tuples_of_points_of_different_sentences(dim, attention_mask):
     layers = make_dependent_states((5, 4, dim))
     penalty = make_penalty()

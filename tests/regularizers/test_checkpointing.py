@@ -27,7 +27,7 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 MASK = torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
 IDS = (torch.arange(3, 21).reshape(3, 6) * 7 % 37 + 3) * MASK
 SHAPE: dict[str, Any] = {
-    "hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24,
+    "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
     "vocab_size": 40, "initializer_range": 0.2, "pad_token_id": 0,
 }  # fmt: skip
 

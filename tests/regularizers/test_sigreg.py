@@ -28,7 +28,7 @@ def naive_sigreg(points, num_directions=7, seed=4, draw=0):
 
 
 def test_the_algorithm_of_the_paper():
-    check_penalty(lambda weight, layers: SigReg(weight, 7, seed=4, layers=layers), naive_sigreg, scales=(0.1, 1.0, 3.0))
+    check_penalty(lambda weight, layers: SigReg(weight, 7, seed=4, layers=layers), naive_sigreg, scales=(0.1, 3.0))
 
 
 def test_the_exact_integral():
@@ -49,10 +49,10 @@ def test_the_mean_for_normal_points_does_not_depend_on_their_number(n):
     expected = np.sqrt(2 * np.pi) * (1 - 1 / np.sqrt(3))
     generator = torch.Generator().manual_seed(0)
     values = []
-    for _ in range(200):
+    for _ in range(100):
         points = torch.randn(1, n, 5, generator=generator, dtype=torch.float64)
         values.append(SigReg(1.0, 16)([points, points]))
-    mean, error = torch.stack(values).mean(), torch.stack(values).std() / 200**0.5
+    mean, error = torch.stack(values).mean(), torch.stack(values).std() / 100**0.5
     assert abs(mean - expected) < 4 * error
 
 

@@ -50,11 +50,10 @@ def make_module_with_distinct_states(setting, scale=4.0):
     return module
 
 
-@pytest.mark.parametrize("batch_size", [7, 40])
-def test_it_is_what_a_loop_over_the_texts_finds(setting, harness, batch_size):
+def test_it_is_what_a_loop_over_the_texts_finds(setting, harness):
     module = make_module_with_distinct_states(setting)
     states = list(compute_states_by_example(setting, module, setting.validation))
-    geometry = measure(setting, harness, module, batch_size)
+    geometry = measure(setting, harness, module, 7)
     assert list(geometry) == ["examples", "tokens", "mean_activation", "two_nn"]
     assert geometry["examples"] == 40
     assert geometry["tokens"] == sum(state.shape[1] for state in states) == sum(setting.validation["length"])
@@ -98,22 +97,19 @@ def test_the_first_token_is_the_first_that_is_none_of_the_padding(setting, harne
     assert left_padded["mean_activation"] == pytest.approx(right_padded["mean_activation"], rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize("batch_size", [7, 40])
-def test_the_dimension_is_that_of_the_first_examples_and_the_mean_that_of_all(
-    setting, harness, monkeypatch, batch_size
-):
+def test_the_dimension_is_that_of_the_first_examples_and_the_mean_that_of_all(setting, harness, monkeypatch):
     module = make_module_with_distinct_states(setting)
     of_all = measure(setting, harness, module)
     of_first = measure(setting, harness, module, features=setting.validation.select(range(12)))
     monkeypatch.setattr(geometry_module, "MAX_TWO_NN_EXAMPLES", 12)
-    geometry = measure(setting, harness, module, batch_size)
+    geometry = measure(setting, harness, module, 7)
     assert geometry["two_nn"] == [None, *(pytest.approx(value, rel=1e-3) for value in of_first["two_nn"][1:])]
     assert geometry["two_nn"][1] != pytest.approx(of_all["two_nn"][1], rel=0.01)
     assert (geometry["examples"], geometry["tokens"]) == (40, sum(setting.validation["length"]))
     assert geometry["mean_activation"] == pytest.approx(of_all["mean_activation"], rel=1e-4, abs=1e-6)
     # With the padding on the left, the first tokens of a batch have different positions.
     collate, rows = pad_left(setting.collate), FeatureRows(setting.validation)
-    left_padded = measure_validation_geometry(StateReader(harness.trainer(), module, collate, batch_size), rows)
+    left_padded = measure_validation_geometry(StateReader(harness.trainer(), module, collate, 7), rows)
     assert left_padded["two_nn"][1:] == pytest.approx(of_first["two_nn"][1:], rel=1e-3)
 
 

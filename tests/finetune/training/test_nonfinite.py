@@ -53,7 +53,7 @@ def break_step(module: FineTuner, step: int, cause: str) -> FineTuner:
 def train(setting, harness, module, **settings):
     torch.manual_seed(0)
     trainer = harness.trainer(
-        accumulate_grad_batches=ACCUMULATE, gradient_clip_val=1.0, limit_train_batches=10, **settings
+        accumulate_grad_batches=ACCUMULATE, gradient_clip_val=1.0, limit_train_batches=8, **settings
     )
     trainer.fit(module, datamodule=setting.data())
     return trainer

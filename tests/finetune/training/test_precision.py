@@ -23,7 +23,7 @@ PRECISIONS = [
     pytest.param("cuda", "bf16-mixed", marks=pytest.mark.gpu),
     pytest.param("cuda", "16-mixed", marks=pytest.mark.gpu),
 ]
-STEPS = 6
+STEPS = 3
 
 
 class PenaltyRecorder:

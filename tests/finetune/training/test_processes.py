@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import os
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from tests.finetune.training.test_tokens_per_second import Clock, Rates
 from tests.forks import run_in_processes
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
-STEPS, EPOCHS, BATCH, WIDTH, EXAMPLES = 10, 2, 8, 64, 41
+STEPS, EPOCHS, BATCH, WIDTH, EXAMPLES = 4, 2, 8, 64, 41
 TRAINING_WORLD_SIZES = (2, pytest.param(4, marks=pytest.mark.slow))  # numbers of processes
 VALIDATION_WORLD_SIZES = (2, pytest.param(3, marks=pytest.mark.slow))
 PENALTIES = {
@@ -38,13 +39,12 @@ PENALTIES = {
 }
 CASES = {  # penalty, sync, micro-batches per step
     "none": ("none", True, 1),
-    "istar": ("istar", True, 1),
     "istar-accumulated": ("istar", True, 2),
     "cosreg": ("cosreg", True, 1),
     "istar-apart": ("istar", False, 1),
     "istar-skipped": ("istar", True, 1),
 }
-SKIPPED_STEP = 3  # the step whose loss is NaN on the first process only
+SKIPPED_STEP = 1  # the step whose loss is NaN on the first process only
 SYNCED_CASES = [name for name, (_, sync, _) in CASES.items() if sync]
 UNSYNCED_CASES = [name for name, (_, sync, _) in CASES.items() if not sync]
 ALL_REDUCE_SIZES = {  # numbers of elements in a micro-batch's all-reduces, forward and backward
@@ -104,13 +104,23 @@ class BatchRecorder(L.Callback):
         self.backward.append(self.take_all_reduce_sizes())
 
 
+EXAMPLES_BY_TASK = {}
+
+
+def get_examples(name):
+    """Return examples of a demo task. The ranks have them from the process that starts them."""
+    if name not in EXAMPLES_BY_TASK:
+        EXAMPLES_BY_TASK[name] = load_splits(TASKS[name], None, ["validation"])["validation"].select(range(120))
+    return EXAMPLES_BY_TASK[name]
+
+
 @functools.cache
 def make_setup(name):
     """Return a tokenized demo task and a tiny float64 model without dropout; spans are in several windows."""
     spec, model_config = TASKS[name], ModelConfig("tiny", pretrained=False)
     tokenizer = pretrained.load_tokenizer(model_config)
-    splits = load_splits(spec, None, ["train", "validation"])
-    train, validation = splits["train"].select(range(200)), splits["validation"].select(range(EXAMPLES))
+    examples = get_examples(name)
+    validation, train = examples.select(range(EXAMPLES)), examples.select(range(EXAMPLES, len(examples)))
     max_length = 28 if spec.kind == "span" else 64
     options = {"doc_stride": 4, "cache_dir": None}
     features = featurize(spec, validation, tokenizer, max_length, training=False, **options)
@@ -141,7 +151,7 @@ def train(name, world_size):
     penalty, sync, accumulate = CASES[name]
     setup, regularizer = make_setup("demo"), PENALTIES[penalty](sync)
     model = copy.deepcopy(setup.model)
-    settings = PenaltySettings(num_points=5_000)
+    settings = PenaltySettings(num_points=2_000)
     penalized = None if regularizer is None else HiddenStatePenalty(model, regularizer, settings)
     skip_nonfinite = name.endswith("skipped")
     tuner = (SgdWithNanLoss if skip_nonfinite else Sgd)(
@@ -214,10 +224,12 @@ def compute_results(world_size):
     return values
 
 
-def run_rank(rank, world_size, folder):
+def run_rank(rank, world_size, folder, examples):
     # With LOCAL_RANK set, Lightning does not start processes and joins the existing process group.
     os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0"}
     torch.set_num_threads(1)
+    gc.freeze()  # No collection visits the objects of the imported libraries, as in tests/conftest.py.
+    EXAMPLES_BY_TASK.update(examples)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     torch.save(compute_results(world_size), f"{folder}/{rank}.pt")
     dist.barrier()
@@ -234,7 +246,8 @@ def results(tmp_path_factory):
         if world_size == 1:
             return [compute_results(1)]
         folder = tmp_path_factory.mktemp("gloo")
-        run_in_processes(run_rank, (world_size, str(folder)), world_size)
+        examples = {name: get_examples(name) for name in VALIDATION_TASKS}
+        run_in_processes(run_rank, (world_size, str(folder), examples), world_size)
         return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
 
     return run_ranks
@@ -247,7 +260,7 @@ def select_results(results, name, world_size):
 
 @pytest.mark.parametrize("world_size", TRAINING_WORLD_SIZES)
 @pytest.mark.parametrize("name", SYNCED_CASES)
-def test_ten_steps_lead_to_the_parameters_of_one_process(results, name, world_size):
+def test_training_leads_to_the_parameters_of_one_process(results, name, world_size):
     rank_results, single_result = select_results(results, name, world_size)
     for rank_result in rank_results:
         assert rank_result["end"].dtype == torch.float64
@@ -260,7 +273,6 @@ def test_ten_steps_lead_to_the_parameters_of_one_process(results, name, world_si
 def test_a_step_that_is_not_finite_on_one_process_is_skipped_on_all(results, world_size):
     rank_results, single_result = select_results(results, "istar-skipped", world_size)
     assert [rank_result["skipped"] for rank_result in (*rank_results, single_result)] == [1] * (world_size + 1)
-    assert not torch.equal(single_result["end"], results(1)[0]["istar"]["end"])
 
 
 @pytest.mark.parametrize("world_size", TRAINING_WORLD_SIZES)
@@ -289,7 +301,7 @@ def test_tokens_per_second_are_those_of_all_processes(results, world_size):
 
 
 @pytest.mark.parametrize("world_size", TRAINING_WORLD_SIZES)
-@pytest.mark.parametrize("name", ["istar", "istar-accumulated"])
+@pytest.mark.parametrize("name", ["istar-skipped", "istar-accumulated"])
 def test_sigma_s_is_that_of_one_process_and_equal_on_all_bit_for_bit(results, name, world_size):
     rank_results, single_result = select_results(results, name, world_size)
     for epoch in range(EPOCHS):
