@@ -283,6 +283,21 @@ def test_foreign_files_of_other_names_stay(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_a_full_disk_is_one_line_and_leaves_the_old_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_page(tmp_path, "1")
+    tree = read_tree(tmp_path)
+    syncs = iter(range(4))
+
+    def sync_until_full(descriptor: int) -> None:
+        if next(syncs, None) is None:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", sync_until_full)
+    with pytest.raises(UserError, match=r"cannot be written: .*No space left"):
+        write_page(tmp_path, "2")
+    assert read_tree(tmp_path) == tree
+
+
 def test_files_of_another_command_are_foreign(tmp_path: Path) -> None:
     write_page(tmp_path, "1")
     with pytest.raises(UserError, match=r"holds index\.html, which is no part of a comparison"):
