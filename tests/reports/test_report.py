@@ -263,8 +263,10 @@ NASTY = r"""<script>alert('x')</script> & "q" _a% #1 ~ ^ $x$ {y} \z | `t` λ ± 
 
 
 def test_hostile_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "render", lambda plot: RENDER(plot, ["svg"]))
-    monkeypatch.setattr(rendering, "render_narrow", lambda plot: b"<svg/>")
+    blank = rendering.render
+    monkeypatch.setattr(
+        rendering, "render", lambda plot: RENDER(plot, ["svg"]) if plot.name == "figure3" else blank(plot)
+    )
     model = 'mine/<b onclick="x()">$a_1$ & 100%\'s'
     for seed in (1, 2):
         save(record("rte", model, BASE, seed, 0.5), tmp_path / "runs")
@@ -279,8 +281,9 @@ def test_hostile_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert '<b onclick="x()">$a_1$ & 100%\'s' in page_text
     assert not [tag for tag, _ in page.tags if tag == "i"]
     inline_parts(tmp_path / "report" / "index.html")
-    for path in (tmp_path / "report").rglob("*.svg"):
-        ElementTree.parse(path)
+    [path] = (tmp_path / "report").rglob("figure3*.svg")
+    ElementTree.parse(path)
+    assert path.stat().st_size > 1_000
     for path in (tmp_path / "report" / "tables").glob("*.tex"):
         balanced(path.read_text(encoding="utf-8").replace("λ", ""))
     markdown = (tmp_path / "report" / "tables" / "left_out.md").read_text(encoding="utf-8")
