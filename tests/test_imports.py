@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.waiting import SECONDS
 
 PACKAGE = Path(__file__).resolve().parents[1] / "istar"
@@ -111,25 +109,16 @@ def test_libraries_of_the_light_parts() -> None:
     assert {name: libraries for name, libraries in wrong.items() if libraries} == {}
 
 
-FORBIDDEN_LIBRARIES = (
-    {
-        "istar.statistics.conclusions": "torch lightning transformers datasets hydra matplotlib pandas",
-        "istar.statistics.tasks": "torch lightning transformers datasets hydra matplotlib pandas",
-        "istar.records.results": "torch lightning transformers datasets hydra matplotlib",
-        "istar.reports.run_frame": "torch lightning transformers datasets hydra",
-    },
-    {
-        "istar.measures": "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas",
-        "istar.regularizers": "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas",
-        "istar.finetune.quantization.linear_layers": (
-            "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas"
-        ),
-        "istar.records.config.schema": "lightning transformers datasets evaluate",
-        "istar.finetune.runs.identify": "lightning transformers hydra_plugins optuna matplotlib",
-    },
-)
-"""By module: the libraries that its import must not import. A process imports the modules of a group in their order, so
-that none may come after one that may import what it may not."""
+FORBIDDEN_LIBRARIES = {
+    "istar.statistics.conclusions": "torch lightning transformers datasets hydra matplotlib pandas",
+    "istar.statistics.tasks": "torch lightning transformers datasets hydra matplotlib pandas",
+    "istar.records.results": "torch lightning transformers datasets hydra matplotlib",
+    "istar.reports.run_frame": "torch lightning transformers datasets hydra",
+    "istar.records.config.schema": "lightning transformers datasets evaluate",
+    "istar.finetune.runs.identify": "lightning transformers hydra_plugins optuna matplotlib",
+}
+"""By module: the libraries that its import must not import. One process imports the modules in this order, so that none
+may come after one that may import what it may not. Of modules that need only torch, see tests/test_package.py."""
 IMPORT_SCRIPT = """
 import importlib, sys
 
@@ -139,15 +128,14 @@ for module in sys.argv[1:]:
 """
 
 
-@pytest.mark.parametrize("forbidden_libraries", FORBIDDEN_LIBRARIES, ids=["without torch", "with torch"])
-def test_what_an_import_brings_along(forbidden_libraries: dict[str, str]) -> None:
+def test_what_an_import_brings_along() -> None:
     completed = subprocess.run(
-        [sys.executable, "-c", IMPORT_SCRIPT, *forbidden_libraries],
+        [sys.executable, "-c", IMPORT_SCRIPT, *FORBIDDEN_LIBRARIES],
         capture_output=True, text=True, check=True, cwd=PACKAGE.parent, timeout=SECONDS,
     )  # fmt: skip
     loaded = {line.split()[0]: set(line.split()[1:]) for line in completed.stdout.splitlines()}
-    imported = {module: set(names.split()) & loaded[module] for module, names in forbidden_libraries.items()}
-    assert imported == {module: set() for module in forbidden_libraries}
+    imported = {module: set(names.split()) & loaded[module] for module, names in FORBIDDEN_LIBRARIES.items()}
+    assert imported == {module: set() for module in FORBIDDEN_LIBRARIES}
 
 
 def test_nobody_asks_for_the_type_of_a_penalty() -> None:
