@@ -514,6 +514,8 @@ def compute_gradients(folder: Path, gradient_checkpointing: bool, weight: float)
     """Return the gradients of a training step with dropout, whose loss may have a penalty."""
     torch.manual_seed(0)
     model = load(folder, gradient_checkpointing=gradient_checkpointing)
+    is_on = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    assert is_on == gradient_checkpointing
     penalty = attach(model, IStar(weight, zeta=0.0))
     torch.manual_seed(1)
     ids = torch.arange(5, 37).reshape(4, 8)
