@@ -1,12 +1,10 @@
 """Imports run one way: each part of the package imports only the parts that a table without cycles allows."""
 
 import ast
+import functools
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from tests.waiting import SECONDS
 
@@ -20,18 +18,25 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported_names(path: Path) -> Iterator[str]:
-    """Yield the full names that a module imports, also within functions; `from istar import x` counts as istar.x."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+@functools.cache
+def parse(path: Path) -> tuple[ast.Module, list[ast.AST]]:
+    """Return the syntax tree of a module, and all its nodes."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return tree, list(ast.walk(tree))
+
+
+@functools.cache
+def imported_names(path: Path) -> set[str]:
+    """Return the full names that a module imports, also within functions; `from istar import x` counts as istar.x."""
+    names: set[str] = set()
+    for node in parse(path)[1]:
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively"
             assert node.module is not None
-            if node.module == "istar":
-                yield from (f"istar.{alias.name}" for alias in node.names)
-            else:
-                yield node.module
+            names |= {f"istar.{alias.name}" for alias in node.names} if node.module == "istar" else {node.module}
+    return names
 
 
 def part_of(name: str) -> str:
@@ -71,13 +76,15 @@ LIBRARIES = {
 }
 
 
-@pytest.mark.parametrize("path", MODULES, ids=map(module_name, MODULES))
-def test_imports_run_one_way(path: Path) -> None:
-    part = part_of(module_name(path))
-    parts = {part_of(name) for name in imported_names(path) if name.split(".")[0] == "istar"} - {part, "__version__"}
+def test_imports_run_one_way() -> None:
     # The package itself imports the public names of the library.
-    allowed = {"errors", "hidden_states", "measures", "regularizers"} if part == "" else ALLOWED[part]
-    assert parts <= allowed
+    allowed = {"": {"errors", "hidden_states", "measures", "regularizers"}, **ALLOWED}
+    wrong = {}
+    for path in MODULES:
+        part = part_of(module_name(path))
+        parts = {part_of(name) for name in imported_names(path) if name.split(".")[0] == "istar"}
+        wrong[module_name(path)] = parts - {part, "__version__"} - allowed[part]
+    assert {name: parts for name, parts in wrong.items() if parts} == {}
 
 
 def test_the_table_has_no_cycles() -> None:
@@ -94,55 +101,41 @@ def test_no_file_name_has_two_meanings() -> None:
     assert sorted(names) == sorted(set(names))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=map(module_name, MODULES))
-def test_libraries_of_the_light_parts(path: Path) -> None:
-    part = part_of(module_name(path))
-    if part not in LIBRARIES:
-        return
-    libraries = {name.split(".")[0] for name in imported_names(path)} - {"istar"} - set(sys.stdlib_module_names)
-    assert libraries <= LIBRARIES[part], f"{module_name(path)} imports {sorted(libraries - LIBRARIES[part])}"
+def test_libraries_of_the_light_parts() -> None:
+    wrong = {}
+    for path in MODULES:
+        libraries = {name.split(".")[0] for name in imported_names(path)} - {"istar"} - set(sys.stdlib_module_names)
+        wrong[module_name(path)] = libraries - LIBRARIES.get(part_of(module_name(path)), libraries)
+    assert {name: libraries for name, libraries in wrong.items() if libraries} == {}
 
 
 FORBIDDEN_LIBRARIES = {
-    "istar.measures": "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas",
-    "istar.regularizers": "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas",
-    "istar.finetune.quantization.linear_layers": (
-        "lightning transformers datasets hydra omegaconf evaluate matplotlib pandas"
-    ),
-    "istar.finetune.runs.identify": "lightning transformers hydra_plugins optuna matplotlib",
     "istar.statistics.conclusions": "torch lightning transformers datasets hydra matplotlib pandas",
     "istar.statistics.tasks": "torch lightning transformers datasets hydra matplotlib pandas",
     "istar.records.results": "torch lightning transformers datasets hydra matplotlib",
     "istar.reports.run_frame": "torch lightning transformers datasets hydra",
     "istar.records.config.schema": "lightning transformers datasets evaluate",
+    "istar.finetune.runs.identify": "lightning transformers hydra_plugins optuna matplotlib",
 }
-"""By module: the libraries that its import must not import."""
+"""By module: the libraries that its import must not import. One process imports the modules in this order, so that none
+may come after one that may import what it may not. Of modules that need only torch, see tests/test_package.py."""
 IMPORT_SCRIPT = """
-import importlib, os, sys
+import importlib, sys
 
-for module in sys.argv[2:]:
-    if module == sys.argv[1]:
-        import torch  # once for all modules from here on, which may import it
-    child = os.fork()
-    if child == 0:
-        importlib.import_module(module)
-        print(module, *sys.modules, flush=True)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+    print(module, *sys.modules)
 """
 
 
 def test_what_an_import_brings_along() -> None:
-    modules = sorted(FORBIDDEN_LIBRARIES, key=lambda module: "torch" not in FORBIDDEN_LIBRARIES[module].split())
-    first_with_torch = next(module for module in modules if "torch" not in FORBIDDEN_LIBRARIES[module].split())
     completed = subprocess.run(
-        [sys.executable, "-c", IMPORT_SCRIPT, first_with_torch, *modules],
+        [sys.executable, "-c", IMPORT_SCRIPT, *FORBIDDEN_LIBRARIES],
         capture_output=True, text=True, check=True, cwd=PACKAGE.parent, timeout=SECONDS,
     )  # fmt: skip
     loaded = {line.split()[0]: set(line.split()[1:]) for line in completed.stdout.splitlines()}
-    assert [(module, set(FORBIDDEN_LIBRARIES[module].split()) & loaded[module]) for module in modules] == [
-        (module, set()) for module in modules
-    ]
+    imported = {module: set(names.split()) & loaded[module] for module, names in FORBIDDEN_LIBRARIES.items()}
+    assert imported == {module: set() for module in FORBIDDEN_LIBRARIES}
 
 
 def test_nobody_asks_for_the_type_of_a_penalty() -> None:
@@ -158,7 +151,7 @@ def test_nobody_asks_for_the_type_of_a_penalty() -> None:
     for path in MODULES:
         if part_of(module_name(path)) in ("regularizers", "hidden_states"):
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in parse(path)[1]:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
                 asked = {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)}
                 asked |= {name.attr for name in ast.walk(node.args[1]) if isinstance(name, ast.Attribute)}
@@ -173,7 +166,7 @@ SHARED_NAMES = {"add_parser", "run", "main", "log", "T", "PenaltyCallback", "Iso
 def test_no_public_name_has_two_homes() -> None:
     homes: dict[str, list[str]] = {}
     for path in MODULES:
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in parse(path)[0].body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 names = [node.name]
             elif isinstance(node, ast.Assign):

@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from istar.finetune.runs.finished_runs import read_finished_run
 from istar.finetune.sweeps import live_table, sweep
 from istar.inputs.saved_checkpoints import find_checkpoints
 from istar.records.results import CONFIG, PROGRESS, RESULT, RunRecord
-from istar.reports import report
+from istar.reports import report, stability
 from istar.reports.run_frame import load_runs
-from tests.reports.synthetic import BASE, istar, record, save
+from tests.reports.synthetic import BASE, istar, make_quick_scores, record, save
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*found in sys.modules after import"),
@@ -99,6 +99,14 @@ CONFIGS: dict[str, str | bytes] = {
     "no trainer": changed("trainer", to={}, unfinished=True),
     "a list": "[]",
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_scores() -> Iterator[None]:
+    """Compute few of the stability scores, which do not depend on the runs and take most of a report's time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stability, "compute_stability_scores", make_quick_scores)
+        yield
 
 
 @pytest.fixture
@@ -303,10 +311,13 @@ def damage(value: Any, generator: random.Random) -> Any:
     return value
 
 
+NUM_DAMAGED = 150
+
+
 def test_random_damage(tmp_path: Path, caplog: Any, capsys: Any) -> None:
     """A damaged run is left out with a line, or is good enough for every table."""
     generator = random.Random(0)
-    for index in range(300):
+    for index in range(NUM_DAMAGED):
         good = record("rte", BERT, istar() if index % 2 else BASE, index // 2)
         folder = tmp_path / "runs" / f"{index:03d}"
         folder.mkdir(parents=True)
@@ -315,8 +326,8 @@ def test_random_damage(tmp_path: Path, caplog: Any, capsys: Any) -> None:
         else:
             (folder / CONFIG).write_text(yaml.safe_dump(damage(good.config, generator)))
     loaded = load_runs(tmp_path / "runs", keep_records=True)
-    assert len(loaded.frame) + len(loaded.read_errors) == 300
-    assert min(len(loaded.frame), len(loaded.read_errors)) > 50
+    assert len(loaded.frame) + len(loaded.read_errors) == NUM_DAMAGED
+    assert min(len(loaded.frame), len(loaded.read_errors)) > NUM_DAMAGED / 6
     assert main(["results", str(tmp_path / "runs"), "--out", str(tmp_path / "runs.parquet")]) == 0
     assert main(["power", "--runs", str(tmp_path / "runs")]) == 0
     sheets, _ = report._compute_contents(loaded, tmp_path / "runs", None, None, "Base")

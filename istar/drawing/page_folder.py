@@ -1,5 +1,6 @@
 """HTML pages: their content, their rendering as one file, and the folder with files of figures and tables."""
 
+import functools
 import re
 import tomllib
 from base64 import b64encode
@@ -76,6 +77,19 @@ class Page:
 
 def render_html(page: Page) -> str:
     """Render a page as HTML that needs no other files."""
+    environment = _make_environment()
+    style, script = (environment.get_template(name).render() for name in ("report.css", "report.js"))
+    return environment.get_template("report.html").render(
+        page=page,
+        style=Markup(style),
+        script=Markup(script),
+        policy=Markup(_build_security_policy(style, script)),
+    )
+
+
+@functools.cache
+def _make_environment() -> Environment:
+    """Return the environment of the templates, which are compiled once."""
     environment = Environment(
         loader=PackageLoader("istar.drawing"),
         autoescape=True,
@@ -85,13 +99,7 @@ def render_html(page: Page) -> str:
         keep_trailing_newline=True,
     )
     environment.filters["break_header"] = page_tables.break_header
-    style, script = (environment.get_template(name).render() for name in ("report.css", "report.js"))
-    return environment.get_template("report.html").render(
-        page=page,
-        style=Markup(style),
-        script=Markup(script),
-        policy=Markup(_build_security_policy(style, script)),
-    )
+    return environment
 
 
 def _build_security_policy(style: str, script: str) -> str:

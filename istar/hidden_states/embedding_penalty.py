@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from istar.errors import UserError
 from istar.hidden_states.attached_penalty import (
@@ -21,6 +20,7 @@ from istar.hidden_states.attached_penalty import (
     PenaltySettings,
 )
 from istar.hidden_states.model_layers import find_head_model
+from istar.hidden_states.sharding import is_sharded_tensor
 from istar.regularizers.base import Penalty
 from istar.regularizers.points import Tokens
 
@@ -128,7 +128,7 @@ def _find_matrix(model: Any, target: str) -> Tensor:
             f"{type(model).__name__} has no {_describe(target)}, so that target={target} does not fit it; expected "
             f"a language model, or target={INPUT_EMBEDDINGS if target == OUTPUT_EMBEDDINGS else HIDDEN_STATES}"
         )
-    if isinstance(weight, DTensor):
+    if is_sharded_tensor(weight):
         raise UserError(f"the {_describe(target)} are sharded over processes (FSDP); target={target} needs DDP")
     return weight
 

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from istar.errors import UserError, shorten
+from istar.hidden_states.sharding import is_sharded_module
 from istar.measures.norms import norm_parameters
 
 _TRIAL_TOKENS = 5
@@ -68,7 +68,7 @@ def find_layers(model: nn.Module) -> ModelLayers:
     if modules or not _reads_text(base_model):
         ends_with_norm = len(modules) > 0 and getattr(config, "tie_last_hidden_states", None) is not False
         return ModelLayers(base_model, tuple(modules), num_layers, ends_with_norm, is_transformers=True)
-    states, last_state, calls = run_trial(base_model, model if isinstance(model, FSDPModule) else base_model)
+    states, last_state, calls = run_trial(base_model, model if is_sharded_module(model) else base_model)
     lists = [module for module in base_model.modules() if isinstance(module, nn.ModuleList)]
     ends_with_last = torch.equal(states[-1], last_state)
     for blocks in lists if ends_with_last else ():

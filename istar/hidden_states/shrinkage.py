@@ -7,12 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from istar.errors import UserError
 from istar.hidden_states.attached_penalty import NUM_POINTS
 from istar.hidden_states.model_layers import eval_mode, preserve_rng_states
 from istar.hidden_states.reader import HiddenStateReader
+from istar.hidden_states.sharding import is_sharded_module
 from istar.measures.accumulator import sum_over_processes, world_size
 from istar.measures.classes import ClassMoments, merge_class_moments
 from istar.measures.isoscore import check_covariance
@@ -153,7 +153,7 @@ def _choose_module_to_call(model: nn.Module, module: nn.Module) -> nn.Module:
     prompt.
     """
     is_prompt_learning = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
-    return model if isinstance(model, FSDPModule) or is_prompt_learning else module
+    return model if is_sharded_module(model) or is_prompt_learning else module
 
 
 def _prepare_inputs(batch: Any, device: torch.device, ignored_names: Sequence[str]) -> Any:

@@ -5,6 +5,7 @@ call from then on, as if it were killed. Then each file must be the old or the n
 new ones and leave nothing unfinished.
 """
 
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from istar.reports import plan_file, run_frame
 from tests.reports.plans import make_plan
 
 KILLED = 77
-SYSTEM_CALLS = ("rename", "replace", "unlink", "mkdir", "rmdir", "fsync")
+SYSTEM_CALLS = ("rename", "replace", "unlink", "mkdir", "rmdir")
 Tree = dict[str, bytes]
 
 
@@ -141,7 +142,12 @@ def _copy(output: Output, draft: Path) -> Path:
 
 def write_plan(root: Path, version: str) -> None:
     is_new = not (root / plan_file.PLAN).exists() and not list(root.glob("*old*"))
-    plan_file.write_plan(make_plan([], istar_version=version), root, force=not is_new)
+    plan_file.write_plan(_make_plan(version), root, force=not is_new)
+
+
+@functools.cache
+def _make_plan(version: str) -> plan_file.Plan:
+    return make_plan([], istar_version=version)
 
 
 def write_runs(root: Path, version: str) -> None:
@@ -159,8 +165,15 @@ def write_record(root: Path, version: str) -> None:
 WRITERS = [write_page, write_model, write_runs]
 
 
-@pytest.mark.parametrize("write", [*WRITERS, write_checkpoint, write_record])
-@pytest.mark.parametrize("has_earlier", [False, True])
+# All `WRITERS` call `Output.write`, of which a page and a table without earlier ones have no step of their own.
+@pytest.mark.parametrize(
+    ("write", "has_earlier"),
+    [
+        *((write, True) for write in (*WRITERS, write_checkpoint, write_record)),
+        *((write, False) for write in (write_model, write_checkpoint, write_record)),
+        *(pytest.param(write, False, marks=pytest.mark.slow) for write in (write_page, write_runs)),
+    ],
+)
 def test_a_writer_that_is_killed_at_any_step(
     tmp_path: Path,
     write: Callable[[Path, str], None],
@@ -281,6 +294,21 @@ def test_foreign_files_of_other_names_stay(tmp_path: Path) -> None:
     assert read_tree(tmp_path).keys() == {
         "index.html", "data.json", "tables/a.csv", "tables/2.csv", "figures/2.svg", "notes.txt", ".pass/mine",
     }  # fmt: skip
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_old_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_page(tmp_path, "1")
+    tree = read_tree(tmp_path)
+    syncs = iter(range(4))
+
+    def sync_until_full(descriptor: int) -> None:
+        if next(syncs, None) is None:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", sync_until_full)
+    with pytest.raises(UserError, match=r"cannot be written: .*No space left"):
+        write_page(tmp_path, "2")
+    assert read_tree(tmp_path) == tree
 
 
 def test_files_of_another_command_are_foreign(tmp_path: Path) -> None:

@@ -62,7 +62,6 @@ MODULE_NAMES = {"lora_A", "lora_B", "classifier", "pre_classifier", "pooler", "s
     ("family", "spec", "head"),
     [
         ("bert", TASKS["demo"], {"classifier", "pooler"}),
-        ("bert", TASKS["demo_span"], {"qa_outputs"}),
         ("distilbert", TASKS["demo"], {"classifier", "pre_classifier"}),
         ("gpt2", TASKS["demo_regression"], {"score"}),
         ("gpt2", TASKS["demo_span"], {"qa_outputs"}),

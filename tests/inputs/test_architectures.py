@@ -89,13 +89,10 @@ def test_a_new_language_model(architecture: str, tmp_path: Path) -> None:
         assert is_decoder(config)
 
 
-FAST_CASES = {("demo_regression", "llama"), ("demo_span", "gpt_neox")}
-
-
 @pytest.mark.parametrize(
     ("task", "architecture"),
     [
-        pytest.param(*pair, marks=() if pair in FAST_CASES else pytest.mark.slow)
+        pytest.param(*pair, marks=() if pair == ("demo_span", "gpt_neox") else pytest.mark.slow)
         for pair in product(("demo", "demo_regression", "demo_span"), ("bert", "gpt2", "llama", "gpt_neox"))
     ],
 )
@@ -114,8 +111,8 @@ def test_a_run_with_a_new_model(small: Callable[..., Config], architecture: str,
 @pytest.mark.parametrize(
     ("task", "options"),
     [
-        pytest.param("demo_span", (), id="full span"),
-        pytest.param("demo_sentence", ("model.lora=true",), id="lora sentence"),
+        pytest.param("demo", ("model.lora=true", "task.limit_train=16", "task.limit_validation=8"), id="lora"),
+        pytest.param("demo_span", (), id="full span", marks=pytest.mark.slow),
         pytest.param("demo_sentence", (), id="full sentence", marks=pytest.mark.slow),
         pytest.param("demo_span", ("model.lora=true",), id="lora span", marks=pytest.mark.slow),
     ],

@@ -28,10 +28,9 @@ def prepare(tmp_path: Path) -> Prepare:
     return write_and_load
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_table1_is_what_pandas_says(prepare: Prepare, seed: int) -> None:
+def test_table1_is_what_pandas_says(prepare: Prepare) -> None:
     """The runs are random. The oracle groups tuples of their values and uses no hashes of configurations."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     runs, oracle_rows = [], []
     regs: list[Any] = [BASE, istar(-1, 0.2), istar(-1, 0.4), istar(3, 0.4), cosreg(1), cosreg(2)]
     for task in ("rte", "squad"):
@@ -210,7 +209,14 @@ PAPER_AVERAGES = {
 
 
 @pytest.mark.parametrize(("model", "average"), PAPER_AVERAGES.items())
-def test_the_averages_of_table_2(prepare: Prepare, model: str, average: str) -> None:
+def test_the_tuned_penalties_of_the_paper_have_its_averages(model: str, average: str) -> None:
+    pairs = [paper.look_up_tuned_penalty(model.partition("/")[2], task) for task in paper.PAPER_TASKS]
+    weight, zeta = np.mean([pair for pair in pairs if pair], axis=0)
+    assert f"{weight:.3g} | {zeta:.3g}" == average
+
+
+def test_the_averages_of_table_2(prepare: Prepare) -> None:
+    model, average = BERT, PAPER_AVERAGES[BERT]
     pairs = {task: paper.look_up_tuned_penalty(model.partition("/")[2], task) for task in paper.PAPER_TASKS}
     frame = prepare(*(record(task, model, istar(*pair), 1) for task, pair in pairs.items() if pair))
     sheet = paper_tables.build_table2_sheet(configurations.select_cells(frame), frame)

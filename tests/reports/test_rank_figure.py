@@ -13,7 +13,7 @@ from istar.reports import configurations, rank_figure, report, stability
 from istar.reports.method_comparisons import compare_methods
 from istar.reports.rank_figure import RankedMethods, rank_methods
 from istar.reports.run_frame import load_runs
-from tests.reports.synthetic import BASE, METRICS, cosreg, istar, record, save
+from tests.reports.synthetic import BASE, METRICS, cosreg, istar, make_quick_scores, record, save
 
 REGS: dict[str, dict[str, Any]] = {
     "Base": BASE, "CosReg λ=1": cosreg(), "I-STAR λ=-1 ζ=0.4": istar(-1), "I-STAR λ=1 ζ=0.4": istar(1),
@@ -98,7 +98,8 @@ def test_too_few_tasks_are_said(tmp_path: Path) -> None:
 
 
 def test_methods_with_other_tasks_seeds_or_budgets_are_not_ranked(tmp_path: Path) -> None:
-    write_runs(tmp_path, np.random.default_rng(3).uniform(0.4, 0.8, (6, 4)))
+    tasks = TASKS[:3]
+    write_runs(tmp_path, np.random.default_rng(3).uniform(0.4, 0.8, (3, 4)), tasks=tasks)
     save(record("rte", "mine", istar(1), 3, 0.5), tmp_path, geometry=False)
     save(record("cola", "mine", cosreg(), 1, 0.5, optim__lr=1.0), tmp_path, geometry=False)
     for seed in (1, 2):
@@ -107,17 +108,16 @@ def test_methods_with_other_tasks_seeds_or_budgets_are_not_ranked(tmp_path: Path
     assert set(ranked.average_rank_by_method) == {"Base", "I-STAR λ=-1 ζ=0.4"}
     assert set(ranked.unranked_methods) == {"CosReg λ=1", "I-STAR λ=1 ζ=0.4", "I-STAR λ=5 ζ=0.4"}
     assert "Not ranked, because they lack one of these tasks" in ranked.summarize()
-    for task in TASKS:
+    for task in tasks:
         save(record(task, "mine", istar(-1), 7, 0.5), tmp_path, geometry=False)
     [ranked] = rank_methods_in(tmp_path)
-    assert "no method has finished with the seeds and the budget of Base on all of its 6 tasks" in ranked.summarize()
+    assert "no method has finished with the seeds and the budget of Base on all of its 3 tasks" in ranked.summarize()
 
 
 @pytest.mark.slow
 def test_the_page_of_three_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_runs(tmp_path / "runs", np.random.default_rng(4).uniform(0.4, 0.8, (3, 4)), tasks=TASKS[:3])
-    quick_scores = stability.compute_stability_scores((10, 50), (0.0, 1.0), num_draws=2, num_shrinkage_points=800)
-    monkeypatch.setattr(stability, "compute_stability_scores", lambda: quick_scores)
+    monkeypatch.setattr(stability, "compute_stability_scores", make_quick_scores)
     report.write_report(tmp_path / "runs", tmp_path / "report")
     page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
     assert "4 methods on 3 tasks (rte, cola, stsb)" in page
@@ -129,8 +129,7 @@ def test_the_diagram() -> None:
     ranks = {"I-STAR λ=1": 1.25, "Base": 2.0, "CosReg": 2.75}
     ranked = RankedMethods("mine", TASKS, ranks, friedman_p=0.01, critical_difference=0.9)
     plot = rank_figure.build_rank_plot([ranked])
-    files = render(plot)
-    assert set(files) == {"svg", "pdf", "png"}
+    files = render(plot, ["svg"])
     [panel] = plot.panels
     assert [(line.label, line.x, line.x_error) for line in panel.lines] == [
         (name, (rank,), (0.45,)) for name, rank in ranks.items()

@@ -2,12 +2,12 @@ import base64
 import hashlib
 import itertools
 import json
-import os
 import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -38,7 +38,16 @@ from istar.reports import (
 )
 from istar.reports.run_frame import load_runs
 from tests.reports import plans
-from tests.reports.synthetic import BASE, cosreg, istar, make_geometry, record, save, write_fifty_runs
+from tests.reports.synthetic import (
+    BASE,
+    cosreg,
+    istar,
+    make_geometry,
+    make_quick_scores,
+    record,
+    save,
+    write_fifty_runs,
+)
 
 BERT = "google-bert/bert-base-cased"
 VOID = {"meta", "source", "link", "br", "hr", "img", "input"}
@@ -47,29 +56,19 @@ VOID = {"meta", "source", "link", "br", "hr", "img", "input"}
 RENDER = rendering.render
 
 
-@pytest.fixture(autouse=True)
-def blank_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the figures blank; the tests that look at them restore `RENDER`."""
-    svg = b'<svg xmlns="http://www.w3.org/2000/svg" width="1pt" height="1pt" viewBox="0 0 1 1"/>'
-    monkeypatch.setattr(rendering, "render", lambda plot: dict.fromkeys(rendering.SUFFIXES, svg))
-    monkeypatch.setattr(rendering, "render_narrow", lambda plot: svg)
+@pytest.fixture(scope="module", autouse=True)
+def quick_pages(blank_figures: None) -> Iterator[None]:
+    """Leave the figures blank and compute few stability scores; the test that looks at figures restores `RENDER`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stability, "compute_stability_scores", make_quick_scores)
+        yield
 
 
 @pytest.fixture(scope="module")
-def quick_scores() -> Any:
-    """Return stability scores that are quick to compute."""
-    return stability.compute_stability_scores((10, 50), (0.0, 1.0), num_draws=2, num_shrinkage_points=800)
-
-
-@pytest.fixture(scope="module")
-def report_folder(tmp_path_factory: pytest.TempPathFactory, quick_scores: Any) -> Path:
+def report_folder(tmp_path_factory: pytest.TempPathFactory, quick_pages: None) -> Path:
     folder = tmp_path_factory.mktemp("fifty")
     write_fifty_runs(folder / "runs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stability, "compute_stability_scores", lambda: quick_scores)
-        patch.setattr(rendering, "render", lambda plot: RENDER(plot, ["svg"]))
-        patch.setattr(rendering, "render_narrow", lambda plot: b"<svg/>")
-        summary = report.write_report(folder / "runs", folder / "report")
+    summary = report.write_report(folder / "runs", folder / "report")
     assert summary.page_path == folder / "report" / "index.html"
     assert summary.num_runs == 50
     return folder / "report"
@@ -189,8 +188,6 @@ def test_every_file(report_folder: Path) -> None:
         balanced((report_folder / "tables" / f"{name}.tex").read_text(encoding="utf-8"))
     pictures = {path.stem for path in (report_folder / "figures").iterdir()}
     assert {f"figure{number}-bert-base-cased" for number in range(3, 9)} | {"figure2"} <= pictures
-    for name in pictures:
-        ElementTree.parse(report_folder / "figures" / f"{name}.svg")
 
 
 def test_latex_accepts_every_table(report_folder: Path, tmp_path: Path) -> None:
@@ -265,10 +262,11 @@ def balanced(tex: str) -> None:
 NASTY = r"""<script>alert('x')</script> & "q" _a% #1 ~ ^ $x$ {y} \z | `t` λ ± <img src=//evil>"""
 
 
-def test_hostile_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_scores: Any) -> None:
-    monkeypatch.setattr(stability, "compute_stability_scores", lambda: quick_scores)
-    monkeypatch.setattr(rendering, "render", lambda plot: RENDER(plot, ["svg"]))
-    monkeypatch.setattr(rendering, "render_narrow", lambda plot: b"<svg/>")
+def test_hostile_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blank = rendering.render
+    monkeypatch.setattr(
+        rendering, "render", lambda plot: RENDER(plot, ["svg"]) if plot.name == "figure3" else blank(plot)
+    )
     model = 'mine/<b onclick="x()">$a_1$ & 100%\'s'
     for seed in (1, 2):
         save(record("rte", model, BASE, seed, 0.5), tmp_path / "runs")
@@ -283,8 +281,9 @@ def test_hostile_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_sc
     assert '<b onclick="x()">$a_1$ & 100%\'s' in page_text
     assert not [tag for tag, _ in page.tags if tag == "i"]
     inline_parts(tmp_path / "report" / "index.html")
-    for path in (tmp_path / "report").rglob("*.svg"):
-        ElementTree.parse(path)
+    [path] = (tmp_path / "report").rglob("figure3*.svg")
+    ElementTree.parse(path)
+    assert path.stat().st_size > 1_000
     for path in (tmp_path / "report" / "tables").glob("*.tex"):
         balanced(path.read_text(encoding="utf-8").replace("λ", ""))
     markdown = (tmp_path / "report" / "tables" / "left_out.md").read_text(encoding="utf-8")
@@ -393,7 +392,7 @@ def test_ablations(tmp_path: Path) -> None:
     for layer in (1, 3):
         save(record("rte", BERT, istar(-1, 0.4, [layer]), 1, 0.6 + layer / 100), tmp_path)
     # These runs are better, but their estimator is not that of the paper.
-    for seed in range(1, 5):
+    for seed in (1, 2, 3):
         for layers in ("all", [2]):
             save(record("rte", BERT, istar(-1, "auto", layers), seed, 0.9), tmp_path)  # type: ignore[arg-type]
             for estimator in ("unbiased", "unbiased_by_sentence"):
@@ -560,12 +559,12 @@ def test_curves_follow_the_runs_of_table1(tmp_path: Path) -> None:
     assert line.y == pytest.approx([0.8 * 65, 0.9 * 65, 65])
 
 
-def test_stability(quick_scores: Any) -> None:
+def test_stability() -> None:
+    quick_scores = make_quick_scores()
     assert quick_scores.true_score == pytest.approx(0.86734, abs=1e-5)
     assert quick_scores.scores_by_zeta[0.0][0].mean < quick_scores.scores_by_zeta[0.0][1].mean < 0.1
     assert quick_scores.scores_by_zeta[1.0][0].mean == quick_scores.scores_by_zeta[1.0][1].mean
-    second_scores = stability.compute_stability_scores((10, 50), (0.0, 1.0), num_draws=2, num_shrinkage_points=800)
-    assert second_scores == quick_scores
+    assert make_quick_scores.__wrapped__() == quick_scores
     assert abs(quick_scores.unbiased_scores[1].mean - quick_scores.true_score) < 0.1
     assert all(
         auto_score.mean > 2 * uncorrected_score.mean
@@ -601,8 +600,7 @@ def test_a_broken_geometry_is_told(tmp_path: Path, text: str) -> None:
 
 
 @pytest.fixture
-def one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_scores: Any) -> Path:
-    monkeypatch.setattr(stability, "compute_stability_scores", lambda: quick_scores)
+def one_run(tmp_path: Path) -> Path:
     save(record("rte", BERT, BASE, 1), tmp_path / "runs")
     return tmp_path
 
@@ -676,26 +674,6 @@ def test_nobody_loses_files(one_run: Path, kind: str, capsys: Any) -> None:
     assert (contents(out) if out.is_dir() else out.read_text()) == contents_before
 
 
-def test_an_interrupted_report_leaves_the_old_one(one_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = one_run / "report"
-    report.write_report(one_run / "runs", out)
-    contents_before = contents(out)
-    save(record("rte", BERT, BASE, 2), one_run / "runs")
-    syncs = iter(range(4))
-    fsync = os.fsync
-
-    def sync_until_full(descriptor: int) -> None:
-        if next(syncs, None) is None:
-            raise OSError(28, "No space left on device")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", sync_until_full)
-    with pytest.raises(UserError, match=r"cannot be written: .*No space left"):
-        report.write_report(one_run / "runs", out)
-    assert contents(out) == contents_before
-    assert sorted(path.name for path in one_run.iterdir()) == ["report", "runs"]
-
-
 def test_nothing_to_report(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "runs").mkdir()
     assert main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "report")]) == 2
@@ -712,19 +690,15 @@ def test_nothing_to_report(tmp_path: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(
     "runs",
     [
-        [record("rte", BERT, BASE, 1, status="failed")],
-        [record("rte", BERT, BASE, 1, status=status) for status in ("unfinished", "pruned")],
+        [record("rte", BERT, BASE, 1, status=status) for status in ("failed", "unfinished", "pruned")],
         [record("rte", BERT, cosreg(), 1)],
         [record("demo", "tiny", istar(-0.2), 1, changes={"collapsed": {}, "timing": {"total": 5.0}})],
         [record("rte", BERT, istar(-1, layers=[1]), 1)],
         [record("rte", BERT, istar(), 1, changes={"isotropy": {}}), record("rte", BERT, BASE, 1)],
     ],
-    ids=["failed", "unfinished and pruned", "cosreg", "demo", "layer", "flawed"],
+    ids=["no finished run", "cosreg", "demo", "layer", "flawed"],
 )
-def test_whatever_there_is_makes_a_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_scores: Any, runs: list[RunRecord]
-) -> None:
-    monkeypatch.setattr(stability, "compute_stability_scores", lambda: quick_scores)
+def test_whatever_there_is_makes_a_page(tmp_path: Path, runs: list[RunRecord]) -> None:
     for run in runs:
         save(run, tmp_path / "runs", geometry=False)
     report.write_report(tmp_path / "runs", tmp_path / "report")
@@ -745,10 +719,7 @@ def test_the_command(one_run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_departures_from_a_plan(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, quick_scores: Any
-) -> None:
-    monkeypatch.setattr(stability, "compute_stability_scores", lambda: quick_scores)
+def test_departures_from_a_plan(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     runs = [plans.run("rte", reg, seed) for reg in (BASE, istar()) for seed in (1, 2)]
     plan = plan_file.write_plan(plans.make_plan(runs), tmp_path / "my plan")
