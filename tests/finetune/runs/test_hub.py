@@ -186,7 +186,7 @@ def test_a_tokenizer_of_the_hub_is_loaded_by_its_commit(hub: MockHub) -> None:
 # ---- requests that the hub refuses
 
 MODEL_COPY = "; name the folder of a local copy instead, as save_pretrained writes it"
-DATA_COPY = "; name a local copy with task.data_dir=<folder>"
+DATA_COPY = "; name a local copy instead: task.data_dir=<folder> to train, --text <file or folder> to measure"
 LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
 
 

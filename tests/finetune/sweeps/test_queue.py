@@ -267,6 +267,16 @@ def test_the_best_is_chosen_by_held_out_data(make_runs: Callable[..., SweepRuns]
     assert {"optim.lr=0.001", "seed=7"} <= set(overrides)
 
 
+def test_the_best_mean_is_repeated_and_not_the_best_run(make_runs: Callable[..., SweepRuns]) -> None:
+    sweep_runs = with_all_runs(make_runs("optim.lr=1e-4,1e-3", "seed=1,2", "sweep.seeds=[7]", *TINY))
+    values = {(1e-4, 1): 0.9, (1e-4, 2): 0.1, (1e-3, 1): 0.6, (1e-3, 2): 0.7}
+    for trial in sweep_runs.trial_by_name.values():
+        value = values[trial.config.optim.lr, trial.config.seed]
+        sweep_runs.entry_by_name[trial.name].apply_record(make_finished_record(trial.name, trial.config, value))
+    [overrides] = sweep_runs.list_repetitions_of_best()
+    assert {"optim.lr=0.001", "seed=7"} <= set(overrides)
+
+
 def test_the_best_of_each_grid_is_repeated(make_runs: Callable[..., SweepRuns]) -> None:
     """Two weights of the same penalty are two methods if they stand in grids of their own."""
     grids = {"up": {"reg": "istar", "reg.lambda": 1}, "down": {"reg": "istar", "reg.lambda": -1}}
