@@ -13,7 +13,6 @@ import optuna
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra._internal.callbacks import Callbacks
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -39,14 +38,6 @@ def compose_sweeper(*arguments: str) -> IstarSweeper:
     context = HydraContext(GlobalHydra.instance().config_loader(), Callbacks(master))
     sweeper.setup(hydra_context=context, task_function=lambda config: None, config=master)
     return sweeper
-
-
-def keep_config_store(store: ConfigStore, memo: dict[int, Any]) -> ConfigStore:
-    """Do without the copy of all registered configs that Hydra makes, but does not change, at each composition."""
-    return store
-
-
-ConfigStore.__deepcopy__ = keep_config_store  # type: ignore[attr-defined]
 
 
 @event.listens_for(Engine, "connect")
