@@ -4,7 +4,6 @@ import copy
 import io
 import itertools
 import math
-import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-import torch.distributed as dist
 import transformers as hf
 from rich.console import Console
 from transformers import PreTrainedModel
@@ -28,7 +26,6 @@ from istar.inputs import corpus, demo, tiny
 from istar.inputs.corpus import Block, Source
 from istar.measures import SentenceMoments, isoscore_by_sentence
 from tests import oracles
-from tests.forks import run_in_processes
 
 SENTENCES = ["the cat sees a dog", "a dog", "does the old dog see a cat ?", "anna likes the small house and the garden"]
 TOKENIZER = tiny.make_tokenizer(demo.vocabulary())
@@ -577,43 +574,3 @@ def test_measures_of_the_sample(source: Source) -> None:
 def test_without_intra_sim(source: Source) -> None:
     measures_by_tap = read_statistics(bert(), MeasureSettings(16, intra=False), source).compute_measures()
     assert "intra_sim" not in measures_by_tap["layer_1"]
-
-
-# ---- several processes
-
-
-def run_rank(rank: int, world_size: int, folder: str, length: int) -> None:
-    """Run one of the processes that share a pass, and save its result as `measures-<rank>.pt`."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size)
-    path = Path(folder)
-    sources = [Source(name, path / f"{name}.txt") for name in ("text", "other")]
-    settings = MeasureSettings(length, batch_tokens=3 * length, sample=12, measures="all", groups=4)
-    measures_by_source = Stream(bert(), TOKENIZER, settings, path / "state", "same")(
-        sources, CorpusStatistics.compute_measures
-    )
-    torch.save(measures_by_source, path / f"measures-{rank}.pt")
-    dist.barrier()
-    # Skip the interpreter's shutdown, in which the process group may abort.
-    os._exit(0)
-
-
-def test_processes_share_a_pass(source: Source, tmp_path: Path) -> None:
-    # The other text is one block, so that some processes read none of it.
-    world_size = 3
-    (tmp_path / "other.txt").write_text(SENTENCES[-1])
-    sources = [source, Source("other", tmp_path / "other.txt")]
-    single_process_measures = Stream(bert(), TOKENIZER, MeasureSettings(64, sample=12, measures="all", groups=4))(
-        sources, CorpusStatistics.compute_measures
-    )
-    run_in_processes(run_rank, (world_size, str(tmp_path), 64), world_size)
-    shared_measures = torch.load(tmp_path / "measures-0.pt")
-    assert all(torch.load(tmp_path / f"measures-{rank}.pt") == {} for rank in range(1, world_size))
-    assert list(shared_measures) == list(single_process_measures) == ["text", "other", "combined"]
-    for name, measures_by_tap in single_process_measures.items():
-        for tap, measures in measures_by_tap.items():
-            for key, value in measures.items():
-                expected = pytest.approx(value, rel=tolerance(key), abs=1e-12, nan_ok=True)
-                assert shared_measures[name][tap][key] == expected, (name, tap, key)
-    # No state file remains.
-    assert not list(tmp_path.glob("state.*"))
