@@ -5,6 +5,7 @@ import tomllib
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from hashlib import sha256
 from importlib.resources import files as package_files
 from pathlib import Path
@@ -74,8 +75,9 @@ class Page:
     sections: Sequence[Section]
 
 
-def render_html(page: Page) -> str:
-    """Render a page as HTML that needs no other files."""
+@cache
+def _load_templates() -> Environment:
+    """Return the environment of the templates, which keeps them compiled."""
     environment = Environment(
         loader=PackageLoader("istar.drawing"),
         autoescape=True,
@@ -85,6 +87,12 @@ def render_html(page: Page) -> str:
         keep_trailing_newline=True,
     )
     environment.filters["break_header"] = page_tables.break_header
+    return environment
+
+
+def render_html(page: Page) -> str:
+    """Render a page as HTML that needs no other files."""
+    environment = _load_templates()
     style, script = (environment.get_template(name).render() for name in ("report.css", "report.js"))
     return environment.get_template("report.html").render(
         page=page,
