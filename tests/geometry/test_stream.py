@@ -1,6 +1,7 @@
 """A pass over a corpus, checked against naive computations from all hidden states at once."""
 
 import copy
+import functools
 import io
 import itertools
 import math
@@ -31,6 +32,7 @@ SENTENCES = ["the cat sees a dog", "a dog", "does the old dog see a cat ?", "ann
 TOKENIZER = tiny.make_tokenizer(demo.vocabulary())
 
 
+@functools.cache
 def bert() -> PreTrainedModel:
     torch.manual_seed(0)
     config = hf.BertConfig(
@@ -39,6 +41,7 @@ def bert() -> PreTrainedModel:
     return hf.BertModel(config).double().eval()
 
 
+@functools.cache
 def gpt2() -> PreTrainedModel:
     torch.manual_seed(0)
     special_ids = {"bos_token_id": 1, "eos_token_id": 1}
@@ -54,13 +57,17 @@ def source(tmp_path: Path) -> Source:
     path = tmp_path / "text.txt"
     random = np.random.default_rng(0)
     words = " ".join(SENTENCES).split()
-    path.write_text("\n".join(" ".join(random.choice(words, random.integers(1, 25))) for _ in range(60)))
+    path.write_text("\n".join(" ".join(random.choice(words, random.integers(1, 25))) for _ in range(30)))
     return Source("text", path)
 
 
 def tokenize_inputs(source: Source, length: int, documents: str) -> list[list[int]]:
     """Return the token ids of each input of the model, without the special tokens at its ends."""
-    lines = source.path.read_text().splitlines()
+    return tokenize_text(source.path.read_text(), length, documents)
+
+
+def tokenize_text(text: str, length: int, documents: str) -> list[list[int]]:
+    lines = text.splitlines()
     ids_by_document = [TOKENIZER(line, add_special_tokens=False)["input_ids"] for line in lines]
     if documents == "packed":
         ids_by_document = [[token for ids in ids_by_document for token in [*ids, TOKENIZER.sep_token_id]]]
@@ -71,10 +78,17 @@ def compute_states(
     model: PreTrainedModel, source: Source, length: int, documents: str = "separate", special_tokens: str = "exclude"
 ) -> tuple[dict[str, Any], Any]:
     """Return the hidden states by tap and their tokens, from one forward pass for each input, without padding."""
+    return compute_states_of_text(model, source.path.read_text(), length, documents, special_tokens)
+
+
+@functools.cache
+def compute_states_of_text(
+    model: PreTrainedModel, text: str, length: int, documents: str, special_tokens: str
+) -> tuple[dict[str, Any], Any]:
     states: dict[str, list[Any]] = {}
     tokens: list[int] = []
     cls, sep = TOKENIZER.cls_token_id, TOKENIZER.sep_token_id
-    for ids in tokenize_inputs(source, length, documents):
+    for ids in tokenize_text(text, length, documents):
         with torch.no_grad():
             state_by_tap = Taps(model)({"input_ids": torch.tensor([[cls, *ids, sep]])})
         block = np.array([cls, *ids, sep])
