@@ -88,9 +88,10 @@ def compute_states_of_text(
     states: dict[str, list[Any]] = {}
     tokens: list[int] = []
     cls, sep = TOKENIZER.cls_token_id, TOKENIZER.sep_token_id
+    taps = Taps(model)
     for ids in tokenize_text(text, length, documents):
         with torch.no_grad():
-            state_by_tap = Taps(model)({"input_ids": torch.tensor([[cls, *ids, sep]])})
+            state_by_tap = taps({"input_ids": torch.tensor([[cls, *ids, sep]])})
         block = np.array([cls, *ids, sep])
         # The text itself contains no special token.
         is_included = (
@@ -290,8 +291,8 @@ def test_sources_and_their_union(source: Source, tmp_path: Path) -> None:
 
 def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = bert()
-    source.path.write_text("\n".join(source.path.read_text().splitlines()[:25]))
-    monkeypatch.setattr(corpus, "WINDOW_SIZE", 13)
+    source.path.write_text("\n".join(source.path.read_text().splitlines()[:12]))
+    monkeypatch.setattr(corpus, "WINDOW_SIZE", 7)
     monkeypatch.setattr(stream, "UPDATE_TOKENS", 64)
     monkeypatch.setattr(stream, "SECONDS_BETWEEN_SAVES", 0.0)
     settings, state_path = MeasureSettings(16, batch_tokens=32, sample=30, measures="all", groups=2), tmp_path / "state"
@@ -301,7 +302,7 @@ def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch
     saved_keys: list[int] = []
 
     def interrupt(statistics: Any, batches: Any, keys: Any) -> None:
-        if len(saved_keys) > 15:
+        if len(saved_keys) > 8:
             raise KeyboardInterrupt
         Stream._update_statistics(interrupted, statistics, batches, keys)
         saved_keys.extend(keys)
@@ -319,7 +320,7 @@ def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(resumed, "_update_statistics", record_keys)
     measures_by_tap = resumed([source], CorpusStatistics.compute_measures)["text"]
-    # The state holds the first window of 13 blocks and a part of the second.
+    # The state holds the first window of 7 blocks and a part of the second.
     assert sorted(saved_keys + resumed_keys) == list(range(len(tokenize_inputs(source, 16, "separate"))))
     for tap, expected_measures in expected_by_tap.items():
         assert measures_by_tap[tap] == pytest.approx(expected_measures, rel=0, abs=0, nan_ok=True)
@@ -500,10 +501,11 @@ def test_the_score_by_sentence_is_that_of_the_first_blocks_of_the_documents(sour
     states: dict[str, Any] = {
         tap: torch.zeros(len(first_block_ids), max_length, 24).double() for tap in measures_by_tap
     }
+    taps = Taps(model)
     for document_index, ids in enumerate(first_block_ids):
         special_ids = [TOKENIZER.cls_token_id], [TOKENIZER.sep_token_id]
         with torch.no_grad():
-            state_by_tap = Taps(model)({"input_ids": torch.tensor([[*special_ids[0], *ids, *special_ids[1]]])})
+            state_by_tap = taps({"input_ids": torch.tensor([[*special_ids[0], *ids, *special_ids[1]]])})
         for tap, state in state_by_tap.items():
             states[tap][document_index, : len(ids)] = state[0, 1:-1]
     origin_blocks = list(corpus.Blocks(TOKENIZER, 16)(source.path.read_text().splitlines()))[: stream.ORIGIN_BLOCKS]
