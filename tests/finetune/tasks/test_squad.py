@@ -77,7 +77,7 @@ def make_examples(count: int, seed: int = 0):
 )
 def test_windows_cover_the_context_and_overlap_by_the_stride(name, max_length, stride):
     tokenizer = TOKENIZERS[name]
-    questions, contexts, *_ = make_examples(20)
+    questions, contexts, *_ = make_examples(8)
     features = tokenize_windows(questions, contexts, tokenizer, max_length, stride)
     assert max(map(len, features["input_ids"])) <= max_length
     assert ("token_type_ids" in features) == (name == "letters")
