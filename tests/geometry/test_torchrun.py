@@ -25,15 +25,14 @@ def leave_out_the_page(content: compare_page.PageContent, out: Path, contents: o
     return out / "index.html"
 
 
-def measure_as_rank(rank: int, world_size: int, port: int, folder: Path, arguments: Sequence[str]) -> None:
-    """Run `istar` with the variables that torchrun sets for one of its processes, and write stdout to `<rank>.txt`."""
+def measure_as_rank(rank: int, port: int, folder: Path, arguments: Sequence[str]) -> None:
+    """Run `istar` with the variables that torchrun sets for one of two processes, and write stdout to `<rank>.txt`."""
     compare_page._write = leave_out_the_page
     os.fsync = lambda descriptor: None
     os.chdir(folder)
     os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "COLUMNS": "150",
-        "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "none",
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "COLUMNS": "150",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none",
     }  # fmt: skip
     with Path(f"{rank}.txt").open("w") as file, redirect_stdout(file):
         exit_code = main(arguments)
@@ -42,8 +41,8 @@ def measure_as_rank(rank: int, world_size: int, port: int, folder: Path, argumen
 
 
 def with_torchrun(folder: Path, arguments: Sequence[str]) -> str:
-    """Run `istar` with torchrun; return its stdout."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    """Run `istar` in three processes with torchrun; return their stdout."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
     command = [sys.executable, *torchrun, "-m", "istar.cli.main", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "COLUMNS": "150"}
     process = subprocess.run(
@@ -55,12 +54,12 @@ def with_torchrun(folder: Path, arguments: Sequence[str]) -> str:
 
 
 def in_forks(folder: Path, arguments: Sequence[str]) -> str:
-    """Run `istar` in three processes as torchrun would start them; return their stdout."""
+    """Run `istar` in two processes as torchrun would start them; return their stdout."""
     with socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    run_in_processes(measure_as_rank, (3, port, folder, arguments), 3)
-    return "".join((folder / f"{rank}.txt").read_text() for rank in range(3))
+    run_in_processes(measure_as_rank, (port, folder, arguments), 2)
+    return "".join((folder / f"{rank}.txt").read_text() for rank in range(2))
 
 
 @pytest.fixture
