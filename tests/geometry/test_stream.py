@@ -212,7 +212,7 @@ def test_batches_hold_documents_of_like_length(source: Source, monkeypatch: pyte
 
 def test_batches_and_windows_do_not_matter(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(batch_tokens: int) -> Any:
-        settings = MeasureSettings(16, batch_tokens=batch_tokens, sample=12, measures="all")
+        settings = MeasureSettings(16, batch_tokens=batch_tokens, sample=12, measures="all", groups=3)
         return read_statistics(bert(), settings, source)
 
     first, large = read(16), read(16 * 64)
@@ -242,7 +242,7 @@ def test_the_hidden_states_of_an_update_have_a_limit(
         update(self, statistics, batches, keys)
 
     monkeypatch.setattr(Stream, "_update_statistics", record)
-    read_statistics(bert(), MeasureSettings(16, batch_tokens=16, sample=0), source)
+    read_statistics(bert(), MeasureSettings(16, batch_tokens=16, sample=0, groups=0), source)
     assert all(sum(tokens) <= 100 for tokens in tokens_of_batches)
     # No update could take the next batch as well.
     assert all(sum(tokens) + after[0] > 100 for tokens, after in itertools.pairwise(tokens_of_batches))
@@ -269,11 +269,13 @@ def test_sources_and_their_union(source: Source, tmp_path: Path) -> None:
     other = Source("other", tmp_path / "other.txt")
     other.path.write_text("\n".join(SENTENCES * 5))
     model = bert()
-    measures_by_source = Stream(model, TOKENIZER, MeasureSettings(16, sample=20, measures="all"))(
+    measures_by_source = Stream(model, TOKENIZER, MeasureSettings(16, sample=20, measures="all", groups=3))(
         [source, other], CorpusStatistics.compute_measures
     )
     assert list(measures_by_source) == ["text", "other", "combined"]
-    for tap, measures in read_statistics(model, MeasureSettings(16, sample=0), other).compute_measures().items():
+    for tap, measures in (
+        read_statistics(model, MeasureSettings(16, sample=0, groups=3), other).compute_measures().items()
+    ):
         assert {measure: measures_by_source["other"][tap][measure] for measure in measures} == pytest.approx(
             measures, rel=1e-4, nan_ok=True
         )
@@ -335,7 +337,7 @@ def test_the_time_of_an_interrupted_pass_counts(
     monkeypatch.setattr(stream.time, "monotonic", lambda: now)
     monkeypatch.setattr(stream, "SECONDS_BETWEEN_SAVES", 0.0)
     monkeypatch.setattr(stream, "UPDATE_TOKENS", 1)
-    settings = MeasureSettings(16, batch_tokens=64, sample=0)
+    settings = MeasureSettings(16, batch_tokens=64, sample=0, groups=0)
 
     class SlowTaps(Taps):
         def __call__(self, model_inputs: Any) -> Any:
@@ -572,7 +574,7 @@ def test_positions_are_those_in_the_input(source: Source) -> None:
 
 
 def test_measures_of_the_sample(source: Source) -> None:
-    statistics = read_statistics(bert(), MeasureSettings(16, sample=20, measures="all"), source)
+    statistics = read_statistics(bert(), MeasureSettings(16, sample=20, measures="all", groups=0), source)
     for tap, measures in statistics.compute_measures().items():
         points = statistics.sample.get_points(tap).numpy()
         unit = points / np.linalg.norm(points, axis=1, keepdims=True)
@@ -588,5 +590,7 @@ def test_measures_of_the_sample(source: Source) -> None:
 
 
 def test_without_intra_sim(source: Source) -> None:
-    measures_by_tap = read_statistics(bert(), MeasureSettings(16, intra=False), source).compute_measures()
+    measures_by_tap = read_statistics(
+        bert(), MeasureSettings(16, sample=0, intra=False, groups=0), source
+    ).compute_measures()
     assert "intra_sim" not in measures_by_tap["layer_1"]
