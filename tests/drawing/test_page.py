@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb
 
-from istar.drawing import page_folder, panel_drawing
+from istar.drawing import page_folder, panel_drawing, rendering
 from istar.drawing.page_folder import Page, Section
 from istar.drawing.page_tables import Entry, Sheet
 from istar.drawing.plot import Line, Panel, Plot
@@ -44,7 +44,10 @@ def write_page(tmp_path: Path, name: str = "name") -> Path:
 
 @pytest.fixture(scope="module")
 def plain_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_page(tmp_path_factory.mktemp("page"))
+    render = rendering.render
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendering, "render", lambda plot: render(plot, ["svg"]))  # the page shows no other files
+        return write_page(tmp_path_factory.mktemp("page"))
 
 
 @pytest.mark.usefixtures("svg_only")
@@ -198,22 +201,25 @@ def test_numbers_of_cells() -> None:
 
 
 def test_sorted_order() -> None:
-    def sort_cells(cells: list[str], direction: int) -> list[str]:
-        return [cells[index] for index in evaluate_script(f"page.sortedOrder({json.dumps(cells)}, {direction})")]
-
     numbers = ["10.5 ± 3", "9.00", "-", "1,000", "\u2013", "-2"]
-    assert sort_cells(numbers, 1) == ["-2", "9.00", "10.5 ± 3", "1,000", "-", "\u2013"]
-    assert sort_cells(numbers, -1) == ["1,000", "10.5 ± 3", "9.00", "-2", "-", "\u2013"]
-    assert sort_cells(["layer 10", "layer 2", "-", "Base"], 1) == ["Base", "layer 2", "layer 10", "-"]
-    # Equal cells keep their order in both directions.
-    assert evaluate_script('page.sortedOrder(["1", "0", "1.0"], 1)') == [1, 0, 2]
-    assert evaluate_script('page.sortedOrder(["1", "0", "1.0"], -1)') == [0, 2, 1]
+    expected_orders: list[tuple[list[str], int, list[str]]] = [
+        (numbers, 1, ["-2", "9.00", "10.5 ± 3", "1,000", "-", "\u2013"]),
+        (numbers, -1, ["1,000", "10.5 ± 3", "9.00", "-2", "-", "\u2013"]),
+        (["layer 10", "layer 2", "-", "Base"], 1, ["Base", "layer 2", "layer 10", "-"]),
+        # Equal cells keep their order in both directions.
+        (["1", "0", "1.0"], 1, ["0", "1", "1.0"]),
+        (["1", "0", "1.0"], -1, ["1", "1.0", "0"]),
+    ]
+    calls = [f"page.sortedOrder({json.dumps(cells)}, {direction})" for cells, direction, _ in expected_orders]
+    orders = evaluate_script(f"[{', '.join(calls)}]")
+    for order, (cells, _, expected) in zip(orders, expected_orders, strict=True):
+        assert [cells[index] for index in order] == expected
 
 
 def test_a_filter_finds_all_its_words() -> None:
-    assert evaluate_script('page.hasAllWords("BERT rte 71.67", "rte bert")') is True
-    assert evaluate_script('page.hasAllWords("BERT rte 71.67", "rte gpt")') is False
-    assert evaluate_script('page.hasAllWords("BERT", "  ")') is True
+    texts_and_words = ('"BERT rte 71.67", "rte bert"', '"BERT rte 71.67", "rte gpt"', '"BERT", "  "')
+    calls = ", ".join(f"page.hasAllWords({arguments})" for arguments in texts_and_words)
+    assert evaluate_script(f"[{calls}]") == [True, False, True]
 
 
 def test_the_script_is_short() -> None:

@@ -247,6 +247,16 @@ def test_half_precision_is_widened(tmp_path: Path) -> None:
 # ---- models and errors
 
 
+@pytest.fixture(scope="module")
+def input_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with two models, benchmarks and a text."""
+    folder = tmp_path_factory.mktemp("input")
+    for name in ("first", "second"):
+        save_model(folder / name)
+    write_files(folder)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -263,12 +273,10 @@ def test_half_precision_is_widened(tmp_path: Path) -> None:
     ],
 )
 def test_an_error_is_one_line(
-    tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    input_folder: Path, tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first, second = save_model(tmp_path / "first"), save_model(tmp_path / "second")
-    write_files(tmp_path)
-    names = {"SECOND": str(second), "FIRST": str(first), "MEN": str(tmp_path / "MEN.txt")}
-    capsys.readouterr()  # discard the progress bars of transformers
+    first = input_folder / "first"
+    names = {"SECOND": str(input_folder / "second"), "FIRST": str(first), "MEN": str(input_folder / "MEN.txt")}
     for name, path in names.items():
         arguments = [argument.replace(name, path) for argument in arguments]
     assert main(["embed", str(first), *arguments, "--out", str(tmp_path / "out")]) == 2

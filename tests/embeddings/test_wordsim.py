@@ -182,7 +182,10 @@ def test_a_real_wordpiece_tokenizer(wordpiece_tokenizer):
     assert "☃☃" not in mean_vectors
 
 
-@pytest.mark.parametrize("name", EXPECTED_BY_FILE)
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "SimLex-999.txt" else pytest.param(name, marks=pytest.mark.slow) for name in EXPECTED_BY_FILE],
+)
 def test_a_real_model_agrees_with_people(real_data, minilm, wordpiece_tokenizer, name):
     embeddings = load_file(minilm / "model.safetensors")["embeddings.word_embeddings.weight"]
     benchmark = read_benchmark(real_data / "wordsim" / name)

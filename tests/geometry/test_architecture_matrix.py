@@ -178,7 +178,18 @@ CASES: dict[str, Case] = {
     "vit": Case({"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24,
                  "image_size": 8, "patch_size": 4}, "", refusal="expected a model of text"),
 }  # fmt: skip
-READ = [name for name, case in CASES.items() if not case.refusal]
+# Others have the blocks and norms of one of these. They are read in the slow tests.
+UNLIKE = {
+    "albert", "bamba", "bart", "bert", "bloom", "deberta-v2", "distilbert", "esm", "falcon", "fnet", "gemma", "gpt2",
+    "gpt_oss", "led", "llama", "longformer", "mamba", "mbart", "megatron-bert", "mobilebert", "modernbert", "mpt",
+    "nemotron", "olmo", "openai-gpt", "opt", "recurrent_gemma", "roberta", "roberta-prelayernorm", "rwkv",
+    "squeezebert", "t5", "xlm", "xlnet",
+}  # fmt: skip
+READ = [
+    name if name in UNLIKE else pytest.param(name, marks=pytest.mark.slow)
+    for name, case in CASES.items()
+    if not case.refusal
+]
 REFUSED = [name for name, case in CASES.items() if case.refusal]
 
 

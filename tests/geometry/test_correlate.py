@@ -2,6 +2,7 @@
 
 import csv
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import scipy.stats
 
 from istar.cli.main import main
 from istar.drawing.plot import Plot
+from istar.geometry.correlation import correlate as correlating
 from istar.geometry.correlation import correlation_tables
 from istar.geometry.correlation.correlate import Selection, correlate, correlate_series, resample_correlations
 
@@ -17,6 +19,14 @@ pytestmark = pytest.mark.usefixtures("blank_figures")
 
 GEOMETRY = "model,revision,step,weights,source,layer,isoscore,inter_sim\n"
 FUNCTIONS = {"pearson": scipy.stats.pearsonr, "spearman": scipy.stats.spearmanr, "kendall": scipy.stats.kendalltau}
+
+
+@pytest.fixture(autouse=True)
+def few_resamples(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(correlating, "NUM_RESAMPLES", 400)
+    correlating.draw_weights.cache_clear()
+    yield
+    correlating.draw_weights.cache_clear()
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -67,7 +77,7 @@ def test_intervals_cover_the_true_correlation() -> None:
     """About 95% of the intervals cover the true value; percentile intervals are slightly too narrow."""
     true_values = {"pearson": 0.6, "spearman": 6 / math.pi * math.asin(0.3), "kendall": 2 / math.pi * math.asin(0.6)}
     random = np.random.default_rng(0)
-    num_covered, num_rounds = dict.fromkeys(true_values, 0), 300
+    num_covered, num_rounds = dict.fromkeys(true_values, 0), 200
     for _ in range(num_rounds):
         x = random.normal(size=40)
         results = correlate_series(x, 0.6 * x + 0.8 * random.normal(size=40))

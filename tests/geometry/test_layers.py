@@ -97,9 +97,14 @@ def compute_naive_measures(points: Any) -> dict[str, float]:
     }
 
 
-def test_errors_are_those_of_measures_without_each_group() -> None:
+@pytest.fixture(scope="module")
+def measures_without_group() -> list[dict[str, float]]:
+    """Return the measures of the text without each group."""
     points, _, _, groups, _ = make_text()
-    measures_without_group = [compute_naive_measures(points[groups != group].numpy()) for group in range(GROUPS)]
+    return [compute_naive_measures(points[groups != group].numpy()) for group in range(GROUPS)]
+
+
+def test_errors_are_those_of_measures_without_each_group(measures_without_group: list[dict[str, float]]) -> None:
     measures = make_layer(make_text()).compute_measures()
     assert {name for name in measures if name.endswith("_error")} == {
         f"{name}_error" for name in measures_without_group[0]
@@ -144,9 +149,8 @@ def test_the_score_by_sentence_needs_four_documents_and_separate_documents() -> 
     assert not [name for name in packed_measures if name.startswith(SCORE_BY_SENTENCE)]
 
 
-def test_replicates_are_measures_without_each_group() -> None:
+def test_replicates_are_measures_without_each_group(measures_without_group: list[dict[str, float]]) -> None:
     points, tokens, positions, groups, documents = make_text()
-    measures_without_group = [compute_naive_measures(points[groups != group].numpy()) for group in range(GROUPS)]
     replicates = make_layer(make_text()).compute_replicates()
     assert replicates.keys() == {"tokens", *measures_without_group[0]}
     for name in measures_without_group[0].keys() - {"alpha_req"}:

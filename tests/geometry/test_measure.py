@@ -1,5 +1,6 @@
 """The measurements of `istar measure`: their file, the length of blocks, and how documents are fed to the model."""
 
+import copy
 import io
 import json
 import math
@@ -79,7 +80,7 @@ def test_the_length_of_other_models_is_limited(config: Any, max_length: int) -> 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("measured")
-    bert().float().save_pretrained(folder / "model")
+    copy.deepcopy(bert()).float().save_pretrained(folder / "model")
     TOKENIZER.save_pretrained(folder / "model")
     (folder / "text.txt").write_text("\n".join(SENTENCES * 3))
     return folder

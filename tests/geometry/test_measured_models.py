@@ -1,6 +1,7 @@
 """`istar measure` and `istar embed` on models that are not plain encoders or decoders with a mask and weights."""
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def read_refusal(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> st
 # Padding --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["fnet", "convbert", "mobilebert"])
+@pytest.mark.parametrize("name", ["fnet", "convbert", pytest.param("mobilebert", marks=pytest.mark.slow)])
 def test_measures_of_models_that_see_padding_do_not_depend_on_the_batches(tmp_path: Path, name: str) -> None:
     """FNet has no attention mask, ConvBERT convolves over padding, and MobileBERT joins neighbouring embeddings."""
     save(tmp_path, name)
@@ -83,7 +84,7 @@ def test_pooled_states_do_not_depend_on_padding_either(tmp_path: Path) -> None:
 # Encoder-decoders, and models that are not measured -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["bart", "t5"])
+@pytest.mark.parametrize("name", [pytest.param("bart", marks=pytest.mark.slow), "t5"])
 def test_the_encoder_of_an_encoder_decoder_is_measured_and_a_line_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
@@ -107,8 +108,6 @@ def test_the_encoder_of_an_encoder_decoder_is_measured_and_a_line_says_so(
     ("name", "settings", "line"),
     [
         ("clip", {"text_config": SHAPE, "vision_config": VISION}, "is a CLIPModel, which has no embeddings of tokens"),
-        ("vit", VISION, "is a ViTModel, which has no embeddings of tokens"),
-        ("canine", {}, "is a CanineModel, which has no embeddings of tokens"),
         ("funnel", {"block_sizes": [1], "block_repeats": [1]}, ""),
         ("reformer", {}, "ReformerModel returns hidden states of"),
     ],
@@ -130,10 +129,14 @@ def test_i_bert_is_measured(tmp_path: Path) -> None:
 # Adapters -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def adapters(tmp_path: Path) -> Any:
-    """Save a decoder with untied outputs, and adapters for it as peft alone does; return the merged model."""
+@pytest.fixture(scope="module")
+def saved_adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Save a decoder with untied outputs, and adapters for it as peft alone does.
+
+    Returns the folder of the adapters and the merged model.
+    """
     peft = pytest.importorskip("peft")
+    tmp_path = tmp_path_factory.mktemp("adapters")
     tokenizer = train_tokenizer(TEXTS, 300, "bpe")
     settings = {**CASES["llama"].settings, "vocab_size": len(tokenizer), "tie_word_embeddings": False}
     torch.manual_seed(0)
@@ -151,7 +154,15 @@ def adapters(tmp_path: Path) -> Any:
     adapted.save_pretrained(tmp_path / "plain", save_embedding_layers=False)
     (tmp_path / "plain" / "text.txt").write_text("\n".join(TEXTS))
     assert {path.name for path in (tmp_path / "plain").iterdir()}.isdisjoint({"config.json", "tokenizer.json"})
-    return adapted.merge_and_unload()
+    return tmp_path / "plain", adapted.merge_and_unload()
+
+
+@pytest.fixture
+def adapters(saved_adapters: tuple[Path, Any], tmp_path: Path) -> Any:
+    """Copy the adapters to the folder `plain` of the test; return the merged model."""
+    folder, merged = saved_adapters
+    shutil.copytree(folder, tmp_path / "plain")
+    return merged
 
 
 def check_matrices(folder: Path, merged: Any, embedded_side: str | None = None) -> None:

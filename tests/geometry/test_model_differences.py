@@ -72,6 +72,7 @@ def test_independent_errors_add_as_squares_and_the_smaller_number_of_groups_coun
     assert compare.estimate_independent_error((0.3, 0.4), (10, 4)) == (pytest.approx(0.5, rel=1e-12), 3)
 
 
+@pytest.mark.slow
 def test_intervals_of_paired_differences_cover_the_true_difference() -> None:
     """Both models read the same documents, so that the groups differ in nearly the same way for both."""
     random = np.random.default_rng(2)

@@ -38,12 +38,13 @@ def make_documents(num_documents: int, seed: int = 0) -> list[str]:
 
 
 def test_mean_states_are_those_of_each_document_alone() -> None:
-    model, texts = make_encoder(0), make_documents(25)
+    model, texts = make_encoder(0), make_documents(10)
+    taps = Taps(model)
     states = compute_mean_states(model, TOKENIZER, texts, length=8, batch_tokens=32)
     for index, text in enumerate(texts):
         encoding = TOKENIZER(text, truncation=True, max_length=8, return_tensors="pt")
         with torch.no_grad():
-            state_by_tap = Taps(model)(encoding)
+            state_by_tap = taps(encoding)
         for tap, state in state_by_tap.items():
             # The mean is over the tokens without [CLS] and [SEP].
             torch.testing.assert_close(states[tap][index], state[0, 1:-1].mean(0), rtol=0, atol=1e-5)
@@ -81,9 +82,9 @@ def test_few_documents_give_no_standard_error(tmp_path: Path) -> None:
     make_encoder(0).save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
     config = ModelConfig(name=str(tmp_path))
-    (similarity,) = compute_similarities([("first", config), ("again", config)], make_documents(19), 128, "cpu")
+    (similarity,) = compute_similarities([("first", config), ("again", config)], make_documents(19), 8, "cpu")
     assert np.isnan(similarity.errors_of_largest).all()
-    (similarity,) = compute_similarities([("first", config), ("again", config)], make_documents(20), 128, "cpu")
+    (similarity,) = compute_similarities([("first", config), ("again", config)], make_documents(20), 8, "cpu")
     assert np.isfinite(similarity.errors_of_largest).all()
 
 

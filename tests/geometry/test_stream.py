@@ -1,10 +1,10 @@
 """A pass over a corpus, checked against naive computations from all hidden states at once."""
 
 import copy
+import functools
 import io
 import itertools
 import math
-import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-import torch.distributed as dist
 import transformers as hf
 from rich.console import Console
 from transformers import PreTrainedModel
@@ -28,12 +27,12 @@ from istar.inputs import corpus, demo, tiny
 from istar.inputs.corpus import Block, Source
 from istar.measures import SentenceMoments, isoscore_by_sentence
 from tests import oracles
-from tests.forks import run_in_processes
 
 SENTENCES = ["the cat sees a dog", "a dog", "does the old dog see a cat ?", "anna likes the small house and the garden"]
 TOKENIZER = tiny.make_tokenizer(demo.vocabulary())
 
 
+@functools.cache
 def bert() -> PreTrainedModel:
     torch.manual_seed(0)
     config = hf.BertConfig(
@@ -42,6 +41,7 @@ def bert() -> PreTrainedModel:
     return hf.BertModel(config).double().eval()
 
 
+@functools.cache
 def gpt2() -> PreTrainedModel:
     torch.manual_seed(0)
     special_ids = {"bos_token_id": 1, "eos_token_id": 1}
@@ -57,13 +57,17 @@ def source(tmp_path: Path) -> Source:
     path = tmp_path / "text.txt"
     random = np.random.default_rng(0)
     words = " ".join(SENTENCES).split()
-    path.write_text("\n".join(" ".join(random.choice(words, random.integers(1, 25))) for _ in range(60)))
+    path.write_text("\n".join(" ".join(random.choice(words, random.integers(1, 25))) for _ in range(30)))
     return Source("text", path)
 
 
 def tokenize_inputs(source: Source, length: int, documents: str) -> list[list[int]]:
     """Return the token ids of each input of the model, without the special tokens at its ends."""
-    lines = source.path.read_text().splitlines()
+    return tokenize_text(source.path.read_text(), length, documents)
+
+
+def tokenize_text(text: str, length: int, documents: str) -> list[list[int]]:
+    lines = text.splitlines()
     ids_by_document = [TOKENIZER(line, add_special_tokens=False)["input_ids"] for line in lines]
     if documents == "packed":
         ids_by_document = [[token for ids in ids_by_document for token in [*ids, TOKENIZER.sep_token_id]]]
@@ -74,12 +78,20 @@ def compute_states(
     model: PreTrainedModel, source: Source, length: int, documents: str = "separate", special_tokens: str = "exclude"
 ) -> tuple[dict[str, Any], Any]:
     """Return the hidden states by tap and their tokens, from one forward pass for each input, without padding."""
+    return compute_states_of_text(model, source.path.read_text(), length, documents, special_tokens)
+
+
+@functools.cache
+def compute_states_of_text(
+    model: PreTrainedModel, text: str, length: int, documents: str, special_tokens: str
+) -> tuple[dict[str, Any], Any]:
     states: dict[str, list[Any]] = {}
     tokens: list[int] = []
     cls, sep = TOKENIZER.cls_token_id, TOKENIZER.sep_token_id
-    for ids in tokenize_inputs(source, length, documents):
+    taps = Taps(model)
+    for ids in tokenize_text(text, length, documents):
         with torch.no_grad():
-            state_by_tap = Taps(model)({"input_ids": torch.tensor([[cls, *ids, sep]])})
+            state_by_tap = taps({"input_ids": torch.tensor([[cls, *ids, sep]])})
         block = np.array([cls, *ids, sep])
         # The text itself contains no special token.
         is_included = (
@@ -200,7 +212,7 @@ def test_batches_hold_documents_of_like_length(source: Source, monkeypatch: pyte
 
 def test_batches_and_windows_do_not_matter(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(batch_tokens: int) -> Any:
-        settings = MeasureSettings(16, batch_tokens=batch_tokens, sample=12, measures="all")
+        settings = MeasureSettings(16, batch_tokens=batch_tokens, sample=12, measures="all", groups=3)
         return read_statistics(bert(), settings, source)
 
     first, large = read(16), read(16 * 64)
@@ -230,7 +242,7 @@ def test_the_hidden_states_of_an_update_have_a_limit(
         update(self, statistics, batches, keys)
 
     monkeypatch.setattr(Stream, "_update_statistics", record)
-    read_statistics(bert(), MeasureSettings(16, batch_tokens=16, sample=0), source)
+    read_statistics(bert(), MeasureSettings(16, batch_tokens=16, sample=0, groups=0), source)
     assert all(sum(tokens) <= 100 for tokens in tokens_of_batches)
     # No update could take the next batch as well.
     assert all(sum(tokens) + after[0] > 100 for tokens, after in itertools.pairwise(tokens_of_batches))
@@ -257,11 +269,13 @@ def test_sources_and_their_union(source: Source, tmp_path: Path) -> None:
     other = Source("other", tmp_path / "other.txt")
     other.path.write_text("\n".join(SENTENCES * 5))
     model = bert()
-    measures_by_source = Stream(model, TOKENIZER, MeasureSettings(16, sample=20, measures="all"))(
+    measures_by_source = Stream(model, TOKENIZER, MeasureSettings(16, sample=20, measures="all", groups=3))(
         [source, other], CorpusStatistics.compute_measures
     )
     assert list(measures_by_source) == ["text", "other", "combined"]
-    for tap, measures in read_statistics(model, MeasureSettings(16, sample=0), other).compute_measures().items():
+    for tap, measures in (
+        read_statistics(model, MeasureSettings(16, sample=0, groups=3), other).compute_measures().items()
+    ):
         assert {measure: measures_by_source["other"][tap][measure] for measure in measures} == pytest.approx(
             measures, rel=1e-4, nan_ok=True
         )
@@ -279,8 +293,8 @@ def test_sources_and_their_union(source: Source, tmp_path: Path) -> None:
 
 def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = bert()
-    source.path.write_text("\n".join(source.path.read_text().splitlines()[:25]))
-    monkeypatch.setattr(corpus, "WINDOW_SIZE", 13)
+    source.path.write_text("\n".join(source.path.read_text().splitlines()[:12]))
+    monkeypatch.setattr(corpus, "WINDOW_SIZE", 7)
     monkeypatch.setattr(stream, "UPDATE_TOKENS", 64)
     monkeypatch.setattr(stream, "SECONDS_BETWEEN_SAVES", 0.0)
     settings, state_path = MeasureSettings(16, batch_tokens=32, sample=30, measures="all", groups=2), tmp_path / "state"
@@ -290,7 +304,7 @@ def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch
     saved_keys: list[int] = []
 
     def interrupt(statistics: Any, batches: Any, keys: Any) -> None:
-        if len(saved_keys) > 15:
+        if len(saved_keys) > 8:
             raise KeyboardInterrupt
         Stream._update_statistics(interrupted, statistics, batches, keys)
         saved_keys.extend(keys)
@@ -308,7 +322,7 @@ def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(resumed, "_update_statistics", record_keys)
     measures_by_tap = resumed([source], CorpusStatistics.compute_measures)["text"]
-    # The state holds the first window of 13 blocks and a part of the second.
+    # The state holds the first window of 7 blocks and a part of the second.
     assert sorted(saved_keys + resumed_keys) == list(range(len(tokenize_inputs(source, 16, "separate"))))
     for tap, expected_measures in expected_by_tap.items():
         assert measures_by_tap[tap] == pytest.approx(expected_measures, rel=0, abs=0, nan_ok=True)
@@ -323,7 +337,7 @@ def test_the_time_of_an_interrupted_pass_counts(
     monkeypatch.setattr(stream.time, "monotonic", lambda: now)
     monkeypatch.setattr(stream, "SECONDS_BETWEEN_SAVES", 0.0)
     monkeypatch.setattr(stream, "UPDATE_TOKENS", 1)
-    settings = MeasureSettings(16, batch_tokens=64, sample=0)
+    settings = MeasureSettings(16, batch_tokens=64, sample=0, groups=0)
 
     class SlowTaps(Taps):
         def __call__(self, model_inputs: Any) -> Any:
@@ -489,10 +503,11 @@ def test_the_score_by_sentence_is_that_of_the_first_blocks_of_the_documents(sour
     states: dict[str, Any] = {
         tap: torch.zeros(len(first_block_ids), max_length, 24).double() for tap in measures_by_tap
     }
+    taps = Taps(model)
     for document_index, ids in enumerate(first_block_ids):
         special_ids = [TOKENIZER.cls_token_id], [TOKENIZER.sep_token_id]
         with torch.no_grad():
-            state_by_tap = Taps(model)({"input_ids": torch.tensor([[*special_ids[0], *ids, *special_ids[1]]])})
+            state_by_tap = taps({"input_ids": torch.tensor([[*special_ids[0], *ids, *special_ids[1]]])})
         for tap, state in state_by_tap.items():
             states[tap][document_index, : len(ids)] = state[0, 1:-1]
     origin_blocks = list(corpus.Blocks(TOKENIZER, 16)(source.path.read_text().splitlines()))[: stream.ORIGIN_BLOCKS]
@@ -559,7 +574,7 @@ def test_positions_are_those_in_the_input(source: Source) -> None:
 
 
 def test_measures_of_the_sample(source: Source) -> None:
-    statistics = read_statistics(bert(), MeasureSettings(16, sample=20, measures="all"), source)
+    statistics = read_statistics(bert(), MeasureSettings(16, sample=20, measures="all", groups=0), source)
     for tap, measures in statistics.compute_measures().items():
         points = statistics.sample.get_points(tap).numpy()
         unit = points / np.linalg.norm(points, axis=1, keepdims=True)
@@ -575,45 +590,7 @@ def test_measures_of_the_sample(source: Source) -> None:
 
 
 def test_without_intra_sim(source: Source) -> None:
-    measures_by_tap = read_statistics(bert(), MeasureSettings(16, intra=False), source).compute_measures()
+    measures_by_tap = read_statistics(
+        bert(), MeasureSettings(16, sample=0, intra=False, groups=0), source
+    ).compute_measures()
     assert "intra_sim" not in measures_by_tap["layer_1"]
-
-
-# ---- several processes
-
-
-def run_rank(rank: int, world_size: int, folder: str, length: int) -> None:
-    """Run one of the processes that share a pass, and save its result as `measures-<rank>.pt`."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size)
-    path = Path(folder)
-    sources = [Source(name, path / f"{name}.txt") for name in ("text", "other")]
-    settings = MeasureSettings(length, batch_tokens=3 * length, sample=12, measures="all", groups=4)
-    measures_by_source = Stream(bert(), TOKENIZER, settings, path / "state", "same")(
-        sources, CorpusStatistics.compute_measures
-    )
-    torch.save(measures_by_source, path / f"measures-{rank}.pt")
-    dist.barrier()
-    # Skip the interpreter's shutdown, in which the process group may abort.
-    os._exit(0)
-
-
-def test_processes_share_a_pass(source: Source, tmp_path: Path) -> None:
-    # The other text is one block, so that some processes read none of it.
-    world_size = 3
-    (tmp_path / "other.txt").write_text(SENTENCES[-1])
-    sources = [source, Source("other", tmp_path / "other.txt")]
-    single_process_measures = Stream(bert(), TOKENIZER, MeasureSettings(64, sample=12, measures="all", groups=4))(
-        sources, CorpusStatistics.compute_measures
-    )
-    run_in_processes(run_rank, (world_size, str(tmp_path), 64), world_size)
-    shared_measures = torch.load(tmp_path / "measures-0.pt")
-    assert all(torch.load(tmp_path / f"measures-{rank}.pt") == {} for rank in range(1, world_size))
-    assert list(shared_measures) == list(single_process_measures) == ["text", "other", "combined"]
-    for name, measures_by_tap in single_process_measures.items():
-        for tap, measures in measures_by_tap.items():
-            for key, value in measures.items():
-                expected = pytest.approx(value, rel=tolerance(key), abs=1e-12, nan_ok=True)
-                assert shared_measures[name][tap][key] == expected, (name, tap, key)
-    # No state file remains.
-    assert not list(tmp_path.glob("state.*"))

@@ -23,8 +23,10 @@ def power_by_integration(difference: float, sd: float, pairs: int, alpha: float)
     return sum(parts)
 
 
-@pytest.mark.parametrize("alpha", [0.01, 0.05, 0.2])
-@pytest.mark.parametrize(("difference", "pairs"), [(0.0, 5), (0.5, 5), (1.5, 5), (-1.5, 5), (0.4, 34), (3.0, 3)])
+@pytest.mark.parametrize(
+    ("difference", "pairs", "alpha"),
+    [(0.0, 5, 0.05), (0.5, 5, 0.2), (-1.5, 5, 0.05), (0.4, 34, 0.01), (3.0, 3, 0.05)],
+)
 def test_power_is_the_integral(difference: float, pairs: int, alpha: float) -> None:
     expected = power_by_integration(difference, 1.3, pairs, alpha)
     assert t_test_power(difference, 1.3, pairs, alpha) == pytest.approx(expected, abs=1e-8)
@@ -41,16 +43,16 @@ def test_numbers_of_pairs_of_gpower(effect: float, pairs: int) -> None:
     assert pairs_needed(-7 * effect, 7.0) == pairs
 
 
-@pytest.mark.parametrize("power", [0.5, 0.8, 0.95])
-@pytest.mark.parametrize("effect", [0.07, 0.3, 0.9, 2.5, 30.0])
+@pytest.mark.parametrize(("effect", "power"), [(0.07, 0.8), (0.3, 0.5), (0.9, 0.95), (2.5, 0.8), (30.0, 0.5)])
 def test_one_pair_less_is_too_few(effect: float, power: float) -> None:
     pairs = pairs_needed(effect, 1.0, power=power)
     assert t_test_power(effect, 1.0, pairs) >= power
     assert pairs == 2 or t_test_power(effect, 1.0, pairs - 1) < power
 
 
-@pytest.mark.parametrize("pairs", [2, 3, 5, 20, 1000])
-@pytest.mark.parametrize(("alpha", "power"), [(0.05, 0.8), (0.001, 0.9), (0.05, 0.06)])
+@pytest.mark.parametrize(
+    ("pairs", "alpha", "power"), [(2, 0.05, 0.8), (2, 0.001, 0.9), (5, 0.05, 0.06), (20, 0.05, 0.8), (1000, 0.001, 0.9)]
+)
 def test_the_smallest_difference_has_the_power(pairs: int, alpha: float, power: float) -> None:
     difference = smallest_difference(2.1, pairs, alpha, power)
     assert t_test_power(difference, 2.1, pairs, alpha) == pytest.approx(power, abs=1e-7)

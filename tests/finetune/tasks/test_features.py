@@ -276,7 +276,7 @@ def featurize_in_race(cache_dir: Path, barrier, results) -> None:
     results.put(json.dumps(tokenized[:]))
 
 
-@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("damaged", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_processes_may_race(damaged, tmp_path):
     expected = featurize(RTE, pairs(), make_tokenizer(), 24, training=True, cache_dir=None)
     if damaged:
