@@ -31,29 +31,35 @@ from istar.records.config import Config, schema
 from tests.permissions import obey_permissions
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-SLOWEST_FILES = (
-    "tests/finetune/training/test_resume.py",
+FORKING_FILES = (
     "tests/finetune/runs/test_launch.py",
-    "tests/finetune/runs/test_bad_inputs.py",
+    "tests/finetune/sweeps/test_sweep.py",
+    "tests/integrations/test_transformers.py",
+    "tests/finetune/training/test_processes.py",
+    "tests/regularizers/test_embeddings.py",
+    "tests/geometry/test_torchrun.py",
+    "tests/measures/test_accumulator.py",
+    "tests/regularizers/test_processes.py",
+    "tests/finetune/training/test_language_model_processes.py",
+    "tests/finetune/runs/test_forking.py",
+)
+"""Files whose tests start processes by a server of forks. One worker of xdist executes them all, with one server."""
+SLOWEST_FILES = (
+    *FORKING_FILES,
+    "tests/finetune/runs/test_run_training.py",
+    "tests/integrations/test_sentence_transformers.py",
     "tests/reports/test_report.py",
     "tests/records/test_groups.py",
-    "tests/integrations/test_transformers.py",
-    "tests/geometry/test_torchrun.py",
-    "tests/geometry/test_stream.py",
-    "tests/finetune/sweeps/test_sweep.py",
-    "tests/finetune/sweeps/test_trials.py",
-    "tests/finetune/runs/test_wandb.py",
+    "tests/finetune/training/test_resume.py",
+    "tests/finetune/runs/test_run_results.py",
+    "tests/integrations/test_lightning.py",
     "tests/cli/test_train.py",
-    "tests/finetune/runs/test_run_training.py",
     "tests/inputs/test_pretrained.py",
-    "tests/finetune/quantization/test_form_scores.py",
-    "tests/finetune/runs/test_run_identity.py",
+    "tests/finetune/runs/test_wandb.py",
     "tests/finetune/sweeps/test_planned_runs.py",
-    "tests/finetune/training/test_processes.py",
-    "tests/finetune/runs/test_text_runs.py",
-    "tests/inputs/test_architectures.py",
-    "tests/test_package.py",
+    "tests/geometry/test_stream.py",
     "tests/test_imports.py",
+    "tests/test_package.py",
 )
 REAL_DATA = REPOSITORY.parent / "shared" / "data"
 SMALL = (
@@ -70,10 +76,18 @@ SMALL = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the slowest files first, so that no process is still busy with one of them when all others are idle."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run the slowest files first, so that no process is still busy with one of them when all others are idle.
+
+    With `--dist loadgroup`, a worker executes a whole file, or all of `FORKING_FILES`.
+    """
     ranks = {name: rank for rank, name in enumerate(SLOWEST_FILES)}
     items.sort(key=lambda item: ranks.get(item.location[0], len(ranks)))
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            file = item.location[0]
+            item.add_marker(pytest.mark.xdist_group("forks" if file in FORKING_FILES else file))
 
 
 def pytest_configure() -> None:

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import chdir, suppress
+from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +41,10 @@ def forking() -> BaseContext:
     """Return the context of `multiprocessing` whose processes are forks of the server; only on Linux, see `METHOD`."""
     context = multiprocessing.get_context(METHOD)
     context.set_forkserver_preload(["tests.preloaded"])
+    # The server finds the module of the tests only from here, and would start without it in silence.
+    if METHOD == "forkserver":
+        with chdir(REPOSITORY):
+            forkserver.ensure_running()
     return context
 
 

@@ -68,15 +68,15 @@ def _figure_formats(formats: Sequence[str]) -> Iterator[None]:
     if not formats:
         yield
         return
-    from istar.drawing.rendering import FORMATS, SUFFIXES
+    from istar.drawing.rendering import FIGURE_FORMATS, SUFFIXES
 
     for name in formats:
         check_one_of("--figures", name, SUFFIXES)
-    token = FORMATS.set(tuple(dict.fromkeys(("svg", *formats))))
+    token = FIGURE_FORMATS.set(tuple(dict.fromkeys(("svg", *formats))))
     try:
         yield
     finally:
-        FORMATS.reset(token)
+        FIGURE_FORMATS.reset(token)
 
 
 def train_main(arguments: Sequence[str] | None = None, command: str = "istar train") -> int:

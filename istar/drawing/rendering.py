@@ -33,7 +33,7 @@ PNG_DPI = 300
 """Dots per inch of PNG files."""
 SUFFIXES = ("svg", "pdf", "png")
 """Formats of a figure, by the suffixes of its files."""
-FORMATS: ContextVar[Sequence[str]] = ContextVar("FORMATS", default=("svg",))
+FIGURE_FORMATS: ContextVar[Sequence[str]] = ContextVar("FIGURE_FORMATS", default=("svg",))
 """Formats in which `render` draws by default. `istar` sets them from `--figures`, because each costs time."""
 _POINTS_PER_INCH = 72
 _NARROW_WIDTH = 4.0
@@ -65,11 +65,11 @@ _STYLE: Any = {
 
 
 def render(plot: Plot, suffixes: Sequence[str] | None = None) -> dict[str, bytes]:
-    """Render a plot in `FORMATS` or others, and return its files by suffix. The same plot always gives the same bytes.
+    """Render a plot, by default in `FIGURE_FORMATS`, and return its files by suffix. The result is always the same.
 
     All formats have the same size, colours and layout. PNG has `PNG_DPI` dots per inch.
     """
-    return _render_files(plot, suffixes or FORMATS.get(), max_columns=3)
+    return _render_files(plot, suffixes or FIGURE_FORMATS.get(), max_columns=3)
 
 
 def render_narrow(plot: Plot) -> bytes:
