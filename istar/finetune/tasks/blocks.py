@@ -62,15 +62,16 @@ def load_or_tokenize_corpus(documents: Dataset, tokenizer: PreTrainedTokenizerBa
     separator = [] if separator_id is None else [separator_id]
     token_ids = (ids + separator for ids in tokenize(texts, tokenizer) if ids)
     try:
-        if folder.exists():
-            shutil.rmtree(folder)  # it is damaged
         with atomic_folder(folder) as temporary_folder:
             write_corpus(token_ids, max(tokenizer.get_vocab().values()) + 1, temporary_folder)
+            # Opened before others see the folder, because they may replace it.
+            corpus = open_corpus(temporary_folder)
+            if open_corpus(folder) is None:
+                shutil.rmtree(folder, ignore_errors=True)  # it is damaged, or missing
     except OSError as error:
         raise UserError(
             f"the tokens cannot be cached: {shorten(error)}; name another folder with data.cache_dir"
         ) from error
-    corpus = open_corpus(folder)
     assert corpus is not None
     return corpus
 

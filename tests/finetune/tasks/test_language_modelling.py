@@ -22,6 +22,7 @@ from istar.finetune.tasks.language_modelling import (
     perplexity,
 )
 from istar.inputs import tiny
+from istar.inputs.tokenizing import find_separator_id
 from istar.records.task_specs import TASKS
 from istar.regularizers.points import IGNORED_LABEL
 
@@ -68,7 +69,26 @@ def test_a_damaged_corpus_is_written_again(tokenizer: Any, tmp_path: Path) -> No
     [folder] = (tmp_path / "tokens").iterdir()
     (folder / "tokens.uint16").write_bytes(b"short")
     assert load_or_tokenize_corpus(documents, tokenizer, tmp_path).tokens.tolist() == expected
-    assert list((tmp_path / "tokens").iterdir()) == [folder]
+
+
+def test_a_process_that_is_late_removes_no_corpus_of_another(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both find no corpus; the other one writes it before this one begins to."""
+    documents = Dataset.from_dict({"text": TEXTS})
+
+    def write_earlier(tokenizer: Any) -> int | None:
+        monkeypatch.undo()
+        load_or_tokenize_corpus(documents, tokenizer, tmp_path)
+        [path] = tmp_path.glob("tokens/*/tokens.*")
+        (tmp_path / "link").hardlink_to(path)
+        return find_separator_id(tokenizer)
+
+    monkeypatch.setattr("istar.finetune.tasks.blocks.find_separator_id", write_earlier)
+    corpus = load_or_tokenize_corpus(documents, tokenizer, tmp_path)
+    assert corpus.tokens.tolist() == load_or_tokenize_corpus(documents, tokenizer, tmp_path).tokens.tolist()
+    [path] = tmp_path.glob("tokens/*/tokens.*")
+    assert path.samefile(tmp_path / "link")
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(tokenizer: Any, tmp_path: Path) -> None:
