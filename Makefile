@@ -18,11 +18,11 @@ lint:  ## ruff and mypy
 	$(PYTHON) -m mypy
 
 test: lint  ## Linters and the fast tests
-	$(PYTHON) -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
+	$(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 slow:  ## The slow tests, and what only they need
 	$(PYTHON) -m pip install --quiet -c constraints.txt -e '.[nightly]'
-	$(PYTHON) -m pytest -m slow -n auto --dist loadgroup
+	$(PYTHON) -m pytest -m slow -n auto --dist loadfile
 
 mutants:  ## Break the product in many places, and see the tests notice
 	$(PYTHON) -m tests.mutants.run

@@ -10,6 +10,7 @@ from importlib import import_module
 from itertools import compress
 from operator import not_
 from pathlib import Path
+from typing import Any
 
 # Set before the libraries are imported, which read these variables only once. No test may wait for a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -76,18 +77,23 @@ SMALL = (
 )
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run the slowest files first, so that no process is still busy with one of them when all others are idle.
-
-    With `--dist loadgroup`, a worker executes a whole file, or all of `FORKING_FILES`.
-    """
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the slowest files first, so that no process is still busy with one of them when all others are idle."""
     ranks = {name: rank for rank, name in enumerate(SLOWEST_FILES)}
     items.sort(key=lambda item: ranks.get(item.location[0], len(ranks)))
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            file = item.location[0]
-            item.add_marker(pytest.mark.xdist_group("forks" if file in FORKING_FILES else file))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let one worker execute a whole file, or all of `FORKING_FILES`."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "forks" if file in FORKING_FILES else file
+
+    return Scheduling(config, log)
 
 
 def pytest_configure() -> None:
