@@ -12,6 +12,8 @@ from operator import not_
 from pathlib import Path
 from typing import Any
 
+# The objects of the libraries are never freed; a collection would visit them again and again while they are imported.
+gc.disable()
 # Set before the libraries are imported, which read these variables only once. No test may wait for a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # The models are too small to profit from more threads, which would take cores from other processes.
@@ -43,6 +45,7 @@ FORKING_FILES = (
     "tests/regularizers/test_processes.py",
     "tests/finetune/training/test_language_model_processes.py",
     "tests/finetune/runs/test_forking.py",
+    "tests/measures/test_numerics.py",
 )
 """Files whose tests start processes by a server of forks. One worker of xdist executes them all, with one server."""
 SLOWEST_FILES = (
@@ -109,6 +112,7 @@ def pytest_collection_finish() -> None:
     """Leave the objects of the imported libraries out of all garbage collections."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
