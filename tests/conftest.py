@@ -12,8 +12,6 @@ from operator import not_
 from pathlib import Path
 from typing import Any
 
-# The objects of the libraries are never freed; a collection would visit them again and again while they are imported.
-gc.disable()
 # Set before the libraries are imported, which read these variables only once. No test may wait for a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # The models are too small to profit from more threads, which would take cores from other processes.
@@ -106,6 +104,8 @@ def pytest_configure() -> None:
     # Hydra copies all registered configs at each composition, a fifth of its time, and does not change them.
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     gc.set_threshold(100_000, 50, 100)
+    # Until the tests are collected; the imports create a million objects that are never freed.
+    gc.disable()
 
 
 def pytest_collection_finish() -> None:

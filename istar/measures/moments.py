@@ -104,20 +104,19 @@ class _MeanAndScatter(torch.autograd.Function):
         with full_precision(points.device):
             selected = _select_rows(points, indices)
             dtype = torch.promote_types(points.dtype, torch.float32)
-            divisor = max(len(selected), 1)  # The mean of an empty batch is 0.
-            shift = selected.sum(0, dtype=dtype) / divisor
+            share = 1 / max(len(selected), 1)  # The mean of an empty batch is 0.
+            shift = selected.mean(0, dtype=dtype) if len(selected) else points.new_zeros(points.shape[1], dtype=dtype)
             centered = selected - shift
             factors = centered if matmul_dtype is None else centered.to(matmul_dtype)
             scatter = _matmul(factors.T, factors, dtype)
             # `shift` equals the mean only up to rounding; correct the mean and the scatter for the difference.
             residual = centered.sum(0)
-            offset = residual / divisor
-            mean = shift.to(accumulation_dtype(points.device)) + offset
-            scatter.addr_(residual, offset, alpha=-1)
+            mean = shift.to(accumulation_dtype(points.device)).add(residual, alpha=share)
+            scatter.addr_(residual, residual, alpha=-share)
         ctx.is_rounded = factors.dtype != dtype
         # Rounded factors take half the memory of float32 points, which a model under autocast does not keep itself.
         ctx.save_for_backward(factors if ctx.is_rounded else points, indices, mean)
-        ctx.shape, ctx.dtype, ctx.divisor = points.shape, points.dtype, divisor
+        ctx.shape, ctx.dtype, ctx.share = points.shape, points.dtype, share
         return mean, scatter
 
     @staticmethod
@@ -129,11 +128,11 @@ class _MeanAndScatter(torch.autograd.Function):
         with full_precision(points.device):
             factors = points if ctx.is_rounded else _select_rows(points, indices) - mean.to(dtype)
             symmetric_grad = grad_scatter + grad_scatter.T
-            mean_term = (grad_mean / ctx.divisor).to(dtype)
+            grad_mean = grad_mean.to(dtype)
             if ctx.is_rounded:
-                gradient = _matmul(factors, symmetric_grad.to(factors.dtype), dtype).add_(mean_term)
+                gradient = _matmul(factors, symmetric_grad.to(factors.dtype), dtype).add_(grad_mean, alpha=ctx.share)
             else:
-                gradient = torch.addmm(mean_term, factors, symmetric_grad)
+                gradient = torch.addmm(grad_mean, factors, symmetric_grad, beta=ctx.share)
             gradient = gradient.to(ctx.dtype)
             if indices is not None:
                 gradient = gradient.new_zeros(ctx.shape).index_copy(0, indices, gradient)

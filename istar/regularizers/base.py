@@ -160,12 +160,13 @@ class Terms(NamedTuple):
     @property
     def is_undefined(self) -> Tensor:
         """Whether finite points have no score, for example because there are fewer than two; 0-d, bool."""
-        return self.score.isnan() & self.value.isfinite()
+        return self.score.isnan() & ~self.value.isnan()
 
     def without_undefined(self) -> Self:
         """Return the terms with the value 0 if finite points have no score. Its gradient is 0, too, and never NaN."""
-        is_finite = torch.stack([total.detach().sum().isfinite() for total in self.sums]).all()
-        is_undefined = self.score.detach().isnan() & is_finite
+        # 0 times a sum is NaN if it is not finite.
+        zeros = [0 * total.detach().sum() for total in self.sums]
+        is_undefined = self.score.detach().isnan() & (sum(zeros[1:], zeros[0]) == 0)
 
         def stop_nan(gradient: Tensor | None) -> Tensor | None:
             """Return the gradient of a sum, or 0 instead of NaN without a score."""

@@ -7,7 +7,7 @@ ordinary autograd operations on a few matrices `(d, d)`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -95,15 +95,16 @@ class ShrinkageEstimator(Estimator):
     ) -> Estimate:
         """Estimate IsoScore\\* of the union of the layers."""
         moments = merge_layers(summaries, sync, group)
-        score = self.score_covariance(covariance_or_nan(moments), has_variance(moments), shrinkage)
+        score = self.score_covariance(covariance_or_nan(moments), lambda: has_variance(moments), shrinkage)
         return Estimate(score.to(summaries[0].scatter.dtype), moments.count, (moments.scatter,))
 
-    def score_covariance(self, covariance: Tensor, has_variance: Tensor, shrinkage: Tensor | None) -> Tensor:
+    def score_covariance(
+        self, covariance: Tensor, has_variance: Callable[[], Tensor], shrinkage: Tensor | None
+    ) -> Tensor:
         """Return the score of a covariance after shrinkage; without shrinkage, NaN for points without variance."""
         if shrinkage is None:
-            return torch.where(has_variance, unchecked_isoscore(covariance), torch.nan)
-        shrinkage = convert_shrinkage(shrinkage, covariance)
-        return unchecked_isoscore((1 - self.zeta) * covariance + self.zeta * shrinkage)
+            return torch.where(has_variance(), unchecked_isoscore(covariance), torch.nan)
+        return unchecked_isoscore(torch.lerp(covariance, convert_shrinkage(shrinkage, covariance), self.zeta))
 
 
 class ClassEstimator(ShrinkageEstimator):
@@ -135,8 +136,9 @@ class ClassEstimator(ShrinkageEstimator):
         check_width(moments.dim)
         moments = moments.all_reduce(group) if sync else moments
         squared_means = (moments.counts * moments.means.square().sum(1)).sum()
-        has_variance = ~is_rounding(moments.scatter.trace(), squared_means)
-        score = self.score_covariance(moments.within_covariance_or_nan(), has_variance, shrinkage)
+        score = self.score_covariance(
+            moments.within_covariance_or_nan(), lambda: ~is_rounding(moments.scatter.trace(), squared_means), shrinkage
+        )
         return Estimate(score.to(summaries[0].scatter.dtype), moments.count, (moments.scatter,))
 
 
