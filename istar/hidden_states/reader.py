@@ -10,6 +10,7 @@ not read. `layers="all"` therefore always selects what `output_hidden_states=Tru
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,6 +44,30 @@ class _Pass:
     deferred_states: list[tuple[int, Tensor]] = field(default_factory=list)
     # Numbers of the layers that ran without gradients, as inside a reentrant checkpoint.
     layers_without_gradients: set[int] = field(default_factory=set)
+
+
+def _call(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return hook(*args, **kwargs)
+
+
+def _load_compiler_option() -> None:
+    """Keep torch.compile out of the hooks, if the compiler is loaded, as by transformers' models."""
+    global _call
+    if "torch._dynamo" in sys.modules and not hasattr(_call, "__wrapped__"):
+        _call = torch.compiler.disable(_call)
+
+
+@dataclass
+class _UncompiledHook:
+    """A hook that torch.compile would otherwise compile again for each layer, up to a limit.
+
+    It is copied and pickled together with the reader.
+    """
+
+    hook: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _call(self.hook, *args, **kwargs)
 
 
 class HiddenStateReader:
@@ -103,14 +128,15 @@ class HiddenStateReader:
             module for module in self.base_model.modules() if "layerdrop" in vars(module)
         ]
         self._summaries: list[Any] | None = None
+        _load_compiler_option()
         self._handles = [
             *self._register_label_hooks(model),
-            self.base_model.register_forward_pre_hook(self._begin_pass, with_kwargs=True),
+            self.base_model.register_forward_pre_hook(_UncompiledHook(self._begin_pass), with_kwargs=True),
             *(
-                module.register_forward_hook(partial(self._read_layer, module_index), with_kwargs=True)
+                module.register_forward_hook(_UncompiledHook(partial(self._read_layer, module_index)), with_kwargs=True)
                 for module_index, module in enumerate(self._layers.modules)
             ),
-            self.base_model.register_forward_hook(self._end_pass, always_call=True),
+            self.base_model.register_forward_hook(_UncompiledHook(self._end_pass), always_call=True),
         ]
 
     def take(self) -> list[Any]:
