@@ -65,7 +65,7 @@ MUTATIONS = [
         "istar/measures/classes.py",
         "merged.scatter = differences.T @ (counts.reshape(-1, 1) * differences)",
         "merged.scatter = 0 * (differences.T @ differences)",
-        "tests/measures/test_classes.py",
+        "tests/regularizers/test_within.py",
     ),
     Mutation(
         "The token of a decoder that is measured within classes is the first one.",
