@@ -79,7 +79,7 @@ MUTATIONS = [
         "istar/regularizers/base.py",
         "tokens = Tokens() if self.include_padding else tokens",
         "tokens = Tokens()",
-        "tests/regularizers/test_istar.py::test_what_padding_holds_changes_nothing_bit_for_bit_and_gets_no_gradient",
+        "tests/regularizers/test_cosreg.py::test_padding_changes_nothing_bit_for_bit_and_gets_no_gradient",
     ),
     Mutation(
         "The attention mask of a training pass does not reach the penalty.",
