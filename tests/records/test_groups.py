@@ -263,12 +263,9 @@ def test_experiments_of_four_methods(composed: Callable[..., Config], experiment
     assert weights["base"] == ("none", None)
     assert weights[f"{prefix}_negative"] == ("istar", -3)
     assert weights["cosreg"] == ("cosreg", 1)
-    negative, positive = (
-        OmegaConf.load(CONF / "experiment" / "method" / f"{prefix}_{sign}.yaml").reg["lambda"]
-        for sign in ("negative", "positive")
-    )
-    assert weights[f"{prefix}_positive"] == ("istar", positive)
-    assert negative == -positive < 0
+    negative = composed(f"experiment={experiment}", f"+experiment/method={prefix}_negative").reg
+    assert weights[f"{prefix}_positive"] == ("istar", -negative.weight)  # type: ignore[attr-defined]
+    assert negative.weight < 0  # type: ignore[attr-defined]
 
 
 def test_defaults_stand_in_one_place(composed: Callable[..., Config]) -> None:

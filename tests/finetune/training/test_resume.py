@@ -244,7 +244,7 @@ OBSERVED = ("trainer.keep_models=log", "trainer.measure_every_n_steps=2", "train
 @pytest.mark.parametrize(
     ("owner", "name", "count"),
     [
-            pytest.param(pretrained, "save", 4, id="model of step 4"),
+        pytest.param(pretrained, "save", 4, id="model of step 4"),
         pytest.param(
             GeometryProbe, "_measure_and_log", 4, id="last probe, behind the last checkpoint", marks=pytest.mark.slow
         ),
