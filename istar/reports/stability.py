@@ -2,9 +2,11 @@ r"""Mini-batch stability of IsoScore\* and the unbiased score on a synthetic Gau
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from istar.drawing.plot import Line, Panel, Plot
@@ -24,7 +26,6 @@ LEADING_VARIANCES = (10.0, 6.0, 4.0, 4.0)  # first variances of the paper's clou
 BATCH_SIZES = (25, 50, 100, 200, 400, 700, 1_500, 3_000, 6_000)
 ZETAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 _CHUNK_SIZE = 5_000  # points sampled at a time, which bounds the memory
-MomentsType = TypeVar("MomentsType", bound=Moments)
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,14 @@ def compute_stability_scores(
 ) -> StabilityScores:
     """Return the scores of random batches of a Gaussian cloud in 768 dimensions with variances 10, 6, 4, 4, 1, ..., 1.
 
-    The batches and the `num_shrinkage_points` of the shrinkage covariance Sigma_S are sampled independently with a
-    fixed seed. `num_draws` batches are drawn of each size; sizes are 4 or more.
+    The batches and the shrinkage covariance Sigma_S of `num_shrinkage_points`, more than 768, are sampled independently
+    with fixed seeds. `num_draws` batches are drawn of each size; sizes are 4 or more.
     """
     generator = torch.Generator().manual_seed(0)
     variances = torch.ones(NUM_DIMENSIONS)
     variances[: len(LEADING_VARIANCES)] = torch.tensor(LEADING_VARIANCES)
     deviations = variances.sqrt()
-    sigma_s = _sample_moments(Moments, num_shrinkage_points, deviations, generator).covariance()
+    sigma_s = torch.from_numpy(sample_covariance(num_shrinkage_points, deviations.numpy(), np.random.default_rng(0)))
 
     def compute_isoscore_star(moments: Moments, zeta: float) -> float:
         # Checks of the matrices would take most of the time.
@@ -62,7 +63,7 @@ def compute_stability_scores(
     scores_by_zeta: dict[float, list[MeanAndStd]] = {zeta: [] for zeta in zetas}
     auto_zeta_scores, unbiased_scores = [], []
     for batch_size in batch_sizes:
-        batch_moments = [_sample_moments(FourthMoments, batch_size, deviations, generator) for _ in range(num_draws)]
+        batch_moments = [_sample_moments(batch_size, deviations, generator) for _ in range(num_draws)]
         for zeta in zetas:
             scores = [compute_isoscore_star(moments, zeta) for moments in batch_moments]
             scores_by_zeta[zeta].append(mean_and_std(scores))
@@ -73,11 +74,24 @@ def compute_stability_scores(
     return StabilityScores(true_score, tuple(batch_sizes), scores_by_zeta, auto_zeta_scores, unbiased_scores)
 
 
-def _sample_moments(
-    moments_type: type[MomentsType], num_points: int, deviations: Tensor, generator: torch.Generator
-) -> MomentsType:
+def sample_covariance(num_points: int, deviations: NDArray[Any], random: np.random.Generator) -> NDArray[np.float64]:
+    r"""Sample the covariance of `num_points` Gaussian points, more than d, with the standard deviations `(d,)`.
+
+    By Bartlett's decomposition, (n - 1) times the covariance of standard normal points is distributed as
+    :math:`A A^T`, where A is lower triangular, with :math:`\chi` variables of n - 1 to n - d degrees of freedom on the
+    diagonal and standard normal ones below.
+    """
+    dim = len(deviations)
+    factor = np.tril(random.standard_normal((dim, dim)), -1)
+    np.fill_diagonal(factor, np.sqrt(random.chisquare(num_points - 1 - np.arange(dim))))
+    factor *= deviations[:, None]
+    covariance: NDArray[np.float64] = factor @ factor.T / (num_points - 1)
+    return covariance
+
+
+def _sample_moments(num_points: int, deviations: Tensor, generator: torch.Generator) -> FourthMoments:
     """Return the moments of random Gaussian points with the given standard deviations, sampled in chunks."""
-    moments = moments_type(len(deviations))
+    moments = FourthMoments(len(deviations))
     for start in range(0, num_points, _CHUNK_SIZE):
         points = torch.randn(min(_CHUNK_SIZE, num_points - start), len(deviations), generator=generator)
         moments.update(points * deviations)
