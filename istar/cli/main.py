@@ -44,6 +44,8 @@ def _run_command(arguments: list[str], train_command: str = "istar train") -> in
         with _figure_formats(getattr(options, "figures", ())):
             options.command(options)
     except UserError as error:
+        if SHOW_TRACE:
+            raise
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except Exception as error:

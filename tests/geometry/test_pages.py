@@ -269,12 +269,12 @@ def test_the_commands_measure_models_and_compare_them(
     assert "first/index.html" in capsys.readouterr().out
     assert main(["compare", "first", "new=b", "--text", "text.txt", "--cka-documents", "30", "--out", "page"]) == 0
     captured = capsys.readouterr()
-    assert "warning: new was measured with other settings than a: length 128 instead of 16" in captured.err
+    assert "warning: new was measured with other settings than a: length 512 instead of 16" in captured.err
     assert set(pd.read_csv("page/tables/similarity.csv")["second"]) == {"new"}
     assert Path("page/figures/similarity.svg").is_file()
     assert {path.name for path in Path().iterdir()} == {"a", "b", "text.txt", "first", "page"}
     assert main(["compare", "first", "page/models/new", "--json", "--out", "again"]) == 0
-    assert [row["model"] for row in json.loads(capsys.readouterr().out)["models"]] == ["a", "new"]
+    assert [row["model"] for row in json.loads(capsys.readouterr().out)["models"]] == ["a", "b"]
     assert main(["compare", "first", "page/models/new", "--out", "first"]) == 2
     assert "would replace files of the input" in capsys.readouterr().err
 

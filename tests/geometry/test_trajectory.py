@@ -317,9 +317,9 @@ def test_an_error_is_one_line(
 
 def test_names_that_cannot_name_folders() -> None:
     with pytest.raises(UserError, match="cannot name a folder"):
-        saved_checkpoints.parse_revisions("some/model", "a/b,a_b")
+        saved_checkpoints.find_revisions("some/model", ["a/b", "a_b"])
     with pytest.raises(UserError, match="cannot name a folder"):
-        saved_checkpoints.parse_revisions("some/model", "..")
+        saved_checkpoints.find_revisions("some/model", [".."])
 
 
 def write_model_folder(folder: Path, **values: Any) -> Path:
@@ -394,7 +394,7 @@ def test_steps_from_a_table(tmp_path: Path) -> None:
     table.write_text(f"checkpoint,step\nb,0\n{tmp_path / 'saved' / 'c'},70\na,500\n")
     steps = saved_checkpoints.read_steps(table)
     assert list(find_steps(tmp_path / "saved" / "*", steps=steps).items()) == [("b", 0), ("c", 70), ("a", 500)]
-    revisions = saved_checkpoints.parse_revisions("some/model", "main,step9", {"main": 20, "step9": 10})
+    revisions = saved_checkpoints.find_revisions("some/model", ["main", "step9"], {"main": 20, "step9": 10})
     assert [revision.step for revision in revisions] == [20, 10]
     for rows, message in (
         ("checkpoint,step\na,1\nb,2\n", "--steps has no row for c"),

@@ -121,7 +121,7 @@ def test_the_page_of_three_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     report.write_report(tmp_path / "runs", tmp_path / "report")
     page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
     assert "4 methods on 3 tasks (rte, cola, stsb)" in page
-    assert (tmp_path / "report" / "figures" / "ranks-mine.png").is_file()
+    assert (tmp_path / "report" / "figures" / "ranks-mine.svg").is_file()
     assert list(pd.read_csv(tmp_path / "report" / "tables" / "over_tasks.csv")["tasks"]) == [3] * 4
 
 
