@@ -4,8 +4,8 @@ A step is forward pass, backward pass and fused AdamW on random tokens; bf16 is 
 without a penalty, to which all ratios refer; istar, with products in float32 and in bfloat16; the formulation of the
 paper's code (layers stacked, `torch.cov`, `svdvals`); and the closed form by plain autograd. `--only` also takes the
 penalties of other papers, with the defaults of `reg`. The order of the contenders rotates from round to round. The
-memory of each is the peak of two steps in a new process, above that of the process without a penalty; on a GPU, the
-peak of a step in this process. With `--compile`, each contender has its own model, compiled by `torch.compile` after
+memory of each is the peak of two steps in a new process, minus the peak without a penalty; on a GPU, the peak of a
+step in this process. With `--compile`, each contender has its own model, compiled by `torch.compile` after
 the penalty is attached, because a compiled model keeps the hooks with which it was first called.
 
     python -m benchmarks.step                      both models in both precisions; half an hour on two idle cores

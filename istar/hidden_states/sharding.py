@@ -1,7 +1,7 @@
 """Whether FSDP2 shards a module or a tensor.
 
-The classes of torch are looked up instead of imported: their import takes half as long as that of torch, and no object
-of theirs can exist without it.
+The classes are looked up among the loaded modules, because importing them takes half as long as importing torch.
+Nothing is sharded before they are loaded.
 """
 
 import sys

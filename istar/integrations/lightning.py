@@ -182,8 +182,8 @@ class IsotropyCallback(L.Callback):
         trainer.fit(module, loader, loader)
 
     The points are the tokens of all validation sets in all chosen layers together. They are read in `validation_step`,
-    without additional forward passes. With several processes they are those of all processes, also the examples that
-    Lightning's sampler repeats to give all processes equally many. A measure that is not defined is NaN.
+    without additional forward passes. Several processes measure their points together. Lightning's sampler repeats some
+    examples so that all processes have equally many; repeated examples count twice. An undefined measure is NaN.
 
     Args:
         measures: names from `istar.measures.layer_sums.TRAINING_MEASURES`.
@@ -241,7 +241,7 @@ def find_model(pl_module: L.LightningModule, model: FindModel) -> nn.Module:
     """Return the model that a LightningModule has by this name, or that the function returns for it.
 
     Raises:
-        UserError: if there is no module of this name.
+        UserError: if the LightningModule has no such attribute.
     """
     if not isinstance(model, str):
         return model(pl_module)
@@ -249,5 +249,5 @@ def find_model(pl_module: L.LightningModule, model: FindModel) -> nn.Module:
         return pl_module.get_submodule(model)
     except AttributeError as error:
         raise UserError(
-            f"{type(pl_module).__name__} has no module {model!r}; name the attribute with the model: model=..."
+            f"{type(pl_module).__name__}.{model} was not found; name the attribute with the model: model=..."
         ) from error

@@ -23,14 +23,14 @@ def measure_forms(
 ) -> dict[str, dict[str, Any]]:
     """Measure a matrix `(n, d)` as it is (`raw`), `centered`, and without its top directions (`post_processed`).
 
-    The third form is that of `all_but_the_top`, whose singular vectors are those of the centered rows: the removed ones
-    have inner products of 0. Only the forms of the spectra that are given are measured. Inner products are computed in
-    the matrix's dtype, at least float32, and summed in float64. For float32, I(W) has a relative error below 1e-5.
+    The third form, by `all_but_the_top`, has the singular vectors of the centered rows, and inner products of 0 with
+    the removed ones. The spectrum `raw` gives the first form, and `centered` the other two. Inner products are computed
+    in the matrix's dtype, at least float32, and summed in float64. For float32, I(W) has a relative error below 1e-5.
 
     Args:
         matrix: any floating dtype and device.
         spectra: result of `decompose_rows`, or its entry `raw`.
-        components: number of directions that the third form removes, by default that of `all_but_the_top`.
+        components: number of directions to remove for the third form; None is the default of `all_but_the_top`.
     """
     num_removed = count_top_components(matrix.shape[1]) if components is None else components
     removed_by_form = {"raw": {"raw": 0}, "centered": {"centered": 0, "post_processed": num_removed}}
@@ -58,7 +58,7 @@ def _measure_spectrum(
     measures_by_form = {}
     for form, removed in removed_by_form.items():
         form_log_z, values = log_z.clone(), spectrum.values.clone()
-        # All inner products with a removed direction are 0, whose exponentials sum to n.
+        # The inner products of n rows with a removed direction are 0, so Z is n times exp(0).
         form_log_z[:, :removed], values[:removed] = math.log(len(matrix)), 0
         norms = norms_by_form[form].compute()
         measures_by_form[form] = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from scipy.stats import wishart
 from torch import Tensor
 
 from istar.drawing.plot import Line, Panel, Plot
@@ -54,7 +54,9 @@ def compute_stability_scores(
     variances = torch.ones(NUM_DIMENSIONS)
     variances[: len(LEADING_VARIANCES)] = torch.tensor(LEADING_VARIANCES)
     deviations = variances.sqrt()
-    sigma_s = torch.from_numpy(sample_covariance(num_shrinkage_points, deviations.numpy(), np.random.default_rng(0)))
+    # The scatter matrix of Gaussian points has a Wishart distribution, so the points themselves are not needed.
+    scatter = wishart.rvs(num_shrinkage_points - 1, np.diag(variances.double().numpy()), random_state=0)
+    sigma_s = torch.from_numpy(scatter / (num_shrinkage_points - 1))
 
     def compute_isoscore_star(moments: Moments, zeta: float) -> float:
         # Checks of the matrices would take most of the time.
@@ -72,21 +74,6 @@ def compute_stability_scores(
         unbiased_scores.append(mean_and_std([isoscore_unbiased(moments).item() for moments in batch_moments]))
     true_score = isoscore_from_covariance(torch.diag(variances.double())).item()
     return StabilityScores(true_score, tuple(batch_sizes), scores_by_zeta, auto_zeta_scores, unbiased_scores)
-
-
-def sample_covariance(num_points: int, deviations: NDArray[Any], random: np.random.Generator) -> NDArray[np.float64]:
-    r"""Sample the covariance of `num_points` Gaussian points, more than d, with the standard deviations `(d,)`.
-
-    By Bartlett's decomposition, (n - 1) times the covariance of standard normal points is distributed as
-    :math:`A A^T`, where A is lower triangular, with :math:`\chi` variables of n - 1 to n - d degrees of freedom on the
-    diagonal and standard normal ones below.
-    """
-    dim = len(deviations)
-    factor = np.tril(random.standard_normal((dim, dim)), -1)
-    np.fill_diagonal(factor, np.sqrt(random.chisquare(num_points - 1 - np.arange(dim))))
-    factor *= deviations[:, None]
-    covariance: NDArray[np.float64] = factor @ factor.T / (num_points - 1)
-    return covariance
 
 
 def _sample_moments(num_points: int, deviations: Tensor, generator: torch.Generator) -> FourthMoments:

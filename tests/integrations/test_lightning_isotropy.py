@@ -101,5 +101,5 @@ def test_two_processes_measure_the_union_of_their_points(tmp_path: Path) -> None
 def test_mistakes_are_one_line() -> None:
     with pytest.raises(UserError, match="did you mean isoscore"):
         IsotropyCallback(["isoscor"])
-    with pytest.raises(UserError, match=r"^Classifier has no module 'net'; name the attribute with the model: model="):
+    with pytest.raises(UserError, match=r"^Classifier\.net was not found; name the attribute with the model: model="):
         make_trainer(IsotropyCallback(model="net"), devices=1).validate(Classifier(), make_loader())
