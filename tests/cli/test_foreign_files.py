@@ -42,7 +42,7 @@ FOREIGN_FILES = (
     "embeddings.json", "embeddings.csv", "wordsim.csv", "unused.csv", "frequency.csv", "words.csv",
     "embeddings.safetensors", "tokens.txt", "model/config.json", "model/model.safetensors", "model/notes.txt",
     "correlation.csv", "table.csv", "table.md", "figures/scores.svg", "figures/mine.png", "figures/isotropy.svg",
-    "tables/mine.csv", "tables/layers.csv", "quantization.csv", "runs.csv", "plan.yaml", "step1/.asked",
+    "tables/mine.csv", "tables/layers.csv", "quantization.csv", "runs.csv", "plan.yaml",
     "step1/measures.json", ".pass.0.0-1", "..pass", ".model/mine", "notes.txt", ".istar/mine",
 )  # fmt: skip
 

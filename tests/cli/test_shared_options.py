@@ -4,6 +4,7 @@ import argparse
 import json
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from datasets import Dataset
@@ -90,6 +91,35 @@ def test_several_models_and_a_run_are_measured_in_one_call(
     assert "several models are called first" in capsys.readouterr().err
     assert main(["embed", models[0], "--json", "--out", str(tmp_path / "page")]) == 0
     assert json.loads(capsys.readouterr().out)["table1"][0]["model"] == "first"
+
+
+def test_what_is_measured_is_not_measured_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], blank_figures: None
+) -> None:
+    """The same weights, texts, settings and dtype are read from the folder, whatever the model's folder is called."""
+    model = save_model(tmp_path / "model")
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sees the dog\nthe dog sees the house\n" * 10)
+
+    def measure(*options: str) -> tuple[Any, bool]:
+        """Return the printed measures, and whether they are those of an earlier call."""
+        command = ["measure", str(model), "--text", f"text={text}", "--device", "cpu", "--json"]
+        assert main([*command, "--out", str(tmp_path / "out"), *options]) == 0
+        captured = capsys.readouterr()
+        [measures] = json.loads(captured.out).values()
+        return measures, "measured before" in captured.err
+
+    first, is_earlier = measure()
+    assert not is_earlier
+    model, text = model.rename(tmp_path / "renamed"), text.rename(tmp_path / "moved.txt")
+    assert measure() == (first, True)
+    assert json.loads((tmp_path / "out" / "measures.json").read_text())["model"]["name"] == str(model)
+    assert not measure("--max-tokens", "20")[1]
+    assert not measure("--dtype", "float64", "--max-tokens", "20")[1]
+    text.write_text("the dog sees the house\n" * 20)
+    measures, is_earlier = measure()
+    assert not is_earlier
+    assert measures != first
 
 
 def test_a_comparison_needs_two_models(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from istar.errors import UserError
 from istar.geometry.collect import measure, measures_file, trajectory
 from istar.geometry.collect.corpus_statistics import MeasureSettings
 from istar.geometry.collect.measures_file import Measurements
+from istar.geometry.collect.stream import Stream
 from istar.geometry.show import terminal_tables
 from istar.inputs import saved_checkpoints, tiny
 from istar.inputs.saved_checkpoints import Checkpoint
@@ -87,15 +88,15 @@ def measured(tmp_path_factory: pytest.TempPathFactory, blank_figures: None) -> P
 
 @pytest.fixture
 def measured_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list to which the names of the models that are measured, not read from the cache, are appended."""
+    """Return a list to which the names of the models that read the texts are appended."""
     model_names: list[str] = []
-    measure_model = measure.measure_model
 
-    def record_name(name: str, *arguments: Any, **options: Any) -> Any:
-        model_names.append(Path(name).name)
-        return measure_model(name, *arguments, **options)
+    class RecordedStream(Stream):
+        def __init__(self, model: Any, *arguments: Any) -> None:
+            model_names.append(Path(model.name_or_path).name)
+            super().__init__(model, *arguments)
 
-    monkeypatch.setattr(measure, "measure_model", record_name)
+    monkeypatch.setattr(measure, "Stream", RecordedStream)
     return model_names
 
 

@@ -1,6 +1,5 @@
 """`istar measure --revisions` and `--checkpoints`: measures of a model at several checkpoints of its training."""
 
-import hashlib
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,9 +26,7 @@ from istar.inputs.saved_checkpoints import Checkpoint
 
 KEY_COLUMNS = ("model", "revision", "step", "weights", "source", "layer")
 """Columns of `trajectory.csv` that identify a row; all other columns are measures."""
-_FINGERPRINT_FILE = ".asked"
-"""File in a checkpoint's folder with hashes of the settings and texts of its measures, and of `measures.json`."""
-CHECKPOINT_FILES = (measures_file.JSON_FILE, measures_file.CSV_FILE, _FINGERPRINT_FILE)
+CHECKPOINT_FILES = (measures_file.JSON_FILE, measures_file.CSV_FILE)
 """Files in a checkpoint's folder."""
 KIND = PageKind("trajectory", "istar measure, over a training", (measures_file.TRAJECTORY_FILE,))
 
@@ -69,28 +66,22 @@ def measure_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint],
     next checkpoint is measured. The console shows progress, warnings and errors.
     """
     trajectory = Trajectory()
-    text_names = [source.name for source in plan.texts]
-    fingerprint = measure.compute_identity(
-        plan.settings, plan.dtype, text_names, *(part for source in plan.texts for part in source.content)
-    )
     for position, checkpoint in enumerate(checkpoints, start=1):
         _print_line(console, f"{position} of {len(checkpoints)}: {checkpoint.label}")
         try:
-            measured, message = _measure_checkpoint(checkpoint, plan, fingerprint, trajectory)
+            measured = _measure_checkpoint(checkpoint, plan, trajectory, console)
         # Running out of memory is a RuntimeError; the next checkpoint may be smaller.
         except (UserError, OSError, RuntimeError) as error:
             trajectory.failures[checkpoint.label] = shorten(error)
             _print_line(console, f"not measured: {checkpoint.label}: {shorten(error)}")
             continue
-        _print_line(console, message)
         trajectory.measurements[checkpoint.label] = measured
         page_output(plan.out, KIND).write({measures_file.TRAJECTORY_FILE: make_csv(plan, checkpoints, trajectory)})
     return trajectory
 
 
 def _print_line(console: Console, line: str) -> None:
-    if line:
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def refuse_other_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint]) -> None:
@@ -134,52 +125,28 @@ def _has_same_weights(checkpoint: Checkpoint, plan: TrajectoryPlan, earlier: Mea
 
 
 def _measure_checkpoint(
-    checkpoint: Checkpoint, plan: TrajectoryPlan, fingerprint: str, earlier: Trajectory
-) -> tuple[Measurements, str]:
-    """Return a checkpoint's measurements, written to its folder, and a message for the user, which may be empty.
+    checkpoint: Checkpoint, plan: TrajectoryPlan, earlier: Trajectory, console: Console
+) -> Measurements:
+    """Return a checkpoint's measurements, written to its folder, with a warning if an earlier one has the same weights.
 
-    They are read from the folder if an earlier call has measured the checkpoint with the same fingerprint, and copied
-    if another checkpoint in `earlier` has the same weights.
+    Measurements that the folder already has, or that a checkpoint with the same weights has, are not taken again.
     """
-    folder, output = plan.out / checkpoint.folder, checkpoint_output(plan, checkpoint)
-    message = ""
-    with _prepare_model(checkpoint, output) as name:
-        weights = load_and_hash_weights(ModelName(name, checkpoint.revision), plan.dtype)
-        labels = (label for label, other in earlier.measurements.items() if other.weights == weights)
-        if duplicate_label := next(labels, ""):
-            message = f"warning: {checkpoint.label} has the same weights as {duplicate_label}"
-        cached_measurements = _read_cached(folder, fingerprint)
-        if cached_measurements is not None and cached_measurements.weights == weights:
-            return cached_measurements, message or "measured before"
-        if duplicate_label:
-            measured, message = earlier.measurements[duplicate_label], f"{message}; its figures are copied"
-        else:
-            progress = make_console(stderr=True)
-            measured = measure.measure_model(
-                name, plan.texts, plan.settings, folder, checkpoint.revision, plan.dtype, plan.device, progress,
-                plan.command,
-            )  # fmt: skip
-    measured = replace(measured, model={**measured.model, "name": checkpoint.name, "revision": checkpoint.revision})
-    contents = {name: text.encode() for name, text in measures_file.file_contents(measured).items()}
-    # If the call is killed before the fingerprint is written, the next call measures the checkpoint again.
-    fingerprint_text = _seal(fingerprint, contents[measures_file.JSON_FILE])
-    output.write({**contents, _FINGERPRINT_FILE: fingerprint_text.encode()})
-    return measured, message
-
-
-def _read_cached(folder: Path, fingerprint: str) -> Measurements | None:
-    """Return the measurements of an earlier call with the same fingerprint, or None if there are none."""
+    output = checkpoint_output(plan, checkpoint)
     try:
-        json_path = folder / measures_file.JSON_FILE
-        is_same = (folder / _FINGERPRINT_FILE).read_text(encoding="utf-8") == _seal(fingerprint, json_path.read_bytes())
-        return measures_file.read_measurement(json_path) if is_same else None
-    except (OSError, ValueError, UserError):  # missing or damaged
-        return None
-
-
-def _seal(fingerprint: str, json_content: bytes) -> str:
-    """Return the text of a checkpoint's fingerprint file, given the text of its `measures.json`."""
-    return f"{fingerprint} {hashlib.sha256(json_content).hexdigest()}"
+        in_folder = [measures_file.read_measurement(output.folder / measures_file.JSON_FILE)]
+    except UserError:  # missing or damaged
+        in_folder = []
+    with _prepare_model(checkpoint, output) as name:
+        measured = measure.measure_model(
+            name, plan.texts, plan.settings, output.folder, checkpoint.revision, plan.dtype, plan.device,
+            make_console(stderr=True), plan.command, [*in_folder, *earlier.measurements.values()],
+        )  # fmt: skip
+    same_weights = (label for label, other in earlier.measurements.items() if other.weights == measured.weights)
+    if label := next(same_weights, ""):
+        _print_line(console, f"warning: {checkpoint.label} has the same weights as {label}")
+    measured = replace(measured, model={**measured.model, "name": checkpoint.name, "revision": checkpoint.revision})
+    output.write({name: text.encode() for name, text in measures_file.file_contents(measured).items()})
+    return measured
 
 
 def checkpoint_output(plan: TrajectoryPlan, checkpoint: Checkpoint) -> Output:

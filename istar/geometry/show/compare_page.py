@@ -83,22 +83,31 @@ class PageContent:
         return evenly_spaced(self.models) if self.axis.ordered else self.models
 
 
-def check_model_folder(out: Path, name: str, revision: str | None = None, texts: Sequence[Path] = ()) -> None:
-    """Raise a `UserError` before the model is measured if `write_model` would refuse the output folder."""
+def check_model_folder(
+    out: Path, name: str, revision: str | None = None, texts: Sequence[Path] = ()
+) -> Measurements | None:
+    """Return the measures in an output folder, if there are any, before the model is measured.
+
+    Raises a `UserError` if `write_model` would refuse the folder.
+    """
     page_folder.check(out, MODEL_KIND, (name, *texts))
-    _refuse_other_model(out, ModelName(name, revision))
+    return _read_earlier(out, ModelName(name, revision))
 
 
-def _refuse_other_model(out: Path, model: ModelName, weights: str = "") -> None:
-    """Refuse a folder with the measures of another model. Computes the hash of the weights if needed."""
+def _read_earlier(out: Path, model: ModelName, weights: str = "") -> Measurements | None:
+    """Return the measures in a folder, and refuse those of another model. Computes the hash of the weights if needed.
+
+    Without measures in the folder, returns None.
+    """
     if not (out / measures_file.JSON_FILE).exists():
-        return
+        return None
     earlier = measures_file.read_measurement(out / measures_file.JSON_FILE)
     earlier_model = ModelName(earlier.model["name"], earlier.model["revision"])
     if earlier_model == model or earlier.weights == weights:
-        return
+        return earlier
     if load_and_hash_weights(model, earlier.model["dtype"]) != earlier.weights:
         raise make_other_model_error(out, earlier_model, model)
+    return earlier
 
 
 def check_training_folder(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint]) -> None:
@@ -122,7 +131,7 @@ def write_model(measured: Measurements, out: Path, label: str = "") -> Path:
     another model, and as `istar.drawing.page_folder.write` does.
     """
     name, revision = measured.model["name"], measured.model["revision"]
-    _refuse_other_model(out, ModelName(name, revision), measured.weights)
+    _read_earlier(out, ModelName(name, revision), measured.weights)
     contents = {name: text.encode() for name, text in measures_file.file_contents(measured).items()}
     # The measures, which may have taken hours, are saved before anything is drawn.
     page_folder.page_output(out, MODEL_KIND).write(contents)
