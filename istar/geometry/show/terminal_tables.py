@@ -75,7 +75,8 @@ def make_checkpoint_table(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint
         else [math.nan] * len(_LAST_LAYER_HEADERS)
         for label in (checkpoint.label for checkpoint in checkpoints)
     }
-    return number_table(f"{shorten_model_name(plan.model)}: the last layer, and I(W)", "revision", _LAST_LAYER_HEADERS, rows)
+    title = f"{shorten_model_name(plan.model)}: the last layer, and I(W)"
+    return number_table(title, "revision", _LAST_LAYER_HEADERS, rows)
 
 
 def make_comparison_table(models: Sequence[MeasuredModel]) -> Table:
