@@ -117,7 +117,7 @@ FORBIDDEN_LIBRARIES = {
     "istar.records.config.schema": "lightning transformers datasets evaluate",
     "istar.finetune.runs.identify": "lightning transformers hydra_plugins optuna matplotlib",
     "istar.finetune.runs.run": "lightning transformers datasets matplotlib",
-    "istar.finetune.training.precision": "lightning transformers datasets matplotlib",
+    "istar.finetune.runs.precision": "lightning transformers datasets matplotlib",
     "istar.geometry.show.compare_page": "lightning transformers sklearn",
 }
 """By module: the libraries that its import must not import. One process imports the modules in this order, so that none

@@ -51,7 +51,7 @@ def identify(config: Config) -> RunIdentity:
         extras.require("model.lora=true", "lora")
     spec = find_task_spec(config.task)
     _check_penalty_fits_task(config, spec)
-    from istar.finetune.training.precision import check_precision_support
+    from istar.finetune.runs.precision import check_precision_support
 
     check_precision_support(config.trainer)
     examples, data_fingerprint = _load_fingerprinted_examples(spec, config)
@@ -92,7 +92,7 @@ def resolve_precision(config: Config) -> Config:
     """Return the config with `trainer.precision=auto` replaced by a fast precision; warn of a slow requested one."""
     if config.trainer.precision in ("32-true", "16-mixed"):
         return config
-    from istar.finetune.training import precision
+    from istar.finetune.runs import precision
 
     return replace(config, trainer=precision.choose_precision(config.trainer))
 

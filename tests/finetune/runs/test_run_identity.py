@@ -13,10 +13,10 @@ from rich.console import Console
 
 from istar.errors import UserError
 from istar.finetune.runs import execute as execute_module
+from istar.finetune.runs import precision
 from istar.finetune.runs.finished_runs import read_finished_run
 from istar.finetune.runs.identify import RunFolders, identify, identify_model, run_folder_path
 from istar.finetune.runs.run import run
-from istar.finetune.training import precision
 from istar.records import results
 from istar.records.results import RunRecord
 from tests.finetune.runs.artifacts import TINY, Build, everything_measured, folders_in, place, rows_of, rte
@@ -41,6 +41,7 @@ def test_the_same_call_returns_the_finished_run(small: Build, monkeypatch: pytes
     assert "run.overwrite=true" in console.file.getvalue()  # type: ignore[attr-defined]
     # Of several processes, only rank 0 prints.
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(logging.getLogger("istar"), "setLevel", lambda level: None)  # the level would remain
     other_console = Console(width=120, file=io.StringIO())
     assert run(config, other_console) == first
     assert other_console.file.getvalue() == ""  # type: ignore[attr-defined]
