@@ -12,7 +12,7 @@ compare  `istar compare` of four copies of a measured folder into a new folder, 
          plain script that draws ten measures of the same folders as SVG
 train    from `python train.py` to the first optimizer step, against a plain script with `Trainer`; `--help`, an unknown
          key, and a run that is finished, against `import torch`
-import   `import istar; istar.IStar` after `import torch`, in milliseconds, against `import torchmetrics`
+import   `import istar; istar.IStar` after `import torch`, in CPU milliseconds, against `import torchmetrics`
 
 The sentences are the premises of RTE's validation set if ../shared/data contains them, otherwise random words. All
 files are written to a temporary folder.
@@ -126,7 +126,7 @@ rows = [dict(input_ids=row, attention_mask=torch.ones_like(row), labels=0) for r
 settings = TrainingArguments(sys.argv[1], per_device_train_batch_size=32, use_cpu=True, report_to="none")
 Trainer(BertForSequenceClassification(config), settings, train_dataset=rows).train()
 """
-IMPORT_TIME = "import time, torch; start = time.perf_counter(); {}; print(1000 * (time.perf_counter() - start))"
+IMPORT_TIME = "import time, torch; start = time.process_time(); {}; print(1000 * (time.process_time() - start))"
 
 
 class Contender(NamedTuple):
