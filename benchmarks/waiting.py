@@ -76,7 +76,7 @@ import pandas as pd
 
 records = [json.loads(path.read_text()) for path in Path(sys.argv[1]).glob("*/result.json")]
 frame = pd.json_normalize(records)
-frame.groupby(["config.reg.name", "config.reg.weight"], dropna=False)["headline.value"].mean().to_csv(sys.argv[2])
+frame.groupby(["config.reg.name", "config.reg.lambda"], dropna=False)["headline.value"].mean().to_csv(sys.argv[2])
 """
 PLAIN_COMPARE = """
 import sys
