@@ -66,7 +66,7 @@ def _fork_interpreter(path: bytes, command: Sequence[str], descriptors: Sequence
     if pid == 0:
         try:
             _close_files({0, 1, 2, *descriptors})
-            sys.stdout, sys.stderr = (open(descriptor, "w", closefd=False) for descriptor in (1, 2))
+            sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", 1, closefd=False) for descriptor in (1, 2))
             logging.root.handlers.clear()
             for logger in map(logging.getLogger, list(logging.root.manager.loggerDict)):
                 for handler in logger.handlers:
