@@ -5,6 +5,7 @@ import functools
 import gc
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from itertools import compress
@@ -21,6 +22,7 @@ os.environ.setdefault("WANDB_SILENT", "true")
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra._internal import defaults_list
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -73,8 +75,9 @@ SMALL = (
     "trainer.log_every_n_steps=1",
     "trainer.progress_bar=false",
     "trainer.accelerator=cpu",
-    # This measure has its own tests and would slow down each of the many small runs.
+    # These measures have their own tests and would slow down each of the many small runs.
     "run.isotropy_zeta=null",
+    "run.geometry=false",
 )
 
 
@@ -98,11 +101,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_configure() -> None:
-    """Obey the permissions of files, wait for no disk, copy no configs, and collect garbage less often."""
+    """Obey the permissions of files, wait for no disk, compose configs faster, and collect garbage less often."""
     obey_permissions()
     os.fsync = lambda descriptor: None
     # Hydra copies all registered configs at each composition, a fifth of its time, and does not change them.
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
+    # For each file, Hydra makes a config of the choices that interpolations in its list of defaults may ask for: a
+    # quarter of the time of a composition.
+    make_choices = defaults_list._create_interpolation_map
+    defaults_list._create_interpolation_map = lambda overrides, defaults, *is_self_added: (
+        make_choices(overrides, defaults, *is_self_added)
+        if any(default.is_interpolation() for default in defaults)
+        else None
+    )
     gc.set_threshold(100_000, 50, 100)
     # Until the tests are collected; the imports create a million objects that are never freed.
     gc.disable()
@@ -113,6 +124,12 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    if "datasets" in sys.modules:
+        from datasets import arrow_dataset, fingerprint
+
+        # Hashes of all arguments name files of a cache that no test has; they take a tenth of the time of a small run.
+        for module in (arrow_dataset, fingerprint):
+            module.update_fingerprint = lambda *_: fingerprint.generate_random_fingerprint()
 
 
 @pytest.fixture(scope="session")
@@ -155,6 +172,15 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ISTAR_CACHE", str(folder))
         yield folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server_of_forks(own_cache: Path) -> None:
+    """Fork the server of `tests.forks` from this process if it starts with one of `FORKING_FILES`, as xdist's does."""
+    if os.environ["PYTEST_CURRENT_TEST"].partition("::")[0] in FORKING_FILES:
+        from tests.forks import fork_server
+
+        fork_server()
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.waiting import SECONDS
 
 PACKAGE = Path(__file__).resolve().parents[1] / "istar"
@@ -122,6 +124,7 @@ FORBIDDEN_LIBRARIES = {
 }
 """By module: the libraries that its import must not import. One process imports the modules in this order, so that none
 may come after one that may import what it may not. Of modules that need only torch, see tests/test_package.py."""
+WITHOUT_TORCH = [module for module, libraries in FORBIDDEN_LIBRARIES.items() if "torch" in libraries.split()]
 IMPORT_SCRIPT = """
 import importlib, sys
 
@@ -131,14 +134,22 @@ for module in sys.argv[1:]:
 """
 
 
-def test_what_an_import_brings_along() -> None:
+@pytest.mark.parametrize(
+    "modules",
+    [
+        pytest.param(WITHOUT_TORCH, id="without torch"),
+        # An import of torch takes seconds.
+        pytest.param([*FORBIDDEN_LIBRARIES], id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_what_an_import_brings_along(modules: list[str]) -> None:
     completed = subprocess.run(
-        [sys.executable, "-c", IMPORT_SCRIPT, *FORBIDDEN_LIBRARIES],
+        [sys.executable, "-c", IMPORT_SCRIPT, *modules],
         capture_output=True, text=True, check=True, cwd=PACKAGE.parent, timeout=SECONDS,
     )  # fmt: skip
     loaded = {line.split()[0]: set(line.split()[1:]) for line in completed.stdout.splitlines()}
-    imported = {module: set(names.split()) & loaded[module] for module, names in FORBIDDEN_LIBRARIES.items()}
-    assert imported == {module: set() for module in FORBIDDEN_LIBRARIES}
+    imported = {module: set(FORBIDDEN_LIBRARIES[module].split()) & loaded[module] for module in modules}
+    assert imported == {module: set() for module in modules}
 
 
 def test_nobody_asks_for_the_type_of_a_penalty() -> None:

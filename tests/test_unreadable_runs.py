@@ -311,7 +311,7 @@ def damage(value: Any, generator: random.Random) -> Any:
     return value
 
 
-NUM_DAMAGED = 150
+NUM_DAMAGED = 60
 
 
 def test_random_damage(tmp_path: Path, caplog: Any, capsys: Any) -> None:

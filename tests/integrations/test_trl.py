@@ -75,7 +75,7 @@ def make_trainer(folder, model, penalty, **arguments):
         model=model,
         args=trl.SFTConfig(str(folder), **(defaults | arguments)),
         train_dataset=datasets.Dataset.from_list(make_texts()),
-        eval_dataset=datasets.Dataset.from_list(make_texts(4)),
+        eval_dataset=datasets.Dataset.from_list(make_texts(4)) if "eval_strategy" in arguments else None,
         processing_class=make_tokenizer(),
         penalty=penalty,
         settings=make_settings(refresh),
@@ -96,7 +96,7 @@ def train_and_compute_changes(trainer):
     return {name: initial_parameters[name] - parameter.detach() for name, parameter in trainer.model.named_parameters()}
 
 
-@pytest.mark.parametrize(("name", "accumulation"), [("gpt2", 4), ("llama", 1)])
+@pytest.mark.parametrize(("name", "accumulation"), [("gpt2", 4), pytest.param("llama", 1, marks=pytest.mark.slow)])
 def test_a_step_is_the_gradient_of_the_mean_of_task_loss_and_penalty(name, accumulation, tmp_path):
     arguments = {"gradient_accumulation_steps": accumulation, "per_device_train_batch_size": 4}
     trainer = make_trainer(tmp_path, make_model(name), make_penalty(), **arguments)
@@ -124,7 +124,7 @@ def naive_score(model, batch):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:trl")
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("packing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_all_tokens_count_where_batches_have_no_padding(packing, tmp_path):
     trainer = make_trainer(
         tmp_path,

@@ -104,13 +104,15 @@ def count_options(groups: Iterable[str]) -> int:
     return max(len(options(group)) for group in groups)
 
 
-# Tasks and penalties have nodes of one kind, so that those after the last option of another group are nightly.
+# Tasks, models and penalties have nodes of one kind, so that those after the last option of another group are nightly.
 @pytest.mark.parametrize(
     "index",
     [
         pytest.param(
             index,
-            marks=pytest.mark.slow if index >= count_options({*COMBINED, *OTHER_GROUPS} - {"task", "reg"}) else (),
+            marks=pytest.mark.slow
+            if index >= count_options({*COMBINED, *OTHER_GROUPS} - {"task", "model", "reg"})
+            else (),
         )
         for index in range(count_options(COMBINED))
     ],

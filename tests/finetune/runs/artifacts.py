@@ -11,7 +11,6 @@ from istar.records.results import RunRecord
 
 Build = Callable[..., Config]
 DEMOS = ("demo", "demo_regression", "demo_span")
-REGS = ("none", "istar", "cosreg")
 TINY = ("model=tiny",)
 
 

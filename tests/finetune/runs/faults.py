@@ -24,9 +24,9 @@ from tests.outcomes import only_run
 
 Build = Callable[..., Config]
 FOUR_STEPS = ("reg=none", "task.limit_train=32", "data.batch_size=8", "trainer.checkpoint_every_n_steps=1")
-EPOCHS = (*FOUR_STEPS, "trainer.max_epochs=2")
+EPOCHS = (*FOUR_STEPS, "trainer.max_epochs=2", "run.geometry=true")
 DRAFT = re.compile(r"\..*\.[0-9a-f]{32}")
-WANDB = (*FOUR_STEPS, "logger=wandb", "run.geometry=false")
+WANDB = (*FOUR_STEPS, "logger=wandb")
 
 
 class Broken(BaseException):

@@ -111,7 +111,7 @@ def test_a_checkpoint_that_the_disk_does_not_take(
         pytest.param(r"best-epoch-\d+\.ckpt", 0, marks=pytest.mark.slow),
         pytest.param(r"metrics\.csv", 5, marks=pytest.mark.slow),
         pytest.param(r"predictions\.jsonl", 0, marks=pytest.mark.slow),
-        (r"result\.json", 0),
+        pytest.param(r"result\.json", 0, marks=pytest.mark.slow),
     ],
 )
 def test_a_file_that_the_disk_does_not_take(

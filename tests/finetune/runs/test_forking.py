@@ -39,8 +39,8 @@ def wait(run: RunProcesses, *signals: int) -> RunRecord:
 def test_a_forked_run_equals_one_in_this_process(small: Callable[..., Config], tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     variables = {"ISTAR_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
-    forked = wait(start(small(f"run.root={tmp_path / 'forked'}"), tmp_path / "log", variables))
-    alone = run(small(f"run.root={tmp_path / 'alone'}"))
+    forked = wait(start(small("run.geometry=true", f"run.root={tmp_path / 'forked'}"), tmp_path / "log", variables))
+    alone = run(small("run.geometry=true", f"run.root={tmp_path / 'alone'}"))
     assert_same(tmp_path / "forked" / forked.name, tmp_path / "alone" / alone.name)
     assert list(cache.iterdir()), "the fork has used another cache than its environment names"
     assert "IsoScore" in (tmp_path / "log").read_text()

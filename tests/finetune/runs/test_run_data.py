@@ -54,7 +54,6 @@ def test_mnli_has_two_validation_sets(small: Build, tmp_path: Path) -> None:
     table(tmp_path / "glue_data" / "diagnostic", "diagnostic.tsv", *diagnostic_lines)
     config = small(
         *TINY, "task=mnli", f"task.data_dir={tmp_path / 'glue_data'}", "data.eval_batch_size=4", "task.submission=true",
-        "trainer.max_epochs=2",
     )  # fmt: skip
     record = run(config)
     run_folder = place(config, record)

@@ -20,7 +20,7 @@ from istar.inputs import demo
 from istar.records import results
 from istar.records.config.schema import to_dict
 from istar.records.task_specs import TASKS
-from tests.finetune.runs.artifacts import DEMOS, REGS, Build, folders_in, logged, place, rows_of
+from tests.finetune.runs.artifacts import DEMOS, Build, folders_in, logged, place, rows_of
 
 
 @pytest.mark.parametrize(("task", "reg"), [*((task, "istar") for task in DEMOS), ("demo", "none")])
@@ -83,7 +83,7 @@ def test_predictions_are_the_validation_set_in_its_order(cached_run: Callable[..
     assert {name: record.metrics[name] for name in recomputed_metrics} == pytest.approx(recomputed_metrics)
 
 
-@pytest.mark.parametrize("reg", REGS)
+@pytest.mark.parametrize("reg", ["none", "istar", pytest.param("cosreg", marks=pytest.mark.slow)])
 def test_logged_keys(cached_run: Callable[..., Any], reg: str) -> None:
     _, record, folder = cached_run("task=demo", f"reg={reg}")
     columns = logged(folder)

@@ -62,6 +62,7 @@ def test_a_broken_run_goes_on_exactly(
     small: Build, decoder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, task: str, reg: str
 ) -> None:
     overrides = (*make_overrides(task, decoder), reg, "trainer.max_epochs=2", "trainer.checkpoint_every_n_steps=2")
+    overrides = (*overrides, "run.geometry=true")
     if reg == "reg=istar":
         overrides = (*overrides, "reg.num_points=500")
     undisturbed_config, broken_config = (

@@ -193,7 +193,7 @@ def test_a_run_measures_its_best_weights(small: Callable[..., Any]) -> None:
     """The measured weights are those of the best epoch, which the run saves, not those of the last one."""
     from transformers import AutoModelForSequenceClassification
 
-    config = small("trainer.max_epochs=4", "reg=none", "optim.lr=0.02", "run.isotropy_zeta=0")
+    config = small("trainer.max_epochs=4", "reg=none", "optim.lr=0.02", "run.isotropy_zeta=0", "run.geometry=true")
     record = run(config)
     assert record.headline["epoch"] < 4
     folder = find_run_folder(config)

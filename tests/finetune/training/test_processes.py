@@ -31,7 +31,6 @@ from tests.forks import run_in_processes
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 STEPS, EPOCHS, BATCH, WIDTH, EXAMPLES = 4, 2, 8, 64, 41
 TRAINING_WORLD_SIZES = (2, pytest.param(4, marks=pytest.mark.slow))  # numbers of processes
-VALIDATION_WORLD_SIZES = (2, pytest.param(3, marks=pytest.mark.slow))
 PENALTIES = {
     "none": lambda sync: None,
     "istar": lambda sync: IStar(-1.0, 0.4, sync=sync),
@@ -44,6 +43,8 @@ CASES = {  # penalty, sync, micro-batches per step
     "istar-apart": ("istar", False, 1),
     "istar-skipped": ("istar", True, 1),
 }
+NIGHTLY = ("none", "cosreg", "demo_regression")
+"""The trainings and validations of which there are none with two processes, but with four or three."""
 SKIPPED_STEP = 1  # the step whose loss is NaN on the first process only
 SYNCED_CASES = [name for name, (_, sync, _) in CASES.items() if sync]
 UNSYNCED_CASES = [name for name, (_, sync, _) in CASES.items() if not sync]
@@ -215,13 +216,26 @@ def measure_rate(world_size):
     return {"rate": recorder.by_step[1], "tokens": recorder.num_tokens[0]}
 
 
+def compute(name, world_size):
+    """Return the results of a training, of a validation or, of `rate`, of one step."""
+    if name == "rate":
+        return measure_rate(world_size)
+    return train(name, world_size) if name in CASES else validate(name, world_size)
+
+
 def compute_results(world_size):
-    values = {"rate": measure_rate(world_size)}
-    if world_size != 3:
-        values |= {name: train(name, world_size) for name in CASES}
-    if world_size != 4:
-        values |= {f"{name} validated": validate(name, world_size) for name in VALIDATION_TASKS}
-    return values
+    names = {2: [*CASES, *VALIDATION_TASKS], 3: VALIDATION_TASKS, 4: CASES}[world_size]
+    names = ["rate", *(name for name in names if world_size > 2 or name not in NIGHTLY)]
+    return {name: compute(name, world_size) for name in names}
+
+
+def with_sizes(names, most):
+    """Parametrize a test by each name with two processes, and with the largest number of them, which is nightly."""
+    return pytest.mark.parametrize(
+        ("name", "world_size"),
+        [(name, 2) for name in names if name not in NIGHTLY]
+        + [pytest.param(name, most, marks=pytest.mark.slow) for name in names],
+    )
 
 
 def run_rank(rank, world_size, folder, examples):
@@ -239,12 +253,10 @@ def run_rank(rank, world_size, folder, examples):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Return a function that gives the results of each rank, by number of processes. One has no process group."""
+    """Return a function that gives the results of each rank, by number of processes."""
 
     @functools.cache
     def run_ranks(world_size):
-        if world_size == 1:
-            return [compute_results(1)]
         folder = tmp_path_factory.mktemp("gloo")
         examples = {name: get_examples(name) for name in VALIDATION_TASKS}
         run_in_processes(run_rank, (world_size, str(folder), examples), world_size)
@@ -253,13 +265,15 @@ def results(tmp_path_factory):
     return run_ranks
 
 
+compute_once = functools.cache(compute)
+
+
 def select_results(results, name, world_size):
-    """Return the results of each of several processes and those of a single process."""
-    return [values[name] for values in results(world_size)], results(1)[0][name]
+    """Return the results of each of several processes and those of a single process, which has no process group."""
+    return [values[name] for values in results(world_size)], compute_once(name, 1)
 
 
-@pytest.mark.parametrize("world_size", TRAINING_WORLD_SIZES)
-@pytest.mark.parametrize("name", SYNCED_CASES)
+@with_sizes(SYNCED_CASES, 4)
 def test_training_leads_to_the_parameters_of_one_process(results, name, world_size):
     rank_results, single_result = select_results(results, name, world_size)
     for rank_result in rank_results:
@@ -275,16 +289,14 @@ def test_a_step_that_is_not_finite_on_one_process_is_skipped_on_all(results, wor
     assert [rank_result["skipped"] for rank_result in (*rank_results, single_result)] == [1] * (world_size + 1)
 
 
-@pytest.mark.parametrize("world_size", TRAINING_WORLD_SIZES)
-@pytest.mark.parametrize("name", UNSYNCED_CASES)
+@with_sizes(UNSYNCED_CASES, 4)
 def test_without_sync_they_are_others_yet_equal_on_all_processes(results, name, world_size):
     rank_results, single_result = select_results(results, name, world_size)
     assert (rank_results[0]["end"] - single_result["end"]).abs().max() > 1e-4
     assert all(torch.equal(rank_result["end"], rank_results[0]["end"]) for rank_result in rank_results)
 
 
-@pytest.mark.parametrize("world_size", TRAINING_WORLD_SIZES)
-@pytest.mark.parametrize("name", CASES)
+@with_sizes(CASES, 4)
 def test_shards_are_unequal_and_together_the_batch_of_one_process(results, name, world_size):
     rank_results, single_result = select_results(results, name, world_size)
     tokens = torch.stack([rank_result["tokens"] for rank_result in rank_results])
@@ -300,8 +312,7 @@ def test_tokens_per_second_are_those_of_all_processes(results, world_size):
     assert {result["rate"] for result in rank_results} == {single_result["rate"]}
 
 
-@pytest.mark.parametrize("world_size", TRAINING_WORLD_SIZES)
-@pytest.mark.parametrize("name", ["istar-skipped", "istar-accumulated"])
+@with_sizes(["istar-skipped", "istar-accumulated"], 4)
 def test_sigma_s_is_that_of_one_process_and_equal_on_all_bit_for_bit(results, name, world_size):
     rank_results, single_result = select_results(results, name, world_size)
     for epoch in range(EPOCHS):
@@ -321,8 +332,7 @@ def test_each_process_resumes_with_the_sigma_s_that_it_had(results, world_size):
     assert not torch.equal(rank_results[0]["covariances"][-1], rank_results[1]["covariances"][-1])
 
 
-@pytest.mark.parametrize("world_size", TRAINING_WORLD_SIZES)
-@pytest.mark.parametrize("name", CASES)
+@with_sizes(CASES, 4)
 def test_a_penalty_costs_few_small_all_reduces(results, name, world_size):
     penalty, sync, accumulate = CASES[name]
     forward, backward = ALL_REDUCE_SIZES[penalty] if sync else ([], [])
@@ -332,11 +342,10 @@ def test_a_penalty_costs_few_small_all_reduces(results, name, world_size):
     assert not any(sizes for passes in single_result["reduced"] for sizes in passes)
 
 
-@pytest.mark.parametrize("world_size", VALIDATION_WORLD_SIZES)
-@pytest.mark.parametrize("name", VALIDATION_TASKS)
+@with_sizes(VALIDATION_TASKS, 3)
 def test_validation_says_the_same_as_one_process(results, name, world_size):
     """Results are equal bit for bit: other examples of a batch change logits by less than their float32 resolution."""
-    rank_results, single_result = select_results(results, f"{name} validated", world_size)
+    rank_results, single_result = select_results(results, name, world_size)
     for rank_result in rank_results:
         assert rank_result["evaluation"] == single_result["evaluation"]
         assert rank_result["isotropy"] == pytest.approx(single_result["isotropy"], rel=1e-9)
@@ -347,9 +356,8 @@ def test_validation_says_the_same_as_one_process(results, name, world_size):
     assert single_result["features"] % world_size != 0
 
 
-@pytest.mark.parametrize("world_size", VALIDATION_WORLD_SIZES)
-@pytest.mark.parametrize("name", ["demo", "demo_regression"])
+@with_sizes(["demo", "demo_regression"], 3)
 def test_the_validation_loss_is_that_of_one_process(results, name, world_size):
-    rank_results, single_result = select_results(results, f"{name} validated", world_size)
+    rank_results, single_result = select_results(results, name, world_size)
     for rank_result in rank_results:
         assert rank_result["loss"] == pytest.approx(single_result["loss"], rel=1e-9)

@@ -28,6 +28,7 @@ Build = Callable[..., Config]
 SETTINGS = (
     "task.limit_train=20", "trainer.max_epochs=2", "trainer.accumulate_grad_batches=2", "data.batch_size=4",
     "optim.schedule=linear", "optim.warmup=0.2", "trainer.early_stopping=2", "trainer.checkpoint_every_n_steps=2",
+    "run.geometry=true",
 )  # fmt: skip
 """An epoch has five micro-batches and three steps. Checkpoints are written every two steps and after epochs."""
 

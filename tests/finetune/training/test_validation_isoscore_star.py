@@ -85,7 +85,8 @@ def read_geometry(config: Any) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_language_model_is_measured_on_the_tokens_of_isotropy_after(small: Callable[..., Any]) -> None:
     """`test_a_run_measures_its_best_weights` has the same for a classifier."""
-    config = small("reg=none", "run.isotropy_zeta=0", "task=clm", "model=small_decoder", "task.max_length=16")
+    settings = ("task=clm", "model=small_decoder", "task.max_length=16", "reg=none")
+    config = small(*settings, "run.isotropy_zeta=0", "run.geometry=true")
     record = run(config)
     isoscore_star = read_geometry(config)["isoscore_star"]
     scores = {**isoscore_star["layers"], "union": isoscore_star["union"]}
@@ -93,7 +94,7 @@ def test_a_language_model_is_measured_on_the_tokens_of_isotropy_after(small: Cal
 
 
 def test_geometry_is_no_part_of_the_name_and_a_finished_run_may_lack_isoscore_star(small: Callable[..., Any]) -> None:
-    overrides = ("trainer.fast_dev_run=true", "data.eval_batch_size=6")
+    overrides = ("trainer.fast_dev_run=true", "data.eval_batch_size=6", "run.geometry=true")
     config = small(*overrides, "run.isotropy_zeta=0.2")
     record = run(config)
     # A trial of one batch measures this batch and does not read the training data.
