@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from istar.finetune.training.precision import EMULATION_RATIO, measure_bfloat16_ratio
+from istar.finetune.runs.precision import EMULATION_RATIO, measure_bfloat16_ratio
 from istar.measures.numerics import keep_freed_memory
 from istar.records.config import PENALTIES, PenaltyConfig
 from istar.regularizers import IStar, Penalty, select_layers

@@ -23,8 +23,8 @@ _MODULE_BY_NAME = {
     "isoscore_star": "istar.measures",
     "isoscore_unbiased": "istar.measures",
 }
-_PACKAGES = ("istar.hidden_states", "istar.regularizers")
-"""Packages with public names that this package exports too."""
+_PACKAGES = ("istar.regularizers", "istar.hidden_states")
+"""Packages with public names that this package exports too; the second imports the first."""
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 from scipy.stats import binom
 
-from benchmarks import common, finetune, geometry, step, sweep
+from benchmarks import common, finetune, geometry, step, sweep, waiting
 from istar.finetune.runs.finished_runs import read_finished_run
 from istar.finetune.runs.identify import RunFolders
 from istar.records import results
+from istar.reports.run_frame import load_runs
 from tests.finished_runs import make_finished_record
 
 # ---- rotation and paired ratios
@@ -265,3 +267,42 @@ def test_a_number_of_steps_that_does_not_fit_the_epochs_is_an_error(clock: finet
     clock.epochs = 1
     with pytest.raises(SystemExit, match="4 batches and 4 steps; expected 2"):
         clock.measurements()
+
+
+# ---- benchmarks.waiting
+
+
+def test_a_process_is_timed_and_its_end_is_checked() -> None:
+    python = (sys.executable, "-S", "-c")
+    wall, cpu = waiting.time_process(waiting.Contender(lambda _: [*python, "print('done')"], "", output="done"), 0)
+    assert wall > 0
+    assert cpu > 0
+    printed = waiting.Contender(lambda i: [*python, f"print({i} + 0.5)"], "", prints_ms=True)
+    assert waiting.time_process(printed, 7).wall == 7.5
+    waiting.time_process(waiting.Contender(lambda _: [*python, "import sys; sys.exit(2)"], "", exit_code=2), 0)
+    for wrong in (
+        waiting.Contender(lambda _: [*python, "import sys; sys.exit(2)"], ""),
+        waiting.Contender(lambda _: [*python, "print('done')"], "", output="first step"),
+    ):
+        with pytest.raises(SystemExit, match="ended with exit status"):
+            waiting.time_process(wrong, 0)
+
+
+def test_waiting_for_a_report_is_compared_at_the_same_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    num_finished: list[int] = []
+
+    def time_process(contender: waiting.Contender, round_number: int) -> waiting.Duration:
+        command = contender.command(round_number)
+        folder = next(Path(part) for part in command if Path(part).name == "runs-6")
+        num_finished.append(load_runs(folder).frame["status"].eq("finished").sum())
+        return waiting.Duration(*((8.0, 6.0) if "report" in command else (4.0, 2.0)))
+
+    monkeypatch.setattr(waiting, "time_process", time_process)
+    monkeypatch.setattr("sys.argv", ["waiting", "--only", "report", "--runs", "6", "--rounds", "2"])
+    waiting.main()
+    output = capsys.readouterr().out
+    assert num_finished == [6] * 6
+    assert "2.000 (2.000 to 2.000)" in output  # wall seconds
+    assert "3.000 (3.000 to 3.000)" in output  # CPU seconds

@@ -129,7 +129,7 @@ def _print_models(
     for model, measurements, page_path in measure_models(options, folders, sources, settings, rank):
         frames[model.default_label] = measures_file.layer_frame(measurements)
         if not options.json:
-            console.print(terminal_tables.make_model_table(measurements))
+            console.print(terminal_tables.make_model_table(model.default_label, measurements))
         files = f"{measures_file.CSV_FILE} and {measures_file.JSON_FILE}"
         console.out(f"{page_path}, and figures, tables, {files} next to it", highlight=False)
     if options.json and rank == 0:

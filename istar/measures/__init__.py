@@ -3,6 +3,9 @@
 This package depends on torch only.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from istar.measures.accumulator import Accumulator
 from istar.measures.activations import (
     Activation,
@@ -13,7 +16,6 @@ from istar.measures.activations import (
     token_kurtosis,
 )
 from istar.measures.alignment import cka, cka_with_error
-from istar.measures.catalogue import Measure, find_measure
 from istar.measures.classes import ClassIsotropy, ClassMoments, class_isotropy
 from istar.measures.contributions import (
     CosineContributions,
@@ -53,6 +55,9 @@ from istar.measures.spectrum import (
     top_share,
     variance_shares,
 )
+
+if TYPE_CHECKING:
+    from istar.measures.catalogue import Measure, find_measure
 
 __all__ = [
     "Accumulator",
@@ -122,3 +127,10 @@ __all__ = [
     "two_nn_with_error",
     "variance_shares",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the catalogue of measures, a large table to parse, when it is first used."""
+    if name in ("Measure", "find_measure"):
+        return getattr(importlib.import_module("istar.measures.catalogue"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

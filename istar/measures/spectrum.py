@@ -137,12 +137,16 @@ def numerical_rank(scatter: Tensor, moments: Moments, eigenvalues: Tensor) -> in
     :math:`(\sqrt d + \sqrt k) \epsilon`, about the largest eigenvalue of the errors of sums over k points, and twice
     the size of the most negative eigenvalue, because rounding makes an eigenvalue of 0 positive or negative alike.
 
+    Squares below the smallest number of the dtype are lost, as in dimensions of pretrained models with a gain of nearly
+    0. Such a dimension has :math:`M_{ij}^2 > M_{ii} M_{jj}` about the mean, and adds nothing to the rank.
+
     Args:
         scatter: M, `(d, d)`, about the mean or the origin.
         moments: the moments with the sums, which are about the mean.
         eigenvalues: eigenvalues of M, `(d,)`, descending.
     """
-    variances = moments.scatter.detach().diagonal()
+    sums = moments.scatter.detach()
+    variances = sums.diagonal()
     scale = torch.where(variances > 0, variances, scatter.diagonal())
     scale = torch.where(scale > 0, scale, 1)
     count = float(moments.count)
@@ -154,7 +158,9 @@ def numerical_rank(scatter: Tensor, moments: Moments, eigenvalues: Tensor) -> in
     if lower == upper:
         return int(lower)
     roots = scale.sqrt()
-    relative_eigenvalues = torch.linalg.eigvalsh(scatter / roots / roots[:, None])
+    has_lost_squares = sums.square() > 1.01 * torch.outer(variances, variances)
+    is_kept = ~(has_lost_squares & (variances[:, None] <= variances)).any(1)
+    relative_eigenvalues = torch.linalg.eigvalsh((scatter / roots / roots[:, None])[is_kept][:, is_kept])
     return int((relative_eigenvalues > max(threshold, -2 * float(relative_eigenvalues[0]))).sum())
 
 

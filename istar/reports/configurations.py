@@ -8,6 +8,7 @@ validation set, or a held-out part of the training data.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import pandas as pd
@@ -69,7 +70,7 @@ class Cell:
         """The set that chose the epoch and the configuration; empty without a finished run."""
         return str(self.first_run.get("chosen_on", ""))
 
-    @property
+    @cached_property
     def first_run(self) -> dict[str, Any]:
         """Row of the run with the lowest seed; empty without a finished run."""
         return {} if self.runs.empty else row_dicts(self.runs.head(1))[0]

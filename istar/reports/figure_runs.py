@@ -80,8 +80,7 @@ def choose_settings(candidates: pd.DataFrame, varied: str, all_runs: pd.DataFram
 
 def _get_table1_hash(runs: pd.DataFrame, varied: str, all_runs: pd.DataFrame) -> str:
     """Return the hash, without `varied`, of these runs' configuration in Table 1; empty without one."""
-    first_run = row_dicts(runs.head(1))[0]
-    cell = select_cell(all_runs, first_run["task"], first_run["model"], first_run["family"])
+    cell = select_cell(all_runs, *(runs[column].iloc[0] for column in ("task", "model", "family")))
     return str(cell.first_run.get(f"hash_without_{varied}", ""))
 
 

@@ -122,6 +122,17 @@ def test_what_is_measured_is_not_measured_again(
     assert measures != first
 
 
+def test_the_printed_table_has_the_label_of_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], blank_figures: None
+) -> None:
+    model, text = save_model(tmp_path / "run" / "model"), tmp_path / "text.txt"
+    text.write_text("the cat sees the dog\n" * 10)
+    options = ["--text", str(text), "--device", "cpu", "--out", str(tmp_path / "out")]
+    for argument, label in ((str(model), "run"), (f"mine={model}", "mine")):
+        assert main(["measure", argument, *options]) == 0
+        assert capsys.readouterr().out.startswith(f"{label} · ")
+
+
 def test_a_comparison_needs_two_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "a"]) == 2
     assert "a comparison needs two models or more" in capsys.readouterr().err

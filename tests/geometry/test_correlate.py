@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.stats
 
@@ -14,6 +15,7 @@ from istar.drawing.plot import Plot
 from istar.geometry.correlation import correlate as correlating
 from istar.geometry.correlation import correlation_tables
 from istar.geometry.correlation.correlate import Selection, correlate, correlate_series, resample_correlations
+from istar.geometry.correlation.correlation_tables import make_correlation_table
 
 pytestmark = pytest.mark.usefixtures("blank_figures")
 
@@ -173,6 +175,16 @@ def test_the_table_shows_the_papers_measures_by_default(tmp_path: Path, capsys: 
         ("plain", "wiki", "", "isoscore"), ("plain", "combined", "", "isoscore"),
     }  # fmt: skip
     assert f"{float(rows[0]['pearson']):.2f}" in capsys.readouterr().out
+
+
+def test_a_single_model_is_in_the_title_and_several_are_in_the_rows() -> None:
+    row = {"task": "MR", "measure": "isoscore", "layer": "layer_2", "n": 8, "pearson": 0.5, "spearman": 0.25,
+           "kendall": 0.125}  # fmt: skip
+    single = make_correlation_table(pd.DataFrame([row | {"model": "first"}]))
+    assert "the checkpoints of first," in str(single.title)
+    assert list(single.columns[0].cells) == ["MR"]
+    several = make_correlation_table(pd.DataFrame([row | {"model": "first"}, row | {"model": "second"}]))
+    assert list(several.columns[0].cells) == ["MR\nfirst", "MR\nsecond"]
 
 
 def test_the_papers_correlations_stand_next_to_those_of_its_models(tmp_path: Path) -> None:

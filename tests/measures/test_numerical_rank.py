@@ -89,6 +89,19 @@ def test_small_dimensions_count_next_to_large_ones() -> None:
     np.testing.assert_allclose(values, spectrum(points), rtol=1e-4)
 
 
+@pytest.mark.parametrize("smallest", [1e-17, 1e-22, 1e-25, 1e-33])
+@pytest.mark.parametrize("offset", [0.0, 0.5])
+def test_dimensions_with_squares_that_float32_loses_hide_no_others(smallest: float, offset: float) -> None:
+    """The last layer of all-MiniLM-L6-v2 has two dimensions of size 1e-33, next to others of size 1."""
+    points = torch.randn(900, 30, generator=torch.Generator().manual_seed(0)) + offset
+    points[:, [3, 7]] *= smallest
+    for cloud in (Moments.of(points), Moments.of(points[:200]).merge(Moments.of(points[200:]))):
+        for centered in (True, False):
+            values = singular_values(cloud, centered).numpy()
+            np.testing.assert_allclose(values[:28], spectrum(points, centered)[:28], rtol=1e-5)
+            assert (values[28:] < 1e-4 * values[0]).all()
+
+
 def test_moments_know_the_precision_of_their_sums() -> None:
     points = torch.randn(9, 3, generator=torch.Generator().manual_seed(0))
     single, double = Moments.of(points), Moments.of(points.double())

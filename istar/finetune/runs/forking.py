@@ -17,8 +17,6 @@ from pathlib import Path
 from istar.errors import UserError, shorten
 from istar.finetune.runs import launch
 
-RANK_VARIABLE_ORDER = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
-"""Environment variables that Lightning reads the rank from on import, in this order."""
 PRELOADED_MODULES = ["istar.finetune.runs.preloaded"]
 """Modules that the server imports."""
 
@@ -110,7 +108,7 @@ def _run_in_child(arguments: Sequence[str], environment: Mapping[str, str], log_
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
     # Lightning and torch have read these variables on import, from the server's environment.
-    rank_zero_only.rank = next((int(environment[key]) for key in RANK_VARIABLE_ORDER if key in environment), 0)  # type: ignore[attr-defined]
+    rank_zero_only.rank = launch.find_rank(environment)  # type: ignore[attr-defined]
     num_threads = environment.get("OMP_NUM_THREADS")
     if num_threads is not None and num_threads != os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(num_threads))

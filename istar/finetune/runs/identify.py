@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from istar.errors import UserError, did_you_mean
-from istar.finetune.runs import extras
+from istar.finetune.runs import extras, precision
 from istar.records.config import Config, ModelConfig, TaskConfig, TensorBoardConfig, TrainerConfig
 from istar.records.config.schema import to_dict
 from istar.records.config.trainer_arguments import redundant_arguments
@@ -51,9 +51,7 @@ def identify(config: Config) -> RunIdentity:
         extras.require("model.lora=true", "lora")
     spec = find_task_spec(config.task)
     _check_penalty_fits_task(config, spec)
-    from istar.finetune.training.precision import check_precision_support
-
-    check_precision_support(config.trainer)
+    precision.check_precision_support(config.trainer)
     examples, data_fingerprint = _load_fingerprinted_examples(spec, config)
     folder = run_folder_path(config, data_fingerprint, identify_model(config.model))
     return RunIdentity(config, spec, examples, data_fingerprint, folder)
@@ -92,8 +90,6 @@ def resolve_precision(config: Config) -> Config:
     """Return the config with `trainer.precision=auto` replaced by a fast precision; warn of a slow requested one."""
     if config.trainer.precision in ("32-true", "16-mixed"):
         return config
-    from istar.finetune.training import precision
-
     return replace(config, trainer=precision.choose_precision(config.trainer))
 
 

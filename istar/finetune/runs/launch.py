@@ -40,7 +40,14 @@ GRACE_SECONDS = 10.0
 RANK_VARIABLES = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE",
                   "MASTER_ADDR", "MASTER_PORT")  # fmt: skip
 """Environment variables that give a process its rank and the address of rank 0."""
+RANK_VARIABLE_ORDER = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+"""Environment variables that Lightning reads the rank from on import, in this order."""
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+
+
+def find_rank(environment: Mapping[str, str]) -> int:
+    """Return the rank of a process with these environment variables, as Lightning determines it on import."""
+    return next((int(environment[name]) for name in RANK_VARIABLE_ORDER if name in environment), 0)
 
 
 def has_external_launcher() -> bool:

@@ -7,7 +7,7 @@ from istar.finetune.runs.extras import fast_imports
 
 with fast_imports():
     for module in (
-        "istar.finetune.runs.run",
+        "istar.finetune.runs.execute",
         "istar.finetune.training.pruning",
         "transformers.models.bert.modeling_bert",
         "wandb",

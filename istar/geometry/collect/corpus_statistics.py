@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from istar.geometry.collect.layers import (
     COVARIANCE_MEASURES_WITH_ERROR,
@@ -17,6 +16,9 @@ from istar.geometry.collect.layers import (
 from istar.geometry.collect.sample import Sample
 from istar.inputs.corpus import Documents
 from istar.measures import Accumulator, ScaleDimension
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 MAX_GROUP_BYTES = 2**30
 """Maximum bytes of the scatter matrices of all groups and layers; above it, covariance measures get no error."""
@@ -81,7 +83,7 @@ class CorpusStatistics(Accumulator):
     each tap, `(d,)`, on the model's device. `sample` keeps one occurrence of each of a random sample of token types.
     """
 
-    def __init__(self, config: PretrainedConfig, settings: MeasureSettings, origins: Mapping[str, Tensor]) -> None:
+    def __init__(self, config: "PretrainedConfig", settings: MeasureSettings, origins: Mapping[str, Tensor]) -> None:
         vocabulary_size = config.vocab_size if settings.intra else 0
         layer_settings = settings.make_layer_settings(config.hidden_size, len(origins))
         self.layers = {tap: Layer(vocabulary_size, origin, layer_settings) for tap, origin in origins.items()}

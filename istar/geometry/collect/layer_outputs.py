@@ -3,17 +3,18 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
 
 from istar.hidden_states.model_layers import find_final_norm, find_layers, make_trial_ids, run_trial
-from istar.inputs.attention import are_close
 from istar.inputs.corpus import Block, pad_batch
 from istar.measures.numerics import full_precision
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 EMBEDDINGS, FINAL_NORM = "embeddings", "final_norm"
 
@@ -31,7 +32,7 @@ class Taps:
     Raises a `UserError` if the model does not return one hidden state per layer and token.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: "PreTrainedModel") -> None:
         self._layers = find_layers(model)
         self._model: Any = self._layers.base_model
         self.norm = find_final_norm(self._model, run_trial(self._model, self._model))
@@ -69,6 +70,8 @@ class Taps:
 
         They do in models without an attention mask, such as FNet, and in models that convolve over padding.
         """
+        from istar.inputs.attention import are_close
+
         token_ids = make_trial_ids(self._model)
         padded_ids = torch.cat([token_ids, torch.full_like(token_ids, padding_id)])
         mask = torch.cat([torch.ones_like(token_ids), torch.zeros_like(token_ids)])
@@ -88,7 +91,7 @@ class BlockReader:
     included tokens after each batch.
     """
 
-    def __init__(self, model: PreTrainedModel, pad_id: int, has_special_tokens: bool) -> None:
+    def __init__(self, model: "PreTrainedModel", pad_id: int, has_special_tokens: bool) -> None:
         self.taps, self.forward_seconds = Taps(model), 0.0
         self.advance: Callable[[int], object] = lambda num_tokens: None
         self._device, self._pad_id, self._has_special_tokens = model.device, pad_id, has_special_tokens

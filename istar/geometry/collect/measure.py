@@ -7,13 +7,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.errors import NonFiniteError, UserError
 from istar.files.outputs import Output
@@ -22,8 +21,6 @@ from istar.geometry.collect.layers import Layer
 from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements
 from istar.geometry.collect.stream import Stream
 from istar.inputs.corpus import Source
-from istar.inputs.embedding_matrix import read_untied_output
-from istar.inputs.pretrained import load_encoder, load_tokenizer
 from istar.inputs.tokenizing import find_max_input_length
 from istar.measures import MassiveActivationsSummary, layer_norm_summary
 from istar.measures.matrix_forms import measure_forms, project_rows, round_digits
@@ -31,6 +28,9 @@ from istar.measures.norms import norm_parameters
 from istar.measures.numerics import keep_freed_memory, row_norms, upcast_blocks
 from istar.measures.spectrum import RowSpectrum, decompose_rows
 from istar.records.config import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 WEIGHT_DTYPES = {
     "float32": torch.float32,
@@ -79,6 +79,10 @@ def measure_model(
 
     Raises a `UserError` if the model or a text cannot be read, or an argument does not fit the model or the machine.
     """
+    # transformers takes seconds to import, and pages of measured models do without it.
+    from istar.inputs.embedding_matrix import read_untied_output
+    from istar.inputs.pretrained import load_encoder, load_tokenizer
+
     start = time.monotonic()
     config = ModelConfig(name=name, revision=revision)
     tokenizer = load_tokenizer(config)
@@ -138,7 +142,7 @@ def measure_model(
     return replace(measurements, seconds=time.monotonic() - start + reader.earlier_seconds)
 
 
-def hash_weights(model: PreTrainedModel) -> str:
+def hash_weights(model: "PreTrainedModel") -> str:
     """Return a hash of all parameters of a model except its pooler's, as sixteen hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=8)
     for name, parameter in model.named_parameters():
@@ -149,7 +153,7 @@ def hash_weights(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-def summarize_source(statistics: CorpusStatistics, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def summarize_source(statistics: CorpusStatistics, tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
     """Return a source's `SOURCE_FIELDS` of `Measurements` by tap, and its `token_counts`, `(vocabulary,)`.
 
     The counts are None without IntraSim, which counts the tokens. The result shares no memory with the statistics.
@@ -188,7 +192,7 @@ def _round_columns(columns: Mapping[str, list[float]]) -> dict[str, list[float]]
 
 
 def describe_activations(
-    summary: MassiveActivationsSummary, tokenizer: PreTrainedTokenizerBase
+    summary: MassiveActivationsSummary, tokenizer: "PreTrainedTokenizerBase"
 ) -> list[dict[str, Any]]:
     """Return the largest massive activations, each with its ratio to the median and the text of its token."""
     return [
@@ -269,7 +273,7 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def _resolve_length(settings: MeasureSettings, model: PreTrainedModel) -> MeasureSettings:
+def _resolve_length(settings: MeasureSettings, model: "PreTrainedModel") -> MeasureSettings:
     """Return the settings with a block length that fits the model: 0 becomes the model's longest input, at most 512.
 
     Raises a `UserError` if the length is greater than the model's longest input.
@@ -309,5 +313,7 @@ def make_other_model_error(out: Path, earlier: ModelName, new: ModelName) -> Use
 
 def load_and_hash_weights(model: ModelName, dtype: str) -> str:
     """Load a model without its head, or raise a `UserError`; return its weights' hash, which depends on the dtype."""
+    from istar.inputs.pretrained import load_encoder, load_tokenizer
+
     config = ModelConfig(name=model.name, revision=model.revision)
     return hash_weights(load_encoder(config, load_tokenizer(config), WEIGHT_DTYPES[dtype]))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.drawing.terminal import make_progress
 from istar.errors import UserError
@@ -24,6 +23,9 @@ from istar.geometry.collect.layer_outputs import BlockReader
 from istar.geometry.collect.token_batch import TokenBatch
 from istar.inputs.corpus import COMBINED, Block, Blocks, Reading, Source, sorted_windows, split_into_batches
 from istar.measures.numerics import accumulation_dtype
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SECONDS_BETWEEN_SAVES = 300.0
 UPDATE_TOKENS = 16_384
@@ -62,8 +64,8 @@ class Stream:
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        model: "PreTrainedModel",
+        tokenizer: "PreTrainedTokenizerBase",
         settings: MeasureSettings,
         state_path: Path | None = None,
         identity: str = "",

@@ -171,18 +171,23 @@ def _normalize(task: str) -> str:
 
 
 def make_correlation_table(rows: pd.DataFrame) -> Table:
-    """Return the rows of `make_paper_table` for the terminal; each statistic has its 95% interval on a second line."""
-    has_published = "paper_pearson" in rows
-    title = f"Correlations over the checkpoints, with 95% intervals from {NUM_RESAMPLES} bootstrap resamples"
+    """Return the rows of `make_paper_table` for the terminal; each statistic has its 95% interval on a second line.
+
+    A single model is in the title, which leaves more of a narrow terminal to the numbers.
+    """
+    has_published, models = "paper_pearson" in rows, rows["model"].unique()
+    subject = f"the checkpoints of {models[0]}" if len(models) == 1 else "the checkpoints"
+    title = f"Correlations over {subject}, with 95% intervals from {NUM_RESAMPLES} bootstrap resamples"
     if has_published:
         title += "; paper: Table 1 of Machina and Mercer (2024), without step 0"
     table = Table(title=title, title_justify="left", padding=(0, 0, 0, 1))
-    for header in ("task\nmodel", "measure\nlayer"):
+    for header in ("task" if len(models) == 1 else "task\nmodel", "measure\nlayer"):
         table.add_column(header, overflow="fold")
     for header in ("n", *map(str.capitalize, STATISTICS), *(["paper"] if has_published else [])):
         table.add_column(header, justify="right", overflow="fold")
     for row in rows.to_dict("records"):
-        cells = [f"{row['task']}\n{row['model']}", f"{row['measure']}\n{row['layer']}", str(row["n"])]
+        label = row["task"] if len(models) == 1 else f"{row['task']}\n{row['model']}"
+        cells = [label, f"{row['measure']}\n{row['layer']}", str(row["n"])]
         cells += [_format_with_interval(row, name) for name in STATISTICS]
         if has_published:
             values = [row[f"paper_{name}"] for name in STATISTICS]

@@ -11,6 +11,7 @@ from istar.geometry.show.compare import SUMMARY_MEASURES, MeasuredModel
 from istar.geometry.show.measured_training import MeasuredTraining
 from istar.geometry.show.model_tables import build_training_sheet
 from istar.inputs.saved_checkpoints import Checkpoint
+from istar.records.identity import shorten_model_name
 
 HEADERS = {
     "isoscore": "IsoScore",
@@ -29,11 +30,11 @@ _TERMINAL_COLUMNS = ("InterSim", "IntraSim", "IsoScore", "TwoNN dimension", "I(W
 """Columns of the table for the terminal; more would break headers and names within a line of 80 characters."""
 
 
-def make_model_table(measured: Measurements) -> Table:
+def make_model_table(label: str, measured: Measurements) -> Table:
     """Return a terminal table of the main measures of each layer, over all texts together."""
     measures_by_tap = measured.all_texts
     num_tokens = next(iter(measures_by_tap.values()))["tokens"]
-    title = f"{measured.model['name']} · {num_tokens:,.0f} tokens"
+    title = f"{label} · {num_tokens:,.0f} tokens"
     matrix_texts = [
         f"{side} embeddings {form.replace('_', '-')} {measures['partition_isotropy_both']:.4g}"
         for side, forms in measured.matrices.items()
@@ -74,7 +75,8 @@ def make_checkpoint_table(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint
         else [math.nan] * len(_LAST_LAYER_HEADERS)
         for label in (checkpoint.label for checkpoint in checkpoints)
     }
-    return number_table(f"{plan.model}: the last layer, and I(W)", "revision", _LAST_LAYER_HEADERS, rows)
+    title = f"{shorten_model_name(plan.model)}: the last layer, and I(W)"
+    return number_table(title, "revision", _LAST_LAYER_HEADERS, rows)
 
 
 def make_comparison_table(models: Sequence[MeasuredModel]) -> Table:

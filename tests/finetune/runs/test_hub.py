@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from istar.errors import UserError
+from istar.finetune.runs import execute as execute_module
 from istar.finetune.runs import launch
-from istar.finetune.runs import run as run_module
 from istar.finetune.runs.examples import load_examples
 from istar.finetune.runs.identify import find_task_spec, identify, identify_model, resolve_model
 from istar.finetune.runs.run import run
@@ -68,7 +68,7 @@ def test_a_run_belongs_to_the_commit_that_its_branch_stands_for(
     assert all(f"/{first_commit}" in request for request in hub.requests if "/org/tiny/resolve/" in request)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "assemble", None)  # nothing is trained
+        patch.setattr(execute_module, "assemble", None)  # nothing is trained
         assert run(small(*MODEL)) == first
         assert run(small(*MODEL, "model.revision=main")) == first
 
@@ -78,7 +78,7 @@ def test_a_run_belongs_to_the_commit_that_its_branch_stands_for(
     assert second.config.model.revision == second_commit
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "assemble", None)
+        patch.setattr(execute_module, "assemble", None)
         set_offline(True, patch)
         assert identify(small(*MODEL)).folder == second.folder
         assert run(small(*MODEL, f"model.revision={first_commit}")) == first

@@ -11,7 +11,7 @@ import datasets
 import huggingface_hub
 import pytest
 
-from istar.finetune.runs import run as run_module
+from istar.finetune.runs import execute as execute_module
 from istar.finetune.runs.run import run
 from tests.finetune.runs.faults import Build
 from tests.waiting import SECONDS
@@ -46,7 +46,7 @@ def test_a_run_on_local_folders_needs_no_network(
         ]
         (data / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
     attempts: list[Any] = []
-    original_assemble = run_module.assemble
+    original_assemble = execute_module.assemble
 
     def assemble_then_forbid(*arguments: Any) -> Any:
         job = original_assemble(*arguments)
@@ -56,7 +56,7 @@ def test_a_run_on_local_folders_needs_no_network(
     if offline_since == "the start":
         attempts.append(forbid_network())
     else:
-        monkeypatch.setattr(run_module, "assemble", assemble_then_forbid)
+        monkeypatch.setattr(execute_module, "assemble", assemble_then_forbid)
     config = small("task=rte", f"task.data_dir={data}", "model=auto", f"model.name={undisturbed_run / 'model'}")
     assert run(config).status == "finished"
     assert attempts == [[]]

@@ -12,11 +12,11 @@ import torch
 from rich.console import Console
 
 from istar.errors import UserError
-from istar.finetune.runs import run as run_module
+from istar.finetune.runs import execute as execute_module
+from istar.finetune.runs import precision
 from istar.finetune.runs.finished_runs import read_finished_run
 from istar.finetune.runs.identify import RunFolders, identify, identify_model, run_folder_path
 from istar.finetune.runs.run import run
-from istar.finetune.training import precision
 from istar.records import results
 from istar.records.results import RunRecord
 from tests.finetune.runs.artifacts import TINY, Build, everything_measured, folders_in, place, rows_of, rte
@@ -33,12 +33,18 @@ def test_the_same_call_returns_the_finished_run(small: Build, monkeypatch: pytes
     assert [logging.getLogger(name).level for name in ("lightning.pytorch", "lightning.fabric")] == levels
     modification_times = {path: path.stat().st_mtime_ns for path in Path(config.run.root).rglob("*")}
     # No model is loaded and nothing is trained.
-    monkeypatch.setattr(run_module, "assemble", None)
+    monkeypatch.setattr(execute_module, "assemble", None)
     console = Console(width=120, file=io.StringIO())
     second = run(small("logger=csv", "trainer.log_every_n_steps=5", "data.num_workers=0"), console)
     assert second == first
     assert {path: path.stat().st_mtime_ns for path in Path(config.run.root).rglob("*")} == modification_times
     assert "run.overwrite=true" in console.file.getvalue()  # type: ignore[attr-defined]
+    # Of several processes, only rank 0 prints.
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(logging.getLogger("istar"), "setLevel", lambda level: None)  # the level would remain
+    other_console = Console(width=120, file=io.StringIO())
+    assert run(config, other_console) == first
+    assert other_console.file.getvalue() == ""  # type: ignore[attr-defined]
 
 
 def test_a_precision_chosen_here_is_the_same_run_as_one_named(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +240,7 @@ def test_points_of_a_covariance_that_is_not_used_do_not_count(composed: Build) -
 
 
 def test_processes_that_would_train_different_runs_are_refused(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "all_gather_object", lambda name: [name, "another-run"])
+    monkeypatch.setattr(execute_module, "all_gather_object", lambda name: [name, "another-run"])
     with pytest.raises(UserError, match=r"about to train different runs \(another-run, demo-.*send the same command"):
         run(small())
 

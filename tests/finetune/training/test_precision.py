@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from istar.finetune.runs import precision as precision_module
 from istar.finetune.runs.identify import resolve_config
 from istar.finetune.tasks.features import FeatureRows
 from istar.finetune.training import ShrinkageCovariance, ValidationGeometry
-from istar.finetune.training import precision as precision_module
 from istar.records.config import TrainerConfig
 from istar.regularizers import CosReg, IStar
 from tests.oracles import algorithm_1

@@ -1,0 +1,117 @@
+"""Executes the steps of a run after its identification: prepare, assemble, train and record.
+
+Around the last two, the processes of a run form a group, and rank 0 locks the folder of the run.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from istar.errors import StoppedError, UserError, shorten
+from istar.files.writing import lock_folder
+from istar.finetune.runs.assemble import Job, assemble
+from istar.finetune.runs.identify import RunIdentity
+from istar.finetune.runs.prepare import prepare
+from istar.finetune.runs.record import ISOTROPY_PICTURE, record_results, start_record
+from istar.finetune.runs.run_summary import build_run_table
+from istar.finetune.runs.train import add_advice, claim_folder, train
+from istar.finetune.training.loggers import attach_loggers
+from istar.finetune.training.module import all_gather_object
+from istar.finetune.training.signals import preserve_signal_handlers
+from istar.finetune.training.trainer import suppress_lightning_messages
+from istar.records import results
+from istar.records.results import RunRecord
+
+T = TypeVar("T")
+
+
+def execute(
+    identity: RunIdentity, console: Console | None, trial: str | None, start_time: float
+) -> tuple[RunRecord, bool]:
+    """Train an identified run, print the table of its results, and return its record and True.
+
+    If another process has finished the run in the meantime, return that record and False, and print nothing.
+    """
+    job = assemble(prepare(identity), trial)
+    with _process_group(job.trainer), lock_folder(job.folder) if job.trainer.is_global_zero else nullcontext():
+        _check_same_run_on_all_ranks(job)
+        finished_record, checkpoint = _call_on_rank_zero(job.trainer, lambda: claim_folder(job))
+        if finished_record is not None:
+            return finished_record, False
+        with preserve_signal_handlers():
+            record = _train_and_record(job, checkpoint, start_time)
+        if console is not None and job.trainer.is_global_zero:
+            console.print(build_run_table(record))
+            console.print(f"{job.folder}{os.sep}, with a picture of the table: {ISOTROPY_PICTURE}", soft_wrap=True)
+        return record, True
+
+
+def _check_same_run_on_all_ranks(job: Job) -> None:
+    """Raise a `UserError` if processes that torchrun or srun started independently would train different runs."""
+    run_names = sorted(set(all_gather_object(job.folder.name)))
+    if len(run_names) > 1:
+        raise UserError(
+            f"the processes are about to train different runs ({', '.join(run_names)}), because their data or models "
+            "differ, for example because a branch on the hub has just moved; send the same command again"
+        )
+
+
+@contextmanager
+def _process_group(trainer: L.Trainer) -> Iterator[None]:
+    """Provide a process group during the `with` block, for broadcasts before `trainer.fit`; destroy it at the end."""
+    with suppress_lightning_messages():
+        trainer.strategy.setup_environment()
+    if trainer.global_rank > 0:
+        # DDP broadcasts the weights of rank 0, but dropout masks should differ between ranks.
+        torch.manual_seed(torch.initial_seed() + trainer.global_rank)
+    yield
+    # All ranks wait until rank 0 has written the result.
+    trainer.strategy.barrier()
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _call_on_rank_zero(trainer: L.Trainer, compute: Callable[[], T]) -> T:
+    """Call `compute` on rank 0 only, and return its result or raise its `UserError` on all ranks."""
+    result: T | None = None
+    error: UserError | None = None
+    if trainer.is_global_zero:
+        try:
+            result = compute()
+        except UserError as raised:
+            error = raised
+    result, error = trainer.strategy.broadcast((result, error))
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]
+
+
+def _train_and_record(job: Job, checkpoint: Path | None, start_time: float) -> RunRecord:
+    """Train, from a checkpoint if there is one, and record the results; on failure, write a record of the failure."""
+    record = start_record(job)
+    try:
+        loggers = attach_loggers(job.trainer, job.metrics_file, job.config, job.folder)
+        bar = job.progress.bar if job.trainer.is_global_zero else nullcontext()
+        with suppress_lightning_messages(), loggers, bar:
+            timing = train(job, checkpoint)
+            return record_results(job, record, timing, start_time)
+    except StoppedError:
+        raise
+    except Exception as error:
+        # When a signal stops all processes, some ranks fail in a collective before they handle their own signal.
+        job.stop_signal.raise_if_signaled()
+        advised_error = add_advice(error, job)
+        if job.trainer.is_global_zero:
+            with suppress(OSError):
+                results.write_result(replace(record, error=shorten(advised_error, 500)), job.folder)
+        if advised_error is error:
+            raise
+        raise advised_error from error
