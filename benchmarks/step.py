@@ -51,7 +51,8 @@ from benchmarks.common import (
     random_batch,
     time_in_rotation,
 )
-from istar.hidden_states import AttachedPenalty, attach
+from istar.hidden_states import AttachedPenalty, PenaltySettings
+from istar.hidden_states.attach import attach_with_settings
 from istar.integrations.transformers import PenaltyTrainer
 from istar.regularizers import IStar, Penalty, Points, Uniformity
 
@@ -65,7 +66,8 @@ TRAINER_METHODS = tuple(f"{TRAINER}{name}" for name in METHODS if name.startswit
 class Steps:
     """Training steps of one model on one batch; each call executes a step with the penalty that it gets."""
 
-    def __init__(self, shape: Shape, precision: str, real_share: float, device: torch.device) -> None:
+    def __init__(self, shape: Shape, precision: str, options: argparse.Namespace) -> None:
+        device, real_share, self.sample = options.device, options.real, options.sample
         self.device, self.autocast = device, precision == "bf16"
         with device:  # a GPU draws the random weights much faster
             self.model: Any = shape.make_model()
@@ -80,7 +82,9 @@ class Steps:
             self.attached.remove()
         # Uniformity is meant for one point of each sequence, because it compares all pairs.
         points = Points("last") if isinstance(penalty, Uniformity) else Points()
-        self.attached = attach(self.model, penalty, points=points) if isinstance(penalty, Penalty) else None
+        self.attached = None
+        if isinstance(penalty, Penalty):
+            self.attached = attach_with_settings(self.model, penalty, PenaltySettings(points, sample=self.sample))
 
     def __call__(self, penalty: Method) -> None:
         """Execute a training step with the penalty, which `prepare` has attached."""
@@ -132,6 +136,7 @@ def main() -> None:
     add_shape_option(parser)
     parser.add_argument("--precision", nargs="+", choices=("32", "bf16"), default=["32", "bf16"], help="default: both")
     parser.add_argument("--real", type=float, default=1.0, help="share of real tokens in the batch (default: 1)")
+    parser.add_argument("--sample", type=float, help="sampled share of the points of each step (default: all)")
     methods = ", ".join(f'"{name}"' for name in (*METHODS, *TRAINER_METHODS, *OTHER_PENALTIES))
     parser.add_argument(
         "--only",
@@ -164,14 +169,14 @@ def main() -> None:
 def make_table(shape: str, precision: str, options: argparse.Namespace) -> Table:
     """Measure all contenders with this shape and precision, and return the table."""
     device = options.device
-    shared_steps = None if options.compile else Steps(SHAPES[shape], precision, options.real, device)
+    shared_steps = None if options.compile else Steps(SHAPES[shape], precision, options)
     names = [PEER, *options.only]
     penalties = make_penalties(SHAPES[shape].width, device, [name.removeprefix(TRAINER) for name in names])
     calls: dict[str, Callable[[], object]] = {}
     preparations: dict[str, Callable[[], object]] = {}
     for name in names:
         penalty = penalties[name.removeprefix(TRAINER)]
-        steps = shared_steps or Steps(SHAPES[shape], precision, options.real, device)
+        steps = shared_steps or Steps(SHAPES[shape], precision, options)
         if name.startswith(TRAINER):
             assert isinstance(penalty, IStar)
             calls[name] = steps.make_trainer_step(penalty)
@@ -190,7 +195,10 @@ def make_table(shape: str, precision: str, options: argparse.Namespace) -> Table
     else:
         peaks = {name: peak_in_new_process(shape, precision, name, options) for name in measured_names}
     compiled = ", compiled" if options.compile else ""
-    title = f"{shape}, {precision}{compiled}, {options.real:.0%} real tokens, {device}, {options.rounds} rounds"
+    sampled = f", {options.sample:.0%} of the points sampled" if options.sample is not None else ""
+    title = (
+        f"{shape}, {precision}{compiled}, {options.real:.0%} real tokens{sampled}, {device}, {options.rounds} rounds"
+    )
     columns = ("ms a step (median)", f"ratio to {PEER}", f"MB above {PEER}")
     table = comparison_table(title, columns, options.rounds)
     for name in names:
@@ -201,7 +209,7 @@ def make_table(shape: str, precision: str, options: argparse.Namespace) -> Table
 
 def measure_peak_mb(shape: str, precision: str, options: argparse.Namespace) -> float:
     """Return the peak memory of this process in MB after two steps with the method `options.peak_of`."""
-    steps = Steps(SHAPES[shape], precision, options.real, options.device)
+    steps = Steps(SHAPES[shape], precision, options)
     [penalty] = make_penalties(SHAPES[shape].width, options.device, [options.peak_of]).values()
     steps.prepare(penalty)
     if options.compile:
@@ -215,6 +223,7 @@ def peak_in_new_process(shape: str, precision: str, method: str, options: argpar
     """Return the result of `measure_peak_mb` for a method, measured in a new process."""
     arguments = ["--shape", shape, "--precision", precision, "--real", str(options.real)]
     arguments += ["--device", str(options.device), "--peak-of", method, *(["--compile"] if options.compile else [])]
+    arguments += ["--sample", str(options.sample)] if options.sample is not None else []
     return float(json_from_new_process("benchmarks.step", *arguments))
 
 

@@ -1,12 +1,12 @@
 """`attach`, which adds a penalty on hidden states to the forward passes of a model."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from istar.errors import UserError
+from istar.errors import OptionError, UserError
 from istar.hidden_states.attached_penalty import HIDDEN_STATES, NUM_POINTS, AttachedPenalty, PenaltySettings
 from istar.hidden_states.embedding_penalty import EmbeddingPenalty
 from istar.hidden_states.reader import HiddenStateReader
@@ -14,7 +14,7 @@ from istar.hidden_states.shrinkage import hidden_state_moments, to_covariance
 from istar.measures.accumulator import sum_over_processes
 from istar.regularizers.base import Penalty
 from istar.regularizers.istar import IStar
-from istar.regularizers.points import ALL_POINTS, Points
+from istar.regularizers.points import ALL_POINTS, Points, Sample
 
 DEFAULT_SETTINGS = PenaltySettings()
 
@@ -95,11 +95,21 @@ class HiddenStatePenalty(AttachedPenalty):
         super().__init__(penalty, settings)
         points = settings.points
         points.check_include_padding(penalty.include_padding)
+        if settings.sample is not None and penalty.include_padding:
+            raise OptionError(f"sample={settings.sample:g} leaves out tokens; include_padding=true counts all of them")
+        self._generator = torch.Generator().manual_seed(settings.seed)
         self.needs_token_labels = points.need_labels
         self._model = model
         self._modules = modules
         self._reader = HiddenStateReader(
-            model, penalty.layers, penalty.summarize, self._is_active, modules, points, penalty.needs_labels
+            model,
+            penalty.layers,
+            penalty.summarize,
+            self._is_active,
+            modules,
+            points,
+            penalty.needs_labels,
+            self._draw_sample,
         )
 
     def __repr__(self) -> str:
@@ -195,6 +205,13 @@ class HiddenStatePenalty(AttachedPenalty):
         super().remove()
         self._reader.remove()
 
+    def sampler_state(self) -> dict[str, Tensor]:
+        return {} if self.settings.sample is None else {"sample_generator": self._generator.get_state()}
+
+    def load_sampler_state(self, state: Mapping[str, Tensor]) -> None:
+        if "sample_generator" in state:
+            self._generator.set_state(state["sample_generator"].cpu())
+
     def __getstate__(self) -> dict[str, Any]:
         # The hooks of a copied model call a copied reader without attributes; `__setstate__` restores them.
         return {**self.__dict__, "reader_state": self._reader.copied_state()}
@@ -203,6 +220,12 @@ class HiddenStatePenalty(AttachedPenalty):
         reader_state = state.pop("reader_state")
         self.__dict__.update(state)
         self._reader.__dict__.update(reader_state)
+
+    def _draw_sample(self) -> Sample | None:
+        """Return the sample of the points of the next pass: one random number a pass, on all processes alike."""
+        if self.settings.sample is None:
+            return None
+        return Sample(self.settings.sample, int(torch.randint(2**62, (), generator=self._generator)))
 
     def _is_active(self) -> bool:
         # With weight 0 the penalty is skipped, because 0 times a NaN penalty would be NaN.

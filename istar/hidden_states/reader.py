@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from istar.errors import UserError
 from istar.hidden_states.model_layers import find_head_model, find_layers, layers_from_modules
-from istar.regularizers.points import ALL_POINTS, Layers, Points, Tokens, layer_numbers
+from istar.regularizers.points import ALL_POINTS, Layers, Points, Sample, Tokens, layer_numbers
 
 Summarize = Callable[[Tensor, Tokens], Any]
 """Reduces a hidden state `(batch, tokens, d)` and the tokens that count to a summary."""
@@ -83,6 +83,7 @@ class HiddenStateReader:
         modules: modules that return the hidden states of layers 1 to L, as their output or its first element.
         points: which tokens count. Labels are read from the call of the model with its head.
         needs_labels: give the labels to `summarize` even if `points` do not need them.
+        draw_sample: called at the beginning of each pass that is read; returns the part of its points that counts.
 
     Attributes:
         base_model: the module with the forward passes to read; see `ModelLayers`.
@@ -109,6 +110,7 @@ class HiddenStateReader:
         modules: Sequence[nn.Module] | None = None,
         points: Points = ALL_POINTS,
         needs_labels: bool = False,
+        draw_sample: Callable[[], Sample | None] = lambda: None,
     ) -> None:
         self._layers = find_layers(model) if modules is None else layers_from_modules(model, modules)
         self._selected = set(layer_numbers(self._layers.num_layers, layers))
@@ -123,6 +125,7 @@ class HiddenStateReader:
         self._predicts_next = _is_causal_language_model(self.head_model)
         self._summarize = summarize
         self._is_active = is_active
+        self._draw_sample = draw_sample
         self._argument_names = _read_argument_names(self.base_model)
         self._modules_with_layerdrop: list[Any] = [
             module for module in self.base_model.modules() if "layerdrop" in vars(module)
@@ -188,6 +191,7 @@ class HiddenStateReader:
         else:
             input_ids = arguments.get("input_ids")
             tokens = Tokens(mask, self._points, input_ids, self._labels, position_ids, self._predicts_next)
+        tokens.sample = self._draw_sample()
         may_skip = any(module.training and module.layerdrop > 0 for module in self._modules_with_layerdrop)
         self._pass = _Pass(tokens, torch.is_grad_enabled(), may_skip)
         if self._layers.modules:

@@ -68,6 +68,32 @@ class Points:
 ALL_POINTS = Points()
 
 
+@dataclass(frozen=True)
+class Sample:
+    """A random part of the points of one forward pass: the same tokens in all layers.
+
+    >>> Sample(0.25, seed=0).choose(None, 8, torch.device("cpu")).shape
+    torch.Size([2])
+    """
+
+    fraction: float
+    """Fraction of the points, in (0, 1]."""
+    seed: int
+    """Seed of the random numbers."""
+
+    def choose(self, indices: Tensor | None, num_rows: int, device: torch.device) -> Tensor:
+        """Return the ascending indices of the sampled rows among `indices`; None stands for all `num_rows` rows.
+
+        The size of the sample is rounded to the nearest integer, and is at least 1 if there are points.
+        """
+        num_points = num_rows if indices is None else len(indices)
+        size = max(round(self.fraction * num_points), min(num_points, 1))
+        # On the CPU, so that the sample does not depend on the device.
+        chosen = torch.randperm(num_points, generator=torch.Generator().manual_seed(self.seed))[:size]
+        chosen = chosen.sort().values.to(device)
+        return chosen if indices is None else indices[chosen]
+
+
 def check_layers(layers: Layers) -> None:
     """Raise `OptionError` unless `layers` is one of `NAMED_LAYERS` or a list of layer numbers."""
     if isinstance(layers, str):
@@ -158,6 +184,7 @@ class Tokens:
             labels of the sequences, `(batch,)`.
         position_ids: `(batch or 1, tokens)`; they restart at the beginning of each packed document. May be None.
         predicts_next: whether the model predicts the label of the next token, as causal language models do.
+        sample: the part of the points that counts; None: all of them.
 
     Attributes:
         num_left_out: number of points that `max_norm_ratio` has left out so far, in all layers.
@@ -171,6 +198,7 @@ class Tokens:
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
         predicts_next: bool = False,
+        sample: Sample | None = None,
     ) -> None:
         self.attention_mask = attention_mask
         self.points = points
@@ -178,6 +206,7 @@ class Tokens:
         self.labels = labels
         self.position_ids = position_ids
         self.predicts_next = predicts_next
+        self.sample = sample
         self.num_left_out = 0
         # By the shape of the hidden states, `(batch, tokens)`, which is the same for most layers of a pass.
         self._indices: dict[torch.Size, Tensor | None] = {}
@@ -196,7 +225,10 @@ class Tokens:
         self._check_hidden_state(hidden_state)
         shape = hidden_state.shape[:-1]
         if shape not in self._indices:
-            self._indices[shape] = mask_to_indices(self._compute_point_mask(hidden_state))
+            indices = mask_to_indices(self._compute_point_mask(hidden_state))
+            if self.sample is not None:
+                indices = self.sample.choose(indices, shape.numel(), hidden_state.device)
+            self._indices[shape] = indices
         indices, ratio = self._indices[shape], self.points.max_norm_ratio
         if ratio is None:
             return indices
@@ -236,9 +268,9 @@ class Tokens:
         """Return the document index of each row in a hidden state `(batch, tokens, d)` flattened to `(n, d)`.
 
         A document is a row of the batch, or one of the documents that are packed into it; see `document_starts`.
-        Documents with points, before `max_norm_ratio` is applied, are numbered from 0 in their order. Rows that are not
-        points have arbitrary indices in the same range. The indices are computed once and shared by all layers of the
-        same shape.
+        Documents with points, before `sample` and `max_norm_ratio` are applied, are numbered from 0 in their order.
+        Rows that are not points have arbitrary indices in the same range. The indices are computed once and shared by
+        all layers of the same shape.
 
         Returns:
             `(n,)`, int64.

@@ -234,7 +234,7 @@ def _select_fields(owner: Any, *names: str) -> "list[Field[Any]]":
     return [option for option in fields(owner) if option.name in names]
 
 
-_SETTINGS = _select_fields(PenaltySettings, "target", "rows", "schedule", "warmup")
+_SETTINGS = _select_fields(PenaltySettings, "target", "rows", "sample", "schedule", "warmup")
 _COVARIANCE_SETTINGS = _select_fields(PenaltySettings, "refresh_every_n_steps", "num_points")
 
 
