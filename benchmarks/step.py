@@ -66,8 +66,10 @@ TRAINER_METHODS = tuple(f"{TRAINER}{name}" for name in METHODS if name.startswit
 class Steps:
     """Training steps of one model on one batch; each call executes a step with the penalty that it gets."""
 
-    def __init__(self, shape: Shape, precision: str, options: argparse.Namespace) -> None:
-        device, real_share, self.sample = options.device, options.real, options.sample
+    def __init__(
+        self, shape: Shape, precision: str, real_share: float, device: torch.device, sample: float | None = None
+    ) -> None:
+        self.sample = sample
         self.device, self.autocast = device, precision == "bf16"
         with device:  # a GPU draws the random weights much faster
             self.model: Any = shape.make_model()
@@ -169,14 +171,14 @@ def main() -> None:
 def make_table(shape: str, precision: str, options: argparse.Namespace) -> Table:
     """Measure all contenders with this shape and precision, and return the table."""
     device = options.device
-    shared_steps = None if options.compile else Steps(SHAPES[shape], precision, options)
+    shared_steps = None if options.compile else Steps(SHAPES[shape], precision, options.real, options.device, options.sample)
     names = [PEER, *options.only]
     penalties = make_penalties(SHAPES[shape].width, device, [name.removeprefix(TRAINER) for name in names])
     calls: dict[str, Callable[[], object]] = {}
     preparations: dict[str, Callable[[], object]] = {}
     for name in names:
         penalty = penalties[name.removeprefix(TRAINER)]
-        steps = shared_steps or Steps(SHAPES[shape], precision, options)
+        steps = shared_steps or Steps(SHAPES[shape], precision, options.real, options.device, options.sample)
         if name.startswith(TRAINER):
             assert isinstance(penalty, IStar)
             calls[name] = steps.make_trainer_step(penalty)
@@ -209,7 +211,7 @@ def make_table(shape: str, precision: str, options: argparse.Namespace) -> Table
 
 def measure_peak_mb(shape: str, precision: str, options: argparse.Namespace) -> float:
     """Return the peak memory of this process in MB after two steps with the method `options.peak_of`."""
-    steps = Steps(SHAPES[shape], precision, options)
+    steps = Steps(SHAPES[shape], precision, options.real, options.device, options.sample)
     [penalty] = make_penalties(SHAPES[shape].width, options.device, [options.peak_of]).values()
     steps.prepare(penalty)
     if options.compile:

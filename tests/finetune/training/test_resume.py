@@ -181,7 +181,7 @@ def test_between_two_refreshes_and_on_a_schedule(run_interrupted, run_uninterrup
     """
     overrides = (
         "reg.refresh_every_n_steps=2", "reg.schedule=cosine", "trainer.checkpoint_every_n_steps=1",
-        "reg.points=content", "reg.max_norm_ratio=1.000001", "reg.target_score=keep",
+        "reg.points=content", "reg.max_norm_ratio=1.000001", "reg.sample=0.5", "reg.target_score=keep",
     )  # fmt: skip
     folder = run_uninterrupted(*overrides)
     assert_same(run_interrupted(FineTuner, "training_step", 10, *overrides), folder)
