@@ -171,7 +171,9 @@ def main() -> None:
 def make_table(shape: str, precision: str, options: argparse.Namespace) -> Table:
     """Measure all contenders with this shape and precision, and return the table."""
     device = options.device
-    shared_steps = None if options.compile else Steps(SHAPES[shape], precision, options.real, options.device, options.sample)
+    shared_steps = (
+        None if options.compile else Steps(SHAPES[shape], precision, options.real, options.device, options.sample)
+    )
     names = [PEER, *options.only]
     penalties = make_penalties(SHAPES[shape].width, device, [name.removeprefix(TRAINER) for name in names])
     calls: dict[str, Callable[[], object]] = {}
