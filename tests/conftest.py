@@ -22,7 +22,6 @@ os.environ.setdefault("WANDB_SILENT", "true")
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra._internal import defaults_list
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -101,19 +100,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_configure() -> None:
-    """Obey the permissions of files, wait for no disk, compose configs faster, and collect garbage less often."""
+    """Obey the permissions of files, wait for no disk, copy no configs, and collect garbage less often."""
     obey_permissions()
     os.fsync = lambda descriptor: None
     # Hydra copies all registered configs at each composition, a fifth of its time, and does not change them.
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
-    # For each file, Hydra makes a config of the choices that interpolations in its list of defaults may ask for: a
-    # quarter of the time of a composition.
-    make_choices = defaults_list._create_interpolation_map
-    defaults_list._create_interpolation_map = lambda overrides, defaults, *is_self_added: (
-        make_choices(overrides, defaults, *is_self_added)
-        if any(default.is_interpolation() for default in defaults)
-        else None
-    )
     gc.set_threshold(100_000, 50, 100)
     # Until the tests are collected; the imports create a million objects that are never freed.
     gc.disable()

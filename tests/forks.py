@@ -62,7 +62,10 @@ def _fork_interpreter(path: bytes, command: Sequence[str], descriptors: Sequence
 
     The fork keeps the modules. It keeps none of pytest's files, handlers of logs and filters of warnings.
     """
-    pid = os.fork()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of a fork of a process with threads; those of xdist hold no lock that the fork needs.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
     if pid == 0:
         try:
             _close_files({0, 1, 2, *descriptors})

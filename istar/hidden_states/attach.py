@@ -14,7 +14,7 @@ from istar.hidden_states.shrinkage import hidden_state_moments, to_covariance
 from istar.measures.accumulator import sum_over_processes
 from istar.regularizers.base import Penalty
 from istar.regularizers.istar import IStar
-from istar.regularizers.points import ALL_POINTS, Points, Sample
+from istar.regularizers.points import ALL_POINTS, Points, PointSample
 
 DEFAULT_SETTINGS = PenaltySettings()
 
@@ -221,11 +221,11 @@ class HiddenStatePenalty(AttachedPenalty):
         self.__dict__.update(state)
         self._reader.__dict__.update(reader_state)
 
-    def _draw_sample(self) -> Sample | None:
+    def _draw_sample(self) -> PointSample | None:
         """Return the sample of the points of the next pass: one random number a pass, on all processes alike."""
         if self.settings.sample is None:
             return None
-        return Sample(self.settings.sample, int(torch.randint(2**62, (), generator=self._generator)))
+        return PointSample(self.settings.sample, int(torch.randint(2**62, (), generator=self._generator)))
 
     def _is_active(self) -> bool:
         # With weight 0 the penalty is skipped, because 0 times a NaN penalty would be NaN.

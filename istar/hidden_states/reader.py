@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from istar.errors import UserError
 from istar.hidden_states.model_layers import find_head_model, find_layers, layers_from_modules
-from istar.regularizers.points import ALL_POINTS, Layers, Points, Sample, Tokens, layer_numbers
+from istar.regularizers.points import ALL_POINTS, Layers, Points, PointSample, Tokens, layer_numbers
 
 Summarize = Callable[[Tensor, Tokens], Any]
 """Reduces a hidden state `(batch, tokens, d)` and the tokens that count to a summary."""
@@ -110,7 +110,7 @@ class HiddenStateReader:
         modules: Sequence[nn.Module] | None = None,
         points: Points = ALL_POINTS,
         needs_labels: bool = False,
-        draw_sample: Callable[[], Sample | None] = lambda: None,
+        draw_sample: Callable[[], PointSample | None] = lambda: None,
     ) -> None:
         self._layers = find_layers(model) if modules is None else layers_from_modules(model, modules)
         self._selected = set(layer_numbers(self._layers.num_layers, layers))

@@ -69,10 +69,10 @@ ALL_POINTS = Points()
 
 
 @dataclass(frozen=True)
-class Sample:
+class PointSample:
     """A random part of the points of one forward pass: the same tokens in all layers.
 
-    >>> Sample(0.25, seed=0).choose(None, 8, torch.device("cpu")).shape
+    >>> PointSample(0.25, seed=0).choose(None, 8, torch.device("cpu")).shape
     torch.Size([2])
     """
 
@@ -198,7 +198,7 @@ class Tokens:
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
         predicts_next: bool = False,
-        sample: Sample | None = None,
+        sample: PointSample | None = None,
     ) -> None:
         self.attention_mask = attention_mask
         self.points = points

@@ -115,22 +115,13 @@ def test_what_is_measured_is_not_measured_again(
     assert measure() == (first, True)
     assert json.loads((tmp_path / "out" / "measures.json").read_text())["model"]["name"] == str(model)
     assert not measure("--max-tokens", "20")[1]
-    assert not measure("--dtype", "float64", "--max-tokens", "20")[1]
     text.write_text("the dog sees the house\n" * 20)
-    measures, is_earlier = measure()
+    measures, is_earlier = measure("--max-tokens", "20")
     assert not is_earlier
     assert measures != first
-
-
-def test_the_printed_table_has_the_label_of_the_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], blank_figures: None
-) -> None:
-    model, text = save_model(tmp_path / "run" / "model"), tmp_path / "text.txt"
-    text.write_text("the cat sees the dog\n" * 10)
-    options = ["--text", str(text), "--device", "cpu", "--out", str(tmp_path / "out")]
-    for argument, label in ((str(model), "run"), (f"mine={model}", "mine")):
-        assert main(["measure", argument, *options]) == 0
-        assert capsys.readouterr().out.startswith(f"{label} · ")
+    # A printed table has the label of the model.
+    assert main(["measure", f"mine={model}", "--text", f"text={text}", "--out", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.startswith("mine · ")
 
 
 def test_a_comparison_needs_two_models(capsys: pytest.CaptureFixture[str]) -> None:

@@ -155,9 +155,16 @@ def test_the_page_has_examples_for_every_library():
     assert set(read_sections()) >= set(SCRIPTS)
 
 
+SLOW_SECTIONS = ("trl", "sentence-transformers", "Isotropy of the evaluation set")
+"""Sections that take seconds, mostly to import their libraries; they run nightly."""
+
+
 # The page is about the penalty; warnings of libraries about so small a training do not matter.
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("title", read_sections())
+@pytest.mark.parametrize(
+    "title",
+    [pytest.param(title, marks=pytest.mark.slow if title in SLOW_SECTIONS else ()) for title in read_sections()],
+)
 def test_each_section_runs(title, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = read_sections()[title]

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from istar import CosReg, IStar, PenaltySettings
 from istar.errors import OptionError
 from istar.hidden_states.attach import attach_with_settings
-from istar.regularizers.points import Sample
+from istar.regularizers.points import PointSample
 from tests.oracles import algorithm_1
 
 NUM_TOKENS = [9, 4, 11]
@@ -84,13 +84,13 @@ def test_sigma_s_is_computed_from_all_points() -> None:
 @pytest.mark.parametrize("indices", [None, torch.tensor([3, 5, 8, 9, 11, 30])])
 def test_every_point_is_as_likely_as_any_other(indices: Tensor | None) -> None:
     """Each of 6 points is in a sample of 2 with probability 1/3: 1,000 of 3,000 times, with a deviation of 26."""
-    samples = [Sample(0.4, seed).choose(indices, 6, torch.device("cpu")) for seed in range(3000)]
+    samples = [PointSample(0.4, seed).choose(indices, 6, torch.device("cpu")) for seed in range(3000)]
     assert all(len(rows) == 2 and rows[0] < rows[1] for rows in samples)
     counts = torch.cat(samples).unique(return_counts=True)
     assert counts[0].tolist() == list(range(6) if indices is None else indices.tolist())
     assert ((counts[1] - 1000).abs() < 6 * 26).all()
-    assert len(Sample(0.01, 0).choose(indices, 6, torch.device("cpu"))) == 1
-    assert len(Sample(0.5, 0).choose(torch.tensor([], dtype=torch.int64), 6, torch.device("cpu"))) == 0
+    assert len(PointSample(0.01, 0).choose(indices, 6, torch.device("cpu"))) == 1
+    assert len(PointSample(0.5, 0).choose(torch.tensor([], dtype=torch.int64), 6, torch.device("cpu"))) == 0
 
 
 def test_samples_that_cannot_be_are_refused() -> None:

@@ -184,8 +184,6 @@ def wandb_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callab
     monkeypatch.setattr(loggers, "PROBE_TIMEOUT_SECONDS", SECONDS)
     monkeypatch.setattr(loggers, "request_status", partial(request_status, timeout=SECONDS))
     monkeypatch.setattr(loggers, "_INIT_TIMEOUT_SECONDS", SECONDS)
-    # To look for a job, W&B imports its launcher, which takes seconds.
-    monkeypatch.setattr(wandb.Run, "_detect_and_apply_job_inputs", lambda run: None)
     yield lambda url: monkeypatch.setenv("WANDB_BASE_URL", url)
     wandb.teardown()
 

@@ -148,6 +148,7 @@ def test_the_seed_decides_everything(small: Build, tmp_path: Path) -> None:
     assert other_seed[1] != first[1]
 
 
+@pytest.mark.slow
 def test_the_evaluation_batch_matters_only_to_rounding(cached_run: Callable[..., Any]) -> None:
     _, small_batches, _ = cached_run("task=demo", "reg=istar")
     _, large_batches, _ = cached_run("task=demo", "reg=istar", "data.eval_batch_size=24")

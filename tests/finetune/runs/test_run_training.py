@@ -77,6 +77,7 @@ def test_accumulation_makes_steps_of_several_batches(cached_run: Callable[..., A
     assert logged(folder)["train/lr"] == pytest.approx([0.001 * factor for factor in cosine_factors])
 
 
+@pytest.mark.slow
 def test_half_precision(cached_run: Callable[..., Any]) -> None:
     _, full_precision, _ = cached_run("task=demo", "reg=istar")
     _, half_precision, folder = cached_run(
