@@ -112,11 +112,12 @@ def test_a_run_with_a_new_model(small: Callable[..., Config], architecture: str,
     ("task", "options"),
     [
         pytest.param("demo", ("model.lora=true", "task.limit_train=16", "task.limit_validation=8"), id="lora"),
-        pytest.param("demo_span", (), id="full span", marks=pytest.mark.slow),
-        pytest.param("demo_sentence", (), id="full sentence", marks=pytest.mark.slow),
-        pytest.param("demo_span", ("model.lora=true",), id="lora span", marks=pytest.mark.slow),
+        pytest.param("demo_span", (), id="full span"),
+        pytest.param("demo_sentence", (), id="full sentence"),
+        pytest.param("demo_span", ("model.lora=true",), id="lora span"),
     ],
 )
+@pytest.mark.slow
 def test_a_run_with_a_real_decoder(
     small: Callable[..., Config], babyllama: Path, task: str, options: tuple[str, ...]
 ) -> None:

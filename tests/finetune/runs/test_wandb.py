@@ -76,10 +76,11 @@ def test_wandb_that_never_answers(
     ("status", "first_statuses"),
     [
         pytest.param(500, (), id="500"),
-        pytest.param(500, (200,), id="500 after the probe", marks=pytest.mark.slow),
-        pytest.param(403, (200,), id="403 after the probe", marks=pytest.mark.slow),
+        pytest.param(500, (200,), id="500 after the probe"),
+        pytest.param(403, (200,), id="403 after the probe"),
     ],
 )
+@pytest.mark.slow
 def test_wandb_that_fails(
     small: Build,
     wandb_at: Any,

@@ -105,6 +105,7 @@ def rank_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TASK_NAMES)
 def test_two_processes_equal_one(rank_results: list[dict[str, Any]], name: str, tmp_path: Path) -> None:
     single_result = train_and_validate(name, 1, tmp_path, read_documents())
