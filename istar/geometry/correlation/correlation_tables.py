@@ -72,8 +72,7 @@ def _build_sheet(table: pd.DataFrame) -> Sheet:
     for row in table.to_dict("records"):
         cells = [_format_with_interval(row, name).replace("\n", " ") for name in names]
         entries = [
-            Entry(row["measure"]),
-            Entry(row["layer"].replace("_", " ")),
+            *map(Entry, _name_row(row)),
             *numeric_entries([str(row["n"]), *cells]),
         ]
         rows.setdefault(f"{row['task']}, {row['model']}", []).append(entries)
@@ -90,6 +89,12 @@ def _build_sheet(table: pd.DataFrame) -> Sheet:
     )
 
 
+def _name_row(row: Mapping[Any, Any]) -> tuple[str, str]:
+    """Return the title of a row's measure and the name of its layer; measures of other programs keep their names."""
+    titles = {measure.name: measure.title for measure in MEASURES}
+    return titles.get(row["measure"], str(row["measure"])), str(row["layer"]).replace("_", " ")
+
+
 def plot_points(points: pd.DataFrame, table: pd.DataFrame) -> list[Plot]:
     """Return a scatter plot of each of the first measures of the table against the scores, with a panel for each task.
 
@@ -97,7 +102,6 @@ def plot_points(points: pd.DataFrame, table: pd.DataFrame) -> list[Plot]:
     """
     keys = ["source", "layer", "measure"]
     plots: list[Plot] = []
-    titles = {measure.name: measure.title for measure in MEASURES}
     defined = table[table["note"] == ""].drop_duplicates(keys)
     for row in defined[:_MAX_FIGURES].to_dict("records"):
         rows = points[(points[keys] == [row[key] for key in keys]).all(axis=1)]
@@ -108,7 +112,7 @@ def plot_points(points: pd.DataFrame, table: pd.DataFrame) -> list[Plot]:
                 for model, model_rows in task_rows.groupby("model", sort=False)
             ]
             panels.append(Panel("score", lines, str(task)))
-        name = f"{titles.get(row['measure'], row['measure'])} of {row['layer'].replace('_', ' ')}"
+        name = " of ".join(_name_row(row))
         caption = f"Each mark is a checkpoint: its {name}, and its score."
         labels = tuple(map(str, points["model"].unique()))
         plot_name = f"correlation_{len(plots) + 1}"
@@ -187,7 +191,7 @@ def make_correlation_table(rows: pd.DataFrame) -> Table:
         table.add_column(header, justify="right", overflow="fold")
     for row in rows.to_dict("records"):
         label = row["task"] if len(models) == 1 else f"{row['task']}\n{row['model']}"
-        cells = [label, f"{row['measure']}\n{row['layer']}", str(row["n"])]
+        cells = [label, "\n".join(_name_row(row)), str(row["n"])]
         cells += [_format_with_interval(row, name) for name in STATISTICS]
         if has_published:
             values = [row[f"paper_{name}"] for name in STATISTICS]
