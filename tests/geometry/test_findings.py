@@ -79,7 +79,7 @@ UNUSUAL = {
     ),
     "outlier_dimensions": (
         {"outlier_dimensions": 3.0},
-        "Layer 2 has outlier dimensions (3), with means more than 5 typical standard deviations from 0.",
+        "In 3 of the dimensions of layer 2, the mean is more than 5 typical standard deviations from 0.",
     ),
     "massive_activations": (
         {"massive_activations": 4.0, "largest_activation_ratio": 2_000.0},
