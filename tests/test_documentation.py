@@ -1,10 +1,12 @@
 """The documentation site builds strictly, has every page of its navigation, and has no broken internal link."""
 
 import ast
+import importlib
 import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -67,6 +69,23 @@ def test_the_modules_that_pages_name_exist() -> None:
     missing = {name for name in named if not (REPOSITORY / name).is_file()} - {"istar/regularizers/normreg.py"}
     assert len(named) > 10
     assert missing == set()
+
+
+def test_what_pages_and_notebooks_import_exists() -> None:
+    paths = [path for path in (REPOSITORY / "docs").rglob("*") if path.suffix in (".md", ".ipynb", ".py")]
+    imports = {
+        (path.name, module, name)
+        for path in (*paths, REPOSITORY / "README.md")
+        for module, names in re.findall(r"from (istar[\w.]*) import ([\w, ]+)", path.read_text(encoding="utf-8"))
+        for name in names.replace(" ", "").split(",")
+    }
+    assert len(imports) > 15
+
+    def exists(module: str, name: str) -> bool:
+        imported = importlib.import_module(module)
+        return hasattr(imported, name) or importlib.util.find_spec(f"{module}.{name}") is not None
+
+    assert [item for item in imports if not exists(*item[1:])] == []
 
 
 def test_the_architecture_has_the_docstring_of_every_package() -> None:
@@ -210,3 +229,12 @@ def test_a_notebook_was_executed_in_order_and_names_no_place_of_a_machine(path: 
     assert [output for cell in code_cells for output in cell["outputs"] if output["output_type"] == "error"] == []
     assert not re.search(r"/(?:home|root|tmp|Users|usr|opt)/", text)
     assert len(text) < 300_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path: Path, tmp_path: Path) -> None:
+    copy = shutil.copy(path, tmp_path)
+    command = [sys.executable, REPOSITORY / "docs" / "execute_notebooks.py", copy]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=2 * SECONDS)
+    assert completed.returncode == 0, completed.stderr[-3000:]
