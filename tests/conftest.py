@@ -165,15 +165,6 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-@pytest.fixture(scope="session", autouse=True)
-def server_of_forks(own_cache: Path) -> None:
-    """Fork the server of `tests.forks` from this process if it starts with one of `FORKING_FILES`, as xdist's does."""
-    if os.environ["PYTEST_CURRENT_TEST"].partition("::")[0] in FORKING_FILES:
-        from tests.forks import fork_server
-
-        fork_server()
-
-
 @pytest.fixture(scope="session")
 def real_data() -> Path:
     """Return the folder with the original files of the benchmarks; without it, the test is skipped."""

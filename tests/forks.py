@@ -1,7 +1,7 @@
 """Start processes as forks of a server that has imported the libraries, since an import takes each process seconds.
 
-The server imports from the folder that pytest was started in, unless it is itself a fork of the process of the tests.
-tests/cli/test_train.py tests `train.py` itself, as a user starts it.
+The server imports from the folder that pytest was started in. tests/cli/test_train.py tests `train.py` itself, as a
+user starts it.
 """
 
 import logging
@@ -11,15 +11,13 @@ import signal
 import subprocess
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import chdir, suppress
-from multiprocessing import forkserver, util
+from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -48,42 +46,6 @@ def forking() -> BaseContext:
         with chdir(REPOSITORY):
             forkserver.ensure_running()
     return context
-
-
-def fork_server() -> None:
-    """Start the server as a fork of this process, which has imported most libraries and has executed no test yet."""
-    if METHOD == "forkserver":
-        with patch.object(util, "spawnv_passfds", _fork_interpreter):
-            forking()
-
-
-def _fork_interpreter(path: bytes, command: Sequence[str], descriptors: Sequence[int]) -> int:
-    """Execute the code of `python -c` in a fork of this process, and return its PID.
-
-    The fork keeps the modules. It keeps none of pytest's files, handlers of logs and filters of warnings.
-    """
-    with warnings.catch_warnings():
-        # Python 3.12 warns of a fork of a process with threads; those of xdist hold no lock that the fork needs.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid == 0:
-        try:
-            _close_files({0, 1, 2, *descriptors})
-            sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", 1, closefd=False) for descriptor in (1, 2))
-            logging.root.handlers.clear()
-            for logger in map(logging.getLogger, list(logging.root.manager.loggerDict)):
-                for handler in logger.handlers:
-                    if isinstance(handler, logging.StreamHandler):
-                        handler.setStream(sys.stderr)
-            warnings.resetwarnings()
-            for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
-                warnings.simplefilter("ignore", category)
-            exec(command[-1], {})
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    return pid
 
 
 def works_in_a_fork(environment: Mapping[str, str]) -> bool:
