@@ -72,7 +72,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("run_several_processes", [in_forks, pytest.param(with_torchrun, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("run_several_processes", [in_forks, with_torchrun])
 def test_measures_equal_those_of_one_process(
     run_several_processes: Callable[[Path, Sequence[str]], str],
     folder: Path,

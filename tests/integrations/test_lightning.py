@@ -244,7 +244,12 @@ class RandomCollator:
 
 
 @pytest.mark.parametrize(
-    ("kind", "refresh"), [("global generator", "epoch"), ("own generator", 2), ("persistent workers", 2)]
+    ("kind", "refresh"),
+    [
+        ("global generator", "epoch"),
+        ("own generator", 2),
+        pytest.param("persistent workers", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_batches_and_random_numbers_are_the_same_with_and_without_refresh(kind, refresh):
     def train_and_read_draws(zeta: float) -> list[Any]:

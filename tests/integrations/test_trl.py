@@ -144,6 +144,7 @@ def test_all_tokens_count_where_batches_have_no_padding(packing, tmp_path):
     assert changes["model.layers.0.self_attn.q_proj.weight"].any()
 
 
+@pytest.mark.slow
 def test_the_penalty_is_refreshed_and_logged_and_evaluations_hold_none(tmp_path):
     arguments = {
         "refresh": "epoch",
@@ -172,6 +173,7 @@ class PenaltyGRPOTrainer(PenaltyMixin, trl.GRPOTrainer):
     pass
 
 
+@pytest.mark.slow
 def test_batches_of_prompts_have_no_shrinkage_covariance_and_one_line_says_what_to_do(tmp_path):
     def make_grpo_trainer(penalty, refresh):
         settings = SGD | {"bf16": False, "gradient_checkpointing": False, "max_steps": 1, "report_to": "none"}

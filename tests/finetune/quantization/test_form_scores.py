@@ -55,7 +55,7 @@ def compute_logits(saved: SavedModel, model: Any) -> np.ndarray:
         return torch.cat([model(**inputs_without_labels(batch)).logits for batch in batches]).double().numpy()
 
 
-@pytest.mark.parametrize("task", ["demo", "demo_regression"])
+@pytest.mark.parametrize("task", [pytest.param("demo", marks=pytest.mark.slow), "demo_regression"])
 def test_scores_are_those_of_torch_quantization(
     run_folders: dict[str, Path], saved_models: dict[str, SavedModel], task: str
 ) -> None:

@@ -33,7 +33,9 @@ from tests.finetune.runs.artifacts import (
 WITHOUT_GEOMETRY = ("run.geometry=false", "run.isotropy_zeta=null")
 
 
-@pytest.mark.parametrize("reg", ["istar", pytest.param("cosreg", marks=pytest.mark.slow)])
+# `test_steps` has the same for single steps, and the sign of lambda.
+@pytest.mark.slow
+@pytest.mark.parametrize("reg", ["istar", "cosreg"])
 def test_lambda_0_is_no_regularizer(cached_run: Callable[..., Any], reg: str) -> None:
     _, base, base_folder = cached_run("task=demo", "reg=none")
     _, zero_lambda, zero_lambda_folder = cached_run("task=demo", f"reg={reg}", "reg.lambda=0")
@@ -56,6 +58,7 @@ def test_the_placebos_are_weight_decay_and_dropout(small: Build) -> None:
     assert build("reg=dropout", "reg.lambda=0.4", "optim.weight_decay=0.1")[:2] == (0.1, {0.4})
 
 
+@pytest.mark.slow
 def test_the_sign_of_lambda(cached_run: Callable[..., Any]) -> None:
     overrides = ("task=demo", "optim.lr=3e-3", "trainer.checkpoints=false", *WITHOUT_GEOMETRY)
     penalized = [cached_run(*overrides, "reg=istar", "reg.zeta=0.2", f"reg.lambda={weight}")[1] for weight in (-10, 10)]

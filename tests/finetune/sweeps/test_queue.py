@@ -227,6 +227,7 @@ def test_a_search_executes_each_run_of_a_small_space_once(make_runs: Callable[..
     assert sweep_runs.state.to_come == 0
 
 
+@pytest.mark.slow
 def test_a_search_waits_for_a_run_of_another_process(
     make_runs: Callable[..., SweepRuns], locks: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -246,13 +246,12 @@ OBSERVED = ("trainer.keep_models=log", "trainer.measure_every_n_steps=2", "train
     ("owner", "name", "count"),
     [
         pytest.param(pretrained, "save", 4, id="model of step 4"),
-        pytest.param(
-            GeometryProbe, "_measure_and_log", 4, id="last probe, behind the last checkpoint", marks=pytest.mark.slow
-        ),
-        pytest.param(pretrained, "save", 5, id="last model, behind the last checkpoint", marks=pytest.mark.slow),
-        pytest.param(GeometryProbe, "_measure_and_log", 3, id="probe of step 4", marks=pytest.mark.slow),
+        pytest.param(GeometryProbe, "_measure_and_log", 4, id="last probe, behind the last checkpoint"),
+        pytest.param(pretrained, "save", 5, id="last model, behind the last checkpoint"),
+        pytest.param(GeometryProbe, "_measure_and_log", 3, id="probe of step 4"),
     ],
 )
+@pytest.mark.slow
 def test_kept_models_and_probes_are_neither_lost_nor_doubled(run_interrupted, run_uninterrupted, owner, name, count):
     folder = run_interrupted(owner, name, count, *OBSERVED)
     assert_same(folder, run_uninterrupted(*OBSERVED))
