@@ -155,7 +155,7 @@ def test_the_page_has_examples_for_every_library():
     assert set(read_sections()) >= set(SCRIPTS)
 
 
-SLOW_SECTIONS = ("trl", "sentence-transformers", "Isotropy of the evaluation set")
+SLOW_SECTIONS = ("transformers", "trl", "sentence-transformers", "Isotropy of the evaluation set")
 """Sections that take seconds, mostly to import their libraries; they run nightly."""
 
 

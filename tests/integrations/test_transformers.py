@@ -278,7 +278,7 @@ def refresh_and_save(folder, sync):
     )
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[pytest.param(size, marks=pytest.mark.slow) for size in (2, 4)])
 def results(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("gloo")
     with socket.socket() as listener:

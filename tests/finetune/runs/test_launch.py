@@ -258,6 +258,7 @@ def test_a_lock_is_told_from_other_errors(composed):
 # ---- signals
 
 
+@pytest.mark.slow
 def test_a_stopped_run_is_saved_and_goes_on_exactly(tmp_path, start, composed, caplog):
     overrides = (*LONG, "task.limit_train=60", "run.isotropy_zeta=null")
     assert_stopped(start(tmp_path, *overrides).until_it_trains().send(signal.SIGINT).wait(), signal.SIGINT)

@@ -138,6 +138,7 @@ def test_fast_dev_run_predicts_one_batch_of_a_test_set(small: Build, tmp_path: P
     assert [len(rows) for rows in prepare(identify(config)).data.test] == [3]
 
 
+@pytest.mark.slow
 def test_without_checkpoints_the_last_epoch_is_the_result(small: Build) -> None:
     config = small("trainer.checkpoints=false", "trainer.max_epochs=2", "reg=none", "task=demo_regression")
     record = run(config)

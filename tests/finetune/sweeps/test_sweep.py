@@ -123,6 +123,7 @@ def test_the_best_of_each_method_goes_on_with_more_seeds(tmp_path: Path, start: 
     )
 
 
+@pytest.mark.slow
 def test_failures_are_told(tmp_path: Path, start: Start) -> None:
     result = start(tmp_path, "-m", "seed=1", "reg=cosreg", "reg.layers=[7],last", *TINY[1:]).wait()
     assert (result.code, result.stderr) == (1, "")

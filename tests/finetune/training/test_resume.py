@@ -216,7 +216,8 @@ ACROSS_EPOCHS = (
 """An epoch has five micro-batches and three steps. Validations take place every four micro-batches of all epochs."""
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [4, 7])
 def test_validations_and_checkpoints_across_epochs(run_interrupted, run_uninterrupted, count):
     folder = run_uninterrupted(*ACROSS_EPOCHS)
     steps = [(entry["epoch"], entry["step"]) for entry in results.read_result(folder).epochs]
@@ -325,6 +326,7 @@ def test_when_checkpoints_are_written(run_uninterrupted, checkpoint_paths, inter
     assert [name for name in names if name.startswith("step")] == [f"step-{step}.ckpt" for step in steps]
 
 
+@pytest.mark.slow
 def test_a_run_that_had_stopped_early_stays_stopped(run_interrupted, run_uninterrupted):
     overrides = ("trainer.early_stopping=1", "trainer.max_epochs=6", "optim.lr=1e-9", "task.limit_train=8", "reg=none")
     folder = run_interrupted(pretrained, "save", 1, *overrides)
