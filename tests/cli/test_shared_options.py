@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from safetensors.torch import load_file, save_file
 
 from istar.cli.main import _make_parser, main
 from istar.errors import UserError
@@ -93,11 +94,22 @@ def test_several_models_and_a_run_are_measured_in_one_call(
     assert json.loads(capsys.readouterr().out)["table1"][0]["model"] == "first"
 
 
+def change_output_embeddings(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["embed_out.weight"][0] += 1
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def change_tokenizer(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace('"cat"', '"cow"'))
+
+
 def test_what_is_measured_is_not_measured_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], blank_figures: None
 ) -> None:
     """The same weights, texts, settings and dtype are read from the folder, whatever the model's folder is called."""
-    model = save_model(tmp_path / "model")
+    model = save_model(tmp_path / "model", "neox")
     text = tmp_path / "text.txt"
     text.write_text("the cat sees the dog\nthe dog sees the house\n" * 10)
 
@@ -118,6 +130,11 @@ def test_what_is_measured_is_not_measured_again(
     measures, is_earlier = measure("--max-tokens", "20")
     assert not is_earlier
     assert measures != first
+    # The output embeddings and the tokenizer count, too.
+    for change in (change_output_embeddings, change_tokenizer):
+        change(model)
+        assert not measure("--max-tokens", "20")[1], change
+        assert measure("--max-tokens", "20")[1], change
     # A printed table has the label of the model.
     assert main(["measure", f"mine={model}", "--text", f"text={text}", "--out", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.startswith("mine · ")

@@ -32,6 +32,8 @@ from istar.records.config import ModelConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from istar.inputs.embedding_matrix import Matrix
+
 WEIGHT_DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
@@ -74,8 +76,8 @@ def measure_model(
     `WEIGHT_DTYPES`, is for the weights; statistics are at least float32. `device` is a name such as cuda:1, or `auto`:
     the GPU if there is one, else the CPU. A console shows a progress bar. `command` is recorded in the measures.
 
-    If one of the `earlier` measurements has the same weights, settings, dtype and texts, it is returned with the new
-    names instead, and the console says so.
+    If one of the `earlier` measurements has the same weights, tokenizer, settings, dtype and texts, it is returned with
+    the new names instead, and the console says so.
 
     Raises a `UserError` if the model or a text cannot be read, or an argument does not fit the model or the machine.
     """
@@ -94,13 +96,16 @@ def measure_model(
     # that a failure shows early.
     output_matrix = read_untied_output(config)
     settings = _resolve_length(settings, model)
-    weights = hash_weights(model)
+    weights = hash_weights(model, output_matrix)
+    tokenizer_hash = hash_tokenizer(tokenizer)
     text_hashes = {source.name: compute_identity(*source.content)[:16] for source in sources}
     names = {"name": name, "revision": revision}
     all_settings = {**asdict(settings), "texts": {source.name: str(source.path) for source in sources}}
     for other in earlier:
         same_settings = other.settings | {"texts": None} == all_settings | {"texts": None}
-        if same_settings and (weights, text_hashes, dtype) == (other.weights, other.text_hashes, other.model["dtype"]):
+        same_inputs = (weights, text_hashes) == (other.weights, other.text_hashes)
+        same_model = (dtype, tokenizer_hash) == (other.model["dtype"], other.model.get("tokenizer"))
+        if same_settings and same_inputs and same_model:
             if console is not None:
                 console.print("measured before")
             return replace(other, model=other.model | names, settings=all_settings, command=command)
@@ -125,7 +130,13 @@ def measure_model(
         field: {source: summary[field] for source, summary in summaries.items()} for field in SOURCE_FIELDS
     }
     measurements = Measurements(
-        model={**names, "dtype": dtype, "type": model.config.model_type, "device": str(model.device)},
+        model={
+            **names,
+            "dtype": dtype,
+            "type": model.config.model_type,
+            "device": str(model.device),
+            "tokenizer": tokenizer_hash,
+        },
         weights=weights,
         settings=all_settings,
         matrices={side: measure_forms(matrix, spectra_by_side[side]) for side, matrix in matrix_by_side.items()},
@@ -142,10 +153,22 @@ def measure_model(
     return replace(measurements, seconds=time.monotonic() - start + reader.earlier_seconds)
 
 
-def hash_weights(model: "PreTrainedModel") -> str:
-    """Return a hash of all parameters of a model except its pooler's, as sixteen hexadecimal digits."""
+def hash_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return a hash of what decides how a new tokenizer splits texts, as sixteen hexadecimal digits."""
+    vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
+    return compute_identity(type(tokenizer).__name__, vocabulary, tokenizer.special_tokens_map)[:16]
+
+
+def hash_weights(model: "PreTrainedModel", output_matrix: "Matrix | None") -> str:
+    """Return a hash of a model's parameters, except its pooler's, and of untied output embeddings.
+
+    It has sixteen hexadecimal digits.
+    """
     digest = hashlib.blake2b(digest_size=8)
-    for name, parameter in model.named_parameters():
+    parameters = dict(model.named_parameters())
+    if output_matrix is not None:
+        parameters["output"] = output_matrix.values
+    for name, parameter in parameters.items():
         # No hidden state depends on the pooler, which is initialized randomly if the checkpoint lacks it.
         if "pooler" not in name:
             digest.update(name.encode())
@@ -312,8 +335,10 @@ def make_other_model_error(out: Path, earlier: ModelName, new: ModelName) -> Use
 
 
 def load_and_hash_weights(model: ModelName, dtype: str) -> str:
-    """Load a model without its head, or raise a `UserError`; return its weights' hash, which depends on the dtype."""
+    """Load a model, or raise a `UserError`; return the hash of its weights, which depends on the dtype."""
+    from istar.inputs.embedding_matrix import read_untied_output
     from istar.inputs.pretrained import load_encoder, load_tokenizer
 
     config = ModelConfig(name=model.name, revision=model.revision)
-    return hash_weights(load_encoder(config, load_tokenizer(config), WEIGHT_DTYPES[dtype]))
+    encoder = load_encoder(config, load_tokenizer(config), WEIGHT_DTYPES[dtype])
+    return hash_weights(encoder, read_untied_output(config))
