@@ -1,8 +1,8 @@
 """Measures what a person waits for: whole commands against a named peer, `python -m benchmarks.waiting`.
 
-Each contender is a new process, in an order that rotates from round to round. Its wall seconds and its CPU seconds, the
-user and system time of the process and its threads, are divided by those of the peer in the same round. On a machine
-that also does other work, the CPU seconds vary less. `--only` chooses the cases:
+Each contender is a new process, in an order that rotates from round to round. CPU seconds are the user and system time
+of the process and its threads. Wall and CPU seconds are divided by the peer's in the same round. On a machine that also
+does other work, CPU seconds vary less. `--only` chooses the cases:
 
 measure  `istar measure` of 277 sentences with MiniLM and default measures, page included, against a plain script that
          collects the hidden states and prints IsoScore and InterSim of all layers
@@ -273,7 +273,7 @@ def make_train_case(folder: Path, options: argparse.Namespace) -> dict[str, Cont
 
 
 def make_import_case(folder: Path, options: argparse.Namespace) -> dict[str, Contender]:
-    """Compare the import of istar, after torch, with that of torchmetrics."""
+    """Compare the imports of istar and of torchmetrics, both after torch."""
     name, peer = "import istar, ms", "import torchmetrics, ms"
     commands = {
         label: fixed(sys.executable, "-c", IMPORT_TIME.format(statement))

@@ -43,7 +43,7 @@ class PenaltySettings:
     """Number of rows of the embedding matrix sampled for each micro-batch; None uses all rows."""
     sample: float | None = None
     """Fraction of the points of each micro-batch to sample for the penalty, in (0, 1): the same tokens in all layers.
-    A quarter costs less than half, and has a lower and noisier score. None uses all points; Sigma_S always does."""
+    The score of a sample is lower and noisier. None: all points. Sigma_S is always computed from all points."""
     seed: int = 0
     """Seed of the samples of rows and points, equal on all processes."""
     schedule: str | Callable[[int, int], float] = "constant"

@@ -114,7 +114,7 @@ def test_what_is_measured_is_not_measured_again(
     text.write_text("the cat sees the dog\nthe dog sees the house\n" * 10)
 
     def measure(*options: str) -> tuple[Any, bool]:
-        """Return the printed measures, and whether they are those of an earlier call."""
+        """Return the printed measures, and whether an earlier call has taken them."""
         command = ["measure", str(model), "--text", f"text={text}", "--device", "cpu", "--json"]
         assert main([*command, "--out", str(tmp_path / "out"), *options]) == 0
         captured = capsys.readouterr()

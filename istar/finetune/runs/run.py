@@ -1,7 +1,7 @@
 """Executes a run in five steps: identify, prepare, assemble, train and record.
 
 Each step takes what the step before it returns. A finished run ends after the first step. The other steps are in
-`istar.finetune.runs.execute`, because they need Lightning and transformers, whose import takes seconds.
+`istar.finetune.runs.execute`, because they import Lightning and transformers, which takes seconds.
 """
 
 import logging

@@ -95,9 +95,9 @@ def check_model_folder(
 
 
 def _read_earlier(out: Path, model: ModelName, weights: str = "") -> Measurements | None:
-    """Return the measures in a folder, and refuse those of another model. Computes the hash of the weights if needed.
+    """Return the measures in a folder, or None if it has none.
 
-    Without measures in the folder, returns None.
+    Raises a `UserError` for the measures of another model. Computes the hash of the weights if needed.
     """
     if not (out / measures_file.JSON_FILE).exists():
         return None
