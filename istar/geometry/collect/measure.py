@@ -165,7 +165,7 @@ def hash_weights(model: "PreTrainedModel", output_matrix: "Matrix | None") -> st
     It has sixteen hexadecimal digits.
     """
     digest = hashlib.blake2b(digest_size=8)
-    parameters = dict(model.named_parameters())
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
     if output_matrix is not None:
         parameters["output"] = output_matrix.values
     for name, parameter in parameters.items():
