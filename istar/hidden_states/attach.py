@@ -1,6 +1,6 @@
 """`attach`, which adds a penalty on hidden states to the forward passes of a model."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -97,7 +97,6 @@ class HiddenStatePenalty(AttachedPenalty):
         points.check_include_padding(penalty.include_padding)
         if settings.sample is not None and penalty.include_padding:
             raise OptionError(f"sample={settings.sample:g} leaves out tokens; include_padding=true counts all of them")
-        self._generator = torch.Generator().manual_seed(settings.seed)
         self.needs_token_labels = points.need_labels
         self._model = model
         self._modules = modules
@@ -204,13 +203,6 @@ class HiddenStatePenalty(AttachedPenalty):
         """Remove the hooks from the model; see `AttachedPenalty.remove`."""
         super().remove()
         self._reader.remove()
-
-    def sampler_state(self) -> dict[str, Tensor]:
-        return {} if self.settings.sample is None else {"sample_generator": self._generator.get_state()}
-
-    def load_sampler_state(self, state: Mapping[str, Tensor]) -> None:
-        if "sample_generator" in state:
-            self._generator.set_state(state["sample_generator"].cpu())
 
     def __getstate__(self) -> dict[str, Any]:
         # The hooks of a copied model call a copied reader without attributes; `__setstate__` restores them.

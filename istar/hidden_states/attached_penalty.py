@@ -147,6 +147,7 @@ class AttachedPenalty(ABC):
     def __init__(self, penalty: Penalty, settings: PenaltySettings) -> None:
         self.penalty = penalty
         self.settings = settings
+        self._generator = torch.Generator().manual_seed(settings.seed)
         self._largest_weight = penalty.weight
         self._last_refresh_step: int | None = None
         self._has_warned = False
@@ -257,11 +258,14 @@ class AttachedPenalty(ABC):
         return not self.penalty.sync or self.penalty.group is not None
 
     def sampler_state(self) -> dict[str, Tensor]:
-        """Return the state of the penalty's random numbers, by default empty."""
-        return {}
+        """Return the state of the random numbers that sample rows or points; empty without samples."""
+        is_sampled = self.settings.rows is not None or self.settings.sample is not None
+        return {"generator": self._generator.get_state()} if is_sampled else {}
 
-    def load_sampler_state(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027
+    def load_sampler_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `sampler_state` returned."""
+        if "generator" in state:
+            self._generator.set_state(state["generator"].cpu())
 
     def __enter__(self) -> Self:
         return self

@@ -5,7 +5,6 @@ average cosine of the output embeddings to the loss of a language model, because
 cost is O(V d) for V rows.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -74,7 +73,6 @@ class EmbeddingPenalty(AttachedPenalty):
         if rows is not None and rows > num_rows:
             raise UserError(f"rows={rows}; expected 2 to {num_rows}, the number of rows of the {_describe(target)}")
         penalty.sync = False
-        self._generator = torch.Generator().manual_seed(settings.seed)
 
     def __repr__(self) -> str:
         return f"EmbeddingPenalty({type(self._head_model).__name__}, {self.penalty}, {_describe(self.target)})"
@@ -111,13 +109,6 @@ class EmbeddingPenalty(AttachedPenalty):
     def _has_state_per_process(self) -> bool:
         """All processes compute the same penalty from the same rows."""
         return False
-
-    def sampler_state(self) -> dict[str, Tensor]:
-        return {} if self.settings.rows is None else {"row_generator": self._generator.get_state()}
-
-    def load_sampler_state(self, state: Mapping[str, Tensor]) -> None:
-        if "row_generator" in state:
-            self._generator.set_state(state["row_generator"].cpu())
 
 
 def _find_matrix(model: Any, target: str) -> Tensor:

@@ -130,7 +130,7 @@ def test_rows_are_sampled_anew_without_repetition_and_exactly_again_from_a_saved
     resumed_watch = embedding_penalty(model, Recording(1.0), OUTPUT, rows=15, seed=3)
     resumed_watch.load_state_dict(saved_state)
     assert all(torch.equal(*pair) for pair in zip(draw_samples(resumed_watch, 3), later_samples, strict=True))
-    assert saved_state.keys() == {"process0.undefined", "process0.row_generator"}
+    assert saved_state.keys() == {"process0.undefined", "process0.generator"}
     # A step with weight 0 draws as well, so that a schedule does not change the samples of later steps.
     skipping_watch = embedding_penalty(model, Recording(0.0), OUTPUT, rows=15, seed=3)
     assert draw_samples(skipping_watch, 2) == []
