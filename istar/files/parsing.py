@@ -180,6 +180,8 @@ def find_mismatch(value: Any, expected: Any, name: str) -> str:
         mismatch = find_mismatch(value, base, name)
         return mismatch or ("" if value >= detail else f"{name} is {value}; expected {detail} or more")
     if origin in (Union, UnionType):
+        if any(_is_scalar_of(value, option) for option in arguments):
+            return ""
         mismatches = [find_mismatch(value, option, name) for option in arguments]
         return "" if "" in mismatches else mismatches[0]
     if is_dataclass(expected) or is_typeddict(expected):

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import pandas as pd
@@ -100,6 +101,8 @@ def add_selection_columns(runs: Runs) -> pd.DataFrame:
         settings_hash: equal for runs with the same model and the same settings except the seed.
         config_hash: like `settings_hash`, but also covers the data; a failed run may lack the data's fingerprint.
         hash_without_<varied>: `config_hash` without the config key in `VARIED`.
+        table1_hash_without_<varied>: this hash of the configuration that Table 1 shows for the run's task, model and
+            family; empty without one.
         repeated: a second finished run of the same configuration and seed.
         usable: a finished run with a finite headline value that is not repeated.
         chosen_on: the set that chose the epoch and the shown configuration; see `get_selection_set`.
@@ -127,7 +130,13 @@ def add_selection_columns(runs: Runs) -> pd.DataFrame:
     frame["chosen_on"] = [get_selection_set(record) for record in records]
     frame["train_examples"] = [_to_float(record.data.get("train")) for record in records]
     frame["steps"] = [_to_float(record.epochs[-1].get("step")) if record.epochs else math.nan for record in records]
-    return frame
+    cells = {(cell.task, cell.model, cell.family): cell.first_run for cell in select_cells(frame)}
+    first_runs = [cells.get(key, {}) for key in zip(frame["task"], frame["model"], frame["family"], strict=True)]
+    for varied in VARIED:
+        column = f"hash_without_{varied}"
+        frame[f"table1_{column}"] = [first_run.get(column, "") for first_run in first_runs]
+    # pandas stores each column of its string type by itself, and takes much longer to select rows of many such columns.
+    return frame.astype(dict.fromkeys(frame.select_dtypes("str"), object)).copy()
 
 
 def get_selection_set(record: RunRecord) -> str:
@@ -203,18 +212,17 @@ def find_best_group(runs: pd.DataFrame, column: str) -> str:
     alphabetically first run name decides.
     """
     metric = runs["metric"].iloc[0]
-    runs_with_merit = runs.assign(merit=[merit(metric, value) for value in runs["selection"]])
-    merits_by_group = runs_with_merit.groupby(column)["merit"].agg(list)
-    values_by_first_name = runs.groupby(column)["name"].min().sort_values().index
-    return max(values_by_first_name, key=lambda value: selection_sort_key(merits_by_group[value]))
+    merits_by_group: dict[str, list[float]] = {}
+    for _, group, value in sorted(zip(runs["name"], runs[column], runs["selection"], strict=True), key=itemgetter(0)):
+        merits_by_group.setdefault(group, []).append(merit(metric, value))
+    return max(merits_by_group, key=lambda group: selection_sort_key(merits_by_group[group]))
 
 
 def select_cells(all_runs: pd.DataFrame) -> list[Cell]:
     """Return a cell for each method family of every model and task with a run of any status."""
     return [
-        select_cell(all_runs, task, model, family)
-        for model in list_models(all_runs)
-        for task in list_tasks(all_runs[all_runs["model"] == model])
+        select_cell(runs, str(runs["task"].iloc[0]), str(runs["model"].iloc[0]), family)
+        for runs in by_model_and_task(all_runs)
         for family in paper.FAMILIES
     ]
 
@@ -229,7 +237,8 @@ def by_model_and_task(runs: pd.DataFrame) -> Iterator[pd.DataFrame]:
 
 def row_dicts(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Return the rows as dictionaries with string keys; missing values may be NaN."""
-    return [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
+    names = list(map(str, frame))
+    return [dict(zip(names, row, strict=True)) for row in frame.to_numpy(dtype=object)]
 
 
 def list_models(runs: pd.DataFrame) -> list[str]:

@@ -20,7 +20,6 @@ from istar.reports.configurations import (
     has_fixed_zeta,
     is_finite,
     row_dicts,
-    select_cell,
 )
 
 _SYMBOLS = {"lambda": "λ", "zeta": "ζ", "layers": "layer"}
@@ -52,19 +51,19 @@ def get_istar_runs(runs: pd.DataFrame) -> pd.DataFrame:
     return runs[(runs["family"] == "istar") & runs["reg.layers"].eq("all") & has_fixed_zeta(runs)]
 
 
-def select_by_lambda(runs: pd.DataFrame, candidates: pd.DataFrame, all_runs: pd.DataFrame) -> FigureRuns:
+def select_by_lambda(runs: pd.DataFrame, candidates: pd.DataFrame) -> FigureRuns:
     """Select the runs of Base and of each lambda, with equal other settings.
 
     `runs` are the usable runs of one model and task, and `candidates` the runs of one penalty among them.
     """
-    selected = candidates[candidates["hash_without_lambda"] == choose_settings(candidates, "lambda", all_runs)]
+    selected = candidates[candidates["hash_without_lambda"] == choose_settings(candidates, "lambda")]
     has_same_settings = runs["hash_without_method"] == selected["hash_without_method"].iloc[0]
     base_runs = runs[(runs["family"] == "base") & has_same_settings]
     runs_by_lambda = {**({} if base_runs.empty else {BASE_LABEL: base_runs}), **group_by_number(selected, "reg.lambda")}
     return FigureRuns("lambda", candidates, selected, runs_by_lambda)
 
 
-def choose_settings(candidates: pd.DataFrame, varied: str, all_runs: pd.DataFrame) -> str:
+def choose_settings(candidates: pd.DataFrame, varied: str) -> str:
     """Return the hash of the settings that the runs of a figure share, without the seed and `varied`.
 
     It is the hash of Table 1's configuration. If only one value of `varied` was tried with that configuration, but
@@ -74,14 +73,8 @@ def choose_settings(candidates: pd.DataFrame, varied: str, all_runs: pd.DataFram
     column = f"hash_without_{varied}"
     with_several_values = candidates[candidates.groupby(column)["config_hash"].transform("nunique") > 1]
     preferred = candidates if with_several_values.empty else with_several_values
-    table1_hash = _get_table1_hash(candidates, varied, all_runs)
+    table1_hash = candidates[f"table1_{column}"].iloc[0]
     return table1_hash if table1_hash in set(preferred[column]) else find_best_group(preferred, column)
-
-
-def _get_table1_hash(runs: pd.DataFrame, varied: str, all_runs: pd.DataFrame) -> str:
-    """Return the hash, without `varied`, of these runs' configuration in Table 1; empty without one."""
-    cell = select_cell(all_runs, *(runs[column].iloc[0] for column in ("task", "model", "family")))
-    return str(cell.first_run.get(f"hash_without_{varied}", ""))
 
 
 def group_by_number(runs: pd.DataFrame, column: str) -> dict[Any, pd.DataFrame]:
@@ -89,10 +82,10 @@ def group_by_number(runs: pd.DataFrame, column: str) -> dict[Any, pd.DataFrame]:
     return {float(number): group for number, group in runs.groupby(runs[column].astype(float))}
 
 
-def build_panel(selection: FigureRuns, lines: Sequence[Line], all_runs: pd.DataFrame, y_label: str = "") -> Panel:
+def build_panel(selection: FigureRuns, lines: Sequence[Line], y_label: str = "") -> Panel:
     """Return a panel of lines with a description of the settings that its runs share.
 
-    `all_runs` are all runs of the report. Without `y_label`, which is an IsoScore, the label is the headline metric.
+    Without `y_label`, which is an IsoScore, the label is the headline metric.
     """
     varied, symbol = selection.varied, _SYMBOLS[selection.varied]
     first_run = row_dicts(selection.selected.head(1))[0]
@@ -107,7 +100,7 @@ def build_panel(selection: FigureRuns, lines: Sequence[Line], all_runs: pd.DataF
     shown_hashes, all_hashes = set(selection.selected[hash_column]), set(selection.candidates[hash_column])
     if (num_hidden := len(all_hashes) - 1) > 0:
         counts += f", {num_hidden} other configuration{'s' * (num_hidden > 1)} not shown"
-        if _get_table1_hash(selection.candidates, varied, all_runs) in all_hashes - shown_hashes:
+        if first_run[f"table1_{hash_column}"] in all_hashes - shown_hashes:
             counts += f", among them that of Table 1, for which only one {symbol} was tried"
     notes = [", ".join([*settings, describe_hyperparameters(first_run)]), counts]
     max_seeds = max(map(len, selection.runs_by_value.values()), default=0)

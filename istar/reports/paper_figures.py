@@ -35,7 +35,7 @@ def build_isotropy_performance_plot(all_runs: pd.DataFrame, geometry_by_folder: 
     The isotropy is IsoScore* with the paper's zeta if all runs of the figure have it, and IsoScore otherwise.
     """
     selections = [
-        select_by_lambda(runs, istar_runs, all_runs)
+        select_by_lambda(runs, istar_runs)
         for runs in split_by_task(all_runs)
         if not (istar_runs := get_istar_runs(runs)).empty
     ]
@@ -54,7 +54,7 @@ def build_isotropy_performance_plot(all_runs: pd.DataFrame, geometry_by_folder: 
             replace(build_mean_point("", runs, isotropy_by_folder, max_seeds), **_style_lambda(lambda_))
             for lambda_, runs in selection.runs_by_value.items()
         ]
-        panels.append(build_panel(selection, lines, all_runs))
+        panels.append(build_panel(selection, lines))
     return Plot(
         name="figure3",
         title="Figure 3: isotropy and performance",
@@ -81,7 +81,7 @@ def build_mean_activation_plot(all_runs: pd.DataFrame, geometry_by_folder: Mappi
             f"Mean activation of each dimension of the last layer over the tokens of {_format_range(counts)} "
             "validation texts, mean over seeds: without a penalty, and with CosReg on the last layer."
         )
-    panels = _build_curve_panels(selections, all_runs, activations_by_folder, "mean activation")
+    panels = _build_curve_panels(selections, activations_by_folder, "mean activation")
     # The order of the dimensions means nothing, so that bands would only hide the lines.
     panels = [replace(panel, lines=tuple(replace(line, y_error=()) for line in panel.lines)) for panel in panels]
     return Plot(
@@ -108,7 +108,7 @@ def build_intrinsic_dimension_plot(all_runs: pd.DataFrame, geometry_by_folder: M
         "seeds, band: standard deviation; without a penalty, and with I-STAR.",
         kind="line",
         x_label="layer (0: embeddings)",
-        panels=tuple(_build_curve_panels(selections, all_runs, dimensions_by_folder, "TwoNN dimension")),
+        panels=tuple(_build_curve_panels(selections, dimensions_by_folder, "TwoNN dimension")),
     )
 
 
@@ -139,7 +139,7 @@ def build_layer_isotropy_plot(
         "mean over seeds, band: standard deviation; without a penalty, and with I-STAR.",
         kind="line",
         x_label="layer (0: embeddings)",
-        panels=tuple(_build_curve_panels(selections, all_runs, isotropy_by_folder, measure)),
+        panels=tuple(_build_curve_panels(selections, isotropy_by_folder, measure)),
     )
 
 
@@ -201,12 +201,12 @@ def _select_curves(
         with_paper_lambda = penalized[penalized["reg.lambda"].isin(paper_lambdas)]
         penalized = penalized if with_paper_lambda.empty else with_paper_lambda
         if not penalized.empty:
-            selections.append(select_by_lambda(runs, penalized, all_runs))
+            selections.append(select_by_lambda(runs, penalized))
     return selections
 
 
 def _build_curve_panels(
-    selections: Sequence[FigureRuns], all_runs: pd.DataFrame, y_by_folder: Mapping[str, Sequence[float]], y_label: str
+    selections: Sequence[FigureRuns], y_by_folder: Mapping[str, Sequence[float]], y_label: str
 ) -> list[Panel]:
     """Return a panel per selection: lines of means over seeds, with bands of one standard deviation."""
     panels = []
@@ -219,7 +219,7 @@ def _build_curve_panels(
             deviations = tuple(curves.std()) if len(curves) > 1 else ()
             xs = tuple(map(float, curves.columns))
             lines.append(Line(x=xs, y=tuple(curves.mean()), y_error=deviations, **_style_lambda(lambda_)))
-        panels.append(build_panel(selection, lines, all_runs, y_label))
+        panels.append(build_panel(selection, lines, y_label))
     return panels
 
 
@@ -241,12 +241,12 @@ def build_zeta_ablation_plot(all_runs: pd.DataFrame) -> Plot:
         istar_runs = get_istar_runs(runs)
         if istar_runs.empty:
             continue
-        selected = istar_runs[istar_runs["hash_without_zeta"] == choose_settings(istar_runs, "zeta", all_runs)]
+        selected = istar_runs[istar_runs["hash_without_zeta"] == choose_settings(istar_runs, "zeta")]
         runs_by_zeta = group_by_number(selected, "reg.zeta")
         if len(runs_by_zeta) < 2:
             continue
         selection = FigureRuns("zeta", istar_runs, selected, runs_by_zeta)
-        panel = build_panel(selection, [_build_metric_line(selected, "reg.zeta")], all_runs)
+        panel = build_panel(selection, [_build_metric_line(selected, "reg.zeta")])
         # As in Tables 1 and 2: the most seeds, then the best mean.
         best_runs = selected[selected["config_hash"] == find_best_group(selected, "config_hash")]
         if not are_all_collapsed(best_runs):
@@ -276,13 +276,13 @@ def build_layer_ablation_plot(all_runs: pd.DataFrame) -> Plot:
         single_layer_runs = istar_runs[istar_runs["layer"].notna()]
         if single_layer_runs.empty:
             continue
-        settings = choose_settings(single_layer_runs, "layers", all_runs)
+        settings = choose_settings(single_layer_runs, "layers")
         has_settings = istar_runs["hash_without_layers"] == settings
         selected = istar_runs[has_settings & (istar_runs["layer"].notna() | istar_runs["reg.layers"].eq("all"))]
         runs_by_layer = group_by_number(selected, "layer")
         all_layer_runs = selected[selected["layer"].isna()]
         selection = FigureRuns("layers", single_layer_runs, selected, {**runs_by_layer, "all": all_layer_runs})
-        panel = build_panel(selection, [_build_metric_line(selected, "layer")], all_runs)
+        panel = build_panel(selection, [_build_metric_line(selected, "layer")])
         if not all_layer_runs.empty:
             all_layer_score = float(_compute_displayed_scores(all_layer_runs).mean())
             panel = replace(panel, horizontal_line=(all_layer_score, "all layers"))
