@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from istar.finetune.runs.finished_runs import read_finished_run
 from istar.finetune.sweeps import live_table, sweep
 from istar.inputs.saved_checkpoints import find_checkpoints
 from istar.records.results import CONFIG, PROGRESS, RESULT, RunRecord
-from istar.reports import report, stability
+from istar.reports import report
 from istar.reports.run_frame import load_runs
-from tests.reports.synthetic import BASE, istar, make_quick_scores, record, save
+from tests.reports.synthetic import BASE, istar, record, save
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*found in sys.modules after import"),
@@ -99,14 +99,6 @@ CONFIGS: dict[str, str | bytes] = {
     "no trainer": changed("trainer", to={}, unfinished=True),
     "a list": "[]",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_scores() -> Iterator[None]:
-    """Compute few of the stability scores, which do not depend on the runs and take most of a report's time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stability, "compute_stability_scores", make_quick_scores)
-        yield
 
 
 @pytest.fixture

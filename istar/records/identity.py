@@ -14,6 +14,8 @@ from typing import Any
 
 from istar.records.results import RECORD_FORMAT
 
+TINY = "tiny"
+"""Name of istar's tiny BERT, as in conf/model/tiny.yaml."""
 BASE = "base"
 """Method of runs without a penalty."""
 METHOD_NAMES = {

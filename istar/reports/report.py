@@ -117,7 +117,7 @@ def _compute_contents(
         *training_figures.build_training_plots(all_runs),
     ]
     paper_plots = [
-        stability.build_minibatch_stability_plot(stability.compute_stability_scores()),
+        stability.build_minibatch_stability_plot(),
         paper_figures.build_isotropy_performance_plot(all_runs, geometry_by_folder),
         paper_figures.build_mean_activation_plot(all_runs, geometry_by_folder),
         paper_figures.build_intrinsic_dimension_plot(all_runs, geometry_by_folder),

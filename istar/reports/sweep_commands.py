@@ -6,7 +6,7 @@ from itertools import groupby
 
 import pandas as pd
 
-from istar.records.config.groups import TINY
+from istar.records.identity import TINY
 from istar.records.results import RunRecord
 from istar.reports.configurations import list_models, list_tasks
 from istar.reports.method_comparisons import Method

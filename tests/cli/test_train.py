@@ -14,7 +14,7 @@ from istar.cli.main import main, train_main
 from istar.cli.train import move_overrides_to_end
 from istar.drawing.terminal import make_console, run_with_robust_output
 from istar.records import results
-from istar.records.config import PENALTIES
+from istar.records.config.penalties import PENALTIES
 from istar.records.task_specs import TASKS
 from tests.finetune.sweeps.conftest import Call, call
 from tests.waiting import SECONDS

@@ -21,7 +21,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from istar.errors import UserError, did_you_mean
-from istar.records.config import PENALTIES, Config, NoRegConfig, WandbConfig, schema
+from istar.records.config import Config, WandbConfig, schema
+from istar.records.config.penalties import PENALTIES, NoRegConfig
 from istar.records.config.schema import to_dict
 from istar.records.identity import identity_hash
 from istar.records.task_specs import TASKS

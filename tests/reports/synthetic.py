@@ -1,6 +1,5 @@
 """Synthetic run folders with the files that training writes, for the tests of `istar.reports`."""
 
-import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -11,18 +10,11 @@ from typing import Any
 import numpy as np
 
 from istar.records.results import RESULT, RunRecord
-from istar.reports.stability import StabilityScores, compute_stability_scores
 
 METRICS = {"rte": "accuracy", "cola": "matthews_correlation", "squad": "f1", "stsb": "pearson", "clm": "perplexity"}
 NO_CLASSES = ("squad", "stsb", "clm")
 LAYERS = 4
 BASE: dict[str, Any] = {"name": "none"}
-
-
-@functools.cache
-def make_quick_scores() -> StabilityScores:
-    """Return stability scores that are quick to compute."""
-    return compute_stability_scores((10, 50), (0.0, 1.0), num_draws=2, num_shrinkage_points=800)
 
 
 def istar(weight: float = -1.0, zeta: float = 0.4, layers: Any = "all", **fields: Any) -> dict[str, Any]:

@@ -9,11 +9,11 @@ import pytest
 from scipy import stats
 
 from istar.drawing.rendering import describe, render
-from istar.reports import configurations, rank_figure, report, stability
+from istar.reports import configurations, rank_figure, report
 from istar.reports.method_comparisons import compare_methods
 from istar.reports.rank_figure import RankedMethods, rank_methods
 from istar.reports.run_frame import load_runs
-from tests.reports.synthetic import BASE, METRICS, cosreg, istar, make_quick_scores, record, save
+from tests.reports.synthetic import BASE, METRICS, cosreg, istar, record, save
 
 REGS: dict[str, dict[str, Any]] = {
     "Base": BASE, "CosReg λ=1": cosreg(), "I-STAR λ=-1 ζ=0.4": istar(-1), "I-STAR λ=1 ζ=0.4": istar(1),
@@ -115,9 +115,8 @@ def test_methods_with_other_tasks_seeds_or_budgets_are_not_ranked(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_the_page_of_three_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_of_three_tasks(tmp_path: Path) -> None:
     write_runs(tmp_path / "runs", np.random.default_rng(4).uniform(0.4, 0.8, (3, 4)), tasks=TASKS[:3])
-    monkeypatch.setattr(stability, "compute_stability_scores", make_quick_scores)
     report.write_report(tmp_path / "runs", tmp_path / "report")
     page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
     assert "4 methods on 3 tasks (rte, cola, stsb)" in page

@@ -2,12 +2,12 @@ import base64
 import hashlib
 import itertools
 import json
+import math
 import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -22,6 +22,7 @@ from istar.drawing import page_tables, rendering
 from istar.drawing.page_tables import Entry, Sheet
 from istar.drawing.plot import Plot
 from istar.errors import UserError
+from istar.measures import isoscore_from_covariance
 from istar.records.results import RunRecord
 from istar.reports import (
     configurations,
@@ -38,12 +39,12 @@ from istar.reports import (
 )
 from istar.reports.run_frame import load_runs
 from tests.reports import plans
+from tests.reports.simulated_stability import BATCH_SIZES, SCORES, ZETAS, compute_stability_scores, make_variances
 from tests.reports.synthetic import (
     BASE,
     cosreg,
     istar,
     make_geometry,
-    make_quick_scores,
     record,
     save,
     write_fifty_runs,
@@ -57,11 +58,8 @@ RENDER = rendering.render
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_pages(blank_figures: None) -> Iterator[None]:
-    """Leave the figures blank and compute few stability scores; the test that looks at figures restores `RENDER`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stability, "compute_stability_scores", make_quick_scores)
-        yield
+def quick_pages(blank_figures: None) -> None:
+    """Leave the figures blank; the test that looks at figures restores `RENDER`."""
 
 
 @pytest.fixture(scope="module")
@@ -559,22 +557,28 @@ def test_curves_follow_the_runs_of_table1(tmp_path: Path) -> None:
     assert line.y == pytest.approx([0.8 * 65, 0.9 * 65, 65])
 
 
-def test_stability() -> None:
-    quick_scores = make_quick_scores()
-    assert quick_scores.true_score == pytest.approx(0.86734, abs=1e-5)
-    assert quick_scores.scores_by_zeta[0.0][0].mean < quick_scores.scores_by_zeta[0.0][1].mean < 0.1
-    assert quick_scores.scores_by_zeta[1.0][0].mean == quick_scores.scores_by_zeta[1.0][1].mean
-    assert make_quick_scores.__wrapped__() == quick_scores
-    assert abs(quick_scores.unbiased_scores[1].mean - quick_scores.true_score) < 0.1
-    assert all(
-        auto_score.mean > 2 * uncorrected_score.mean
-        for auto_score, uncorrected_score in zip(
-            quick_scores.auto_zeta_scores, quick_scores.scores_by_zeta[0.0], strict=True
-        )
-    )
-    [panel] = stability.build_minibatch_stability_plot(quick_scores).panels
-    assert [line.label for line in panel.lines] == ["ζ = 0", "ζ = 1", "ζ = auto", "unbiased"]
-    assert panel.lines[3].y == tuple(score.mean for score in quick_scores.unbiased_scores)
+def test_stability_of_small_batches() -> None:
+    scores = compute_stability_scores((10, 50), (0.0, 1.0), num_draws=2, num_shrinkage_points=800)
+    means = scores.set_index(["line", "points"])["mean"]
+    assert means["ζ = 0", 10] < means["ζ = 0", 50] < 0.1
+    assert means["ζ = 1", 10] == means["ζ = 1", 50]
+    assert abs(means["unbiased", 50] - stability.TRUE_SCORE) < 0.1
+    assert all(means["ζ = auto", points] > 2 * means["ζ = 0", points] for points in (10, 50))
+
+
+def test_the_plot_of_stability() -> None:
+    variances = make_variances().double()
+    assert pytest.approx(isoscore_from_covariance(variances.diag()).item(), abs=1e-5) == stability.TRUE_SCORE
+    [panel] = stability.build_minibatch_stability_plot().panels
+    assert [line.label for line in panel.lines] == [*(f"ζ = {zeta:g}" for zeta in ZETAS), "ζ = auto", "unbiased"]
+    assert all(line.x == BATCH_SIZES for line in panel.lines)
+    assert [line.scale_position for line in panel.lines] == [*ZETAS, math.inf, math.inf]
+
+
+@pytest.mark.slow
+def test_the_written_scores_of_stability() -> None:
+    """The figure shows what the simulation returns."""
+    pd.testing.assert_frame_equal(pd.read_csv(SCORES), compute_stability_scores(), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -625,12 +629,11 @@ def test_every_run_is_read_once_and_every_picture_drawn_once(one_run: Path, monk
         monkeypatch.setattr(owner, name, counting_call)
 
     count_calls_of(run_frame, "read_result")
-    count_calls_of(stability, "compute_stability_scores")
     count_calls_of(rendering, "render")
     report.write_report(one_run / "runs", one_run / "report")
     pictures = list((one_run / "report" / "figures").glob("*.png"))
     assert len(pictures) > 3
-    assert calls == {"read_result": 3, "compute_stability_scores": 1, "render": len(pictures)}
+    assert calls == {"read_result": 3, "render": len(pictures)}
     files = [target for _, target in parsed(one_run / "report" / "index.html").references if target[0] != "#"]
     assert {Path(file).suffix for file in files} >= {".svg", ".pdf", ".png", ".csv", ".md", ".tex"}
     assert all((one_run / "report" / file).is_file() for file in files)

@@ -13,14 +13,13 @@ from omegaconf import MISSING
 
 from istar.errors import UserError, check_at_least, check_one_of
 from istar.records.config.trainer_arguments import check_trainer_arguments
+from istar.records.identity import TINY
 
 FURTHER_KEYS = {"further_keys": True}
 """Metadata of a field that collects the group's keys without a field, by name."""
 NOT_IN_IDENTITY = {"identity": False}
 """Metadata of a field that does not change the outcome of a run. `istar.records.identity` ignores such fields."""
 
-TINY = "tiny"
-"""Name of istar's tiny BERT, as in conf/model/tiny.yaml."""
 ALL_LINEAR = "all-linear"
 """Value of `model.lora_target_modules` for adapters on all linear modules."""
 MIN_VOCAB_SIZE = 300
