@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
             )
     words = token_frequencies.count_words(sources)
     sheets = embed_page.make_tables(measured_models, words)
-    contents, drafts = embed_page.make_contents(measured_models, sheets, words, options.typed), {}
+    contents, drafts = embed_page.make_contents(measured_models, sheets, words, options.out, options.typed), {}
     if options.save:
         form = options.form or "raw"
         matrix, processed = embed_models.process_matrix(models[0], options.matrix, form, options.components)

@@ -21,6 +21,8 @@ from istar.files.outputs import Output
 from istar.files.writing import to_csv
 
 INDEX, TABLES, FIGURES = "index.html", "tables", "figures"
+NARROW = "narrow.svg"
+"""Suffix of a figure for phones."""
 _MAX_FILE_NAME = 150
 """Most characters of a model's name in a file name; file systems allow 255 for the whole."""
 
@@ -34,12 +36,11 @@ class Picture:
     description: str  # what the figure shows, in words
     panels: Sequence[Panel]  # panels of the figure; the page lists their fixed settings
     files: Mapping[str, bytes]  # rendered files by suffix
-    narrow: bytes  # SVG for phones
 
     @property
     def sources(self) -> tuple[str, str]:
         """The wide and the narrow SVG as sources of an image, so that the page needs no other files."""
-        wide, narrow = (b64encode(svg).decode() for svg in (self.files["svg"], self.narrow))
+        wide, narrow = (b64encode(self.files[suffix]).decode() for suffix in ("svg", NARROW))
         return f"data:image/svg+xml;base64,{wide}", f"data:image/svg+xml;base64,{narrow}"
 
 
@@ -133,17 +134,32 @@ class PageKind:
     extra_files: tuple[str, ...] = ()  # names of further files that belong to the page
 
 
-def render_pictures(plot: Plot) -> list[Picture]:
-    """Render a plot as one picture for each model in it."""
+def render_pictures(plot: Plot, out: Path) -> list[Picture]:
+    """Render a plot as one picture for each model in it.
+
+    A picture that an earlier page in the folder `out` has, with the same content and formats, is not drawn again.
+    """
     models = list(dict.fromkeys(panel.model for panel in plot.panels))
     pictures = []
     for model in models:
         model_plot = replace(plot, panels=tuple(panel for panel in plot.panels if panel.model == model))
         name = f"{plot.name}-{_make_unique_file_name(model, models)}" if model else plot.name
-        files = {**rendering.render(model_plot), "csv": to_csv(rendering.tabulate_points(model_plot)).encode()}
-        description, narrow = rendering.describe(model_plot), rendering.render_narrow(model_plot)
-        pictures.append(Picture(name, model, description, model_plot.panels, files, narrow))
+        images = _read_drawn(out / FIGURES / name, rendering.compute_identifier(model_plot))
+        images = images or {**rendering.render(model_plot), NARROW: rendering.render_narrow(model_plot)}
+        files = {**images, "csv": to_csv(rendering.tabulate_points(model_plot)).encode()}
+        pictures.append(Picture(name, model, rendering.describe(model_plot), model_plot.panels, files))
     return pictures
+
+
+def _read_drawn(path: Path, identifier: str) -> dict[str, bytes]:
+    """Return the drawn files of a figure by suffix, if all exist and contain the identifier; otherwise nothing."""
+    images = {}
+    for suffix in (*rendering.FIGURE_FORMATS.get(), NARROW):
+        try:
+            images[suffix] = path.with_name(f"{path.name}.{suffix}").read_bytes()
+        except OSError:
+            return {}
+    return images if all(identifier.encode() in image for image in images.values()) else {}
 
 
 def page_files(content: Page, tables: Mapping[str, Sheet]) -> dict[str, bytes]:

@@ -1,5 +1,7 @@
 """Rendering of plots to SVG, PDF and PNG in one style, and descriptions of them in words."""
 
+import functools
+import hashlib
 import io
 import itertools
 import math
@@ -8,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from contextvars import ContextVar
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -88,20 +91,33 @@ def _render_files(plot: Plot, suffixes: Sequence[str], max_columns: int) -> dict
         FigureCanvasAgg(figure)
         layout.execute(figure)
         figure.set_layout_engine("none")
-        return {suffix: _render_format(figure, suffix) for suffix in suffixes}
+        identifier = compute_identifier(plot)
+        return {suffix: _render_format(figure, suffix, identifier) for suffix in suffixes}
 
 
-def _render_format(figure: Figure, suffix: str) -> bytes:
-    """Return a figure as SVG, PDF or PNG, without the date and the name of the software."""
+def compute_identifier(plot: Plot) -> str:
+    """Return a hash of a plot and of the code that draws it, which the rendered files contain."""
+    return hashlib.sha256(f"{_hash_drawing_code()} {plot}".encode()).hexdigest()
+
+
+@functools.cache
+def _hash_drawing_code() -> str:
+    """Return a hash of the modules of this package and the version of matplotlib."""
+    modules = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join([matplotlib.__version__.encode(), *(p.read_bytes() for p in modules)])).hexdigest()
+
+
+def _render_format(figure: Figure, suffix: str, identifier: str) -> bytes:
+    """Return a figure as SVG, PDF or PNG with an identifier, but without the date and the name of the software."""
     buffer = io.BytesIO()
     # The writers of SVG and PDF set the figure's resolution to 72 dots per inch and leave it so.
     figure.dpi = PNG_DPI if suffix == "png" else _POINTS_PER_INCH
     if suffix == "png":
-        FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})
+        FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None, "Identifier": identifier})
     elif suffix == "pdf":
-        FigureCanvasPdf(figure).print_pdf(buffer, metadata={"CreationDate": None})
+        FigureCanvasPdf(figure).print_pdf(buffer, metadata={"CreationDate": None, "Keywords": identifier})
     else:
-        FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
+        FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None, "Identifier": identifier})
         # Names may contain control characters, which are not allowed in XML.
         return re.sub(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]", b"", buffer.getvalue())
     return buffer.getvalue()

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 
 import pandas as pd
 
@@ -26,13 +27,14 @@ _MAX_FLAGS = 4
 
 
 def make_contents(
-    models: Sequence[ModelEmbeddings], sheets: Mapping[str, Sheet], words: pd.DataFrame, command: str = ""
+    models: Sequence[ModelEmbeddings], sheets: Mapping[str, Sheet], words: pd.DataFrame, out: Path, command: str = ""
 ) -> dict[str, bytes]:
-    """Return the files of the page, with its figures, tables and data, by path; `command` is the command line to show.
+    """Return the files of the page in `out`, with its figures, tables and data, by path.
 
     `sheets` is the result of `make_tables`; `words` has the frequencies of the texts' words, if there are texts.
+    `command` is the command line to show.
     """
-    contents = page_folder.page_files(_make_page(models, sheets, words, command), sheets)
+    contents = page_folder.page_files(_make_page(models, sheets, words, out, command), sheets)
     model_records = [{"label": model.label, **model.metadata, "figures": model.measures_by_form} for model in models]
     contents[JSON] = (json.dumps({"models": model_records}, indent=1) + "\n").encode()
     rows = [
@@ -95,7 +97,7 @@ def describe_anisotropy(models: Sequence[ModelEmbeddings]) -> list[str]:
 
 
 def _make_page(
-    models: Sequence[ModelEmbeddings], sheets: Mapping[str, Sheet], words: pd.DataFrame, command: str
+    models: Sequence[ModelEmbeddings], sheets: Mapping[str, Sheet], words: pd.DataFrame, out: Path, command: str
 ) -> Page:
     texts = read_page_texts("istar.embeddings")
     sections = [
@@ -109,7 +111,7 @@ def _make_page(
     for plot in embed_figures.make_plots(models, words):
         empty_note = "" if plot.panels else texts["figures"][plot.name]["missing"]
         sheet = sheets.get("figure4_coverage") if plot.name == "figure4_frequencies" else None
-        pictures = page_folder.render_pictures(plot)
+        pictures = page_folder.render_pictures(plot, out)
         sections.append(Section(plot.name, plot.title, (), sheet, pictures, empty_note, about=[plot.caption]))
     if command:
         sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[command]))

@@ -81,7 +81,7 @@ def write_report(
             pictures: Sequence[Picture] = ()
             if plot is not None:
                 progress.update(progress_task, description=f"drawing {plot.name}", advance=1)
-                pictures = page_folder.render_pictures(plot)
+                pictures = page_folder.render_pictures(plot, out)
             drawn_sections.append(replace(section, pictures=pictures))
         progress.update(progress_task, description="writing", advance=1)
         subject_line = "Runs below", str(root), f"read by istar {version('istar')}"

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from istar.cli.main import main
+from istar.drawing import rendering
 
 
 @pytest.fixture
@@ -36,3 +37,34 @@ def test_figures_are_svg_and_in_the_formats_that_are_asked_for(
     assert main([*inputs, "--figures", "pdff"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line == "error: --figures=pdff is not known; did you mean pdf?; expected one of svg, pdf, png"
+
+
+def test_a_figure_is_drawn_again_only_if_it_changes(
+    inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+    render, render_narrow = rendering.render, rendering.render_narrow
+    monkeypatch.setattr(rendering, "render", lambda plot: drawn.append(plot.name) or render(plot))
+    monkeypatch.setattr(rendering, "render_narrow", lambda plot: drawn.append("narrow") or render_narrow(plot))
+
+    def list_drawn(*options: str) -> list[str]:
+        drawn.clear()
+        assert main([*inputs, *options]) == 0
+        return list(drawn)
+
+    all_figures = list_drawn()
+    name, narrow = all_figures[:2]
+    assert narrow == "narrow"
+    folder = tmp_path / "out"
+    contents = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert list_drawn() == []
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == contents
+    assert list_drawn("--figures", "svg,pdf,png") == all_figures
+    assert list_drawn("--figures", "svg,pdf,png") == []
+    scores = tmp_path / "scores.csv"
+    scores.write_text(scores.read_text().replace("m,s3,", "m,s3,1"))
+    assert list_drawn("--figures", "svg,pdf,png") == all_figures
+    # A missing file, of any format, is drawn again.
+    for suffix in ("pdf", "narrow.svg"):
+        (folder / "figures" / f"{name}.{suffix}").unlink()
+        assert list_drawn("--figures", "svg,pdf,png") == [name, narrow]

@@ -34,7 +34,8 @@ def write_page(tmp_path: Path, name: str = "name") -> Path:
         for model in (name, f"{name}2")
     )
     plot = Plot("plot", name, name, "line", name, panels)
-    section = Section("section", name, (name,), sheet, page_folder.render_pictures(plot), name, (name,), is_wide=True)
+    pictures = page_folder.render_pictures(plot, tmp_path)
+    section = Section("section", name, (name,), sheet, pictures, name, (name,), is_wide=True)
     path = tmp_path / "index.html"
     path.write_text(
         page_folder.render_html(Page(name, ("Runs", name, name), "test", [("1", name)], [section])), encoding="utf-8"

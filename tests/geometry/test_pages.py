@@ -82,7 +82,7 @@ def test_every_page_is_complete(pages: dict[str, Path], name: str, figures: set[
     for _, target in page.references:
         assert not re.match(r"(https?:)?//", target)
         assert target.startswith("data:") or target.lstrip("#") in page.ids or (out / target).is_file()
-    drawn = {path.stem for path in (out / "figures").glob("*.svg")}
+    drawn = {path.stem for path in (out / "figures").glob("*.csv")}
     assert drawn == AXIS_FIGURES | STATE_FIGURES | figures
     written = {path.name for path in (out / "tables").iterdir()}
     assert written == {f"{table}.{suffix}" for table in DETAIL_TABLES | tables for suffix in ("csv", "md", "tex")}

@@ -51,7 +51,7 @@ def write_results(results: CorrelationResults, table: pd.DataFrame, out: Path) -
     plots = [*plot_points(results.points, table), *([plot_scores(results.scores)] if len(results.scores) else [])]
     sections = [Section("correlations", sheet.title, sheet=sheet)]
     for plot in plots:
-        pictures = page_folder.render_pictures(plot)
+        pictures = page_folder.render_pictures(plot, out)
         sections.append(Section(plot.name, plot.title, pictures=pictures, about=[plot.caption]))
     models = ", ".join(map(str, table["model"].unique()))
     page = Page(

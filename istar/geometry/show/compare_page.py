@@ -195,7 +195,7 @@ def _write(content: PageContent, out: Path, contents: Mapping[str, bytes]) -> Pa
         subject_line=("Model" if len(labels) == 1 else "Models", ", ".join(labels), f"by istar {version('istar')}"),
         generator=content.kind.generator,
         summary=_count(content),
-        sections=_make_sections(content, sheets),
+        sections=_make_sections(content, sheets, out),
     )
     return page_folder.write(out, {**contents, **page_folder.page_files(page, sheets)}, content.kind)
 
@@ -257,7 +257,7 @@ def _describe(content: PageContent) -> list[str]:
     return findings.describe_findings(models, content.trainings)
 
 
-def _make_sections(content: PageContent, sheets: Mapping[str, Sheet]) -> list[Section]:
+def _make_sections(content: PageContent, sheets: Mapping[str, Sheet], out: Path) -> list[Section]:
     """Return the sections of a page: the main tables, each figure with the table of its name, and the other tables."""
     remaining = dict(sheets)
     sections = [
@@ -271,7 +271,7 @@ def _make_sections(content: PageContent, sheets: Mapping[str, Sheet]) -> list[Se
             about += _describe_error_methods(content.detailed_models)
         # The table of the matrices belongs to the figure of I(W), but has more measures.
         sheet = remaining.pop("matrices" if plot.name == "partition" else plot.name, None)
-        pictures = page_folder.render_pictures(plot)
+        pictures = page_folder.render_pictures(plot, out)
         note = _explain_missing_panels(plot)
         sections.append(Section(plot.name, plot.title, (), sheet, pictures, note, about=about))
     sections += map(_make_table_section, remaining.values())
