@@ -61,7 +61,7 @@ def record_results(job: Job, record: RunRecord, timing: dict[str, Any], start_ti
         remove_old_checkpoints(job.folder / CHECKPOINTS_FOLDER, job.checkpoints.best_weights_path())
     plot_by_name = {ISOTROPY_PICTURE: build_isotropy_plot(record)}
     if job.config.trainer.measure_every_n_steps is not None:
-        plot_by_name[GEOMETRY_PICTURE] = build_geometry_plot(job.metrics_file.rows)
+        plot_by_name[GEOMETRY_PICTURE] = build_geometry_plot(job.metrics_file.read_rows())
     for name, plot in plot_by_name.items():
         with atomic_write(job.folder / name) as file:
             file.write(render(plot, ["png"])["png"])
