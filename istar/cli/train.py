@@ -39,7 +39,9 @@ def run_train(arguments: Sequence[str], command: str) -> None:
     # Hydra raises its errors instead of printing them over many lines.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     schema.register()
-    schema.register_sweeps()
+    # The files of sweeps are read only for commands that may choose one.
+    if any(argument.startswith("-") or "sweep" in argument or "experiment" in argument for argument in arguments):
+        schema.register_sweeps()
     try:
         # Hydra and the sweeper read the arguments from sys.argv.
         sys.argv = [command, *allow_options_without_key(move_overrides_to_end(arguments))]
