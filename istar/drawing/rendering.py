@@ -13,7 +13,6 @@ from typing import Any
 import matplotlib
 import pandas as pd
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
@@ -99,6 +98,9 @@ def _render_format(figure: Figure, suffix: str) -> bytes:
     if suffix == "png":
         FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})
     elif suffix == "pdf":
+        # Imported here because it brings fontTools, and few figures are drawn as PDF.
+        from matplotlib.backends.backend_pdf import FigureCanvasPdf
+
         FigureCanvasPdf(figure).print_pdf(buffer, metadata={"CreationDate": None})
     else:
         FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
