@@ -27,7 +27,7 @@ from transformers import (
 
 from istar.finetune.runs.precision import EMULATION_RATIO, measure_bfloat16_ratio
 from istar.measures.numerics import keep_freed_memory
-from istar.records.config import PENALTIES, PenaltyConfig
+from istar.records.config.penalties import PENALTIES, PenaltyConfig
 from istar.regularizers import IStar, Penalty, select_layers
 
 Result = TypeVar("Result")

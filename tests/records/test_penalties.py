@@ -8,7 +8,7 @@ from torch import nn
 
 from istar.errors import UserError
 from istar.hidden_states import EmbeddingPenalty, HiddenStatePenalty
-from istar.records.config import PENALTIES, NoRegConfig, PenaltyConfig
+from istar.records.config.penalties import PENALTIES, NoRegConfig, PenaltyConfig
 from istar.regularizers import Points, SetPoint
 
 COMMON = {"weight": 2.0, "layers": [1], "include_padding": True, "sync": False}

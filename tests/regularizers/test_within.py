@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from istar.errors import UserError
 from istar.hidden_states import EmbeddingPenalty, PenaltySettings, attach, shrinkage_covariance
-from istar.records.config import PENALTIES
+from istar.records.config.penalties import PENALTIES
 from istar.regularizers import IStar, Points, RandomDirection, SetPoint
 from istar.regularizers.placebos import random_rotation
 from istar.regularizers.points import Tokens

@@ -271,7 +271,7 @@ class FineTuner(L.LightningModule):
 
 
 def scale_learning_rate(schedule: str, num_warmup_steps: int, num_steps: int, step: int) -> float:
-    """Return the factor of the learning rate at a step: that of transformers' schedule `constant`, `linear` or `cosine`.
+    """Return the factor of the learning rate at a step, as in the schedules of transformers with the same names.
 
     The functions of transformers are not used, because their import brings peft and takes tenths of a second.
     """

@@ -1,4 +1,7 @@
-"""The config of a run: a dataclass for each config group, and the Hydra schema derived from them."""
+"""The config of a run: a dataclass for each config group, and the Hydra schema derived from them.
+
+The dataclasses of penalties are in `istar.records.config.penalties`, which imports torch.
+"""
 
 from istar.records.config.groups import (
     Config,
@@ -13,17 +16,13 @@ from istar.records.config.groups import (
     TrainerConfig,
     WandbConfig,
 )
-from istar.records.config.penalties import PENALTIES, NoRegConfig, PenaltyConfig
 
 __all__ = [
-    "PENALTIES",
     "Config",
     "DataConfig",
     "LoggerConfig",
     "ModelConfig",
-    "NoRegConfig",
     "OptimConfig",
-    "PenaltyConfig",
     "RunConfig",
     "SweepConfig",
     "TaskConfig",

@@ -4,9 +4,9 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
-import matplotlib
 from rich.console import Console
 
 from istar.finetune.runs.run_summary import build_run_table
