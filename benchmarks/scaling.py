@@ -5,12 +5,17 @@ step with I-STAR over that without, as predicted from the numbers of multiplicat
 different depth and width and texts of different lengths; and the cost of the paper's whole grid. The ratio is measured
 as in `benchmarks.step`, in float32 on the CPU; the order of both steps rotates from round to round. The defaults take 5
 minutes on two idle cores, `--no-check` a few seconds.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.scaling --embeddings       time and memory of embedding matrices; 4 minutes
 """
 
 import argparse
+import ctypes
+import time
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
+from pathlib import Path
 
 import torch
 from rich.table import Table
@@ -21,10 +26,13 @@ from benchmarks.common import (
     make_console,
     make_penalties,
     paired_ratio,
+    peak_memory_mb,
     positive_int,
     time_in_rotation,
 )
 from benchmarks.step import Steps
+from istar.measures.matrix_forms import measure_forms
+from istar.measures.spectrum import decompose_rows
 
 MODELS = {"BERT-base": (109.5, 768), "DistilBERT": (66.4, 768), "ALBERT-base": (11.7, 768), "MiniLM-L6": (22.7, 384)}
 """Millions of parameters and width of each model."""
@@ -85,13 +93,22 @@ MACHINES = {
     "eight H200": Machine(8, 989, 0.40, 0.022),
 }
 
+SMALL_MATRICES = ((60_000, 256), (24_000, 512), (24_000, 1_024), (1_000, 1_024))
+"""Rows and columns of the matrices that the unit costs of embedding matrices are fitted to."""
+CHECKED_MATRICES = ((50_304, 1_024), (32_000, 2_048))
+PREDICTED_MATRICES = ((30_522, 768), *CHECKED_MATRICES, (128_256, 4_096), (256_000, 8_192))
+
 
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=positive_int, default=9, help="measured rounds (default: 9)")
     parser.add_argument("--no-check", action="store_true", help="print the computed tables alone")
+    parser.add_argument("--embeddings", action="store_true", help="only the table of embedding matrices")
     options = parser.parse_args()
+    if options.embeddings:
+        make_console().print(make_embeddings_table())
+        return
     make_console().print(make_bytes_table())
     if not options.no_check:
         make_console().print(make_ratio_table(options.rounds))
@@ -176,6 +193,51 @@ def launch_and_product_seconds(task: Task, depth: int, name: str) -> tuple[float
     steps = sum(num_runs * EPOCHS * ceil(task.examples / size) for size, num_runs in RUNS.items())
     launch = steps * machine.launch * depth / 12 / machine.gpus
     return launch, count_operations(task, depth) / (machine.tflops * 1e12 * machine.share) / machine.gpus
+
+
+def make_embeddings_table() -> Table:
+    """Return the table of CPU seconds and additional memory for embedding matrices, predicted and measured.
+
+    Predicted seconds are the sum of V d, V d^2 and d^3 for V rows of d numbers, each times a cost that is fitted to the
+    least seconds of small matrices in three rounds. Predicted memory is that of nine matrices of d x d float64 numbers.
+    """
+    least = [min(measure_embeddings(*shape)[0] for _ in range(3)) for shape in SMALL_MATRICES]
+    measured = {shape: measure_embeddings(*shape) for shape in CHECKED_MATRICES}
+    seconds = torch.tensor(least, dtype=torch.float64)
+    terms = torch.tensor([count_terms(*shape) for shape in SMALL_MATRICES], dtype=torch.float64)
+    # Least squares of the relative errors.
+    ones = torch.ones_like(seconds)[:, None]
+    costs = torch.linalg.lstsq(terms / seconds[:, None], ones).solution.flatten()
+    units = ", ".join(f"{cost * 1e9:.3g} ns {name}" for cost, name in zip(costs, ("V d", "V d^2", "d^3"), strict=True))
+    table = Table(title=f"embedding matrices in float32 on one core: {units}")
+    for column in ("V x d", "seconds predicted", "measured", "the matrix, MB", "more MB predicted", "measured"):
+        table.add_column(column)
+    for shape in PREDICTED_MATRICES:
+        predicted_mb = 9 * 8 * shape[1] ** 2 / 2**20
+        checked = [f"{value:.3g}" for value in measured[shape]] if shape in measured else ["", ""]
+        predicted_seconds = float(torch.tensor(count_terms(*shape), dtype=torch.float64) @ costs)
+        matrix_mb = 4 * shape[0] * shape[1] / 2**20
+        table.add_row(
+            f"{shape[0]:,} x {shape[1]:,}",
+            *(f"{predicted_seconds:.3g}", checked[0], f"{matrix_mb:,.0f}", f"{predicted_mb:,.0f}", checked[1]),
+        )
+    return table
+
+
+def count_terms(rows: int, width: int) -> tuple[float, float, float]:
+    """Return V d, V d^2 and d^3: elementwise work, matrix products and eigendecompositions."""
+    return float(rows * width), float(rows * width**2), float(width**3)
+
+
+def measure_embeddings(rows: int, width: int) -> tuple[float, float]:
+    """Return the CPU seconds and the additional peak memory in MB of all measures of a random embedding matrix."""
+    matrix = torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
+    device = torch.device("cpu")
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from the present memory
+    memory_before, start = peak_memory_mb(device), time.process_time()
+    measure_forms(matrix, decompose_rows(matrix))
+    return time.process_time() - start, peak_memory_mb(device) - memory_before
 
 
 if __name__ == "__main__":

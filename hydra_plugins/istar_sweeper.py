@@ -2,6 +2,7 @@
 
 import copy
 import os
+import pickle
 import re
 import shlex
 import sys
@@ -48,8 +49,8 @@ class IstarSweeper(Sweeper):
                 hydra_context=hydra_context, task_function=task_function, config=job_config
             )
         self._launched = 0
-        # Configs by their options of config groups; None if they contain values of Hydra.
-        self._group_cache: dict[tuple[str, ...], DictConfig | None] = {}
+        # Pickled configs by their options of config groups; None if they contain values of Hydra.
+        self._group_cache: dict[tuple[str, ...], bytes | None] = {}
 
     def sweep(self, arguments: list[str]) -> None:
         from istar.drawing.terminal import make_console
@@ -118,11 +119,12 @@ class IstarSweeper(Sweeper):
         if groups not in self._group_cache:
             composed = _without_hydra(self.hydra_context.config_loader.load_sweep_config(self.config, list(groups)))
             has_hydra_value = _HYDRA_VALUE.search(OmegaConf.to_yaml(composed)) is not None
-            self._group_cache[groups] = None if has_hydra_value else composed
+            # Loading a pickled config takes a third of the time of `copy.deepcopy`.
+            self._group_cache[groups] = None if has_hydra_value else pickle.dumps(composed)
         group_config = self._group_cache[groups]
         if group_config is None:
             return self._compose_with_hydra(overrides)
-        config = copy.deepcopy(group_config)
+        config: DictConfig = pickle.loads(group_config)
         for override in values:
             try:
                 OmegaConf.update(config, override.key_or_group, override.value(), merge=True)

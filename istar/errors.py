@@ -99,9 +99,12 @@ _SECRET = re.compile(
 """A secret, with the text before it in one of the groups."""
 
 
-def did_you_mean(word: str, known_words: Iterable[str]) -> str:
-    """Return `; did you mean X?` with the most similar known word, or an empty string if none is similar."""
-    similar_words = difflib.get_close_matches(word, list(known_words), n=1, cutoff=0.5)
+def did_you_mean(word: str, known_words: Iterable[str], cutoff: float = 0.5) -> str:
+    """Return `; did you mean X?` with the most similar known word, or an empty string if none is similar.
+
+    Similar words have a ratio of `difflib.SequenceMatcher` of at least `cutoff`.
+    """
+    similar_words = difflib.get_close_matches(word, list(known_words), n=1, cutoff=cutoff)
     return f"; did you mean {similar_words[0]}?" if similar_words else ""
 
 

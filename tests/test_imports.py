@@ -116,11 +116,13 @@ FORBIDDEN_LIBRARIES = {
     "istar.statistics.tasks": "torch lightning transformers datasets hydra matplotlib pandas",
     "istar.records.results": "torch lightning transformers datasets hydra matplotlib",
     "istar.reports.run_frame": "torch lightning transformers datasets hydra",
+    "istar.records.config.groups": "torch lightning transformers datasets hydra matplotlib",
     "istar.records.config.schema": "lightning transformers datasets evaluate",
     "istar.finetune.runs.identify": "lightning transformers hydra_plugins optuna matplotlib",
     "istar.finetune.runs.run": "lightning transformers datasets matplotlib",
     "istar.finetune.runs.precision": "lightning transformers datasets matplotlib",
     "istar.geometry.show.compare_page": "lightning transformers sklearn",
+    "istar.finetune.runs.execute": "peft optuna wandb",
 }
 """By module: the libraries that its import must not import. One process imports the modules in this order, so that none
 may come after one that may import what it may not. Of modules that need only torch, see tests/test_package.py."""

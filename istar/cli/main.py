@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import os
 import re
 import shlex
 import shutil
@@ -100,6 +101,11 @@ def _run_train(arguments: Sequence[str], command: str) -> None:
     if not {"--help", "-h"}.isdisjoint(arguments):
         print(_format_train_help(command))
         return
+    from istar.records.config.groups import check_keys
+
+    # Under torchrun or srun, only rank 0 prints an error.
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        check_keys(arguments)
     # torch alone takes seconds to import.
     with extras.fast_imports():
         from istar.cli import train

@@ -16,7 +16,6 @@ from typing import Any
 import matplotlib
 import pandas as pd
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
@@ -115,6 +114,9 @@ def _render_format(figure: Figure, suffix: str, identifier: str) -> bytes:
     if suffix == "png":
         FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None, "Identifier": identifier})
     elif suffix == "pdf":
+        # Imported here because it brings fontTools, and few figures are drawn as PDF.
+        from matplotlib.backends.backend_pdf import FigureCanvasPdf
+
         FigureCanvasPdf(figure).print_pdf(buffer, metadata={"CreationDate": None, "Keywords": identifier})
     else:
         FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None, "Identifier": identifier})

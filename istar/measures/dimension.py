@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.numerics import check_matrix, row_norms
+from istar.measures.numerics import check_matrix, full_precision, row_norms
 
 _DISTANCES_PER_BLOCK = 2**22
-"""Number of distances that are computed at once: 32 MiB in float64."""
-_NUM_MORE_CANDIDATES = 14
-"""Candidates for the k nearest neighbours beyond k: many, because rounding changes the order of near duplicates."""
+"""Number of distances that are computed at once: 16 MiB in float32, 32 MiB in float64."""
+_NUM_MORE_IN_FLOAT32, _NUM_MORE_IN_FLOAT64 = 2, 14
+"""Candidates beyond the k nearest: many in float64, because rounding changes the order of near duplicates."""
 _TOLERANCE = 1e-12
 """Ratios of distances with a logarithm below this count as 1: rounding makes equal distances differ."""
 
@@ -49,7 +49,7 @@ def two_nn(points: Tensor, discard: float = 0.1) -> float:
     Duplicates of a point are dropped, because their distance to the nearest neighbour is 0.
 
     Args:
-        points: `(n, d)` of any floating dtype, on any device; distances are computed in float64, in blocks. Near
+        points: `(n, d)` of any floating dtype, on any device; distances are those of float64, in blocks. Near
             duplicates, such as the occurrences of one token in a first layer, lower the estimate: pass one of each.
         discard: share of the largest ratios to leave out, in [0, 1). The largest ratio is always left out, because
             F is 1 there.
@@ -89,8 +89,10 @@ def two_nn_with_error(points: Tensor, discard: float = 0.1, resamples: int = 200
     n = len(log_ratios)
     # Random numbers come from the CPU, so that they are equal on all devices.
     samples = torch.randint(n, (resamples, n), generator=generator).to(log_ratios.device)
-    # The ratios are in ascending order, and so is a sample with ascending indices.
-    slopes = _fit_slope(log_ratios[samples.sort(dim=1).values], discard)
+    # The ratios are in ascending order, and so is a sample that repeats each as often as it was drawn.
+    counts = torch.zeros_like(samples).scatter_add_(1, samples, torch.ones_like(samples))
+    resampled = log_ratios.repeat(resamples).repeat_interleave(counts.flatten(), output_size=counts.numel())
+    slopes = _fit_slope(resampled.view(resamples, n), discard)
     return Dimension(float(_fit_slope(log_ratios, discard)), float(slopes.std()))
 
 
@@ -147,7 +149,7 @@ def gride(points: Tensor, n1: int = 1, n2: int | None = None) -> Dimension:
     Duplicates of a point are dropped. Points whose two distances are equal have no likelihood and are left out.
 
     Args:
-        points: `(n, d)` of any floating dtype, on any device; distances are computed in float64, in blocks.
+        points: `(n, d)` of any floating dtype, on any device; distances are those of float64, in blocks.
         n1: number of the nearer neighbour, at least 1.
         n2: number of the farther neighbour, at least n1 + 1; by default 2 n1.
 
@@ -209,10 +211,9 @@ def _find_neighbour_distances(
     The distances ascend, and are divided by the scale, a power of two near the largest coordinate. k is
     `max_neighbours` (by default `min_neighbours`), or the number of other distinct points if that is smaller.
 
-    Candidates for the neighbours are the points with the smallest squared distances by a matrix product in float64,
-    |x|^2 + |y|^2 - 2xy, which is fast but loses the smallest distances by cancellation. The distances of the candidates
-    are then computed from the differences x - y. Distances of about 1e-8 of the cloud's size vanish in the product. In
-    a group of more than k + 14 points so close to each other, the neighbours may not be the nearest.
+    The neighbours are found by a matrix product in float32 where its error bound shows that no other point can be as
+    near, and otherwise by one in float64. In float64, distances of about 1e-8 of the cloud's size vanish. In a group
+    of more than k + 14 points so close to each other, the neighbours may not be the nearest.
 
     Raises:
         UserError: if there are fewer than `min_neighbours` other distinct points, and as `check_matrix`.
@@ -224,20 +225,42 @@ def _find_neighbour_distances(
             f"{n} distinct points have no {min_neighbours} neighbours each; expected at least {min_neighbours + 1}"
         )
     k = min(max_neighbours or min_neighbours, n - 1)
-    num_candidates = min(k + _NUM_MORE_CANDIDATES, n - 1)
     # Distances do not depend on the origin; about the mean, the product loses fewer digits.
     centered = distinct - distinct.mean(0)
-    squared_norms = centered.square().sum(1)
-    distances = []
-    for indices in torch.arange(n, device=distinct.device).split(max(1, _DISTANCES_PER_BLOCK // n)):
-        squared_distances = torch.addmm(squared_norms, centered[indices], centered.T, alpha=-2)
-        squared_distances += squared_norms[indices, None]
+    with full_precision(distinct.device):
+        rows = torch.arange(n, device=distinct.device)
+        distances, is_certain = _find_nearest(distinct, centered.float(), rows, k, _NUM_MORE_IN_FLOAT32)
+        uncertain = rows[~is_certain]
+        if len(uncertain):
+            distances[uncertain] = _find_nearest(distinct, centered, uncertain, k, _NUM_MORE_IN_FLOAT64)[0]
+    return distances, scale
+
+
+def _find_nearest(points: Tensor, factors: Tensor, rows: Tensor, k: int, num_more: int) -> tuple[Tensor, Tensor]:
+    """Return the k smallest distances of some rows to other points, `(rows, k)`, and whether each row's are certain.
+
+    The k + `num_more` candidates of a row have the smallest lower bounds of their squared distance
+    |x|^2 + |y|^2 - 2xy by a product of `factors`, the points about an origin, in any dtype. With d + 8 roundings of
+    relative size u at most, the product and the norms are wrong by at most (d + 8) u (|x|^2 + |y|^2), which the bounds
+    subtract. The distances of the candidates are then computed from the differences x - y in float64, without
+    cancellation. They are certain if the bounds of all other points are no smaller.
+    """
+    n, d = factors.shape
+    num_candidates, limits = min(k + num_more, n - 1), torch.finfo(factors.dtype)
+    lower_norms = factors.square().sum(1) * (1 - (d + 8) * limits.eps / 2) - limits.tiny
+    distances, is_certain = [], []
+    for indices in rows.split(max(1, _DISTANCES_PER_BLOCK // n)):
+        bounds = torch.addmm(lower_norms, factors[indices], factors.T, alpha=-2)
         # A point is not its own neighbour.
-        squared_distances[torch.arange(len(indices), device=distinct.device), indices] = torch.inf
-        candidates = squared_distances.topk(num_candidates, largest=False).indices
-        differences = [row_norms(distinct[indices] - distinct[neighbours]) for neighbours in candidates.T]
-        distances.append(torch.stack(differences, 1).topk(k, largest=False).values)
-    return torch.cat(distances), scale
+        bounds[torch.arange(len(indices), device=rows.device), indices] = torch.inf
+        smallest_bounds, candidates = bounds.topk(num_candidates, largest=False)
+        row_points = points[indices]
+        differences = [row_norms(row_points - points[neighbours]) for neighbours in candidates.T]
+        nearest = torch.stack(differences, 1).topk(k, largest=False).values
+        bound_of_others = (smallest_bounds.amax(1) + lower_norms[indices]).to(nearest)
+        distances.append(nearest)
+        is_certain.append((nearest[:, -1].square() <= bound_of_others) | (num_candidates == n - 1))
+    return torch.cat(distances), torch.cat(is_certain)
 
 
 def _find_distinct_points(points: Tensor) -> tuple[Tensor, float]:

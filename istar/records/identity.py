@@ -47,7 +47,7 @@ def identity_hash(config: Mapping[str, Any], data: str, model: str) -> str:
     multiplies the batch size. `data` is the fingerprint of the training and validation examples; `model` is the hub id
     and revision, or the fingerprint of a local folder.
     """
-    # Imported here because istar.records.config imports torch, which readers of results do not need.
+    # Imported here because istar.records.config imports OmegaConf, which `istar train --help` does not need.
     from istar.records.config.groups import Config
 
     identity = {

@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from istar.errors import UserError, did_you_mean
 from istar.records.config import Config, WandbConfig, schema
+from istar.records.config.groups import check_keys
 from istar.records.config.penalties import PENALTIES, NoRegConfig
 from istar.records.config.schema import to_dict
 from istar.records.identity import identity_hash
@@ -301,6 +302,19 @@ def test_values_keep_their_types(composed: Callable[..., Config]) -> None:
 
 
 # ---- configs that are refused
+
+
+@pytest.mark.parametrize("override", ["optim.lrr=1", "+data.bach_size=3", "++task.limit_trian=3", "run.rot="])
+def test_misspelt_keys_that_are_refused_before_torch_is_imported(override: str) -> None:
+    with pytest.raises(UserError, match=r"^\w+\.\w+: there is no such key; did you mean \w+\.\w+\?; `python train.py"):
+        check_keys([override])
+
+
+def test_keys_that_are_left_to_hydra() -> None:
+    """Among them are known keys, keys of groups with further keys or options, and the keys of a dictionary."""
+    check_keys(["optim.lr=1", "trainer.max_epoch=3", "reg.lamda=1", "logger.projct=x", "model.config.hiden=3", "-m"])
+    check_keys(["run.zeta=1", "optim.refresh_every_n_steps=3", "sed=3", "~optim.lrr=1", "optim.lrr", "hydra.rn.dir=x"])
+
 
 REFUSED: list[tuple[list[str], list[str]]] = [
     # misspelt keys

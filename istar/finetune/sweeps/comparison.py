@@ -5,12 +5,8 @@ from collections.abc import Sequence
 from itertools import cycle
 from statistics import fmean, stdev
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from rich.table import Table
 
 from istar.drawing.rendering import COLOURS, PNG_DPI
@@ -97,9 +93,8 @@ def draw_comparison(records: Sequence[RunRecord]) -> dict[str, bytes]:
     """
     configurations_by_task = group_by_task(records)
     num_rows = len(configurations_by_task)
-    figure, panels = plt.subplots(
-        num_rows, 2, figsize=(10, 4 * num_rows), layout="constrained", width_ratios=(2, 3), squeeze=False
-    )
+    figure = Figure(figsize=(10, 4 * num_rows), layout="constrained")
+    panels = figure.subplots(num_rows, 2, width_ratios=(2, 3), squeeze=False)
     for (metric_axes, isoscore_axes), ((task, model), configurations) in zip(
         panels, configurations_by_task.items(), strict=True
     ):
@@ -111,7 +106,6 @@ def draw_comparison(records: Sequence[RunRecord]) -> dict[str, bytes]:
         file = io.BytesIO()
         figure.savefig(file, format=suffix, dpi=PNG_DPI)
         images[f"comparison.{suffix}"] = file.getvalue()
-    plt.close(figure)
     return images
 
 

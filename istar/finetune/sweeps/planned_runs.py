@@ -81,7 +81,8 @@ class SweepRuns:
         self.run_folders = RunFolders()
         # Keys that runs leave out because their option lacks them, by that option, such as `reg=none`.
         self._keys_left_out: dict[str, list[str]] = {}
-        self._compose_options = cache(request.compose)  # for overrides without values; many runs share them
+        self._name_options = cache(self._compose_options)  # by overrides without values; many runs share them
+        self._record_by_name: dict[str, RunRecord] = {}  # of the runs that were finished when they were added
 
     def add_grids(self) -> None:
         """Add the runs of all grids. Print which keys some of them ignore, and how many combinations are equal runs."""
@@ -119,7 +120,10 @@ class SweepRuns:
 
     def _find_options(self, overrides: Overrides) -> dict[str, str]:
         """Return the chosen option of each group in `schema.OPTIONS_BY_GROUP`, by group."""
-        config = self._compose_options(tuple(text for text in overrides if not trials.sets_value(text)))
+        return self._name_options(tuple(text for text in overrides if not trials.sets_value(text)))
+
+    def _compose_options(self, choices: Overrides) -> dict[str, str]:
+        config = self.request.compose(choices)
         return {group: OmegaConf.select(config, f"{group}.name") for group in schema.OPTIONS_BY_GROUP}
 
     @cached_property
@@ -164,6 +168,7 @@ class SweepRuns:
         entry = self.entry_by_name[name]
         if record is not None:
             entry.apply_record(record)
+            self._record_by_name[name] = record
         if error_message is not None:
             entry.status, entry.error = "failed", error_message
         return trial
@@ -229,7 +234,8 @@ class SweepRuns:
         return (*entry.group, self.grid_by_run.get(entry.name, ""))
 
     def read_record(self, entry: SweepEntry) -> RunRecord:
-        return results.read_result(self.request.root / entry.name)
+        """Return the record of an ended run, from memory if the run was finished when it was added."""
+        return self._record_by_name.get(entry.name) or results.read_result(self.request.root / entry.name)
 
 
 def describe_sweep(request: SweepRequest, console: Console) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 """The LightningModule for fine-tuning with a penalty on the hidden states."""
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import lightning as L
@@ -14,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW, Optimizer
-from transformers import PreTrainedModel, get_scheduler
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel
 
 from istar.errors import NonFiniteError, UserError
 from istar.finetune.tasks.evaluation import Evaluation
@@ -263,9 +266,23 @@ class FineTuner(L.LightningModule):
         )
         self.total_steps = num_steps = min(int(self.trainer.estimated_stepping_batches), self.max_steps or sys.maxsize)
         num_warmup_steps = count_warmup_steps(self.optim.warmup, num_steps)
-        name = "constant_with_warmup" if self.optim.schedule == "constant" else self.optim.schedule
-        schedule = get_scheduler(name, optimizer, num_warmup_steps=num_warmup_steps, num_training_steps=num_steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        scale = partial(scale_learning_rate, self.optim.schedule, num_warmup_steps, num_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, scale), "interval": "step"}}
+
+
+def scale_learning_rate(schedule: str, num_warmup_steps: int, num_steps: int, step: int) -> float:
+    """Return the factor of the learning rate at a step, as in the schedules of transformers with the same names.
+
+    The functions of transformers are not used, because their import brings peft and takes tenths of a second.
+    """
+    if step < num_warmup_steps:
+        return step / num_warmup_steps
+    num_decay_steps = max(1, num_steps - num_warmup_steps)
+    if schedule == "linear":
+        return max(0.0, (num_steps - step) / num_decay_steps)
+    if schedule == "cosine":
+        return max(0.0, 0.5 * (1 + math.cos(math.pi * ((step - num_warmup_steps) / num_decay_steps))))
+    return 1.0
 
 
 def count_warmup_steps(warmup: float, num_steps: int) -> int:

@@ -25,13 +25,13 @@ from istar.measures import (
     TokenKurtosis,
     alpha_req,
     effective_rank,
-    isoscore,
     isoscore_unbiased,
     jackknife_error,
     log2_bin_range,
     log2_bins,
     nesum,
     outlier_dimensions,
+    participation_ratio,
     rank_me,
     singular_values,
     top_share,
@@ -320,12 +320,13 @@ def _compute_jackknife_errors(replicates: Mapping[str, list[float]]) -> dict[str
 
 def _compute_covariance_measures(moments: FourthMoments, centered_spectrum: Tensor) -> dict[str, Tensor | float]:
     """Compute the measures of the covariance of points from their moments and their centered singular values `(d,)`."""
-    score = isoscore(moments)
+    unbiased = isoscore_unbiased(moments)  # checks the moments
+    ratio = participation_ratio(centered_spectrum.square())
     return {
-        "isoscore": score,
-        "isoscore_unbiased": isoscore_unbiased(moments),
+        "isoscore": (ratio - 1) / (moments.dim - 1),
+        "isoscore_unbiased": unbiased,
         "effective_rank": effective_rank(centered_spectrum),
-        "participation_ratio": 1 + (moments.dim - 1) * score,
+        "participation_ratio": ratio,
         "nesum": nesum(centered_spectrum.square()),
         "alpha_req": _fit_power_law(centered_spectrum.square()).alpha,
     }

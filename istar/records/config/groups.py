@@ -6,12 +6,13 @@ these classes into Hydra's schema of keys and types.
 
 import math
 import re
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from omegaconf import MISSING
 
-from istar.errors import UserError, check_at_least, check_one_of
+from istar.errors import UserError, check_at_least, check_one_of, did_you_mean
 from istar.records.config.trainer_arguments import check_trainer_arguments
 from istar.records.identity import TINY
 
@@ -500,3 +501,25 @@ class Config:
             self.run = replace(self.run, smoke=True)
         if self.trainer.precision != "auto":
             self.reg.resolve(self.trainer.precision)
+
+
+def check_keys(overrides: Iterable[str]) -> None:
+    """Raise a `UserError` for a key that its config group lacks and that is much like another key of the group.
+
+    Hydra refuses all unknown keys, but only after seconds: its schema contains the options of penalties, which import
+    torch. Keys that are not much like another are left to Hydra, because they may be options of a penalty.
+    """
+    class_by_group: dict[str, Any] = {group.name: group.type for group in fields(Config) if is_dataclass(group.type)}
+    for override in overrides:
+        key, equals, _ = override.lstrip("+").partition("=")
+        group, _, name = key.partition(".")
+        known = fields(class_by_group[group]) if equals and group in class_by_group and name.isidentifier() else ()
+        known_keys = [f"{group}.{option.name}" for option in known]
+        accepts_all = not known or any(option.metadata.get("further_keys") for option in known)
+        if not accepts_all and key not in known_keys and (hint := did_you_mean(key, known_keys, cutoff=0.75)):
+            raise UserError(describe_unknown_key(key, hint))
+
+
+def describe_unknown_key(key: str, hint: str) -> str:
+    """Return the message about an unknown key; `hint` names a similar one, as `did_you_mean` returns it."""
+    return f"{key}: there is no such key{hint}; `python train.py --cfg job` lists all"

@@ -18,7 +18,14 @@ from omegaconf import AnyNode, BooleanNode, DictConfig, FloatNode, IntegerNode, 
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from istar.errors import UserError, check_one_of, did_you_mean
-from istar.records.config.groups import Config, LoggerConfig, SweepConfig, TensorBoardConfig, WandbConfig
+from istar.records.config.groups import (
+    Config,
+    LoggerConfig,
+    SweepConfig,
+    TensorBoardConfig,
+    WandbConfig,
+    describe_unknown_key,
+)
 from istar.records.config.penalties import PENALTIES
 from istar.records.options import sweep_folder
 from istar.records.task_specs import TASKS
@@ -160,7 +167,7 @@ def _explain_unknown_key(key: str) -> str:
         if keys_with_same_name
         else did_you_mean(key, [*known_keys, *_GROUPS, *OPTIONS_BY_GROUP])
     )
-    return f"{key}: there is no such key{hint}; `python train.py --cfg job` lists all"
+    return describe_unknown_key(key, hint)
 
 
 def _list_known_keys() -> list[str]:

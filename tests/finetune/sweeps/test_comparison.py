@@ -4,9 +4,9 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
-from matplotlib import pyplot as plt
 from rich.console import Console
 
 from istar.finetune.runs.run_summary import build_run_table
@@ -236,17 +236,14 @@ def test_files() -> None:
     assert (width, height) == (3000, 1200)  # 10 by 4 inches
     root = ElementTree.fromstring(files["comparison.svg"])
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
-    assert not plt.get_fignums()
 
 
 def draw_figure(monkeypatch: pytest.MonkeyPatch, records: list[RunRecord]) -> Any:
-    """Draw the comparison of records and return the figure, which is captured when it is closed and is not saved."""
+    """Draw the comparison of records and return the figure, which is not saved."""
     figures: list[Any] = []
-    monkeypatch.setattr(comparison.plt.Figure, "savefig", lambda *arguments, **options: None)
-    monkeypatch.setattr(comparison.plt, "close", figures.append)
+    monkeypatch.setattr(comparison.Figure, "savefig", lambda figure, *arguments, **options: figures.append(figure))
     comparison.draw_comparison(records)
     monkeypatch.undo()
-    plt.close(figures[0])
     return figures[0]
 
 
@@ -284,7 +281,7 @@ def test_numbers_in_the_figure_are_the_records(monkeypatch: pytest.MonkeyPatch) 
     assert isotropy_panel.get_ylim()[0] == 0
     # A run has the same colour in both panels.
     assert [bar.get_facecolor()[:3] for bar in score_panel.patches] == [
-        plt.matplotlib.colors.to_rgb(line_by_label[name].get_color()) for name in METHODS
+        matplotlib.colors.to_rgb(line_by_label[name].get_color()) for name in METHODS
     ]
 
 

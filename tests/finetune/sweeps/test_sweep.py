@@ -172,6 +172,10 @@ def test_finished_runs_are_run_again_only_if_asked(make_runs: Callable[..., Swee
         for overwrite in ("run.overwrite=false", "run.overwrite=true")
     }
     assert statuses == {"run.overwrite=false": ["finished", "waiting"], "run.overwrite=true": ["waiting", "waiting"]}
+    sweep_runs = with_all_runs(make_runs("seed=1", *TINY))
+    (tmp_path / "runs" / name / results.RESULT).unlink()
+    # The record of a finished run is read only once.
+    assert sweep_runs.read_record(sweep_runs.entry_by_name[name]).status == "finished"
 
 
 def test_a_smoke_run_stands_for_no_real_run(make_runs: Callable[..., SweepRuns], tmp_path: Path) -> None:

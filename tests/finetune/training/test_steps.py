@@ -3,12 +3,12 @@
 import lightning as L
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import LlamaConfig, LlamaForSequenceClassification, get_scheduler
 
 from istar.errors import UserError
 from istar.finetune.tasks.features import FeatureRows
 from istar.finetune.training import ShrinkageCovariance
-from istar.finetune.training.module import count_warmup_steps, make_parameter_groups
+from istar.finetune.training.module import count_warmup_steps, make_parameter_groups, scale_learning_rate
 from istar.regularizers import CosReg, IStar
 from tests.oracles import algorithm_1
 
@@ -161,6 +161,16 @@ def test_schedules(setting, harness, schedule, warmup, expected):
     module = setting.module(lr=1.0, schedule=schedule, warmup=warmup)
     harness.trainer(RateRecorder(), limit_train_batches=4, log_every_n_steps=1).fit(module, datamodule=setting.data())
     assert rates == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_schedules_are_those_of_transformers(schedule):
+    name = "constant_with_warmup" if schedule == "constant" else schedule
+    for num_warmup_steps, num_steps in [(0, 1), (0, 7), (3, 7), (7, 7)]:
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        [expected] = get_scheduler(name, optimizer, num_warmup_steps, num_steps).lr_lambdas
+        for step in range(num_steps + 2):
+            assert scale_learning_rate(schedule, num_warmup_steps, num_steps, step) == expected(step)
 
 
 def test_a_warmup_longer_than_the_training_is_refused():
