@@ -103,13 +103,23 @@ def select_rows_with_tokens(rows: TokenizedRows, order: Tensor, num_tokens: int)
 
 
 def build_evaluation_loader(
-    rows: TokenizedRows, collate: Collate, batch_size: int, order: Sequence[int], num_workers: int = 0
+    rows: TokenizedRows,
+    collate: Collate,
+    batch_size: int,
+    order: Sequence[int],
+    num_workers: int = 0,
+    num_batches: int = 0,
 ) -> DataLoader[Any]:
-    """Return a data loader over the rows with the indices `order`. It does not change the global random state."""
+    """Return a data loader over the rows with the indices `order`. It does not change the global random state.
+
+    Of `num_batches`, at most one more than needed, the last two share the last rows.
+    """
+    batches = [list(order[start : start + batch_size]) for start in range(0, len(order), batch_size)]
+    if 0 < len(batches) < num_batches and len(batches[-1]) > 1:
+        batches[-1:] = [batches[-1][:-1], batches[-1][-1:]]
     return DataLoader(
         rows,  # type: ignore[arg-type]
-        batch_size=batch_size,
-        sampler=order,
+        batch_sampler=batches,
         collate_fn=collate,
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
@@ -196,10 +206,14 @@ class FineTuningData(L.LightningDataModule):
         return [self._build_evaluation_loader(rows) for rows in self.test]
 
     def _build_evaluation_loader(self, rows: TokenizedRows) -> DataLoader[Any]:
-        """Return a loader over this process's share of an evaluation set. No row is repeated or dropped."""
+        """Return a loader over this process's share of an evaluation set. No row is repeated or dropped.
+
+        All processes have the same number of batches, because those of a sharded model compute each layer together.
+        """
         rank, world_size = self._rank_and_world_size()
-        order = sort_longest_first(rows)[rank::world_size]
-        return build_evaluation_loader(rows, self.collate, self.config.eval_batch_size, order, self.config.num_workers)
+        order, batch_size = sort_longest_first(rows)[rank::world_size], self.config.eval_batch_size
+        num_batches = math.ceil(math.ceil(len(rows) / world_size) / batch_size)
+        return build_evaluation_loader(rows, self.collate, batch_size, order, self.config.num_workers, num_batches)
 
     def _rank_and_world_size(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
