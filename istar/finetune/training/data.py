@@ -116,12 +116,13 @@ def build_evaluation_loader(
 
     Of `num_batches`, at most one more than needed, the last two share the last rows.
     """
+    batching: dict[str, Any] = {"batch_size": batch_size, "sampler": order}
     batches = [list(order[start : start + batch_size]) for start in range(0, len(order), batch_size)]
     if 0 < len(batches) < num_batches and len(batches[-1]) > 1:
-        batches[-1:] = [batches[-1][:-1], batches[-1][-1:]]
+        batching = {"batch_sampler": [*batches[:-1], batches[-1][:-1], batches[-1][-1:]]}
     return DataLoader(
         rows,  # type: ignore[arg-type]
-        batch_sampler=batches,
+        **batching,
         collate_fn=collate,
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),

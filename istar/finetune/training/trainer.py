@@ -134,6 +134,8 @@ _SUPPRESSED_WARNINGS = (
     "does not have many workers",
     "is smaller than the logging interval",
     "is deprecated, use `isinstance.treespec",
+    # The batches of `build_evaluation_loader` have all rows.
+    "using a custom batch sampler",
     # FineTuningData resumes at the right batch by itself.
     "your dataloader is not resumable",
     # With several processes srun is used, and one process does not need it.
