@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from istar.errors import UserError, shorten
@@ -68,10 +68,13 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def save_adapters(model: "PeftModel", folder: Path) -> None:
-    """Write the adapters, the modules of `find_new_modules` and the configuration, without the base model's weights."""
+def save_adapters(model: "PeftModel", folder: Path, weights: "dict[str, Tensor] | None" = None) -> None:
+    """Write the adapters, the modules of `find_new_modules` and the configuration, without the base model's weights.
+
+    `weights` are used instead of the model's own, of which a sharded model has only parts.
+    """
     # By default peft asks the hub whether the vocabulary was changed.
-    model.save_pretrained(str(folder), save_embedding_layers=False)
+    model.save_pretrained(str(folder), save_embedding_layers=False, state_dict=weights)
     base_model: Any = model.get_base_model()
     config = copy.deepcopy(base_model.config)
     config.architectures = [type(base_model).__name__]

@@ -254,10 +254,16 @@ def load_encoder(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, dtype:
     return model.eval()
 
 
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> None:
     """Write a model and its tokenizer to a folder that `from_pretrained` can load.
 
-    For a model with adapters, only the adapters, the head and the name of the base model are written.
+    For a model with adapters, only the adapters, the head and the name of the base model are written. `weights` are
+    written instead of the model's own, of which a sharded model has only parts.
 
     Raises:
         OSError: if the folder cannot be written.
@@ -265,9 +271,9 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
     try:
         with silence_transformers(), _enable_key_value_cache(model):
             if isinstance(model, PreTrainedModel):
-                model.save_pretrained(folder)
+                model.save_pretrained(folder, state_dict=weights)
             else:
-                save_adapters(model, folder)
+                save_adapters(model, folder, weights)
             tokenizer.save_pretrained(folder)
     except Exception as error:
         # Writers in Rust, such as safetensors, raise special types with messages that contain `(os error 28)`.

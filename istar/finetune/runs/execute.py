@@ -41,7 +41,7 @@ def execute(
     If another process has finished the run in the meantime, return that record and False, and print nothing.
     """
     job = assemble(prepare(identity), trial)
-    with _process_group(job.trainer), lock_folder(job.folder) if job.trainer.is_global_zero else nullcontext():
+    with _process_group(job), lock_folder(job.folder) if job.trainer.is_global_zero else nullcontext():
         _check_same_run_on_all_ranks(job)
         finished_record, checkpoint = _call_on_rank_zero(job.trainer, lambda: claim_folder(job))
         if finished_record is not None:
@@ -65,9 +65,11 @@ def _check_same_run_on_all_ranks(job: Job) -> None:
 
 
 @contextmanager
-def _process_group(trainer: L.Trainer) -> Iterator[None]:
+def _process_group(job: Job) -> Iterator[None]:
     """Provide a process group during the `with` block, for broadcasts before `trainer.fit`; destroy it at the end."""
+    trainer = job.trainer
     with suppress_lightning_messages():
+        trainer.strategy.connect(job.module)  # `ShardingStrategy` tells the module about the processes
         trainer.strategy.setup_environment()
     if trainer.global_rank > 0:
         # DDP broadcasts the weights of rank 0, but dropout masks should differ between ranks.

@@ -21,6 +21,8 @@ from istar.finetune.training.final_geometry import (
 )
 from istar.finetune.training.loggers import log_result
 from istar.finetune.training.module import all_gather_object
+from istar.finetune.training.sharding import gather_weights
+from istar.hidden_states.sharding import is_sharded_module
 from istar.inputs import pretrained
 from istar.records import results
 from istar.records.config.schema import to_dict
@@ -61,7 +63,7 @@ def record_results(job: Job, record: RunRecord, timing: dict[str, Any], start_ti
         remove_old_checkpoints(job.folder / CHECKPOINTS_FOLDER, job.checkpoints.best_weights_path())
     plot_by_name = {ISOTROPY_PICTURE: build_isotropy_plot(record)}
     if job.config.trainer.measure_every_n_steps is not None:
-        plot_by_name[GEOMETRY_PICTURE] = build_geometry_plot(job.metrics_file.rows)
+        plot_by_name[GEOMETRY_PICTURE] = build_geometry_plot(job.metrics_file.read_rows())
     for name, plot in plot_by_name.items():
         with atomic_write(job.folder / name) as file:
             file.write(render(plot, ["png"])["png"])
@@ -76,6 +78,10 @@ def _save_outputs(job: Job) -> None:
     """Write the predictions of the best epoch and, if requested, the submission, the geometry and the model."""
     if job.config.task.submission:
         _predict_and_write_submission(job)
+    # Of a sharded model, all processes compute the states and gather the weights together.
+    takes_part = job.trainer.is_global_zero or is_sharded_module(job.module.model)
+    geometry = _measure_geometry(job) if takes_part and job.config.run.geometry else None
+    weights = gather_weights(job.module.model) if job.config.run.save_model else None
     if not job.trainer.is_global_zero:
         return
     for suffix, evaluation in job.history.best_evaluations.items():
@@ -83,12 +89,12 @@ def _save_outputs(job: Job) -> None:
             continue  # language models have none
         path = job.folder / (f"predictions_{suffix}.jsonl" if suffix else "predictions.jsonl")
         results.write_predictions(path, evaluation.predictions)
-    if job.config.run.geometry:
-        write_text(job.folder / results.GEOMETRY, json.dumps(_measure_geometry(job)) + "\n")
+    if geometry is not None:
+        write_text(job.folder / results.GEOMETRY, json.dumps(geometry) + "\n")
     if job.config.run.save_model:
         output = run_output(job.folder)
         draft = output.make_draft()
-        pretrained.save(job.module.model, job.prepared.tokenizer, draft)
+        pretrained.save(job.module.model, job.prepared.tokenizer, draft, weights)
         output.write({}, {"model": draft})
 
 

@@ -1,7 +1,7 @@
 """The table of one run for the terminal, and its pictures: IsoScore by layer, and the geometry over the steps."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ def build_isotropy_plot(record: RunRecord) -> Plot:
     )
 
 
-def build_geometry_plot(rows: Sequence[Mapping[str, float]]) -> Plot:
+def build_geometry_plot(rows: Iterable[Mapping[str, float]]) -> Plot:
     """Return the plot of the layers' measures against the optimizer step, with a panel for each measure.
 
     A panel has a line for each of at most five evenly spaced layers. `rows` are from a run's `metrics.csv`, where a

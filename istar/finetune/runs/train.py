@@ -14,6 +14,8 @@ from istar.files.writing import remove_temporary_files
 from istar.finetune.runs.assemble import CHECKPOINTS_FOLDER, Job
 from istar.finetune.runs.finished_runs import read_finished_run
 from istar.finetune.training.checkpoints import find_resumable_checkpoint, read_checkpoint
+from istar.finetune.training.sharding import load_weights
+from istar.hidden_states.sharding import is_sharded_module
 from istar.records import results
 from istar.records.config.schema import to_dict
 from istar.records.results import RunRecord
@@ -82,7 +84,11 @@ def train(job: Job, checkpoint: Path | None) -> dict[str, Any]:
             "null to validate every trainer.val_check_interval batches"
         )
     if job.checkpoints is not None:
-        job.module.load_state_dict(read_checkpoint(job.checkpoints.best_weights_path())["state_dict"])
+        weights = read_checkpoint(job.checkpoints.best_weights_path())["state_dict"]
+        if is_sharded_module(job.module.model):
+            load_weights(job.module, weights)
+        else:
+            job.module.load_state_dict(weights)
     covariance_seconds = job.covariance_callback.seconds if job.covariance_callback is not None else []
     return {
         "first_validation": validated_at - started_at,

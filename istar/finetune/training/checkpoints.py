@@ -24,7 +24,7 @@ from istar.finetune.training.history import History, MetricsFile
 from istar.finetune.training.module import all_gather_object
 from istar.finetune.training.signals import StopSignal
 
-CHECKPOINT_FORMAT = 4
+CHECKPOINT_FORMAT = 5
 """Version of the checkpoint format; checkpoints of other versions are refused."""
 NUM_KEPT_CHECKPOINTS = 2
 """Number of checkpoints to keep, so that the previous one can be used if the newest is damaged."""
@@ -83,7 +83,7 @@ class Checkpoints(Checkpoint):
 
     Attributes:
         run_name: stored in each checkpoint and verified when the run is resumed.
-        metrics_file: its rows are stored in each checkpoint.
+        metrics_file: each checkpoint stores how many rows it has.
         every_n_steps, every_n_minutes: distance of checkpoints within an epoch; None for no such checkpoints.
     """
 
@@ -150,11 +150,10 @@ class Checkpoints(Checkpoint):
         return bool(is_due), signal_number
 
     def _save(self, trainer: L.Trainer) -> None:
-        """Save the complete state, write the metrics file, and delete all but the newest checkpoints."""
+        """Save the complete state, and delete all but the newest checkpoints."""
         trainer.save_checkpoint(self.folder / f"step-{trainer.global_step}.ckpt")
         self._last_saved_step, self._last_saved_at = trainer.global_step, time.monotonic()
         if trainer.is_global_zero:
-            self.metrics_file.write()
             for prefix in ("step", "best-epoch"):
                 for path in _list_sorted_paths(self.folder, prefix)[:-NUM_KEPT_CHECKPOINTS]:
                     path.unlink()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
@@ -37,8 +37,7 @@ class LengthGroupedSampler(Sampler[int]):
         group_by_length: whether to group examples by length; False only shuffles them.
         world_size: number of processes. If it does not divide the number of examples, the first ones are repeated at
             the end.
-        epoch: current epoch; initially the epoch where training starts or resumes.
-        num_skipped: number of examples that a resumed run has already used in the initial epoch.
+        epoch: current epoch.
     """
 
     lengths: Any
@@ -47,11 +46,14 @@ class LengthGroupedSampler(Sampler[int]):
     group_by_length: bool = True
     rank: int = 0
     world_size: int = 1
-    epoch: int = 0
-    num_skipped: int = 0
+    epoch: int = field(default=0, init=False)
+    _first_epoch: int = field(default=0, init=False)
+    _num_skipped: int = field(default=0, init=False)
 
-    def __post_init__(self) -> None:
-        self._first_epoch = self.epoch
+    def resume(self, epoch: int, num_skipped: int) -> None:
+        """Continue in an epoch in which a process has already used this number of its examples."""
+        self.epoch = self._first_epoch = epoch
+        self._num_skipped = num_skipped
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch; Lightning calls this at the start of every epoch."""
@@ -64,7 +66,7 @@ class LengthGroupedSampler(Sampler[int]):
         order = self._global_order()
         padded_order = order[torch.arange(len(self) * self.world_size) % len(order)]
         shard = padded_order[self.rank :: self.world_size].tolist()
-        return iter(shard[self.num_skipped :] if self.epoch == self._first_epoch else shard)
+        return iter(shard[self._num_skipped :] if self.epoch == self._first_epoch else shard)
 
     def _global_order(self) -> Tensor:
         """Return all example indices of the current epoch, before they are split over processes."""
@@ -103,13 +105,24 @@ def select_rows_with_tokens(rows: TokenizedRows, order: Tensor, num_tokens: int)
 
 
 def build_evaluation_loader(
-    rows: TokenizedRows, collate: Collate, batch_size: int, order: Sequence[int], num_workers: int = 0
+    rows: TokenizedRows,
+    collate: Collate,
+    batch_size: int,
+    order: Sequence[int],
+    num_workers: int = 0,
+    num_batches: int = 0,
 ) -> DataLoader[Any]:
-    """Return a data loader over the rows with the indices `order`. It does not change the global random state."""
+    """Return a data loader over the rows with the indices `order`. It does not change the global random state.
+
+    Of `num_batches`, at most one more than needed, the last two share the last rows.
+    """
+    batching: dict[str, Any] = {"batch_size": batch_size, "sampler": order}
+    batches = [list(order[start : start + batch_size]) for start in range(0, len(order), batch_size)]
+    if 0 < len(batches) < num_batches and len(batches[-1]) > 1:
+        batching = {"batch_sampler": [*batches[:-1], batches[-1][:-1], batches[-1][-1:]]}
     return DataLoader(
         rows,  # type: ignore[arg-type]
-        batch_size=batch_size,
-        sampler=order,
+        **batching,
         collate_fn=collate,
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
@@ -152,6 +165,7 @@ class FineTuningData(L.LightningDataModule):
     def __post_init__(self) -> None:
         super().__init__()
         self._resume_position = {"epoch": 0, "batches": 0}
+        self._sampler: LengthGroupedSampler | None = None
 
     def state_dict(self) -> dict[str, int]:
         """Return the number of completed epochs, and the number of batches already used in the current epoch."""
@@ -163,21 +177,27 @@ class FineTuningData(L.LightningDataModule):
         return {"epoch": epoch_counts.processed, "batches": num_batches}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Continue after the batches of a checkpoint. A sharded model has its training loader before."""
         self._resume_position = state_dict
+        self._resume()
+
+    def _resume(self) -> None:
+        if self._sampler is not None:
+            num_skipped = self._resume_position["batches"] * self.config.batch_size
+            self._sampler.resume(self._resume_position["epoch"], num_skipped)
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the training loader, which shuffles the examples in every epoch."""
         rank, world_size = self._rank_and_world_size()
-        sampler = LengthGroupedSampler(
+        self._sampler = sampler = LengthGroupedSampler(
             self.train.lengths,
             self.config.batch_size,
             self.seed,
             group_by_length=self.config.group_by_length,
             rank=rank,
             world_size=world_size,
-            epoch=self._resume_position["epoch"],
-            num_skipped=self._resume_position["batches"] * self.config.batch_size,
         )
+        self._resume()
         return DataLoader(
             TrainingRows(self.train, sampler),  # type: ignore[arg-type]
             batch_size=self.config.batch_size,
@@ -196,10 +216,14 @@ class FineTuningData(L.LightningDataModule):
         return [self._build_evaluation_loader(rows) for rows in self.test]
 
     def _build_evaluation_loader(self, rows: TokenizedRows) -> DataLoader[Any]:
-        """Return a loader over this process's share of an evaluation set. No row is repeated or dropped."""
+        """Return a loader over this process's share of an evaluation set. No row is repeated or dropped.
+
+        All processes have the same number of batches, because those of a sharded model compute each layer together.
+        """
         rank, world_size = self._rank_and_world_size()
-        order = sort_longest_first(rows)[rank::world_size]
-        return build_evaluation_loader(rows, self.collate, self.config.eval_batch_size, order, self.config.num_workers)
+        order, batch_size = sort_longest_first(rows)[rank::world_size], self.config.eval_batch_size
+        num_batches = math.ceil(math.ceil(len(rows) / world_size) / batch_size)
+        return build_evaluation_loader(rows, self.collate, batch_size, order, self.config.num_workers, num_batches)
 
     def _rank_and_world_size(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)

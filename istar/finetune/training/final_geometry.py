@@ -14,6 +14,7 @@ from istar.finetune.tasks.features import TokenizedRows
 from istar.finetune.training.data import Collate, build_evaluation_loader, select_rows_with_tokens, sort_longest_first
 from istar.finetune.training.module import FineTuner, token_mask
 from istar.hidden_states.model_layers import eval_mode
+from istar.hidden_states.sharding import is_sharded_module
 from istar.hidden_states.shrinkage import NUM_POINTS, to_covariance
 from istar.inputs.architectures import is_decoder
 from istar.measures import Moments, isoscore_star, two_nn
@@ -25,9 +26,10 @@ MAX_TWO_NN_EXAMPLES = 1_000
 
 @dataclass(frozen=True)
 class StateReader:
-    """Computes the hidden states of tokenized rows on this process alone, in eval mode and without gradients.
+    """Computes the hidden states of tokenized rows in eval mode and without gradients.
 
-    The forward passes run on the trainer's device and in its precision.
+    The forward passes run on the trainer's device and in its precision, on this process alone unless the model is
+    sharded.
     """
 
     trainer: L.Trainer
@@ -41,8 +43,10 @@ class StateReader:
         Between two batches and at the end, all parts of the module have their previous mode and device.
         """
         module, previous_device = self.module, self.module.device
+        is_sharded = is_sharded_module(module.model)  # then all processes read the same rows together
         batches = build_evaluation_loader(rows, self.collate, self.batch_size, order)
-        module.to(self.trainer.strategy.root_device)  # Lightning moves the module to the CPU after training.
+        if not is_sharded:
+            module.to(self.trainer.strategy.root_device)  # Lightning moves the module to the CPU after training.
         try:
             for row_indices, batch in zip(torch.tensor(order).split(self.batch_size), batches, strict=True):
                 batch = module.transfer_batch_to_device(batch, module.device, 0)
@@ -50,7 +54,8 @@ class StateReader:
                     states_by_layer = module.hidden_states(batch)
                 yield row_indices, states_by_layer, token_mask(batch)
         finally:
-            module.to(previous_device)
+            if not is_sharded:
+                module.to(previous_device)
 
     def sum_layers(self, rows: TokenizedRows, order: Sequence[int], sums_class: type[Sums]) -> list[Sums]:
         """Return the sums over the tokens of rows in an order, from the embedding output to the last layer."""

@@ -2,9 +2,12 @@
 
 import csv
 import io
+import itertools
+import logging
+import os
 import time
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,13 +17,16 @@ import numpy as np
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import Logger
 
-from istar.files.writing import escape_cell, write_text
+from istar.errors import shorten
+from istar.files.writing import atomic_write, escape_cell, unescape_cell
 from istar.finetune.tasks.evaluation import Evaluation
 from istar.finetune.training.layer_geometry import ValidationGeometry
 from istar.finetune.training.module import FineTuner
 from istar.records.metric_names import merit
 
 _SECONDS_BETWEEN_WRITES = 5.0
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -95,16 +101,20 @@ class History(L.Callback):
 
 
 class MetricsFile(Logger):
-    """Write logged metrics to a CSV file, one row per call.
+    """Append logged metrics to a CSV file, one row per call.
 
-    The columns are `epoch`, `step` and the names of all metrics logged so far. Each write replaces the file at `path`
-    atomically, because a new metric adds a column to all rows.
+    The columns are `epoch`, `step` and the names of all metrics logged so far. A row is written once: later rows are
+    appended, and only a new metric, which adds a column to all rows, replaces the file. A checkpoint stores the number
+    of rows, and a resumed training continues after as many.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
-        self._rows: list[dict[str, float]] = []
+        self._columns = ["epoch", "step"]
+        self._new_rows: list[dict[str, float]] = []  # logged, but not yet written
+        self._num_written = 0  # rows in the file
+        self._size = 0  # bytes of the header and these rows; what follows them in the file is cut off
         self._last_written_at = -float("inf")
 
     @property
@@ -119,15 +129,18 @@ class MetricsFile(Logger):
     def save_dir(self) -> str:
         return str(self.path.parent)
 
-    @property
-    def rows(self) -> list[dict[str, float]]:
-        """Rows logged so far: the step and the values by name of each call of `log_metrics`."""
-        return list(self._rows)
+    def read_rows(self) -> Iterator[dict[str, float]]:
+        """Write what was logged, and yield the step and the values by name of each call of `log_metrics`."""
+        self.write()
+        if self._num_written:
+            with self.path.open(encoding="utf-8", newline="") as file:
+                for cells in itertools.islice(csv.reader(file), 1, None):
+                    yield {name: float(cell) for name, cell in zip(self._columns, cells, strict=True) if cell}
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Add a row with these metrics. The file is written later."""
-        self._rows.append({"step": step or 0, **{name: float(value) for name, value in metrics.items()}})
+        self._new_rows.append({"step": step or 0, **{name: float(value) for name, value in metrics.items()}})
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
@@ -142,22 +155,74 @@ class MetricsFile(Logger):
     @rank_zero_only
     def finalize(self, status: str) -> None:
         """Write the file if anything was logged."""
-        if self._rows:
-            self.write()
+        self.write()
 
     def write(self) -> None:
-        """Write all rows to the file now."""
-        columns = list(dict.fromkeys(["epoch", "step", *(name for row in self._rows for name in row)]))
+        """Write all rows logged so far to the file, and to the disk.
+
+        Raises:
+            OSError: if the file cannot be written. A later call writes the same rows.
+        """
+        if not self._new_rows and not self._num_written:
+            return
+        new_columns = list(dict.fromkeys(name for row in self._new_rows for name in row if name not in self._columns))
+        if new_columns or not self._num_written:
+            self._add_columns(new_columns)
         text = io.StringIO()
-        writer = csv.DictWriter(text, columns, lineterminator="\n")
-        writer.writerow({name: escape_cell(name) for name in columns})
-        writer.writerows({**row, "epoch": int(row.get("epoch", 0))} for row in self._rows)
-        write_text(self.path, text.getvalue())
+        rows = csv.DictWriter(text, self._columns, lineterminator="\n")
+        rows.writerows({**row, "epoch": int(row.get("epoch", 0))} for row in self._new_rows)
+        content = text.getvalue().encode()
+        try:
+            with self.path.open("r+b") as file:
+                file.seek(self._size)
+                file.truncate()
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            # The error of a full disk names no file.
+            raise OSError(error.errno, error.strerror or str(error), str(self.path)) from error
+        self._size += len(content)
+        self._num_written += len(self._new_rows)
+        self._new_rows.clear()
         self._last_written_at = time.monotonic()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"rows": list(self._rows)}
+    def _add_columns(self, names: Sequence[str]) -> None:
+        """Replace the file by one with these columns at the end, which are empty in the rows so far."""
+        columns = [*self._columns, *names]
+        header = io.StringIO()
+        csv.writer(header, lineterminator="\n").writerow(map(escape_cell, columns))
+        empty_cells = b"," * len(names) + b"\n"
+        with atomic_write(self.path) as file:
+            file.write(header.getvalue().encode())
+            if self._num_written:
+                with self.path.open("rb") as old_file:
+                    for line in itertools.islice(old_file, 1, 1 + self._num_written):
+                        file.write(line.rstrip(b"\n") + empty_cells)
+            size = file.tell()
+        self._columns, self._size = columns, size
 
+    def state_dict(self) -> dict[str, Any]:
+        """Write the file, and return the number of its rows."""
+        self.write()
+        return {"rows": self._num_written}
+
+    @rank_zero_only
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Replace all rows by the rows of a checkpoint. The resumed training logs the later rows again."""
-        self._rows = list(state_dict["rows"])
+        """Continue after the rows of a checkpoint. The resumed training logs the later rows again."""
+        self._new_rows.clear()
+        self._num_written = self._size = 0
+        self._columns = ["epoch", "step"]
+        if not state_dict["rows"]:
+            return
+        try:
+            with self.path.open("rb") as file:
+                lines = list(map(len, itertools.islice(file, 1 + state_dict["rows"])))
+            with self.path.open(encoding="utf-8", newline="") as text:
+                self._columns = [unescape_cell(name) for name in next(csv.reader(text))]
+        except (OSError, ValueError, StopIteration) as error:
+            log.warning("%s cannot be read: %s; it lacks the rows before the checkpoint", self.path, shorten(error))
+            return
+        self._size, self._num_written = sum(lines), len(lines) - 1
+        if self._num_written < state_dict["rows"]:
+            log.warning("%s lacks %d rows", self.path, state_dict["rows"] - self._num_written)

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from istar.errors import UserError
 from istar.files.outputs import Output, run_output
+from istar.finetune.training.sharding import gather_weights
 from istar.inputs import pretrained
 from istar.inputs.saved_checkpoints import record_step
 
@@ -95,11 +96,12 @@ class KeptModels(L.Callback):
 
     def _save(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Save the model of the current step on rank 0, and replace its folder if it exists."""
+        weights = gather_weights(pl_module.model)
         if not trainer.is_global_zero:
             return
         model_folder = model_folder_of_step(self.folder, trainer.global_step)
         draft = self._output.make_draft()
-        pretrained.save(pl_module.model, self.tokenizer, draft)
+        pretrained.save(pl_module.model, self.tokenizer, draft, weights)
         record_step(draft, trainer.global_step)
         self._output.write({}, {f"{self.folder.name}/{model_folder.name}": draft})
 

@@ -23,6 +23,7 @@ from istar.finetune.training.final_geometry import (
 )
 from istar.finetune.training.module import FineTuner, log_immediately
 from istar.hidden_states.model_layers import preserve_rng_states
+from istar.hidden_states.sharding import is_sharded_module
 from istar.inputs.architectures import is_decoder
 from istar.measures import ClassMoments, Moments, isoscore
 from istar.measures.layer_sums import LayerSums
@@ -226,7 +227,8 @@ class GeometryProbe(L.Callback):
 
     def _measure_and_log(self, trainer: L.Trainer, pl_module: L.LightningModule, epoch: int) -> None:
         assert isinstance(pl_module, FineTuner)
-        if not trainer.is_global_zero:
+        # Of a sharded model, all processes compute the states together.
+        if not trainer.is_global_zero and not is_sharded_module(pl_module.model):
             return
         start = time.perf_counter()
         reader = StateReader(trainer, pl_module, self.collate, self.batch_size)

@@ -21,8 +21,10 @@ from transformers import PreTrainedModel
 
 from istar.errors import NonFiniteError, UserError
 from istar.finetune.tasks.evaluation import Evaluation
+from istar.finetune.training.sharding import ShardingStrategy, shard
 from istar.hidden_states import AttachedPenalty
 from istar.hidden_states.model_layers import ReturnedStates
+from istar.hidden_states.sharding import is_sharded_module, is_sharded_tensor
 from istar.measures.accumulator import sum_over_processes, world_size
 from istar.records.config import OptimConfig
 
@@ -160,7 +162,9 @@ class FineTuner(L.LightningModule):
             # With fused optimizers Lightning does not unscale gradients before clipping, so it is done here.
             scaler.unscale_(optimizer)
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        gradient_norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        gradient_norm: Any = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        if is_sharded_tensor(gradient_norm):
+            gradient_norm = gradient_norm.full_tensor()
         # A gradient scaler skips steps that overflow by design, so its norm is not checked.
         if self.step_guard.must_skip(self.trainer.global_step + 1, None if scaler is not None else gradient_norm):
             # Without a gradient, AdamW leaves a parameter, its weight decay, its moments and its step count alone.
@@ -252,8 +256,16 @@ class FineTuner(L.LightningModule):
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return the embedding output and the output of every layer for a batch, each `(batch, tokens, d)`."""
-        outputs = self.model.base_model(**inputs_without_labels(batch), output_hidden_states=True)
+        # Only the whole model gathers the weights of one that is sharded.
+        model = self.model if is_sharded_module(self.model) else self.model.base_model
+        outputs = model(**inputs_without_labels(batch), output_hidden_states=True)
         return self._returned_states.sort(outputs.hidden_states)
+
+    def configure_model(self) -> None:
+        """Shard the model over the processes, if this is the strategy. Lightning calls this before any use."""
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ShardingStrategy) and not is_sharded_module(self.model):
+            shard(self.model, strategy.precision)
 
     def configure_optimizers(self) -> Any:
         """Return AdamW and its learning rate schedule, in Lightning's format."""

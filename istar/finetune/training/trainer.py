@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 from istar.errors import UserError, shorten
 from istar.finetune.training.checkpoints import AtomicCheckpointIO, Checkpoints
+from istar.finetune.training.sharding import ShardingStrategy
 from istar.records.config import TrainerConfig
 from istar.records.metric_names import is_lower_better
 
@@ -133,6 +134,8 @@ _SUPPRESSED_WARNINGS = (
     "does not have many workers",
     "is smaller than the logging interval",
     "is deprecated, use `isinstance.treespec",
+    # The batches of `build_evaluation_loader` have all rows.
+    "using a custom batch sampler",
     # FineTuningData resumes at the right batch by itself.
     "your dataloader is not resumable",
     # With several processes srun is used, and one process does not need it.
@@ -142,17 +145,19 @@ _SUPPRESSED_WARNINGS = (
 
 def _construct_trainer(settings: TrainerConfig, **arguments: Any) -> L.Trainer:
     plugins: list[Any] = [AtomicCheckpointIO()]
+    is_sharded = settings.strategy == "fsdp"
     if SLURMEnvironment.detect():
         # With auto_requeue, Lightning would react to SLURM's signals with another checkpoint and a requeue.
         plugins.append(SLURMEnvironment(auto_requeue=False))
     with suppress_lightning_messages():
         try:
             trainer = L.Trainer(
-                precision=settings.precision,  # type: ignore[arg-type]
+                # FSDP2 casts the weights itself; see `shard`.
+                precision="32-true" if is_sharded else settings.precision,  # type: ignore[arg-type]
                 accelerator=settings.accelerator,
                 devices=settings.devices,
                 num_nodes=settings.num_nodes,
-                strategy=settings.strategy,
+                strategy=ShardingStrategy(settings.precision) if is_sharded else settings.strategy,
                 logger=False,
                 enable_progress_bar=False,
                 enable_model_summary=False,

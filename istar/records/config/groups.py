@@ -284,7 +284,7 @@ class TrainerConfig:
     num_nodes: int = 1
     """Number of nodes (machines)."""
     strategy: str = field(default="auto", metadata=NOT_IN_IDENTITY)
-    """auto or ddp; with several devices both mean ddp."""
+    """auto, ddp, or fsdp, which shards the model over the processes; with several devices auto means ddp."""
     early_stopping: int | None = None
     """Number of epochs without a better headline metric after which training stops; null never stops early."""
     monitor_isotropy: bool = field(default=False, metadata=NOT_IN_IDENTITY)
@@ -345,12 +345,9 @@ class TrainerConfig:
                 f"trainer.keep_models={self.keep_models} is not a schedule; expected log, a whole number of optimizer "
                 "steps above 0, or null"
             )
-        if self.strategy == "fsdp":
-            raise UserError(
-                "trainer.strategy=fsdp is not supported: with sharded weights the norm of the gradient, which is "
-                "checked and clipped in every step, would be that of a shard; use ddp"
-            )
-        check_one_of("trainer.strategy", self.strategy, ("auto", "ddp"))
+        check_one_of("trainer.strategy", self.strategy, ("auto", "ddp", "fsdp"))
+        if self.strategy == "fsdp" and self.precision == "16-mixed":
+            raise UserError("trainer.strategy=fsdp needs trainer.precision=bf16-mixed or 32-true, not 16-mixed")
         check_one_of("trainer.nonfinite", self.nonfinite, ("stop", "skip"))
         check_one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed", "16-mixed", "auto"))
 

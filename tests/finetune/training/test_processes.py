@@ -19,7 +19,9 @@ from istar.finetune.tasks.evaluation import Evaluator
 from istar.finetune.tasks.features import Collator, FeatureRows, featurize
 from istar.finetune.tasks.loading import load_splits
 from istar.finetune.training import FineTuner, FineTuningData, ShrinkageCovariance, ValidationGeometry, module
+from istar.finetune.training.sharding import ShardingStrategy
 from istar.hidden_states import HiddenStatePenalty, PenaltySettings, attach
+from istar.hidden_states.sharding import is_sharded_module, is_sharded_tensor
 from istar.inputs import pretrained
 from istar.records.config import DataConfig, ModelConfig, OptimConfig
 from istar.records.task_specs import TASKS
@@ -42,6 +44,8 @@ CASES = {  # penalty, sync, micro-batches per step
     "cosreg": ("cosreg", True, 1),
     "istar-apart": ("istar", False, 1),
     "istar-skipped": ("istar", True, 1),
+    "istar-accumulated-sharded": ("istar", True, 2),
+    "istar-skipped-sharded": ("istar", True, 1),
 }
 NIGHTLY = ("none", "cosreg", "demo_regression")
 """The trainings and validations of which there are none with two processes, but with four or three."""
@@ -59,7 +63,8 @@ VALIDATION_TASKS = ("demo", "demo_regression", "demo_span")
 
 class Sgd(FineTuner):
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.optim.lr, fused=True)
+        # The fused implementation has no variant for sharded parameters.
+        return torch.optim.SGD(self.parameters(), lr=self.optim.lr, fused=not is_sharded_module(self.model))
 
 
 class SgdWithNanLoss(Sgd):
@@ -143,9 +148,17 @@ def make_data(setup, world_size):
     return FineTuningData(FeatureRows(setup.train), [FeatureRows(setup.validation)], [], setup.collate, config, seed=3)
 
 
-def make_trainer(world_size, *callbacks, **settings):
-    distributed_options = {"strategy": "ddp", "devices": world_size} if world_size > 1 else {}
+def make_trainer(world_size, *callbacks, strategy="ddp", **settings):
+    distributed_options = {"strategy": strategy, "devices": world_size} if world_size > 1 else {}
     return trainer(*callbacks, **distributed_options, **settings)
+
+
+def join_parameters(module):
+    """Return all parameters in one vector; those of a sharded module are gathered from all processes."""
+    parameters = [
+        parameter.full_tensor() if is_sharded_tensor(parameter) else parameter for parameter in module.parameters()
+    ]
+    return parameters_to_vector(parameters).detach().clone()
 
 
 def train(name, world_size):
@@ -154,11 +167,11 @@ def train(name, world_size):
     model = copy.deepcopy(setup.model)
     settings = PenaltySettings(num_points=2_000)
     penalized = None if regularizer is None else HiddenStatePenalty(model, regularizer, settings)
-    skip_nonfinite = name.endswith("skipped")
+    skip_nonfinite = "skipped" in name
     tuner = (SgdWithNanLoss if skip_nonfinite else Sgd)(
         model, penalized, OptimConfig(lr=0.02), setup.evaluators, skip_nonfinite=skip_nonfinite
     )
-    start = parameters_to_vector(tuner.parameters()).detach().clone()
+    start = join_parameters(tuner)
     callbacks = []
     if penalty == "istar":
         callbacks = [RecordingShrinkage(penalized, FeatureRows(setup.train), setup.collate, 8, seed=3)]
@@ -168,13 +181,14 @@ def train(name, world_size):
             world_size,
             recorder,
             *callbacks,
+            strategy=ShardingStrategy("32-true") if name.endswith("sharded") else "ddp",
             max_epochs=EPOCHS,
             limit_train_batches=STEPS * accumulate // EPOCHS,
             accumulate_grad_batches=accumulate,
         ).fit(tuner, datamodule=make_data(setup, world_size))
     return {
         "start": start,
-        "end": parameters_to_vector(tuner.parameters()).detach(),
+        "end": join_parameters(tuner),
         "skipped": tuner.step_guard.num_skipped,
         "tokens": torch.tensor(recorder.tokens),
         "reduced": (recorder.forward, recorder.backward),
