@@ -138,6 +138,7 @@ def train_sharded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, tu
     return call
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft's
 @pytest.mark.parametrize(
     ("case", "world_size", "cases"),
     [(case, 2, FAST) for case in FAST]
