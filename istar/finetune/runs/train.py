@@ -14,7 +14,7 @@ from istar.files.writing import remove_temporary_files
 from istar.finetune.runs.assemble import CHECKPOINTS_FOLDER, Job
 from istar.finetune.runs.finished_runs import read_finished_run
 from istar.finetune.training.checkpoints import find_resumable_checkpoint, read_checkpoint
-from istar.finetune.training.sharding import load_weights
+from istar.finetune.training.sharding import ShardingStrategy, load_weights
 from istar.hidden_states.sharding import is_sharded_module
 from istar.records import results
 from istar.records.config.schema import to_dict
@@ -47,7 +47,12 @@ def claim_folder(job: Job) -> tuple[RunRecord | None, Path | None]:
         remove_temporary_files(folder)
         checkpoint = None
         if job.checkpoints is not None:
-            checkpoint = find_resumable_checkpoint(folder / CHECKPOINTS_FOLDER, folder.name, job.trainer.world_size)
+            checkpoint = find_resumable_checkpoint(
+                folder / CHECKPOINTS_FOLDER,
+                folder.name,
+                job.trainer.world_size,
+                is_sharded=isinstance(job.trainer.strategy, ShardingStrategy),
+            )
         if checkpoint is not None:
             log.warning("%s was interrupted; it resumes from %s", folder, checkpoint.name)
         started_at = None if checkpoint is None else results.read_start_time(folder)

@@ -1,4 +1,4 @@
-"""Sweeps as jobs of a queue, by submitit's executor for this machine; docs/beyond_one_gpu.md describes SLURM itself."""
+"""Sweeps as jobs of a queue, by submitit's executor for this machine; docs/scaling.md describes SLURM itself."""
 
 import os
 import pickle
