@@ -68,7 +68,11 @@ def test_settings_that_do_not_change_the_outcome_do_not_change_the_names(make_ru
             "12 combinations are 10 runs: reg=none ignores reg.lambda and reg.zeta, reg=cosreg ignores reg.zeta\n",
         ),
         (("reg=none,istar", "reg.zeta=0.2"), 2, "reg=none ignores reg.zeta"),
-        (("optim=adamw,sgd", "optim.eps=1e-6,1e-8", "optim.lr=1e-3"), 3, "optim=torch ignores optim.eps"),
+        (
+            ("optim=adamw,sgd", "optim.eps=1e-6,1e-8", "optim.lr=1e-3"),
+            3,
+            "4 combinations are 3 runs: optim=torch ignores",
+        ),
         (
             ("logger=csv,wandb", "logger.project=p,q", "seed=1,2"),
             2,

@@ -192,8 +192,7 @@ def test_whatever_the_settings(run_interrupted, run_uninterrupted, overrides):
 )
 def test_every_optimizer_goes_on_exactly(run_interrupted, run_uninterrupted, optimizer):
     """An epoch of four steps is interrupted in the fourth, behind a checkpoint of the second."""
-    overrides = (*optimizer, "reg=none", "task.limit_train=16", "data.batch_size=2", "trainer.max_epochs=1",
-                 "run.geometry=false")  # fmt: skip
+    overrides = (*optimizer, "reg=none", "task.limit_train=16", "data.batch_size=2", "trainer.max_epochs=1")
     folder = run_uninterrupted(*overrides)
     assert_same(run_interrupted(FineTuner, "training_step", 7, *overrides), folder)
 
