@@ -449,7 +449,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["optim=sgd", "optim.arguments.momentum=-1"], ["{'momentum': -1}", "SGD refuses", "Invalid momentum value: -1"]),
     # torch's constructor accepts these, and its first step does not
     (["optim=torch", "optim.name=Adam", "+optim.arguments.betas=[0.9,0.9,0.9]"], ["0.9, 0.9, 0.9", "Adam refuses"]),
-    (["optim=adafactor", "trainer.strategy=fsdp"], ["optim=adafactor cannot", "use trainer.strategy=ddp"]),
+    (["optim=adafactor", "trainer.strategy=fsdp"], ["Adafactor cannot train sharded", "use trainer.strategy=ddp"]),
     (["optim=sgd", "optim.arguments=3"], ["optim.arguments=3 is not a mapping"]),
     (["reg.name=foo"], ["reg.name=foo", "istar"]),
     (["reg.name=istarr"], ["reg.name=istarr", "did you mean istar?"]),

@@ -555,9 +555,9 @@ class Config:
     def __post_init__(self) -> None:
         if type(self.seed) is not int or not 0 <= self.seed < 2**32:
             raise UserError(f"seed={self.seed} is not a whole number in [0, 2^32)")
-        if self.trainer.strategy == "fsdp" and self.optim.name == "Adafactor":
+        if self.trainer.strategy == "fsdp" and self.optim.name in ("Adafactor", "Rprop"):
             raise UserError(
-                "optim=adafactor cannot train sharded weights; use trainer.strategy=ddp or another optimizer"
+                f"{self.optim.name} cannot train sharded weights; use trainer.strategy=ddp or another optim"
             )
         if self.trainer.fast_dev_run:
             self.run = replace(self.run, smoke=True)

@@ -1,6 +1,7 @@
 """Which optimizer trains which parameters, and Coupled Adam against the formulas of the paper."""
 
 import math
+import os
 from copy import deepcopy
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -8,17 +9,27 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.testing import assert_close
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from istar.errors import UserError
 from istar.finetune.training.coupled_adam import CoupledAdam
 from istar.finetune.training.optimizers import make_optimizer
+from istar.hidden_states.sharding import is_sharded_tensor
 from istar.records.config import AdamWConfig
 from istar.records.config.groups import TorchOptimConfig
 from istar.regularizers import CosReg
+from tests.forks import run_in_processes
 
-SIZES = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES = {"vocab_size": 21, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 CONFIGS = {
     "adamw": AdamWConfig(weight_decay=0.1),
     "muon": AdamWConfig(name="muon", weight_decay=0.1),
@@ -206,3 +217,66 @@ def test_gradients_are_unscaled_once(setting, name):
     set_gradients(module.model, 0)
     module.configure_gradient_clipping(make_optimizer(module.model, CONFIGS[name]))
     assert module.trainer.precision_plugin.scaler.unscale_.call_count == (name == "adamw")
+
+
+# ---- sharded weights
+
+TORCH_NAMES = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop")
+SHARDED_CONFIGS = {
+    "adamw": AdamWConfig(lr=0.01),
+    "coupled_adam": AdamWConfig(name="coupled_adam", lr=0.01),
+    "muon": AdamWConfig(name="muon", lr=0.01),
+    "SGD": TorchOptimConfig(name="SGD", lr=0.01, arguments={"momentum": 0.9}),
+    **{name: TorchOptimConfig(name=name, lr=0.01) for name in TORCH_NAMES},
+}
+
+
+def train_four_steps(model, config) -> torch.Tensor:
+    """Return all parameters after four steps, of which a new optimizer with the states of the first makes the last."""
+    optimizer = make_optimizer(model, config)
+    for seed in range(4):
+        if seed == 3:
+            options = StateDictOptions(full_state_dict=True)
+            states = get_optimizer_state_dict(model, optimizer, options=options)
+            model.zero_grad()
+            optimizer = make_optimizer(model, config)
+            set_optimizer_state_dict(model, optimizer, states, options=options)
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in model.parameters():
+            gradient = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            is_sharded = is_sharded_tensor(parameter)
+            parameter.grad = (
+                distribute_tensor(gradient, parameter.device_mesh, parameter.placements) if is_sharded else gradient
+            )
+        optimizer.step()
+    weights = [weight.full_tensor() if is_sharded_tensor(weight) else weight for weight in model.parameters()]
+    return torch.nn.utils.parameters_to_vector(weights).detach()
+
+
+def run_worker(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    mesh = dist.init_device_mesh("cpu", (2,))
+    results = {
+        name: train_four_steps(fully_shard(make_llama(), mesh=mesh), config) for name, config in SHARDED_CONFIGS.items()
+    }
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.barrier()
+    # Skip the shutdown of the interpreter, in which the process group may abort.
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def sharded_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor]]:
+    folder = tmp_path_factory.mktemp("gloo")
+    run_in_processes(run_worker, (str(folder),), 2)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", SHARDED_CONFIGS)
+def test_two_processes_with_sharded_weights_train_as_one(sharded_results, name):
+    """Muon computes in bfloat16, in which sums in another order differ."""
+    expected = train_four_steps(make_llama(), SHARDED_CONFIGS[name])
+    atol = 2e-3 if name == "muon" else 1e-12
+    for result in sharded_results:
+        assert_close(result[name], expected, rtol=0, atol=atol)
