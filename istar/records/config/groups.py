@@ -556,9 +556,7 @@ class Config:
         if type(self.seed) is not int or not 0 <= self.seed < 2**32:
             raise UserError(f"seed={self.seed} is not a whole number in [0, 2^32)")
         if self.trainer.strategy == "fsdp" and self.optim.name in ("Adafactor", "Rprop"):
-            raise UserError(
-                f"{self.optim.name} cannot train sharded weights; use trainer.strategy=ddp or another optim"
-            )
+            raise UserError(f"{self.optim.name} cannot train sharded weights; use trainer.strategy=ddp, or another one")
         if self.trainer.fast_dev_run:
             self.run = replace(self.run, smoke=True)
         if self.trainer.precision != "auto":
