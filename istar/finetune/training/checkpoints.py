@@ -22,7 +22,7 @@ from istar.errors import UserError, shorten
 from istar.files.writing import atomic_write
 from istar.finetune.training.history import History, MetricsFile
 from istar.finetune.training.module import all_gather_object
-from istar.finetune.training.sharding import ShardingStrategy
+from istar.finetune.training.sharded_training import ShardingStrategy
 from istar.finetune.training.signals import StopSignal
 
 CHECKPOINT_FORMAT = 5

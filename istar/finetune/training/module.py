@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from istar.errors import NonFiniteError, UserError
 from istar.finetune.tasks.evaluation import Evaluation
 from istar.finetune.training.optimizers import make_optimizer
-from istar.finetune.training.sharding import ShardingStrategy, shard
+from istar.finetune.training.sharded_training import ShardingStrategy, shard
 from istar.hidden_states import AttachedPenalty
 from istar.hidden_states.model_layers import ReturnedStates
 from istar.hidden_states.sharding import is_sharded_module, is_sharded_tensor

@@ -19,7 +19,7 @@ from istar.finetune.tasks.evaluation import Evaluator
 from istar.finetune.tasks.features import Collator, FeatureRows, featurize
 from istar.finetune.tasks.loading import load_splits
 from istar.finetune.training import FineTuner, FineTuningData, ShrinkageCovariance, ValidationGeometry, module
-from istar.finetune.training.sharding import ShardingStrategy
+from istar.finetune.training.sharded_training import ShardingStrategy
 from istar.hidden_states import HiddenStatePenalty, PenaltySettings, attach
 from istar.hidden_states.sharding import is_sharded_module, is_sharded_tensor
 from istar.inputs import pretrained

@@ -25,7 +25,7 @@ from transformers import (
 
 import istar
 from istar.errors import UserError
-from istar.finetune.training.sharding import gather_weights, load_weights, shard
+from istar.finetune.training.sharded_training import gather_weights, scatter_weights, shard
 from tests.forks import run_in_processes
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
@@ -101,7 +101,7 @@ def train(case: str, rank: int = 0, world_size: int = 1) -> dict[str, torch.Tens
 def check_loading(model: torch.nn.Module, weights: dict[str, torch.Tensor], rank: int) -> None:
     """All processes load other weights, and have them afterwards."""
     [everyones_weights] = broadcast([weights if rank == 0 else None])
-    load_weights(model, {name: 2 * value for name, value in everyones_weights.items()})
+    scatter_weights(model, {name: 2 * value for name, value in everyones_weights.items()})
     loaded = gather_weights(model)
     assert loaded is not None
     if rank == 0:
