@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 from istar.drawing.terminal import make_console
 from istar.errors import UserError
+from istar.finetune.runs import extras
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from istar.geometry.collect.corpus_statistics import MeasureSettings
+    from istar.inputs.device_maps import DeviceMap
 
 MODEL_HELP = "[label=]<hub id, folder or run>[@revision]"
 MEASURING_MINIMA = {"length": 0, "batch_tokens": 1, "sample": 0, "seed": 0, "max_tokens": 1, "groups": 0}
@@ -71,8 +73,35 @@ def add_measuring_options(parser: argparse.ArgumentParser) -> None:
     add("--groups", type=int, default=10, help="groups of documents for standard errors; 0: none (default: 10)")
     add("--no-intra", action="store_true", help="leave out IntraSim; its memory grows with the number of words")
     dtypes = ("float32", "float64", "bf16", "float16")
-    add("--dtype", choices=dtypes, default="float32", help="data type of the weights (default: float32)")
+    dtype_help = "data type of the weights, bf16 also as bfloat16 (default: float32)"
+    add("--dtype", type=_shorten_dtype, choices=dtypes, default="float32", help=dtype_help)
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1 ... (default: auto)")
+    maps = ("auto", "balanced", "balanced_low_0", "sequential")
+    map_help = "instead of --device: place the layers on all GPUs, the CPU and the disk, with accelerate"
+    add("--device-map", choices=maps, help=map_help)
+    add_list(parser, "--max-memory", "with --device-map: most memory for weights by device, such as cpu=200GB,0=20GB")
+    add("--offload-folder", type=Path, help="with --device-map: folder for weights that fit into no memory")
+
+
+def _shorten_dtype(name: str) -> str:
+    return "bf16" if name == "bfloat16" else name
+
+
+def make_device(options: argparse.Namespace) -> "str | DeviceMap":
+    """Return where to put a model by the options of `add_measuring_options`: a device, or several by a map.
+
+    Raises a `UserError` if the options contradict each other, or accelerate is not installed.
+    """
+    if options.device_map is None:
+        if options.max_memory or options.offload_folder:
+            raise UserError("--max-memory and --offload-folder need --device-map, such as --device-map auto")
+        return str(options.device)
+    if options.device != "auto":
+        raise UserError(f"--device {options.device} does not go with --device-map, which chooses the devices")
+    extras.require("--device-map", "large")
+    from istar.inputs.device_maps import DeviceMap, parse_max_memory
+
+    return DeviceMap(options.device_map, parse_max_memory(options.max_memory), options.offload_folder)
 
 
 def make_measure_settings(options: argparse.Namespace) -> "MeasureSettings":

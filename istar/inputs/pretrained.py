@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from istar.errors import UserError, shorten
+from istar.hidden_states.offloading import find_input_device
 from istar.inputs import demo, tiny
 from istar.inputs.adapters import add_adapters, find_base, save_adapters
 from istar.inputs.architectures import (
@@ -30,6 +31,7 @@ from istar.inputs.architectures import (
     make_config,
     override_config,
 )
+from istar.inputs.device_maps import DeviceMap
 from istar.inputs.model_files import (
     check_json_files,
     convert_to_user_errors,
@@ -237,16 +239,23 @@ def load_model(
     return model.train()
 
 
-def load_encoder(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> PreTrainedModel:
+def load_encoder(
+    config: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+    device_map: DeviceMap | None = None,
+) -> PreTrainedModel:
     """Load a text model of any architecture without a head, in eval mode and the given data type.
 
-    Of an encoder-decoder, the encoder is returned, with a warning.
+    It is on the CPU, or where a device map puts its layers. Of an encoder-decoder, the encoder is returned, with a
+    warning.
 
     Raises:
         UserError: if the model is not found, if weights are missing, or if the model cannot process the tokenizer's
             output.
     """
-    model: Any = load_weights(config, AutoModel, dtype=dtype)
+    options = {} if device_map is None else device_map.make_options()
+    model: Any = load_weights(config, AutoModel, dtype=dtype, **options)
     if model.config.is_encoder_decoder:
         log.warning("%s is an encoder-decoder (%s); only its encoder is read", config.label, model.config.model_type)
         model = model.get_encoder()
@@ -359,7 +368,7 @@ def _check_outputs(label: str, model: Any, tokenizer: PreTrainedTokenizerBase, i
         )
     try:
         with torch.no_grad():
-            outputs = model(**inputs)[0]
+            outputs = model(**inputs.to(find_input_device(model)))[0]
     except Exception as error:  # the types depend on the architecture
         raise UserError(
             f"{label} cannot process the output of its tokenizer ({shorten(error)}); do they belong together?"
@@ -369,11 +378,12 @@ def _check_outputs(label: str, model: Any, tokenizer: PreTrainedTokenizerBase, i
 
 
 def _explain_nonfinite_outputs(model: Any) -> str:
-    if any(parameter.isnan().any() for parameter in model.parameters()):
+    parameters = [parameter for parameter in model.parameters() if not parameter.is_meta]
+    if any(parameter.isnan().any() for parameter in parameters):
         return "its weights are damaged: some are NaN"
     dtype = str(model.dtype).removeprefix("torch.")
     if dtype == "float16":
         return "they overflow float16, which ends at 65,504: choose float32 or bf16"
-    if all(parameter.isfinite().all() for parameter in model.parameters()):
+    if all(parameter.isfinite().all() for parameter in parameters):
         return f"its weights are finite, but what it computes overflows {dtype}: look for very large weights"
     return "its weights are damaged: some are infinite"
