@@ -44,12 +44,9 @@ def run(options: argparse.Namespace) -> None:
     if not options.text:
         raise UserError("--text is missing; expected a file or folder of text, or --list to see the measures")
     settings = shared_options.make_measure_settings(options)
-    shared_options.make_device(options)  # a mistake shows before anything is read
+    options.device = shared_options.find_placement(options)
     if options.device_map and (options.revisions or options.checkpoints is not None):
-        raise UserError(
-            "--device-map does not go with --revisions or --checkpoints; measure them one by one, such as "
-            "<model>@<revision>"
-        )
+        raise UserError("--device-map does not go with --revisions or --checkpoints; measure <model>@<revision> each")
     from istar.geometry.collect.stream import join_process_group
     from istar.inputs import corpus, saved_checkpoints
 
@@ -101,7 +98,7 @@ def measure_models(
     }
     stream.wait_for_all_processes()  # a process that still checks the folder would remove another one's files
     console = make_console(stderr=True) if rank == 0 else None
-    hardware = options.dtype, shared_options.make_device(options)
+    hardware = options.dtype, options.device
     for model, folder in folders.items():
         if console is not None and len(folders) > 1:
             console.print(f"measuring {model.default_label}", soft_wrap=True)

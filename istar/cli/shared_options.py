@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from istar.drawing.terminal import make_console
 from istar.errors import UserError
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from istar.geometry.collect.corpus_statistics import MeasureSettings
-    from istar.inputs.device_maps import DeviceMap
 
 MODEL_HELP = "[label=]<hub id, folder or run>[@revision]"
 MEASURING_MINIMA = {"length": 0, "batch_tokens": 1, "sample": 0, "seed": 0, "max_tokens": 1, "groups": 0}
@@ -74,7 +73,13 @@ def add_measuring_options(parser: argparse.ArgumentParser) -> None:
     add("--no-intra", action="store_true", help="leave out IntraSim; its memory grows with the number of words")
     dtypes = ("float32", "float64", "bf16", "float16")
     dtype_help = "data type of the weights, bf16 also as bfloat16 (default: float32)"
-    add("--dtype", type=_shorten_dtype, choices=dtypes, default="float32", help=dtype_help)
+    add(
+        "--dtype",
+        type=lambda name: "bf16" if name == "bfloat16" else name,
+        choices=dtypes,
+        default="float32",
+        help=dtype_help,
+    )
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1 ... (default: auto)")
     maps = ("auto", "balanced", "balanced_low_0", "sequential")
     map_help = "instead of --device: place the layers on all GPUs, the CPU and the disk, with accelerate"
@@ -83,12 +88,8 @@ def add_measuring_options(parser: argparse.ArgumentParser) -> None:
     add("--offload-folder", type=Path, help="with --device-map: folder for weights that fit into no memory")
 
 
-def _shorten_dtype(name: str) -> str:
-    return "bf16" if name == "bfloat16" else name
-
-
-def make_device(options: argparse.Namespace) -> "str | DeviceMap":
-    """Return where to put a model by the options of `add_measuring_options`: a device, or several by a map.
+def find_placement(options: argparse.Namespace) -> str | dict[str, Any]:
+    """Return the device to put a model on, or the arguments of `from_pretrained` that place it by `--device-map`.
 
     Raises a `UserError` if the options contradict each other, or accelerate is not installed.
     """
@@ -99,9 +100,20 @@ def make_device(options: argparse.Namespace) -> "str | DeviceMap":
     if options.device != "auto":
         raise UserError(f"--device {options.device} does not go with --device-map, which chooses the devices")
     extras.require("--device-map", "large")
-    from istar.inputs.device_maps import DeviceMap, parse_max_memory
+    memory = dict(map(_parse_memory, options.max_memory)) or None
+    return {"device_map": options.device_map, "max_memory": memory, "offload_folder": options.offload_folder}
 
-    return DeviceMap(options.device_map, parse_max_memory(options.max_memory), options.offload_folder)
+
+def _parse_memory(text: str) -> tuple[str | int, int]:
+    import torch
+    from accelerate.utils import convert_file_size_to_int
+
+    name, _, size = text.partition("=")
+    try:
+        device = name if name == "cpu" else range(torch.cuda.device_count()).index(int(name))
+        return device, convert_file_size_to_int(size.upper())  # accelerate takes a small b for bits
+    except ValueError as error:
+        raise UserError(f"--max-memory {text}: expected cpu or a GPU of this machine, and a size: 0=20GB") from error
 
 
 def make_measure_settings(options: argparse.Namespace) -> "MeasureSettings":

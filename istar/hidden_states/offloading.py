@@ -1,7 +1,6 @@
-"""Models whose weights are on several devices, or partly offloaded by accelerate: parameters without data (meta)."""
+"""Models on several devices, some of whose parameters accelerate has offloaded, so that they have no data (meta)."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -13,26 +12,17 @@ def find_input_device(model: nn.Module) -> torch.device:
     return next(devices, torch.device("meta"))
 
 
-def is_offloaded(module: nn.Module) -> bool:
-    """Return whether a parameter of a module, or of a part of it, is offloaded to the CPU or to the disk."""
-    return any(parameter.is_meta for parameter in module.parameters())
-
-
-@contextmanager
-def hold_weights(module: nn.Module) -> Iterator[None]:
-    """Keep a module's own parameters on the CPU within the block, if any of them is offloaded."""
+def hold_weights(module: nn.Module) -> AbstractContextManager[None]:
+    """Return a context that loads a module's own parameters into CPU memory, if any of them is offloaded."""
     if not any(parameter.is_meta for parameter in module.parameters(recurse=False)):
-        yield
-        return
+        return nullcontext()
     from accelerate.utils import align_module_device
 
-    with align_module_device(module, torch.device("cpu")):
-        yield
+    return align_module_device(module, torch.device("cpu"))
 
 
 def read_parameter(model: nn.Module, name: str) -> Tensor:
-    """Return a parameter, on the CPU if it is offloaded; no other module's weights are read."""
-    owner, _, attribute = name.rpartition(".")
-    module = model.get_submodule(owner)
-    with hold_weights(module):
-        return module.get_parameter(attribute).detach()
+    """Return a parameter by name, on the CPU if it is offloaded. No other module's weights are loaded."""
+    owner, _, _ = name.rpartition(".")
+    with hold_weights(model.get_submodule(owner)):
+        return model.get_parameter(name).detach()

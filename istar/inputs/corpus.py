@@ -222,12 +222,6 @@ def sorted_windows(blocks: Iterable[T], block_length: Callable[[T], int]) -> Ite
         yield sorted(window, key=block_length, reverse=True)
 
 
-def choose_batch_tokens(num_tokens: int | None, device: torch.device) -> int:
-    """Return the maximum number of tokens of a batch: `num_tokens`, or if it is None the default for the device."""
-    default = BATCH_TOKENS if device.type == "cpu" else BATCH_TOKENS_ON_DEVICES
-    return default if num_tokens is None else num_tokens
-
-
 def split_into_batches(
     blocks: Iterable[T],
     block_length: Callable[[T], int],
@@ -240,7 +234,8 @@ def split_into_batches(
     `block_length` returns the number of tokens of a block. Neighbours should have similar lengths, and without padding
     have the same. The default of `num_tokens` is `BATCH_TOKENS` on a CPU, else `BATCH_TOKENS_ON_DEVICES`.
     """
-    num_tokens = choose_batch_tokens(num_tokens, device)
+    if num_tokens is None:
+        num_tokens = BATCH_TOKENS if device.type == "cpu" else BATCH_TOKENS_ON_DEVICES
     batch: list[T] = []
     longest = 0
     for block in blocks:

@@ -94,12 +94,9 @@ def load_weights(config: ModelConfig, auto_class: Any, /, **options: Any) -> Pre
     required. Raises a `UserError` if the model cannot be loaded, or weights outside the head and the pooler are
     missing.
     """
-    has_map = "device_map" in options
     if has_adapters(config.name):
-        if has_map:
-            raise UserError(
-                f"{config.name} holds adapters, which a device map cannot place; merge them into a model first"
-            )
+        if "device_map" in options:
+            raise UserError(f"{config.name} holds adapters; merge them into a model, which --device-map can place")
         with tempfile.TemporaryDirectory() as folder:
             _write_merged_model(config, Path(folder), options["dtype"])
             return load_weights(replace(config, name=folder), auto_class, **options)
@@ -111,9 +108,9 @@ def load_weights(config: ModelConfig, auto_class: Any, /, **options: Any) -> Pre
     if checkpoint_class is None or checkpoint_class.base_model_prefix == model.base_model_prefix:
         _check_loaded_weights(config.label, model, loading_info)
         return model
-    if has_map:
+    if "device_map" in options:
         raise UserError(
-            f"{config.label} is a {checkpoint_class.__name__}, which a device map cannot place; leave it out"
+            f"{config.label} is a {checkpoint_class.__name__}, which --device-map cannot place; leave it out"
         )
     # Some classes of an architecture name the base model differently, so that transformers does not find its
     # weights: it is `model` in `LlamaForCausalLM`, but `transformer` in `LlamaForQuestionAnswering`.

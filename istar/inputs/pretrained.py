@@ -31,7 +31,6 @@ from istar.inputs.architectures import (
     make_config,
     override_config,
 )
-from istar.inputs.device_maps import DeviceMap
 from istar.inputs.model_files import (
     check_json_files,
     convert_to_user_errors,
@@ -240,22 +239,20 @@ def load_model(
 
 
 def load_encoder(
-    config: ModelConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    dtype: torch.dtype,
-    device_map: DeviceMap | None = None,
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, **placement: Any
 ) -> PreTrainedModel:
     """Load a text model of any architecture without a head, in eval mode and the given data type.
 
-    It is on the CPU, or where a device map puts its layers. Of an encoder-decoder, the encoder is returned, with a
-    warning.
+    `placement` are arguments of `from_pretrained`; without any, it is on the CPU. Of an encoder-decoder, the encoder is
+    returned, with a warning.
 
     Raises:
         UserError: if the model is not found, if weights are missing, or if the model cannot process the tokenizer's
             output.
     """
-    options = {} if device_map is None else device_map.make_options()
-    model: Any = load_weights(config, AutoModel, dtype=dtype, **options)
+    model: Any = load_weights(config, AutoModel, dtype=dtype, **placement)
+    if find_input_device(model).type == "meta":
+        raise UserError(f"{config.label}: --max-memory has no room for the first layer; the disk can take only others")
     if model.config.is_encoder_decoder:
         log.warning("%s is an encoder-decoder (%s); only its encoder is read", config.label, model.config.model_type)
         model = model.get_encoder()

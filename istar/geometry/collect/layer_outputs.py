@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from istar.hidden_states.model_layers import find_final_norm, find_layers, make_trial_ids, run_trial
-from istar.hidden_states.offloading import find_input_device, is_offloaded
+from istar.hidden_states.offloading import find_input_device
 from istar.inputs.corpus import Block, pad_batch
 from istar.measures.numerics import full_precision
 
@@ -44,7 +45,8 @@ class Taps:
         modules = self._layers.modules
         sources = [modules[0], *modules, *filter(None, [self.norm])] if modules and not self._layers.is_shared else []
         # Layers are offloaded where their device is full, so that their statistics have no place there either.
-        self._offloaded = {name for name, module in zip(self.names, sources, strict=False) if is_offloaded(module)}
+        are_offloaded = (any(weight.is_meta for weight in source.parameters()) for source in sources)
+        self._offloaded = list(compress(self.names, are_offloaded))
 
     @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

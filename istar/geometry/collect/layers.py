@@ -44,8 +44,7 @@ MeasureSet = Literal["basic", "all"]
 """Which measures to compute: `basic` leaves out the slowest, see `LayerSettings`."""
 _FLOAT32_RANGE = (1e-5, 1e8)
 """Norms and deviations of dimensions in this range have fourth powers within float32's range and precision."""
-NUM_NORM_EDGES = 241
-_NORM_EDGES = torch.logspace(-2, 4, NUM_NORM_EDGES).tolist()
+_NORM_EDGES = torch.logspace(-2, 4, 241).tolist()
 """Edges of the bins of the histogram of norms."""
 _MIN_FITTED_RANKS = 10
 """Smallest number of ranks that the power law of alpha-ReQ is fitted to. Any line fits few ranks."""

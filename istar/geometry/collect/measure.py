@@ -5,6 +5,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,7 +35,6 @@ from istar.records.config import ModelConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from istar.inputs.device_maps import DeviceMap
     from istar.inputs.embedding_matrix import Matrix
 
 WEIGHT_DTYPES = {
@@ -66,7 +66,7 @@ def measure_model(
     out: Path,
     revision: str | None = None,
     dtype: str = "float32",
-    device: "str | DeviceMap" = "auto",
+    device: str | Mapping[str, Any] = "auto",
     console: Console | None = None,
     command: str = "",
     earlier: Iterable[Measurements] = (),
@@ -77,8 +77,8 @@ def measure_model(
     measures of the hidden states. A length of 0 in `settings` means the model's longest input, 512 at most, or 512 if
     the model takes inputs of any length. `revision` is a branch, tag or commit on the hub. `dtype`, a key of
     `WEIGHT_DTYPES`, is for the weights; statistics are at least float32. `device` is a name such as cuda:1, or `auto`:
-    the GPU if there is one, else the CPU; or a map that places each layer. A console shows a progress bar, and the
-    memory of the pass if it is large or there is a map. `command` is recorded in the measures.
+    the GPU if there is one, else the CPU; or the arguments of `from_pretrained` that place each layer. A console
+    shows a progress bar, and the memory of a large pass. `command` is recorded in the measures.
 
     If one of the `earlier` measurements has the same weights, tokenizer, settings, dtype and texts, it is returned with
     the new names instead, and the console says so.
@@ -116,13 +116,9 @@ def measure_model(
     # The identity includes the paths and the contents of the texts.
     identity = compute_identity(weights, settings, [source.path for source in sources], *text_hashes.values())
     reader = Stream(model, tokenizer, settings, Output(out, "state").open_state("pass"), identity)
+    text_config, devices = model.config.get_text_config(), reader.taps.devices
     memory_line, num_bytes = describe_memory(
-        settings,
-        model.config.get_text_config(),
-        WEIGHT_DTYPES[dtype],
-        reader.taps.devices,
-        len(sources),
-        reader.num_processes,
+        settings, text_config, WEIGHT_DTYPES[dtype], devices, len(sources), reader.num_processes
     )
     if console is not None and (num_bytes > QUIET_BYTES or not isinstance(device, str)):
         console.print(memory_line, highlight=False, soft_wrap=True)
@@ -133,10 +129,8 @@ def measure_model(
             raise
         raise NonFiniteError(f"{error}; float16 ends at 65,504: choose --dtype float32 or bf16") from error
     norm = reader.taps.norm
-    gain_and_bias = None
-    if norm is not None:
-        with hold_weights(norm):
-            gain_and_bias = norm_parameters(norm, model.config.get_text_config().hidden_size)
+    with nullcontext() if norm is None else hold_weights(norm):
+        gain_and_bias = None if norm is None else norm_parameters(norm, text_config.hidden_size)
     matrix_by_side = {"input": read_parameter(model.get_input_embeddings(), "weight")}
     if output_matrix is not None:
         matrix_by_side["output"] = output_matrix.values.to(input_device)
@@ -301,13 +295,13 @@ def find_extreme_dimensions(layer: Layer) -> list[dict[str, float]]:
 
 
 def load_model(
-    config: ModelConfig, tokenizer: "PreTrainedTokenizerBase", dtype: str, device: "str | DeviceMap"
+    config: ModelConfig, tokenizer: "PreTrainedTokenizerBase", dtype: str, device: str | Mapping[str, Any]
 ) -> "PreTrainedModel":
-    """Load a model for measuring, and put it on a device, or its layers where a map puts them; see `measure_model`."""
+    """Load a model without a head, and put it on its devices; see `measure_model`."""
     from istar.inputs.pretrained import load_encoder
 
     if not isinstance(device, str):
-        return load_encoder(config, tokenizer, WEIGHT_DTYPES[dtype], device)
+        return load_encoder(config, tokenizer, WEIGHT_DTYPES[dtype], **device)
     model: Any = load_encoder(config, tokenizer, WEIGHT_DTYPES[dtype])
     return model.to(find_device(device))
 

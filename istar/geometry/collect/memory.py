@@ -10,18 +10,16 @@ import torch
 
 from istar.errors import UserError
 from istar.geometry.collect.corpus_statistics import MeasureSettings
-from istar.geometry.collect.layers import NUM_NORM_EDGES
-from istar.inputs.corpus import choose_batch_tokens
+from istar.inputs.corpus import BATCH_TOKENS, BATCH_TOKENS_ON_DEVICES
 from istar.measures.point_groups import NUM_LOG2_BINS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 QUIET_BYTES = 10**9
-"""Memory that is not worth a line."""
-_CPU = torch.device("cpu")
+"""Up to this memory, a pass on a single device says nothing about it."""
 _WORKING_MATRICES = 4
-"""Number of matrices `(d, d)` in float64 that merging and computing a layer's measures take, for one layer at a time."""
+"""Number of float64 matrices `(d, d)` that it takes to merge a layer and to compute its measures."""
 
 
 class LayerBytes(NamedTuple):
@@ -32,25 +30,18 @@ class LayerBytes(NamedTuple):
     types: int  # sums of IntraSim, if all token types of the vocabulary occur
 
 
-def count_layer_bytes(settings: MeasureSettings, config: "PretrainedConfig", num_taps: int) -> LayerBytes:
-    """Return the bytes of the statistics of each of `num_taps` layers of a model with this text config.
+def count_layer_bytes(settings: MeasureSettings, config: "PretrainedConfig", num_layers: int) -> LayerBytes:
+    """Return the bytes of the statistics of each of `num_layers` layers of a model with this text config, at most.
 
-    `sums` and `types` are the largest sizes: the score by sentence keeps a third matrix per group only for documents
-    longer than a block, and IntraSim has a row for each token type that occurs.
+    The score by sentence keeps the third matrix per group only for documents longer than a block.
     """
-    dim, layer_settings = config.hidden_size, settings.make_layer_settings(config.hidden_size, num_taps)
-    num_groups = settings.groups
-    has_scatters = num_groups and layer_settings.scatter_by_group
-    num_parts, matrices = (num_groups if has_scatters else 1), 1
-    vectors = num_parts * 3 + 9
-    if layer_settings.has_score_by_sentence:
-        matrices, vectors = 3, num_parts * 11 + 9
-    numbers = num_parts * matrices * dim**2 + vectors * dim + 2 * NUM_NORM_EDGES
-    numbers += (NUM_LOG2_BINS + num_groups) * (dim + 4)
-    numbers += 2**15 if settings.measures == "all" else 0  # bins of the massive activations
-    recent_parts = 2 * num_parts if layer_settings.has_score_by_sentence else num_parts
-    num_types = config.vocab_size if settings.intra else 0
-    return LayerBytes(8 * numbers, 4 * recent_parts * dim**2, 8 * num_types * (dim + 4))
+    dim, layer_settings = config.hidden_size, settings.make_layer_settings(config.hidden_size, num_layers)
+    num_parts = max(settings.groups, 1) if layer_settings.scatter_by_group else 1
+    matrices, vectors = (3, 9) if layer_settings.has_score_by_sentence else (1, 2)
+    numbers = num_parts * (matrices * dim**2 + vectors * dim) + (NUM_LOG2_BINS + settings.groups) * (dim + 4) + 8 * dim
+    numbers += 483 + (2**15 if settings.measures == "all" else 0)  # histograms of the norms and of the activations
+    recent = 4 * num_parts * dim**2 * (2 if layer_settings.has_score_by_sentence else 1)
+    return LayerBytes(8 * numbers, recent, 8 * config.vocab_size * (dim + 4) if settings.intra else 0)
 
 
 def describe_memory(
@@ -61,63 +52,50 @@ def describe_memory(
     num_sources: int = 1,
     num_processes: int = 1,
 ) -> tuple[str, int]:
-    """Return a line on the memory that a pass takes beside the weights, and the bytes of it that are certain.
+    """Return a line on the memory that a pass takes beside the weights, and its bytes, without those of IntraSim.
 
-    `devices` has the device of each tap's statistics, and `dtype` is of the hidden states. Raises a `UserError` if a
-    device has too little memory left. IntraSim, whose sums depend on how many token types occur, is only told.
+    `devices` has the device of each layer's statistics, and `dtype` is of the hidden states. Raises a `UserError` if a
+    device has too little memory left. IntraSim depends on how many token types occur, so that it is only told.
     """
-    layer, dim, num_taps = count_layer_bytes(settings, config, len(devices)), config.hidden_size, len(devices)
-    # Several sources have statistics of their own and combined ones, and the first process reads those of the others.
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    copies = 1 + (num_sources > 1)
-    batch_tokens = max(
-        settings.length, max(choose_batch_tokens(settings.batch_tokens, device) for device in devices.values())
-    )
-    state_bytes = 2 * batch_tokens * dim * dtype.itemsize  # as the model returns them, and those of included tokens
-    needed: Counter[torch.device] = Counter()
-    for device in devices.values():
-        needed[device] += copies * (layer.sums + layer.recent) + state_bytes
-    num_sampled = min(settings.sample, config.vocab_size)
-    needed[_CPU] += copies * num_taps * num_sampled * dim * dtype.itemsize
-    for device in needed:
-        share = num_local if device == _CPU else 1
-        merged = layer.sums * list(devices.values()).count(device) if num_processes > 1 else 0
-        needed[device] = share * (needed[device] + 8 * _WORKING_MATRICES * dim**2) + merged
+    layer, dim, cpu = count_layer_bytes(settings, config, len(devices)), config.hidden_size, torch.device("cpu")
+    copies = 1 + (num_sources > 1)  # the statistics of one source, and the combined ones
+    is_on_cpu = set(devices.values()) == {cpu}
+    batch_tokens = settings.batch_tokens or (BATCH_TOKENS if is_on_cpu else BATCH_TOKENS_ON_DEVICES)
+    batch_tokens = max(min(batch_tokens, settings.limit or batch_tokens), settings.length)
+    state_bytes = 2 * batch_tokens * dim * dtype.itemsize  # as the model returns them, and of the included tokens
+    needed = Counter({cpu: copies * len(devices) * min(settings.sample, config.vocab_size) * dim * dtype.itemsize})
+    for device, num_layers in Counter(devices.values()).items():
+        needed[device] += num_layers * (copies * (layer.sums + layer.recent) + state_bytes)
+        needed[device] += 8 * _WORKING_MATRICES * dim**2
+        needed[device] *= int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device == cpu else 1
+        # The first process reads the statistics of the others.
+        needed[device] += num_layers * layer.sums if num_processes > 1 else 0
     places = []
     for device, num_bytes in needed.items():
         free = read_free_bytes(device)
+        places.append(f"{num_bytes / 1e9:.2f} GB on {device}" + ("" if free is None else f" of {free / 1e9:.2f} free"))
         if free is not None and num_bytes > free:
             raise UserError(
-                f"the pass needs {_format(num_bytes)} on {device} beside the weights, but {_format(free)} is free; "
-                "lower --batch-tokens, --groups or --sample, or leave the weights less of it: --device-map auto with "
-                "--max-memory"
+                f"the pass takes {places[-1]} beside the weights; lower --batch-tokens, --groups or --sample, or give "
+                "the weights less of it by --device-map auto and --max-memory"
             )
-        places.append(f"{_format(num_bytes)} on {device}" + ("" if free is None else f" of {_format(free)} free"))
-    line = f"memory beside the weights: {', '.join(places)}; {_format(layer.sums)} for each of {num_taps} layers"
+    line = (
+        f"memory beside the weights: {', '.join(places)}; {layer.sums / 1e9:.2f} GB for each of {len(devices)} layers"
+    )
     if layer.types:
-        types = _format(copies * num_taps * layer.types)
-        line += f", and up to {types} for IntraSim, if all token types occur (--no-intra leaves it out)"
-    return line, sum(needed.values())
+        types = copies * len(devices) * layer.types / 1e9
+        line += f"; IntraSim takes {types:.2f} GB more if all token types occur, and none with --no-intra"
+    return line, needed.total()
 
 
 def read_free_bytes(device: torch.device) -> int | None:
     """Return the bytes that can still be allocated on a device, or None if the system does not say."""
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    if device.type != "cpu":
-        return None
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reserved
     try:
-        # Unlike the free pages, this counts the cache of files, which gives way.
+        # Unlike free pages, this includes the cache of files, which gives way.
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
+        return int(lines["MemAvailable"].split()[0]) * 1024 if device.type == "cpu" else None
+    except (OSError, KeyError, ValueError):  # not Linux
         return None
-
-
-def _format(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"

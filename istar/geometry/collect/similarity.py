@@ -2,8 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -15,7 +16,6 @@ from istar.errors import UserError
 from istar.geometry.collect.layer_outputs import Taps
 from istar.geometry.collect.measure import load_model
 from istar.inputs.corpus import Block, Blocks, Source, pad_batch, split_into_batches
-from istar.inputs.device_maps import DeviceMap
 from istar.inputs.pretrained import load_tokenizer
 from istar.measures.alignment import cka, cka_with_error
 from istar.measures.numerics import full_precision
@@ -120,15 +120,14 @@ def compute_similarities(
     models: Sequence[tuple[str, ModelConfig]],
     documents: Sequence[str],
     length: int,
-    device: str | DeviceMap = "auto",
+    device: str | Mapping[str, Any] = "auto",
     console: Console | None = None,
     dtype: str = "float32",
 ) -> list[Similarity]:
     """Compute CKA of all layers for each pair of labelled models. Only one model is in memory at a time.
 
-    Each document is represented by its mean hidden state; see `compute_mean_states`. `device` and `dtype` are as for
-    `measure.measure_model`. Raises a `UserError` if a model cannot be loaded, a document lacks tokens, or a layer has
-    equal states for all documents.
+    Each document is represented by its mean hidden state; see `compute_mean_states`. Raises a `UserError` if a model
+    cannot be loaded, a document lacks tokens, or a layer has equal states for all documents.
     """
     labelled_states: list[tuple[str, dict[str, Tensor]]] = []
     with make_progress(console) as progress:

@@ -48,10 +48,9 @@ class Stream:
     blocks of similar length. The processes of an initialized process group share the blocks of each window. Their
     accumulators are merged exactly, and rank 0 returns the result.
 
-    The model must be without a head, in eval mode, and on its devices; the statistics of a layer are where its hidden
-    states are. The names of the state files start with the name
-    of `state_path`; None saves no state. `identity` is a hash of everything that the result depends on; a state file
-    with another identity is ignored.
+    The model must be without a head, in eval mode, and on its devices. Statistics are where the hidden states are. The
+    names of the state files start with the name of `state_path`; None saves no state. `identity` is a hash of
+    everything that the result depends on; a state file with another identity is ignored.
 
     Attributes:
         taps: reads the model's hidden states.
@@ -280,10 +279,8 @@ class Stream:
         if self.num_processes > 1:
             for origin in origins.values():
                 dist.broadcast(origin, 0)
-        return {
-            tap: origin.to(device, accumulation_dtype(device))
-            for (tap, origin), device in zip(origins.items(), self.taps.devices.values(), strict=True)
-        }
+        devices = self.taps.devices
+        return {tap: origin.to(devices[tap], accumulation_dtype(devices[tap])) for tap, origin in origins.items()}
 
     def _create_statistics(self) -> CorpusStatistics:
         return CorpusStatistics(self._config, self.settings, self._origins)
