@@ -73,17 +73,11 @@ def add_measuring_options(parser: argparse.ArgumentParser) -> None:
     add("--no-intra", action="store_true", help="leave out IntraSim; its memory grows with the number of words")
     dtypes = ("float32", "float64", "bf16", "float16")
     dtype_help = "data type of the weights, bf16 also as bfloat16 (default: float32)"
-    add(
-        "--dtype",
-        type=lambda name: "bf16" if name == "bfloat16" else name,
-        choices=dtypes,
-        default="float32",
-        help=dtype_help,
-    )
+    full_names = {"bfloat16": "bf16"}
+    add("--dtype", type=lambda name: full_names.get(name, name), choices=dtypes, default="float32", help=dtype_help)
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1 ... (default: auto)")
     maps = ("auto", "balanced", "balanced_low_0", "sequential")
-    map_help = "instead of --device: place the layers on all GPUs, the CPU and the disk, with accelerate"
-    add("--device-map", choices=maps, help=map_help)
+    add("--device-map", choices=maps, help="instead of --device: place layers on GPUs, CPU and disk, by accelerate")
     add_list(parser, "--max-memory", "with --device-map: most memory for weights by device, such as cpu=200GB,0=20GB")
     add("--offload-folder", type=Path, help="with --device-map: folder for weights that fit into no memory")
 

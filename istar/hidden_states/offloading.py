@@ -12,9 +12,9 @@ def find_input_device(model: nn.Module) -> torch.device:
     return next(devices, torch.device("meta"))
 
 
-def hold_weights(module: nn.Module) -> AbstractContextManager[None]:
+def hold_weights(module: nn.Module | None) -> AbstractContextManager[None]:
     """Return a context that loads a module's own parameters into CPU memory, if any of them is offloaded."""
-    if not any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+    if module is None or not any(parameter.is_meta for parameter in module.parameters(recurse=False)):
         return nullcontext()
     from accelerate.utils import align_module_device
 

@@ -375,12 +375,12 @@ def _check_outputs(label: str, model: Any, tokenizer: PreTrainedTokenizerBase, i
 
 
 def _explain_nonfinite_outputs(model: Any) -> str:
-    parameters = [parameter for parameter in model.parameters() if not parameter.is_meta]
-    if any(parameter.isnan().any() for parameter in parameters):
+    weights = [parameter for parameter in model.parameters() if not parameter.is_meta]
+    if any(values.isnan().any() for values in weights):
         return "its weights are damaged: some are NaN"
     dtype = str(model.dtype).removeprefix("torch.")
     if dtype == "float16":
         return "they overflow float16, which ends at 65,504: choose float32 or bf16"
-    if all(parameter.isfinite().all() for parameter in parameters):
+    if all(values.isfinite().all() for values in weights):
         return f"its weights are finite, but what it computes overflows {dtype}: look for very large weights"
     return "its weights are damaged: some are infinite"

@@ -5,7 +5,6 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +19,7 @@ from istar.files.outputs import Output
 from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
 from istar.geometry.collect.layers import Layer
 from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements
-from istar.geometry.collect.memory import QUIET_BYTES, describe_memory
+from istar.geometry.collect.memory import describe_memory
 from istar.geometry.collect.stream import Stream
 from istar.hidden_states.offloading import find_input_device, hold_weights, read_parameter
 from istar.inputs.corpus import Source
@@ -87,12 +86,14 @@ def measure_model(
     """
     # transformers takes seconds to import, and pages of measured models do without it.
     from istar.inputs.embedding_matrix import read_untied_output
-    from istar.inputs.pretrained import load_tokenizer
+    from istar.inputs.pretrained import load_encoder, load_tokenizer
 
     start = time.monotonic()
     config = ModelConfig(name=name, revision=revision)
     tokenizer = load_tokenizer(config)
-    model: Any = load_model(config, tokenizer, dtype, device)
+    placement = {} if isinstance(device, str) else device
+    model: Any = load_encoder(config, tokenizer, WEIGHT_DTYPES[dtype], **placement)
+    model = model.to(find_device(device)) if isinstance(device, str) else model
     input_device = find_input_device(model)
     if input_device.type == "cpu":
         keep_freed_memory()
@@ -120,7 +121,7 @@ def measure_model(
     memory_line, num_bytes = describe_memory(
         settings, text_config, WEIGHT_DTYPES[dtype], devices, len(sources), reader.num_processes
     )
-    if console is not None and (num_bytes > QUIET_BYTES or not isinstance(device, str)):
+    if console is not None and (num_bytes > 1e9 or not isinstance(device, str)):
         console.print(memory_line, highlight=False, soft_wrap=True)
     try:
         summaries = reader(sources, lambda statistics: summarize_source(statistics, tokenizer), console)
@@ -129,7 +130,7 @@ def measure_model(
             raise
         raise NonFiniteError(f"{error}; float16 ends at 65,504: choose --dtype float32 or bf16") from error
     norm = reader.taps.norm
-    with nullcontext() if norm is None else hold_weights(norm):
+    with hold_weights(norm):
         gain_and_bias = None if norm is None else norm_parameters(norm, text_config.hidden_size)
     matrix_by_side = {"input": read_parameter(model.get_input_embeddings(), "weight")}
     if output_matrix is not None:
@@ -292,18 +293,6 @@ def find_extreme_dimensions(layer: Layer) -> list[dict[str, float]]:
         }
         for dimension in mean.abs().argsort(descending=True, stable=True)[:3].tolist()
     ]
-
-
-def load_model(
-    config: ModelConfig, tokenizer: "PreTrainedTokenizerBase", dtype: str, device: str | Mapping[str, Any]
-) -> "PreTrainedModel":
-    """Load a model without a head, and put it on its devices; see `measure_model`."""
-    from istar.inputs.pretrained import load_encoder
-
-    if not isinstance(device, str):
-        return load_encoder(config, tokenizer, WEIGHT_DTYPES[dtype], **device)
-    model: Any = load_encoder(config, tokenizer, WEIGHT_DTYPES[dtype])
-    return model.to(find_device(device))
 
 
 def find_device(name: str) -> torch.device:

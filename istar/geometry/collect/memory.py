@@ -4,7 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,24 +16,12 @@ from istar.measures.point_groups import NUM_LOG2_BINS
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-QUIET_BYTES = 10**9
-"""Up to this memory, a pass on a single device says nothing about it."""
-_WORKING_MATRICES = 4
-"""Number of float64 matrices `(d, d)` that it takes to merge a layer and to compute its measures."""
 
-
-class LayerBytes(NamedTuple):
-    """Bytes of the statistics of one layer."""
-
-    sums: int  # what its accumulators keep, without the next two
-    recent: int  # scatter matrices in float32 that are not yet added to the sums
-    types: int  # sums of IntraSim, if all token types of the vocabulary occur
-
-
-def count_layer_bytes(settings: MeasureSettings, config: "PretrainedConfig", num_layers: int) -> LayerBytes:
+def count_layer_bytes(settings: MeasureSettings, config: "PretrainedConfig", num_layers: int) -> tuple[int, int, int]:
     """Return the bytes of the statistics of each of `num_layers` layers of a model with this text config, at most.
 
-    The score by sentence keeps the third matrix per group only for documents longer than a block.
+    They are of the sums but those of IntraSim, of the scatter matrices that are not yet added to them, and of the sums
+    of IntraSim, if all token types occur. The score by sentence has a third matrix only with documents of many blocks.
     """
     dim, layer_settings = config.hidden_size, settings.make_layer_settings(config.hidden_size, num_layers)
     num_parts = max(settings.groups, 1) if layer_settings.scatter_by_group else 1
@@ -41,7 +29,7 @@ def count_layer_bytes(settings: MeasureSettings, config: "PretrainedConfig", num
     numbers = num_parts * (matrices * dim**2 + vectors * dim) + (NUM_LOG2_BINS + settings.groups) * (dim + 4) + 8 * dim
     numbers += 483 + (2**15 if settings.measures == "all" else 0)  # histograms of the norms and of the activations
     recent = 4 * num_parts * dim**2 * (2 if layer_settings.has_score_by_sentence else 1)
-    return LayerBytes(8 * numbers, recent, 8 * config.vocab_size * (dim + 4) if settings.intra else 0)
+    return 8 * numbers, recent, 8 * config.vocab_size * (dim + 4) if settings.intra else 0
 
 
 def describe_memory(
@@ -57,21 +45,20 @@ def describe_memory(
     `devices` has the device of each layer's statistics, and `dtype` is of the hidden states. Raises a `UserError` if a
     device has too little memory left. IntraSim depends on how many token types occur, so that it is only told.
     """
-    layer, dim, cpu = count_layer_bytes(settings, config, len(devices)), config.hidden_size, torch.device("cpu")
+    sums, recent, types = count_layer_bytes(settings, config, len(devices))
+    dim, cpu = config.hidden_size, torch.device("cpu")
     copies = 1 + (num_sources > 1)  # the statistics of one source, and the combined ones
-    is_on_cpu = set(devices.values()) == {cpu}
-    batch_tokens = settings.batch_tokens or (BATCH_TOKENS if is_on_cpu else BATCH_TOKENS_ON_DEVICES)
+    batch_tokens = settings.batch_tokens or (BATCH_TOKENS if {*devices.values()} == {cpu} else BATCH_TOKENS_ON_DEVICES)
     batch_tokens = max(min(batch_tokens, settings.limit or batch_tokens), settings.length)
     state_bytes = 2 * batch_tokens * dim * dtype.itemsize  # as the model returns them, and of the included tokens
     needed = Counter({cpu: copies * len(devices) * min(settings.sample, config.vocab_size) * dim * dtype.itemsize})
     for device, num_layers in Counter(devices.values()).items():
-        needed[device] += num_layers * (copies * (layer.sums + layer.recent) + state_bytes)
-        needed[device] += 8 * _WORKING_MATRICES * dim**2
+        needed[device] += num_layers * (copies * (sums + recent) + state_bytes)
+        needed[device] += 4 * 8 * dim**2  # to merge a layer, and to compute its measures
         needed[device] *= int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device == cpu else 1
-        # The first process reads the statistics of the others.
-        needed[device] += num_layers * layer.sums if num_processes > 1 else 0
+        needed[device] += num_layers * sums if num_processes > 1 else 0  # those of another process, to merge them
     places = []
-    for device, num_bytes in needed.items():
+    for device, num_bytes in (+needed).items():
         free = read_free_bytes(device)
         places.append(f"{num_bytes / 1e9:.2f} GB on {device}" + ("" if free is None else f" of {free / 1e9:.2f} free"))
         if free is not None and num_bytes > free:
@@ -79,12 +66,9 @@ def describe_memory(
                 f"the pass takes {places[-1]} beside the weights; lower --batch-tokens, --groups or --sample, or give "
                 "the weights less of it by --device-map auto and --max-memory"
             )
-    line = (
-        f"memory beside the weights: {', '.join(places)}; {layer.sums / 1e9:.2f} GB for each of {len(devices)} layers"
-    )
-    if layer.types:
-        types = copies * len(devices) * layer.types / 1e9
-        line += f"; IntraSim takes {types:.2f} GB more if all token types occur, and none with --no-intra"
+    line = f"memory beside the weights: {', '.join(places)}; {sums / 1e9:.2f} GB for each of {len(devices)} layers"
+    if types := copies * len(devices) * types:
+        line += f"; IntraSim takes {types / 1e9:.2f} GB more if all token types occur, and none with --no-intra"
     return line, needed.total()
 
 
