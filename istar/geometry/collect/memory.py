@@ -10,6 +10,7 @@ import torch
 
 from istar.errors import UserError
 from istar.geometry.collect.corpus_statistics import MeasureSettings
+from istar.geometry.collect.stream import UPDATE_BYTES, UPDATE_TOKENS
 from istar.inputs.corpus import BATCH_TOKENS, BATCH_TOKENS_ON_DEVICES
 from istar.measures.point_groups import NUM_LOG2_BINS
 
@@ -46,11 +47,11 @@ def describe_memory(
     device has too little memory left. IntraSim depends on how many token types occur, so that it is only told.
     """
     sums, recent, types = count_layer_bytes(settings, config, len(devices))
-    dim, cpu = config.hidden_size, torch.device("cpu")
-    copies = 1 + (num_sources > 1)  # the statistics of one source, and the combined ones
+    dim, cpu, copies = config.hidden_size, torch.device("cpu"), 1 + (num_sources > 1)  # of one source, and combined
     batch_tokens = settings.batch_tokens or (BATCH_TOKENS if {*devices.values()} == {cpu} else BATCH_TOKENS_ON_DEVICES)
     batch_tokens = max(min(batch_tokens, settings.limit or batch_tokens), settings.length)
-    state_bytes = 2 * batch_tokens * dim * dtype.itemsize  # as the model returns them, and of the included tokens
+    update_tokens = max(min(UPDATE_TOKENS, UPDATE_BYTES // (4 * len(devices) * dim)), batch_tokens)
+    state_bytes = (batch_tokens + update_tokens) * dim * dtype.itemsize  # of a batch, and of several joined ones
     needed = Counter({cpu: copies * len(devices) * min(settings.sample, config.vocab_size) * dim * dtype.itemsize})
     for device, num_layers in Counter(devices.values()).items():
         needed[device] += num_layers * (copies * (sums + recent) + state_bytes)
@@ -75,8 +76,8 @@ def describe_memory(
 def read_free_bytes(device: torch.device) -> int | None:
     """Return the bytes that can still be allocated on a device, or None if the system does not say."""
     if device.type == "cuda":
-        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + reserved
+        free, reserved = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)
+        return free + reserved - torch.cuda.memory_allocated(device)
     try:
         # Unlike free pages, this includes the cache of files, which gives way.
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
