@@ -20,7 +20,6 @@ from transformers import (
 )
 
 from istar.errors import UserError, shorten
-from istar.hidden_states.offloading import find_input_device
 from istar.inputs import demo, tiny
 from istar.inputs.adapters import add_adapters, find_base, save_adapters
 from istar.inputs.architectures import (
@@ -251,12 +250,14 @@ def load_encoder(
             output.
     """
     model: Any = load_weights(config, AutoModel, dtype=dtype, **placement)
-    if find_input_device(model).type == "meta":
+    device = next((weight.device for weight in model.parameters() if not weight.is_meta), None)
+    if device is None:
         raise UserError(f"{config.label}: --max-memory has no room for the first layer; the disk can take only others")
     if model.config.is_encoder_decoder:
         log.warning("%s is an encoder-decoder (%s); only its encoder is read", config.label, model.config.model_type)
         model = model.get_encoder()
-    _check_outputs(config.label, model, tokenizer, tokenizer("a", return_tensors="pt", return_token_type_ids=False))
+    inputs = tokenizer("a", return_tensors="pt", return_token_type_ids=False).to(device)
+    _check_outputs(config.label, model, tokenizer, inputs)
     return model.eval()
 
 
@@ -365,7 +366,7 @@ def _check_outputs(label: str, model: Any, tokenizer: PreTrainedTokenizerBase, i
         )
     try:
         with torch.no_grad():
-            outputs = model(**inputs.to(find_input_device(model)))[0]
+            outputs = model(**inputs)[0]
     except Exception as error:  # the types depend on the architecture
         raise UserError(
             f"{label} cannot process the output of its tokenizer ({shorten(error)}); do they belong together?"

@@ -118,11 +118,11 @@ def measure_model(
     identity = compute_identity(weights, settings, [source.path for source in sources], *text_hashes.values())
     reader = Stream(model, tokenizer, settings, Output(out, "state").open_state("pass"), identity)
     text_config, devices = model.config.get_text_config(), reader.taps.devices
-    memory_line, num_bytes = describe_memory(
+    line, size = describe_memory(
         settings, text_config, WEIGHT_DTYPES[dtype], devices, len(sources), reader.num_processes
     )
-    if console is not None and (num_bytes > 1e9 or not isinstance(device, str)):
-        console.print(memory_line, highlight=False, soft_wrap=True)
+    if console is not None and (size > 1e9 or not isinstance(device, str)):
+        console.print(line, highlight=False, soft_wrap=True)
     try:
         summaries = reader(sources, lambda statistics: summarize_source(statistics, tokenizer), console)
     except NonFiniteError as error:
