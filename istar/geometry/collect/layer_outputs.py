@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +45,7 @@ class Taps:
         sources = [modules[0], *modules, *filter(None, [self.norm])] if modules and not self._layers.is_shared else []
         # Layers are offloaded where their device is full, so that their statistics have no place there either.
         are_offloaded = (any(weight.is_meta for weight in source.parameters()) for source in sources)
-        self._offloaded = list(compress(self.names, are_offloaded))
+        self._offloaded = [tap for tap, is_away in zip(self.names, are_offloaded, strict=False) if is_away]
 
     @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
