@@ -15,6 +15,7 @@ _REPORT_MODULES = ("filelock", "jinja2", "markupsafe", "matplotlib", "numpy", "o
 MODULES_BY_EXTRA = {
     "transformers": ("transformers",),
     "report": _REPORT_MODULES,
+    "large": ("accelerate",),
     "lora": ("peft",),
     "sweep": ("optuna",),
     "tensorboard": ("tensorboard",),
