@@ -17,6 +17,8 @@ MODULES_BY_EXTRA = {
     "report": _REPORT_MODULES,
     "lora": ("peft",),
     "sweep": ("optuna",),
+    "ray": ("hydra_plugins.hydra_ray_launcher",),
+    "joblib": ("hydra_plugins.hydra_joblib_launcher",),
     "tensorboard": ("tensorboard",),
     "train": ("transformers", *_REPORT_MODULES, "datasets", "huggingface_hub", "hydra", "lightning",
               "safetensors", "sklearn", "tokenizers", "wandb"),

@@ -4,8 +4,9 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -106,6 +107,14 @@ class TrialQueue:
             self.on_ended(trial, outcome)
         return outcome is not None
 
+    def report_finished(self, batch: Iterable[Trial]) -> None:
+        """Report those of the running trials that have finished, while a launcher still executes the others."""
+        for trial in batch:
+            if self.runs.entry_by_name[trial.name].status == "running":
+                with suppress(UserError):  # the launcher returns it
+                    if (record := self.runs.read_finished_record(trial)) is not None:
+                        self.on_ended(trial, record)
+
     def on_started(self, trial: Trial, log_path: Path | None) -> None:
         """Record that a trial has started; its output is in the file `log_path`."""
         self.board.record_start(self.runs.entry_by_name[trial.name], log_path)
@@ -158,11 +167,12 @@ class SearchQueue(TrialQueue):
 
     def on_ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
         """Report the outcome of a trial to Optuna and to the board; a stopped trial is released instead."""
-        trial_number = self._trial_number_by_run.pop(trial.name)
+        trial_number = self._trial_number_by_run[trial.name]
         if status == "stopped":
             self._study.release(trial_number)
         else:
             self._study.tell(trial_number, outcome)
+        del self._trial_number_by_run[trial.name]
         super().on_ended(trial, outcome, status)
 
 
@@ -209,9 +219,11 @@ def run_queue(queue: TrialQueue) -> None:
         if not batch and not queue.is_waiting():
             return
         if batch:
-            with queue.board.ticking():
+            with queue.board.ticking(partial(queue.report_finished, batch)):
                 outcomes = request.launcher([_make_launcher_overrides(trial) for trial in batch])
             for trial, outcome in zip(batch, outcomes, strict=True):
+                if queue.runs.entry_by_name[trial.name].status == "finished":
+                    continue
                 if isinstance(outcome, LockedError):
                     queue.set_aside(trial)
                 else:
