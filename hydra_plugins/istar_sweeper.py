@@ -169,15 +169,13 @@ class IstarSweeper(Sweeper):
         assert self.launcher is not None
         # The jobs inherit the environment, even from sbatch.
         os.environ.update(make_import_variables())
-        _check_connection(self.config)
         try:
             returns = self.launcher.launch([list(overrides) for overrides in jobs], initial_job_idx=self._launched)
         except Exception as error:
             # submitit appends the whole output of a killed job to its message.
             message = shorten(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", 500)
             raise UserError(
-                f"{message}; jobs of a queue go on, and once they have ended, the same command gathers the results and "
-                "runs the rest"
+                f"{message}; jobs of a queue go on; after them, the same command gathers the results and runs the rest"
             ) from error
         self._launched += len(jobs)
         outcomes: list[Any] = []
@@ -190,45 +188,33 @@ class IstarSweeper(Sweeper):
 
 
 def _check_launcher(name: str, config: DictConfig) -> None:
-    """Raise a `UserError` if a launcher is not installed, or its Ray could not execute the runs and would wait."""
-    from istar.errors import UserError
+    """Raise a `UserError` if a launcher is not installed, or it has a Ray that would wait for ever or for minutes."""
+    from istar.errors import UserError, shorten
     from istar.finetune.runs import extras
     from istar.finetune.sweeps.pool import list_visible_gpus
 
-    if name in _EXTRA_BY_LAUNCHER:
-        extras.require(f"hydra/launcher={name}", _EXTRA_BY_LAUNCHER[name])
-    if _EXTRA_BY_LAUNCHER.get(name) != "ray":
+    extra = name.partition("_")[0]
+    if extra in ("ray", "joblib"):
+        extras.require(f"hydra/launcher={name}", extra)
+    if extra != "ray":
         return
-    num_gpus, init = config.hydra.launcher.ray.remote.get("num_gpus", 0), config.hydra.launcher.ray.init
+    num_gpus, init = config.hydra.launcher.ray.remote.num_gpus, config.hydra.launcher.ray.init
     key = f"hydra.launcher.ray.remote.num_gpus={num_gpus}"
     if not isinstance(num_gpus, int | float):
         raise UserError(f"{key} is not a number; set it, or trainer.devices, to the number of GPUs of a run")
-    if init.address != "local":
-        if not Path(config.run.root).expanduser().is_absolute():
-            raise UserError(
-                f"run.root={config.run.root}: the nodes of a Ray cluster have other working folders; expected the "
-                "absolute path of a folder that all nodes share"
-            )
-    elif num_gpus > (available := len(list_visible_gpus()) if init.num_gpus is None else init.num_gpus):
-        raise UserError(f"{key}: this machine has {available} GPUs; on CPUs, set hydra.launcher.ray.remote.num_gpus=0")
-
-
-def _check_connection(config: DictConfig) -> None:
-    """Raise a `UserError` if nothing answers at the address of a Ray cluster, for which Ray would wait minutes."""
-    from istar.errors import UserError, shorten
-
-    address = str(OmegaConf.select(config, "hydra.launcher.ray.init.address"))
-    if address == "auto":
-        address = os.environ.get("RAY_ADDRESS", address)
+    if init.address == "local":
+        if num_gpus > (available := len(list_visible_gpus()) if init.num_gpus is None else init.num_gpus):
+            raise UserError(f"{key}: this machine has {available} GPUs; hydra.launcher.ray.remote.num_gpus=0 uses CPUs")
+        return
+    if not Path(config.run.root).expanduser().is_absolute():
+        raise UserError(f"run.root={config.run.root}: the nodes of a Ray cluster need an absolute path that they share")
+    address = os.environ.get("RAY_ADDRESS", "auto") if init.address == "auto" else str(init.address)
     if match := re.fullmatch(r"(?:ray://)?([^:/]+):(\d+)", address):
         try:
             socket.create_connection((match[1], int(match[2])), timeout=10).close()
         except OSError as error:
             raise UserError(f"no Ray can be reached at {address} ({shorten(error)}); no run has started") from error
 
-
-_EXTRA_BY_LAUNCHER = {"ray": "ray", "ray_cluster": "ray", "joblib": "joblib"}
-"""The extra that each launcher needs; `istar.records.config.schema.explain` knows that of the SLURM launchers."""
 
 _HYDRA_VALUE = re.compile(r"\{hydra\\?:")
 """An interpolation of a value of Hydra, like `${hydra:runtime.cwd}`; in lists of values, Hydra escapes `{` and `:`."""

@@ -110,10 +110,10 @@ class TrialQueue:
     def report_finished(self, batch: Iterable[Trial]) -> None:
         """Report those of the running trials that have finished, while a launcher still executes the others."""
         for trial in batch:
-            if self.runs.entry_by_name[trial.name].status == "running":
-                with suppress(UserError):  # the launcher returns it
-                    if (record := self.runs.read_finished_record(trial)) is not None:
-                        self.on_ended(trial, record)
+            is_running = self.runs.entry_by_name[trial.name].status == "running"
+            with suppress(UserError):  # the launcher returns it
+                if is_running and (record := self.runs.read_finished_record(trial)) is not None:
+                    self.on_ended(trial, record)
 
     def on_started(self, trial: Trial, log_path: Path | None) -> None:
         """Record that a trial has started; its output is in the file `log_path`."""
@@ -151,6 +151,10 @@ class SearchQueue(TrialQueue):
             self._add_suggested_trial(*suggestion)
         return replace(trial, optuna_trial=self._study.trial_address(self._trial_number_by_run[trial.name]))
 
+    def is_waiting(self) -> bool:
+        """Return whether other processes execute trials, whose results belong to the search."""
+        return super().is_waiting() or self._study.is_waiting()
+
     def _add_suggested_trial(self, trial_number: int, overrides: Overrides) -> None:
         """Add a trial that Optuna suggests as waiting, or report its outcome if its run already has one."""
         entry = self.runs.entry_by_name[self.runs.add_run(overrides).name]
@@ -177,7 +181,7 @@ class SearchQueue(TrialQueue):
 
 
 def run_search(runs: SweepRuns, live_board: Board) -> None:
-    """Execute the trials of an Optuna search, which includes the results of earlier calls.
+    """Execute the trials of an Optuna search, which includes the results of earlier and of concurrent calls.
 
     Raises:
         UserError: if a finished trial's run is gone, e.g. because its name has changed with the model or the data.
@@ -186,20 +190,26 @@ def run_search(runs: SweepRuns, live_board: Board) -> None:
     from istar.finetune.sweeps.study import Study
 
     with closing(Study(runs.request.settings, runs.space_by_grid, runs.folder, runs.run_name)) as study:
-        for trial_number, overrides in study.ended_trials():
-            trial = runs.add_run(overrides)
-            entry = runs.entry_by_name[trial.name]
-            runs.grid_by_run.setdefault(entry.name, study.grid_of_trial(trial_number))
-            if entry.status == "waiting":
-                if not (runs.request.root / entry.name / results.RESULT).exists():
-                    raise UserError(
-                        f"{runs.folder} has a finished trial whose run {entry.name} does not exist, because its folder "
-                        "is gone or the model or the data have changed; choose another sweep.name to search anew, or "
-                        "the earlier commit of a hub model with model.revision"
-                    )
-                entry.apply_record(runs.read_record(entry))
+        _add_ended_trials(runs, study)
         runs.state.to_come = study.num_trials_left()
         run_queue(SearchQueue(runs, live_board, study))
+        _add_ended_trials(runs, study)
+
+
+def _add_ended_trials(runs: SweepRuns, study: "Study") -> None:
+    """Add the runs of all trials that have ended, in any call; raises as `run_search` does."""
+    for trial_number, overrides in study.ended_trials():
+        trial = runs.add_run(overrides)
+        entry = runs.entry_by_name[trial.name]
+        runs.grid_by_run.setdefault(entry.name, study.grid_of_trial(trial_number))
+        if entry.status == "waiting":
+            if not (runs.request.root / entry.name / results.RESULT).exists():
+                raise UserError(
+                    f"{runs.folder} has a finished trial whose run {entry.name} does not exist, because its folder "
+                    "is gone or the model or the data have changed; choose another sweep.name to search anew, or "
+                    "the earlier commit of a hub model with model.revision"
+                )
+            entry.apply_record(runs.read_record(entry))
 
 
 def run_queue(queue: TrialQueue) -> None:

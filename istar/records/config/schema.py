@@ -64,16 +64,13 @@ def register() -> None:
 
 @functools.cache
 def register_sweeps() -> None:
-    """Store the options of `sweep` with Hydra, one for each file of `sweep_folder`; only the first call stores them.
-
-    Where a plugin stores a launcher of the same name as a file of conf/, it is removed: Hydra would merge both and warn.
-    """
-    store = ConfigStore.instance()
+    """Store the options of `sweep` with Hydra, one for each file of `sweep_folder`; only the first call stores them."""
     for path in sweep_folder().glob("*.yaml"):
-        store.store(group="sweep", name=path.stem, node=OmegaConf.load(path), package="_global_")
+        ConfigStore.instance().store(group="sweep", name=path.stem, node=OmegaConf.load(path), package="_global_")
     Plugins.instance()  # imports the plugins, which store their launchers
+    # Of a launcher that conf/ has too, Hydra would merge both options and warn.
     for path in (config_folder() / "hydra" / "launcher").glob("*.yaml"):
-        store.repo["hydra"]["launcher"].pop(path.name, None)
+        ConfigStore.instance().repo["hydra"]["launcher"].pop(path.name, None)
 
 
 def load(config: DictConfig) -> Config:
