@@ -39,15 +39,18 @@ class IstarSweeper(Sweeper):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config, self.hydra_context = config, hydra_context
+        # Runs need no launcher; joblib imports the plugins anew, and Hydra would warn of an option that they store.
+        with flag_override(config, "readonly", False):
+            texts = [text for text in config.hydra.overrides.hydra if not re.match(r"[+~]*hydra.launcher\b", text)]
+            config.hydra.overrides.hydra = texts
         # Hydra sets it for each run, but the sweep needs run.root, which may be ${hydra:runtime.cwd}/runs.
         job_config = _without_storage(config)
         HydraConfig.instance().set_config(job_config)
         self.launcher = None
-        launcher_name = config.hydra.runtime.choices["hydra/launcher"]
-        _check_launcher(launcher_name, config)
+        _check_launcher(config)
         # istar.finetune.sweeps.pool replaces Hydra's basic launcher, which executes the runs one after another in this
         # process.
-        if launcher_name != "basic":
+        if config.hydra.runtime.choices["hydra/launcher"] != "basic":
             self.launcher = Plugins.instance().instantiate_launcher(
                 hydra_context=hydra_context, task_function=task_function, config=job_config
             )
@@ -187,12 +190,13 @@ class IstarSweeper(Sweeper):
         return outcomes
 
 
-def _check_launcher(name: str, config: DictConfig) -> None:
+def _check_launcher(config: DictConfig) -> None:
     """Raise a `UserError` if a launcher is not installed, or it has a Ray that would wait for ever or for minutes."""
     from istar.errors import UserError, shorten
     from istar.finetune.runs import extras
     from istar.finetune.sweeps.pool import list_visible_gpus
 
+    name = config.hydra.runtime.choices["hydra/launcher"]
     extra = name.partition("_")[0]
     if extra in ("ray", "joblib"):
         extras.require(f"hydra/launcher={name}", extra)

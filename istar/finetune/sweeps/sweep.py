@@ -109,10 +109,9 @@ class TrialQueue:
 
     def report_finished(self, batch: Iterable[Trial]) -> None:
         """Report those of the running trials that have finished, while a launcher still executes the others."""
-        for trial in batch:
-            is_running = self.runs.entry_by_name[trial.name].status == "running"
+        for trial in (trial for trial in batch if self.runs.entry_by_name[trial.name].status == "running"):
             with suppress(UserError):  # the launcher returns it
-                if is_running and (record := self.runs.read_finished_record(trial)) is not None:
+                if (record := self.runs.read_finished_record(trial)) is not None:
                     self.on_ended(trial, record)
 
     def on_started(self, trial: Trial, log_path: Path | None) -> None:

@@ -53,9 +53,8 @@ class TrialReference:
 
 def open_storage(url: str) -> optuna.storages.BaseStorage:
     """Open the database at a URL, or the file of `journal:///<path>`, which several machines may share."""
-    if url.startswith("journal:///"):
-        file = optuna.storages.journal.JournalFileBackend(url.removeprefix("journal://"))
-        return optuna.storages.JournalStorage(file)
+    if (path := url.removeprefix("journal://")).startswith("/"):
+        return optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(path))
     return optuna.storages.get_storage(url)
 
 

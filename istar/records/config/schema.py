@@ -62,9 +62,8 @@ def register() -> None:
         store.store(group="task", name=name, node={"defaults": ["/schema/task@_here_", *model_override], "name": name})
 
 
-@functools.cache
 def register_sweeps() -> None:
-    """Store the options of `sweep` with Hydra, one for each file of `sweep_folder`; only the first call stores them."""
+    """Store the options of `sweep` with Hydra, one for each file of `sweep_folder`."""
     for path in sweep_folder().glob("*.yaml"):
         ConfigStore.instance().store(group="sweep", name=path.stem, node=OmegaConf.load(path), package="_global_")
     Plugins.instance()  # imports the plugins, which store their launchers
