@@ -181,9 +181,9 @@ def test_jobs_of_ray_have_gpus_of_their_own(tmp_path: Path, num_devices: int, gp
     """Ray assigns GPUs by number, whether or not the machine has them."""
     ray = pytest.importorskip("ray")
     pytest.importorskip(RAY)
-    jobs = [[f"seed={seed}"] for seed in range(len(gpus))]
+    jobs = [[f"seed={seed}", f"run.root={tmp_path}", f"task.limit_train={len(gpus)}"] for seed in range(len(gpus))]
     overrides = ["hydra/launcher=ray", "hydra.launcher.ray.init.num_cpus=2", "hydra.launcher.ray.init.num_gpus=2",
-                 f"trainer.devices={num_devices}", f"task.limit_train={len(gpus)}", f"run.root={tmp_path}"]  # fmt: skip
+                 f"trainer.devices={num_devices}"]  # fmt: skip
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("config", overrides, return_hydra_config=True)
