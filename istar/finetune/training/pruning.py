@@ -6,6 +6,7 @@ from pathlib import Path
 
 import lightning as L
 import optuna
+from optuna.storages.journal import JournalFileBackend
 
 from istar.errors import UserError, shorten
 from istar.finetune.training.history import History
@@ -54,7 +55,7 @@ class TrialReference:
 def open_storage(url: str) -> optuna.storages.BaseStorage:
     """Open the database at a URL, or the file of `journal:///<path>`, which several machines may share."""
     if (path := url.removeprefix("journal://")).startswith("/"):
-        return optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(path))
+        return optuna.storages.JournalStorage(JournalFileBackend(path))
     return optuna.storages.get_storage(url)
 
 
