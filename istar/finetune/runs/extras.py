@@ -18,6 +18,8 @@ MODULES_BY_EXTRA = {
     "large": ("accelerate",),
     "lora": ("peft",),
     "sweep": ("optuna",),
+    "ray": ("hydra_plugins.hydra_ray_launcher",),
+    "joblib": ("hydra_plugins.hydra_joblib_launcher",),
     "tensorboard": ("tensorboard",),
     "train": ("transformers", *_REPORT_MODULES, "datasets", "huggingface_hub", "hydra", "lightning",
               "safetensors", "sklearn", "tokenizers", "wandb"),

@@ -513,8 +513,8 @@ class SweepConfig:
     pruner: str = "none"
     """Optuna pruner: none, median, or asha (successive halving). It compares the headline metric after every epoch."""
     storage: str | None = None
-    """Optuna storage, a database URL that several sweeps may share. None means a SQLite file in the sweep's folder. A
-    password belongs in a variable, as other users can read the arguments of a command: `'${oc.env:STORAGE}'`."""
+    """Optuna storage that commands may share, a database URL or `journal:///<path>`. None means a SQLite file in the
+    sweep's folder. A password belongs in a variable, as other users can read arguments: `'${oc.env:STORAGE}'`."""
     trial: str | None = None
     """ID of the search trial that this run belongs to. Set by the sweep; do not set it by hand."""
 

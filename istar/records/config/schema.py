@@ -13,6 +13,7 @@ from typing import Any, TypeVar, get_args
 
 import yaml
 from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import AnyNode, BooleanNode, DictConfig, FloatNode, IntegerNode, OmegaConf, StringNode
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -28,7 +29,7 @@ from istar.records.config.groups import (
     describe_unknown_key,
 )
 from istar.records.config.penalties import PENALTIES
-from istar.records.options import sweep_folder
+from istar.records.options import config_folder, sweep_folder
 from istar.records.task_specs import TASKS
 
 T = TypeVar("T")
@@ -66,11 +67,14 @@ def register() -> None:
         store.store(group="task", name=name, node={"defaults": ["/schema/task@_here_", *model_override], "name": name})
 
 
-@functools.cache
 def register_sweeps() -> None:
-    """Store the options of `sweep` with Hydra, one for each file of `sweep_folder`; only the first call stores them."""
+    """Store the options of `sweep` with Hydra, one for each file of `sweep_folder`."""
     for path in sweep_folder().glob("*.yaml"):
         ConfigStore.instance().store(group="sweep", name=path.stem, node=OmegaConf.load(path), package="_global_")
+    Plugins.instance()  # imports the plugins, which store their launchers
+    # Of a launcher that conf/ has too, Hydra would merge both options and warn.
+    for path in (config_folder() / "hydra" / "launcher").glob("*.yaml"):
+        ConfigStore.instance().repo["hydra"]["launcher"].pop(path.name, None)
 
 
 def load(config: DictConfig) -> Config:
