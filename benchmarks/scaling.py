@@ -7,18 +7,27 @@ as in `benchmarks.step`, in float32 on the CPU; the order of both steps rotates 
 minutes on two idle cores, `--no-check` a few seconds.
 
     OMP_NUM_THREADS=1 python -m benchmarks.scaling --embeddings       time and memory of embedding matrices; 4 minutes
+    python -m benchmarks.scaling --processes           1 to 1,024 GPUs, and a check with 1, 2 and 4 processes; 2 minutes
 """
 
 import argparse
 import ctypes
+import os
+import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil
+from math import ceil, log2
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.table import Table
+from torch.multiprocessing import spawn
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.common import (
     Shape,
@@ -99,13 +108,44 @@ CHECKED_MATRICES = ((50_304, 1_024), (32_000, 2_048))
 PREDICTED_MATRICES = ((30_522, 768), *CHECKED_MATRICES, (128_256, 4_096), (256_000, 8_192))
 
 
+@dataclass(frozen=True)
+class LargeModel:
+    """A model on many GPUs: its parameters, layers and width, and the tokens of a process's micro-batch."""
+
+    parameters: float
+    layers: int
+    width: int
+    tokens: int
+
+
+LARGE_MODELS = {
+    "BERT-base": LargeModel(109.5e6, 12, 768, 32 * 128),
+    "Pythia-1B": LargeModel(1.01e9, 16, 2_048, 8 * 2_048),
+    "Pythia-12B": LargeModel(11.8e9, 36, 5_120, 4 * 2_048),
+    "70B": LargeModel(70.6e9, 80, 8_192, 2 * 4_096),
+}
+GPU = Machine(8, 989, 0.40, 0.0)
+"""A node of eight H200."""
+GPU_COUNTS = (1, 8, 64, 1_024)
+BANDWIDTHS, LATENCY = {"within a node": 300e9, "between nodes": 40e9}, 20e-6
+"""Bytes a second that each GPU is assumed to send in an all-reduce, and seconds that each of its hops takes."""
+CHECKED_SHAPE = Shape(4, 384, 8, 64)
+CHECKED_PROCESSES = (1, 2, 4)
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=positive_int, default=9, help="measured rounds (default: 9)")
     parser.add_argument("--no-check", action="store_true", help="print the computed tables alone")
     parser.add_argument("--embeddings", action="store_true", help="only the table of embedding matrices")
+    parser.add_argument("--processes", action="store_true", help="only the tables of several processes")
     options = parser.parse_args()
+    if options.processes:
+        make_console().print(make_processes_table())
+        if not options.no_check:
+            make_console().print(make_checked_processes_table(options.rounds))
+        return
     if options.embeddings:
         make_console().print(make_embeddings_table())
         return
@@ -121,9 +161,120 @@ def make_bytes_table() -> Table:
     for column in ("", "gradient, MB", "penalty, MB", "share"):
         table.add_column(column)
     for name, (millions, width) in MODELS.items():
-        penalty = 8 * (1 + width + width**2) / 1e6
+        penalty = count_penalty_bytes(width) / 1e6
         table.add_row(name, f"{4 * millions:.1f}", f"{penalty:.2f}", f"{penalty / (4 * millions):.1%}")
     return table
+
+
+def count_penalty_bytes(width: int) -> int:
+    """Return the bytes of the penalty's all-reduces in a micro-batch, forward and backward, without the padding.
+
+    In each direction these are the mean and the scatter matrix of all points, 1 + d + d^2 numbers in float64.
+    """
+    return 2 * 8 * (1 + width + width**2)
+
+
+def predict_all_reduce_seconds(num_bytes: float, num_gpus: int) -> float:
+    """Return the seconds of an all-reduce: each GPU sends 2 (W - 1) / W times the bytes, up and down a tree."""
+    bandwidth = BANDWIDTHS["within a node" if num_gpus <= GPU.gpus else "between nodes"]
+    return 2 * (num_gpus - 1) / num_gpus * num_bytes / bandwidth + 2 * ceil(log2(num_gpus)) * LATENCY
+
+
+def make_processes_table() -> Table:
+    """Return the table of predicted seconds of a step on 1 to 1,024 GPUs, and the penalty's share of it.
+
+    The products of the model take 6 operations for each parameter and token; those of the penalty 4 d^2 for each token
+    and layer. The gradient, 4 bytes a parameter, is reduced while the backward pass goes on, the penalty's matrices
+    while everything waits.
+    """
+    table = Table(title="a step with I-STAR on all layers, by arithmetic")
+    for column in (
+        "",
+        "GPUs",
+        "products, ms",
+        "gradient, ms",
+        "penalty's products",
+        "penalty's all-reduce, ms",
+        "share",
+    ):
+        table.add_column(column)
+    for name, model in LARGE_MODELS.items():
+        for num_gpus in GPU_COUNTS:
+            flops = GPU.tflops * 1e12 * GPU.share
+            products = 6 * model.parameters * model.tokens / flops
+            gradient = predict_all_reduce_seconds(4 * model.parameters, num_gpus)
+            penalty_products = 4 * model.width**2 * model.tokens * model.layers / flops
+            reduced = 2 * predict_all_reduce_seconds(count_penalty_bytes(model.width) / 2, num_gpus)
+            step = max(products, gradient) + penalty_products + reduced
+            milliseconds = (f"{1e3 * seconds:.3g}" for seconds in (products, gradient, penalty_products, reduced))
+            table.add_row(name, f"{num_gpus:,}", *milliseconds, f"{reduced / step:.2%}")
+    return table
+
+
+def make_checked_processes_table(rounds: int) -> Table:
+    """Return the table of a step's seconds with gloo processes on this machine, predicted and measured.
+
+    Predicted is the sum of a step without any exchange, while as many processes compute at the same time, and of the
+    all-reduces of the gradient and of the penalty's matrices alone.
+    """
+    shape = CHECKED_SHAPE
+    title = (
+        f"a step of {shape.layers} layers of {shape.width}, {shape.batch} x {shape.tokens} tokens a process, seconds"
+    )
+    table = Table(title=f"{title}, medians of {rounds} rounds")
+    for column in ("processes", "penalty", "without exchange", "all-reduces", "predicted", "measured", "MB reduced"):
+        table.add_column(column)
+    for num_processes in CHECKED_PROCESSES:
+        with tempfile.TemporaryDirectory() as folder:
+            spawn(time_process, (num_processes, folder, rounds), num_processes)
+            results = torch.load(Path(folder) / "seconds.pt")
+        for kind in ("none", "I-STAR"):
+            apart, exchange, together, num_bytes = results[kind]
+            seconds = (f"{value:.3f}" for value in (apart, exchange, apart + exchange, together))
+            table.add_row(str(num_processes), kind, *seconds, f"{num_bytes / 1e6:.1f}")
+    return table
+
+
+def time_process(rank: int, num_processes: int, folder: str, rounds: int) -> None:
+    """Time steps with and without exchange, and the exchange alone, as one of several processes; rank 0 saves them."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_processes)
+    device, results = torch.device("cpu"), {}
+
+    def take_median(call: Callable[[], object]) -> float:
+        seconds = []
+        for _ in range(rounds + 1):
+            dist.barrier()
+            start = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - start)
+        return median(seconds[1:])
+
+    for kind in ("none", "I-STAR"):
+        steps = Steps(CHECKED_SHAPE, "32", 1.0, device)
+        num_parameters = sum(parameter.numel() for parameter in steps.model.parameters())
+        penalty: Any = None
+        if kind != "none":
+            [penalty] = make_penalties(CHECKED_SHAPE.width, device, ["istar, float32"]).values()
+            penalty.sync = False
+        steps.prepare(penalty)
+        apart = take_median(partial(steps, penalty))
+        steps.model = DistributedDataParallel(steps.model)
+        if penalty is not None:
+            penalty.sync = True
+        steps.prepare(penalty)
+        together = take_median(partial(steps, penalty))
+        buffers = [torch.zeros(num_parameters)]
+        if penalty is not None:
+            numbers = count_penalty_bytes(CHECKED_SHAPE.width) // 16
+            buffers += [torch.zeros(numbers, dtype=torch.float64) for _ in range(2)]
+        exchange = sum(take_median(partial(dist.all_reduce, buffer)) for buffer in buffers)
+        results[kind] = (apart, exchange, together, sum(buffer.nbytes for buffer in buffers))
+    if rank == 0:
+        torch.save(results, Path(folder) / "seconds.pt")
+    dist.barrier()
+    # The process group may abort in the shutdown of the interpreter.
+    os._exit(0)
 
 
 def predicted_ratio(shape: Shape) -> float:

@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import shlex
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -38,10 +39,15 @@ class IstarSweeper(Sweeper):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config, self.hydra_context = config, hydra_context
+        # Runs need no launcher; joblib imports the plugins anew, and Hydra would warn of an option that they store.
+        with flag_override(config, "readonly", False):
+            texts = [text for text in config.hydra.overrides.hydra if not re.match(r"[+~]*hydra.launcher\b", text)]
+            config.hydra.overrides.hydra = texts
         # Hydra sets it for each run, but the sweep needs run.root, which may be ${hydra:runtime.cwd}/runs.
         job_config = _without_storage(config)
         HydraConfig.instance().set_config(job_config)
         self.launcher = None
+        _check_launcher(config)
         # istar.finetune.sweeps.pool replaces Hydra's basic launcher, which executes the runs one after another in this
         # process.
         if config.hydra.runtime.choices["hydra/launcher"] != "basic":
@@ -172,7 +178,7 @@ class IstarSweeper(Sweeper):
             # submitit appends the whole output of a killed job to its message.
             message = shorten(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", 500)
             raise UserError(
-                f"{message}; jobs that still run go on, and then the same command gathers the results and runs the rest"
+                f"{message}; jobs of a queue go on; after them, the same command gathers the results and runs the rest"
             ) from error
         self._launched += len(jobs)
         outcomes: list[Any] = []
@@ -182,6 +188,36 @@ class IstarSweeper(Sweeper):
             except Exception as error:
                 outcomes.append(UserError(f"{type(error).__name__}: {shorten(error)}"))
         return outcomes
+
+
+def _check_launcher(config: DictConfig) -> None:
+    """Raise a `UserError` if a launcher is not installed, or it has a Ray that would wait for ever or for minutes."""
+    from istar.errors import UserError, shorten
+    from istar.finetune.runs import extras
+    from istar.finetune.sweeps.pool import list_visible_gpus
+
+    name = config.hydra.runtime.choices["hydra/launcher"]
+    extra = name.partition("_")[0]
+    if extra in ("ray", "joblib"):
+        extras.require(f"hydra/launcher={name}", extra)
+    if extra != "ray":
+        return
+    num_gpus, init = config.hydra.launcher.ray.remote.num_gpus, config.hydra.launcher.ray.init
+    key = f"hydra.launcher.ray.remote.num_gpus={num_gpus}"
+    if not isinstance(num_gpus, int | float):
+        raise UserError(f"{key} is not a number; set it, or trainer.devices, to the number of GPUs of a run")
+    if init.address == "local":
+        if num_gpus > (available := len(list_visible_gpus()) if init.num_gpus is None else init.num_gpus):
+            raise UserError(f"{key}: this machine has {available} GPUs; hydra.launcher.ray.remote.num_gpus=0 uses CPUs")
+        return
+    if not Path(config.run.root).expanduser().is_absolute():
+        raise UserError(f"run.root={config.run.root}: the nodes of a Ray cluster need an absolute path that they share")
+    address = os.environ.get("RAY_ADDRESS", "auto") if init.address == "auto" else str(init.address)
+    if match := re.fullmatch(r"(?:ray://)?([^:/]+):(\d+)", address):
+        try:
+            socket.create_connection((match[1], int(match[2])), timeout=10).close()
+        except OSError as error:
+            raise UserError(f"no Ray can be reached at {address} ({shorten(error)}); no run has started") from error
 
 
 _HYDRA_VALUE = re.compile(r"\{hydra\\?:")

@@ -157,6 +157,14 @@ def registered() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def one_core() -> Iterator[None]:
+    """Let figures be drawn in this process, so that tests can count and replace the calls that draw them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Set `ISTAR_CACHE` to a temporary folder, so that tests do not touch the user's cache; returns the folder."""
     folder = tmp_path_factory.mktemp("istar_cache")

@@ -13,12 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from tests.forks import forking, train, works_in_a_fork
 from tests.waiting import SECONDS, until
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MARK = "ISTAR_TEST_JOB"
+Result = TypeVar("Result")
 NOT_THE_TESTS = re.compile(r"SLURM|TORCHELASTIC|MASTER_|(LOCAL_|NODE_|GROUP_)?RANK$|WORLD_SIZE|HYDRA_FULL_ERROR")
 
 
@@ -189,7 +191,7 @@ def newest(folder: Path) -> int:
     return max((int(path.stem.removeprefix("step-")) for path in paths), default=0)
 
 
-def at_once(*calls: Callable[[], Done]) -> list[Done]:
+def at_once(*calls: Callable[[], Result]) -> list[Result]:
     """Make the calls at the same time, each in a thread, and return their results in order."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [future.result() for future in [pool.submit(call) for call in calls]]

@@ -69,7 +69,7 @@ LIBRARIES = {
     "measures": {"torch"},
     "statistics": {"numpy", "scipy"},
     "regularizers": {"torch"},
-    "hidden_states": {"torch"},
+    "hidden_states": {"torch", "accelerate"},  # accelerate only for the parameters that it has offloaded
     "errors": set(),
     "files": {"filelock", "yaml"},
     "records": {"hydra", "lightning", "omegaconf", "torch", "yaml"},

@@ -23,7 +23,9 @@ from tests.waiting import SECONDS
 REPOSITORY = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 SOURCES = ("istar", "hydra_plugins", "conf", "sweep", "pyproject.toml", "setup.py", "README.md", "LICENSE")
-DISTRIBUTIONS = {"hydra": "hydra-core", "sklearn": "scikit-learn", "yaml": "PyYAML"}
+DISTRIBUTIONS = {"hydra": "hydra-core", "sklearn": "scikit-learn", "yaml": "PyYAML",
+                 "hydra_plugins.hydra_ray_launcher": "hydra-ray-launcher",
+                 "hydra_plugins.hydra_joblib_launcher": "hydra-joblib-launcher"}  # fmt: skip
 """Distributions by module, where their names differ."""
 TORCH_MODULES = {"torch", "torchgen", "functorch", "filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx",
                  "setuptools", "sympy", "typing_extensions"}  # fmt: skip
@@ -240,8 +242,10 @@ def test_dev_brings_every_extra_and_nightly_adds_to_it() -> None:
     distributions = {
         name
         for extra, requirements in requirements_by_extra.items()
-        if extra != "nightly"
+        if extra not in ("ray", "nightly")
         for name in declared_distributions(requirements)
     }
     assert distributions == set(declared_distributions(requirements_by_extra["dev"]))
-    assert set(declared_distributions(requirements_by_extra["nightly"])) - distributions == {"scikit-dimension"}
+    assert set(declared_distributions(requirements_by_extra["nightly"])) - distributions == {
+        "hydra-ray-launcher", "scikit-dimension"
+    }  # fmt: skip

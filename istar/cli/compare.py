@@ -40,6 +40,7 @@ def run(options: argparse.Namespace) -> None:
     from istar.geometry.show import compare, compare_page, model_tables, terminal_tables
     from istar.inputs import corpus, saved_checkpoints
 
+    options.device = shared_options.find_placement(options)
     model_arguments = saved_checkpoints.parse_models(options.models)
     if len(model_arguments) < 2:
         raise UserError("a comparison needs two models or more; give their names, or folders of istar measure")
@@ -128,5 +129,5 @@ def _compute_similarities(
     # All models see the same part of a document, unless their tokenizers differ.
     length = min(measured_model.measurements.settings["length"] for measured_model in measured_models)
     return similarity.compute_similarities(
-        labels_and_configs, documents, length, options.device, make_console(stderr=True)
+        labels_and_configs, documents, length, options.device, make_console(stderr=True), options.dtype
     )

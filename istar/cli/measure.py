@@ -44,6 +44,9 @@ def run(options: argparse.Namespace) -> None:
     if not options.text:
         raise UserError("--text is missing; expected a file or folder of text, or --list to see the measures")
     settings = shared_options.make_measure_settings(options)
+    options.device = shared_options.find_placement(options)
+    if options.device_map and (options.revisions or options.checkpoints is not None):
+        raise UserError("--device-map does not go with --revisions or --checkpoints; measure <model>@<revision> each")
     from istar.geometry.collect.stream import join_process_group
     from istar.inputs import corpus, saved_checkpoints
 

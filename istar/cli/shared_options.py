@@ -5,10 +5,11 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from istar.drawing.terminal import make_console
 from istar.errors import UserError
+from istar.finetune.runs import extras
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -71,8 +72,41 @@ def add_measuring_options(parser: argparse.ArgumentParser) -> None:
     add("--groups", type=int, default=10, help="groups of documents for standard errors; 0: none (default: 10)")
     add("--no-intra", action="store_true", help="leave out IntraSim; its memory grows with the number of words")
     dtypes = ("float32", "float64", "bf16", "float16")
-    add("--dtype", choices=dtypes, default="float32", help="data type of the weights (default: float32)")
+    dtype, full_names = "data type of the weights, bf16 also as bfloat16 (default: float32)", {"bfloat16": "bf16"}
+    add("--dtype", type=lambda name: full_names.get(name, name), choices=dtypes, default="float32", help=dtype)
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1 ... (default: auto)")
+    maps = ("auto", "balanced", "balanced_low_0", "sequential")
+    add("--device-map", choices=maps, help="instead of --device: place layers on GPUs, CPU and disk, by accelerate")
+    add_list(parser, "--max-memory", "with --device-map: most memory for weights by device, such as cpu=200GB,0=20GB")
+    add("--offload-folder", type=Path, help="with --device-map: folder for weights that fit into no memory")
+
+
+def find_placement(options: argparse.Namespace) -> str | dict[str, Any]:
+    """Return the device to put a model on, or the arguments of `from_pretrained` that place it by `--device-map`.
+
+    Raises a `UserError` if the options contradict each other, or accelerate is not installed.
+    """
+    if options.device_map is None:
+        if options.max_memory or options.offload_folder:
+            raise UserError("--max-memory and --offload-folder need --device-map, such as --device-map auto")
+        return str(options.device)
+    if options.device != "auto":
+        raise UserError(f"--device {options.device} does not go with --device-map, which chooses the devices")
+    extras.require("--device-map", "large")
+    memory = dict(map(_parse_memory, options.max_memory)) or None
+    return {"device_map": options.device_map, "max_memory": memory, "offload_folder": options.offload_folder}
+
+
+def _parse_memory(text: str) -> tuple[str | int, int]:
+    import torch
+    from accelerate.utils import convert_file_size_to_int
+
+    name, _, size = text.partition("=")
+    try:
+        device = name if name == "cpu" else range(torch.cuda.device_count()).index(int(name))
+        return device, convert_file_size_to_int(size.upper())  # accelerate takes a small b for bits
+    except ValueError as error:
+        raise UserError(f"--max-memory {text}: expected cpu or a GPU of this machine, and a size: 0=20GB") from error
 
 
 def make_measure_settings(options: argparse.Namespace) -> "MeasureSettings":

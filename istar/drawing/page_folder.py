@@ -1,13 +1,20 @@
 """HTML pages: their content, their rendering as one file, and the folder with files of figures and tables."""
 
 import functools
+import os
 import re
+import signal
+import sys
 import tomllib
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from importlib.resources import files as package_files
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +30,8 @@ from istar.files.writing import to_csv
 INDEX, TABLES, FIGURES = "index.html", "tables", "figures"
 NARROW = "narrow.svg"
 """Suffix of a figure for phones."""
+MAX_PROCESSES = 8
+"""Most processes that draw figures at the same time."""
 _MAX_FILE_NAME = 150
 """Most characters of a model's name in a file name; file systems allow 255 for the whole."""
 
@@ -134,21 +143,64 @@ class PageKind:
     extra_files: tuple[str, ...] = ()  # names of further files that belong to the page
 
 
-def render_pictures(plot: Plot, out: Path) -> list[Picture]:
-    """Render a plot as one picture for each model in it.
+def render_pictures(
+    plots: Iterable[Plot], out: Path, on_drawn: Callable[[str], object] = lambda name: None
+) -> dict[str, list[Picture]]:
+    """Render plots as pictures, one for each model in a plot, and return them by the names of the plots.
 
-    A picture that an earlier page in the folder `out` has, with the same content and formats, is not drawn again.
+    A picture that an earlier page in the folder `out` has, with the same content and formats, is not drawn again. The
+    others are drawn by several processes at once. `on_drawn` is called with the name of each picture.
     """
+    parts = {plot.name: _split_by_model(plot) for plot in plots}
+    plot_by_name = {name: plot for plots_by_name in parts.values() for name, plot in plots_by_name.items()}
+    images_by_name = {
+        name: _read_drawn(out / FIGURES / name, rendering.compute_identifier(plot))
+        for name, plot in plot_by_name.items()
+    }
+    missing = [name for name, images in images_by_name.items() if not images]
+    with _open_pool(len(missing)) as map_to_pool:
+        for name, images in zip(missing, map_to_pool(_draw, [plot_by_name[name] for name in missing]), strict=True):
+            images_by_name[name] = images
+            on_drawn(name)
+
+    def make_picture(name: str, plot: Plot) -> Picture:
+        files = {**images_by_name[name], "csv": to_csv(rendering.tabulate_points(plot)).encode()}
+        return Picture(name, plot.panels[0].model, rendering.describe(plot), plot.panels, files)
+
+    return {
+        plot_name: [make_picture(*part) for part in plots_by_name.items()] for plot_name, plots_by_name in parts.items()
+    }
+
+
+def _split_by_model(plot: Plot) -> dict[str, Plot]:
+    """Return a plot for each model in a plot, by the name of its picture."""
     models = list(dict.fromkeys(panel.model for panel in plot.panels))
-    pictures = []
-    for model in models:
-        model_plot = replace(plot, panels=tuple(panel for panel in plot.panels if panel.model == model))
-        name = f"{plot.name}-{_make_unique_file_name(model, models)}" if model else plot.name
-        images = _read_drawn(out / FIGURES / name, rendering.compute_identifier(model_plot))
-        images = images or {**rendering.render(model_plot), NARROW: rendering.render_narrow(model_plot)}
-        files = {**images, "csv": to_csv(rendering.tabulate_points(model_plot)).encode()}
-        pictures.append(Picture(name, model, rendering.describe(model_plot), model_plot.panels, files))
-    return pictures
+    names = {model: f"{plot.name}-{_make_unique_file_name(model, models)}" if model else plot.name for model in models}
+    return {
+        name: replace(plot, panels=tuple(panel for panel in plot.panels if panel.model == model))
+        for model, name in names.items()
+    }
+
+
+def _draw(plot: Plot) -> dict[str, bytes]:
+    return {**rendering.render(plot), NARROW: rendering.render_narrow(plot)}
+
+
+@contextmanager
+def _open_pool(num_tasks: int) -> Iterator[Callable[..., Iterator[Any]]]:
+    """Provide a `map` that calls a function in up to `MAX_PROCESSES` forks of this process.
+
+    It is the ordinary `map` for a single task or core, and on other systems than Linux, where forks of a process with
+    threads are not safe.
+    """
+    num_processes = min(num_tasks, MAX_PROCESSES, len(os.sched_getaffinity(0))) if sys.platform == "linux" else 1
+    if num_processes <= 1:
+        yield map
+        return
+    # Ctrl-C ends this process, which ends the others.
+    ignore_interrupts = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    with ProcessPoolExecutor(num_processes, get_context("fork"), ignore_interrupts) as pool:
+        yield pool.map
 
 
 def _read_drawn(path: Path, identifier: str) -> dict[str, bytes]:

@@ -108,11 +108,13 @@ def _make_page(
         table_texts = texts["tables"][name]
         empty_note = "" if name in sheets else table_texts["missing"]
         sections.append(Section(name, table_texts["title"], (), sheets.get(name), (), empty_note, is_wide=True))
-    for plot in embed_figures.make_plots(models, words):
+    plots = embed_figures.make_plots(models, words)
+    pictures = page_folder.render_pictures(plots, out)
+    for plot in plots:
         empty_note = "" if plot.panels else texts["figures"][plot.name]["missing"]
         sheet = sheets.get("figure4_coverage") if plot.name == "figure4_frequencies" else None
-        pictures = page_folder.render_pictures(plot, out)
-        sections.append(Section(plot.name, plot.title, (), sheet, pictures, empty_note, about=[plot.caption]))
+        section = Section(plot.name, plot.title, (), sheet, pictures[plot.name], empty_note, about=[plot.caption])
+        sections.append(section)
     if command:
         sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[command]))
     labels = ", ".join(model.label for model in models)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from istar.errors import UserError, shorten
+from istar.hidden_states.offloading import find_input_device, hold_weights
 from istar.hidden_states.sharding import is_sharded_module
 from istar.measures.norms import norm_parameters
 
@@ -70,7 +71,7 @@ def find_layers(model: nn.Module) -> ModelLayers:
         return ModelLayers(base_model, tuple(modules), num_layers, ends_with_norm, is_transformers=True)
     states, last_state, calls = run_trial(base_model, model if is_sharded_module(model) else base_model)
     lists = [module for module in base_model.modules() if isinstance(module, nn.ModuleList)]
-    ends_with_last = torch.equal(states[-1], last_state)
+    ends_with_last = _are_equal(states[-1], last_state)
     for blocks in lists if ends_with_last else ():
         block_calls = [call for call in calls if call.module in set(blocks)]
         if len(block_calls) == len(states) - 1:
@@ -84,7 +85,7 @@ def find_layers(model: nn.Module) -> ModelLayers:
     # No module returns these states unchanged: XLNet, for example, orders the dimensions differently.
     in_lists = {block for blocks in lists for block in blocks}
     starts_with_layer = any(
-        call.output is not None and torch.isin(states[0], call.output).all()
+        call.output is not None and torch.isin(states[0], call.output.to(states[0].device)).all()
         for call in calls
         if call.module in in_lists
     )
@@ -233,7 +234,7 @@ def run_trial(base_model: nn.Module, called_module: nn.Module) -> TrialPass:
     Raises:
         UserError: if the model cannot be called with token ids alone, or does not return one state per token and layer.
     """
-    name, device = type(base_model).__name__, next(base_model.parameters()).device
+    name, device = type(base_model).__name__, find_input_device(base_model)
     if not _reads_text(base_model) or device.type == "meta":
         raise UserError(f"{name} cannot be tried on token ids; expected a model of text that has weights")
     # The base model's own hooks, such as another penalty's, must not see the trial.
@@ -268,10 +269,12 @@ def find_final_norm(base_model: nn.Module, trial: TrialPass) -> nn.Module | None
     lists = [module for module in base_model.modules() if isinstance(module, nn.ModuleList)]
     in_layers = {part for module in lists for part in module.modules()}
     for module, _, output in trial.calls:
-        is_last = output is not None and torch.equal(output, trial.last_state)
+        if module in in_layers or not _are_equal(output, trial.last_state):
+            continue
         # OPT-350m ends with a projection to the width of the embeddings, not a norm.
-        if is_last and module not in in_layers and norm_parameters(module, trial.last_state.shape[-1]) is not None:
-            return module
+        with hold_weights(module):
+            if norm_parameters(module, trial.last_state.shape[-1]) is not None:
+                return module
     return None
 
 
@@ -282,7 +285,8 @@ def make_trial_ids(base_model: Any) -> Tensor:
 
 
 def _are_equal(tensor: Tensor | None, state: Tensor) -> bool:
-    return tensor is not None and torch.equal(tensor, state)
+    """Return whether two tensors, which may be on different devices, are equal."""
+    return tensor is not None and tensor.shape == state.shape and torch.equal(tensor.to(state.device), state)
 
 
 @contextmanager

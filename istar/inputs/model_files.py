@@ -95,6 +95,8 @@ def load_weights(config: ModelConfig, auto_class: Any, /, **options: Any) -> Pre
     missing.
     """
     if has_adapters(config.name):
+        if "device_map" in options:
+            raise UserError(f"{config.name} holds adapters; merge them into a model, which --device-map can place")
         with tempfile.TemporaryDirectory() as folder:
             _write_merged_model(config, Path(folder), options["dtype"])
             return load_weights(replace(config, name=folder), auto_class, **options)
@@ -106,6 +108,10 @@ def load_weights(config: ModelConfig, auto_class: Any, /, **options: Any) -> Pre
     if checkpoint_class is None or checkpoint_class.base_model_prefix == model.base_model_prefix:
         _check_loaded_weights(config.label, model, loading_info)
         return model
+    if "device_map" in options:
+        raise UserError(
+            f"{config.label} is a {checkpoint_class.__name__}, which --device-map cannot place; leave it out"
+        )
     # Some classes of an architecture name the base model differently, so that transformers does not find its
     # weights: it is `model` in `LlamaForCausalLM`, but `transformer` in `LlamaForQuestionAnswering`.
     checkpoint_model, loading_info = load_pretrained(config, checkpoint_class, **options)

@@ -237,20 +237,27 @@ def load_model(
     return model.train()
 
 
-def load_encoder(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> PreTrainedModel:
+def load_encoder(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, **placement: Any
+) -> PreTrainedModel:
     """Load a text model of any architecture without a head, in eval mode and the given data type.
 
-    Of an encoder-decoder, the encoder is returned, with a warning.
+    `placement` are arguments of `from_pretrained`; without any, it is on the CPU. Of an encoder-decoder, the encoder is
+    returned, with a warning.
 
     Raises:
         UserError: if the model is not found, if weights are missing, or if the model cannot process the tokenizer's
             output.
     """
-    model: Any = load_weights(config, AutoModel, dtype=dtype)
+    model: Any = load_weights(config, AutoModel, dtype=dtype, **placement)
+    device = next((weight.device for weight in model.parameters() if not weight.is_meta), None)
+    if device is None:
+        raise UserError(f"{config.label}: --max-memory has no room for the first layer; the disk can take only others")
     if model.config.is_encoder_decoder:
         log.warning("%s is an encoder-decoder (%s); only its encoder is read", config.label, model.config.model_type)
         model = model.get_encoder()
-    _check_outputs(config.label, model, tokenizer, tokenizer("a", return_tensors="pt", return_token_type_ids=False))
+    inputs = tokenizer("a", return_tensors="pt", return_token_type_ids=False).to(device)
+    _check_outputs(config.label, model, tokenizer, inputs)
     return model.eval()
 
 
@@ -369,11 +376,12 @@ def _check_outputs(label: str, model: Any, tokenizer: PreTrainedTokenizerBase, i
 
 
 def _explain_nonfinite_outputs(model: Any) -> str:
-    if any(parameter.isnan().any() for parameter in model.parameters()):
+    weights = [parameter for parameter in model.parameters() if not parameter.is_meta]
+    if any(values.isnan().any() for values in weights):
         return "its weights are damaged: some are NaN"
     dtype = str(model.dtype).removeprefix("torch.")
     if dtype == "float16":
         return "they overflow float16, which ends at 65,504: choose float32 or bf16"
-    if all(parameter.isfinite().all() for parameter in model.parameters()):
+    if all(values.isfinite().all() for values in weights):
         return f"its weights are finite, but what it computes overflows {dtype}: look for very large weights"
     return "its weights are damaged: some are infinite"

@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import torch
@@ -204,7 +205,10 @@ def norm_parameters(norm: nn.Module, dim: int) -> tuple[Tensor, Tensor] | None:
     # A large power of 2 makes the epsilon of the norm negligible, and products lose no digits.
     inputs = 2.0**12 * torch.stack([unit, -unit])
     try:
-        forward = copy.deepcopy(norm).cpu().double().forward  # without hooks
+        # A module's dictionaries hold its weights. What else it carries is not copied: accelerate's hook holds all
+        # offloaded weights. The forward of the class is without such hooks.
+        shared = {id(value): value for value in vars(norm).values() if not isinstance(value, dict)}
+        forward = partial(type(norm).forward, copy.deepcopy(norm, shared).cpu().double())
         outputs, scaled_outputs = forward(inputs[None])[0], forward(4 * inputs[None])[0]
         if not torch.allclose(outputs, scaled_outputs, rtol=1e-5, atol=0):
             return None

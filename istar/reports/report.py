@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from istar.drawing import page_folder
-from istar.drawing.page_folder import Page, PageKind, Picture, Section
+from istar.drawing.page_folder import Page, PageKind, Section
 from istar.drawing.page_tables import Sheet
 from istar.drawing.plot import Plot
 from istar.errors import UserError
@@ -74,15 +74,14 @@ def write_report(
             raise UserError(f"{root} holds no runs{note}; train.py leaves them below run.root")
         progress.update(progress_task, description="computing tables and figures", advance=1)
         sheets, sections = _compute_contents(runs, root, plan_path, plan, reference)
+        plots = [plot for _, plot in sections if plot is not None]
         # The two steps besides the figures are reading, which is done, and writing.
-        progress.update(progress_task, total=2 + sum(plot is not None for _, plot in sections))
-        drawn_sections = []
-        for section, plot in sections:
-            pictures: Sequence[Picture] = ()
-            if plot is not None:
-                progress.update(progress_task, description=f"drawing {plot.name}", advance=1)
-                pictures = page_folder.render_pictures(plot, out)
-            drawn_sections.append(replace(section, pictures=pictures))
+        num_pictures = sum(len({panel.model for panel in plot.panels}) for plot in plots)
+        progress.update(progress_task, total=2 + num_pictures, description="drawing figures")
+        pictures = page_folder.render_pictures(plots, out, lambda name: progress.advance(progress_task))
+        drawn_sections = [
+            replace(section, pictures=pictures[plot.name] if plot is not None else ()) for section, plot in sections
+        ]
         progress.update(progress_task, description="writing", advance=1)
         subject_line = "Runs below", str(root), f"read by istar {version('istar')}"
         title = "Isotropy and fine-tuning: report"

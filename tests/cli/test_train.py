@@ -109,14 +109,14 @@ def test_help_and_version_import_no_library_of_a_run() -> None:
 
 def test_a_misspelt_key_is_refused_without_torch() -> None:
     """The other ranks of a run leave the message to rank 0, and refuse the key later."""
-    code = "import sys; from istar.cli.main import main; print(main(['train', 'optim.rate=1']), *sys.modules)"
+    code = "import sys; from istar.cli.main import main; print(main(['train', 'optim.lrate=1']), *sys.modules)"
     process = subprocess.run(
         [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=SECONDS, check=True
     )
     exit_code, *modules = process.stdout.split()
     assert (exit_code, "istar.records.config.groups" in modules) == ("2", True)
     assert not {"torch", "hydra", "transformers", "lightning"}.intersection(modules)
-    assert process.stderr.startswith("error: optim.rate: there is no such key; did you mean optim.lr?; `python train")
+    assert process.stderr.startswith("error: optim.lrate: there is no such key; did you mean optim.lr?; `python train")
 
 
 @pytest.mark.parametrize(

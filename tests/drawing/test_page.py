@@ -2,10 +2,12 @@
 
 import base64
 import json
+import os
 import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from istar.drawing.plot import Line, Panel, Plot
 from tests.reports.test_report import inline_parts, parsed
 
 TEMPLATES = Path(str(files("istar.drawing"))) / "templates"
+BROKEN = Panel("y", [Line("line", (1, 2), (0.1,))])  # a line without its second y
 HOSTILE = '<script>alert(1)</script> "]]>& <b onclick="x()">'
 
 
@@ -34,7 +37,7 @@ def write_page(tmp_path: Path, name: str = "name") -> Path:
         for model in (name, f"{name}2")
     )
     plot = Plot("plot", name, name, "line", name, panels)
-    pictures = page_folder.render_pictures(plot, tmp_path)
+    pictures = page_folder.render_pictures([plot], tmp_path)[plot.name]
     section = Section("section", name, (name,), sheet, pictures, name, (name,), is_wide=True)
     path = tmp_path / "index.html"
     path.write_text(
@@ -49,6 +52,29 @@ def plain_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendering, "render", lambda plot: render(plot, ["svg"]))  # the page shows no other files
         return write_page(tmp_path_factory.mktemp("page"))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_several_processes_draw_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plots = [
+        Plot(name, name, name, "line", "x", (Panel("y", [Line("line", (1, 2), (0.1, y))]),))
+        for name, y in (("first", 0.2), ("second", 0.3), ("third", 0.4))
+    ]
+    expected = page_folder.render_pictures(plots, tmp_path)
+    drawn: list[str] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    # The forks have the formats of this process, and it raises their errors.
+    formats = rendering.FIGURE_FORMATS.set(("svg", "pdf"))
+    try:
+        pictures = page_folder.render_pictures(plots, tmp_path, drawn.append)
+        assert drawn == ["first", "second", "third"]
+        for name, [picture] in pictures.items():
+            assert set(picture.files) == {"svg", "narrow.svg", "pdf", "csv"}
+            assert {suffix: picture.files[suffix] for suffix in expected[name][0].files} == expected[name][0].files
+        with pytest.raises(ValueError, match="must have same first dimension"):
+            page_folder.render_pictures([replace(plot, panels=(BROKEN,)) for plot in plots], tmp_path)
+    finally:
+        rendering.FIGURE_FORMATS.reset(formats)
 
 
 @pytest.mark.usefixtures("svg_only")

@@ -21,8 +21,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from istar.errors import UserError, did_you_mean
-from istar.records.config import Config, WandbConfig, schema
-from istar.records.config.groups import check_keys
+from istar.records.config import AdamWConfig, Config, WandbConfig, schema
+from istar.records.config.groups import TorchOptimConfig, check_keys
 from istar.records.config.penalties import PENALTIES, NoRegConfig
 from istar.records.config.schema import to_dict
 from istar.records.identity import identity_hash
@@ -123,6 +123,7 @@ def test_every_option_composes_and_is_read_back(composed: Callable[..., Config],
     """Options of all groups are composed with each other, because composing takes a quarter of a second."""
     task, model, reg, logger = (options(group)[index % len(options(group))] for group in COMBINED)
     others = [f"{group}={options(group)[index]}" for group in OTHER_GROUPS if index < len(options(group))]
+    others += ["optim.name=NAdam", "optim.arguments.momentum_decay=0.1"] if "optim=torch" in others else []
     config = check_choice(composed, task, reg, model, f"logger={logger}", *others, "seed=7", "task.limit_train=3")
     values = to_dict(config)
     assert list(values) == ["task", "model", "reg", "data", "optim", "trainer", "logger", "run", "seed"]
@@ -301,10 +302,24 @@ def test_values_keep_their_types(composed: Callable[..., Config]) -> None:
             assert not any(OmegaConf.is_config(value) for value in values)
 
 
+def test_optimizers_of_torch_by_name(composed: Callable[..., Config]) -> None:
+    """Capturable optimizers are for GPUs, and are not refused on a machine without one."""
+    arguments = ("optim.arguments.alpha=0.9", "optim.arguments.capturable=true")
+    config = composed("optim=torch", "optim.name=RMSprop", *arguments, "optim.schedule=linear", "optim.lr=2")
+    assert config.optim == TorchOptimConfig(
+        name="RMSprop", lr=2.0, schedule="linear", arguments={"alpha": 0.9, "capturable": True}
+    )
+    assert composed("optim=torch", "optim.name=Rprop", "optim.weight_decay=0").optim.weight_decay == 0
+    assert composed("optim=sgd", "optim.arguments.momentum=0").optim.arguments == {"momentum": 0}
+    assert composed("optim=muon").optim == AdamWConfig(name="muon", lr=1e-3)
+
+
 # ---- configs that are refused
 
 
-@pytest.mark.parametrize("override", ["optim.lrr=1", "+data.bach_size=3", "++task.limit_trian=3", "run.rot="])
+@pytest.mark.parametrize(
+    "override", ["optim.lrr=1", "optim.beta=1", "+data.bach_size=3", "++task.limit_trian=3", "run.rot="]
+)
 def test_misspelt_keys_that_are_refused_before_torch_is_imported(override: str) -> None:
     with pytest.raises(UserError, match=r"^\w+\.\w+: there is no such key; did you mean \w+\.\w+\?; `python train.py"):
         check_keys([override])
@@ -313,6 +328,7 @@ def test_misspelt_keys_that_are_refused_before_torch_is_imported(override: str) 
 def test_keys_that_are_left_to_hydra() -> None:
     """Among them are known keys, keys of groups with further keys or options, and the keys of a dictionary."""
     check_keys(["optim.lr=1", "trainer.max_epoch=3", "reg.lamda=1", "logger.projct=x", "model.config.hiden=3", "-m"])
+    check_keys(["optim.arguments.momentum=0.9", "optim.arguments={}", "optim.betas=[0.9,0.9]", "optim.arguments.lrr=1"])
     check_keys(["run.zeta=1", "optim.refresh_every_n_steps=3", "sed=3", "~optim.lrr=1", "optim.lrr", "hydra.rn.dir=x"])
 
 
@@ -397,7 +413,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["trainer.accumulate_grad_batches=0"], ["trainer.accumulate_grad_batches=0"]),
     (["trainer.early_stopping=0"], ["trainer.early_stopping=0"]),
     (["trainer.gradient_clip_val=0"], ["trainer.gradient_clip_val=0"]),
-    (["trainer.strategy=fsdp"], ["the norm of the gradient", "use ddp"]),
+    (["trainer.strategy=fsdp", "trainer.precision=16-mixed"], ["trainer.strategy=fsdp", "bf16-mixed or 32-true"]),
     (["trainer.strategy=ddp_spawn"], ["trainer.strategy=ddp_spawn", "did you mean ddp?"]),
     (["trainer.nonfinite=ignore"], ["trainer.nonfinite=ignore", "stop, skip"]),
     (["trainer.checkpoint_every_n_minutes=0"], ["must be above 0"]),
@@ -417,6 +433,24 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["seed=-1"], ["seed=-1"]),
     (["seed=4294967296"], ["seed=4294967296"]),
     (["logger=wandb", "logger.mode=of"], ["logger.mode=of"]),
+    # optimizers
+    (["optim=sdg"], ["optim=sdg", "did you mean sgd?", "adamw, coupled_adam"]),
+    (["optim=torch"], ["optim.name is not set", "optim.name=<value>"]),
+    (["optim=torch", "optim.name=NAdm"], ["optim.name=NAdm", "did you mean NAdam?"]),
+    (["optim=torch", "optim.name=LBFGS"], ["optim.name=LBFGS", "expected one of ASGD,"]),
+    (["optim=torch", "optim.name=lr_scheduler"], ["optim.name=lr_scheduler", "expected one of ASGD,"]),
+    (["optim=torch", "optim.name=Rprop"], ["Rprop has no weight decay", "optim.weight_decay=0"]),
+    (["optim.name=NAdam"], ["optim.name=NAdam", "torch"]),
+    (["optim=sgd", "optim.momentum=0.5"], ["optim.momentum", "did you mean optim.arguments?"]),
+    (["optim=sgd", "optim.betas=[0.9,0.99]"], ["optim.betas belongs to optim=adamw or coupled_adam or muon"]),
+    (["optim=sgd", "optim.arguments.momentm=0.5"], ["optim.arguments.momentm", "did you mean momentum?", "dampening"]),
+    (["optim=sgd", "optim.arguments.lr=0.5"], ["optim.arguments.lr", "expected one of momentum, dampening"]),
+    (["optim=sgd", "optim.arguments.nesterov=flase"], ["optim.arguments.nesterov=flase", "true or false"]),
+    (["optim=sgd", "optim.arguments.momentum=-1"], ["{'momentum': -1}", "SGD refuses", "Invalid momentum value: -1"]),
+    # torch's constructor accepts these, and its first step does not
+    (["optim=torch", "optim.name=Adam", "+optim.arguments.betas=[0.9,0.9,0.9]"], ["0.9, 0.9, 0.9", "Adam refuses"]),
+    (["optim=adafactor", "trainer.strategy=fsdp"], ["Adafactor cannot train sharded", "use trainer.strategy=ddp"]),
+    (["optim=sgd", "optim.arguments=3"], ["optim.arguments=3 is not a mapping"]),
     (["reg.name=foo"], ["reg.name=foo", "istar"]),
     (["reg.name=istarr"], ["reg.name=istarr", "did you mean istar?"]),
     (["logger.name=foo"], ["logger.name=foo"]),

@@ -11,11 +11,11 @@ from istar.finetune.sweeps import live_table
 from istar.finetune.sweeps.trials import Trial
 from istar.inputs.saved_checkpoints import ModelArgument
 from istar.records.config import (
+    AdamWConfig,
     Config,
     DataConfig,
     LoggerConfig,
     ModelConfig,
-    OptimConfig,
     RunConfig,
     TaskConfig,
     TrainerConfig,
@@ -41,7 +41,7 @@ from istar.reports.run_frame import load_runs
 def make_config(reg: str = "istar", weight: float = -1.0, **changes: Any) -> Config:
     penalty = PENALTIES[reg]() if reg == "none" else PENALTIES[reg](weight=weight)
     task, model, logger = TaskConfig("rte"), ModelConfig("bert"), LoggerConfig("none")
-    config = Config(task, model, penalty, DataConfig(), OptimConfig(), TrainerConfig(), logger, RunConfig())
+    config = Config(task, model, penalty, DataConfig(), AdamWConfig(), TrainerConfig(), logger, RunConfig())
     for group_and_key, value in changes.items():
         group, _, key = group_and_key.partition("__")
         config = replace(config, **{group: replace(getattr(config, group), **{key: value}) if key else value})

@@ -15,8 +15,11 @@ _REPORT_MODULES = ("filelock", "jinja2", "markupsafe", "matplotlib", "numpy", "o
 MODULES_BY_EXTRA = {
     "transformers": ("transformers",),
     "report": _REPORT_MODULES,
+    "large": ("accelerate",),
     "lora": ("peft",),
     "sweep": ("optuna",),
+    "ray": ("hydra_plugins.hydra_ray_launcher",),
+    "joblib": ("hydra_plugins.hydra_joblib_launcher",),
     "tensorboard": ("tensorboard",),
     "train": ("transformers", *_REPORT_MODULES, "datasets", "huggingface_hub", "hydra", "lightning",
               "safetensors", "sklearn", "tokenizers", "wandb"),

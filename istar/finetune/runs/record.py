@@ -21,7 +21,7 @@ from istar.finetune.training.final_geometry import (
 )
 from istar.finetune.training.loggers import log_result
 from istar.finetune.training.module import all_gather_object
-from istar.finetune.training.sharding import gather_weights
+from istar.finetune.training.sharded_training import gather_weights
 from istar.hidden_states.sharding import is_sharded_module
 from istar.inputs import pretrained
 from istar.records import results

@@ -14,7 +14,7 @@ from istar.files.writing import remove_temporary_files
 from istar.finetune.runs.assemble import CHECKPOINTS_FOLDER, Job
 from istar.finetune.runs.finished_runs import read_finished_run
 from istar.finetune.training.checkpoints import find_resumable_checkpoint, read_checkpoint
-from istar.finetune.training.sharding import load_weights
+from istar.finetune.training.sharded_training import ShardingStrategy, scatter_weights
 from istar.hidden_states.sharding import is_sharded_module
 from istar.records import results
 from istar.records.config.schema import to_dict
@@ -47,7 +47,12 @@ def claim_folder(job: Job) -> tuple[RunRecord | None, Path | None]:
         remove_temporary_files(folder)
         checkpoint = None
         if job.checkpoints is not None:
-            checkpoint = find_resumable_checkpoint(folder / CHECKPOINTS_FOLDER, folder.name, job.trainer.world_size)
+            checkpoint = find_resumable_checkpoint(
+                folder / CHECKPOINTS_FOLDER,
+                folder.name,
+                job.trainer.world_size,
+                is_sharded=isinstance(job.trainer.strategy, ShardingStrategy),
+            )
         if checkpoint is not None:
             log.warning("%s was interrupted; it resumes from %s", folder, checkpoint.name)
         started_at = None if checkpoint is None else results.read_start_time(folder)
@@ -86,7 +91,7 @@ def train(job: Job, checkpoint: Path | None) -> dict[str, Any]:
     if job.checkpoints is not None:
         weights = read_checkpoint(job.checkpoints.best_weights_path())["state_dict"]
         if is_sharded_module(job.module.model):
-            load_weights(job.module, weights)
+            scatter_weights(job.module, weights)
         else:
             job.module.load_state_dict(weights)
     covariance_seconds = job.covariance_callback.seconds if job.covariance_callback is not None else []

@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -173,12 +173,13 @@ class Board:
         write_text(self.folder / STATE_FILE, json.dumps(asdict(self.state), indent=1))
 
     @contextmanager
-    def ticking(self) -> Iterator[None]:
-        """Call `tick` every second from a thread while the `with` block waits for something else."""
+    def ticking(self, on_tick: Callable[[], None]) -> Iterator[None]:
+        """Call `on_tick` and `tick` every second from a thread while the `with` block waits for something else."""
         is_over = threading.Event()
 
         def tick_every_second() -> None:
             while not is_over.wait(1):
+                on_tick()
                 self.tick()
 
         ticker = threading.Thread(target=tick_every_second, daemon=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import track
 
@@ -124,7 +124,7 @@ class SweepRuns:
 
     def _compose_options(self, choices: Overrides) -> dict[str, str]:
         config = self.request.compose(choices)
-        return {group: OmegaConf.select(config, f"{group}.name") for group in schema.OPTIONS_BY_GROUP}
+        return {group: schema.find_option(group, config[group]) for group in schema.OPTIONS_BY_GROUP}
 
     @cached_property
     def _all_options(self) -> list[dict[str, str]]:

@@ -19,11 +19,12 @@ from optuna.trial import FrozenTrial, TrialState
 
 from istar.errors import UserError, shorten
 from istar.finetune.sweeps.trials import Overrides, SearchSpace
-from istar.finetune.training.pruning import PRUNER_ATTRIBUTE, TrialReference, load_trial
+from istar.finetune.training.pruning import PRUNER_ATTRIBUTE, TrialReference, load_trial, open_storage
 from istar.records.config import SweepConfig
 from istar.records.results import RunRecord
 
 _STATE_BY_STATUS = {"finished": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
+_FOLDER_ID = "folder_id"  # user attribute of a study
 # Keys of a trial's user attributes in Optuna's storage.
 _OVERRIDES, _WORKER, _RUN, _DUPLICATE = "overrides", "worker", "run", "is_duplicate"
 _MAX_DUPLICATES = 5
@@ -50,7 +51,7 @@ class Study:
         run_name: maps the overrides of a trial to a name that is equal for equal runs.
 
     Raises:
-        UserError: if the storage cannot be used.
+        UserError: if the storage cannot be used, or the study's runs are in another folder.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Study:
         self._folder, self._run_name = folder, run_name
         self._worker_id = uuid.uuid4().hex
         try:
-            self._optuna_storage = optuna.storages.get_storage(self.storage)
+            self._optuna_storage = open_storage(self.storage)
             self._study = optuna.create_study(
                 study_name=self.name, storage=self._optuna_storage, direction="maximize", load_if_exists=True
             )
@@ -86,11 +87,26 @@ class Study:
         self._lock.acquire()
         # Only one worker at a time asks for a trial, so that no two start the same run.
         self._ask_lock = FileLock(self._lock_path("asking"))
+        self._check_folder()
         self._running_trials: set[int] = set()
         self._tried_runs: set[str] = set()
         self._tried_overrides: set[Overrides] = set()
         self._is_exhausted = False
         self._num_new_trials_allowed = self.num_trials_left()
+
+    def _check_folder(self) -> None:
+        """Raise a `UserError` if the study is that of another folder, whose workers would appear to be dead."""
+        with self._ask_lock:
+            folder_id = self._study.user_attrs.get(_FOLDER_ID)
+            if folder_id is None:
+                self._study.set_user_attr(_FOLDER_ID, self._worker_id)
+                (self._folder / "workers" / self._worker_id).touch()
+            elif not (self._folder / "workers" / folder_id).exists():
+                self.close()
+                raise UserError(
+                    f"{self.name} in sweep.storage={self.storage} is a search in another folder than {self._folder}; "
+                    "all its commands need the same run.root; choose another sweep.name to search anew"
+                )
 
     def close(self) -> None:
         """Let other workers take over the unfinished trials of this one."""
@@ -108,6 +124,10 @@ class Study:
         """Return number and overrides of each finished or pruned trial."""
         ended_trials = self._get_trials(TrialState.COMPLETE, TrialState.PRUNED)
         return [(trial.number, tuple(trial.user_attrs[_OVERRIDES])) for trial in ended_trials]
+
+    def is_waiting(self) -> bool:
+        """Return whether other workers execute trials, which this worker would take over if they died."""
+        return any(trial.number not in self._running_trials for trial in self._get_trials(TrialState.RUNNING))
 
     def ask(self) -> tuple[int, Overrides] | None:
         """Start an abandoned trial or a new one, and return its number and overrides.

@@ -4,8 +4,9 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -106,6 +107,13 @@ class TrialQueue:
             self.on_ended(trial, outcome)
         return outcome is not None
 
+    def report_finished(self, batch: Iterable[Trial]) -> None:
+        """Report those of the running trials that have finished, while a launcher still executes the others."""
+        for trial in (trial for trial in batch if self.runs.entry_by_name[trial.name].status == "running"):
+            with suppress(UserError):  # the launcher returns it
+                if (record := self.runs.read_finished_record(trial)) is not None:
+                    self.on_ended(trial, record)
+
     def on_started(self, trial: Trial, log_path: Path | None) -> None:
         """Record that a trial has started; its output is in the file `log_path`."""
         self.board.record_start(self.runs.entry_by_name[trial.name], log_path)
@@ -142,6 +150,10 @@ class SearchQueue(TrialQueue):
             self._add_suggested_trial(*suggestion)
         return replace(trial, optuna_trial=self._study.trial_address(self._trial_number_by_run[trial.name]))
 
+    def is_waiting(self) -> bool:
+        """Return whether other processes execute trials, whose results belong to the search."""
+        return super().is_waiting() or self._study.is_waiting()
+
     def _add_suggested_trial(self, trial_number: int, overrides: Overrides) -> None:
         """Add a trial that Optuna suggests as waiting, or report its outcome if its run already has one."""
         entry = self.runs.entry_by_name[self.runs.add_run(overrides).name]
@@ -158,16 +170,17 @@ class SearchQueue(TrialQueue):
 
     def on_ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
         """Report the outcome of a trial to Optuna and to the board; a stopped trial is released instead."""
-        trial_number = self._trial_number_by_run.pop(trial.name)
+        trial_number = self._trial_number_by_run[trial.name]
         if status == "stopped":
             self._study.release(trial_number)
         else:
             self._study.tell(trial_number, outcome)
+        del self._trial_number_by_run[trial.name]
         super().on_ended(trial, outcome, status)
 
 
 def run_search(runs: SweepRuns, live_board: Board) -> None:
-    """Execute the trials of an Optuna search, which includes the results of earlier calls.
+    """Execute the trials of an Optuna search, which includes the results of earlier and of concurrent calls.
 
     Raises:
         UserError: if a finished trial's run is gone, e.g. because its name has changed with the model or the data.
@@ -176,20 +189,26 @@ def run_search(runs: SweepRuns, live_board: Board) -> None:
     from istar.finetune.sweeps.study import Study
 
     with closing(Study(runs.request.settings, runs.space_by_grid, runs.folder, runs.run_name)) as study:
-        for trial_number, overrides in study.ended_trials():
-            trial = runs.add_run(overrides)
-            entry = runs.entry_by_name[trial.name]
-            runs.grid_by_run.setdefault(entry.name, study.grid_of_trial(trial_number))
-            if entry.status == "waiting":
-                if not (runs.request.root / entry.name / results.RESULT).exists():
-                    raise UserError(
-                        f"{runs.folder} has a finished trial whose run {entry.name} does not exist, because its folder "
-                        "is gone or the model or the data have changed; choose another sweep.name to search anew, or "
-                        "the earlier commit of a hub model with model.revision"
-                    )
-                entry.apply_record(runs.read_record(entry))
+        _add_ended_trials(runs, study)
         runs.state.to_come = study.num_trials_left()
         run_queue(SearchQueue(runs, live_board, study))
+        _add_ended_trials(runs, study)
+
+
+def _add_ended_trials(runs: SweepRuns, study: "Study") -> None:
+    """Add the runs of all trials that have ended, in any call; raises as `run_search` does."""
+    for trial_number, overrides in study.ended_trials():
+        trial = runs.add_run(overrides)
+        entry = runs.entry_by_name[trial.name]
+        runs.grid_by_run.setdefault(entry.name, study.grid_of_trial(trial_number))
+        if entry.status == "waiting":
+            if not (runs.request.root / entry.name / results.RESULT).exists():
+                raise UserError(
+                    f"{runs.folder} has a finished trial whose run {entry.name} does not exist, because its folder "
+                    "is gone or the model or the data have changed; choose another sweep.name to search anew, or "
+                    "the earlier commit of a hub model with model.revision"
+                )
+            entry.apply_record(runs.read_record(entry))
 
 
 def run_queue(queue: TrialQueue) -> None:
@@ -209,9 +228,11 @@ def run_queue(queue: TrialQueue) -> None:
         if not batch and not queue.is_waiting():
             return
         if batch:
-            with queue.board.ticking():
+            with queue.board.ticking(partial(queue.report_finished, batch)):
                 outcomes = request.launcher([_make_launcher_overrides(trial) for trial in batch])
             for trial, outcome in zip(batch, outcomes, strict=True):
+                if queue.runs.entry_by_name[trial.name].status == "finished":
+                    continue
                 if isinstance(outcome, LockedError):
                     queue.set_aside(trial)
                 else:

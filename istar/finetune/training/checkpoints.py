@@ -22,6 +22,7 @@ from istar.errors import UserError, shorten
 from istar.files.writing import atomic_write
 from istar.finetune.training.history import History, MetricsFile
 from istar.finetune.training.module import all_gather_object
+from istar.finetune.training.sharded_training import ShardingStrategy
 from istar.finetune.training.signals import StopSignal
 
 CHECKPOINT_FORMAT = 5
@@ -169,9 +170,10 @@ class Checkpoints(Checkpoint):
         }
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Store whether the training has stopped early, except by pruning, so that a pruned run can be continued."""
+        """Store whether the model is sharded and whether the training has stopped early, except by pruning."""
         has_stopped = trainer.should_stop and not self.history.pruned
         checkpoint["callbacks"][self.state_key]["stopped"] = has_stopped
+        checkpoint["callbacks"][self.state_key]["sharded"] = isinstance(trainer.strategy, ShardingStrategy)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the logged metrics, and keep the other state until the training starts."""
@@ -199,16 +201,17 @@ def _is_validation_next(trainer: L.Trainer, batch_idx: int) -> bool:
     return trainer.val_check_batch is not None and (batch_index + 1) % trainer.val_check_batch == 0
 
 
-def find_resumable_checkpoint(folder: Path, run_name: str, num_processes: int) -> Path | None:
+def find_resumable_checkpoint(folder: Path, run_name: str, num_processes: int, is_sharded: bool = False) -> Path | None:
     """Return the path of the newest checkpoint that a run can resume from, or None.
 
     A checkpoint that is damaged or belongs to another run is renamed with a warning, and the previous one is used.
     Best-epoch weights of later epochs are removed, because the resumed run writes them again. Raises a `UserError` if
-    the checkpoint was written by a different number of processes.
+    the checkpoint was written by a different number of processes, or without `trainer.strategy=fsdp` if the model is
+    sharded now: the optimizer's states are then numbered in another order.
     """
     for path in reversed(_list_sorted_paths(folder, "step")):
         try:
-            num_epochs, num_writers = _inspect_checkpoint(path, run_name)
+            num_epochs, num_writers, was_sharded = _inspect_checkpoint(path, run_name)
         except UserError as error:
             numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
             names = (f"{path.name}.refused{number}" for number in numbers)
@@ -219,6 +222,11 @@ def find_resumable_checkpoint(folder: Path, run_name: str, num_processes: int) -
         if num_writers != num_processes:
             raise UserError(
                 f"{path} was written by {num_writers} processes and cannot go on with {num_processes}; use as many as "
+                "before, or run.overwrite=true to start again"
+            )
+        if is_sharded and not was_sharded:
+            raise UserError(
+                f"{path} was written without trainer.strategy=fsdp and cannot go on with it; use the same strategy as "
                 "before, or run.overwrite=true to start again"
             )
         for weights_path in _list_sorted_paths(folder, "best-epoch"):
@@ -235,8 +243,8 @@ def remove_old_checkpoints(folder: Path, best_weights_path: Path) -> None:
             path.unlink()
 
 
-def _inspect_checkpoint(path: Path, run_name: str) -> tuple[int, int]:
-    """Return how many epochs a resumable checkpoint has completed, and how many processes wrote it.
+def _inspect_checkpoint(path: Path, run_name: str) -> tuple[int, int, bool]:
+    """Return how many epochs a checkpoint has completed, how many processes wrote it, and if the model was sharded.
 
     Raises a `UserError` if the checkpoint or the weights of its best epoch are damaged, or belong to another run or
     format.
@@ -245,7 +253,7 @@ def _inspect_checkpoint(path: Path, run_name: str) -> tuple[int, int]:
     try:
         state, history = content["callbacks"]["Checkpoints"], content["callbacks"]["History"]
         file_format, stored_run_name, best_epoch = state["format"], state["run"], history["best"]
-        num_epochs, num_processes = len(history["epochs"]), len(state["random"])
+        num_epochs, num_processes, was_sharded = len(history["epochs"]), len(state["random"]), state["sharded"]
     except (KeyError, TypeError, IndexError) as error:
         raise UserError(f"{path} is not a checkpoint that istar wrote") from error
     if file_format != CHECKPOINT_FORMAT:
@@ -254,7 +262,7 @@ def _inspect_checkpoint(path: Path, run_name: str) -> tuple[int, int]:
         raise UserError(f"{path} belongs to another run, {stored_run_name}")
     if best_epoch:
         read_checkpoint(path.with_name(f"best-epoch-{best_epoch}.ckpt"))
-    return num_epochs, num_processes
+    return num_epochs, num_processes, was_sharded
 
 
 def _list_sorted_paths(folder: Path, prefix: str) -> list[Path]:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from istar.errors import UserError
 from istar.files.outputs import Output, run_output
-from istar.finetune.training.sharding import gather_weights
+from istar.finetune.training.sharded_training import gather_weights
 from istar.inputs import pretrained
 from istar.inputs.saved_checkpoints import record_step
 

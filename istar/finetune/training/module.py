@@ -13,15 +13,16 @@ import lightning as L
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from istar.errors import NonFiniteError, UserError
 from istar.finetune.tasks.evaluation import Evaluation
-from istar.finetune.training.sharding import ShardingStrategy, shard
+from istar.finetune.training.optimizers import make_optimizer
+from istar.finetune.training.sharded_training import ShardingStrategy, shard
 from istar.hidden_states import AttachedPenalty
 from istar.hidden_states.model_layers import ReturnedStates
 from istar.hidden_states.sharding import is_sharded_module, is_sharded_tensor
@@ -90,7 +91,7 @@ class FineTuner(L.LightningModule):
     Args:
         model: sequence classification or question answering model.
         penalty: penalty attached to the model, from `istar.attach`; None trains on the task loss alone.
-        optim: settings of AdamW and of the learning rate schedule.
+        optim: settings of the optimizer and of the learning rate schedule.
         evaluators: evaluator of each validation set, by the suffix of its metrics' names (`""` for the first).
         skip_nonfinite: skip optimizer steps with a gradient that is not finite instead of stopping the training.
         max_steps: number of optimizer steps before training stops, which the schedules then depend on; None for no
@@ -158,7 +159,7 @@ class FineTuner(L.LightningModule):
     ) -> None:
         """Clip the gradient by norm or by value. If it is not finite, drop it, or raise a `NonFiniteError`."""
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        if scaler is not None:
+        if scaler is not None and optimizer.defaults.get("fused"):
             # With fused optimizers Lightning does not unscale gradients before clipping, so it is done here.
             scaler.unscale_(optimizer)
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
@@ -167,7 +168,7 @@ class FineTuner(L.LightningModule):
             gradient_norm = gradient_norm.full_tensor()
         # A gradient scaler skips steps that overflow by design, so its norm is not checked.
         if self.step_guard.must_skip(self.trainer.global_step + 1, None if scaler is not None else gradient_norm):
-            # Without a gradient, AdamW leaves a parameter, its weight decay, its moments and its step count alone.
+            # Without a gradient, optimizers leave a parameter, its weight decay, its moments and its step count alone.
             optimizer.zero_grad(set_to_none=True)
         elif gradient_clip_val is not None and gradient_clip_algorithm == "value":
             clip_grad_value_(parameters, gradient_clip_val)
@@ -268,14 +269,8 @@ class FineTuner(L.LightningModule):
             shard(self.model, strategy.precision)
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW and its learning rate schedule, in Lightning's format."""
-        optimizer = AdamW(
-            make_parameter_groups(self.model, self.optim.weight_decay),
-            lr=self.optim.lr,
-            betas=(self.optim.betas[0], self.optim.betas[1]),
-            eps=self.optim.eps,
-            fused=True,
-        )
+        """Return the optimizer and its learning rate schedule, in Lightning's format."""
+        optimizer = make_optimizer(self.model, self.optim)
         self.total_steps = num_steps = min(int(self.trainer.estimated_stepping_batches), self.max_steps or sys.maxsize)
         num_warmup_steps = count_warmup_steps(self.optim.warmup, num_steps)
         scale = partial(scale_learning_rate, self.optim.schedule, num_warmup_steps, num_steps)
@@ -328,18 +323,6 @@ def token_mask(batch: Batch) -> Tensor:
     if mask is None:
         return torch.ones_like(batch["input_ids"])
     return mask.diagonal(dim1=-2, dim2=-1)[:, 0] if mask.dim() == 4 else mask
-
-
-def make_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two groups of trainable parameters: weights with weight decay, and biases and gains without."""
-    trainable_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {
-            "params": [parameter for parameter in trainable_parameters if parameter.dim() > 1],
-            "weight_decay": weight_decay,
-        },
-        {"params": [parameter for parameter in trainable_parameters if parameter.dim() <= 1], "weight_decay": 0.0},
-    ]
 
 
 def _average_metrics(micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

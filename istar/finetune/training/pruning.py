@@ -6,6 +6,7 @@ from pathlib import Path
 
 import lightning as L
 import optuna
+from optuna.storages.journal import JournalFileBackend
 
 from istar.errors import UserError, shorten
 from istar.finetune.training.history import History
@@ -51,6 +52,13 @@ class TrialReference:
             ) from error
 
 
+def open_storage(url: str) -> optuna.storages.BaseStorage:
+    """Open the database at a URL, or the file of `journal:///<path>`, which several machines may share."""
+    if (path := url.removeprefix("journal://")).startswith("/"):
+        return optuna.storages.JournalStorage(JournalFileBackend(path))
+    return optuna.storages.get_storage(url)
+
+
 def load_trial(study: optuna.Study, storage: optuna.storages.BaseStorage, number: int) -> optuna.trial.Trial:
     """Load a started trial of a study in a storage by its number, so that it can be resumed."""
     study_id = storage.get_study_id_from_name(study.study_name)
@@ -90,7 +98,7 @@ class PruningCallback(L.Callback):
         try:
             if self._trial is None:
                 url = Path(self.reference.storage_file).read_text(encoding="utf-8")
-                storage = optuna.storages.get_storage(url)
+                storage = open_storage(url)
                 study = optuna.load_study(study_name=self.reference.study, storage=storage)
                 study.pruner = PRUNERS[study.user_attrs[PRUNER_ATTRIBUTE]]()
                 self._trial = load_trial(study, storage, self.reference.number)

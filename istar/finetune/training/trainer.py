@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 from istar.errors import UserError, shorten
 from istar.finetune.training.checkpoints import AtomicCheckpointIO, Checkpoints
-from istar.finetune.training.sharding import ShardingStrategy
+from istar.finetune.training.sharded_training import ShardingStrategy
 from istar.records.config import TrainerConfig
 from istar.records.metric_names import is_lower_better
 

@@ -80,7 +80,7 @@ class CorpusStatistics(Accumulator):
     """Accumulates all measures of all taps over a source.
 
     `config` is the text config of the measured model. `origins` contains a point near the mean of the hidden states for
-    each tap, `(d,)`, on the model's device. `sample` keeps one occurrence of each of a random sample of token types.
+    each tap, `(d,)`, on its layer's device. `sample` keeps one occurrence of each of a random sample of token types.
     """
 
     def __init__(self, config: "PretrainedConfig", settings: MeasureSettings, origins: Mapping[str, Tensor]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from istar.hidden_states.model_layers import find_final_norm, find_layers, make_trial_ids, run_trial
+from istar.hidden_states.offloading import find_input_device
 from istar.inputs.corpus import Block, pad_batch
 from istar.measures.numerics import full_precision
 
@@ -27,7 +28,8 @@ class Taps:
     pass of a few tokens tells which.
 
     The model must be without a head and in eval mode. `names` are the taps from the input to the output; `norm` is the
-    final normalization, or None.
+    final normalization, or None. Inputs go to `device`. Each hidden state is on the device of its layer, or on the CPU
+    if the layer is offloaded; `devices` has the devices of the latest call.
 
     Raises a `UserError` if the model does not return one hidden state per layer and token.
     """
@@ -38,6 +40,12 @@ class Taps:
         self.norm = find_final_norm(self._model, run_trial(self._model, self._model))
         layers = [f"layer_{number}" for number in range(1, self._layers.num_layers + 1)]
         self.names = [EMBEDDINGS, *layers, *([FINAL_NORM] if self.norm is not None else [])]
+        self.device, self.devices = find_input_device(self._model), dict[str, torch.device]()
+        modules = self._layers.modules
+        sources = [modules[0], *modules, *filter(None, [self.norm])] if modules and not self._layers.is_shared else []
+        # Layers are offloaded where their device is full, so that their statistics have no place there either.
+        are_offloaded = (any(weight.is_meta for weight in source.parameters()) for source in sources)
+        self._offloaded = [tap for tap, is_away in zip(self.names, are_offloaded, strict=False) if is_away]
 
     @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -63,7 +71,10 @@ class Taps:
             # Without a norm, the last hidden state is the output of the last layer.
             states = [*output.hidden_states[:-1], *(norm_inputs or output.hidden_states[-1:])]
         states += [output[0]] if self.norm is not None else []
-        return dict(zip(self.names, states, strict=True))
+        named_states = dict(zip(self.names, states, strict=True))
+        named_states |= {name: named_states[name].cpu() for name in self._offloaded}
+        self.devices = {name: state.device for name, state in named_states.items()}
+        return named_states
 
     def see_padding(self, padding_id: int) -> bool:
         """Return whether a text's hidden states depend on padding after it, despite the attention mask.
@@ -75,7 +86,7 @@ class Taps:
         token_ids = make_trial_ids(self._model)
         padded_ids = torch.cat([token_ids, torch.full_like(token_ids, padding_id)])
         mask = torch.cat([torch.ones_like(token_ids), torch.zeros_like(token_ids)])
-        length, device = len(token_ids), self._model.device
+        length, device = len(token_ids), self.device
         states_alone, states_padded = (
             self({"input_ids": padded_ids[None, :end].to(device), "attention_mask": mask[None, :end].to(device)})
             for end in (length, 2 * length)
@@ -94,7 +105,7 @@ class BlockReader:
     def __init__(self, model: "PreTrainedModel", pad_id: int, has_special_tokens: bool) -> None:
         self.taps, self.forward_seconds = Taps(model), 0.0
         self.advance: Callable[[int], object] = lambda num_tokens: None
-        self._device, self._pad_id, self._has_special_tokens = model.device, pad_id, has_special_tokens
+        self._device, self._pad_id, self._has_special_tokens = self.taps.device, pad_id, has_special_tokens
 
     def make_inputs(self, blocks: Sequence[Block]) -> tuple[dict[str, Tensor], Tensor]:
         """Return a batch as inputs of the model, and the mask `(blocks, tokens)` of included tokens, on the CPU."""
@@ -127,7 +138,7 @@ class BlockReader:
                 for tap, tap_states in states.items():
                     if tap not in points:
                         points[tap] = tap_states.new_empty(num_tokens + 1, tap_states.shape[-1])
-                    points[tap].index_copy_(0, all_rows, tap_states.flatten(0, 1))
+                    points[tap].index_copy_(0, all_rows.to(tap_states.device), tap_states.flatten(0, 1))
                 self.advance(len(batch_rows))
         return {tap: tap_points[:num_tokens] for tap, tap_points in points.items()}
 

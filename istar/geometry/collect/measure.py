@@ -19,7 +19,9 @@ from istar.files.outputs import Output
 from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
 from istar.geometry.collect.layers import Layer
 from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements
+from istar.geometry.collect.memory import describe_memory
 from istar.geometry.collect.stream import Stream
+from istar.hidden_states.offloading import find_input_device, hold_weights, read_parameter
 from istar.inputs.corpus import Source
 from istar.inputs.tokenizing import find_max_input_length
 from istar.measures import MassiveActivationsSummary, layer_norm_summary
@@ -63,7 +65,7 @@ def measure_model(
     out: Path,
     revision: str | None = None,
     dtype: str = "float32",
-    device: str = "auto",
+    device: str | Mapping[str, Any] = "auto",
     console: Console | None = None,
     command: str = "",
     earlier: Iterable[Measurements] = (),
@@ -74,7 +76,8 @@ def measure_model(
     measures of the hidden states. A length of 0 in `settings` means the model's longest input, 512 at most, or 512 if
     the model takes inputs of any length. `revision` is a branch, tag or commit on the hub. `dtype`, a key of
     `WEIGHT_DTYPES`, is for the weights; statistics are at least float32. `device` is a name such as cuda:1, or `auto`:
-    the GPU if there is one, else the CPU. A console shows a progress bar. `command` is recorded in the measures.
+    the GPU if there is one, else the CPU; or the arguments of `from_pretrained` that place each layer. A console
+    shows a progress bar, and the memory of a large pass. `command` is recorded in the measures.
 
     If one of the `earlier` measurements has the same weights, tokenizer, settings, dtype and texts, it is returned with
     the new names instead, and the console says so.
@@ -88,9 +91,11 @@ def measure_model(
     start = time.monotonic()
     config = ModelConfig(name=name, revision=revision)
     tokenizer = load_tokenizer(config)
-    model: Any = load_encoder(config, tokenizer, WEIGHT_DTYPES[dtype])
-    model = model.to(find_device(device))
-    if model.device.type == "cpu":
+    placement = {} if isinstance(device, str) else device
+    model: Any = load_encoder(config, tokenizer, WEIGHT_DTYPES[dtype], **placement)
+    model = model.to(find_device(device)) if isinstance(device, str) else model
+    input_device = find_input_device(model)
+    if input_device.type == "cpu":
         keep_freed_memory()
     # The encoder lacks a head, so the output embeddings are read separately: before the pass, which may take hours, so
     # that a failure shows early.
@@ -112,6 +117,12 @@ def measure_model(
     # The identity includes the paths and the contents of the texts.
     identity = compute_identity(weights, settings, [source.path for source in sources], *text_hashes.values())
     reader = Stream(model, tokenizer, settings, Output(out, "state").open_state("pass"), identity)
+    text_config, devices = model.config.get_text_config(), reader.taps.devices
+    line, size = describe_memory(
+        settings, text_config, WEIGHT_DTYPES[dtype], devices, len(sources), reader.num_processes
+    )
+    if console is not None and (size > 1e9 or not isinstance(device, str)):
+        console.print(line, highlight=False, soft_wrap=True)
     try:
         summaries = reader(sources, lambda statistics: summarize_source(statistics, tokenizer), console)
     except NonFiniteError as error:
@@ -119,10 +130,11 @@ def measure_model(
             raise
         raise NonFiniteError(f"{error}; float16 ends at 65,504: choose --dtype float32 or bf16") from error
     norm = reader.taps.norm
-    gain_and_bias = None if norm is None else norm_parameters(norm, model.config.get_text_config().hidden_size)
-    matrix_by_side = {"input": model.get_input_embeddings().weight.detach()}
+    with hold_weights(norm):
+        gain_and_bias = None if norm is None else norm_parameters(norm, text_config.hidden_size)
+    matrix_by_side = {"input": read_parameter(model.get_input_embeddings(), "weight")}
     if output_matrix is not None:
-        matrix_by_side["output"] = output_matrix.values.to(model.device)
+        matrix_by_side["output"] = output_matrix.values.to(input_device)
     spectra_by_side = {side: decompose_rows(matrix) for side, matrix in matrix_by_side.items()}
     # The last summary covers all texts together.
     token_counts = list(summaries.values())[-1]["token_counts"] if summaries else None
@@ -134,7 +146,7 @@ def measure_model(
             **names,
             "dtype": dtype,
             "type": model.config.model_type,
-            "device": str(model.device),
+            "device": str(input_device),
             "tokenizer": tokenizer_hash,
         },
         weights=weights,
@@ -162,7 +174,7 @@ def hash_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> str:
 def hash_weights(model: "PreTrainedModel", output_matrix: "Matrix | None") -> str:
     """Return a hash of a model's parameters, except its pooler's, and of untied output embeddings.
 
-    It has sixteen hexadecimal digits.
+    It has sixteen hexadecimal digits. Offloaded weights are read one by one.
     """
     digest = hashlib.blake2b(digest_size=8)
     parameters: dict[str, Tensor] = dict(model.named_parameters())
@@ -171,6 +183,7 @@ def hash_weights(model: "PreTrainedModel", output_matrix: "Matrix | None") -> st
     for name, parameter in parameters.items():
         # No hidden state depends on the pooler, which is initialized randomly if the checkpoint lacks it.
         if "pooler" not in name:
+            parameter = read_parameter(model, name) if parameter.is_meta else parameter
             digest.update(name.encode())
             digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from istar.drawing.terminal import make_progress
 from istar.errors import UserError
 from istar.geometry.collect.layer_outputs import Taps
-from istar.geometry.collect.measure import find_device
+from istar.geometry.collect.measure import WEIGHT_DTYPES, find_device
 from istar.inputs.corpus import Block, Blocks, Source, pad_batch, split_into_batches
 from istar.inputs.pretrained import load_encoder, load_tokenizer
 from istar.measures.alignment import cka, cka_with_error
@@ -92,17 +92,17 @@ def compute_mean_states(
     for indices in split_into_batches(
         sorted_indices,
         lambda index: len(first_blocks[index].tokens),
-        model.device,
+        taps.device,
         batch_tokens,
         has_padding=not taps.see_padding(pad_id),
     ):
         batch = [first_blocks[index] for index in indices]
         inputs = pad_batch([block.tokens for block in batch], pad_id)
-        weights = _make_averaging_weights(batch, inputs["input_ids"].shape[1]).to(model.device)
-        inputs = {name: values.to(model.device) for name, values in inputs.items()}
-        with full_precision(model.device), torch.inference_mode():
+        weights = _make_averaging_weights(batch, inputs["input_ids"].shape[1])
+        inputs = {name: values.to(taps.device) for name, values in inputs.items()}
+        with full_precision(taps.device), torch.inference_mode():
             for tap, states in taps(inputs).items():
-                pooled = (weights[:, None] @ states.float())[:, 0].cpu()
+                pooled = (weights[:, None].to(states.device) @ states.float())[:, 0].cpu()
                 means.setdefault(tap, pooled.new_empty(len(first_blocks), pooled.shape[1]))[list(indices)] = pooled
         advance(len(indices))
     return means
@@ -120,8 +120,9 @@ def compute_similarities(
     models: Sequence[tuple[str, ModelConfig]],
     documents: Sequence[str],
     length: int,
-    device: str = "auto",
+    device: str | Mapping[str, Any] = "auto",
     console: Console | None = None,
+    dtype: str = "float32",
 ) -> list[Similarity]:
     """Compute CKA of all layers for each pair of labelled models. Only one model is in memory at a time.
 
@@ -133,8 +134,9 @@ def compute_similarities(
         task = progress.add_task("similarity of layers", total=len(models) * len(documents))
         for label, config in models:
             tokenizer = load_tokenizer(config)
-            model: Any = load_encoder(config, tokenizer, torch.float32)
-            model = model.to(find_device(device))
+            placement = {} if isinstance(device, str) else device
+            model: Any = load_encoder(config, tokenizer, WEIGHT_DTYPES[dtype], **placement)
+            model = model.to(find_device(device)) if isinstance(device, str) else model
             states = compute_mean_states(
                 model, tokenizer, documents, length, advance=lambda number: progress.advance(task, number)
             )

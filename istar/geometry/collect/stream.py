@@ -48,9 +48,9 @@ class Stream:
     blocks of similar length. The processes of an initialized process group share the blocks of each window. Their
     accumulators are merged exactly, and rank 0 returns the result.
 
-    The model must be without a head, in eval mode, and on its device. The names of the state files start with the name
-    of `state_path`; None saves no state. `identity` is a hash of everything that the result depends on; a state file
-    with another identity is ignored.
+    The model must be without a head, in eval mode, and on its devices. Statistics are where the hidden states are. The
+    names of the state files start with the name of `state_path`; None saves no state. `identity` is a hash of
+    everything that the result depends on; a state file with another identity is ignored.
 
     Attributes:
         taps: reads the model's hidden states.
@@ -76,9 +76,10 @@ class Stream:
         if self.num_processes > 1 and state_path is None:
             raise UserError("several processes need a state file to share a pass; give one in a folder that all see")
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-        self._device, self._config = model.device, model.config.get_text_config()
+        self._config = model.config.get_text_config()
         self._reader = BlockReader(model, pad_id, settings.special_tokens == "include")
         self.taps = self._reader.taps
+        self._device = self.taps.device
         self._sees_padding = self.taps.see_padding(pad_id)
         self._blocks = Blocks(tokenizer, settings.length, settings.documents)
         self._origins: dict[str, Tensor] = {}
@@ -245,18 +246,15 @@ class Stream:
         groups = torch.tensor([block.document_index % num_groups for block in blocks])
         # The pieces of a document may be in different batches and are not independent, so only the first one counts.
         sentences = torch.tensor([-1 if block.piece_index else number for number, block in enumerate(blocks)])
-        tokens = TokenBatch.of(
-            token_ids,
-            positions,
-            groups.repeat_interleave(num_tokens),
-            sentences.repeat_interleave(num_tokens),
-            num_groups,
-            self._device,
-        )
-        rows = tokens.find_rows()
+        token_groups, token_sentences = (values.repeat_interleave(num_tokens) for values in (groups, sentences))
+        tokens_by_device = {
+            device: TokenBatch.of(token_ids, positions, token_groups, token_sentences, num_groups, device)
+            for device in {origin.device for origin in self._origins.values()}
+        }
+        rows = next(iter(tokens_by_device.values())).find_rows()
         states = self._reader.compute_states(inputs, masks, rows)
         for tap, tap_states in states.items():
-            statistics.layers[tap].update(tap_states, tokens)
+            statistics.layers[tap].update(tap_states, tokens_by_device[tap_states.device])
         statistics.sample.update(block_keys, num_tokens.tolist(), token_ids, states, rows)
 
     def _compute_max_update_tokens(self) -> int:
@@ -281,7 +279,8 @@ class Stream:
         if self.num_processes > 1:
             for origin in origins.values():
                 dist.broadcast(origin, 0)
-        return {tap: origin.to(self._device, accumulation_dtype(self._device)) for tap, origin in origins.items()}
+        devices = self.taps.devices
+        return {tap: origin.to(devices[tap], accumulation_dtype(devices[tap])) for tap, origin in origins.items()}
 
     def _create_statistics(self) -> CorpusStatistics:
         return CorpusStatistics(self._config, self.settings, self._origins)

@@ -50,9 +50,8 @@ def write_results(results: CorrelationResults, table: pd.DataFrame, out: Path) -
     sheet = _build_sheet(table)
     plots = [*plot_points(results.points, table), *([plot_scores(results.scores)] if len(results.scores) else [])]
     sections = [Section("correlations", sheet.title, sheet=sheet)]
-    for plot in plots:
-        pictures = page_folder.render_pictures(plot, out)
-        sections.append(Section(plot.name, plot.title, pictures=pictures, about=[plot.caption]))
+    pictures = page_folder.render_pictures(plots, out)
+    sections += [Section(plot.name, plot.title, pictures=pictures[plot.name], about=[plot.caption]) for plot in plots]
     models = ", ".join(map(str, table["model"].unique()))
     page = Page(
         title="Geometry and scores over training",

@@ -265,15 +265,16 @@ def _make_sections(content: PageContent, sheets: Mapping[str, Sheet], out: Path)
         Section("reading", "How to read this", content.notes, about=_explain_page(content), link=_DEFINITIONS),
     ]
     sections += [_make_table_section(remaining.pop(name)) for name in ("models", "layers") if name in remaining]
-    for plot in _make_plots(content):
+    plots = _make_plots(content)
+    pictures = page_folder.render_pictures(plots, out)
+    for plot in plots:
         about = [plot.caption]
         if plot.name == "differences":
             about += _describe_error_methods(content.detailed_models)
         # The table of the matrices belongs to the figure of I(W), but has more measures.
         sheet = remaining.pop("matrices" if plot.name == "partition" else plot.name, None)
-        pictures = page_folder.render_pictures(plot, out)
         note = _explain_missing_panels(plot)
-        sections.append(Section(plot.name, plot.title, (), sheet, pictures, note, about=about))
+        sections.append(Section(plot.name, plot.title, (), sheet, pictures[plot.name], note, about=about))
     sections += map(_make_table_section, remaining.values())
     sections.append(Section("measures", "Definitions of the measures", about=_define_measures(content.models)))
     if content.command:

@@ -4,6 +4,7 @@ The options of the group `reg` are in `istar.records.config.penalties`, which im
 """
 
 from istar.records.config.groups import (
+    AdamWConfig,
     Config,
     DataConfig,
     LoggerConfig,
@@ -18,6 +19,7 @@ from istar.records.config.groups import (
 )
 
 __all__ = [
+    "AdamWConfig",
     "Config",
     "DataConfig",
     "LoggerConfig",

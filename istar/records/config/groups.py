@@ -4,6 +4,7 @@ Defaults are defined only here; the files in conf/ contain only values that diff
 these classes into Hydra's schema of keys and types.
 """
 
+import inspect
 import math
 import re
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from istar.errors import UserError, check_at_least, check_one_of, did_you_mean
+from istar.errors import UserError, check_at_least, check_one_of, check_range, did_you_mean, shorten
 from istar.records.config.trainer_arguments import check_trainer_arguments
 from istar.records.identity import TINY
 
@@ -226,16 +227,14 @@ class DataConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW and its learning rate schedule."""
+    """What all optimizers have: a learning rate with its schedule, and weight decay."""
 
+    name: str = MISSING
+    """Name of the optimizer, a key of `OPTIMIZERS`, or with optim=torch the name of a class of torch.optim."""
     lr: float = 3e-5
     """Peak learning rate."""
     weight_decay: float = 0.01
     """Weight decay of all parameters except biases and the parameters of normalization layers."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    """Decay rates of AdamW's running averages of the gradient and of its square."""
-    eps: float = 1e-8
-    """Constant added to AdamW's denominator for numerical stability."""
     schedule: str = "constant"
     """Learning rate after the warmup: constant, linear (decays to 0) or cosine (decays to 0)."""
     warmup: float = 0.0
@@ -252,13 +251,75 @@ class OptimConfig:
                 f"optim.warmup={self.warmup:g} is neither a fraction of the optimizer steps, in [0, 1], nor a whole "
                 "number of steps above 1"
             )
+        check_range("optim.weight_decay", self.weight_decay, 0)
+
+
+@dataclass
+class AdamWConfig(OptimConfig):
+    """AdamW alone, or together with `coupled_adam` or `muon`, which train only some of the parameters."""
+
+    name: str = "adamw"
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """Decay rates of AdamW's running averages of the gradient and of its square."""
+    eps: float = 1e-8
+    """Constant added to AdamW's denominator for numerical stability."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         is_pair = isinstance(self.betas, list) and len(self.betas) == 2
         if not is_pair or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in self.betas):
             raise UserError(f"optim.betas={self.betas} is not a pair of numbers in [0, 1), e.g. [0.9,0.999]")
-        if not 0 <= self.weight_decay < math.inf or not 0 < self.eps < math.inf:
+        check_range("optim.eps", self.eps, 0, is_exclusive=True)
+
+
+@dataclass
+class TorchOptimConfig(OptimConfig):
+    """Any optimizer of `torch.optim` that can train all parameters of a model; conf/optim/ has some by name."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the optimizer by name, for example optim.arguments.momentum=0.9."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        import torch  # takes seconds, and `check_keys` does without
+
+        unsuitable = ("LBFGS", "Muon", "Optimizer", "SparseAdam")
+        classes: dict[str, Any] = {
+            name: member for name, member in vars(torch.optim).items() if inspect.isclass(member)
+        }
+        check_one_of("optim.name", self.name, sorted(classes.keys() - unsuitable))
+        known = inspect.signature(classes[self.name]).parameters
+        if self.weight_decay != 0 and "weight_decay" not in known:
+            raise UserError(f"optim.name={self.name} has no weight decay; add optim.weight_decay=0")
+        further = [name for name in known if name not in ("params", "lr", "weight_decay")]
+        if not isinstance(self.arguments, dict):
+            raise UserError(f"optim.arguments={self.arguments} is not a mapping, e.g. {{momentum: 0.9}}")
+        for name, value in self.arguments.items():
+            if name not in further:
+                raise UserError(
+                    f"optim.arguments.{name}: {self.name} has no such further argument{did_you_mean(name, further)}; "
+                    f"expected one of {', '.join(further)}"
+                )
+            if isinstance(known[name].default, bool) and not isinstance(value, bool):
+                raise UserError(f"optim.arguments.{name}={value}; expected true or false")
+        # Values are tried in a step, because torch does not check all before. `capturable` is for GPUs only.
+        arguments = {name: value for name, value in self.arguments.items() if name != "capturable"}
+        weight = torch.ones(2, 2, requires_grad=True)
+        weight.grad = torch.ones(2, 2)
+        try:
+            classes[self.name]([weight], lr=self.lr, **arguments).step()
+        except Exception as error:
             raise UserError(
-                f"optim.weight_decay={self.weight_decay:g} must be 0 or more, optim.eps={self.eps:g} above 0"
-            )
+                f"optim.arguments={self.arguments}: {self.name} refuses them: {shorten(error)}; the documentation of "
+                f"torch.optim.{self.name} has the allowed values"
+            ) from error
+
+
+OPTIMIZERS: dict[str, Any] = {
+    **dict.fromkeys(("adamw", "coupled_adam", "muon"), AdamWConfig),
+    "torch": TorchOptimConfig,
+}
+"""The dataclass of each option of `optim`; conf/optim/ has further ones, which are values of `torch`."""
 
 
 @dataclass
@@ -452,8 +513,8 @@ class SweepConfig:
     pruner: str = "none"
     """Optuna pruner: none, median, or asha (successive halving). It compares the headline metric after every epoch."""
     storage: str | None = None
-    """Optuna storage, a database URL that several sweeps may share. None means a SQLite file in the sweep's folder. A
-    password belongs in a variable, as other users can read the arguments of a command: `'${oc.env:STORAGE}'`."""
+    """Optuna storage that commands may share, a database URL or `journal:///<path>`. None means a SQLite file in the
+    sweep's folder. A password belongs in a variable, as other users can read arguments: `'${oc.env:STORAGE}'`."""
     trial: str | None = None
     """ID of the search trial that this run belongs to. Set by the sweep; do not set it by hand."""
 
@@ -494,6 +555,8 @@ class Config:
     def __post_init__(self) -> None:
         if type(self.seed) is not int or not 0 <= self.seed < 2**32:
             raise UserError(f"seed={self.seed} is not a whole number in [0, 2^32)")
+        if self.trainer.strategy == "fsdp" and self.optim.name in ("Adafactor", "Rprop"):
+            raise UserError(f"{self.optim.name} cannot train sharded weights; use trainer.strategy=ddp, or another one")
         if self.trainer.fast_dev_run:
             self.run = replace(self.run, smoke=True)
         if self.trainer.precision != "auto":
@@ -510,9 +573,10 @@ def check_keys(overrides: Iterable[str]) -> None:
     for override in overrides:
         key, equals, _ = override.lstrip("+").partition("=")
         group, _, name = key.partition(".")
-        known = fields(class_by_group[group]) if equals and group in class_by_group and name.isidentifier() else ()
+        classes = OPTIMIZERS.values() if group == "optim" else filter(None, [class_by_group.get(group)])
+        known = [option for config_class in classes for option in fields(config_class)] if name.isidentifier() else []
         known_keys = [f"{group}.{option.name}" for option in known]
-        accepts_all = not known or any(option.metadata.get("further_keys") for option in known)
+        accepts_all = not equals or not known or any(option.metadata.get("further_keys") for option in known)
         if not accepts_all and key not in known_keys and (hint := did_you_mean(key, known_keys, cutoff=0.75)):
             raise UserError(describe_unknown_key(key, hint))
 

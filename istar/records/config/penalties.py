@@ -75,7 +75,7 @@ class WeightDecayConfig(NoRegConfig):
 
     name: str = "weight_decay"
     weight: float = field(default=0.1, metadata={"key": "lambda"})
-    """Weight decay of AdamW, above 0, which replaces optim.weight_decay. It does not apply to biases and gains."""
+    """Weight decay, above 0, which replaces optim.weight_decay. It does not apply to biases and gains."""
 
     def __post_init__(self) -> None:
         check_range("reg.lambda", self.weight, minimum=0, is_exclusive=True)

@@ -6,19 +6,21 @@ schema, so that Hydra rejects misspelt keys and wrong types in files and on the 
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, fields, is_dataclass
 from types import UnionType
 from typing import Any, TypeVar, get_args
 
 import yaml
 from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import AnyNode, BooleanNode, DictConfig, FloatNode, IntegerNode, OmegaConf, StringNode
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from istar.errors import UserError, check_one_of, did_you_mean
 from istar.records.config.groups import (
+    OPTIMIZERS,
     Config,
     LoggerConfig,
     SweepConfig,
@@ -27,16 +29,20 @@ from istar.records.config.groups import (
     describe_unknown_key,
 )
 from istar.records.config.penalties import PENALTIES
-from istar.records.options import sweep_folder
+from istar.records.options import config_folder, sweep_folder
 from istar.records.task_specs import TASKS
 
 T = TypeVar("T")
 
-_GROUPS: dict[str, Any] = {group.name: group.type for group in fields(Config) if is_dataclass(group.type)}
-"""The dataclass of each config group with one dataclass for all its options."""
 _LOGGERS: dict[str, Any] = {"csv": LoggerConfig, "tensorboard": TensorBoardConfig, "wandb": WandbConfig}
-OPTIONS_BY_GROUP: dict[str, dict[str, Any]] = {"reg": PENALTIES, "logger": _LOGGERS}
+OPTIONS_BY_GROUP: dict[str, dict[str, Any]] = {"reg": PENALTIES, "logger": _LOGGERS, "optim": OPTIMIZERS}
 """The dataclass of each option of the groups that have one for each option."""
+_GROUPS: dict[str, Any] = {
+    group.name: group.type
+    for group in fields(Config)
+    if is_dataclass(group.type) and group.name not in OPTIONS_BY_GROUP
+}
+"""The dataclass of each config group with one dataclass for all its options."""
 
 _DEFAULT_MODELS = {(False, True): "tiny", (True, True): "tiny_decoder", (True, False): "gpt2"}
 """The default of `model` for tasks that replace the default of config.yaml, by whether the task needs a decoder and
@@ -51,7 +57,7 @@ def register() -> None:
     process, so only the first call stores them.
     """
     store = ConfigStore.instance()
-    for name, config_class in {**_GROUPS, **PENALTIES, **_LOGGERS, "sweep": SweepConfig}.items():
+    for name, config_class in {**_GROUPS, **PENALTIES, **_LOGGERS, **OPTIMIZERS, "sweep": SweepConfig}.items():
         store.store(group="schema", name=name, node=_make_schema_node(config_class))
     for name in PENALTIES:
         store.store(group="reg", name=name, node={"defaults": [f"/schema/{name}@_here_"]})
@@ -61,11 +67,14 @@ def register() -> None:
         store.store(group="task", name=name, node={"defaults": ["/schema/task@_here_", *model_override], "name": name})
 
 
-@functools.cache
 def register_sweeps() -> None:
-    """Store the options of `sweep` with Hydra, one for each file of `sweep_folder`; only the first call stores them."""
+    """Store the options of `sweep` with Hydra, one for each file of `sweep_folder`."""
     for path in sweep_folder().glob("*.yaml"):
         ConfigStore.instance().store(group="sweep", name=path.stem, node=OmegaConf.load(path), package="_global_")
+    Plugins.instance()  # imports the plugins, which store their launchers
+    # Of a launcher that conf/ has too, Hydra would merge both options and warn.
+    for path in (config_folder() / "hydra" / "launcher").glob("*.yaml"):
+        ConfigStore.instance().repo["hydra"]["launcher"].pop(path.name, None)
 
 
 def load(config: DictConfig) -> Config:
@@ -149,7 +158,7 @@ def explain(error: Exception) -> str:
 
 
 def find_options_with_key(key: str) -> list[str]:
-    """Return the options of `reg` or `logger` that have a key, such as `reg.zeta`; empty for keys of other groups."""
+    """Return the options of `reg`, `logger` or `optim` with a key, such as `reg.zeta`; empty for other groups."""
     group = key.partition(".")[0]
     options = OPTIONS_BY_GROUP.get(group, {}).items()
     return [name for name, config_class in options if key in _list_cli_keys(group, config_class)]
@@ -236,8 +245,13 @@ def _to_plain_data(config: DictConfig) -> dict[str, Any]:
     return values  # type: ignore[return-value]
 
 
+def find_option(group: str, values: Mapping[str, Any]) -> str:
+    """Return the option of a group that has these values: their `name`, except for `torch`, whose name is a class."""
+    return "torch" if group == "optim" and "arguments" in values else str(values["name"])
+
+
 def _select_class(group: str, class_by_name: dict[str, Any], values: dict[str, Any]) -> Any:
-    name = values[group]["name"]
+    name = find_option(group, values[group])
     check_one_of(f"{group}.name", name, tuple(class_by_name))
     return class_by_name[name]
 

@@ -370,7 +370,7 @@ def test_refused_in_one_line(
 
 
 TO_TRAIN_PY = [
-    case("hydra/launcher=joblib", "hydra/launcher=joblib: there is no such option"),
+    case("hydra/launcher=jobs", "hydra/launcher=jobs: there is no such option"),
     case(RTE, "data/dev.tsv, line 6: not UTF-8: byte 5 is 0xef",
         put(train_tsv=rte(8), dev_tsv=f"{rte(4)}9\tnaïve\tnaïve\tentailment\n".encode("latin-1")), id="data"),
 ]  # fmt: skip

@@ -29,8 +29,10 @@ def test_kills_with_one_process(capsys: pytest.CaptureFixture[str], monkeypatch:
 
 
 @pytest.mark.slow
-def test_kills_with_two_processes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert chaos.main(["--kills", "4", "--processes", "2", "--seed", "1", *SHORT]) == 0
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_kills_with_two_processes(capsys: pytest.CaptureFixture[str], strategy: str) -> None:
+    settings = [*SHORT, f"trainer.strategy={strategy}"]
+    assert chaos.main(["--kills", "4", "--processes", "2", "--seed", "1", *settings]) == 0
     assert "4 of 4" in capsys.readouterr().out
 
 

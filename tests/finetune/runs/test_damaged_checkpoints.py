@@ -216,6 +216,8 @@ def test_a_checkpoint_of_two_processes(checkpoints: Path, good_checkpoint: Path)
         find_resumable_checkpoint(checkpoints, name_of_run(good_checkpoint), 1)
     assert "\n" not in str(error.value)
     assert find_resumable_checkpoint(checkpoints, name_of_run(good_checkpoint), 2) == checkpoints / "step-2.ckpt"
+    with pytest.raises(UserError, match=r"written without trainer\.strategy=fsdp"):
+        find_resumable_checkpoint(checkpoints, name_of_run(good_checkpoint), 2, is_sharded=True)
 
 
 def damage(path: Path) -> None:

@@ -69,6 +69,11 @@ def test_settings_that_do_not_change_the_outcome_do_not_change_the_names(make_ru
         ),
         (("reg=none,istar", "reg.zeta=0.2"), 2, "reg=none ignores reg.zeta"),
         (
+            ("optim=adamw,sgd", "optim.eps=1e-6,1e-8", "optim.lr=1e-3"),
+            3,
+            "4 combinations are 3 runs: optim=torch ignores",
+        ),
+        (
             ("logger=csv,wandb", "logger.project=p,q", "seed=1,2"),
             2,
             "8 combinations are 2 runs: logger=csv ignores",

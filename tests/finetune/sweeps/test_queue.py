@@ -15,6 +15,7 @@ from istar.files.writing import lock_folder
 from istar.finetune.sweeps import comparison, pool, sweep
 from istar.finetune.sweeps.live_table import Board, read_state
 from istar.finetune.sweeps.planned_runs import SweepRuns
+from istar.finetune.sweeps.study import Study
 from istar.finetune.sweeps.sweep import (
     TrialQueue,
     estimate_duration,
@@ -27,6 +28,7 @@ from istar.records.config import Config
 from istar.records.results import RunRecord
 from tests.finetune.sweeps.conftest import TINY, with_all_runs, with_grids
 from tests.finished_runs import make_finished_record
+from tests.waiting import until
 
 GRID = ("seed=1,2,3", *TINY)
 
@@ -210,6 +212,54 @@ def test_a_launcher_that_finds_a_lock(make_runs: Callable[..., SweepRuns]) -> No
     sweep_runs.request = replace(sweep_runs.request, launcher=launch)
     assert execute(sweep_runs) == {1: "finished", 2: "finished", 3: "failed"}
     assert launched == [["seed=1", "seed=2", "seed=3"], ["seed=2"]]
+
+
+def test_a_result_arrives_while_the_launcher_waits_for_others(make_runs: Callable[..., SweepRuns]) -> None:
+    """It is kept if the launcher fails as a whole."""
+    sweep_runs = with_all_runs(make_runs("seed=1,2", *TINY))
+    first, second = sweep_runs.trial_by_name.values()
+
+    def launch(jobs: Any) -> list[RunRecord | UserError]:
+        write_result(sweep_runs.request.root / first.name, first.config)
+        until(lambda: sweep_runs.entry_by_name[first.name].status == "finished")
+        raise UserError("a worker has died")
+
+    sweep_runs.request = replace(sweep_runs.request, launcher=launch)
+    with pytest.raises(UserError, match="a worker has died"):
+        execute(sweep_runs)
+    entries = read_state(sweep_runs.folder / "sweep.json").entries
+    assert [(entry.name, entry.status, entry.value) for entry in entries] == [
+        (first.name, "finished", 0.1), (second.name, "running", None)
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("in_memory")
+def test_a_search_takes_over_the_trials_of_another_call(
+    make_runs: Callable[..., SweepRuns], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call with nothing left to start waits for the trial of the other call, and has its result."""
+    arguments = ("optim.lr=1e-3,1e-4", "sweep.trials=2", "sweep.search=optuna", *TINY)
+    sweep_runs, other_runs = make_runs(*arguments), make_runs(*arguments)
+    other = Study(other_runs.request.settings, other_runs.space_by_grid, other_runs.folder, other_runs.run_name)
+    suggestion = other.ask()
+    assert suggestion is not None
+    trial = other_runs.add_run(suggestion[1])
+
+    class Waiting(sweep.SearchQueue):
+        def tick(self) -> None:
+            if self.is_waiting() and self.runs.state.entries_with("finished"):
+                folder = self.runs.request.root / trial.name
+                write_result(folder, trial.config)
+                other.tell(suggestion[0], results.read_result(folder))
+            super().tick()
+
+    monkeypatch.setattr(sweep, "SearchQueue", Waiting)
+    with Board(sweep_runs.folder, sweep_runs.state, Console(quiet=True)) as board:
+        sweep.run_search(sweep_runs, board)
+    other.close()
+    assert len(Run.rates) == 1
+    assert [entry.status for entry in sweep_runs.state.entries] == ["finished"] * 2
+    assert sweep_runs.state.entries[1].name == trial.name
 
 
 @pytest.mark.usefixtures("in_memory")

@@ -38,7 +38,7 @@ def open_study(
     run_name: Callable[[tuple[str, ...]], str] = " ".join,
     **settings: Any,
 ) -> Study:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     sweep_settings = {"search": "optuna", "trials": 4, **STORAGE, **settings}
     return Study(SweepConfig(**sweep_settings), make_search_spaces(arguments, {}, grids or {}, []), folder, run_name)
 
@@ -262,6 +262,18 @@ def test_a_storage_that_cannot_be_used(tmp_path: Path, storage: str) -> None:
     with pytest.raises(UserError, match=r"sweep.storage=.* cannot be used") as error:
         open_study(tmp_path, storage=storage)
     assert "\n" not in str(error.value)
+
+
+def test_a_search_is_in_one_folder(tmp_path: Path) -> None:
+    """In another one, the running trials of the first call would count as abandoned."""
+    storage = f"journal://{tmp_path / 'search.log'}"
+    first = open_study(tmp_path / "first" / "search", storage=storage)
+    assert first.ask() is not None
+    with pytest.raises(UserError, match=r"is a search in another folder than .*second/search; all its commands need"):
+        open_study(tmp_path / "second" / "search", storage=storage)
+    second = open_study(tmp_path / "first" / "search", storage=storage)
+    assert second.is_waiting()
+    assert not first.is_waiting()
 
 
 def test_handles() -> None:

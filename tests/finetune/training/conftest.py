@@ -14,7 +14,7 @@ from istar.finetune.tasks.loading import load_splits
 from istar.finetune.training import FineTuner, FineTuningData
 from istar.hidden_states import HiddenStatePenalty, PenaltySettings
 from istar.inputs import demo, tiny
-from istar.records.config import DataConfig, OptimConfig
+from istar.records.config import AdamWConfig, DataConfig
 from istar.records.task_specs import TASKS
 
 
@@ -29,7 +29,7 @@ class Setting:
     evaluators: dict[str, Evaluator]
 
     def module(self, regularizer=None, skip_nonfinite=False, **optim) -> FineTuner:
-        optim = OptimConfig(**({"lr": 1e-3} | optim))
+        optim = AdamWConfig(**({"lr": 1e-3} | optim))
         model = copy.deepcopy(self.model)
         settings = PenaltySettings(num_points=5_000)
         penalty = None if regularizer is None else HiddenStatePenalty(model, regularizer, settings)

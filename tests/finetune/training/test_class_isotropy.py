@@ -11,7 +11,7 @@ from istar.errors import NonFiniteError
 from istar.finetune.training import FineTuner, History, ValidationGeometry
 from istar.finetune.training.layer_geometry import compute_class_scores
 from istar.measures import ClassMoments
-from istar.records.config import OptimConfig
+from istar.records.config import AdamWConfig
 from tests.oracles import steps_6_to_9
 
 
@@ -74,7 +74,7 @@ def test_a_decoder_is_measured_at_its_last_tokens(setting, harness):
     )  # fmt: skip
     torch.manual_seed(0)
     model = enlarge_attention_weights(hf.GPT2ForSequenceClassification(config))
-    module = FineTuner(model, None, OptimConfig(), setting.evaluators)
+    module = FineTuner(model, None, AdamWConfig(), setting.evaluators)
     states, labels = compute_token_states(setting, module, -1)
     scores = run_validation(setting, harness, module).class_scores
     assert scores["1"] == pytest.approx(compute_expected_scores(states[1], labels), rel=1e-3, abs=1e-6)

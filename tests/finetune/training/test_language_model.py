@@ -23,7 +23,7 @@ from transformers import (
 from istar.finetune.tasks.language_modelling import LanguageModelEvaluator
 from istar.finetune.training.language_model import LanguageModelTuner, restrict_head_to
 from istar.inputs import tiny
-from istar.records.config import OptimConfig
+from istar.records.config import AdamWConfig
 from istar.records.task_specs import TASKS
 from istar.regularizers.points import IGNORED_LABEL
 
@@ -71,7 +71,7 @@ def make_batch(seed: int = 0, is_causal: bool = False) -> dict[str, torch.Tensor
 def make_tuner(model: Any, is_causal: bool, **options: Any) -> LanguageModelTuner:
     spec = TASKS["clm" if is_causal else "mlm"]
     evaluators = {"": LanguageModelEvaluator(spec, 4)}
-    return LanguageModelTuner(model.double().eval(), None, OptimConfig(), evaluators, is_causal=is_causal, **options)
+    return LanguageModelTuner(model.double().eval(), None, AdamWConfig(), evaluators, is_causal=is_causal, **options)
 
 
 @pytest.mark.parametrize("build", [gpt2, bert, albert, distilbert, roberta])

@@ -25,7 +25,7 @@ from istar.finetune.training import FineTuningData
 from istar.finetune.training.language_model import LanguageModelTuner
 from istar.hidden_states import attach
 from istar.inputs import demo, tiny
-from istar.records.config import DataConfig, OptimConfig
+from istar.records.config import AdamWConfig, DataConfig
 from istar.records.task_specs import TASKS
 from istar.regularizers import CosReg
 from tests.finetune.training.conftest import trainer
@@ -72,7 +72,7 @@ def train_and_validate(name: str, world_size: int, folder: Path, documents: list
     module = Sgd(
         model,
         attach(model, CosReg(0.5)),
-        OptimConfig(lr=0.05),
+        AdamWConfig(lr=0.05),
         {"": LanguageModelEvaluator(TASKS[name], len(validation))},
         is_causal=name == "clm",
     )

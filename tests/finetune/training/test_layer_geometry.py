@@ -19,7 +19,7 @@ from istar.finetune.tasks.loading import load_splits, sample_examples
 from istar.finetune.training import FineTuner, ValidationGeometry
 from istar.geometry.collect.layer_outputs import Taps
 from istar.measures import isoscore
-from istar.records.config import Config, OptimConfig
+from istar.records.config import AdamWConfig, Config
 from istar.records.task_specs import TASKS
 from tests.jobs import Start, starting
 
@@ -91,7 +91,7 @@ def test_layers_of_gpt2_are_those_of_istar_measure(setting, harness) -> None:
     model = GPT2ForSequenceClassification(config).eval()
     with torch.no_grad():
         model.transformer.ln_f.weight.uniform_(0.1, 9.0)
-    module = FineTuner(model, None, OptimConfig(), setting.evaluators)
+    module = FineTuner(model, None, AdamWConfig(), setting.evaluators)
     batch = setting.collate(list(setting.validation)[:5])
     inputs = {name: values for name, values in batch.items() if name not in ("feature_id", "labels")}
     taps = Taps(copy.deepcopy(model.transformer))

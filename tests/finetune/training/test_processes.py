@@ -19,11 +19,11 @@ from istar.finetune.tasks.evaluation import Evaluator
 from istar.finetune.tasks.features import Collator, FeatureRows, featurize
 from istar.finetune.tasks.loading import load_splits
 from istar.finetune.training import FineTuner, FineTuningData, ShrinkageCovariance, ValidationGeometry, module
-from istar.finetune.training.sharding import ShardingStrategy
+from istar.finetune.training.sharded_training import ShardingStrategy
 from istar.hidden_states import HiddenStatePenalty, PenaltySettings, attach
 from istar.hidden_states.sharding import is_sharded_module, is_sharded_tensor
 from istar.inputs import pretrained
-from istar.records.config import DataConfig, ModelConfig, OptimConfig
+from istar.records.config import AdamWConfig, DataConfig, ModelConfig
 from istar.records.task_specs import TASKS
 from istar.regularizers import CosReg, IStar
 from tests.finetune.training.conftest import trainer
@@ -169,7 +169,7 @@ def train(name, world_size):
     penalized = None if regularizer is None else HiddenStatePenalty(model, regularizer, settings)
     skip_nonfinite = "skipped" in name
     tuner = (SgdWithNanLoss if skip_nonfinite else Sgd)(
-        model, penalized, OptimConfig(lr=0.02), setup.evaluators, skip_nonfinite=skip_nonfinite
+        model, penalized, AdamWConfig(lr=0.02), setup.evaluators, skip_nonfinite=skip_nonfinite
     )
     start = join_parameters(tuner)
     callbacks = []
@@ -207,7 +207,7 @@ def restore_covariance(callback, setup, sync):
 
 def validate(name, world_size):
     setup, isotropy = make_setup(name), ValidationGeometry()
-    tuner = FineTuner(setup.model, None, OptimConfig(), setup.evaluators)
+    tuner = FineTuner(setup.model, None, AdamWConfig(), setup.evaluators)
     [logged] = make_trainer(world_size, isotropy, limit_val_batches=1.0).validate(
         tuner, datamodule=make_data(setup, world_size), verbose=False
     )
@@ -222,7 +222,7 @@ def validate(name, world_size):
 def measure_rate(world_size):
     """Return the tokens per second of a step that takes one second, and the tokens of this process."""
     setup = make_setup("demo")
-    tuner, recorder = FineTuner(copy.deepcopy(setup.model), None, OptimConfig(), setup.evaluators), Rates()
+    tuner, recorder = FineTuner(copy.deepcopy(setup.model), None, AdamWConfig(), setup.evaluators), Rates()
     with patch.object(module, "time", Clock()):
         make_trainer(world_size, recorder, max_steps=1, log_every_n_steps=1).fit(
             tuner, datamodule=make_data(setup, world_size)

@@ -174,6 +174,29 @@ def test_whatever_the_settings(run_interrupted, run_uninterrupted, overrides):
     assert_same(run_interrupted(FineTuner, "training_step", 9, *overrides), run_uninterrupted(*overrides))
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        ("optim=sgd",),
+        ("optim=adafactor",),
+        ("optim=muon",),
+        ("optim=coupled_adam",),
+        ("optim=torch", "optim.name=NAdam"),
+        *(
+            pytest.param(("optim=torch", f"optim.name={name}"), marks=pytest.mark.slow)
+            for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop")
+        ),
+        pytest.param(("optim=torch", "optim.name=Rprop", "optim.weight_decay=0"), marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_every_optimizer_goes_on_exactly(run_interrupted, run_uninterrupted, optimizer):
+    """An epoch of four steps is interrupted in the fourth, behind a checkpoint of the second."""
+    overrides = (*optimizer, "reg=none", "task.limit_train=16", "data.batch_size=2", "trainer.max_epochs=1")
+    folder = run_uninterrupted(*overrides)
+    assert_same(run_interrupted(FineTuner, "training_step", 7, *overrides), folder)
+
+
 def test_between_two_refreshes_and_on_a_schedule(run_interrupted, run_uninterrupted):
     """Steps 2 and 4 refresh within an epoch; the run breaks in step 5, behind a checkpoint with Sigma_S of step 4.
 

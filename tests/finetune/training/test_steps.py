@@ -8,7 +8,8 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, get_schedu
 from istar.errors import UserError
 from istar.finetune.tasks.features import FeatureRows
 from istar.finetune.training import ShrinkageCovariance
-from istar.finetune.training.module import count_warmup_steps, make_parameter_groups, scale_learning_rate
+from istar.finetune.training.module import count_warmup_steps, scale_learning_rate
+from istar.finetune.training.optimizers import make_parameter_groups
 from istar.regularizers import CosReg, IStar
 from tests.oracles import algorithm_1
 
@@ -182,7 +183,7 @@ def test_a_warmup_longer_than_the_training_is_refused():
 def test_the_gains_of_rms_norms_are_not_decayed():
     config = LlamaConfig(vocab_size=20, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     model = LlamaForSequenceClassification(config)
-    decayed, undecayed = make_parameter_groups(model, 0.01)
+    decayed, undecayed = make_parameter_groups(list(model.parameters()), 0.01)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert {names[id(parameter)] for parameter in undecayed["params"]} == {
         name for name in names.values() if "norm" in name
@@ -249,7 +250,7 @@ def test_the_validation_loss_is_the_mean_over_all_examples(setting, harness):
 
 def test_biases_and_layer_norms_are_not_decayed(setting):
     names = {id(parameter): name for name, parameter in setting.model.named_parameters()}
-    decayed, undecayed = make_parameter_groups(setting.model, 0.01)
+    decayed, undecayed = make_parameter_groups(list(setting.model.parameters()), 0.01)
     assert (decayed["weight_decay"], undecayed["weight_decay"]) == (0.01, 0.0)
     undecayed_names = {names[id(parameter)] for parameter in undecayed["params"]}
     assert undecayed_names == {name for name in names.values() if "LayerNorm" in name or name.endswith("bias")}

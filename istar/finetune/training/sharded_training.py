@@ -64,8 +64,8 @@ def gather_weights(model: nn.Module) -> dict[str, Tensor] | None:
     return weights
 
 
-def load_weights(module: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Load all weights by name into a module that contains a sharded model; every process has all weights."""
+def scatter_weights(module: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Load weights by name into a module that contains a sharded model; every process has all of them."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     set_model_state_dict(module, dict(weights), options=StateDictOptions(full_state_dict=True))

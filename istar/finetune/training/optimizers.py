@@ -1,0 +1,92 @@
+"""The optimizer of a training, from the config group `optim`."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Muon, Optimizer
+
+from istar.errors import UserError
+from istar.finetune.training.coupled_adam import CoupledAdam
+from istar.hidden_states.model_layers import find_head_model
+from istar.inputs.model_files import get_embedding_weight
+from istar.records.config.groups import AdamWConfig, OptimConfig, TorchOptimConfig
+
+
+class JointOptimizer(Optimizer):
+    """Optimizers of different parameters as one, because Lightning's automatic optimization has only one.
+
+    They have their parameter groups and states in common with it. A schedule thus sets the learning rates of all.
+    """
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
+        self._optimizers = optimizers
+        self._share()
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Make a step of each optimizer, and return the loss that `closure` returns, if there is one."""
+        loss = None if closure is None else closure()
+        for optimizer in self._optimizers:
+            optimizer.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the states of all optimizers."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def _share(self) -> None:
+        groups = iter(self.param_groups)
+        for optimizer in self._optimizers:
+            optimizer.param_groups = [next(groups) for _ in optimizer.param_groups]
+            optimizer.state = self.state
+
+
+def make_optimizer(model: nn.Module, optim: OptimConfig) -> Optimizer:
+    """Return the optimizer of all trainable parameters of a model.
+
+    Raises:
+        UserError: if `muon` or `coupled_adam` has nothing to train.
+    """
+    group = partial(make_parameter_groups, weight_decay=optim.weight_decay)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if isinstance(optim, TorchOptimConfig):
+        optimizer: Optimizer = getattr(torch.optim, optim.name)(group(trained), lr=optim.lr, **optim.arguments)
+        return optimizer
+    assert isinstance(optim, AdamWConfig)
+    options: dict[str, Any] = {"lr": optim.lr, "betas": (optim.betas[0], optim.betas[1]), "eps": optim.eps}
+    if optim.name == "adamw":
+        return AdamW(group(trained), **options, fused=True)
+    weights = _list_layer_matrices(model) if optim.name == "muon" else _list_token_embeddings(model)
+    ids = {id(weight) for weight in weights}
+    chosen = [parameter for parameter in trained if id(parameter) in ids]
+    if not chosen:
+        raise UserError(f"optim={optim.name}: what it trains in other models is frozen in this one; use optim=adamw")
+    adamw = AdamW(group([parameter for parameter in trained if id(parameter) not in ids]), **options, fused=True)
+    if optim.name == "muon":
+        return JointOptimizer(Muon(group(chosen), lr=optim.lr, adjust_lr_fn="match_rms_adamw"), adamw)
+    return JointOptimizer(CoupledAdam(group(chosen), **options), adamw)
+
+
+def make_parameter_groups(parameters: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Return two groups of parameters: weights with weight decay, and biases and gains without."""
+    return [
+        {"params": [weight for weight in parameters if weight.dim() > 1], "weight_decay": weight_decay},
+        {"params": [weight for weight in parameters if weight.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def _list_token_embeddings(model: nn.Module) -> list[Any]:
+    head_model: Any = find_head_model(model)
+    return [get_embedding_weight(head_model, "input"), get_embedding_weight(head_model, "output")]
+
+
+def _list_layer_matrices(model: nn.Module) -> list[Any]:
+    """Return the matrices of a model except for embeddings and the matrices of heads."""
+    base_model: Any = find_head_model(model).base_model
+    embeddings = [module.weight for module in base_model.modules() if isinstance(module, nn.Embedding)]
+    excluded_ids = {id(weight) for weight in (*embeddings, *_list_token_embeddings(model))}
+    return [weight for weight in base_model.parameters() if weight.dim() == 2 and id(weight) not in excluded_ids]

@@ -1,0 +1,282 @@
+"""Models on several devices, in part offloaded to the disk, and the memory that a pass takes beside the weights."""
+
+import io
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from rich.console import Console
+
+from istar.cli.main import main
+from istar.errors import UserError
+from istar.finetune.runs import extras
+from istar.geometry.collect import measure, memory, similarity
+from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
+from istar.geometry.collect.layer_outputs import Taps
+from istar.geometry.collect.measures_file import Measurements
+from istar.geometry.collect.token_batch import TokenBatch
+from istar.hidden_states.offloading import find_input_device
+from istar.inputs.corpus import Source
+from istar.inputs.pretrained import load_encoder
+from istar.records.config import ModelConfig
+from tests.geometry.test_stream import SENTENCES, TOKENIZER
+
+pytest.importorskip("accelerate")
+
+SETTINGS = MeasureSettings(16, groups=2, sample=20)
+OWN_FIELDS = ("readings", "seconds", "command")
+"""Fields of measurements that differ between two runs."""
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a text, and a decoder with four layers and untied output embeddings, in many shards."""
+    folder = tmp_path_factory.mktemp("large")
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        intermediate_size=64,
+        vocab_size=len(TOKENIZER),
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
+    )
+    model = hf.LlamaForCausalLM(config)
+    with torch.no_grad():  # a norm with gains of 1 would look like one that was never read
+        model.model.norm.weight.uniform_(0.5, 2)
+    model.save_pretrained(folder / "model", max_shard_size="20KB")
+    TOKENIZER.save_pretrained(folder / "model")
+    assert len(list((folder / "model").glob("*.safetensors"))) > 2
+    (folder / "text.txt").write_text("\n".join(SENTENCES * 3))
+    return folder
+
+
+def place_layers(num_on_cpu: int, other: str) -> dict[str, Any]:
+    """Return arguments that put the first layers on the CPU, and the others and the final norm in another place."""
+    layers = {f"layers.{index}": "cpu" if index < num_on_cpu else other for index in range(4)}
+    return {"device_map": {"embed_tokens": "cpu", **layers, "norm": other, "rotary_emb": "cpu"}}
+
+
+def measure_folder(folder: Path, name: str, **options: Any) -> Measurements:
+    sources = [Source("text", folder / "text.txt")]
+    return measure.measure_model(str(folder / "model"), sources, SETTINGS, folder / name, **options)
+
+
+def strip(measurements: Measurements) -> str:
+    """Return all that two runs should have in common, with NaN equal to NaN."""
+    return repr({name: value for name, value in asdict(measurements).items() if name not in OWN_FIELDS})
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Measurements:
+    return measure_folder(folder, "plain", device="cpu")
+
+
+@pytest.mark.parametrize("num_on_cpu", [1, 3])
+def test_offloaded_layers_give_the_same_measures(folder: Path, plain: Measurements, num_on_cpu: int) -> None:
+    model = load_encoder(
+        ModelConfig(str(folder / "model")), TOKENIZER, torch.float32, **place_layers(num_on_cpu, "disk")
+    )
+    assert [layer.mlp.up_proj.weight.is_meta for layer in model.layers] == [index >= num_on_cpu for index in range(4)]
+    offloaded = measure_folder(folder, f"disk-{num_on_cpu}", device=place_layers(num_on_cpu, "disk"))
+    assert offloaded.final_norm is not None
+    assert strip(offloaded) == strip(plain)
+
+
+def test_offloaded_embeddings_are_read_from_the_disk(folder: Path, plain: Measurements) -> None:
+    placement = place_layers(4, "cpu")
+    placement["device_map"]["embed_tokens"] = "disk"
+    assert strip(measure_folder(folder, "embeddings", device=placement)) == strip(plain)
+
+
+def test_offloaded_weights_have_the_dtype_of_the_others(folder: Path) -> None:
+    """The file has float32."""
+    plain = measure_folder(folder, "plain-bf16", device="cpu", dtype="bf16")
+    assert strip(measure_folder(folder, "disk-bf16", device=place_layers(2, "disk"), dtype="bf16")) == strip(plain)
+
+
+def test_states_come_from_all_places(folder: Path) -> None:
+    model = load_encoder(ModelConfig(str(folder / "model")), TOKENIZER, torch.float32, **place_layers(2, "disk"))
+    taps = Taps(model)
+    states = taps({"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.int64)})
+    assert find_input_device(model) == taps.device == CPU
+    assert taps.devices == dict.fromkeys(taps.names, CPU)
+    assert list(states) == ["embeddings", "layer_1", "layer_2", "layer_3", "layer_4", "final_norm"]
+
+
+def test_similarity_of_offloaded_models(folder: Path) -> None:
+    models = [(label, ModelConfig(str(folder / "model"))) for label in ("first", "second")]
+    plain = similarity.compute_similarities(models, SENTENCES, 16, "cpu")
+    assert similarity.compute_similarities(models, SENTENCES, 16, place_layers(1, "disk")) == plain
+    half = similarity.compute_similarities(models, SENTENCES, 16, place_layers(1, "disk"), dtype="bf16")
+    assert half != plain
+    assert half[0].values[1][2] == pytest.approx(plain[0].values[1][2], abs=0.1)
+
+
+def test_a_map_leaves_room_for_the_first_layer(folder: Path) -> None:
+    placement = {"device_map": "auto", "max_memory": {"cpu": 1_000}}
+    with pytest.raises(UserError, match=r"model: --max-memory has no room for the first layer"):
+        measure_folder(folder, "none", device=placement)
+
+
+def test_adapters_are_not_placed(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(folder / "model")}))
+    with pytest.raises(UserError, match=r"holds adapters; merge them into a model"):
+        load_encoder(ModelConfig(str(tmp_path)), TOKENIZER, torch.float32, device_map="auto")
+
+
+@pytest.mark.slow
+def test_the_command_offloads_and_tells_the_memory(
+    folder: Path, plain: Measurements, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    num_bytes = sum(path.stat().st_size for path in (folder / "model").glob("*.safetensors"))
+    command = [
+        "measure",
+        str(folder / "model"),
+        "--text",
+        f"text={folder / 'text.txt'}",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    settings = ["--length", "16", "--groups", "2", "--sample", "20"]
+    limit = f"cpu={num_bytes * 0.6 / 1e3:.0f}KB"
+    placement = ["--device-map", "auto", "--max-memory", limit, "--offload-folder", str(tmp_path / "offloaded")]
+    assert main([*command, *settings, *placement]) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "memory" in line]
+    assert line.startswith("memory beside the weights: 0.0")
+    assert "GB for each of 6 layers; IntraSim takes 0.00 GB more" in line
+    measured = json.loads((tmp_path / "out" / "measures.json").read_text())
+    assert measured["weights"] == plain.weights
+    assert measured["sources"]["text"]["layer_4"]["isoscore"] == plain.sources["text"]["layer_4"]["isoscore"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--device-map", "cuda:9"], r"argument --device-map: invalid choice: 'cuda:9' \(choose from '?auto"),
+        (["--device-map", "auto", "--revisions", "a,b"], r"--device-map does not go with --revisions or --checkpoints"),
+        (["--device-map", "auto", "--checkpoints", "runs/*"], r"--device-map does not go with --revisions or --check"),
+        (["--device-map", "auto", "--device", "cpu"], r"--device cpu does not go with --device-map"),
+        (["--max-memory", "cpu=1GB"], r"--max-memory and --offload-folder need --device-map"),
+        (["--offload-folder", "weights"], r"--max-memory and --offload-folder need --device-map"),
+        (["--device-map", "auto", "--max-memory", "cpu"], r"--max-memory cpu: expected cpu or a GPU of this machine"),
+        (["--device-map", "auto", "--max-memory", "99=1GB"], r"--max-memory 99=1GB: expected cpu or a GPU of this"),
+        (["--device-map", "auto", "--max-memory", "disk=1GB"], r"--max-memory disk=1GB: expected cpu or a GPU of"),
+    ],
+)
+def test_wrong_options_are_one_line(
+    folder: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["measure", str(folder / "model"), "--text", str(folder / "text.txt"), *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    with pytest.raises(UserError, match=message):
+        raise UserError(line)
+
+
+@pytest.mark.parametrize("command", ["measure", "compare"])
+def test_a_map_needs_accelerate(
+    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    is_installed = extras.is_installed
+    monkeypatch.setattr(extras, "is_installed", lambda module: module != "accelerate" and is_installed(module))
+    models = [str(folder / "model")] * (1 if command == "measure" else 2)
+    assert main([command, *models, "--text", str(folder / "text.txt"), "--device-map", "auto"]) == 2
+    assert capsys.readouterr().err == "error: --device-map needs accelerate; pip install 'istar[large]'\n"
+
+
+def count_bytes(state: Any) -> int:
+    if isinstance(state, dict):
+        return sum(map(count_bytes, state.values()))
+    return state.numel() * state.element_size() if isinstance(state, torch.Tensor) else 0
+
+
+@pytest.mark.parametrize("dim", [24, 96])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        MeasureSettings(8, groups=0, intra=False),
+        MeasureSettings(8, groups=0),
+        MeasureSettings(8, groups=3),
+        MeasureSettings(8, groups=3, measures="all"),
+        MeasureSettings(8, groups=3, measures="all", documents="packed"),
+    ],
+)
+def test_bytes_of_a_layer_are_those_of_its_accumulators(dim: int, settings: MeasureSettings) -> None:
+    config = hf.BertConfig(hidden_size=dim, num_attention_heads=2, vocab_size=50)
+    statistics = CorpusStatistics(config, settings, {"layer_1": torch.zeros(dim, dtype=torch.float64)})
+    documents = torch.arange(400) // 4
+    sentences = documents.masked_fill(documents % 5 == 0, -1)  # some documents are pieces, which are no sentences
+    num_groups = max(settings.groups, 1)
+    tokens, positions = torch.randint(50, (400,)), torch.arange(400) % 4
+    batch = TokenBatch.of(tokens, positions, documents % num_groups, sentences, num_groups)
+    statistics.layers["layer_1"].update(torch.randn(400, dim), batch)
+    sums, recent, types = memory.count_layer_bytes(settings, config, 1)
+    assert sums + types == pytest.approx(count_bytes(statistics.layers["layer_1"].state_dict()), rel=5e-3)
+    num_recent = num_groups * (2 if settings.make_layer_settings(dim, 1).has_score_by_sentence else 1)
+    assert recent == 4 * num_recent * dim**2
+
+
+def test_large_layers_have_no_groups() -> None:
+    """Above `MAX_GROUP_BYTES`, there is a single scatter matrix."""
+    config = hf.LlamaConfig(hidden_size=5_120, vocab_size=50_688)
+    sums, recent, types = memory.count_layer_bytes(MeasureSettings(512), config, 38)
+    assert sums / 1e9 == pytest.approx(0.213, abs=1e-3)
+    assert recent / 1e9 == pytest.approx(0.105, abs=1e-3)
+    assert types / 1e9 == pytest.approx(2.078, abs=1e-3)
+
+
+def describe(settings: MeasureSettings, **options: Any) -> tuple[str, int]:
+    config = hf.LlamaConfig(hidden_size=1_024, vocab_size=10_000)
+    devices = {f"layer_{number}": CPU for number in range(1, 11)}
+    return memory.describe_memory(settings, config, torch.float32, devices, **options)
+
+
+def test_memory_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "read_free_bytes", lambda device: 10**10)
+    settings = MeasureSettings(512, groups=0, sample=1_000, batch_tokens=2_048)
+    line, num_bytes = describe(settings)
+    matrices = 10 * (8 + 4) * 1_024**2 + 4 * 8 * 1_024**2
+    # Batches are joined until their states take 2^28 bytes.
+    states, sample = 10 * 2_048 * 1_024 * 4 + 2**28, 10 * 1_000 * 1_024 * 4
+    assert num_bytes == pytest.approx(matrices + states + sample, rel=0.03)
+    assert line == (
+        f"memory beside the weights: {num_bytes / 1e9:.2f} GB on cpu of 10.00 free; 0.01 GB for each of 10 layers; "
+        "IntraSim takes 0.82 GB more if all token types occur, and none with --no-intra"
+    )
+    assert "IntraSim" not in describe(replace(settings, intra=False))[0]
+    without_sample = describe(replace(settings, sample=0))[1]
+    assert num_bytes - without_sample == sample
+    assert describe(replace(settings, limit=1_024))[1] == num_bytes - 10 * 1_024 * 1_024 * 4
+    # Two sources have combined sums, and the sums of another process are merged.
+    sums = 10 * memory.count_layer_bytes(settings, hf.LlamaConfig(hidden_size=1_024, vocab_size=10_000), 10)[0]
+    assert describe(settings, num_sources=2)[1] == pytest.approx(num_bytes + sums + 40 * 1_024**2 + sample)
+    assert describe(settings, num_processes=2)[1] == num_bytes + sums
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert describe(settings, num_processes=2)[1] == 2 * num_bytes + sums
+
+
+def test_a_pass_without_memory_is_refused(
+    folder: Path, plain: Measurements, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "read_free_bytes", lambda device: 10**6)
+    with pytest.raises(UserError, match=r"takes 0\.01 GB on cpu of 0\.00 free beside the weights; lower --batch-tok"):
+        measure_folder(folder, "refused", device="cpu")
+    monkeypatch.setattr(memory, "read_free_bytes", lambda device: None)
+    output = io.StringIO()
+    measured = measure_folder(folder, "unknown", device="cpu", console=Console(file=output))
+    assert strip(measured) == strip(plain)
+    assert "memory" not in output.getvalue()  # a small pass on one device
+
+
+def test_free_memory_is_less_than_all() -> None:
+    free = memory.read_free_bytes(CPU)
+    assert free is None or 10**6 < free < 2**50
+    assert memory.read_free_bytes(torch.device("meta")) is None
