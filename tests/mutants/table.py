@@ -458,9 +458,9 @@ MUTATIONS = [
     ),
     Mutation(
         "Biases and gains are decayed.",
-        "istar/finetune/training/module.py",
-        'if parameter.dim() <= 1], "weight_decay": 0.0}',
-        'if parameter.dim() <= 1], "weight_decay": weight_decay}',
+        "istar/finetune/training/optimizers.py",
+        'if weight.dim() <= 1], "weight_decay": 0.0}',
+        'if weight.dim() <= 1], "weight_decay": weight_decay}',
         "tests/finetune/training/test_steps.py::test_biases_and_layer_norms_are_not_decayed",
     ),
     Mutation(
@@ -502,8 +502,8 @@ MUTATIONS = [
     Mutation(
         "Every process evaluates all examples, so that duplicates are counted.",
         "istar/finetune/training/data.py",
-        "order = sort_longest_first(rows)[rank::world_size]",
-        "order = sort_longest_first(rows)",
+        "order, batch_size = sort_longest_first(rows)[rank::world_size],",
+        "order, batch_size = sort_longest_first(rows),",
         "tests/finetune/training/test_data.py::test_evaluation_shards_repeat_and_lose_nothing",
     ),
     Mutation(
@@ -568,8 +568,8 @@ MUTATIONS = [
     Mutation(
         "The saved model is that of the last epoch.",
         "istar/finetune/runs/train.py",
-        'job.module.load_state_dict(read_checkpoint(job.checkpoints.best_weights_path())["state_dict"])',
-        "read_checkpoint(job.checkpoints.best_weights_path())",
+        "job.module.load_state_dict(weights)",
+        "pass",
         "tests/finetune/runs/test_run_results.py::test_the_best_epoch_is_kept_when_it_is_not_the_last",
     ),
     Mutation(
@@ -604,8 +604,8 @@ MUTATIONS = [
     Mutation(
         "A resumed run begins its epoch again.",
         "istar/finetune/training/data.py",
-        'num_skipped=self._resume_position["batches"] * self.config.batch_size,',
-        "num_skipped=0,",
+        'num_skipped = self._resume_position["batches"] * self.config.batch_size',
+        "num_skipped = 0",
         "tests/finetune/training/test_resume.py::test_a_broken_run_goes_on_exactly",
     ),
     Mutation(
@@ -775,8 +775,8 @@ MUTATIONS = [
     Mutation(
         "The reported set chooses the configuration, although other data are held out for it.",
         "istar/reports/configurations.py",
-        'for value in runs["selection"]',
-        'for value in runs["value"]',
+        'zip(runs["name"], runs[column], runs["selection"], strict=True)',
+        'zip(runs["name"], runs[column], runs["value"], strict=True)',
         "tests/reports/test_method_comparisons.py",
     ),
     Mutation(
