@@ -183,8 +183,8 @@ def predict_all_reduce_seconds(num_bytes: float, num_gpus: int) -> float:
 def make_processes_table() -> Table:
     """Return the table of predicted seconds of a step on 1 to 1,024 GPUs, and the penalty's share of it.
 
-    The products of the model take 6 operations for each parameter and token; those of the penalty 4 d^2 for each token
-    and layer. The gradient, 4 bytes a parameter, is reduced while the backward pass goes on, the penalty's matrices
+    The products of the model take 6 operations for each parameter and token, and the penalty 4 d^2 for each token and
+    layer. The gradient, 4 bytes a parameter, is reduced while the backward pass goes on, the penalty's matrices
     while everything waits.
     """
     table = Table(title="a step with I-STAR on all layers, by arithmetic")

@@ -49,7 +49,7 @@ def two_nn(points: Tensor, discard: float = 0.1) -> float:
     Duplicates of a point are dropped, because their distance to the nearest neighbour is 0.
 
     Args:
-        points: `(n, d)` of any floating dtype, on any device; distances are those of float64, in blocks. Near
+        points: `(n, d)` of any floating dtype, on any device; distances are exact to float64, in blocks. Near
             duplicates, such as the occurrences of one token in a first layer, lower the estimate: pass one of each.
         discard: share of the largest ratios to leave out, in [0, 1). The largest ratio is always left out, because
             F is 1 there.
@@ -149,7 +149,7 @@ def gride(points: Tensor, n1: int = 1, n2: int | None = None) -> Dimension:
     Duplicates of a point are dropped. Points whose two distances are equal have no likelihood and are left out.
 
     Args:
-        points: `(n, d)` of any floating dtype, on any device; distances are those of float64, in blocks.
+        points: `(n, d)` of any floating dtype, on any device; distances are exact to float64, in blocks.
         n1: number of the nearer neighbour, at least 1.
         n2: number of the farther neighbour, at least n1 + 1; by default 2 n1.
 

@@ -1,4 +1,4 @@
-"""Models on several devices, in part offloaded to the disk, and the memory that a pass takes beside the weights."""
+"""Models on several devices, in part offloaded to the disk, and the memory that a pass takes in addition to the weights."""
 
 import io
 import json
@@ -150,7 +150,7 @@ def test_the_command_offloads_and_tells_the_memory(
     placement = ["--device-map", "auto", "--max-memory", limit, "--offload-folder", str(tmp_path / "offloaded")]
     assert main([*command, *settings, *placement]) == 0
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "memory" in line]
-    assert line.startswith("memory beside the weights: 0.0")
+    assert line.startswith("memory in addition to the weights: 0.0")
     assert "GB for each of 6 layers; IntraSim takes 0.00 GB more" in line
     measured = json.loads((tmp_path / "out" / "measures.json").read_text())
     assert measured["weights"] == plain.weights
@@ -248,7 +248,7 @@ def test_memory_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     states, sample = 10 * 2_048 * 1_024 * 4 + 2**28, 10 * 1_000 * 1_024 * 4
     assert num_bytes == pytest.approx(matrices + states + sample, rel=0.03)
     assert line == (
-        f"memory beside the weights: {num_bytes / 1e9:.2f} GB on cpu of 10.00 free; 0.01 GB for each of 10 layers; "
+        f"memory in addition to the weights: {num_bytes / 1e9:.2f} GB on cpu of 10.00 free; 0.01 GB for each of 10 layers; "
         "IntraSim takes 0.82 GB more if all token types occur, and none with --no-intra"
     )
     assert "IntraSim" not in describe(replace(settings, intra=False))[0]
@@ -267,7 +267,9 @@ def test_a_pass_without_memory_is_refused(
     folder: Path, plain: Measurements, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "read_free_bytes", lambda device: 10**6)
-    with pytest.raises(UserError, match=r"takes 0\.01 GB on cpu of 0\.00 free beside the weights; lower --batch-tok"):
+    with pytest.raises(
+        UserError, match=r"takes 0\.01 GB on cpu of 0\.00 free in addition to the weights; lower --batch-tok"
+    ):
         measure_folder(folder, "refused", device="cpu")
     monkeypatch.setattr(memory, "read_free_bytes", lambda device: None)
     output = io.StringIO()

@@ -95,7 +95,7 @@ class Study:
         self._num_new_trials_allowed = self.num_trials_left()
 
     def _check_folder(self) -> None:
-        """Raise a `UserError` if the study is that of another folder, whose workers would appear to be dead."""
+        """Raise a `UserError` if the study belongs to another folder, whose workers would appear to be dead."""
         with self._ask_lock:
             folder_id = self._study.user_attrs.get(_FOLDER_ID)
             if folder_id is None:

@@ -108,7 +108,7 @@ class TrialQueue:
         return outcome is not None
 
     def report_finished(self, batch: Iterable[Trial]) -> None:
-        """Report those of the running trials that have finished, while a launcher still executes the others."""
+        """Report the running trials that have finished, while a launcher still executes the others."""
         for trial in (trial for trial in batch if self.runs.entry_by_name[trial.name].status == "running"):
             with suppress(UserError):  # the launcher returns it
                 if (record := self.runs.read_finished_record(trial)) is not None:

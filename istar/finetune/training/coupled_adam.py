@@ -1,7 +1,7 @@
 r"""Coupled Adam, from *Better Embeddings with Coupled Adam* (Stollenwerk and Stollenwerk, ACL 2025, arXiv 2502.08441).
 
 Adam divides the update of each token's embedding by the root of its own second moment. The embeddings of rare tokens
-thereby move about as far as those of frequent ones, and away from the origin in one direction. The paper takes this
+thereby move about as far as those of frequent tokens, and away from the origin in one direction. The paper takes this
 for the cause of anisotropic embeddings, and gives all tokens a common second moment.
 """
 

@@ -218,7 +218,7 @@ class FineTuningData(L.LightningDataModule):
     def _build_evaluation_loader(self, rows: TokenizedRows) -> DataLoader[Any]:
         """Return a loader over this process's share of an evaluation set. No row is repeated or dropped.
 
-        All processes have the same number of batches, because those of a sharded model compute each layer together.
+        All processes have the same number of batches, because they compute each layer of a sharded model together.
         """
         rank, world_size = self._rank_and_world_size()
         order, batch_size = sort_longest_first(rows)[rank::world_size], self.config.eval_batch_size

@@ -1,4 +1,4 @@
-"""The memory that a pass takes beside the weights, told and checked before it starts."""
+"""The memory that a pass takes in addition to the weights, told and checked before it starts."""
 
 import os
 from collections import Counter
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def count_layer_bytes(settings: MeasureSettings, config: "PretrainedConfig", num_layers: int) -> tuple[int, int, int]:
     """Return the bytes of the statistics of each of `num_layers` layers of a model with this text config, at most.
 
-    They are of the sums but those of IntraSim, of the scatter matrices that are not yet added to them, and of the sums
-    of IntraSim, if all token types occur. The score by sentence has a third matrix only with documents of many blocks.
+    The three numbers are for the sums without IntraSim, for scatter matrices that are not yet added to them, and for
+    IntraSim if all token types occur. The score by sentence has a third matrix only with documents of many blocks.
     """
     dim, layer_settings = config.hidden_size, settings.make_layer_settings(config.hidden_size, num_layers)
     num_parts = max(settings.groups, 1) if layer_settings.scatter_by_group else 1
@@ -41,7 +41,7 @@ def describe_memory(
     num_sources: int = 1,
     num_processes: int = 1,
 ) -> tuple[str, int]:
-    """Return a line on the memory that a pass takes beside the weights, and its bytes, without those of IntraSim.
+    """Return a line on the memory that a pass takes in addition to the weights, and its bytes without IntraSim.
 
     `devices` has the device of each layer's statistics, and `dtype` is of the hidden states. Raises a `UserError` if a
     device has too little memory left. IntraSim depends on how many token types occur, so that it is only told.
@@ -57,17 +57,18 @@ def describe_memory(
         needed[device] += num_layers * (copies * (sums + recent) + state_bytes)
         needed[device] += 4 * 8 * dim**2  # to merge a layer, and to compute its measures
         needed[device] *= int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device == cpu else 1
-        needed[device] += num_layers * sums if num_processes > 1 else 0  # those of another process, to merge them
+        needed[device] += num_layers * sums if num_processes > 1 else 0  # the sums of another process, to merge them
     places = []
     for device, num_bytes in (+needed).items():
         free = read_free_bytes(device)
         places.append(f"{num_bytes / 1e9:.2f} GB on {device}" + ("" if free is None else f" of {free / 1e9:.2f} free"))
         if free is not None and num_bytes > free:
             raise UserError(
-                f"the pass takes {places[-1]} beside the weights; lower --batch-tokens, --groups or --sample, or give "
-                "the weights less of it by --device-map auto and --max-memory"
+                f"the pass takes {places[-1]} in addition to the weights; lower --batch-tokens, --groups or --sample, "
+                "or give the weights less of it by --device-map auto and --max-memory"
             )
-    line = f"memory beside the weights: {', '.join(places)}; {sums / 1e9:.2f} GB for each of {len(devices)} layers"
+    place_text = ", ".join(places)
+    line = f"memory in addition to the weights: {place_text}; {sums / 1e9:.2f} GB for each of {len(devices)} layers"
     if types := copies * len(devices) * types:
         line += f"; IntraSim takes {types / 1e9:.2f} GB more if all token types occur, and none with --no-intra"
     return line, needed.total()
