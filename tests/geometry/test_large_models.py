@@ -1,4 +1,4 @@
-"""Models on several devices, in part offloaded to the disk, and the memory that a pass takes in addition to the weights."""
+"""Models on several devices, in part offloaded to the disk, and the memory of a pass in addition to the weights."""
 
 import io
 import json
@@ -248,8 +248,8 @@ def test_memory_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     states, sample = 10 * 2_048 * 1_024 * 4 + 2**28, 10 * 1_000 * 1_024 * 4
     assert num_bytes == pytest.approx(matrices + states + sample, rel=0.03)
     assert line == (
-        f"memory in addition to the weights: {num_bytes / 1e9:.2f} GB on cpu of 10.00 free; 0.01 GB for each of 10 layers; "
-        "IntraSim takes 0.82 GB more if all token types occur, and none with --no-intra"
+        f"memory in addition to the weights: {num_bytes / 1e9:.2f} GB on cpu of 10.00 free; "
+        "0.01 GB for each of 10 layers; IntraSim takes 0.82 GB more if all token types occur, and none with --no-intra"
     )
     assert "IntraSim" not in describe(replace(settings, intra=False))[0]
     without_sample = describe(replace(settings, sample=0))[1]
