@@ -413,6 +413,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["trainer.accumulate_grad_batches=0"], ["trainer.accumulate_grad_batches=0"]),
     (["trainer.early_stopping=0"], ["trainer.early_stopping=0"]),
     (["trainer.gradient_clip_val=0"], ["trainer.gradient_clip_val=0"]),
+    (["trainer.strategy=fsdp", "data.eval_batch_size=1"], ["data.eval_batch_size=2 or more"]),
     (["trainer.strategy=fsdp", "trainer.precision=16-mixed"], ["trainer.strategy=fsdp", "bf16-mixed or 32-true"]),
     (["trainer.strategy=ddp_spawn"], ["trainer.strategy=ddp_spawn", "did you mean ddp?"]),
     (["trainer.nonfinite=ignore"], ["trainer.nonfinite=ignore", "stop, skip"]),

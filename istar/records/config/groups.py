@@ -555,6 +555,9 @@ class Config:
     def __post_init__(self) -> None:
         if type(self.seed) is not int or not 0 <= self.seed < 2**32:
             raise UserError(f"seed={self.seed} is not a whole number in [0, 2^32)")
+        if self.trainer.strategy == "fsdp" and self.data.eval_batch_size < 2:
+            # A batch of one example cannot be split to give all processes as many batches.
+            raise UserError("trainer.strategy=fsdp needs data.eval_batch_size=2 or more")
         if self.trainer.strategy == "fsdp" and self.optim.name in ("Adafactor", "Rprop"):
             raise UserError(f"{self.optim.name} cannot train sharded weights; use trainer.strategy=ddp, or another one")
         if self.trainer.fast_dev_run:
