@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from istar.finetune.tasks.features import FeatureRows
+from istar.finetune.training import FineTuningData
 from istar.finetune.training.data import LengthGroupedSampler, build_evaluation_loader, sort_longest_first
+from istar.records.config import DataConfig
 
 LENGTHS = torch.randint(5, 100, (1_003,), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -67,6 +69,23 @@ def test_evaluation_shards_repeat_and_lose_nothing(setting, world_size):
         data.trainer = SimpleNamespace(global_rank=rank, world_size=world_size)
         example_ids += [example_id for batch in data.val_dataloader()[0] for example_id in batch["feature_id"].tolist()]
     assert sorted(example_ids) == list(range(len(setting.validation)))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_all_processes_have_as_many_evaluation_batches(setting, world_size):
+    """Those of a sharded model compute each layer together."""
+    for num_rows, batch_size in itertools.product(range(world_size, 24), (2, 3, 8)):
+        config = DataConfig(batch_size=8, eval_batch_size=batch_size)
+        rows = FeatureRows(setting.validation.select(range(num_rows)))
+        data, num_batches, indices = FineTuningData(rows, [rows], [], setting.collate, config, seed=3), set(), []
+        for rank in range(world_size):
+            data.trainer = SimpleNamespace(global_rank=rank, world_size=world_size)
+            batches = [list(batch) for batch in data.val_dataloader()[0].batch_sampler]
+            assert max(map(len, batches)) <= batch_size
+            num_batches.add(len(batches))
+            indices += itertools.chain(*batches)
+        assert len(num_batches) == 1
+        assert sorted(indices) == list(range(num_rows))
 
 
 def test_loaders_leave_the_global_random_numbers_alone(setting):
