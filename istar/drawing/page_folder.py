@@ -149,7 +149,7 @@ def render_pictures(
     """Render plots as pictures, one for each model in a plot, and return them by the names of the plots.
 
     A picture that an earlier page in the folder `out` has, with the same content and formats, is not drawn again. The
-    others are drawn by several processes at once. `on_drawn` is called with the name of each picture.
+    others are drawn by several processes at once. `on_drawn` is called with the name of each picture once it is there.
     """
     parts = {plot.name: _split_by_model(plot) for plot in plots}
     plot_by_name = {name: plot for plots_by_name in parts.values() for name, plot in plots_by_name.items()}
@@ -158,6 +158,8 @@ def render_pictures(
         for name, plot in plot_by_name.items()
     }
     missing = [name for name, images in images_by_name.items() if not images]
+    for name in images_by_name.keys() - missing:
+        on_drawn(name)
     with _open_pool(len(missing)) as map_to_pool:
         for name, images in zip(missing, map_to_pool(_draw, [plot_by_name[name] for name in missing]), strict=True):
             images_by_name[name] = images
