@@ -350,7 +350,7 @@ def make_embeddings_table() -> Table:
     """Return the table of CPU seconds and additional memory for embedding matrices, predicted and measured.
 
     Predicted seconds are the sum of V d, V d^2 and d^3 for V rows of d numbers, each times a cost that is fitted to the
-    least seconds of small matrices in three rounds. Predicted memory is that of nine matrices of d x d float64 numbers.
+    least seconds of small matrices in three rounds. Predicted memory is nine matrices of d x d float64 numbers.
     """
     least = [min(measure_embeddings(*shape)[0] for _ in range(3)) for shape in SMALL_MATRICES]
     measured = {shape: measure_embeddings(*shape) for shape in CHECKED_MATRICES}

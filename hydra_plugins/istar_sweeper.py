@@ -39,7 +39,7 @@ class IstarSweeper(Sweeper):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config, self.hydra_context = config, hydra_context
-        # Runs need no launcher; joblib imports the plugins anew, and Hydra would warn of an option that they store.
+        # Runs need no launcher. joblib imports the plugins again, and Hydra would warn about their options.
         with flag_override(config, "readonly", False):
             texts = [text for text in config.hydra.overrides.hydra if not re.match(r"[+~]*hydra.launcher\b", text)]
             config.hydra.overrides.hydra = texts

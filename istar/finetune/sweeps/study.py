@@ -95,7 +95,7 @@ class Study:
         self._num_new_trials_allowed = self.num_trials_left()
 
     def _check_folder(self) -> None:
-        """Raise a `UserError` if the study belongs to another folder, whose workers would appear to be dead."""
+        """Raise a `UserError` if the study belongs to another folder: its workers would seem dead from this one."""
         with self._ask_lock:
             folder_id = self._study.user_attrs.get(_FOLDER_ID)
             if folder_id is None:
@@ -105,7 +105,7 @@ class Study:
                 self.close()
                 raise UserError(
                     f"{self.name} in sweep.storage={self.storage} is a search in another folder than {self._folder}; "
-                    "all its commands need the same run.root; choose another sweep.name to search anew"
+                    "all its commands need the same run.root; choose another sweep.name for a new search"
                 )
 
     def close(self) -> None:

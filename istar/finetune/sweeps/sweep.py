@@ -151,7 +151,7 @@ class SearchQueue(TrialQueue):
         return replace(trial, optuna_trial=self._study.trial_address(self._trial_number_by_run[trial.name]))
 
     def is_waiting(self) -> bool:
-        """Return whether other processes execute trials, whose results belong to the search."""
+        """Return whether other processes still execute trials of this search."""
         return super().is_waiting() or self._study.is_waiting()
 
     def _add_suggested_trial(self, trial_number: int, overrides: Overrides) -> None:
@@ -204,8 +204,8 @@ def _add_ended_trials(runs: SweepRuns, study: "Study") -> None:
         if entry.status == "waiting":
             if not (runs.request.root / entry.name / results.RESULT).exists():
                 raise UserError(
-                    f"{runs.folder} has a finished trial whose run {entry.name} does not exist, because its folder "
-                    "is gone or the model or the data have changed; choose another sweep.name to search anew, or "
+                    f"{runs.folder} has a finished trial, but its run {entry.name} does not exist, because its folder "
+                    "is gone or the model or the data have changed; choose another sweep.name for a new search, or "
                     "the earlier commit of a hub model with model.revision"
                 )
             entry.apply_record(runs.read_record(entry))

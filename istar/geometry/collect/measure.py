@@ -86,14 +86,12 @@ def measure_model(
     """
     # transformers takes seconds to import, and pages of measured models do without it.
     from istar.inputs.embedding_matrix import read_untied_output
-    from istar.inputs.pretrained import load_encoder, load_tokenizer
+    from istar.inputs.pretrained import load_tokenizer
 
     start = time.monotonic()
     config = ModelConfig(name=name, revision=revision)
     tokenizer = load_tokenizer(config)
-    placement = {} if isinstance(device, str) else device
-    model: Any = load_encoder(config, tokenizer, WEIGHT_DTYPES[dtype], **placement)
-    model = model.to(find_device(device)) if isinstance(device, str) else model
+    model = load_placed_encoder(config, tokenizer, dtype, device)
     input_device = find_input_device(model)
     if input_device.type == "cpu":
         keep_freed_memory()
@@ -293,6 +291,17 @@ def find_extreme_dimensions(layer: Layer) -> list[dict[str, float]]:
         }
         for dimension in mean.abs().argsort(descending=True, stable=True)[:3].tolist()
     ]
+
+
+def load_placed_encoder(
+    config: ModelConfig, tokenizer: "PreTrainedTokenizerBase", dtype: str, device: str | Mapping[str, Any]
+) -> Any:
+    """Load a model without its head onto a device, or with its layers on several; see `measure_model`."""
+    from istar.inputs.pretrained import load_encoder
+
+    placement = {} if isinstance(device, str) else device
+    model: Any = load_encoder(config, tokenizer, WEIGHT_DTYPES[dtype], **placement)
+    return model.to(find_device(device)) if isinstance(device, str) else model
 
 
 def find_device(name: str) -> torch.device:

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from istar.drawing.terminal import make_progress
 from istar.errors import UserError
 from istar.geometry.collect.layer_outputs import Taps
-from istar.geometry.collect.measure import WEIGHT_DTYPES, find_device
+from istar.geometry.collect.measure import load_placed_encoder
 from istar.inputs.corpus import Block, Blocks, Source, pad_batch, split_into_batches
-from istar.inputs.pretrained import load_encoder, load_tokenizer
+from istar.inputs.pretrained import load_tokenizer
 from istar.measures.alignment import cka, cka_with_error
 from istar.measures.numerics import full_precision
 from istar.records.config import ModelConfig
@@ -134,9 +134,7 @@ def compute_similarities(
         task = progress.add_task("similarity of layers", total=len(models) * len(documents))
         for label, config in models:
             tokenizer = load_tokenizer(config)
-            placement = {} if isinstance(device, str) else device
-            model: Any = load_encoder(config, tokenizer, WEIGHT_DTYPES[dtype], **placement)
-            model = model.to(find_device(device)) if isinstance(device, str) else model
+            model = load_placed_encoder(config, tokenizer, dtype, device)
             states = compute_mean_states(
                 model, tokenizer, documents, length, advance=lambda number: progress.advance(task, number)
             )

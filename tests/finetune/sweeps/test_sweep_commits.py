@@ -61,6 +61,6 @@ def test_a_search_does_not_mix_the_results_of_two_commits(make_runs: Callable[..
         study.tell(trial_number, record)
         results.write_result(record, first.request.root / trial.name)
     with pytest.raises(
-        UserError, match=r"a finished trial whose run demo-tiny-\S+ does not exist.*or the earlier commit"
+        UserError, match=r"a finished trial, but its run demo-tiny-\S+ does not exist.*or the earlier commit"
     ):
         run_search(second, None)  # type: ignore[arg-type]
