@@ -1,5 +1,6 @@
 """A local HTTP server that answers huggingface_hub, transformers and datasets as the Hugging Face hub does."""
 
+import base64
 import hashlib
 import http.server
 import io
@@ -26,8 +27,10 @@ from istar.inputs import demo, tiny
 
 ADDRESS = re.compile(
     r"/(?:api/)?(?P<kind>models/|datasets/|)(?P<name>[^/]+/[^/]+?)"
-    r"(?:/(?P<action>resolve|revision|tree|paths-info)/(?P<revision>[^/]+)(?:/(?P<path>.*))?)?"
+    r"(?:/(?P<action>resolve|revision|tree|paths-info|preupload|commit)/(?P<revision>[^/]+)(?:/(?P<path>.*))?)?"
 )
+
+UPLOADS = ("/api/whoami-v2", "/api/repos/create", "/api/validate-yaml")
 
 
 @dataclass
@@ -57,6 +60,7 @@ class MockHub:
         self.repositories: dict[str, Repository] = {}
         self.requests: list[str] = []
         self.silent = False
+        self.refuses_uploads = False
         self.closed = threading.Event()
         hub = self
 
@@ -93,6 +97,8 @@ class MockHub:
 
     def answer(self, address: str, body: str) -> tuple[int, dict[str, str], bytes]:
         """Return status, headers and content of the answer to a request."""
+        if address in UPLOADS:
+            return self.answer_upload(address, body)
         match = ADDRESS.fullmatch(address)
         if match is None:
             return 200, {}, b""
@@ -104,6 +110,17 @@ class MockHub:
         files = repository.commits.get(commit)
         if files is None:
             return 404, {"X-Error-Code": "RevisionNotFound"}, b""
+        if match["action"] == "preupload":
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            return as_json(
+                {"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in paths]}
+            )
+        if match["action"] == "commit":
+            operations = [json.loads(line) for line in body.splitlines()]
+            added = [operation["value"] for operation in operations if operation["key"] == "file"]
+            new_files = {file["path"]: base64.b64decode(file["content"]) for file in added}
+            commit = repository.push({**files, **new_files})
+            return as_json({"commitUrl": f"{self.url}/{match['name']}/commit/{commit}", "commitOid": commit})
         if match["action"] in (None, "revision"):
             return as_json({"id": match["name"], "sha": commit})
         if match["action"] == "tree":
@@ -119,6 +136,18 @@ class MockHub:
         if content is None:
             return 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}, b""
         return 200, {"X-Repo-Commit": commit, "ETag": f'"{sha1(content)}"'}, content
+
+    def answer_upload(self, address: str, body: str) -> tuple[int, dict[str, str], bytes]:
+        """Return the answer to a request of `UPLOADS`: who asks, a new repository, or a check of a model card."""
+        if self.refuses_uploads:
+            return 401, {}, b""
+        if address == "/api/repos/create":
+            name = "/".join(json.loads(body)[key] for key in ("organization", "name"))
+            repository = self.repositories.setdefault(f"models/{name}", Repository())
+            if not repository.commits:
+                repository.push({})
+            return as_json({"url": f"{self.url}/{name}"})
+        return as_json({"name": "user", "errors": [], "warnings": []})
 
 
 def entries_below(files: Mapping[str, bytes], folder: str) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,18 +123,23 @@ def to_terminal_table(sheet: Sheet) -> Table:
     return table
 
 
+def make_markdown_table(rows: Iterable[Sequence[str]]) -> str:
+    """Return rows of Markdown cells, of which the first is the header, as a table, without a line break at its end."""
+    header, *others = rows
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *others))
+
+
 def to_markdown(sheet: Sheet) -> str:
     """Return the table as GitHub-flavoured Markdown with its caption; names of groups become the first column."""
     has_groups = any(sheet.rows_by_group)
     header = [_escape_markdown(name) for name in sheet.header]
     table_rows = [[sheet.group_header, *header] if has_groups else header]
-    table_rows.append(["---"] * len(table_rows[0]))
     for group, rows in sheet.rows_by_group.items():
         for row in rows:
             cell_texts = [_format_markdown_entry(entry) for entry in row]
             table_rows.append([_escape_markdown(group), *cell_texts] if has_groups else cell_texts)
     lines = [f"**{_escape_markdown(sheet.title)}.** {_escape_markdown(sheet.caption)}", ""]
-    lines += [f"| {' | '.join(cell_texts)} |" for cell_texts in table_rows]
+    lines.append(make_markdown_table(table_rows))
     for note in sheet.notes:
         lines += ["", _escape_markdown(note)]
     return "\n".join(lines) + "\n"

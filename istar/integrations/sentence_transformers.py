@@ -127,6 +127,15 @@ class PenaltyLoss(nn.Module):
             components.add_logged({f"{name}{suffix}": term for name, term in terms.items()})
         return components
 
+    @property
+    def citation(self) -> str:
+        """The BibTeX entries of the wrapped loss and of the penalty, for the model card of sentence-transformers."""
+        return "\n\n".join(filter(None, (getattr(self.loss, "citation", "").strip(), self.penalty.citation)))
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """Return the wrapped loss, the penalty and its points, for the model card of sentence-transformers."""
+        return {"loss": self.loss, "penalty": repr(self.penalty), "on": self.on}
+
     def take_summaries(self) -> list[Any]:
         """Return the penalty's summaries of the points of the latest forward pass, and forget them.
 

@@ -5,6 +5,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -230,8 +231,9 @@ class Penalty(nn.Module, ABC):
     shrinkage_covariance: Tensor | None = field(init=False)
     """Sigma_S of a penalty that needs it, `(d, d)`; a buffer."""
 
-    # Not options, because they lack annotations: the name of the score in logs, the open interval for a target score,
-    # and the smallest numbers with which points can have a score.
+    # Not options, because they lack annotations: the key of the paper in references.bib, the name of the score in logs,
+    # the open interval for a target score, and the smallest numbers with which points can have a score.
+    reference = ""
     measure = ""
     score_range = (-math.inf, math.inf)
     min_points = 2
@@ -257,6 +259,12 @@ class Penalty(nn.Module, ABC):
         options = [option for option in fields(self) if option.init]
         changed = [option.name for option in options if getattr(self, option.name) != option.default]
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in dict.fromkeys(["weight", *changed]))
+
+    @property
+    def citation(self) -> str:
+        """The BibTeX entry of the paper that proposes the penalty; empty for a penalty without a `reference`."""
+        entries = Path(__file__).with_name("references.bib").read_text(encoding="utf-8").strip().split("\n\n")
+        return next((entry for entry in entries if self.reference and f"{{{self.reference}," in entry), "")
 
     @property
     def needs_labels(self) -> bool:

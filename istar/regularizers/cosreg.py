@@ -22,6 +22,7 @@ class CosReg(Penalty):
     last layer.
     """
 
+    reference = "gao2019representation"
     measure = "average_cosine"
     score_range = (-1.0, 1.0)
     min_points = 1

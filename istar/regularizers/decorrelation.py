@@ -28,6 +28,7 @@ class Decorrelation(MomentsPenalty):
 
     weight: float = 0.005
 
+    reference = "zbontar2021barlow"
     measure = "squared_correlation"
     score_range = (0.0, 1.0)
 

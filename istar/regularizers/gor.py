@@ -27,6 +27,7 @@ class Gor(MomentsPenalty):
     others.
     """
 
+    reference = "zhang2017learning"
     measure = "gor"
     score_range = (0.0, math.inf)
 

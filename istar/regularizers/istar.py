@@ -73,6 +73,7 @@ class IStar(Penalty):
     for Sigma_S as well. None: the score of all points together."""
     shrinkage_covariance: Tensor | None = field(init=False)
 
+    reference = "rudman2024stable"
     score_range = (0.0, 1.0)
 
     def __post_init__(self) -> None:

@@ -37,6 +37,7 @@ class Kurtosis(Penalty):
     _: KW_ONLY
     set_point: SetPoint | None = UNIFORM
 
+    reference = "shkolnik2020robust"
     measure = "kurtosis"
     score_range = (1.0, math.inf)
     min_points = 1

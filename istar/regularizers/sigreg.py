@@ -50,6 +50,7 @@ class SigReg(Penalty):
     draws: Tensor = field(init=False)
     """Number of losses so far, 0-d, a buffer. With the seed, it determines the directions of the next loss."""
 
+    reference = "balestriero2025lejepa"
     measure = "sigreg"
     score_range = (0.0, math.inf)
     min_points = 1

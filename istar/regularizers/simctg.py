@@ -44,6 +44,7 @@ class SimCtg(Penalty):
     margin: float = 0.5
     """Cosines of different tokens above 1 - margin are penalized; from -1 to 1 (the paper's rho)."""
 
+    reference = "su2022contrastive"
     measure = "contrastive_loss"
     score_range = (0.0, 2.0)
     min_points_per_sequence = 2

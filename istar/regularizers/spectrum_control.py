@@ -47,6 +47,7 @@ class Spectrum(MomentsPenalty):
     rate: float = 0.5
     """Rate r of the decay: the k-th of d values is k^-r, or exp(-r (k - 1) / (d - 1)); 0 is a flat spectrum."""
 
+    reference = "wang2020improving"
     measure = "spectrum_deviation"
     score_range = (0.0, 1.0)
     min_points = 1

@@ -39,6 +39,7 @@ class Uniformity(Penalty):
     temperature: float = 2.0
     """The factor t of the squared distances, above 0; 2 in the paper."""
 
+    reference = "wang2020understanding"
     measure = "uniformity"
     score_range = (-math.inf, 0.0)
 

@@ -49,6 +49,7 @@ class VicReg(MomentsPenalty):
     gamma: float = 1.0
     """Standard deviation below which a dimension is penalized, above 0."""
 
+    reference = "bardes2022vicreg"
     measure = "vicreg"
     score_range = (0.0, math.inf)
 

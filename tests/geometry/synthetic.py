@@ -16,6 +16,7 @@ SETTINGS = {
     "texts": {"news": "news.txt", "talk": "talk.txt"},
     "groups": 10,
     "measures": "all",
+    "length": 512,
     "documents": "separate",
     "special_tokens": "exclude",
 }

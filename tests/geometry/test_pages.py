@@ -111,6 +111,12 @@ def test_the_page_of_a_model(pages: dict[str, Path]) -> None:
     assert (float(frame.loc["gain", "value"]), float(frame.loc["outlier_gains", "value"])) == (1, 3)
     texts = pd.read_csv(pages["model"] / "tables" / "texts.csv", index_col="text")
     assert texts.loc["news", "bytes_per_document"] == 50
+    card = (pages["model"] / "card.md").read_text()
+    assert (
+        "model over 500 tokens of news, talk: separate documents of at most 512 tokens, special tokens exclud" in card
+    )
+    [row] = [line.split(" | ") for line in card.splitlines() if line.startswith("| layer_1")]
+    assert float(row[1]) == pytest.approx(make_measurements().all_texts["layer_1"]["isoscore"], abs=1e-4)
 
 
 def test_the_page_of_several_models(pages: dict[str, Path]) -> None:

@@ -395,3 +395,20 @@ def test_a_real_encoder_is_penalized_on_tokens_and_on_embeddings(minilm):
         sum(components.values()).backward()
         assert all(parameter.grad is not None for name, parameter in model.named_parameters() if "pooler" not in name)
         model.zero_grad()
+
+
+def test_the_model_card_has_the_settings_and_the_paper(bert_folder: Path) -> None:
+    """sentence-transformers reads them from the loss."""
+    model = make_encoder(bert_folder)
+    loss = PenaltyLoss(model, losses.CoSENTLoss(model), istar.IStar(weight=-2.0))
+    dataset = Dataset.from_dict({"a": ["a b"], "b": ["c d"], "score": [1.0]})
+    arguments = SentenceTransformerTrainingArguments(output_dir="unused", report_to=[])
+    SentenceTransformerTrainer(model, arguments, dataset, loss=loss)
+    model.model_card_data.set_losses([loss])
+    card = model.model_card_data.to_yaml() + str(model.model_card_data.citations)
+    assert "Stable Anisotropic Regularization" in card
+    assert "CoSENT" in card
+    assert "loss:PenaltyLoss" in card
+    [data] = model.model_card_data.train_datasets
+    assert "IStar(weight=-2.0)" in data["loss"]["config_code"]
+    assert "CoSENTLoss" in data["loss"]["config_code"]

@@ -19,6 +19,7 @@ from istar.errors import StoppedError, UserError, shorten
 from istar.files.writing import lock_folder
 from istar.finetune.runs.assemble import Job, assemble
 from istar.finetune.runs.identify import RunIdentity
+from istar.finetune.runs.model_card import check_login
 from istar.finetune.runs.prepare import prepare
 from istar.finetune.runs.record import ISOTROPY_PICTURE, record_results, start_record
 from istar.finetune.runs.run_summary import build_run_table
@@ -40,6 +41,8 @@ def execute(
 
     If another process has finished the run in the meantime, return that record and False, and print nothing.
     """
+    if identity.config.run.push_to_hub is not None:
+        check_login(identity.config.run.push_to_hub)
     job = assemble(prepare(identity), trial)
     with _process_group(job), lock_folder(job.folder) if job.trainer.is_global_zero else nullcontext():
         _check_same_run_on_all_ranks(job)

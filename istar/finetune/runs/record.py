@@ -9,6 +9,7 @@ from istar.drawing.rendering import render
 from istar.files.outputs import run_output
 from istar.files.writing import atomic_write, write_text
 from istar.finetune.runs.assemble import CHECKPOINTS_FOLDER, Job
+from istar.finetune.runs.model_card import MODEL_CARD, make_model_card
 from istar.finetune.runs.run_summary import build_geometry_plot, build_isotropy_plot
 from istar.finetune.tasks.evaluation import write_submission
 from istar.finetune.tasks.loading import count_overlap
@@ -53,10 +54,10 @@ def record_results(job: Job, record: RunRecord, timing: dict[str, Any], start_ti
     All ranks call this together; only rank 0 writes. `timing` has the seconds of the training's phases by name, and
     `start_time` is the value of `time.perf_counter()` at the start of the run.
     """
-    _save_outputs(job)
     status = "pruned" if job.history.pruned else "finished"
-    timing = {**record.timing, "total": time.perf_counter() - start_time, **timing}
-    record = replace(record, status=status, timing=timing, **_make_result_fields(job))
+    record = replace(record, status=status, **_make_result_fields(job))
+    _save_outputs(job, record)
+    record = replace(record, timing={**record.timing, "total": time.perf_counter() - start_time, **timing})
     if not job.trainer.is_global_zero:
         return record
     if job.checkpoints is not None:
@@ -74,7 +75,7 @@ def record_results(job: Job, record: RunRecord, timing: dict[str, Any], start_ti
     return record
 
 
-def _save_outputs(job: Job) -> None:
+def _save_outputs(job: Job, record: RunRecord) -> None:
     """Write the predictions of the best epoch and, if requested, the submission, the geometry and the model."""
     if job.config.task.submission:
         _predict_and_write_submission(job)
@@ -95,6 +96,9 @@ def _save_outputs(job: Job) -> None:
         output = run_output(job.folder)
         draft = output.make_draft()
         pretrained.save(job.module.model, job.prepared.tokenizer, draft, weights)
+        penalty = job.module.penalty
+        citation = penalty.penalty.citation if penalty is not None and penalty.penalty.weight else ""
+        write_text(draft / MODEL_CARD, make_model_card(record, citation))
         output.write({}, {"model": draft})
 
 

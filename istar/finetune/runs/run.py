@@ -15,7 +15,7 @@ from rich.console import Console
 
 from istar.finetune.runs.extras import fast_imports
 from istar.finetune.runs.finished_runs import read_finished_run
-from istar.finetune.runs.identify import identify
+from istar.finetune.runs.identify import RunIdentity, identify
 from istar.finetune.runs.launch import find_rank
 from istar.finetune.runs.run_summary import build_run_table, describe_penalty
 from istar.records.config import Config, WandbConfig
@@ -38,7 +38,8 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
         trial: address of the Optuna trial that may prune the run, as in `sweep.trial`; None outside of a search.
 
     Raises:
-        UserError: for any mistake in the config, the data or the model that the user can correct.
+        UserError: for any mistake in the config, the data or the model that the user can correct, and if the hub
+            refuses the upload of the finished run's model.
         StoppedError: if a signal has stopped the run; its checkpoints are kept.
     """
     start_time = time.perf_counter()
@@ -55,6 +56,7 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
             from istar.finetune.runs.execute import execute
         record, is_new = execute(identity, console, trial, start_time)
         if is_new:
+            _push(identity, console)
             return record
     if isinstance(identity.config.logger, WandbConfig):
         from istar.finetune.training.loggers import log_result_to_sweep_agent
@@ -63,4 +65,17 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
     if console is not None:
         console.print(build_run_table(record))
         console.print(f"{identity.folder} is finished; run.overwrite=true runs it again", soft_wrap=True)
+    _push(identity, console)
     return record
+
+
+def _push(identity: RunIdentity, console: Console | None) -> None:
+    """Upload the model of a finished run, if its config says so, on rank 0."""
+    name = identity.config.run.push_to_hub
+    if name is None or find_rank(os.environ):
+        return
+    from istar.finetune.runs.model_card import push_to_hub
+
+    address = push_to_hub(identity.folder / "model", name)
+    if console is not None:
+        console.print(address, soft_wrap=True)

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from istar.drawing.page_tables import make_markdown_table
 from istar.drawing.rendering import COLOURS, PNG_DPI
 from istar.records.identity import label_method, shorten_model_name
 from istar.records.metric_names import axis_label, displayed, format_metric
@@ -76,8 +77,7 @@ def build_comparison_row(runs: Sequence[RunRecord]) -> list[str]:
 def format_comparison_as_markdown(records: Sequence[RunRecord]) -> str:
     """Return a Markdown table with one row per configuration and the columns `COMPARISON_COLUMNS`."""
     configurations = [runs for group in group_by_task(records).values() for runs in group]
-    rows = [list(COMPARISON_COLUMNS), ["---"] * len(COMPARISON_COLUMNS), *map(build_comparison_row, configurations)]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return make_markdown_table([COMPARISON_COLUMNS, *map(build_comparison_row, configurations)]) + "\n"
 
 
 Configurations = Sequence[Sequence[RunRecord]]  # the runs of each configuration of a task and a model

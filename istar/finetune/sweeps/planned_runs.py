@@ -52,8 +52,11 @@ def list_runs(request: SweepRequest, console: Console) -> "SweepRuns":
     """List the runs of a sweep without executing any: all combinations of a grid; nothing for a search.
 
     Raises:
-        UserError: for overrides that do not compose or cannot be searched, or if Optuna is not installed.
+        UserError: for overrides that do not compose or cannot be searched, if Optuna is not installed, and if the runs
+            would be uploaded.
     """
+    if any(argument.lstrip("+").startswith("run.push_to_hub=") for argument in request.arguments):
+        raise UserError("run.push_to_hub is for a single run; istar push uploads a run of a sweep")
     if request.settings.search == "optuna":
         extras.require("sweep.search=optuna", "sweep")
     runs = SweepRuns(request, console)

@@ -32,6 +32,7 @@ from istar.geometry.show import (
 )
 from istar.geometry.show.axis_figures import Axis
 from istar.geometry.show.compare import TEXTS, MeasuredModel, join_names, list_names
+from istar.geometry.show.geometry_card import make_geometry_card
 from istar.geometry.show.measured_training import ASSUMED_GROUPS, MeasuredTraining, list_last_checkpoints
 from istar.inputs.saved_checkpoints import Checkpoint
 from istar.measures.catalogue import MEASURES
@@ -42,7 +43,9 @@ if TYPE_CHECKING:
 
 COMPARISON_FILE, TRAININGS_FILE = "comparison.csv", "trajectories.csv"
 """Tables of all measures of several models, and of several trainings."""
-MODEL_KIND = PageKind("page of measures", "istar measure", (measures_file.JSON_FILE, measures_file.CSV_FILE))
+CARD_FILE = "card.md"
+"""The main measures of a model, to paste into its page on the hub."""
+MODEL_KIND = PageKind("page of measures", "istar measure", (measures_file.JSON_FILE, measures_file.CSV_FILE, CARD_FILE))
 COMPARISON_KIND = PageKind("comparison", "istar compare", (COMPARISON_FILE,))
 TRAINING_KIND = trajectory.KIND
 _DEFINITIONS = ("Definitions of the measures", "#measures")
@@ -132,10 +135,12 @@ def write_model(measured: Measurements, out: Path, label: str = "") -> Path:
     """
     name, revision = measured.model["name"], measured.model["revision"]
     _read_earlier(out, ModelName(name, revision), measured.weights)
+    label = label or shorten_model_name(name)
     contents = {name: text.encode() for name, text in measures_file.file_contents(measured).items()}
+    contents[CARD_FILE] = make_geometry_card(label, measured).encode()
     # The measures, which may have taken hours, are saved before anything is drawn.
     page_folder.page_output(out, MODEL_KIND).write(contents)
-    model = MeasuredModel(label or shorten_model_name(name), measured)
+    model = MeasuredModel(label, measured)
     return _write(PageContent(MODEL_KIND, [model], command=measured.command), out, contents)
 
 

@@ -461,7 +461,10 @@ class RunConfig:
     overwrite: bool = False
     """Start again even if the run is finished or can be resumed; the existing folder is renamed, not deleted."""
     save_model: bool = True
-    """Save the model and the tokenizer to `model/` with `save_pretrained`."""
+    """Save the model, its model card and the tokenizer to `model/` with `save_pretrained`."""
+    push_to_hub: str | None = None
+    """Repository of the hub, `<user>/<model>`, to upload `model/` to at the end. It is created, as private, if absent.
+    Needs a token of `hf auth login` or HF_TOKEN. `istar push` uploads the model of a finished run."""
     geometry: bool = True
     """Write `geometry.json`: mean activation and intrinsic dimensions, from one pass over the validation set."""
     isotropy_zeta: float | None = 0.2
@@ -476,6 +479,8 @@ class RunConfig:
                 f"run.isotropy_zeta={self.isotropy_zeta:g}; expected a number from 0 (no shrinkage) to 1 (only the "
                 "shrinkage covariance), or null"
             )
+        if self.push_to_hub is not None and not self.save_model:
+            raise UserError(f"run.push_to_hub={self.push_to_hub} uploads the saved model; set run.save_model=true")
         if not self.root.strip():
             raise UserError("run.root is empty; expected the folder that contains the run folders")
 

@@ -224,6 +224,7 @@ def test_data_that_cannot_be_loaded_fail_their_runs_alone(make_runs: Callable[..
         (("optim.lr=glob(*)",), "optim.lr"),
         (("task.data_dir=${hydra:job.num}",), "${hydra:job.num} has no value with -m"),
         (("task.data_dir=${nothing}",), "nothing"),
+        (("run.push_to_hub=user/model",), "run.push_to_hub is for a single run; istar push uploads a run of a sweep"),
         (("sweep.jobs=0",), "sweep.jobs=0 is too small"),
         (("sweep.search=optna",), "sweep.search=optna is not known; did you mean optuna?"),
         (("sweep.name=a/b",), "sweep.name='a/b' is not a folder name"),
