@@ -41,7 +41,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_list_public_names()})
+    return _list_public_names()
 
 
 def _list_public_names() -> list[str]:
