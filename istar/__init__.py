@@ -1,6 +1,7 @@
 """Fine-tuning with isotropy penalties, and measures of the geometry of language-model representations.
 
-The public names of this package depend on torch only. They are imported on first use.
+The public names of this package are imported on first use. They depend on torch only, except `load_runs` and
+`load_measurements`, which need `istar[train]`.
 """
 
 import importlib
@@ -9,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from istar.errors import UserError as UserError
+    from istar.geometry.collect.measures_file import load_measurements as load_measurements
     from istar.hidden_states import *  # noqa: F403
     from istar.measures import isoscore as isoscore
     from istar.measures import isoscore_star as isoscore_star
     from istar.measures import isoscore_unbiased as isoscore_unbiased
     from istar.regularizers import *  # noqa: F403
+    from istar.reports.run_frame import load_runs as load_runs
 
 __version__ = "0.1.0"
 
@@ -23,14 +26,19 @@ _MODULE_BY_NAME = {
     "isoscore_star": "istar.measures",
     "isoscore_unbiased": "istar.measures",
 }
+_MODULE_OF_READERS = {
+    "load_measurements": "istar.geometry.collect.measures_file",
+    "load_runs": "istar.reports.run_frame",
+}
+"""Functions that need more than torch. `from istar import *` leaves them out."""
 _PACKAGES = ("istar.regularizers", "istar.hidden_states")
 """Packages with public names that this package exports too; the second imports the first."""
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used."""
-    if name in _MODULE_BY_NAME:
-        return getattr(importlib.import_module(_MODULE_BY_NAME[name]), name)
+    if module := {**_MODULE_BY_NAME, **_MODULE_OF_READERS}.get(name):
+        return getattr(importlib.import_module(module), name)
     if name == "__all__":
         return _list_public_names()
     if not name.startswith("_"):
@@ -41,7 +49,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return _list_public_names()
+    return sorted([*_list_public_names(), *_MODULE_OF_READERS])
 
 
 def _list_public_names() -> list[str]:

@@ -15,7 +15,7 @@ from benchmarks import common, finetune, geometry, step, sweep, waiting
 from istar.finetune.runs.finished_runs import read_finished_run
 from istar.finetune.runs.identify import RunFolders
 from istar.records import results
-from istar.reports.run_frame import load_runs
+from istar.reports.run_frame import read_runs
 from tests.finished_runs import make_finished_record
 
 # ---- rotation and paired ratios
@@ -297,7 +297,7 @@ def test_waiting_for_a_report_is_compared_at_the_same_runs(
     def time_process(contender: waiting.Contender, round_number: int) -> waiting.Duration:
         command = contender.command(round_number)
         folder = next(Path(part) for part in command if Path(part).name == "runs-6")
-        num_finished.append(load_runs(folder).frame["status"].eq("finished").sum())
+        num_finished.append(read_runs(folder).frame["status"].eq("finished").sum())
         return waiting.Duration(*((8.0, 6.0) if "report" in command else (4.0, 2.0)))
 
     monkeypatch.setattr(waiting, "time_process", time_process)

@@ -21,7 +21,7 @@ from istar.finetune.sweeps import live_table, sweep
 from istar.inputs.saved_checkpoints import find_checkpoints
 from istar.records.results import CONFIG, PROGRESS, RESULT, RunRecord
 from istar.reports import report
-from istar.reports.run_frame import load_runs
+from istar.reports.run_frame import read_runs
 from tests.reports.synthetic import BASE, istar, record, save
 
 pytestmark = [
@@ -317,7 +317,7 @@ def test_random_damage(tmp_path: Path, caplog: Any, capsys: Any) -> None:
             (folder / RESULT).write_text(json.dumps(damage(asdict(good), generator)))
         else:
             (folder / CONFIG).write_text(yaml.safe_dump(damage(good.config, generator)))
-    loaded = load_runs(tmp_path / "runs", keep_records=True)
+    loaded = read_runs(tmp_path / "runs", keep_records=True)
     assert len(loaded.frame) + len(loaded.read_errors) == NUM_DAMAGED
     assert min(len(loaded.frame), len(loaded.read_errors)) > NUM_DAMAGED / 6
     assert main(["results", str(tmp_path / "runs"), "--out", str(tmp_path / "runs.parquet")]) == 0
@@ -329,4 +329,4 @@ def test_random_damage(tmp_path: Path, caplog: Any, capsys: Any) -> None:
 
 def test_the_good_record_is_good() -> None:
     assert isinstance(GOOD, RunRecord)
-    assert logging.getLogger("istar.reports.run_frame").name in load_runs.__module__
+    assert logging.getLogger("istar.reports.run_frame").name in read_runs.__module__

@@ -102,9 +102,9 @@ def compare_with_base(folder: Path) -> "list[MethodComparison]":
     """
     from istar.reports.configurations import add_selection_columns
     from istar.reports.method_comparisons import compare_methods
-    from istar.reports.run_frame import load_runs
+    from istar.reports.run_frame import read_runs
 
-    compared_methods = compare_methods(add_selection_columns(load_runs(folder, keep_records=True)), test="t")
+    compared_methods = compare_methods(add_selection_columns(read_runs(folder, keep_records=True)), test="t")
     comparisons = [comparison for comparison in compared_methods.comparisons if comparison.difference_by_seed]
     if not comparisons:
         raise UserError(

@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
     from istar.files.writing import to_csv
     from istar.finetune.quantization import form_scores
     from istar.finetune.quantization.linear_layers import parse_form
-    from istar.reports.run_frame import load_runs
+    from istar.reports.run_frame import read_runs
 
     names = options.forms or ["w8a8", "w6a6", "w4a4"]
     forms = tuple(parse_form(name, options.weights, options.activations) for name in names)
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
     output.check(("quantization.csv", "quantization.tex"), options.runs)
     records: dict[Path, RunRecord] = {}
     for folder in options.runs:
-        runs = load_runs(folder, keep_records=True, excluded=options.out)
+        runs = read_runs(folder, keep_records=True, excluded=options.out)
         if not runs.records:
             raise UserError(f"{folder} holds no runs of train.py; name the folder of a run, or one that holds runs")
         records |= {Path(path): record for path, record in runs.records.items()}

@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> None:
 
     if options.out is not None:
         run_frame.check_export(options.out)
-    frame = run_frame.load_runs(options.folder).frame
+    frame = run_frame.read_runs(options.folder).frame
     for option, name in (("--sort", options.sort), *(("--columns", column) for column in options.columns)):
         if name not in frame:
             hint = did_you_mean(name, map(str, frame)) or f"; the main ones are {', '.join(run_frame.MAIN_COLUMNS)}"

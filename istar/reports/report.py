@@ -29,7 +29,7 @@ from istar.reports import (
     training_figures,
 )
 from istar.reports.plan_file import Plan
-from istar.reports.run_frame import Runs, load_runs
+from istar.reports.run_frame import Runs, read_runs
 from istar.statistics import ALPHA, TEST, conclusions
 
 REPORT_KIND = PageKind("report", "istar report")
@@ -67,7 +67,7 @@ def write_report(
     is_hidden = console is None or not console.is_terminal
     with Progress(*progress_columns, console=console, transient=True, disable=is_hidden) as progress:
         progress_task = progress.add_task("reading runs", total=None)
-        runs = load_runs(root, keep_records=True, excluded=out)
+        runs = read_runs(root, keep_records=True, excluded=out)
         if runs.frame.empty:
             num_errors = len(runs.read_errors)
             note = f"; {num_errors} folder{'s' * (num_errors > 1)} could not be read as one" if num_errors else ""

@@ -52,7 +52,7 @@ class Runs:
     num_smoke: int = 0  # number of smoke runs, which have no row and no record
 
 
-def load_runs(root: Path, keep_records: bool = False, excluded: Path | None = None) -> Runs:
+def read_runs(root: Path, keep_records: bool = False, excluded: Path | None = None) -> Runs:
     """Read every run below a folder, at any depth, except runs replaced by `run.overwrite=true` and smoke runs.
 
     Warnings name each folder that cannot be read as a run, except `excluded`, such as an output folder, and count the
@@ -93,6 +93,19 @@ def load_runs(root: Path, keep_records: bool = False, excluded: Path | None = No
         log.warning(describe_smoke_runs(num_smoke))
     frame = pd.DataFrame(rows, columns=None if rows else ["folder", *RUN_COLUMNS])
     return Runs(frame, read_errors, records, num_smoke)
+
+
+def load_runs(folder: str | Path = "runs") -> pd.DataFrame:
+    """Return all runs below a folder as a data frame with a row for each run, for notebooks; see `Runs.frame`.
+
+    >>> import istar
+    >>> runs = istar.load_runs("runs")  # doctest: +SKIP
+    >>> runs.groupby("method")["value"].mean()  # doctest: +SKIP
+
+    Raises:
+        UserError: if `folder` is not a folder.
+    """
+    return read_runs(Path(folder)).frame
 
 
 def check_export(path: Path) -> None:

@@ -13,7 +13,7 @@ from istar.finetune.runs.run import run
 from istar.records import results
 from istar.records.config import Config
 from istar.reports import plan_file
-from istar.reports.run_frame import load_runs
+from istar.reports.run_frame import read_runs
 from istar.statistics import TEST
 from tests.jobs import Start, starting
 
@@ -37,7 +37,7 @@ def start(own_cache: Path) -> Iterator[Start]:
 def find_departures(folder: Path) -> dict[str, plan_file.Departure]:
     """Return the departures by kind, except those that depend on the checkout or on chance in a short training."""
     plan = plan_file.read_plan(folder / "plan" / plan_file.PLAN)
-    departures = plan_file.find_departures(plan, load_runs(folder / "runs").frame)
+    departures = plan_file.find_departures(plan, read_runs(folder / "runs").frame)
     departure_by_kind = {departure.kind: departure for departure in departures}
     return {kind: departure_by_kind[kind] for kind in departure_by_kind.keys() - {"other code", "collapsed run"}}
 

@@ -35,7 +35,7 @@ from istar.records.identity import (
 from istar.records.results import RunRecord, write_result
 from istar.records.run_rows import group_by_task, record_to_row
 from istar.reports.configurations import add_selection_columns
-from istar.reports.run_frame import load_runs
+from istar.reports.run_frame import read_runs
 
 
 def make_config(reg: str = "istar", weight: float = -1.0, **changes: Any) -> Config:
@@ -110,7 +110,7 @@ def test_the_report_and_the_sweep_agree(tmp_path: Any) -> None:
         folder = tmp_path / f"run{number}"
         folder.mkdir()
         write_result(RunRecord(folder.name, "failed", to_dict(config), error="the disk is full"), folder)
-    runs = load_runs(tmp_path, keep_records=True)
+    runs = read_runs(tmp_path, keep_records=True)
     in_report = add_selection_columns(runs)["config_hash"].nunique()
     [in_sweep] = map(len, group_by_task([runs.records[folder] for folder in runs.frame["folder"]]).values())
     assert in_report == in_sweep == 2

@@ -9,7 +9,7 @@ import pytest
 from istar.drawing.terminal import format_duration
 from istar.records.results import RunRecord
 from istar.reports import configurations, paper, paper_tables
-from istar.reports.run_frame import load_runs
+from istar.reports.run_frame import read_runs
 from tests.reports.synthetic import BASE, cosreg, istar, record, save
 
 BERT = "google-bert/bert-base-cased"
@@ -23,7 +23,7 @@ def prepare(tmp_path: Path) -> Prepare:
     def write_and_load(*runs: RunRecord) -> pd.DataFrame:
         for index, run in enumerate(runs):
             save(run, tmp_path / f"{index:04d}")
-        return configurations.add_selection_columns(load_runs(tmp_path, keep_records=True))
+        return configurations.add_selection_columns(read_runs(tmp_path, keep_records=True))
 
     return write_and_load
 
@@ -336,7 +336,7 @@ def test_totals_do_not_repeat_a_column(prepare: Prepare) -> None:
 )
 def test_results_that_are_not_whole(tmp_path: Path, changes: dict[str, Any]) -> None:
     folder = save(record("rte", BERT, istar(), 1, changes=changes), tmp_path)
-    assert load_runs(tmp_path).read_errors.keys() == {str(folder)}
+    assert read_runs(tmp_path).read_errors.keys() == {str(folder)}
 
 
 @pytest.mark.parametrize(

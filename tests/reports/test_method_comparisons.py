@@ -10,7 +10,7 @@ from scipy import stats
 from istar.errors import UserError
 from istar.reports import configurations
 from istar.reports.method_comparisons import ComparedMethods, MethodComparison, compare_methods
-from istar.reports.run_frame import load_runs
+from istar.reports.run_frame import read_runs
 from istar.statistics.conclusions import Verdict, conclusion, verdict
 from tests.reports.synthetic import BASE, cosreg, istar, record, save
 
@@ -19,7 +19,7 @@ def compare_methods_in(
     root: Path, test: str = "sign-flip", alpha: float = 0.05, reference: str = "Base"
 ) -> ComparedMethods:
     return compare_methods(
-        configurations.add_selection_columns(load_runs(root, keep_records=True)), test, alpha, reference
+        configurations.add_selection_columns(read_runs(root, keep_records=True)), test, alpha, reference
     )
 
 

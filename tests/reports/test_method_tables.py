@@ -12,7 +12,7 @@ from istar.records import results
 from istar.reports import configurations, method_tables
 from istar.reports.method_comparisons import compare_methods
 from istar.reports.method_tables import build_class_isotropy_sheet, build_conclusions_sheet, build_methods_sheet
-from istar.reports.run_frame import load_runs
+from istar.reports.run_frame import read_runs
 from tests.reports.synthetic import BASE, cosreg, istar, record, save
 
 
@@ -28,7 +28,7 @@ def test_methods_are_compared_with_base_over_the_same_seeds(tmp_path: Path) -> N
     save(record("rte", "mine", istar(-3), 1, 0.99, optim__lr=1e-4), tmp_path)
     save(record("rte", "mine", istar(1), 1, 0.6), tmp_path)
     save(record("rte", "other", cosreg(), 1, 0.6), tmp_path)
-    compared = compare_methods(configurations.add_selection_columns(load_runs(tmp_path, keep_records=True)))
+    compared = compare_methods(configurations.add_selection_columns(read_runs(tmp_path, keep_records=True)))
     sheet = build_methods_sheet(compared)
 
     row_by_method = {(row["model"], row["method"]): row for row in sheet.frame.to_dict("records")}
@@ -68,7 +68,7 @@ def test_sentences_are_in_the_page_and_in_the_files(tmp_path: Path) -> None:
     for seed in range(1, 8):
         save(record("rte", "mine", BASE, seed, 0.5 + seed / 100), tmp_path)
         save(record("rte", "mine", istar(-1), seed, 0.6 + seed**2 / 1000), tmp_path)
-    compared = compare_methods(configurations.add_selection_columns(load_runs(tmp_path, keep_records=True)))
+    compared = compare_methods(configurations.add_selection_columns(read_runs(tmp_path, keep_records=True)))
     [[sentence]] = build_conclusions_sheet(compared).rows
     assert sentence.text.startswith("I-STAR λ=-1 ζ=0.4 is better than Base on rte by 8.00 (difference +8.00, ")
     assert list(build_conclusions_sheet(compared).frame["verdict"]) == ["better"]
@@ -86,7 +86,7 @@ def test_the_significance_level_decides(tmp_path: Path, alpha: float, verdict: s
     for seed in range(1, 7):
         save(record("rte", "mine", BASE, seed, 0.5), tmp_path)
         save(record("rte", "mine", istar(-1), seed, 0.5 + 0.01 * seed), tmp_path)
-    all_runs = configurations.add_selection_columns(load_runs(tmp_path, keep_records=True))
+    all_runs = configurations.add_selection_columns(read_runs(tmp_path, keep_records=True))
     compared = compare_methods(all_runs, alpha=alpha)
     conclusions = build_conclusions_sheet(compared)
     assert list(conclusions.frame["verdict"]) == [verdict]
@@ -96,7 +96,7 @@ def test_the_significance_level_decides(tmp_path: Path, alpha: float, verdict: s
 
 def test_no_finished_run(tmp_path: Path) -> None:
     save(record("rte", "mine", BASE, 1, status="failed"), tmp_path)
-    compared = compare_methods(configurations.add_selection_columns(load_runs(tmp_path, keep_records=True)))
+    compared = compare_methods(configurations.add_selection_columns(read_runs(tmp_path, keep_records=True)))
     assert build_methods_sheet(compared).rows == build_conclusions_sheet(compared).rows == []
 
 
@@ -112,7 +112,7 @@ def make_changes(within: float | None, share: float) -> dict[str, Any]:
 
 
 def build_sheet(root: Path) -> Any:
-    runs = load_runs(root, keep_records=True)
+    runs = read_runs(root, keep_records=True)
     return build_class_isotropy_sheet(configurations.add_selection_columns(runs), runs.records)
 
 
@@ -140,7 +140,7 @@ def test_a_row_has_the_means_of_the_last_layer_over_seeds(tmp_path: Path) -> Non
 def test_runs_within_classes_are_not_those_of_table_1(tmp_path: Path) -> None:
     save(record("rte", "mine", istar(within="label"), 1), tmp_path)
     save(record("rte", "mine", istar(within=None), 2), tmp_path)
-    frame = configurations.add_selection_columns(load_runs(tmp_path, keep_records=True)).set_index("seed")
+    frame = configurations.add_selection_columns(read_runs(tmp_path, keep_records=True)).set_index("seed")
     assert frame["candidate"].to_dict() == {1: False, 2: True}
 
 
@@ -173,7 +173,7 @@ def test_a_point_for_each_method_in_the_settings_of_the_table(tmp_path: Path) ->
     save(record("cola", "mine", BASE, 1, 0.3), tmp_path)
     save(record("stsb", "mine", BASE, 1, 0.3), tmp_path)
     save(record("stsb", "mine", istar(1), 1, 0.4), tmp_path)
-    compared = compare_methods(configurations.add_selection_columns(load_runs(tmp_path, keep_records=True)))
+    compared = compare_methods(configurations.add_selection_columns(read_runs(tmp_path, keep_records=True)))
     plot = method_tables.build_all_methods_plot(compared)
     assert [(panel.model, panel.title) for panel in plot.panels] == [("mine", "rte"), ("mine", "stsb")]
     line_by_label = {line.label: line for line in plot.panels[0].lines}

@@ -26,7 +26,7 @@ from istar.reports.plan_file import (
     summarize_departures,
     write_plan,
 )
-from istar.reports.run_frame import load_runs
+from istar.reports.run_frame import read_runs
 from tests.reports.plans import COMMIT, EARLIER, LATER, WRITTEN, make_plan, run
 from tests.reports.synthetic import BASE, cosreg, istar, save
 
@@ -238,7 +238,7 @@ def test_runs_as_planned_are_no_departure(plan: Plan) -> None:
 def test_runs_as_folders(plan: Plan, tmp_path: Path) -> None:
     for record in RUNS:
         save(record, tmp_path / "runs", geometry=False)
-    assert find_departures(plan, load_runs(tmp_path / "runs").frame) == []
+    assert find_departures(plan, read_runs(tmp_path / "runs").frame) == []
 
 
 def test_missing_runs(plan: Plan) -> None:

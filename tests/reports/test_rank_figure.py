@@ -12,7 +12,7 @@ from istar.drawing.rendering import describe, render
 from istar.reports import configurations, rank_figure, report
 from istar.reports.method_comparisons import compare_methods
 from istar.reports.rank_figure import RankedMethods, rank_methods
-from istar.reports.run_frame import load_runs
+from istar.reports.run_frame import read_runs
 from tests.reports.synthetic import BASE, METRICS, cosreg, istar, record, save
 
 REGS: dict[str, dict[str, Any]] = {
@@ -34,7 +34,7 @@ def write_runs(root: Path, levels: np.ndarray, seeds: int = 2, tasks: tuple[str,
 
 
 def rank_methods_in(root: Path) -> list[RankedMethods]:
-    return rank_methods(compare_methods(configurations.add_selection_columns(load_runs(root, keep_records=True))))
+    return rank_methods(compare_methods(configurations.add_selection_columns(read_runs(root, keep_records=True))))
 
 
 def test_ranks_are_those_of_the_means_over_seeds(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from istar.reports import (
     sweep_commands,
     training_figures,
 )
-from istar.reports.run_frame import load_runs
+from istar.reports.run_frame import read_runs
 from tests.reports import plans
 from tests.reports.simulated_stability import BATCH_SIZES, SCORES, ZETAS, compute_stability_scores, make_variances
 from tests.reports.synthetic import (
@@ -314,7 +314,7 @@ def test_each_model_has_one_command_for_all_its_tasks(tmp_path: Path) -> None:
     save(record("rte", BERT, BASE, 1, status="failed"), tmp_path)
     save(record("rte", "here/my model", BASE, 1, model__pretrained=False), tmp_path)
     save(record("demo", "tiny", istar(), 1, model__pretrained=False), tmp_path)
-    runs = load_runs(tmp_path, keep_records=True)
+    runs = read_runs(tmp_path, keep_records=True)
     assert sweep_commands.build_sweep_commands("table1", runs.frame, runs.records, "runs") == [
         "istar train -m +sweep=table1 task=rte,cola model=bert",
         "istar train -m +sweep=table1 task=rte model=auto 'model.name=here/my model' model.pretrained=false",
@@ -346,7 +346,7 @@ def test_only_seeds_of_the_same_model_and_task_are_missing(tmp_path: Path) -> No
 
 
 def load_frame(root: Path) -> tuple[Any, pd.DataFrame]:
-    loaded = load_runs(root, keep_records=True)
+    loaded = read_runs(root, keep_records=True)
     return loaded, configurations.add_selection_columns(loaded)
 
 

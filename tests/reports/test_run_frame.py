@@ -13,12 +13,13 @@ import pytest
 import yaml
 from rich.console import Console
 
+import istar
 from istar.cli.main import main
 from istar.errors import UserError
 from istar.records.config import Config
 from istar.records.config.schema import to_dict
 from istar.records.results import RESULT, RunRecord, write_result
-from istar.reports.run_frame import MAIN_COLUMNS, build_runs_table, export_frame, load_runs, sort_runs
+from istar.reports.run_frame import MAIN_COLUMNS, build_runs_table, export_frame, read_runs, sort_runs
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def write_run(composed: Callable[..., Config], tmp_path: Path) -> Callable[..., 
 
 def test_a_run_is_a_row(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:
     write_run("one", "reg=istar", "reg.lambda=3", "reg.layers=[1,2]", "seed=7", value=0.75)
-    loaded = load_runs(tmp_path)
+    loaded = read_runs(tmp_path)
     assert loaded.read_errors == {}
     [run] = loaded.frame.to_dict("records")
     expected = {
@@ -68,7 +69,7 @@ def test_failed_and_unfinished_runs_are_rows_too(write_run: Callable[..., RunRec
     config = write_run("failed", value=None, status="failed", error="out of luck").config
     (tmp_path / "unfinished").mkdir()
     (tmp_path / "unfinished" / "config.yaml").write_text(yaml.safe_dump(config))
-    frame = load_runs(tmp_path).frame.set_index("name")
+    frame = read_runs(tmp_path).frame.set_index("name")
     assert frame["status"].to_dict() == {"finished": "finished", "failed": "failed", "unfinished": "unfinished"}
     assert frame.loc["failed", "error"] == "out of luck"
     assert frame["value"].isna().to_dict() == {"finished": False, "failed": True, "unfinished": True}
@@ -83,7 +84,7 @@ def test_smoke_runs_are_left_out_and_counted_in_one_line(
     config = write_run("third", "debug=smoke", root=tmp_path / "smoke").config
     (tmp_path / "smoke" / "unfinished").mkdir()
     (tmp_path / "smoke" / "unfinished" / "config.yaml").write_text(yaml.safe_dump(config))
-    loaded = load_runs(tmp_path, keep_records=True)
+    loaded = read_runs(tmp_path, keep_records=True)
     assert (list(loaded.frame["name"]), list(loaded.records)) == (["real"], [str(tmp_path / "real")])
     assert (loaded.num_smoke, loaded.read_errors) == (4, {})
     [message] = caplog.messages
@@ -98,27 +99,27 @@ def test_where_runs_are_looked_for(write_run: Callable[..., RunRecord], tmp_path
     (tmp_path / ".locks").mkdir()
     (tmp_path / "multirun").mkdir()
     write_run("trial", root=tmp_path / "sweeps" / "table1")
-    loaded = load_runs(tmp_path)
+    loaded = read_runs(tmp_path)
     assert sorted(loaded.frame["name"]) == ["again", "deeper"]
     assert loaded.read_errors == {}
-    assert list(load_runs(tmp_path / "again").frame["name"]) == ["again"]
+    assert list(read_runs(tmp_path / "again").frame["name"]) == ["again"]
 
 
 def test_folders_inside_a_run_are_not_missing_runs(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:
     write_run("only")
     (tmp_path / "only" / "model").mkdir()
-    loaded = load_runs(tmp_path / "only")
+    loaded = read_runs(tmp_path / "only")
     assert loaded.frame["name"].tolist() == ["only"]
     assert loaded.read_errors == {}
 
 
 def test_metrics_and_records(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:
     record = write_run("one", metrics={"accuracy": 0.5, "f1": 0.25, "loss": 0.7}, data={"fingerprint": "abc"})
-    loaded = load_runs(tmp_path, keep_records=True)
+    loaded = read_runs(tmp_path, keep_records=True)
     [run] = loaded.frame.to_dict("records")
     assert (run["validation.f1"], run["fingerprint"]) == (0.25, "abc")
     assert loaded.records == {str(tmp_path / "one"): record}
-    assert load_runs(tmp_path).records == {}
+    assert read_runs(tmp_path).records == {}
 
 
 BROKEN: dict[str, dict[str, str]] = {
@@ -140,7 +141,7 @@ def test_a_folder_that_is_no_run_is_told_and_the_others_are_read(
     (tmp_path / "bad").mkdir()
     for file, content in BROKEN[name].items():
         (tmp_path / "bad" / file).write_text(content)
-    loaded = load_runs(tmp_path)
+    loaded = read_runs(tmp_path)
     assert list(loaded.frame["name"]) == ["good"]
     [(folder, message)] = loaded.read_errors.items()
     assert folder == str(tmp_path / "bad")
@@ -152,15 +153,15 @@ def test_a_record_without_a_config_of_a_run(write_run: Callable[..., RunRecord],
     record = write_run("good")
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / RESULT).write_text(json.dumps({**asdict(record), "config": {"task": 3}}))
-    loaded = load_runs(tmp_path)
+    loaded = read_runs(tmp_path)
     assert list(loaded.frame["name"]) == ["good"]
     assert "bad" in loaded.read_errors[str(tmp_path / "bad")]
 
 
 def test_no_folder_and_no_runs(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a folder"):
-        load_runs(tmp_path / "nowhere")
-    loaded = load_runs(tmp_path)
+        read_runs(tmp_path / "nowhere")
+    loaded = read_runs(tmp_path)
     assert len(loaded.frame) == 0
     assert {"name", "status", "value"} <= set(loaded.frame)
 
@@ -174,7 +175,7 @@ def test_what_is_exported_is_read_back(
     write_run("one", "reg=istar", "reg.layers=[1,2]", value=0.123456789012345)
     write_run("two", "reg=none", "trainer.devices=auto")
     write_run("three", value=None, status="failed", error='out of, "luck"')
-    frame = load_runs(tmp_path).frame
+    frame = read_runs(tmp_path).frame
     export_frame(frame, tmp_path / "out" / f"runs{suffix}")
     exported_frame = reader(tmp_path / "out" / f"runs{suffix}")
     assert list(exported_frame["name"]) == list(frame["name"])
@@ -186,7 +187,7 @@ def test_what_is_exported_is_read_back(
 def test_a_format_that_is_none(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:
     write_run("one")
     with pytest.raises(UserError, match=r"expected one of \.csv, \.parquet, \.json"):
-        export_frame(load_runs(tmp_path).frame, tmp_path / "runs.xls")
+        export_frame(read_runs(tmp_path).frame, tmp_path / "runs.xls")
 
 
 def write_three_runs(write_run: Callable[..., RunRecord], root: Path) -> None:
@@ -241,7 +242,7 @@ def test_outside_of_a_terminal_nothing_is_cut_or_rounded(
 
 def test_a_narrow_table_lacks_columns_but_no_digits(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:
     write_run("rte-bert-base-cased-istar-0123456789ab", value=0.75)
-    frame = load_runs(tmp_path).frame
+    frame = read_runs(tmp_path).frame
 
     def show(width: int, *columns: str) -> tuple[list[str], list[str]]:
         table, dropped = build_runs_table(frame, columns, width)
@@ -269,7 +270,7 @@ def test_losses_are_sorted_from_the_lowest(write_run: Callable[..., RunRecord], 
     for name, value in (("good", 12.0), ("bad", 80.0)):
         write_run(name, headline={"metric": "perplexity", "value": value, "epoch": 1}, metrics={"perplexity": value})
     write_run("failed", value=None, status="failed")
-    frame = load_runs(tmp_path).frame
+    frame = read_runs(tmp_path).frame
     assert list(sort_runs(frame, "value")["name"]) == ["good", "bad", "failed"]
     assert list(sort_runs(frame, "name")["name"]) == ["bad", "failed", "good"]
 
@@ -291,7 +292,7 @@ def test_four_times_the_runs_take_four_times_the_work(
         previous_profiler = sys.getprofile()
         sys.setprofile(lambda frame, event, argument: events.update([event]))
         try:
-            loaded = load_runs(root)
+            loaded = read_runs(root)
         finally:
             sys.setprofile(previous_profiler)
         assert len(loaded.frame) == count
@@ -300,3 +301,12 @@ def test_four_times_the_runs_take_four_times_the_work(
     count_calls(2)  # fills caches and imports modules, so that they are not counted below
     calls_of_few_runs, calls_of_many_runs = count_calls(10), count_calls(40)
     assert calls_of_many_runs < 4.2 * calls_of_few_runs
+
+
+def test_a_notebook_gets_the_runs_by_one_import(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:
+    write_run("first", "reg=none", value=0.25)
+    frame = istar.load_runs(str(tmp_path))
+    pd.testing.assert_frame_equal(frame, read_runs(tmp_path).frame)
+    assert "first" in frame._repr_html_()
+    assert "load_runs" in dir(istar)
+    assert "load_runs" not in istar.__all__

@@ -7,7 +7,7 @@ import pytest
 
 from istar.records.results import METRICS_FILE
 from istar.reports import configurations
-from istar.reports.run_frame import load_runs
+from istar.reports.run_frame import read_runs
 from istar.reports.training_figures import build_training_plots
 from tests.reports.synthetic import BASE, istar, record, save
 
@@ -29,7 +29,7 @@ def test_lines_are_means_over_the_seeds_of_each_method(tmp_path: Path) -> None:
     add_run(tmp_path, istar(), 1, 0.5)
     add_run(tmp_path, istar(), 1, 0.7, model="larger")
     save(record("rte", "new", BASE, 1), tmp_path)  # without measures during training
-    [plot] = build_training_plots(configurations.add_selection_columns(load_runs(tmp_path, keep_records=True)))
+    [plot] = build_training_plots(configurations.add_selection_columns(read_runs(tmp_path, keep_records=True)))
 
     assert [(panel.model, panel.y_label) for panel in plot.panels] == [
         ("larger", "training loss"),
@@ -53,4 +53,4 @@ def test_broken_and_missing_files_show_nothing(tmp_path: Path) -> None:
     save(record("clm", "new", BASE, 1), tmp_path)
     broken_folder = save(record("clm", "new", BASE, 2), tmp_path)
     (broken_folder / METRICS_FILE).write_bytes(b"\xff\xfe\x00")
-    assert build_training_plots(configurations.add_selection_columns(load_runs(tmp_path, keep_records=True))) == []
+    assert build_training_plots(configurations.add_selection_columns(read_runs(tmp_path, keep_records=True))) == []

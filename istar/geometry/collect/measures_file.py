@@ -113,6 +113,24 @@ def layer_frame(measured: Measurements) -> pd.DataFrame:
     )
 
 
+def load_measurements(folder: str | Path = "geometry") -> pd.DataFrame:
+    """Return what `istar measure` wrote to a folder as a data frame, for notebooks.
+
+    The frame has a row for each text and layer and a column for each measure. If the folder has the checkpoints of a
+    training, it has their `step` as well, and rows for the embedding matrices and the final norm.
+
+    >>> import istar
+    >>> layers = istar.load_measurements("geometry")  # doctest: +SKIP
+    >>> layers.plot(x="layer", y="isoscore")  # doctest: +SKIP
+
+    Raises:
+        UserError: if the folder has no measures, or they cannot be read.
+    """
+    if (path := Path(folder, TRAJECTORY_FILE)).is_file():
+        return pd.read_csv(path)
+    return layer_frame(read_measurement(Path(folder, JSON_FILE)))
+
+
 def _is_undefined(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 

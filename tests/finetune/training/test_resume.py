@@ -21,7 +21,7 @@ from istar.hidden_states.attached_penalty import weight_at
 from istar.inputs import pretrained
 from istar.records import results
 from istar.records.config import Config
-from istar.reports.run_frame import load_runs
+from istar.reports.run_frame import read_runs
 from tests.outcomes import assert_same, only_run, outcome
 
 Build = Callable[..., Config]
@@ -123,9 +123,9 @@ def test_a_resumed_run_began_when_it_was_first_started(small: Build, monkeypatch
     path = folder / results.CONFIG
     text = path.read_text().replace(start_time, "2020-01-01T00:00:00+00:00", 1)
     run_output(folder).write({results.CONFIG: text.encode()})
-    [unfinished_start_time] = load_runs(folder.parent).frame["began"]
+    [unfinished_start_time] = read_runs(folder.parent).frame["began"]
     assert unfinished_start_time == run(config).timing["began"] == "2020-01-01T00:00:00+00:00"
-    [finished_start_time] = load_runs(folder.parent).frame["began"]
+    [finished_start_time] = read_runs(folder.parent).frame["began"]
     assert finished_start_time == unfinished_start_time
 
 
