@@ -9,6 +9,7 @@ import pytest
 
 from istar.cli.main import _make_parser, main
 from istar.errors import UserError
+from istar.finetune.runs import execute  # noqa: F401, before its modules see the blank figures of these tests
 from istar.finetune.runs.run import run
 from istar.inputs.saved_checkpoints import record_step
 from istar.records.config import Config
