@@ -42,7 +42,7 @@ from istar.finetune.training import ShrinkageCovariance
 from istar.finetune.training.data import build_evaluation_loader
 from istar.finetune.training.trainer import build_bare_trainer
 from istar.hidden_states import HiddenStatePenalty, PenaltySettings
-from istar.measures.isoscore import unchecked_isoscore
+from istar.measures.isoscores import unchecked_isoscore
 from istar.records.config import TrainerConfig
 from istar.regularizers import IStar
 

@@ -117,11 +117,11 @@ FORBIDDEN_LIBRARIES = {
     "istar.records.results": "torch lightning transformers datasets hydra matplotlib",
     "istar.reports.run_frame": "torch lightning transformers datasets hydra",
     "istar.records.config.groups": "torch lightning transformers datasets hydra matplotlib",
+    "istar.geometry.show.compare_page": "torch lightning transformers datasets hydra sklearn",
     "istar.records.config.schema": "lightning transformers datasets evaluate",
     "istar.finetune.runs.identify": "lightning transformers hydra_plugins optuna matplotlib",
     "istar.finetune.runs.run": "lightning transformers datasets matplotlib",
     "istar.finetune.runs.precision": "lightning transformers datasets matplotlib",
-    "istar.geometry.show.compare_page": "lightning transformers sklearn",
     "istar.finetune.runs.execute": "peft optuna wandb",
 }
 """By module: the libraries that its import must not import. One process imports the modules in this order, so that none
@@ -152,6 +152,15 @@ def test_what_an_import_brings_along(modules: list[str]) -> None:
     loaded = {line.split()[0]: set(line.split()[1:]) for line in completed.stdout.splitlines()}
     imported = {module: set(FORBIDDEN_LIBRARIES[module].split()) & loaded[module] for module in modules}
     assert imported == {module: set() for module in modules}
+
+
+def test_every_public_measure_is_found_in_a_module() -> None:
+    """`istar.measures` imports its names on first use, which the import of a module of the same name would prevent."""
+    from istar import measures
+
+    assert not {path.stem for path in (PACKAGE / "measures").glob("*.py")}.intersection(measures.__all__)
+    assert [name for name in measures.__all__ if not hasattr(measures, name)] == []
+    assert set(measures.__all__) <= set(dir(measures))
 
 
 def test_nobody_asks_for_the_type_of_a_penalty() -> None:

@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
     """Measure the models that are not measured yet, print a table that compares all models, and write the page."""
     from istar.drawing import page_folder
     from istar.geometry.show import compare, compare_page, model_tables, terminal_tables
-    from istar.inputs import corpus, saved_checkpoints
+    from istar.inputs import saved_checkpoints
 
     options.device = shared_options.find_placement(options)
     model_arguments = saved_checkpoints.parse_models(options.models)
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> None:
     if any(compare.has_trajectory(argument) for argument in model_arguments):
         _compare_trajectories(options, model_arguments)
         return
-    sources = corpus.parse_sources(options.text)
+    sources = _parse_texts(options.text)
     inputs: list[str | Path] = [*(argument.name for argument in model_arguments), *(source.path for source in sources)]
     page_folder.check(options.out, compare_page.COMPARISON_KIND, inputs)
     measured_models = _measure_models(model_arguments, sources, options)
@@ -59,6 +59,14 @@ def run(options: argparse.Namespace) -> None:
         make_console().print(terminal_tables.make_comparison_table(measured_models))
     files = f"{page_path}, and figures, tables, {compare_page.COMPARISON_FILE}"
     _print_lines(options, compare.describe_other_settings(measured_models), files)
+
+
+def _parse_texts(texts: Sequence[str]) -> list["Source"]:
+    if not texts:
+        return []  # without torch, which takes seconds to import
+    from istar.inputs import corpus
+
+    return corpus.parse_sources(texts)
 
 
 def _compare_trajectories(options: argparse.Namespace, model_arguments: Sequence["ModelArgument"]) -> None:

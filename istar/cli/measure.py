@@ -146,7 +146,7 @@ def _print_trajectory(
     settings: "MeasureSettings",
 ) -> None:
     """Measure several checkpoints of a training, print their table and write their page."""
-    from istar.geometry.collect import measures_file, trajectory
+    from istar.geometry.collect import measures_file, trajectory, trajectory_file
     from istar.geometry.show import compare_page, terminal_tables
     from istar.inputs import saved_checkpoints
 
@@ -163,14 +163,16 @@ def _print_trajectory(
     else:
         checkpoints = saved_checkpoints.find_revisions(models[0].name, options.revisions, steps)
     name = models[0].name if models else saved_checkpoints.common_name(checkpoints)
-    plan = trajectory.TrajectoryPlan(name, sources, settings, options.out, options.dtype, options.device, options.typed)
-    compare_page.check_training_folder(plan, checkpoints)
+    plan = trajectory_file.TrajectoryPlan(
+        name, sources, settings, options.out, options.dtype, options.device, options.typed
+    )
+    trajectory.check_training_folder(plan, checkpoints)
     measured_trajectory = trajectory.measure_checkpoints(plan, checkpoints, make_console(stderr=True))
     if measured_trajectory.measurements:
         console = make_console(stderr=options.json)
         if options.json:
             shared_options.print_json(
-                {"checkpoints": trajectory.make_trajectory_table(plan, checkpoints, measured_trajectory)}
+                {"checkpoints": trajectory_file.make_trajectory_table(plan, checkpoints, measured_trajectory)}
             )
         else:
             console.print(terminal_tables.make_checkpoint_table(plan, checkpoints, measured_trajectory))

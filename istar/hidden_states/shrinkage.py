@@ -15,7 +15,7 @@ from istar.hidden_states.reader import HiddenStateReader
 from istar.hidden_states.sharding import is_sharded_module
 from istar.measures.accumulator import sum_over_processes, world_size
 from istar.measures.classes import ClassMoments, merge_class_moments
-from istar.measures.isoscore import check_covariance
+from istar.measures.isoscores import check_covariance
 from istar.measures.moments import Moments, merge_moments
 from istar.regularizers.istar import IStar
 from istar.regularizers.points import ALL_POINTS, Layers, Points

@@ -16,12 +16,11 @@ from istar.errors import UserError
 from istar.inputs.documents import is_corpus_file, iterate_texts, read_documents
 from istar.inputs.hub import load_dataset_split
 from istar.inputs.tokenizing import chunks, count_text_tokens, find_separator_id, special_tokens, tokenize
+from istar.records.metric_names import COMBINED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-COMBINED = "combined"
-"""Name of the results over several sources together."""
 WINDOW_SIZE = 4_096
 """Number of blocks that are read ahead and sorted by length."""
 BATCH_TOKENS = 2_048

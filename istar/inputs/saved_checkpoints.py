@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from istar.errors import UserError, shorten
 from istar.files.parsing import MissingFileError, read_json
 from istar.files.writing import refuse_special_file, write_text
@@ -253,6 +251,8 @@ def _find_model_subfolders(folder: Path) -> list[Path]:
 def _inspect_path(path: Path) -> _FoundCheckpoint | None:
     """Return the checkpoint at a path with its recorded step, or None if it is not a checkpoint."""
     if path.suffix == ".ckpt":
+        import torch  # takes seconds to import, and comparisons of measured models do without it
+
         run = path.parent.parent if path.parent.name == _CHECKPOINT_FOLDER else path.parent
         try:
             # The tensors are mapped, not read.

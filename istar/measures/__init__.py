@@ -4,60 +4,60 @@ This package depends on torch only.
 """
 
 import importlib
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
-from istar.measures.accumulator import Accumulator
-from istar.measures.activations import (
-    Activation,
-    MassiveActivations,
-    MassiveActivationsSummary,
-    TokenKurtosis,
-    TokenKurtosisSummary,
-    token_kurtosis,
-)
-from istar.measures.alignment import cka, cka_with_error
-from istar.measures.classes import ClassIsotropy, ClassMoments, class_isotropy
-from istar.measures.contributions import (
-    CosineContributions,
-    cosine_without_dimensions,
-    standardized_cosine,
-)
-from istar.measures.cosine import AverageCosine, IntraSim, adjusted_intra_sim, average_cosine, intra_sim
-from istar.measures.dimension import Dimension, ScaleDimension, gride, gride_scales, two_nn, two_nn_with_error
-from istar.measures.dimension_moments import DimensionMoments, outlier_dimensions
-from istar.measures.isoscore import (
-    isoscore,
-    isoscore_from_covariance,
-    isoscore_star,
-    isoscore_unbiased,
-    shrink,
-    shrinkage_intensity,
-)
-from istar.measures.jackknife import ValueWithError, jackknife_error
-from istar.measures.moments import FourthMoments, Moments
-from istar.measures.norms import LayerNormSummary, Norms, NormSummary, layer_norm_summary, norm_summary
-from istar.measures.partition import PartitionIsotropy, partition_isotropy
-from istar.measures.point_groups import GroupedPoints, GroupSummary, log2_bin_range, log2_bins
-from istar.measures.postprocess import all_but_the_top, centered, scaled_centered
-from istar.measures.sentences import (
-    SentenceMoments,
-    isoscore_by_sentence,
-    isoscore_by_sentence_with_error,
-)
-from istar.measures.spectrum import (
-    PowerLaw,
-    alpha_req,
-    effective_rank,
-    nesum,
-    participation_ratio,
-    rank_me,
-    singular_values,
-    top_share,
-    variance_shares,
-)
-
 if TYPE_CHECKING:
+    from istar.measures.accumulator import Accumulator
+    from istar.measures.activations import (
+        Activation,
+        MassiveActivations,
+        MassiveActivationsSummary,
+        TokenKurtosis,
+        TokenKurtosisSummary,
+        token_kurtosis,
+    )
+    from istar.measures.alignment import cka, cka_with_error
     from istar.measures.catalogue import Measure, find_measure
+    from istar.measures.classes import ClassIsotropy, ClassMoments, class_isotropy
+    from istar.measures.contributions import (
+        CosineContributions,
+        cosine_without_dimensions,
+        standardized_cosine,
+    )
+    from istar.measures.cosine import AverageCosine, IntraSim, adjusted_intra_sim, average_cosine, intra_sim
+    from istar.measures.dimension import Dimension, ScaleDimension, gride, gride_scales, two_nn, two_nn_with_error
+    from istar.measures.dimension_moments import DimensionMoments, outlier_dimensions
+    from istar.measures.isoscores import (
+        isoscore,
+        isoscore_from_covariance,
+        isoscore_star,
+        isoscore_unbiased,
+        shrink,
+        shrinkage_intensity,
+    )
+    from istar.measures.jackknife import ValueWithError, jackknife_error
+    from istar.measures.moments import FourthMoments, Moments
+    from istar.measures.norms import LayerNormSummary, Norms, NormSummary, layer_norm_summary, norm_summary
+    from istar.measures.partition import PartitionIsotropy, partition_isotropy
+    from istar.measures.point_groups import GroupedPoints, GroupSummary, log2_bin_range, log2_bins
+    from istar.measures.postprocess import all_but_the_top, centered, scaled_centered
+    from istar.measures.sentences import (
+        SentenceMoments,
+        isoscore_by_sentence,
+        isoscore_by_sentence_with_error,
+    )
+    from istar.measures.spectrum import (
+        PowerLaw,
+        alpha_req,
+        effective_rank,
+        nesum,
+        participation_ratio,
+        rank_me,
+        singular_values,
+        top_share,
+        variance_shares,
+    )
 
 __all__ = [
     "Accumulator",
@@ -130,7 +130,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the catalogue of measures, a large table to parse, when it is first used."""
-    if name in ("Measure", "find_measure"):
-        return getattr(importlib.import_module("istar.measures.catalogue"), name)
+    """Import a public name when it is first used, because torch takes seconds, and the catalogue does without it."""
+    if name in __all__:
+        for module in pkgutil.iter_modules(__path__):
+            contents = vars(importlib.import_module(f"{__name__}.{module.name}"))
+            if name in contents:
+                return contents[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 
 from istar.errors import UserError
 from istar.measures.accumulator import Accumulator, world_size
-from istar.measures.isoscore import isoscore_from_covariance
+from istar.measures.isoscores import isoscore_from_covariance
 from istar.measures.moments import add_matrices, mean_and_scatter
 from istar.measures.numerics import accumulation_dtype, check_one_per_point, check_points, full_precision, zero_vector
 

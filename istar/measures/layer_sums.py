@@ -11,7 +11,7 @@ from istar.errors import UserError
 from istar.measures.accumulator import Accumulator, world_size
 from istar.measures.cosine import AverageCosine
 from istar.measures.dimension_moments import DimensionMoments
-from istar.measures.isoscore import isoscore
+from istar.measures.isoscores import isoscore
 from istar.measures.moments import Moments
 from istar.measures.norms import Norms
 from istar.measures.spectrum import effective_rank, singular_values

@@ -1,9 +1,11 @@
-"""How the metrics of tasks are compared and shown, and the names of the layers' measures in logs."""
+"""How the metrics of tasks are compared and shown, and the names of measures in logs and of their texts in files."""
 
 import math
 
 _LOSSES = ("loss", "perplexity")
 """Metrics to minimize. All others are fractions or correlations to maximize."""
+COMBINED = "combined"
+"""Name of the measures over several texts together."""
 
 
 def is_lower_better(metric: str) -> bool:

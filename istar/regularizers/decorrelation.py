@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from istar.measures.isoscore import covariance_or_nan
+from istar.measures.isoscores import covariance_or_nan
 from istar.measures.moments import Moments
 from istar.regularizers.base import MomentsPenalty, is_rounding, squared_off_diagonal
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.classes import class_means_and_scatter, merge_class_moments
-from istar.measures.isoscore import (
+from istar.measures.isoscores import (
     covariance_or_nan,
     unchecked_isoscore,
     unchecked_isoscore_unbiased,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import OptionError, UserError, check_one_of, parse_number
-from istar.measures.isoscore import check_covariance
+from istar.measures.isoscores import check_covariance
 from istar.measures.numerics import without_autocast
 from istar.regularizers.base import Penalty, Terms
 from istar.regularizers.by_sentence import SentenceEstimator

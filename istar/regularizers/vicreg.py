@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import check_range
-from istar.measures.isoscore import covariance_or_nan
+from istar.measures.isoscores import covariance_or_nan
 from istar.measures.moments import Moments
 from istar.regularizers.base import MomentsPenalty, squared_off_diagonal
 

@@ -9,13 +9,8 @@ import scipy.stats
 import torch
 
 from istar.geometry.collect import grouped_moments
-from istar.geometry.collect.layers import (
-    COVARIANCE_MEASURES_WITH_ERROR,
-    MEASURES_WITH_ERROR,
-    SCORE_BY_SENTENCE,
-    Layer,
-    LayerSettings,
-)
+from istar.geometry.collect.layers import Layer, LayerSettings
+from istar.geometry.collect.measures_file import COVARIANCE_MEASURES_WITH_ERROR, MEASURES_WITH_ERROR, SCORE_BY_SENTENCE
 from istar.geometry.collect.token_batch import TokenBatch
 from istar.measures import isoscore_by_sentence, isoscore_unbiased
 from tests import oracles

@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +20,11 @@ from istar.cli.main import main
 from istar.drawing import rendering
 from istar.errors import UserError
 from istar.files.writing import to_csv
-from istar.geometry.collect import measures_file
+from istar.geometry.collect import measure, measures_file
 from istar.geometry.collect.corpus_statistics import MeasureSettings
 from istar.geometry.collect.measures_file import layer_frame
 from istar.geometry.collect.similarity import Similarity
-from istar.geometry.collect.trajectory import Trajectory, TrajectoryPlan
+from istar.geometry.collect.trajectory_file import Trajectory, TrajectoryPlan
 from istar.geometry.show import axis_figures, compare_page, model_tables
 from istar.geometry.show.compare import MeasuredModel
 from istar.inputs import demo, tiny
@@ -30,6 +32,9 @@ from istar.inputs.saved_checkpoints import Checkpoint
 from tests.geometry.synthetic import TAPS, make_measurements, make_model, write_measures
 from tests.geometry.test_axis_figures import T_QUANTILE, make_training
 from tests.reports.test_report import balanced, contents, parsed
+from tests.waiting import SECONDS
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 AXIS_FIGURES = {"isotropy", "directions", "dimension", "spectrum", "norms", "single_dimensions", "shares", "outliers"}
 STATE_FIGURES = {"spectra", "scales", "state_norms", "positions", "frequency", "partition", "final_norm"}
@@ -242,7 +247,7 @@ def test_a_folder_of_another_page_or_model_is_refused(
     compare_page.check_model_folder(out, "model")
     contents_before = contents(out)
     other = make_measurements(model={**make_measurements().model, "name": "other"}, weights="4567")
-    monkeypatch.setattr(compare_page, "load_and_hash_weights", lambda *_: "4567")  # there is no such model
+    monkeypatch.setattr(measure, "load_and_hash_weights", lambda *_: "4567")  # there is no such model
     with pytest.raises(UserError, match="holds the measures of model, not of other; expected another folder"):
         compare_page.write_model(other, out)
     (out / "figures" / "notes.txt").write_text("mine")
@@ -293,6 +298,21 @@ def test_the_commands_measure_models_and_compare_them(
     assert [row["model"] for row in json.loads(capsys.readouterr().out)["models"]] == ["a", "b"]
     assert main(["compare", "first", "page/models/new", "--out", "first"]) == 2
     assert "would replace files of the input" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_measured_folders_are_compared_without_torch(tmp_path: Path) -> None:
+    folders = [str(tmp_path / name) for name in "ab"]
+    for folder in folders:
+        write_measures(make_measurements(), Path(folder))
+    code = "import sys; from istar.cli.main import main; print(main(sys.argv[1:]), *sys.modules)"
+    process = subprocess.run(
+        [sys.executable, "-c", code, "compare", *folders, "--out", str(tmp_path / "page")],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=SECONDS, check=True,
+    )  # fmt: skip
+    exit_code, *modules = process.stdout.splitlines()[-1].split()
+    assert (exit_code, "matplotlib.figure" in modules) == ("0", True)
+    assert not {"torch", "datasets", "transformers"}.intersection(modules)
 
 
 def write_trajectory(folder: Path, model: str, steps: tuple[int, ...] = (0, 1)) -> Path:

@@ -13,7 +13,7 @@ import transformers as hf
 
 from istar.cli.main import main
 from istar.errors import UserError
-from istar.geometry.collect import measure, measures_file, trajectory
+from istar.geometry.collect import measure, measures_file, trajectory_file
 from istar.geometry.collect.corpus_statistics import MeasureSettings
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.stream import Stream
@@ -102,7 +102,7 @@ def measured_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_the_table_equals_separate_measurements(measured: Path, tmp_path: Path) -> None:
     rows = read_rows(measured / "out" / "trajectory.csv")
-    assert tuple(rows[0])[:6] == trajectory.KEY_COLUMNS
+    assert tuple(rows[0])[:6] == trajectory_file.KEY_COLUMNS
     # The checkpoints are sorted by step, not alphabetically.
     assert list(dict.fromkeys((row["model"], row["revision"], row["step"]) for row in rows)) == [
         ("tiny", "step1", "1"), ("tiny", "step2", "2"), ("tiny", "step10", "10")
@@ -436,8 +436,8 @@ def test_the_table_on_the_terminal_has_the_last_layer_before_a_final_norm(tmp_pa
     partition = {"raw": {"partition_isotropy_both": 0.75}}
     measured = Measurements({"name": "m"}, "", {}, {"wiki": measures_by_tap}, {}, {"output": partition}, None)
     checkpoints = [Checkpoint(f"step{step}", "m", step=step) for step in (1, 2)]
-    plan = trajectory.TrajectoryPlan("m", [], MeasureSettings(length=16), tmp_path)
-    table = terminal_tables.make_checkpoint_table(plan, checkpoints, trajectory.Trajectory({"step2": measured}))
+    plan = trajectory_file.TrajectoryPlan("m", [], MeasureSettings(length=16), tmp_path)
+    table = terminal_tables.make_checkpoint_table(plan, checkpoints, trajectory_file.Trajectory({"step2": measured}))
     assert [list(column.cells) for column in table.columns[:2]] == [["step1", "step2"], ["-", "0.2"]]
 
 

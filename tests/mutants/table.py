@@ -209,14 +209,14 @@ MUTATIONS = [
     ),
     Mutation(
         "IsoScore* weighs Sigma_S by 1 - zeta.",
-        "istar/measures/isoscore.py",
+        "istar/measures/isoscores.py",
         "return (1 - zeta) * covariance + zeta * shrinkage_covariance.to(covariance)",
         "return zeta * covariance + (1 - zeta) * shrinkage_covariance.to(covariance)",
-        "tests/measures/test_isoscore.py::test_isoscore_star_and_its_gradient_are_algorithm_1",
+        "tests/measures/test_isoscores.py::test_isoscore_star_and_its_gradient_are_algorithm_1",
     ),
     Mutation(
         "The penalty uses the biased covariance, divided by n.",
-        "istar/measures/isoscore.py",
+        "istar/measures/isoscores.py",
         "torch.where(moments.count > 1, moments.count - 1, torch.nan)",
         "torch.where(moments.count > 1, moments.count, torch.nan)",
         "tests/regularizers/test_istar.py::test_value_and_gradient_are_algorithm_1_on_the_stacked_layers",
@@ -230,10 +230,10 @@ MUTATIONS = [
     ),
     Mutation(
         "IsoScore divides by d, not by d - 1.",
-        "istar/measures/isoscore.py",
+        "istar/measures/isoscores.py",
         "(1 / normalized.square().sum() - 1) / (covariance.shape[0] - 1)",
         "(1 / normalized.square().sum() - 1) / covariance.shape[0]",
-        "tests/measures/test_isoscore.py::test_isoscore_is_algorithm_2",
+        "tests/measures/test_isoscores.py::test_isoscore_is_algorithm_2",
     ),
     Mutation(
         "The gradient of the scatter matrix is taken about 0, not about the mean.",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import istar.reports
 from istar.measures import FourthMoments, isoscore_unbiased, shrink, shrinkage_intensity
-from istar.measures.isoscore import unchecked_isoscore
+from istar.measures.isoscores import unchecked_isoscore
 from istar.statistics.paired import mean_and_std
 
 SCORES = Path(istar.reports.__file__).with_name("stability.csv")

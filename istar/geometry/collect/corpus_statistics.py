@@ -6,13 +6,8 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from istar.geometry.collect.layers import (
-    COVARIANCE_MEASURES_WITH_ERROR,
-    SCORE_BY_SENTENCE,
-    Layer,
-    LayerSettings,
-    MeasureSet,
-)
+from istar.geometry.collect.layers import Layer, LayerSettings, MeasureSet
+from istar.geometry.collect.measures_file import COVARIANCE_MEASURES_WITH_ERROR, SCORE_BY_SENTENCE
 from istar.geometry.collect.sample import Sample
 from istar.inputs.corpus import Documents
 from istar.measures import Accumulator, ScaleDimension

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from istar.geometry.collect.measures_file import EMBEDDINGS, FINAL_NORM
 from istar.hidden_states.model_layers import find_final_norm, find_layers, make_trial_ids, run_trial
 from istar.hidden_states.offloading import find_input_device
 from istar.inputs.corpus import Block, pad_batch
@@ -16,8 +17,6 @@ from istar.measures.numerics import full_precision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-EMBEDDINGS, FINAL_NORM = "embeddings", "final_norm"
 
 
 class Taps:

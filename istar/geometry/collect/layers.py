@@ -10,6 +10,7 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.geometry.collect.grouped_moments import GroupedMoments, sum_over_points
+from istar.geometry.collect.measures_file import COVARIANCE_MEASURES_WITH_ERROR, MEASURES_WITH_ERROR, SCORE_BY_SENTENCE
 from istar.geometry.collect.token_batch import TokenBatch
 from istar.measures import (
     Accumulator,
@@ -48,16 +49,6 @@ _NORM_EDGES = torch.logspace(-2, 4, 241).tolist()
 """Edges of the bins of the histogram of norms."""
 _MIN_FITTED_RANKS = 10
 """Smallest number of ranks that the power law of alpha-ReQ is fitted to. Any line fits few ranks."""
-
-MEASURES_WITH_ERROR = ("inter_sim", "average_norm")
-"""Measures with a standard error that needs O(d) numbers for each group of documents."""
-COVARIANCE_MEASURES_WITH_ERROR = (
-    *("isoscore", "isoscore_unbiased", "effective_rank", "participation_ratio"),
-    *("nesum", "alpha_req", "mean_vector_norm", "norm_ratio"),
-)
-"""Measures with a standard error from the moments of each group of documents, O(d^2) numbers."""
-SCORE_BY_SENTENCE = "isoscore_by_sentence"
-"""IsoScore with documents as sentences. Its standard error needs 2 d^2 numbers per group of documents."""
 
 
 @dataclass(frozen=True)

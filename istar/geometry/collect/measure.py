@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from istar.errors import NonFiniteError, UserError
 from istar.files.outputs import Output
 from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
 from istar.geometry.collect.layers import Layer
-from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements
+from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements, ModelName
 from istar.geometry.collect.memory import describe_memory
 from istar.geometry.collect.stream import Stream
 from istar.hidden_states.offloading import find_input_device, hold_weights, read_parameter
@@ -46,16 +46,6 @@ WEIGHT_DTYPES = {
 _MAX_DEFAULT_LENGTH = 512
 _INTEGER_COLUMNS = ("first", "last", "tokens")
 """Columns of `Layer.summarize_by_position` and `Layer.summarize_by_frequency` with whole numbers."""
-
-
-class ModelName(NamedTuple):
-    """A model as the user names it."""
-
-    name: str  # hub id, folder, or name in a table
-    revision: str | None = None  # branch, tag or commit on the hub
-
-    def __str__(self) -> str:
-        return f"{self.name} at revision {self.revision}" if self.revision else self.name
 
 
 def measure_model(
@@ -344,16 +334,6 @@ def compute_identity(*parts: object) -> str:
         else:
             digest.update(repr(part).encode())
     return digest.hexdigest()
-
-
-def make_other_model_error(out: Path, earlier: ModelName, new: ModelName) -> UserError:
-    """Return the error for an output folder that contains the measures of another model.
-
-    Two models are the same if their names and revisions are equal, or else if their weights are.
-    """
-    return UserError(
-        f"--out {out} holds the measures of {earlier}, not of {new}; expected another folder: --out <folder>"
-    )
 
 
 def load_and_hash_weights(model: ModelName, dtype: str) -> str:

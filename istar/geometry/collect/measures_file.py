@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pandas as pd
 from scipy import special
@@ -14,8 +14,7 @@ from scipy import special
 from istar.errors import UserError
 from istar.files.parsing import find_mismatch, read_record
 from istar.files.writing import to_csv
-from istar.geometry.collect.layers import COVARIANCE_MEASURES_WITH_ERROR, MEASURES_WITH_ERROR, SCORE_BY_SENTENCE
-from istar.inputs.corpus import COMBINED
+from istar.records.metric_names import COMBINED
 
 T = TypeVar("T")
 BySourceAndTap = dict[str, dict[str, T]]
@@ -24,16 +23,37 @@ MEASUREMENT_FORMAT = 2
 JSON_FILE, CSV_FILE = "measures.json", "measures.csv"
 TRAJECTORY_FILE = "trajectory.csv"
 """Table of the measures at all checkpoints of a training."""
+EMBEDDINGS, FINAL_NORM = "embeddings", "final_norm"
+"""Names of the first tap and of a final normalization; the layers are `layer_1` to `layer_L`."""
 SOURCE_FIELDS = (
     *("sources", "spectra", "norms", "extremes", "by_position", "by_frequency", "massive", "gride", "replicates"),
 )
 """Fields of `Measurements` by source and tap."""
 _NUMBER_FIELDS = (*SOURCE_FIELDS, "matrices", "final_norm")
 """Fields where a nested null means an undefined number."""
+MEASURES_WITH_ERROR = ("inter_sim", "average_norm")
+"""Measures with a standard error that needs O(d) numbers for each group of documents."""
+COVARIANCE_MEASURES_WITH_ERROR = (
+    *("isoscore", "isoscore_unbiased", "effective_rank", "participation_ratio"),
+    *("nesum", "alpha_req", "mean_vector_norm", "norm_ratio"),
+)
+"""Measures with a standard error from the moments of each group of documents, O(d^2) numbers."""
+SCORE_BY_SENTENCE = "isoscore_by_sentence"
+"""IsoScore with documents as sentences. Its standard error needs 2 d^2 numbers per group of documents."""
 JACKKNIFE_MEASURES = (*MEASURES_WITH_ERROR, *COVARIANCE_MEASURES_WITH_ERROR, SCORE_BY_SENTENCE)
 """Measures with a standard error from the jackknife over groups of documents."""
 NORMAL_QUANTILE = float(special.ndtri(0.975))
 """Half-width of a 95% interval in standard errors, if the standard error itself is known well."""
+
+
+class ModelName(NamedTuple):
+    """A model as the user names it."""
+
+    name: str  # hub id, folder, or name in a table
+    revision: str | None = None  # branch, tag or commit on the hub
+
+    def __str__(self) -> str:
+        return f"{self.name} at revision {self.revision}" if self.revision else self.name
 
 
 @dataclass(frozen=True)
@@ -159,6 +179,16 @@ def read_measurement(path: Path) -> Measurements:
     except UserError as error:
         raise UserError(f"{error}; delete the file and measure the model again") from error
     return Measurements(**contents)
+
+
+def make_other_model_error(out: Path, earlier: ModelName, new: ModelName) -> UserError:
+    """Return the error for an output folder that contains the measures of another model.
+
+    Two models are the same if their names and revisions are equal, or else if their weights are.
+    """
+    return UserError(
+        f"--out {out} holds the measures of {earlier}, not of {new}; expected another folder: --out <folder>"
+    )
 
 
 def t_quantile(degrees: int) -> float:

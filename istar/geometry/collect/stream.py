@@ -21,8 +21,9 @@ from istar.files.writing import atomic_write
 from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
 from istar.geometry.collect.layer_outputs import BlockReader
 from istar.geometry.collect.token_batch import TokenBatch
-from istar.inputs.corpus import COMBINED, Block, Blocks, Reading, Source, sorted_windows, split_into_batches
+from istar.inputs.corpus import Block, Blocks, Reading, Source, sorted_windows, split_into_batches
 from istar.measures.numerics import accumulation_dtype
+from istar.records.metric_names import COMBINED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

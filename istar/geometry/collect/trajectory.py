@@ -3,59 +3,30 @@
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
-from istar.drawing.page_folder import PageKind, page_output
+from istar.drawing import page_folder
 from istar.drawing.terminal import make_console
 from istar.errors import UserError, shorten
 from istar.files.outputs import Output
-from istar.files.writing import to_csv, unescape_cell
+from istar.files.writing import unescape_cell
 from istar.geometry.collect import measure, measures_file
-from istar.geometry.collect.corpus_statistics import MeasureSettings
-from istar.geometry.collect.measure import ModelName, load_and_hash_weights, make_other_model_error
-from istar.geometry.collect.measures_file import Measurements
-from istar.inputs.corpus import Source
+from istar.geometry.collect.measure import load_and_hash_weights
+from istar.geometry.collect.measures_file import Measurements, ModelName, make_other_model_error
+from istar.geometry.collect.trajectory_file import TRAINING_KIND, Trajectory, TrajectoryPlan, make_csv
 from istar.inputs.saved_checkpoints import Checkpoint
-
-KEY_COLUMNS = ("model", "revision", "step", "weights", "source", "layer")
-"""Columns of `trajectory.csv` that identify a row; all other columns are measures."""
-CHECKPOINT_FILES = (measures_file.JSON_FILE, measures_file.CSV_FILE)
-"""Files in a checkpoint's folder."""
-KIND = PageKind("trajectory", "istar measure, over a training", (measures_file.TRAJECTORY_FILE,))
 
 
 class PartialFailure(UserError):  # noqa: N818
     """Raised at the end if some checkpoints could not be measured; the others were."""
 
     exit_code = 1
-
-
-@dataclass(frozen=True)
-class TrajectoryPlan:
-    """What to measure at each checkpoint of a training, and where to write the results; see `measure.measure_model`."""
-
-    model: str  # name of the model in the table
-    texts: Sequence[Source]  # texts to measure the model over
-    settings: MeasureSettings  # how the texts are read
-    out: Path  # folder for the table and for one folder per checkpoint
-    dtype: str = "float32"  # dtype of the weights
-    device: str = "auto"  # device of the model
-    command: str = ""  # command line that the page shows
-
-
-@dataclass
-class Trajectory:
-    """Measurements of checkpoints, and error messages of failed checkpoints, by checkpoint label."""
-
-    measurements: dict[str, Measurements] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
 
 
 def measure_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], console: Console) -> Trajectory:
@@ -65,7 +36,7 @@ def measure_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint],
     checkpoint with the same weights as an earlier one gets a copy of its measurements. Errors are recorded, and the
     next checkpoint is measured. The console shows progress, warnings and errors.
     """
-    trajectory = Trajectory()
+    trajectory, output = Trajectory(), page_folder.page_output(plan.out, TRAINING_KIND)
     for position, checkpoint in enumerate(checkpoints, start=1):
         _print_line(console, f"{position} of {len(checkpoints)}: {checkpoint.label}")
         try:
@@ -76,7 +47,7 @@ def measure_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint],
             _print_line(console, f"not measured: {checkpoint.label}: {shorten(error)}")
             continue
         trajectory.measurements[checkpoint.label] = measured
-        page_output(plan.out, KIND).write({measures_file.TRAJECTORY_FILE: make_csv(plan, checkpoints, trajectory)})
+        output.write({measures_file.TRAJECTORY_FILE: make_csv(plan, checkpoints, trajectory)})
     return trajectory
 
 
@@ -84,7 +55,21 @@ def _print_line(console: Console, line: str) -> None:
     console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def refuse_other_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint]) -> None:
+def check_training_folder(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint]) -> None:
+    """Refuse an output folder with another page or another model, before anything is measured.
+
+    Measurements of further checkpoints of the same model are kept, so that they need not be measured again.
+
+    Raises a `UserError` if the folder contains another model, and as `istar.drawing.page_folder.check` does.
+    """
+    inputs: list[str | Path] = [*(checkpoint.name for checkpoint in checkpoints), *(text.path for text in plan.texts)]
+    page_folder.check(plan.out, TRAINING_KIND, inputs)
+    for checkpoint in checkpoints:
+        _checkpoint_output(plan, checkpoint).check((measures_file.JSON_FILE, measures_file.CSV_FILE), inputs)
+    _refuse_other_checkpoints(plan, checkpoints)
+
+
+def _refuse_other_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint]) -> None:
     """Raise a `UserError` if `plan.out` contains the table of another model, or measures of another checkpoint.
 
     Another checkpoint has the same label as one of these, but comes from another place and has other weights.
@@ -117,7 +102,7 @@ def _make_model_name(name: str, revision: str | None) -> ModelName:
 def _has_same_weights(checkpoint: Checkpoint, plan: TrajectoryPlan, earlier: Measurements) -> bool:
     """Return whether a checkpoint has the weights of earlier measurements; True if it cannot be loaded."""
     try:
-        with _prepare_model(checkpoint, checkpoint_output(plan, checkpoint)) as name:
+        with _prepare_model(checkpoint, _checkpoint_output(plan, checkpoint)) as name:
             weights = load_and_hash_weights(ModelName(name, checkpoint.revision), earlier.model["dtype"])
     except (UserError, OSError, RuntimeError):  # the error is reported when the checkpoint is measured
         return True
@@ -131,7 +116,7 @@ def _measure_checkpoint(
 
     Measurements that the folder already has, or that a checkpoint with the same weights has, are not taken again.
     """
-    output = checkpoint_output(plan, checkpoint)
+    output = _checkpoint_output(plan, checkpoint)
     try:
         in_folder = [measures_file.read_measurement(output.folder / measures_file.JSON_FILE)]
     except UserError:  # missing or damaged
@@ -149,7 +134,7 @@ def _measure_checkpoint(
     return measured
 
 
-def checkpoint_output(plan: TrajectoryPlan, checkpoint: Checkpoint) -> Output:
+def _checkpoint_output(plan: TrajectoryPlan, checkpoint: Checkpoint) -> Output:
     """Return the folder of a checkpoint's measures."""
     return Output(plan.out / checkpoint.folder, "checkpoint's measures")
 
@@ -190,44 +175,6 @@ def _convert_checkpoint(path: Path, folder: Path) -> None:
     ignore_weights = shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json", "*.bin")
     shutil.copytree(model_folder, folder, ignore=ignore_weights)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-
-
-def make_trajectory_table(
-    plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory
-) -> pd.DataFrame:
-    """Return the table in `trajectory.csv`: the rows of `make_rows` for all checkpoints that were measured."""
-    rows = []
-    for checkpoint in checkpoints:
-        if checkpoint.label in trajectory.measurements:
-            measured = trajectory.measurements[checkpoint.label]
-            keys = {"model": plan.model, "revision": checkpoint.label, "step": checkpoint.step}
-            rows += [{**keys, "weights": measured.weights, **row} for row in make_rows(measured)]
-    return pd.DataFrame(rows).convert_dtypes()
-
-
-def make_csv(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> bytes:
-    """Return the content of `trajectory.csv`."""
-    return to_csv(make_trajectory_table(plan, checkpoints, trajectory)).encode()
-
-
-def make_rows(measured: Measurements) -> Iterator[dict[str, Any]]:
-    """Yield a checkpoint's rows of `trajectory.csv`, without the columns that identify the checkpoint.
-
-    There is one row per text and layer, one per embedding matrix, and one for a final normalization.
-    """
-    for source, measures_by_layer in measured.sources.items():
-        for layer, measures in measures_by_layer.items():
-            yield {"source": source, "layer": layer, **measures}
-    for matrix, measures_by_form in measured.matrices.items():
-        row: dict[str, Any] = {"source": None, "layer": f"{matrix}_embeddings"}
-        for form, measures in measures_by_form.items():
-            prefix = "" if form == "raw" else f"{form}_"
-            row |= {f"{prefix}{name}": value for name, value in measures.items() if isinstance(value, float)}
-        yield row
-    if measured.final_norm is not None:
-        names = ("gain", "bias", "ratio", "bias_over_gain")
-        columns = {f"layer_norm_{name}": measured.final_norm[name] for name in names}
-        yield {"source": None, "layer": "final_norm_parameters", **columns}
 
 
 def raise_on_failures(trajectory: Trajectory) -> None:

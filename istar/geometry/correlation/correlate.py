@@ -16,7 +16,7 @@ import pandas as pd
 import scipy.stats
 
 from istar.errors import UserError, did_you_mean
-from istar.geometry.collect.trajectory import KEY_COLUMNS
+from istar.geometry.collect.trajectory_file import KEY_COLUMNS
 from istar.geometry.correlation.score_files import read_checkpoint_table, read_scores, to_long_format
 from istar.statistics.arguments import is_constant
 

@@ -20,11 +20,10 @@ from istar.drawing.page_tables import EMPTY_CELL, Entry, Sheet, numeric_entries
 from istar.drawing.plot import Line, Panel, Plot, are_log_spaced
 from istar.files.outputs import Output
 from istar.files.writing import to_csv
-from istar.geometry.collect.layer_outputs import FINAL_NORM
-from istar.geometry.collect.measures_file import NORMAL_QUANTILE
+from istar.geometry.collect.measures_file import FINAL_NORM, NORMAL_QUANTILE
 from istar.geometry.correlation.correlate import NUM_RESAMPLES, STATISTICS, CorrelationResults
-from istar.inputs.corpus import COMBINED
 from istar.measures.catalogue import MEASURES
+from istar.records.metric_names import COMBINED
 
 CORRELATION_KIND = PageKind("correlation", "istar correlate", ("correlation.csv",))
 OUTPUT_FILES = (INDEX, *CORRELATION_KIND.extra_files, TABLES, FIGURES)

@@ -13,8 +13,7 @@ import numpy as np
 import pandas as pd
 
 from istar.drawing.plot import Line, Panel, Plot, are_log_spaced, evenly_spaced
-from istar.geometry.collect.layer_outputs import FINAL_NORM
-from istar.geometry.collect.measures_file import interval_half_width
+from istar.geometry.collect.measures_file import FINAL_NORM, interval_half_width
 from istar.geometry.show.compare import MeasuredModel
 from istar.geometry.show.measured_training import MeasuredTraining
 from istar.geometry.show.model_figures import (
@@ -24,8 +23,8 @@ from istar.geometry.show.model_figures import (
     make_measure_panel,
     name_tap,
 )
-from istar.inputs.corpus import COMBINED
 from istar.measures.catalogue import FIGURES, find_measure
+from istar.records.metric_names import COMBINED
 
 _SIGNS = ("as_computed", "both")
 """Conventions for the signs of the eigenvectors of I(W)."""

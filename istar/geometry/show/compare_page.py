@@ -18,10 +18,9 @@ from istar.drawing.page_folder import Page, PageKind, Section
 from istar.drawing.page_tables import Sheet
 from istar.drawing.plot import Plot, evenly_spaced
 from istar.files.writing import to_csv
-from istar.geometry.collect import measures_file, trajectory
-from istar.geometry.collect.measure import ModelName, load_and_hash_weights, make_other_model_error
-from istar.geometry.collect.measures_file import Measurements, t_quantile
-from istar.geometry.collect.trajectory import CHECKPOINT_FILES, Trajectory, TrajectoryPlan, checkpoint_output
+from istar.geometry.collect import measures_file, trajectory_file
+from istar.geometry.collect.measures_file import Measurements, ModelName, make_other_model_error, t_quantile
+from istar.geometry.collect.trajectory_file import TRAINING_KIND, Trajectory, TrajectoryPlan
 from istar.geometry.show import (
     axis_figures,
     compare,
@@ -47,7 +46,6 @@ CARD_FILE = "card.md"
 """The main measures of a model, to paste into its page on the hub."""
 MODEL_KIND = PageKind("page of measures", "istar measure", (measures_file.JSON_FILE, measures_file.CSV_FILE, CARD_FILE))
 COMPARISON_KIND = PageKind("comparison", "istar compare", (COMPARISON_FILE,))
-TRAINING_KIND = trajectory.KIND
 _DEFINITIONS = ("Definitions of the measures", "#measures")
 TRAININGS_KIND = PageKind("comparison of trainings", "istar compare, over trainings", (TRAININGS_FILE,))
 
@@ -108,23 +106,12 @@ def _read_earlier(out: Path, model: ModelName, weights: str = "") -> Measurement
     earlier_model = ModelName(earlier.model["name"], earlier.model["revision"])
     if earlier_model == model or earlier.weights == weights:
         return earlier
+    # Loads torch and transformers, which takes seconds, and pages of measured models do without them.
+    from istar.geometry.collect.measure import load_and_hash_weights
+
     if load_and_hash_weights(model, earlier.model["dtype"]) != earlier.weights:
         raise make_other_model_error(out, earlier_model, model)
     return earlier
-
-
-def check_training_folder(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint]) -> None:
-    """Refuse an output folder with another page or another model, before anything is measured.
-
-    Measurements of further checkpoints of the same model are kept, so that they need not be measured again.
-
-    Raises a `UserError` if the folder contains another model, and as `istar.drawing.page_folder.check` does.
-    """
-    inputs: list[str | Path] = [*(checkpoint.name for checkpoint in checkpoints), *(text.path for text in plan.texts)]
-    page_folder.check(plan.out, TRAINING_KIND, inputs)
-    for checkpoint in checkpoints:
-        checkpoint_output(plan, checkpoint).check(CHECKPOINT_FILES, inputs)
-    trajectory.refuse_other_checkpoints(plan, checkpoints)
 
 
 def write_model(measured: Measurements, out: Path, label: str = "") -> Path:
@@ -163,7 +150,7 @@ def write_training(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], meas
     training = measured_training.make_training(shorten_model_name(plan.model), checkpoints, measured.measurements)
     failures = [f"Not measured: {label}: {reason}" for label, reason in measured.failures.items()]
     content = PageContent(TRAINING_KIND, training.checkpoints, [training], plan.command, notes=failures)
-    table = trajectory.make_csv(plan, checkpoints, measured)
+    table = trajectory_file.make_csv(plan, checkpoints, measured)
     return _write(content, plan.out, {measures_file.TRAJECTORY_FILE: table})
 
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from istar.geometry.collect.layer_outputs import FINAL_NORM
-from istar.geometry.collect.measures_file import Measurements
+from istar.geometry.collect.measures_file import FINAL_NORM, Measurements
 from istar.geometry.show import compare
 from istar.geometry.show.compare import MeasuredModel, list_names
 from istar.geometry.show.measured_training import MeasuredTraining

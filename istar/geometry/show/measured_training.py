@@ -10,13 +10,13 @@ import pandas as pd
 
 from istar.errors import UserError, shorten
 from istar.files.writing import unescape_cell
-from istar.geometry.collect import measures_file, trajectory
+from istar.geometry.collect import measures_file, trajectory_file
 from istar.geometry.collect.measures_file import Measurements, interval_half_width
 from istar.geometry.show import compare
 from istar.geometry.show.compare import MeasuredModel
-from istar.inputs.corpus import COMBINED
 from istar.inputs.saved_checkpoints import Checkpoint, ModelArgument, check_distinct_labels
 from istar.records.identity import shorten_model_name
+from istar.records.metric_names import COMBINED
 
 ASSUMED_GROUPS = 10
 """Number of groups of documents for errors of a training with lost settings: the default of `istar measure`."""
@@ -102,7 +102,7 @@ def make_training(
             name = f"{checkpoint.label} ({name})"
         models.append(MeasuredModel(name, measured[checkpoint.label]))
         keys = {"revision": checkpoint.label, "step": step}
-        rows += [{**keys, **row} for row in trajectory.make_rows(measured[checkpoint.label])]
+        rows += [{**keys, **row} for row in trajectory_file.make_rows(measured[checkpoint.label])]
     return MeasuredTraining(label, pd.DataFrame(rows), models, has_steps)
 
 
@@ -161,14 +161,14 @@ def _read_table(argument: ModelArgument) -> pd.DataFrame:
         rows = pd.read_csv(path, dtype=str, keep_default_na=False, na_values=[""]).map(unescape_cell)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {shorten(error)}; measure the training again") from error
-    missing_columns = [column for column in trajectory.KEY_COLUMNS if column not in rows]
+    missing_columns = [column for column in trajectory_file.KEY_COLUMNS if column not in rows]
     if missing_columns or rows.empty:
         problem = f"has no column {missing_columns[0]}" if missing_columns else "has no rows"
         raise UserError(f"{path} {problem}; expected the table of istar measure --revisions or --checkpoints")
     if rows["model"].nunique(dropna=False) > 1:
         raise UserError(f"{path} has several models; expected the table of one training")
     for column in map(str, rows):
-        if column not in trajectory.KEY_COLUMNS or column == "step":
+        if column not in trajectory_file.KEY_COLUMNS or column == "step":
             rows[column] = pd.to_numeric(rows[column], errors="coerce")
     without_step = rows.loc[rows["step"].isna(), "revision"]
     if len(without_step):

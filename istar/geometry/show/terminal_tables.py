@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.table import Table
 
 from istar.geometry.collect.measures_file import Measurements
-from istar.geometry.collect.trajectory import Trajectory, TrajectoryPlan
+from istar.geometry.collect.trajectory_file import Trajectory, TrajectoryPlan
 from istar.geometry.show.compare import SUMMARY_MEASURES, MeasuredModel
 from istar.geometry.show.measured_training import MeasuredTraining
 from istar.geometry.show.model_tables import build_training_sheet

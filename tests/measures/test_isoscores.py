@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from istar.errors import UserError
 from istar.measures import Moments, isoscore, isoscore_from_covariance, isoscore_star, shrink
-from istar.measures.isoscore import unchecked_isoscore
+from istar.measures.isoscores import unchecked_isoscore
 from tests.oracles import algorithm_1, algorithm_2, steps_6_to_9
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
