@@ -56,15 +56,14 @@ class Source:
     dataset: Dataset | IterableDataset | None = None  # data set of the hub; its column `text` has the documents
     commit: str = ""  # commit of this data set
 
-    def read_documents(self) -> Iterator[str]:
-        """Return an iterator over the documents, as `istar.inputs.documents.read_documents` does."""
-        if self.dataset is None:
-            return read_documents(self.path)
-        return (text for text in self._read_dataset() if not text.isspace() and text)
+    def read_documents(self, shuffle_buffer: int = 0, seed: int = 0) -> Iterator[str]:
+        """Read the documents as `istar.inputs.documents.read_documents`, and shuffle them: see `shuffle_documents`."""
+        documents = read_documents(self.path) if self.dataset is None else self._read_dataset()
+        return shuffle_documents(documents, shuffle_buffer, seed)
 
     def _read_dataset(self) -> Iterator[str]:
         try:
-            yield from iterate_texts(self.dataset, str(self.path))
+            yield from (text for text in iterate_texts(self.dataset, str(self.path)) if text and not text.isspace())
         except UserError:
             raise
         except Exception as error:  # a stream raises the errors of many libraries

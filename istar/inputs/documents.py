@@ -19,6 +19,7 @@ TEXT_COLUMN = "text"
 """Column, or key in JSON lines, that contains the documents."""
 
 _BATCH_ROWS = 1_000
+_DIGEST_BLOCK = 2**20
 
 
 def read_documents(path: Path) -> Iterator[str]:
@@ -91,14 +92,12 @@ def compute_content_digest(path: Path, max_bytes: int = sys.maxsize) -> str:
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if file.is_file():
-            digest.update(f"{file.relative_to(path)}\0".encode() if file != path else file.suffix.encode())
-            size = file.stat().st_size
+            name = file.relative_to(path) if file != path else file.suffix
+            digest.update(f"{name}\0{file.stat().st_size}\0".encode())
             with file.open("rb") as stream:
-                if size <= max_bytes:
-                    digest.update(hashlib.file_digest(stream, "sha256").digest())
-                else:
-                    digest.update(f"{size}\0".encode() + stream.read(max_bytes))
-            max_bytes = max(max_bytes - size, 0)
+                while content := stream.read(min(max_bytes, _DIGEST_BLOCK)):
+                    digest.update(content)
+                    max_bytes -= len(content)
     return digest.hexdigest()
 
 

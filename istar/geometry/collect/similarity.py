@@ -15,7 +15,7 @@ from istar.drawing.terminal import make_progress
 from istar.errors import UserError
 from istar.geometry.collect.layer_outputs import Taps
 from istar.geometry.collect.measure import load_placed_encoder
-from istar.inputs.corpus import Block, Blocks, Source, pad_batch, shuffle_documents, split_into_batches
+from istar.inputs.corpus import Block, Blocks, Source, pad_batch, split_into_batches
 from istar.inputs.pretrained import load_tokenizer
 from istar.measures.alignment import cka, cka_with_error
 from istar.measures.numerics import full_precision
@@ -49,7 +49,7 @@ def read_first_documents(sources: Sequence[Source], count: int, shuffle_buffer: 
     Each text is shuffled first, see `corpus.shuffle_documents`. Raises a `UserError` if a text cannot be read, or the
     texts have fewer than 4 documents in total.
     """
-    readers = [shuffle_documents(source.read_documents(), shuffle_buffer, seed) for source in sources]
+    readers = [source.read_documents(shuffle_buffer, seed) for source in sources]
     documents: list[str] = []
     while readers and len(documents) < count:
         for reader in list(readers):

@@ -21,16 +21,7 @@ from istar.files.writing import atomic_write
 from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
 from istar.geometry.collect.layer_outputs import BlockReader
 from istar.geometry.collect.token_batch import TokenBatch
-from istar.inputs.corpus import (
-    COMBINED,
-    Block,
-    Blocks,
-    Reading,
-    Source,
-    shuffle_documents,
-    sorted_windows,
-    split_into_batches,
-)
+from istar.inputs.corpus import COMBINED, Block, Blocks, Reading, Source, sorted_windows, split_into_batches
 from istar.measures.numerics import accumulation_dtype
 
 if TYPE_CHECKING:
@@ -218,7 +209,7 @@ class Stream:
 
     def _read_limited_blocks(self, source: Source, reading: Reading) -> Iterator[Block]:
         """Yield the blocks of a source in order, up to the limit of tokens, and count in `reading` what is read."""
-        documents = shuffle_documents(source.read_documents(), self.settings.shuffle_buffer, self.settings.seed)
+        documents = source.read_documents(self.settings.shuffle_buffer, self.settings.seed)
         for block in self._blocks(documents, reading):
             reading.tokens += self._count_tokens(block)
             yield block
