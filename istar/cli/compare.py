@@ -129,7 +129,7 @@ def _compute_similarities(
     from istar.geometry.collect import similarity
     from istar.records.config import ModelConfig
 
-    documents = similarity.read_first_documents(sources, options.cka_documents)
+    documents = similarity.read_first_documents(sources, options.cka_documents, options.shuffle_buffer, options.seed)
     labels_and_configs = []
     for measured_model in measured_models:
         model = measured_model.measurements.model

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     from istar.geometry.collect.corpus_statistics import MeasureSettings
 
 MODEL_HELP = "[label=]<hub id, folder or run>[@revision]"
-MEASURING_MINIMA = {"length": 0, "batch_tokens": 1, "sample": 0, "seed": 0, "max_tokens": 1, "groups": 0}
+MEASURING_MINIMA = {
+    "length": 0, "batch_tokens": 1, "sample": 0, "seed": 0, "max_tokens": 1, "shuffle_buffer": 0, "groups": 0
+}  # fmt: skip
 """Minima of the options of `add_measuring_options`."""
 
 
@@ -40,7 +43,7 @@ def _split_list(text: str) -> list[str]:
 def add_texts(parser: argparse.ArgumentParser, use: str) -> None:
     """Add `--text`; `use` says what the command does with the texts."""
     place = "file (a document per line, .jsonl or .parquet), folder, or hub data set as owner/name:configuration:split"
-    add_list(parser, "--text", f"{use}: [name=]<{place}>")
+    add_list(parser, "--text", f"{use}: [name=]<{place}>; hf://owner/name:... is not downloaded first")
 
 
 def add_output(parser: argparse.ArgumentParser, folder: str) -> None:
@@ -65,6 +68,8 @@ def add_measuring_options(parser: argparse.ArgumentParser) -> None:
     add("--special-tokens", choices=("include", "exclude"), default="exclude", help=special_tokens_help)
     add("--batch-tokens", type=int, help="maximum tokens per batch (default: 2048 on a CPU, 16384 on a GPU)")
     add("--max-tokens", type=int, help="maximum number of tokens of each text")
+    buffer_help = "shuffle each text with --seed by a buffer of this many documents (default: 0, not shuffled)"
+    add("--shuffle-buffer", type=int, default=0, help=buffer_help)
     add("--sample", type=int, default=5_000, help="token types to keep for TwoNN; 0: no TwoNN (default: 5000)")
     add("--seed", type=int, default=0, help="seed of random samples (default: 0)")
     measures_help = "basic, or all: also the slow ones, such as massive activations and Gride (default: basic)"
@@ -115,7 +120,7 @@ def make_measure_settings(options: argparse.Namespace) -> "MeasureSettings":
 
     if options.groups == 1:
         raise UserError("--groups 1 gives no standard errors; expected at least 2, or 0 to compute none")
-    same_names = ("length", "batch_tokens", "sample", "seed", "documents", "special_tokens", "measures", "groups")
+    same_names = {field.name for field in fields(MeasureSettings)} - {"limit", "intra"}
     settings = {name: getattr(options, name) for name in same_names}
     return MeasureSettings(limit=options.max_tokens, intra=not options.no_intra, **settings)
 

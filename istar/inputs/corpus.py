@@ -1,20 +1,23 @@
 """Texts to measure a model on, and their division into blocks of tokens."""
 
+import random
 import re
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from istar.errors import UserError
-from istar.inputs.documents import is_corpus_file, iterate_texts, read_documents
-from istar.inputs.hub import load_dataset_split
+from istar.errors import UserError, shorten
+from istar.inputs.documents import compute_content_digest, is_corpus_file, iterate_texts, read_documents
+from istar.inputs.hub import load_dataset_split, open_dataset_stream
 from istar.inputs.tokenizing import chunks, count_text_tokens, find_separator_id, special_tokens, tokenize
 from istar.records.metric_names import COMBINED
 
@@ -29,11 +32,14 @@ BATCH_TOKENS_ON_DEVICES = 16_384
 """Default number of tokens per batch on other devices; small batches would leave them idle."""
 RUN_LENGTH = 4
 """Number of consecutive blocks of packed documents that count as one document; see `MeasureSettings.groups`."""
+DIGEST_BYTES = 2**26
+"""Number of bytes of a text that its digest includes if a limit of tokens ends the reading."""
 
 T = TypeVar("T")
 _SENTENCE_END = re.compile(r"""[.!?…]["'”’)\]]*\s+(?=["'“‘(\[]*[^\W_a-z])|[。！？]|\n""")  # noqa: RUF001
 _HUB_TEXT = re.compile(
-    r"(?P<id>[\w-][\w.-]*/[\w.-]+)(?::(?P<configuration>[^:@]*))?(?::(?P<split>[^@]+))?(?:@(?P<revision>.+))?"
+    r"(?P<stream>hf://)?(?P<id>[\w-][\w.-]*/[\w.-]+)"
+    r"(?::(?P<configuration>[^:@]*))?(?::(?P<split>[^@]+))?(?:@(?P<revision>.+))?"
 )
 """A data set of the hub, as `parse_sources` reads it."""
 Documents = Literal["separate", "packed"]
@@ -46,25 +52,60 @@ class Source:
 
     name: str  # name of the source in the results
     path: Path  # file or folder; for a data set of the hub, its name as given
-    dataset: Dataset | None = None  # data set of the hub; its column `text` has the documents
+    dataset: Dataset | IterableDataset | None = None  # data set of the hub; its column `text` has the documents
     commit: str = ""  # commit of this data set
 
-    def read_documents(self) -> Iterator[str]:
-        """Return an iterator over the documents, as `istar.inputs.documents.read_documents` does."""
-        if self.dataset is None:
-            return read_documents(self.path)
-        return (text for text in iterate_texts(self.dataset, str(self.path)) if not text.isspace() and text)
+    def read_documents(self, shuffle_buffer: int = 0, seed: int = 0) -> Iterator[str]:
+        """Read the documents as `istar.inputs.documents.read_documents`, and shuffle them: see `shuffle_documents`."""
+        documents = read_documents(self.path) if self.dataset is None else self._read_dataset()
+        return shuffle_documents(documents, shuffle_buffer, seed)
+
+    def _read_dataset(self) -> Iterator[str]:
+        try:
+            yield from (text for text in iterate_texts(self.dataset, str(self.path)) if text and not text.isspace())
+        except UserError:
+            raise
+        except Exception as error:  # a stream raises the errors of many libraries
+            failure = shorten(f"{type(error).__name__}: {error}")
+            raise UserError(f"{self.path}: reading broke off ({failure}); send the command again") from error
 
     @property
-    def content(self) -> tuple[Path | str, ...]:
-        """What identifies the documents: the path, which counts by its content, or the data set with its commit."""
-        return (self.path,) if self.dataset is None else (str(self.path), self.commit)
+    def is_stream(self) -> bool:
+        """Whether each pass reads the documents from the hub."""
+        return isinstance(self.dataset, IterableDataset)
+
+    def identify(self, limit: int | None = None) -> tuple[str, ...]:
+        """Return what identifies the documents: a digest of the files, or the data set with its commit.
+
+        With a limit of tokens, only the first `DIGEST_BYTES` are read, and the rest counts by the sizes of the files.
+        """
+        if self.dataset is not None:
+            return str(self.path), self.commit
+        return (compute_content_digest(self.path, sys.maxsize if limit is None else DIGEST_BYTES),)
+
+
+def shuffle_documents(documents: Iterable[str], buffer_size: int, seed: int) -> Iterator[str]:
+    """Yield documents in random order by a reservoir buffer; a buffer of size 0 keeps the order.
+
+    The buffer is filled with the first documents. Then one at a random place is yielded, and the next document takes
+    this place. A document therefore comes at most `buffer_size` places earlier, but may come much later.
+    """
+    iterator, generator = iter(documents), random.Random(seed)
+    buffer = list(islice(iterator, buffer_size))
+    for document in iterator:
+        if buffer:
+            place = generator.randrange(buffer_size)
+            document, buffer[place] = buffer[place], document
+        yield document
+    generator.shuffle(buffer)
+    yield from buffer
 
 
 def parse_sources(texts: Sequence[str]) -> list[Source]:
     """Parse the values of `--text`, each `[name=]<file or folder>` or `[name=]<data set of the hub>`.
 
-    A data set is `owner/name[:configuration[:split]][@revision]`, with the split `train` by default. The default name
+    A data set is `owner/name[:configuration[:split]][@revision]`, with the split `train` by default. It is downloaded,
+    unless it begins with `hf://`: then it is a stream, which is read from the hub in each pass. The default name
     of a source is the stem of its path, or the name of the data set without its owner. Raises a `UserError` if a text
     does not exist, two sources have the same name, or one of several is named `combined`.
     """
@@ -79,17 +120,21 @@ def parse_sources(texts: Sequence[str]) -> list[Source]:
             sources.append(Source(name or path.stem, path))
             continue
         match = _HUB_TEXT.fullmatch(location)
-        if match is None or is_corpus_file(path):
+        if match is None or (is_corpus_file(path) and not match["stream"]):
             raise UserError(
-                f"--text {text}: there is no {path}; expected a file or folder of text, or a data set of the hub as "
-                "owner/name[:configuration[:split]], or name=<text>"
+                f"--text {text}: there is no {location}; expected a file or folder of text, or a data set of the hub "
+                "as [hf://]owner/name[:configuration[:split]], or name=<text>"
             )
         try:
-            dataset, commit = load_dataset_split(
+            read = open_dataset_stream if match["stream"] else load_dataset_split
+            dataset, commit = read(
                 match["id"], match["configuration"] or None, match["split"] or "train", match["revision"]
             )
         except UserError as error:
-            raise UserError(f"--text {text}: there is no file or folder {path}, and {error}") from error
+            reason = "" if match["stream"] else f"there is no file or folder {path}, and "
+            raise UserError(f"--text {text}: {reason}{error}") from error
+        # The same rows are the same text, whether or not they are a stream.
+        path = Path(location.removeprefix("hf://"))
         sources.append(Source(name or PurePath(match["id"]).name, path, dataset, commit))
     names = [source.name for source in sources]
     for name in names:

@@ -3,40 +3,43 @@
 import contextlib
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 from istar.errors import UserError, shorten
 from istar.files.writing import atomic_write
-from istar.inputs.readers import READERS, Table, make_table, numbered_lines, read_saved_dataset
+from istar.inputs.readers import READERS, Table, find_suffix, make_table, numbered_lines, read_saved_dataset
 from istar.inputs.tokenizing import chunks
 
 TEXT_COLUMN = "text"
 """Column, or key in JSON lines, that contains the documents."""
 
 _BATCH_ROWS = 1_000
+_DIGEST_BLOCK = 2**20
 
 
 def read_documents(path: Path) -> Iterator[str]:
     """Return an iterator over the documents of a text file, data file or folder, which need not fit into memory.
 
     - `.jsonl`, `.ndjson`: each line is a JSON object with a document under `text`;
-    - `.json`: the same, or one array of such objects; read as a whole, as are `.csv` files;
+    - `.json`: the same, or one array of such objects, which is read as a whole, as are `.csv` files;
     - `.csv`, `.tsv`: a header with the column `text`, and a document in each row; in `.tsv`, quotes are plain text;
     - `.parquet`: a column `text` with a document in each row;
     - a folder that `Dataset.save_to_disk` wrote: a column `text` with a document in each row;
     - another folder: the documents of its files with these suffixes, except `.json`, in alphabetical order;
-    - `.txt`, `.text`, `.md`, `.raw`, `.tokens` or no suffix: each line is one document, for example a paragraph.
+    - `.txt`, `.text`, `.md`, `.raw`, `.tokens` or no suffix: each line is one document, for example a paragraph;
+    - these suffixes followed by `.gz` or `.zst`, such as `.jsonl.gz`, except of Parquet: the same, compressed.
 
     The case of suffixes is ignored. In a folder, plain text has the suffix `.txt`.
 
     Documents that contain only whitespace are left out. In plain text, whitespace around a line is removed. Raises a
     `UserError` if the path cannot be read or is not one of these, or text is not UTF-8; the message names the file.
     """
-    suffix = path.suffix.lower()
+    suffix = find_suffix(path)
     documents: Iterator[str]
     if (path / "state.json").is_file():
         documents = _iterate_column(read_saved_dataset(path))
@@ -58,7 +61,7 @@ def read_documents(path: Path) -> Iterator[str]:
 
 def is_corpus_file(path: Path) -> bool:
     """Return whether a file in a folder is part of a corpus by its suffix."""
-    return path.suffix.lower() in (".txt", *READERS)
+    return find_suffix(path) in (".txt", *READERS)
 
 
 def cache_documents(documents: Iterable[str], folder: Path, digest: str) -> Dataset:
@@ -81,18 +84,24 @@ def cache_documents(documents: Iterable[str], folder: Path, digest: str) -> Data
     return Dataset.from_file(str(path))
 
 
-def compute_content_digest(path: Path) -> str:
-    """Return a SHA-256 digest of the content of a file, or of the names and contents of all files below a folder."""
+def compute_content_digest(path: Path, max_bytes: int = sys.maxsize) -> str:
+    """Return a SHA-256 digest of the content of a file, or of the names and contents of all files below a folder.
+
+    Reading stops after `max_bytes`; what follows counts by the sizes of the files.
+    """
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if file.is_file():
-            digest.update(f"{file.relative_to(path)}\0".encode() if file != path else file.suffix.encode())
+            name = file.relative_to(path) if file != path else file.suffix
+            digest.update(f"{name}\0{file.stat().st_size}\0".encode())
             with file.open("rb") as stream:
-                digest.update(hashlib.file_digest(stream, "sha256").digest())
+                while content := stream.read(min(max_bytes, _DIGEST_BLOCK)):
+                    digest.update(content)
+                    max_bytes -= len(content)
     return digest.hexdigest()
 
 
-def iterate_texts(dataset: Dataset, source: str) -> Iterator[str]:
+def iterate_texts(dataset: Dataset | IterableDataset, source: str) -> Iterator[str]:
     """Yield the values of a data set's column `text`; `source` names the data set in error messages.
 
     Raises a `UserError` if the column is missing, or a value in it is not a string.

@@ -4,13 +4,14 @@ import csv
 import io
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import ClassLabel, Dataset, Features, load_from_disk
+from datasets import ClassLabel, Dataset, Features, IterableDataset, Value, load_from_disk
 
 from istar.errors import UserError, shorten
 from istar.files.parsing import parse_json
@@ -20,6 +21,10 @@ from istar.files.writing import refuse_special_file
 csv.field_size_limit(2**31 - 1)
 
 _BATCH_ROWS = 1_000
+_PARQUET_BUFFER_BYTES = 2**20
+"""Number of bytes of a Parquet column to read at once. By default, Arrow reads whole row groups, which may be large."""
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+"""Arrow's names of compressions by the suffix of a file."""
 
 Row = tuple[int, Sequence[Any] | None]
 """Number of a row, and its values in the order of the requested columns, or None if it has a wrong number of fields."""
@@ -84,7 +89,8 @@ def _make_delimited_table(path: Path, records: Iterator[tuple[int, list[str]]], 
 
 def read_json_table(path: Path) -> Table:
     """Open JSON lines, or the array in a `.json` file, of objects keyed by column names."""
-    is_array = path.suffix.lower() == ".json" and read_text(path).lstrip().startswith("[")
+    lines = (text for _, text in numbered_lines(path) if not text.isspace())
+    is_array = find_suffix(path) == ".json" and next(lines, "").lstrip().startswith("[")
     unit = "row" if is_array else "line"
     objects = _iterate_objects(path, is_array, unit)
     first = next(objects, None)
@@ -123,7 +129,7 @@ def read_parquet(path: Path) -> Table:
 
     def read_batches(names: Sequence[str]) -> Iterator[Any]:
         try:
-            with pq.ParquetFile(path) as file:
+            with pq.ParquetFile(path, buffer_size=_PARQUET_BUFFER_BYTES, pre_buffer=False) as file:
                 yield from file.iter_batches(_BATCH_ROWS, columns=list(names))
         except (pa.ArrowException, OSError) as error:
             raise UserError(f"{path}: not a readable Parquet file: {shorten(error)}") from error
@@ -140,13 +146,15 @@ def read_saved_dataset(folder: Path) -> Table:
     return make_table(dataset, str(folder))
 
 
-def make_table(dataset: Dataset, source: str) -> Table:
+def make_table(dataset: Dataset | IterableDataset, source: str) -> Table:
     """Return a data set as a table. Class ids become names, because a task may order the classes differently."""
+    # A stream may not know its columns before its first row.
+    features = dataset.features or Features(dict.fromkeys(next(iter(dataset), {}), Value("null")))
 
     def read_batches(names: Sequence[str]) -> Iterable[Any]:
         return dataset.select_columns(list(names)).with_format("arrow").iter(batch_size=_BATCH_ROWS)
 
-    return _make_arrow_table(source, dataset.features, read_batches)
+    return _make_arrow_table(source, features, read_batches)
 
 
 def _make_arrow_table(source: str, features: Features, read_batches: Callable[[Sequence[str]], Iterable[Any]]) -> Table:
@@ -178,41 +186,55 @@ READERS: Mapping[str, Callable[[Path], Table]] = {
 """Readers by file suffix."""
 
 
+def find_suffix(path: Path) -> str:
+    """Return the suffix of a file in lower case, and of a compressed file the one before: `.jsonl` of `a.jsonl.gz`."""
+    uncompressed = Path(path.stem) if path.suffix.lower() in _COMPRESSIONS else path
+    return (uncompressed.suffix or path.suffix).lower()
+
+
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the number and the text of each line of a UTF-8 file that is not empty, without the line end.
 
-    The file is read line by line. Only a line feed ends a line, because texts may contain other line separators. Raises
-    a `UserError` as `read_text`.
+    The file is read, and decompressed, line by line. Only a line feed ends a line, because texts may contain other line
+    separators. Raises a `UserError` as `read_text`.
     """
-    try:
-        refuse_special_file(path)
-        with path.open(encoding="utf-8-sig", newline="\n") as file:
-            for number, line in enumerate(file, start=1):
-                if "\0" in line:
-                    read_text(path)  # raises the error that names the line
-                if text := line.removesuffix("\n").removesuffix("\r"):
-                    yield number, text
-    except (UnicodeDecodeError, OSError):
-        read_text(path)
+    with _open(path) as file:
+        for number, line in enumerate(file, start=1):
+            if text := _decode(line, path, number).removesuffix("\n").removesuffix("\r"):
+                yield number, text
 
 
 def read_text(path: Path) -> str:
     """Return the content of a UTF-8 file; raise a `UserError`, with the line, if it is not UTF-8 or cannot be read."""
+    with _open(path) as file:
+        return _decode(file.read(), path)
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading and decompress it; raise a `UserError` if it cannot be read, also within the block."""
     try:
         refuse_special_file(path)
-        content = path.read_bytes()
-        text = content.decode("utf-8-sig")
+        compression = _COMPRESSIONS.get(path.suffix.lower())
+        with path.open("rb") if compression is None else pa.input_stream(str(path), compression) as file:
+            yield file if compression is None else io.BufferedReader(file)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or shorten(error)}") from error
+
+
+def _decode(content: bytes, path: Path, first_line: int = 1) -> str:
+    """Decode lines of a file from a line on; the first line of the file may begin with a byte order mark."""
+    try:
+        text = content.decode("utf-8-sig" if first_line == 1 else "utf-8")
     except UnicodeDecodeError as error:
         # The positions in the error do not count a byte order mark.
         content = error.object
-        line = content.count(b"\n", 0, error.start) + 1
+        line = first_line + content.count(b"\n", 0, error.start)
         column = error.start - content.rfind(b"\n", 0, error.start)
         detail = f"byte {column} is 0x{content[error.start]:02x}"
         raise UserError(f"{path}, line {line}: not UTF-8: {detail}; convert the file to UTF-8") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     # Null bytes indicate UTF-16 or a file damaged by a crash. Tokenizers would drop them silently.
     if "\0" in text:
-        line = text.count("\n", 0, text.index("\0")) + 1
+        line = first_line + text.count("\n", 0, text.index("\0"))
         raise UserError(f"{path}, line {line}: not UTF-8 text: it holds null bytes; convert the file")
     return text

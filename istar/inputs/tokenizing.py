@@ -17,17 +17,32 @@ _POSITIONS_START_AFTER_PADDING = {
 }  # fmt: skip
 """Models that number positions from the padding token's id plus 1."""
 _TOKENIZER_BATCH = 1_000
-"""Number of documents tokenized in one call, enough for the tokenizer's threads to share."""
+"""Maximum number of documents to tokenize in one call, enough for the tokenizer's threads to share."""
+_TOKENIZER_CHARACTERS = 1_000_000
+"""Number of characters at which a call has enough documents, so that few long ones are tokenized ahead."""
 
 
 def tokenize(texts: Iterable[str], tokenizer: "PreTrainedTokenizerBase") -> Iterator[list[int]]:
     """Yield the token ids of each text, without special tokens."""
-    for chunk in chunks(texts, _TOKENIZER_BATCH):
+    for chunk in _split_into_calls(texts):
         # `verbose=False` silences the warning about texts that are longer than the model's input.
         encoded = tokenizer(
             chunk, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
         )
         yield from encoded["input_ids"]
+
+
+def _split_into_calls(texts: Iterable[str]) -> Iterator[list[str]]:
+    chunk: list[str] = []
+    num_characters = 0
+    for text in texts:
+        chunk.append(text)
+        num_characters += len(text)
+        if len(chunk) == _TOKENIZER_BATCH or num_characters >= _TOKENIZER_CHARACTERS:
+            yield chunk
+            chunk, num_characters = [], 0
+    if chunk:
+        yield chunk
 
 
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:

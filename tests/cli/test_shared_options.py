@@ -156,7 +156,7 @@ def test_texts_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(UserError, match=r"there is no org/none\.txt; expected a file or folder"):
             corpus.parse_sources(["org/none.txt"])
     assert (train.name, named.name) == ("notes", "held")
-    assert train.content == ("org/notes:notes", commit)
+    assert train.identify() == ("org/notes:notes", commit)
     assert [text.split()[1] for text in train.read_documents()] == ["train"] * 6
     assert next(named.read_documents()).startswith("the test lamp")
 

@@ -200,17 +200,6 @@ def test_massive_activations_have_the_text_of_their_token() -> None:
     assert measure.describe_activations(replace(summary, median=0.0), TOKENIZER)[0]["ratio"] == math.inf
 
 
-def test_the_hash_of_a_text_is_that_of_its_content(tmp_path: Path) -> None:
-    for name, content in (("a.txt", "one"), ("b.txt", "one"), ("c.txt", "two")):
-        (tmp_path / name).write_text(content)
-    first, same, other = (measure.compute_identity(tmp_path / f"{name}.txt") for name in "abc")
-    assert first == same != other
-    # The identity of a folder depends on the contents of its files.
-    identity_before = measure.compute_identity(tmp_path)
-    (tmp_path / "c.txt").write_text("three")
-    assert measure.compute_identity(tmp_path) != identity_before
-
-
 def test_names_of_layers_stay_on_one_line() -> None:
     layers = {tap: [0.07819, 0.07832, 0.09884, 0.9953, 24.34, 16.51, 331.7] for tap in ("embeddings", "final_norm")}
     headers = terminal_tables.HEADERS.values()

@@ -155,6 +155,14 @@ def test_the_method_follows_from_documents_and_groups(
         assert rows[-1]["error"] == pytest.approx(math.hypot(0.02, 0.02), rel=1e-12)
 
 
+def test_documents_shuffled_otherwise_are_not_paired() -> None:
+    first, other = make_model(shuffle_buffer=8), make_model("other", seed=1, shuffle_buffer=8)
+    assert compare.choose_error_method(first, other) == "paired"
+    other.measurements.settings["seed"] = 1
+    assert compare.choose_error_method(first, other) == "independent"
+    assert "(shuffle_buffer)" in compare.explain_no_differences(first, make_model("third", shuffle_buffer=9))
+
+
 def test_with_a_limit_the_groups_must_have_the_same_tokens() -> None:
     first, other = make_model(limit=100), make_model("other", limit=100)
     other.measurements.replicates["text"]["embeddings"]["tokens"][3] += 1

@@ -84,7 +84,7 @@ def test_measures_equal_those_of_one_process(
     monkeypatch.setenv("COLUMNS", "150")
     monkeypatch.setattr(compare_page, "_write", leave_out_the_page)
     arguments = ["measure", "model", "--text", "text.txt,other.txt", "--length", "16", "--sample", "12"]
-    arguments += ["--measures", "all", "--groups", "4", "--dtype", "float64"]
+    arguments += ["--measures", "all", "--groups", "4", "--dtype", "float64", "--shuffle-buffer", "5"]
     assert main([*arguments, "--out", "one"]) == 0
     output = capsys.readouterr().out
     output_of_several = run_several_processes(folder, [*arguments, "--batch-tokens", "48", "--out", "several"])

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from istar.errors import UserError
-from istar.inputs import corpus, demo, tiny
-from istar.inputs.corpus import Block, Blocks, Source, pad_batch, parse_sources
+from istar.inputs import corpus, demo, tiny, tokenizing
+from istar.inputs.corpus import Block, Blocks, Source, pad_batch, parse_sources, shuffle_documents
 from istar.inputs.tokenizing import chunks
 
 MakeTokenizer = Callable[[], PreTrainedTokenizerFast]
@@ -29,6 +30,34 @@ def gpt() -> PreTrainedTokenizerFast:
     bpe_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe_tokenizer.train_from_iterator(TEXTS, trainers.BpeTrainer(special_tokens=["<end>"], show_progress=False))
     return PreTrainedTokenizerFast(tokenizer_object=bpe_tokenizer, eos_token="<end>")
+
+
+@pytest.mark.parametrize("size", [2, 3, 40, 100])
+def test_documents_are_shuffled_by_a_buffer(size: int) -> None:
+    texts = list(map(str, range(40)))
+    orders = [list(shuffle_documents(texts, size, seed)) for seed in (0, 0, 1)]
+    assert orders[0] == orders[1] != texts
+    assert orders[0] != orders[2]
+    assert all(sorted(order, key=int) == texts for order in orders)
+    assert all(int(text) <= place + size for order in orders for place, text in enumerate(order))
+    assert list(shuffle_documents(texts, 0, 0)) == texts
+
+
+def test_the_first_document_of_a_shuffled_text_is_any_of_the_buffer() -> None:
+    iterator = iter(range(1_000_000))
+    first_documents = Counter(next(shuffle_documents(map(str, range(9)), 4, seed)) for seed in range(400))
+    assert first_documents.keys() == set("0123")
+    assert min(first_documents.values()) > 60
+    next(shuffle_documents(map(str, iterator), 10, 0))
+    assert next(iterator) == 11
+
+
+def test_few_long_documents_are_tokenized_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizing, "_TOKENIZER_CHARACTERS", 1_000)
+    iterator = iter(range(1_000))
+    blocks = Blocks(bert(), 16)("the cat " * 50 + str(number) for number in iterator)
+    assert next(blocks).document_index == 0
+    assert next(iterator) == 3
 
 
 @pytest.mark.parametrize("documents", ["separate", "packed"])

@@ -1,6 +1,9 @@
 """Documents of a corpus from each kind of file, and what is refused."""
 
+import gzip
+import itertools
 import json
+import random
 import re
 import tracemalloc
 from pathlib import Path
@@ -11,7 +14,7 @@ import pytest
 from datasets import Dataset
 
 from istar.errors import UserError
-from istar.inputs.documents import read_documents
+from istar.inputs.documents import compute_content_digest, read_documents
 
 TEXTS = ["one", "two\nlines", "\u00fc\u2028three"]
 
@@ -66,6 +69,65 @@ def test_a_corpus_need_not_fit_into_memory(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1_000_000 < (tmp_path / "a.txt").stat().st_size
+
+
+@pytest.mark.parametrize("name", ["b.jsonl.gz", "b.jsonl.zst", "b.JSON.GZ", "b.csv.gz"])
+def test_compressed_files_are_read_as_the_others(tmp_path: Path, name: str) -> None:
+    plain = write_texts(tmp_path / "a.csv" if ".csv" in name else tmp_path / "a.jsonl")
+    content = plain.read_bytes()
+    if name.endswith("zst"):
+        compressed = bytes(pa.Codec("zstd").compress(content))
+    else:
+        # Some programs write a file in several parts.
+        compressed = gzip.compress(content[:20]) + gzip.compress(content[20:])
+    (tmp_path / name).write_bytes(compressed)
+    assert list(read_documents(tmp_path / name)) == list(read_documents(plain))
+    # Unlike `.json`, which usually describes other files, `.json.gz` in a folder is text.
+    assert list(read_documents(tmp_path)) == list(read_documents(plain)) * 2
+    (tmp_path / name).write_bytes(compressed[:-3])
+    assert f"{name}: cannot be read: Truncated compressed stream" in get_read_error(tmp_path / name)
+    (tmp_path / name).write_bytes(content)
+    assert f"{name}: cannot be read" in get_read_error(tmp_path / name)
+
+
+def test_only_the_files_that_are_needed_are_read(tmp_path: Path) -> None:
+    write_texts(tmp_path / "a.jsonl")
+    write_texts(tmp_path / "b.parquet")
+    for suffix in ("jsonl", "parquet", "jsonl.gz"):
+        (tmp_path / f"c.{suffix}").write_text("damaged")
+    assert list(itertools.islice(read_documents(tmp_path), 6)) == TEXTS * 2
+    # A file is read only as far as it is needed, too.
+    (tmp_path / "d.json").write_bytes(b'{"text": "one"}\n{"text": "two"}\n\xff')
+    assert list(itertools.islice(read_documents(tmp_path / "d.json"), 2)) == ["one", "two"]
+    assert "d.json, line 3: not UTF-8: byte 1 is 0xff" in get_read_error(tmp_path / "d.json")
+
+
+def test_a_row_group_need_not_fit_into_memory(tmp_path: Path) -> None:
+    texts = [random.Random(number).randbytes(500).hex() for number in range(20_000)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=len(texts))
+    documents = read_documents(tmp_path / "a.parquet")
+    allocated = pa.total_allocated_bytes()
+    assert next(documents) == texts[0]
+    assert pa.total_allocated_bytes() - allocated < 10_000_000 < (tmp_path / "a.parquet").stat().st_size
+    assert list(documents) == texts[1:]
+
+
+def test_the_digest_is_of_the_content(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for path, content in ((tmp_path / "same.txt", "one"), (folder / "a.txt", "one"), (folder / "b.txt", "three")):
+        path.write_text(content)
+    assert compute_content_digest(folder / "a.txt") == compute_content_digest(tmp_path / "same.txt")
+    whole, beginning = compute_content_digest(folder), compute_content_digest(folder, 4)
+    assert compute_content_digest(folder, 8) == whole != beginning
+    # What follows the beginning counts by its size.
+    (folder / "b.txt").write_text("three"[::-1])
+    assert compute_content_digest(folder) != whole
+    assert compute_content_digest(folder, 4) != beginning
+    beginning = compute_content_digest(folder, 4)
+    for content, is_same in (("eERHT", True), ("eER", False), ("EERHT", False)):
+        (folder / "b.txt").write_text(content)
+        assert (compute_content_digest(folder, 4) == beginning) == is_same, content
 
 
 @pytest.mark.parametrize("name", ["a.JSONL", "a.Parquet", "a.json", "a.csv", "a.tsv", "a.CSV"])

@@ -729,6 +729,20 @@ MUTATIONS = [
         "            earlier_seconds = 0.0\n",
         "tests/geometry/test_stream.py::test_the_time_of_an_interrupted_pass_counts",
     ),
+    Mutation(
+        "Of a Parquet file, a small part of a row group is in memory.",
+        "istar/inputs/readers.py",
+        "pre_buffer=False",
+        "pre_buffer=True",
+        "tests/inputs/test_documents.py::test_a_row_group_need_not_fit_into_memory",
+    ),
+    Mutation(
+        "Documents that another seed has shuffled are not paired.",
+        "istar/geometry/show/compare.py",
+        'settings.get("shuffle_buffer") and',
+        "False and",
+        "tests/geometry/test_model_differences.py::test_documents_shuffled_otherwise_are_not_paired",
+    ),
     # ---- comparisons in reports
     Mutation(
         "The test compares each run with the mean of Base, not with the run of the same seed.",

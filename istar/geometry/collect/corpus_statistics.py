@@ -32,9 +32,10 @@ class MeasureSettings:
     # Maximum number of tokens of a batch, with padding; see `corpus.split_into_batches` for the default.
     batch_tokens: int | None = None
     sample: int = 5_000  # maximum number of token types to keep for TwoNN, with one occurrence of each
-    seed: int = 0  # seed of that sample
+    seed: int = 0  # seed of that sample, and of the order of the documents
     # A source is read until the statistics have at least this number of its tokens; None reads all of it.
     limit: int | None = None
+    shuffle_buffer: int = 0  # number of documents to draw the next one from, see `corpus.shuffle_documents`; 0: none
     intra: bool = True  # whether to compute IntraSim; its sums may need gigabytes, see `GroupedPoints`
     documents: Documents = "separate"  # whether the model sees each document alone; see `corpus.Blocks`
     # Whether the statistics include the hidden states of special tokens and separators, which the model always sees.

@@ -91,7 +91,7 @@ def measure_model(
     settings = _resolve_length(settings, model)
     weights = hash_weights(model, output_matrix)
     tokenizer_hash = hash_tokenizer(tokenizer)
-    text_hashes = {source.name: compute_identity(*source.content)[:16] for source in sources}
+    text_hashes = {source.name: compute_identity(*source.identify(settings.limit))[:16] for source in sources}
     names = {"name": name, "revision": revision}
     all_settings = {**asdict(settings), "texts": {source.name: str(source.path) for source in sources}}
     for other in earlier:
@@ -320,20 +320,8 @@ def _resolve_length(settings: MeasureSettings, model: "PreTrainedModel") -> Meas
 
 
 def compute_identity(*parts: object) -> str:
-    """Return a hash of the values that the result of a pass depends on.
-
-    A `Path` counts by the content of its file or of all files in its folder, and any other value by its `repr`.
-    """
-    digest = hashlib.blake2b()
-    for part in parts:
-        if isinstance(part, Path):
-            files = sorted(path for path in part.rglob("*") if path.is_file()) if part.is_dir() else [part]
-            for path in files:
-                with path.open("rb") as file:
-                    digest.update(hashlib.file_digest(file, "blake2b").digest())
-        else:
-            digest.update(repr(part).encode())
-    return digest.hexdigest()
+    """Return a hash of the `repr` of the values that the result of a pass depends on."""
+    return hashlib.blake2b("".join(map(repr, parts)).encode()).hexdigest()
 
 
 def load_and_hash_weights(model: ModelName, dtype: str) -> str:

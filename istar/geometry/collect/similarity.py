@@ -43,12 +43,13 @@ class Similarity:
     documents: int  # number of documents
 
 
-def read_first_documents(sources: Sequence[Source], count: int) -> list[str]:
+def read_first_documents(sources: Sequence[Source], count: int, shuffle_buffer: int = 0, seed: int = 0) -> list[str]:
     """Read `count` documents, taking one from the beginning of each text in turn; fewer if the texts have fewer.
 
-    Raises a `UserError` if a text cannot be read, or the texts have fewer than 4 documents in total.
+    Each text is shuffled first, see `corpus.shuffle_documents`. Raises a `UserError` if a text cannot be read, or the
+    texts have fewer than 4 documents in total.
     """
-    readers = [source.read_documents() for source in sources]
+    readers = [source.read_documents(shuffle_buffer, seed) for source in sources]
     documents: list[str] = []
     while readers and len(documents) < count:
         for reader in list(readers):

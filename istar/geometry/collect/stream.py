@@ -105,6 +105,10 @@ class Stream:
         with make_progress(console) as progress:
             for source_index, source in enumerate(sources):
                 statistics = self._read_source(source, source_index, progress)
+                num_tokens, limit = self.readings[source.name].tokens, self.settings.limit
+                if console is not None and limit is not None and num_tokens < limit:
+                    line = f"{source.name} has {num_tokens:,} tokens, fewer than --max-tokens {limit:,}"
+                    console.print(line, highlight=False, soft_wrap=True)
                 if self._rank == 0:
                     results[source.name] = summarize(statistics)
                     combined = statistics if combined is None else combined.merge(statistics)
@@ -153,13 +157,13 @@ class Stream:
                     torch.save(state, file)
 
         task = progress.add_task(escape(source.name), total=None, completed=num_tokens_done)
-        # The whole text is read for its length only if a bar needs it.
-        is_counted = self.settings.limit is None and not progress.disable
+        # The whole text is read for its length only if a bar needs it, and it is on this machine.
+        is_counted = self.settings.limit is None and not progress.disable and not source.is_stream
         num_characters = sum(map(len, source.read_documents())) if is_counted else 0
 
         def advance(num_tokens: int) -> None:
             total = self.settings.limit or reading.tokens * num_characters / max(reading.characters, 1)
-            progress.update(task, advance=num_tokens, total=total / self.num_processes)
+            progress.update(task, advance=num_tokens, total=total / self.num_processes if total else None)
 
         self._reader.advance = advance
         rank_batches = self._iterate_rank_batches(source, num_blocks_done, reading)
@@ -206,7 +210,8 @@ class Stream:
 
     def _read_limited_blocks(self, source: Source, reading: Reading) -> Iterator[Block]:
         """Yield the blocks of a source in order, up to the limit of tokens, and count in `reading` what is read."""
-        for block in self._blocks(source.read_documents(), reading):
+        documents = source.read_documents(self.settings.shuffle_buffer, self.settings.seed)
+        for block in self._blocks(documents, reading):
             reading.tokens += self._count_tokens(block)
             yield block
             # The next block, which may be of another document, is not read.

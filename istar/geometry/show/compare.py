@@ -24,7 +24,7 @@ _SETTINGS_WITHOUT_EFFECT = ("batch_tokens",)
 """Settings of a pass that do not change its measures."""
 ErrorMethod = Literal["paired", "independent"]
 """How the standard error of a difference is computed: `estimate_paired_error` or `estimate_independent_error`."""
-_TOKEN_SETTINGS = ("limit", "documents", "special_tokens")
+_TOKEN_SETTINGS = ("limit", "documents", "special_tokens", "shuffle_buffer")
 """Settings of `istar measure` that decide which tokens are measured."""
 SETTING_NAMES = {"limit": "max_tokens", "intra": "intra_sim"}
 """Names on pages, after the options, of settings with other names in `measures.json`."""
@@ -219,9 +219,11 @@ def choose_error_method(first: MeasuredModel, other: MeasuredModel) -> ErrorMeth
 
     The models must have been measured over the same texts. Packed documents are grouped by their blocks, which depend
     on the tokenizer. With a limit of tokens, the tokenizer decides how many documents are read; documents are taken to
-    be the same only if each group has the same number of tokens.
+    be the same only if each group has the same number of tokens. The seed decides the order of shuffled documents.
     """
     settings = first.measurements.settings
+    if settings.get("shuffle_buffer") and settings.get("seed") != other.measurements.settings.get("seed"):
+        return "independent"
     if first.num_groups != other.num_groups or settings.get("documents") != "separate":
         return "independent"
     # Numbers of tokens without each group.
