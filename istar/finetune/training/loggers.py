@@ -1,8 +1,9 @@
-"""Logging to TensorBoard and to Weights & Biases (W&B).
+"""Logging to Weights & Biases (W&B), to TensorBoard and to other loggers of Lightning.
 
 Timeouts and fallbacks keep an unreachable W&B server from stopping a run.
 """
 
+import inspect
 import json
 import logging
 import os
@@ -21,7 +22,8 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 import lightning as L
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from lightning.pytorch import loggers
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from istar.errors import UserError, shorten
 from istar.files.writing import write_text
@@ -39,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def attach_loggers(trainer: L.Trainer, metrics_file: MetricsFile, config: Config, folder: Path) -> Iterator[None]:
-    """Attach the metrics file and, if configured, W&B or TensorBoard to a trainer; close them after the `with` block.
+    """Attach the metrics file and the configured loggers to a trainer; close them after the `with` block.
 
     If the block raises an exception, the W&B run is marked as failed, and the metrics logged so far are written to
     `metrics_file`. Otherwise, the caller must finalize `metrics_file` within the block.
@@ -49,6 +51,8 @@ def attach_loggers(trainer: L.Trainer, metrics_file: MetricsFile, config: Config
         trainer.loggers.append(_start_wandb_run(config.logger, config, folder, _load_or_create_run_id(folder)))
     if isinstance(config.logger, TensorBoardConfig) and trainer.is_global_zero:
         trainer.loggers.append(TensorBoardResultLogger(folder, name="tensorboard", version="", default_hp_metric=False))
+    if trainer.is_global_zero:
+        trainer.loggers.extend(_make_further_loggers(config, folder))
     exit_code = 1
     try:
         yield
@@ -63,13 +67,39 @@ def attach_loggers(trainer: L.Trainer, metrics_file: MetricsFile, config: Config
 
 
 def log_result(trainer: L.Trainer, result: Mapping[str, Any]) -> None:
-    """Log a finished run's result, the content of its `result.json`, to the trainer's W&B or TensorBoard logger."""
-    for logger in _result_loggers(trainer):
-        logger.log_result(result)
+    """Log a finished run's result, the content of its `result.json`, to the loggers of the trainer.
+
+    W&B and TensorBoard also get the isotropy of each layer. Loggers of `logger.also` get the metrics of the best epoch.
+    """
+    for logger in trainer.loggers[1:]:  # the first one is the metrics file
+        if isinstance(logger, FailSafeWandbLogger | TensorBoardResultLogger):
+            logger.log_result(result)
+        else:
+            logger.log_metrics({f"best/val/{name}": value for name, value in result["metrics"].items()})
+            logger.finalize("success")
 
 
 def _result_loggers(trainer: L.Trainer) -> "list[FailSafeWandbLogger | TensorBoardResultLogger]":
     return [logger for logger in trainer.loggers if isinstance(logger, FailSafeWandbLogger | TensorBoardResultLogger)]
+
+
+def _make_further_loggers(config: Config, folder: Path) -> Iterator[Logger]:
+    """Yield the loggers of `logger.also`, which have the run's config.
+
+    Raises:
+        UserError: if the library of a logger is not installed, or it refuses its arguments.
+    """
+    for name, arguments in config.logger.also.items():
+        logger_class = getattr(loggers, name)
+        has_folder = "save_dir" in inspect.signature(logger_class).parameters
+        try:
+            logger = logger_class(**({"save_dir": str(folder)} if has_folder else {}), **arguments)
+            logger.log_hyperparams(to_dict(config))
+        except Exception as error:  # the types depend on the library
+            raise UserError(
+                f"logger.also.{name}: {shorten(error)}; lightning.pytorch.loggers.{name} has the arguments"
+            ) from error
+        yield logger
 
 
 @rank_zero_only

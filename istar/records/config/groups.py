@@ -413,11 +413,25 @@ class TrainerConfig:
         check_one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed", "16-mixed", "auto"))
 
 
+LIGHTNING_LOGGERS = ("CometLogger", "CSVLogger", "LitLogger", "MLFlowLogger", "NeptuneLogger", "TensorBoardLogger")
+"""Classes of `lightning.pytorch.loggers` for `logger.also`."""
+
+
 @dataclass
 class LoggerConfig:
-    """Metrics are logged to `metrics.csv` only, which every run writes."""
+    """Metrics are logged to `metrics.csv`, which every run writes, and to the loggers of `also`."""
 
     name: str = "csv"
+    also: dict[str, Any] = field(default_factory=dict)
+    """Further loggers of Lightning: for the name of each class its arguments, for example
+    logger.also.MLFlowLogger.tracking_uri=http://host:5000 or logger.also.TensorBoardLogger={}. Their files are in the
+    run's folder, unless an argument says otherwise."""
+
+    def __post_init__(self) -> None:
+        for name, arguments in self.also.items():
+            check_one_of("logger.also", name, LIGHTNING_LOGGERS)
+            if not isinstance(arguments, dict):
+                raise UserError(f"logger.also.{name}={arguments} is not a mapping of arguments, e.g. {{}}")
 
 
 @dataclass
@@ -444,6 +458,7 @@ class WandbConfig(LoggerConfig):
     """online, offline, disabled, or auto: the value of WANDB_MODE, or else online if there is an API key."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_one_of("logger.mode", self.mode, ("auto", "online", "offline", "disabled"))
         if not isinstance(self.tags, list) or not all(isinstance(tag, str) for tag in self.tags):
             raise UserError(f"logger.tags={self.tags} is not a list of strings, e.g. [paper,rte]")

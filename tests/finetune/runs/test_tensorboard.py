@@ -33,3 +33,31 @@ def test_tensorboard_is_an_extra(small: Build, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(UserError, match=r"logger=tensorboard needs tensorboard; pip install 'istar\[tensorboard\]'"):
         run(small("logger=tensorboard"))
+
+
+def test_several_loggers_of_lightning_at_once(small: Build) -> None:
+    config = small("logger=tensorboard", "logger.also.CSVLogger.name=more", "logger.also.TensorBoardLogger={}")
+    record = run(config)
+    folder = place(config, record)
+    with (folder / "more" / "version_0" / "metrics.csv").open() as file:
+        [best] = [row["best/val/accuracy"] for row in csv.DictReader(file) if row["best/val/accuracy"]]
+    assert float(best) == pytest.approx(record.headline["value"])
+    assert "optim" in (folder / "more" / "version_0" / "hparams.yaml").read_text()
+    events = EventAccumulator(str(folder / "lightning_logs" / "version_0"))
+    events.Reload()
+    [best_accuracy] = events.Scalars("best/val/accuracy")
+    assert best_accuracy.value == pytest.approx(record.headline["value"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("logger.also.CsvLogger={}", r"logger\.also=CsvLogger is not known; did you mean CSVLogger"),
+        ("logger.also.CSVLogger=x", r"logger\.also\.CSVLogger=x is not a mapping of arguments"),
+        ("logger.also.CSVLogger.folder=x", r"logger\.also\.CSVLogger: .*folder.* has the arguments"),
+        ("logger.also.CometLogger={}", r"logger\.also\.CometLogger: .*comet"),
+    ],
+)
+def test_a_logger_that_cannot_be_used_is_refused(small: Build, override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        run(small(override))
