@@ -7,7 +7,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path, PurePosixPath
@@ -48,7 +48,7 @@ class Repository:
 
 
 class MockHub:
-    """Repositories by `models/<name>` and `datasets/<name>`, and the requests that the hub has received.
+    """Repositories by `models/<name>` and `datasets/<name>`, and the requests and bytes that the hub has answered.
 
     While `silent` is set, requests for anything but the home page are not answered.
     """
@@ -56,6 +56,7 @@ class MockHub:
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.requests: list[str] = []
+        self.bytes_sent = 0
         self.silent = False
         self.closed = threading.Event()
         hub = self
@@ -69,12 +70,20 @@ class MockHub:
                 if hub.silent and self.path != "/":
                     hub.closed.wait()
                 status, headers, content = hub.answer(urlsplit(self.path).path, body)
+                byte_range = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("range") or "")
+                if byte_range is not None and status == 200:
+                    first, last = int(byte_range[1]), min(int(byte_range[2] or len(content)), len(content) - 1)
+                    headers = {**headers, "content-range": f"bytes {first}-{last}/{len(content)}"}
+                    status, content = 206, content[first : last + 1]
                 self.send_response(status)
                 for name, value in {**headers, "content-length": str(len(content))}.items():
                     self.send_header(name, value)
                 self.end_headers()
                 if self.command != "HEAD":
-                    self.wfile.write(content)
+                    # A reader of the beginning of a file closes the connection.
+                    with suppress(ConnectionError):
+                        self.wfile.write(content)
+                        hub.bytes_sent += len(content)
 
             do_HEAD = do_POST = do_GET  # noqa: N815
 

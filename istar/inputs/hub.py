@@ -137,17 +137,23 @@ def explain_refusal(error: BaseException, name: str, kind: RepositoryKind) -> st
 
 
 def load_dataset(
-    name: str, configuration: str | None, revision: str | None, problem: str, split: str | None = None
+    name: str,
+    configuration: str | None,
+    revision: str | None,
+    problem: str,
+    split: str | None = None,
+    streaming: bool = False,
 ) -> Any:
     """Load all splits of a data set of the hub, or one; from the local cache if there is a `problem` with the hub.
 
-    Raises a `UserError` if the data set cannot be loaded.
+    With `streaming`, only the beginning of a file is read until the data set is iterated. Raises a `UserError` if the
+    data set cannot be loaded.
     """
     was_offline = datasets.config.HF_HUB_OFFLINE
     try:
         # Offline, `datasets` does not retry its connections.
         datasets.config.HF_HUB_OFFLINE = was_offline or bool(problem)
-        return datasets.load_dataset(name, configuration, split=split, revision=revision)
+        return datasets.load_dataset(name, configuration, split=split, revision=revision, streaming=streaming)
     except Exception as error:  # `datasets` and the libraries below it raise many types
         failure = f"the hub did not deliver it ({shorten(f'{type(error).__name__}: {error}')})"
         reason = explain_refusal(error, name, "dataset") or failure
@@ -169,6 +175,20 @@ def load_dataset_split(
     commit = None if problem else find_commit(name, revision, "dataset")
     dataset = load_dataset(name, configuration, commit or revision, problem, split)
     return dataset, commit or find_cached_commit([dataset]) or ""
+
+
+def open_dataset_stream(
+    name: str, configuration: str | None, split: str, revision: str | None
+) -> tuple[datasets.IterableDataset, str]:
+    """Open one split of a data set of the hub at a branch, tag or commit, and return it with its commit.
+
+    Its rows are read from the hub as they are iterated, and not cached. Raises a `UserError` if the hub cannot be
+    reached, or the data set, its commit or the split does not exist.
+    """
+    if problem := find_hub_problem():
+        raise UserError(f"{name}: a stream is read from the hub, and {problem}; {LOCAL_COPY_HINTS['dataset']}")
+    commit = find_commit(name, revision, "dataset")
+    return load_dataset(name, configuration, commit, "", split, streaming=True), commit
 
 
 def find_cached_commit(splits: Iterable[datasets.Dataset]) -> str | None:
