@@ -29,23 +29,20 @@ def read_documents(path: Path) -> Iterator[str]:
     - `.parquet`: a column `text` with a document in each row;
     - a folder that `Dataset.save_to_disk` wrote: a column `text` with a document in each row;
     - another folder: the documents of its files with these suffixes, except `.json`, in alphabetical order;
-    - `.txt`, `.text`, `.md`, `.raw`, `.tokens` or no suffix: each line is one document, for example a paragraph.
+    - `.txt`, `.text`, `.md`, `.raw`, `.tokens` or no suffix: each line is one document, for example a paragraph;
+    - `.jsonl.gz`, `.ndjson.gz`, `.txt.gz`: the same, compressed by gzip.
 
     The case of suffixes is ignored. In a folder, plain text has the suffix `.txt`.
 
     Documents that contain only whitespace are left out. In plain text, whitespace around a line is removed. Raises a
     `UserError` if the path cannot be read or is not one of these, or text is not UTF-8; the message names the file.
     """
-    suffix = path.suffix.lower()
+    suffix = _find_format_suffix(path)
     documents: Iterator[str]
     if (path / "state.json").is_file():
         documents = _iterate_column(read_saved_dataset(path))
     elif path.is_dir():
-        # A `.json` file in a folder usually describes the others.
-        files = sorted(file for file in path.iterdir() if is_corpus_file(file) and file.suffix.lower() != ".json")
-        if not files:
-            raise UserError(f"{path} holds no text: expected .txt, .jsonl or .parquet files, or a saved data set")
-        documents = (document for file in files for document in read_documents(file))
+        documents = (document for file in list_corpus_files(path) for document in read_documents(file))
     elif suffix in READERS:
         documents = _iterate_column(READERS[suffix](path))
     elif suffix in _TEXT_SUFFIXES:
@@ -56,9 +53,30 @@ def read_documents(path: Path) -> Iterator[str]:
     return (document for document in documents if document and not document.isspace())
 
 
+def list_corpus_files(path: Path) -> list[Path]:
+    """Return the files of a folder that contain its documents, in alphabetical order; a file or saved data set itself.
+
+    Raises a `UserError` if the folder has no such file.
+    """
+    if not path.is_dir() or (path / "state.json").is_file():
+        return [path]
+    # A `.json` file in a folder usually describes the others.
+    files = sorted(file for file in path.iterdir() if is_corpus_file(file) and file.suffix.lower() != ".json")
+    if not files:
+        raise UserError(f"{path} holds no text: expected .txt, .jsonl or .parquet files, or a saved data set")
+    return files
+
+
 def is_corpus_file(path: Path) -> bool:
     """Return whether a file in a folder is part of a corpus by its suffix."""
-    return path.suffix.lower() in (".txt", *READERS)
+    return _find_format_suffix(path) in (".txt", *READERS)
+
+
+def _find_format_suffix(path: Path) -> str:
+    """Return the suffix of a file in lower case, without the `.gz` of a compressed file that is read line by line."""
+    name = path.name.lower()
+    is_compressed = name.endswith(tuple(f"{suffix}.gz" for suffix in _COMPRESSED_SUFFIXES))
+    return Path(name.removesuffix(".gz") if is_compressed else name).suffix
 
 
 def cache_documents(documents: Iterable[str], folder: Path, digest: str) -> Dataset:
@@ -128,3 +146,5 @@ def _iterate_lines(path: Path) -> Iterator[str]:
 
 _TEXT_SUFFIXES = ("", ".txt", ".text", ".md", ".raw", ".tokens")
 """Suffixes of plain text."""
+_COMPRESSED_SUFFIXES = (".txt", ".jsonl", ".ndjson")
+"""Suffixes of files that may be compressed, with a further suffix `.gz`."""

@@ -1,8 +1,10 @@
 """The only reader of table rows: CSV, TSV, JSON and Parquet files and saved data sets."""
 
 import csv
+import gzip
 import io
 import itertools
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,18 +183,19 @@ READERS: Mapping[str, Callable[[Path], Table]] = {
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the number and the text of each line of a UTF-8 file that is not empty, without the line end.
 
-    The file is read line by line. Only a line feed ends a line, because texts may contain other line separators. Raises
-    a `UserError` as `read_text`.
+    The file, which gzip has compressed if its suffix is `.gz`, is read line by line. Only a line feed ends a line,
+    because texts may contain other line separators. Raises a `UserError` as `read_text`.
     """
     try:
         refuse_special_file(path)
-        with path.open(encoding="utf-8-sig", newline="\n") as file:
+        open_file: Any = gzip.open if path.suffix.lower() == ".gz" else open
+        with open_file(path, "rt", encoding="utf-8-sig", newline="\n") as file:
             for number, line in enumerate(file, start=1):
                 if "\0" in line:
                     read_text(path)  # raises the error that names the line
                 if text := line.removesuffix("\n").removesuffix("\r"):
                     yield number, text
-    except (UnicodeDecodeError, OSError):
+    except (UnicodeDecodeError, OSError, EOFError, zlib.error):
         read_text(path)
 
 
@@ -201,6 +204,7 @@ def read_text(path: Path) -> str:
     try:
         refuse_special_file(path)
         content = path.read_bytes()
+        content = gzip.decompress(content) if path.suffix.lower() == ".gz" else content
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         # The positions in the error do not count a byte order mark.
@@ -210,7 +214,9 @@ def read_text(path: Path) -> str:
         detail = f"byte {column} is 0x{content[error.start]:02x}"
         raise UserError(f"{path}, line {line}: not UTF-8: {detail}; convert the file to UTF-8") from error
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+        raise UserError(f"{path}: cannot be read: {error.strerror or shorten(error)}") from error
+    except (EOFError, zlib.error) as error:
+        raise UserError(f"{path}: cannot be decompressed: {shorten(error)}") from error
     # Null bytes indicate UTF-16 or a file damaged by a crash. Tokenizers would drop them silently.
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
