@@ -1,8 +1,9 @@
 """Blocks of tokens for language modelling, cut from a stream of documents while the model is trained on them."""
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,8 @@ from istar.finetune.tasks.blocks import Corpus, TokenBlocks, cut_blocks
 from istar.finetune.tasks.document_stream import DocumentStream
 from istar.finetune.tasks.language_modelling import BlockRows, Masking
 from istar.inputs.tokenizing import count_text_tokens, find_separator_id, tokenize
+
+_SAMPLED_TOKENS = 1 << 18
 
 
 class StreamPosition(NamedTuple):
@@ -80,12 +83,14 @@ class StreamedBlocks:
             yield Window(position, BlockRows(blocks, self.masking, window_seed), order)
 
     def sample_rows(self) -> BlockRows:
-        """Return as many blocks as a window has, or all if there are fewer, from the beginnings of random shards.
+        """Return blocks with 262,144 tokens, or all if there are fewer, from the beginnings of random shards.
 
-        Raises a `UserError` if the documents have no token, or with packing less than a block.
+        This is enough for the default `reg.num_points`. Raises a `UserError` if the documents have no token or, with
+        packing, less than a block.
         """
         documents = ((0, 0, text) for text in self.documents.iterate_sample())
-        _, pieces = next(self._fill_windows(documents), (None, []))
+        sample = replace(self, window_blocks=math.ceil(_SAMPLED_TOKENS / self.length))
+        _, pieces = next(sample._fill_windows(documents), (None, []))
         return BlockRows(self._cut(pieces), self.masking, self.seed)
 
     @property
