@@ -1,5 +1,6 @@
 """Documents of a corpus from each kind of file, and what is refused."""
 
+import gzip
 import json
 import re
 import tracemalloc
@@ -47,6 +48,30 @@ def test_a_line_of_text_is_a_document(tmp_path: Path) -> None:
     assert list(read_documents(write_texts(tmp_path / "corpus.txt"))) == ["one", "two", "\u00fc\u2028three"]
     (tmp_path / "corpus.txt").rename(tmp_path / "README")
     assert list(read_documents(tmp_path / "README")) == ["one", "two", "\u00fc\u2028three"]
+
+
+def test_compressed_files(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.jsonl", "c.ndjson"):
+        content = write_texts(tmp_path / name).read_bytes()
+        (tmp_path / name).unlink()
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content))
+    (tmp_path / "d.csv.gz").write_bytes(b"not read")
+    assert list(read_documents(tmp_path)) == ["one", "two", "\u00fc\u2028three", *TEXTS, *TEXTS]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"plain text", r"a\.txt\.gz: cannot be read: Not a gzipped file"),
+        (gzip.compress(b"text\n" * 999)[:-9], r"a\.txt\.gz: cannot be decompressed: Compressed file ended before"),
+        (gzip.compress(b"one\ncaf\xe9\n"), r"a\.txt\.gz, line 2: not UTF-8: byte 4 is 0xe9"),
+    ],
+)
+def test_damaged_compressed_files_are_refused_in_one_line(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(content)
+    with pytest.raises(UserError, match=message) as error:
+        list(read_documents(tmp_path))
+    assert "\n" not in str(error.value)
 
 
 def test_a_folder_is_all_its_files_of_text_in_order(tmp_path: Path) -> None:

@@ -208,14 +208,17 @@ def test_a_stream_needs_a_number_of_steps(composed: Build) -> None:
         composed("task=mlm", "task.stream=true")
 
 
+VALIDATION = {"validation.txt": "some text\n" * 99}
+
+
 @pytest.mark.parametrize(
     ("content_by_name", "message"),
     [
         ({"train.txt": "some text"}, r"has no validation data such as validation\.txt; task\.stream=true needs them"),
-        ({"train.txt": "", "validation.txt": "some text\n" * 99}, "the text is empty: it has no token"),
-        ({"train.txt": "short", "validation.txt": "some text\n" * 99}, "which is less than one block of 16"),
-        ({"train.jsonl": '{"id": 1}\n', "validation.txt": "some text\n" * 99}, r"train\.jsonl: there is no column 'text'"),
-        ({"train.jsonl.gz": "no gzip", "validation.txt": "some text\n" * 99}, r"train\.jsonl\.gz: cannot be read: Not a gz"),
+        ({"train.txt": "", **VALIDATION}, "the text is empty: it has no token"),
+        ({"train.txt": "short", **VALIDATION}, "which is less than one block of 16"),
+        ({"train.jsonl": '{"id": 1}\n', **VALIDATION}, r"train\.jsonl: there is no column 'text'"),
+        ({"train.jsonl.gz": "no gzip", **VALIDATION}, r"train\.jsonl\.gz: cannot be read: Not a gz"),
     ],
 )  # fmt: skip
 def test_streams_that_are_refused_in_one_line(
